@@ -352,14 +352,15 @@ class TestCheckpoints:
         def function() -> Any:
             torch.manual_seed(3)
             model = train.prepare_model(torch.nn.Linear(10, 6), parallel="fsdp")
-            state = train.load_checkpoint(into={"model": model, "epoch": -1})
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            state = train.load_checkpoint(into={"model": model, "optimizer": optimizer, "epoch": -1})
             if state is None:
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.mul_(2.0)
-                train.save_checkpoint(model=model, epoch=4)
+                model(torch.ones(2, 10)).sum().backward()
+                optimizer.step()
+                train.save_checkpoint(model=model, optimizer=optimizer, epoch=4)
                 train.report()
-            whole = [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
+            momenta = [each["exp_avg"] for each in optimizer.state_dict()["state"].values()]
+            whole = [tensor.full_tensor() for tensor in (*model.parameters(), *momenta)]
             return [tensor.tolist() for tensor in whole], state and state["epoch"]
 
         with Trainer(4) as four:
@@ -370,35 +371,8 @@ class TestCheckpoints:
             assert two.run(function, checkpoint=path) == [(saved, 4)] * 2
             read = two.run(lambda: train.load_checkpoint(), checkpoint=path)[0]
         assert read["model"]["weight"].tolist() == saved[0]
+        assert read["optimizer"]["state"][0]["exp_avg"].tolist() == saved[2]
         assert read["epoch"] == 4
-
-
-class TestClasses:
-    def test_objects_are_made_in_all_ranks_and_called(self, trainer: Trainer) -> None:
-        class Counter:
-            def __init__(self, start: int) -> None:
-                self.value = start
-
-            def add(self, number: int) -> int:
-                self.value += number
-                return self.value
-
-        trainer.start(Counter, 10)
-        assert trainer.execute(lambda counter: counter.add(1)) == [11, 11, 11]
-        assert trainer.execute_single(2, lambda counter, n: counter.add(n), 5) == 16
-        assert trainer.execute_async(lambda counter: counter.value).result() == [11, 11, 16]
-
-    def test_a_hook_is_called_also_in_who_comes_in_the_place_of_another(
-        self, home: Unirun, tmp_path: Path
-    ) -> None:
-        def hook() -> None:
-            os.environ["PREPARED"] = "yes"
-
-        with Trainer(2) as trainer:
-            trainer.start(initialization_hook=hook)
-            pids = trainer.execute(os.getpid)
-            os.kill(pids[1], signal.SIGKILL)
-            assert trainer.run(lambda: os.environ["PREPARED"]) == ["yes", "yes"]
 
 
 class TestBeforeWorkersStart:
@@ -417,6 +391,8 @@ class TestBeforeWorkersStart:
             Trainer().run(lambda: None, callbacks=[Heard])  # type: ignore[list-item]
         with pytest.raises(UsageError, match="is no checkpoint"):
             Trainer().run(lambda: None, checkpoint="nowhere")
+        with pytest.raises(UsageError, match="there is no checkpoint .*/000001"):
+            Trainer().run(lambda: None, checkpoint=tmp_path / "000001")
         assert time.monotonic() - began < 5
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

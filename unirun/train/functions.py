@@ -68,9 +68,14 @@ def save_checkpoint(**state: Any) -> None:
 def load_checkpoint(into: dict[str, Any] | None = None) -> dict[str, Any] | None:
     """The state of the checkpoint that the run goes on from; None when it begins.
 
-    Tensors are on the CPU. A sharded checkpoint is loaded into `into`, which has what was saved, in whatever parts:
-    ``load_checkpoint(into={"model": model, "epoch": 0})`` changes the tensors of the model, and returns the state
-    dicts. Without `into` each rank reads all of it. Raises `CheckpointDamaged`.
+    Models, optimizers, schedulers and the like in `into` are changed to what was saved under their name, and plain
+    values are returned::
+
+        state = train.load_checkpoint(into={"model": model, "optimizer": optimizer, "epoch": 0})
+        first = state["epoch"] + 1 if state else 0
+
+    A sharded checkpoint is read into whatever parts this rank has, without `into` as whole tensors on the CPU, all of
+    them. Raises `CheckpointDamaged`, and `UsageError` for a name that it does not have.
     """
     return session().load(into)
 

@@ -7,7 +7,9 @@ belongs to a round is committed before the round is handed out.
 
 from __future__ import annotations
 
+import inspect
 import queue
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,24 +18,18 @@ from typing import Any
 from unirun.errors import InvocationTimeout, TrainingFailed, UnirunError, UsageError, WorkerLost
 from unirun.reporting import report
 from unirun.roles import InvocationRef, RoleGroup
+from unirun.train.attempts import BACK, LOOK, Attempts
 from unirun.train.callbacks import Callbacks
 from unirun.train.checkpoints import CheckpointStrategy, Info
 from unirun.train.lockstep import Lockstep, Round
 from unirun.train.worker import Order, Stopped
-from unirun.train.workers import Workers
 from unirun.values import Value
-
-BACK = 120.0
-"""Seconds in which lost workers must be back."""
-
-LOOK = 0.5
-"""Seconds between two looks whether this thread was interrupted."""
 
 ALL = -1
 """In place of a rank."""
 
-UNWIND = 10.0
-"""Seconds in which a function that was interrupted must have ended, before its process is killed."""
+CLOSE = 5.0
+"""Seconds that `close` waits for the thread that iterates."""
 
 
 class Request(Value):
@@ -61,21 +57,6 @@ class _Again(Exception):
         self.cause, self.world = cause, world
 
 
-class Attempts:
-    """What the runs of one trainer have in common: the number of the last attempt, and how many have failed in the
-    present generation of the process group."""
-
-    def __init__(self) -> None:
-        self.last = self.generation = self.spoilt = 0
-
-    def next(self, generation: int) -> tuple[int, int, int]:
-        """Another attempt, in this generation: its number, the generation, and how many have failed in that."""
-        if generation != self.generation:
-            self.generation, self.spoilt = generation, 0
-        self.last += 1
-        return self.last, generation, self.spoilt
-
-
 class TrainingIterator:
     """The rounds of reports of one run: each a list with the metrics of each rank. It ends with the function.
 
@@ -92,22 +73,21 @@ class TrainingIterator:
 
     def __init__(
         self,
-        workers: Workers,
-        request: Request,
         attempts: Attempts,
+        request: Request,
         callbacks: Callbacks,
         decode: Callable[[Any], Any],
-        restored: Callable[[], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`restored` is called when workers have come in the place of lost ones, before they run the function."""
-        self._workers, self._request, self._attempts = workers, request, attempts
-        self._callbacks, self._decode, self._restored, self._now = callbacks, decode, restored, now
+        self._attempts, self._workers, self._request = attempts, attempts.workers, request
+        self._callbacks, self._decode, self._now = callbacks, decode, now
         self._failures, self._iteration = 0, 0
         self._grown = now()
         self._held: tuple[Round, int] | None = None
         self._results: list[Any] | None = None
         self._finished = False
+        self._iterating = threading.RLock()
+        self._closed = False
         self.latest: Info | None = None
         """The last checkpoint that was committed in this run."""
         self.checkpoints: list[Info] = []
@@ -118,7 +98,8 @@ class TrainingIterator:
         return self
 
     def __next__(self) -> list[dict[str, Any]]:
-        return next(self._rounds)
+        with self._iterating:
+            return next(self._rounds)
 
     def is_finished(self) -> bool:
         """Whether the function has returned in all ranks."""
@@ -143,8 +124,16 @@ class TrainingIterator:
         return found.path if found is not None else None
 
     def close(self) -> None:
-        """End the run."""
-        self._rounds.close()
+        """End the run. If another thread iterates at this moment, that raises `TrainingFailed`."""
+        self._closed = True
+        if not self._iterating.acquire(timeout=CLOSE):
+            return
+        try:
+            # A callback of the run may call this.
+            if inspect.getgeneratorstate(self._rounds) != inspect.GEN_RUNNING:
+                self._rounds.close()
+        finally:
+            self._iterating.release()
 
     def _run(self) -> Generator[list[dict[str, Any]], None, None]:
         error: BaseException | None = None
@@ -158,6 +147,12 @@ class TrainingIterator:
             self._finished = True
         except GeneratorExit:
             raise
+        except Exception as raised:
+            error = raised
+            if self._closed:
+                error = TrainingFailed("the run was closed, or the trainer was shut down, while it went on")
+                raise error from raised
+            raise
         except BaseException as raised:
             error = raised
             raise
@@ -166,6 +161,7 @@ class TrainingIterator:
 
     def _count(self, again: _Again) -> None:
         """Count a failure, and wait until all ranks are there again. Raises its cause when it is one too many."""
+        self._check_open()
         lost, most = isinstance(again.cause, WorkerLost | InvocationTimeout), self._request.max_failures
         if lost and self._request.elastic:
             # A role that has become larger or smaller has started again as a whole: that is no failure.
@@ -187,15 +183,11 @@ class TrainingIterator:
 
     def _attempt(self) -> Iterator[list[dict[str, Any]]]:
         """Run the function once in all ranks. Raises `_Again` when that has to be repeated."""
-        group, request = self._ready(), self._request
+        group, request = self._attempts.ready(), self._request
         try:
             resume, number = self._where(group)
             yield from self._given_up(resume)
-            attempt, generation, spoilt = self._attempts.next(self._workers.generation)
             order = Order(
-                attempt,
-                generation,
-                spoilt,
                 request.function,
                 request.takes_config,
                 request.config,
@@ -205,38 +197,18 @@ class TrainingIterator:
                 resume,
                 request.strategy,
             )
-            run: InvocationRef[Any] = group.run.call_async(order)
+            turn = self._attempts.next()
+            run: InvocationRef[Any] = group.run.call_async(turn, order)
             try:
-                yield from self._follow(group, run, attempt)
+                yield from self._follow(group, run, turn.attempt)
                 self._results = [self._decode(each) for each in run.result()]
             except BaseException as error:
-                self._end(attempt, f"the run has ended: {type(error).__name__}")
+                self._attempts.end(turn, f"the run has ended: {type(error).__name__}")
                 raise
         except Exception as error:
             if isinstance(error, (WorkerLost, InvocationTimeout, *request.retry)):
                 raise _Again(error, len(group)) from error
             raise
-
-    def _ready(self) -> RoleGroup:
-        """All workers, once nothing runs in them. A process that cannot be interrupted is killed."""
-        deadline = self._now() + BACK
-        while True:
-            self._workers.wait_until_whole(BACK)
-            group = self._workers.group
-            try:
-                # Losses until now are told here: they are none of the run that begins.
-                group.idle.options(timeout=UNWIND).call()
-                self._restored()
-                return group
-            except WorkerLost:
-                if self._now() >= deadline:
-                    raise
-            except InvocationTimeout as error:
-                if self._now() >= deadline:
-                    raise
-                for who in error.missing:
-                    report(f"unirun: {who} does not end what it runs, and is killed")
-                    group[int(who.rpartition(":")[2])].kill.call_async()
 
     def _where(self, group: RoleGroup) -> tuple[Any, int]:
         """What the attempt goes on from, and the number of its first checkpoint."""
@@ -275,6 +247,7 @@ class TrainingIterator:
         lockstep, number = Lockstep(len(group)), 1
         ask(number)
         while True:
+            self._check_open()
             try:
                 # Not for ever, as a wait that has no end hides Ctrl-C from a thread that another one interrupts.
                 rank, ref = news.get(timeout=LOOK)
@@ -304,12 +277,15 @@ class TrainingIterator:
             yield self._handed_out(whole.results)
             self._grow(whole.pending)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TrainingFailed("the run was closed")
+
     def _keep(self, group: RoleGroup, attempt: int, number: int) -> None:
         """Have a checkpoint committed."""
-        info = group[0].commit(attempt, number)
-        if info is not None:
-            self.latest = info
-            _, self.checkpoints, _ = group[0].checkpoints(self._request.url)
+        infos = group[0].commit(attempt, number)
+        if infos:
+            self.latest, self.checkpoints = infos[-1], infos
 
     def _handed_out(self, results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """A round, numbered, after the callbacks have had it."""
@@ -324,10 +300,3 @@ class TrainingIterator:
         if self._request.elastic and committed is not None and due:
             self._grown = self._now()
             self._workers.grow()
-
-    def _end(self, attempt: int, reason: str) -> None:
-        """Interrupt what still runs of an attempt, and do not wait for it."""
-        self._attempts.spoilt += 1
-        # There may be fewer ranks than the attempt had.
-        for worker in self._workers.group:
-            worker.interrupt.call_async(attempt, reason)

@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from unirun.errors import UsageError
-from unirun.train.checkpoints import Folder, Info, Manifest, Writer, load
+from unirun.train.checkpoints import Folder, Info, Manifest, Writer, load, plain_state, put_into, snapshot
 from unirun.train.data import Loader, Progress, Shard, sharded
 from unirun.train.lockstep import Finished, Reported
 from unirun.values import Value
@@ -121,7 +121,7 @@ class Session:
                     return self._finished
                 self._changed.wait()
 
-    def commit(self, number: int) -> Future[Info]:
+    def commit(self, number: int) -> Future[list[Info]]:
         """Make a checkpoint of this rank count."""
         assert self._writer is not None
         return self._writer.commit(number)
@@ -149,7 +149,7 @@ class Session:
         if self._writer is not None:
             self._writer.save(state, progress)
         else:
-            self._saved = dict(state)
+            self._saved = snapshot(plain_state(state))
         self._saves += 1
         self._reseed(self._saves)
 
@@ -162,11 +162,14 @@ class Session:
         """The state that the run goes on from; None at the beginning."""
         self.check()
         try:
-            if self._saved is not None or self._resume is None:
-                return self._saved
-            if isinstance(self._resume, dict):
-                return dict(self._resume)
-            return load(*self._resume, into)
+            found = self._resume if self._saved is None else self._saved
+            if found is None:
+                return None
+            if isinstance(found, tuple):
+                return load(*found, into)
+            state = plain_state(found)
+            put_into(into or {}, state)
+            return state
         finally:
             self._reseed(self._saves)
 
@@ -222,6 +225,24 @@ class Session:
         """The attempt is over."""
         if self._writer is not None:
             self._writer.close()
+
+
+class Visit(Session):
+    """That of a function that is no run, as `Trainer.execute` calls it: there is nobody who takes reports."""
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """Raises `UsageError`."""
+        raise _no_run("report")
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Raises `UsageError`."""
+        raise _no_run("save_checkpoint")
+
+
+def _no_run(what: str) -> UsageError:
+    return UsageError(
+        f"{what}() was called in a function that is no run", "use Trainer.run, or return the value"
+    )
 
 
 def _plain(value: Any) -> Any:

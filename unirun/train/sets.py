@@ -105,7 +105,7 @@ def another(trainer: Trainer, setup: Setup | None = None) -> Trainer:
     other._setup = setup or trainer._setup
     # A trainer numbers the runs in its directory, so each needs its own.
     other._logdir = trainer._logdir and f"{trainer._logdir.rstrip('/')}/{secrets.token_hex(3)}"
-    other._workers = other._run = other._finalizer = None
+    other._attempts = other._run = other._finalizer = None
     other._trainables, other.logdir = weakref.WeakSet(), ""
     return other
 

@@ -20,6 +20,11 @@ MANY = 100_000
 """Ranks, where there may be any number."""
 
 
+PRELOAD = ("unirun.train.worker", "torch._dynamo")
+"""What is imported once before the workers are forked. DistributedDataParallel imports the second one, for a second: so
+not in each of them, and not again in one that comes in the place of another."""
+
+
 class Setup(Value):
     """What a trainer asks for: from `least` to `most` ranks with so many `slots` of a `device` each (None: a place for
     one process), a `backend`, environment variables, and options of the ``unirun`` command."""
@@ -49,7 +54,7 @@ class Setup(Value):
         return {
             "name": name,
             "roles": {ROLE: role},
-            "preload": ["unirun.train.worker"],
+            "preload": [*PRELOAD] if self.most > 1 else [*PRELOAD[:1]],
             "call_timeout": NO_LIMIT,
             "config": {"backend": self.backend},
         }
@@ -74,7 +79,7 @@ def resources_of(use_gpu: bool, resources: dict[str, float]) -> tuple[str | None
     if unknown:
         raise UsageError(f"resources_per_worker has {sorted(unknown)[0]!r}", "it has CPU and GPU")
     for name, number in resources.items():
-        whole = isinstance(number, int | float) and number == int(number) and number >= 0
+        whole = isinstance(number, int | float) and float(number).is_integer() and number >= 0
         if not whole or isinstance(number, bool):
             raise UsageError(f"resources_per_worker: {name} is {number!r}", "give a whole number")
     gpus = int(resources.get("GPU", int(use_gpu)))

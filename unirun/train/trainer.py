@@ -6,6 +6,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -14,11 +15,12 @@ from unirun.rendezvous.jobdir import unirun_home
 from unirun.reporting import report
 from unirun.roles import InvocationRef
 from unirun.train import tuning
+from unirun.train.attempts import Attempts
 from unirun.train.backends import find_backend
 from unirun.train.callbacks import Callbacks, TrainingCallback
-from unirun.train.checkpoints import CheckpointStrategy
+from unirun.train.checkpoints import CheckpointStrategy, Folder
 from unirun.train.logdir import check_writable, next_run
-from unirun.train.running import Attempts, Request, TrainingIterator
+from unirun.train.running import Request, TrainingIterator
 from unirun.train.setup import MANY, Setup, options_of, range_of, resources_of
 from unirun.train.table import table
 from unirun.train.workers import Workers
@@ -90,11 +92,9 @@ class Trainer:
         self._max_failures, self._retry = max_failures, tuple(retry_exceptions)
         self._grow_every = grow_every
         self._logdir = os.fspath(logdir) if logdir is not None else ""
-        self._workers: Workers | None = None
-        self._attempts = Attempts()
+        self._attempts: Attempts | None = None
         self._hook: Callable[[], Any] | None = None
-        self._made: tuple[type[Any], tuple[Any, ...], dict[str, Any]] | None = None
-        self._prepared: dict[int, int] = {}
+        self._kind: Callable[[], Any] | None = None
         self._run: TrainingIterator | None = None
         self._trainables: weakref.WeakSet[tuning.Trainable] = weakref.WeakSet()
         self.logdir = ""
@@ -104,7 +104,7 @@ class Trainer:
 
     def start(
         self,
-        kind: type[Any] | None = None,
+        kind: Callable[..., Any] | None = None,
         *args: Any,
         initialization_hook: Callable[[], Any] | None = None,
         **kwargs: Any,
@@ -112,30 +112,37 @@ class Trainer:
         """Start the workers, and wait until all are up; `run` does it by itself.
 
         `initialization_hook` is called in each of them, also in one that has come in the place of another. With a class
-        as `kind`, each makes an object of it, with these arguments: the first argument of what `execute` calls.
+        as `kind`, each makes an object of it, with these arguments: the first argument of what `execute` calls. When a
+        worker was lost, all ranks make it again, as its constructor may need the others.
 
         Raises `PlacementError` where there is no room, `UsageError`, `TrainingFailed`, and what the hook or the class
         raises.
         """
         if kind is not None or initialization_hook is not None:
-            self._hook, self._made = initialization_hook, (kind, args, kwargs) if kind is not None else None
-            self._prepared = {}
-        if self._workers is not None and not self._workers.lives:
+            self._hook = initialization_hook
+            self._kind = partial(kind, *args, **kwargs) if kind is not None else None
+            if self._attempts is not None:
+                self._attempts.prepare_with(self._hook, self._kind)
+        try:
+            self._started().ready(idle=False)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _started(self) -> Attempts:
+        """The workers, started if need be."""
+        if self._attempts is not None and not self._attempts.workers.lives:
             report("unirun: the workers have ended; others are started")
             self.shutdown()
-        if self._workers is None:
+        if self._attempts is None:
             workers = Workers(self._setup)
             self.logdir = self._logdir or str(unirun_home() / "train" / workers.name)
             check_writable(self.logdir)
             workers.start()
-            self._workers = workers
-            self._attempts, self._prepared = Attempts(), {}
+            self._attempts = Attempts(workers)
+            self._attempts.prepare_with(self._hook, self._kind)
             self._finalizer = weakref.finalize(self, workers.stop)
-        try:
-            self._prepare()
-        except BaseException:
-            self.shutdown()
-            raise
+        return self._attempts
 
     def run(
         self,
@@ -175,12 +182,11 @@ class Trainer:
         if config and not takes_config:
             raise UsageError(f"{_name(train_func)} takes no config", f"write def {_name(train_func)}(config)")
         called = Callbacks(callbacks)
-        start = _checkpoint(checkpoint)
+        start = _checkpoint(checkpoint, local=not self._setup.options)
         if self._run is not None:
             # One that was not iterated to its end.
             self._run.close()
-        self.start()
-        assert self._workers is not None
+        attempts = self._started()
         url, local = next_run(self.logdir)
         request = Request(
             train_func,
@@ -196,9 +202,7 @@ class Trainer:
             self._setup.least != self._setup.most,
             self._grow_every,
         )
-        self._run = TrainingIterator(
-            self._workers, request, self._attempts, called, self._decode, self._prepare
-        )
+        self._run = TrainingIterator(attempts, request, called, self._decode)
         return self._run
 
     run_generator = run_iterator
@@ -217,23 +221,19 @@ class Trainer:
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function` in all ranks, and return the results in rank order. It gets the object of `start` first, if
-        there is one. Raises what it raises, and `WorkerLost`."""
-        results: list[Any] = self.execute_async(function, *args, **kwargs).result()
-        return results
+        there is one. It finds its rank and the process group as in a run, but cannot report. Raises what it raises, and
+        `WorkerLost`."""
+        return self._started().execute(function, args, kwargs)
 
     def execute_async(
         self, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> InvocationRef[list[Any]]:
         """The same, without waiting: ``ref.result()`` does."""
-        self.start()
-        assert self._workers is not None
-        return self._workers.group.execute.call_async(function, args, kwargs)
+        return self._started().execute_async(function, args, kwargs)
 
     def execute_single(self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `function` in one rank."""
-        self.start()
-        assert self._workers is not None
-        return self._workers.group[rank].execute(function, args, kwargs)
+        return self._started().execute_single(rank, function, args, kwargs)
 
     def shutdown(self) -> None:
         """End the workers, also those of its trainables. `run` would start others."""
@@ -242,7 +242,7 @@ class Trainer:
         run, self._run = self._run, None
         if run is not None:
             run.close()
-        finalizer, self._finalizer, self._workers = self._finalizer, None, None
+        finalizer, self._finalizer, self._attempts = self._finalizer, None, None
         if finalizer is not None:
             finalizer()
 
@@ -256,28 +256,20 @@ class Trainer:
 
     def __str__(self) -> str:
         """A table of the workers: where they are, their devices, processor time, memory and state."""
-        if self._workers is None:
+        if self._attempts is None:
             least, most = self._setup.least, self._setup.most
             ranks = f"{least}" if least == most else f"{least} to {most if most < MANY else 'any number of'}"
             return f"Trainer of {ranks} workers, backend {self._setup.backend}, not started"
+        workers = self._attempts.workers
         try:
-            described = self._workers.group.describe()
+            described = workers.group.describe()
         except WorkerLost:
             described = []
-        return table(self._workers.status(), described, self._setup.backend)
+        return table(workers.status(), described, self._setup.backend)
 
-    def _prepare(self) -> None:
-        """Run the hook, and make the object, in workers that have not had that yet."""
-        assert self._workers is not None
-        for rank, incarnation in enumerate(self._workers.incarnations):
-            if self._prepared.get(rank) == incarnation:
-                continue
-            worker = self._workers.group[rank]
-            if self._hook is not None:
-                worker.execute(self._hook, (), {}, plain=True)
-            if self._made is not None:
-                worker.make(*self._made)
-            self._prepared[rank] = incarnation
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """In a notebook it shows itself as a table."""
+        printer.text(str(self))
 
 
 def _name(function: Any) -> str:
@@ -302,14 +294,17 @@ def _takes_config(function: Any) -> bool:
     return bool(needed) or any(p.name == "config" for p in parameters)
 
 
-def _checkpoint(given: Any) -> str | dict[str, Any] | None:
+def _checkpoint(given: Any, *, local: bool) -> str | dict[str, Any] | None:
     if given is None or isinstance(given, dict):
         return given
     if not isinstance(given, str | os.PathLike):
         raise UsageError(f"checkpoint is a {type(given).__name__}", "give a path, a URL or a dict")
     url = os.fspath(given).rstrip("/")
-    if not url.rpartition("/")[2].isdigit():
+    folder, _, number = url.rpartition("/")
+    if not number.isdigit():
         raise UsageError(
             f"{url} is no checkpoint", "give what latest_checkpoint or best_checkpoint_path returns"
         )
+    if local:
+        Folder(folder).require(int(number))
     return url

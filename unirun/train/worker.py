@@ -19,11 +19,14 @@ from unirun.train.backends import find_backend
 from unirun.train.checkpoints import CheckpointStrategy, Folder, Info, Writer
 from unirun.train.functions import enter
 from unirun.train.lockstep import Finished, Reported
-from unirun.train.session import Interrupted, Place, Session
+from unirun.train.session import Interrupted, Place, Session, Visit
 from unirun.values import Value
 
 INTERRUPT = signal.SIGRTMIN + 7
 """The signal that interrupts a function in the main thread. Nobody else uses it, and its number says nothing."""
+
+AGAIN = 0.05
+"""Seconds until a function that was importing a module is interrupted again."""
 
 OVER = 1 << 62
 """After every attempt."""
@@ -40,17 +43,22 @@ class Stopped(Value):
     reason: str
 
 
-class Order(Value):
-    """One attempt of a run, as every rank gets it. Attempts of one trainer have ascending numbers.
+class Turn(Value):
+    """One attempt: a function that all ranks call. Attempts of one trainer have ascending numbers.
 
     `spoilt` counts the attempts that have failed in this `generation` of the process group, so that the group has to be
-    formed again after each. Checkpoints go to `url`, from `number` on; `resume` is the number of the one there to go on
-    from, another folder and a number, or a state.
+    formed again after each.
     """
 
     attempt: int
     generation: int
     spoilt: int
+
+
+class Order(Value):
+    """What a run calls, as every rank gets it. Checkpoints go to `url`, from `number` on; `resume` is the number of the
+    one there to go on from, another folder and a number, or a state."""
+
     function: Program
     takes_config: bool
     config: Mapping[str, Any]
@@ -71,6 +79,7 @@ class TrainWorker(BaseWorkload):
         self._attempt = 0
         self._begun = threading.Condition()
         self._ending: threading.Thread | None = None
+        self._ended = (0, "")
         self._met = (0, 0)
         self._in_function = False
         self._instance: Any = None
@@ -98,51 +107,42 @@ class TrainWorker(BaseWorkload):
 
     # Called by the driver, one at a time.
 
-    def run(self, order: Order) -> Any:
-        """Run the function. Returns what it returns."""
-        self._meet(order.generation, order.spoilt)
-        session = self._session_of(order)
-        with self._begun:
-            self._attempt, self._session = order.attempt, session
-            self._begun.notify_all()
-        enter(session)
-        try:
-            try:
-                self._in_function = True
-                result = order.function(dict(order.config)) if order.takes_config else order.function()
-            finally:
-                self._in_function = False
-            session.finish()
-            return self._backend.encode_data(result)
-        except Interrupted as error:
-            raise TrainingFailed(str(error)) from None
-        except SystemExit as error:
-            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-                # The worker is told to end.
-                raise
-            session.interrupt(f"rank {self.rank} has left")
-            raise TrainingFailed(
-                f"the function called sys.exit({error.code!r}) in rank {self.rank}", "return instead"
-            ) from error
-        except BaseException as error:
-            session.interrupt(f"rank {self.rank} has failed: {type(error).__name__}")
-            raise
-        finally:
-            enter(None)
+    def run(self, turn: Turn, order: Order) -> Any:
+        """Run the training function. Returns what it returns."""
+        args = (dict(order.config),) if order.takes_config else ()
+        return self._call(
+            turn,
+            lambda: self._session_of(order),
+            lambda: self._backend.encode_data(order.function(*args)),
+        )
 
     def idle(self) -> None:
         """Answered when nothing runs."""
 
     def execute(
-        self, function: Program, args: Sequence[Any], kwargs: Mapping[str, Any], *, plain: bool = False
+        self,
+        turn: Turn,
+        function: Program,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        alone: bool = False,
     ) -> Any:
-        """Call a function, with the object of `make` first if there is one, unless it is to be `plain`."""
-        own = () if self._instance is None or plain else (self._instance,)
-        return function(*own, *args, **kwargs)
+        """Call a function, with the object of `prepare` first if there is one: in all ranks, or in this one `alone`."""
+        own = () if self._instance is None else (self._instance,)
+        return self._call(
+            turn, lambda: Visit(self._place), lambda: function(*own, *args, **kwargs), alone=alone
+        )
 
-    def make(self, kind: type[Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Make an object for `execute`; None: forget it."""
-        self._instance = None if kind is None else kind(*args, **kwargs)
+    def prepare(self, turn: Turn, hook: Program | None, kind: Program | None, *, alone: bool) -> None:
+        """Call the hook, and make an object for `execute`."""
+
+        def prepared() -> None:
+            if hook is not None:
+                hook()
+            self._instance = None if kind is None else kind()
+
+        self._call(turn, lambda: Visit(self._place), prepared, alone=alone)
 
     # Called by the driver while the function runs.
 
@@ -156,21 +156,23 @@ class TrainWorker(BaseWorkload):
             return Stopped(str(error))
 
     @trainer_invocation(concurrency=CALLS)
-    def commit(self, attempt: int, number: int) -> Info | None:
-        """Make a checkpoint count, once it is written."""
+    def commit(self, attempt: int, number: int) -> list[Info]:
+        """Make a checkpoint count, once it is written. All that are kept; none when the attempt is over."""
         session = self._of(attempt)
-        return session.commit(number).result() if session is not None else None
+        return session.commit(number).result() if session is not None else []
 
     @trainer_invocation(concurrency=CALLS)
     def interrupt(self, attempt: int, reason: str) -> None:
-        """End the function, if it still runs in this attempt."""
-        session = self._session
-        if session is not None and self._attempt == attempt:
-            session.interrupt(reason)
-            self._wake()
-            # In a thread: a group over nccl may take long to end.
-            self._ending = threading.Thread(target=_end_groups, name="unirun-interrupt", daemon=True)
-            self._ending.start()
+        """End the function, if it still runs in this attempt, or begins later."""
+        with self._begun:
+            self._ended = max(self._ended, (attempt, reason))
+            session = self._session
+            if session is not None and self._attempt == attempt:
+                session.interrupt(reason)
+                self._wake()
+                # In a thread: a group over nccl may take long to end.
+                self._ending = threading.Thread(target=_end_groups, name="unirun-interrupt", daemon=True)
+                self._ending.start()
 
     @trainer_invocation(concurrency=CALLS)
     def kill(self) -> None:
@@ -205,9 +207,12 @@ class TrainWorker(BaseWorkload):
             self._begun.wait_for(lambda: self._attempt >= attempt)
             return self._session if self._attempt == attempt else None
 
+    @property
+    def _place(self) -> Place:
+        return Place(self.rank, self.world_size, self.local_rank, self.local_world_size)
+
     def _session_of(self, order: Order) -> Session:
-        place = Place(self.rank, self.world_size, self.local_rank, self.local_world_size)
-        folder = Folder(order.url)
+        place, folder = self._place, Folder(order.url)
         writer = Writer(
             folder, order.strategy, place.rank, place.world, order.number, _gloo_group, _end_group
         )
@@ -216,7 +221,7 @@ class TrainWorker(BaseWorkload):
             resume = folder, folder.manifest(resume)
         elif isinstance(resume, tuple):
             other = Folder(resume[0])
-            resume = other, other.manifest(resume[1])
+            resume = other, other.require(resume[1])
         return Session(
             place,
             config=order.config,
@@ -226,19 +231,63 @@ class TrainWorker(BaseWorkload):
             saves=order.number - 1,
         )
 
-    def _meet(self, generation: int, spoilt: int) -> None:
-        """Form the process group again, if something has failed in it since it was formed."""
-        session, self._session = self._session, None
+    def _call(
+        self, turn: Turn, make: Callable[[], Session], program: Callable[[], Any], *, alone: bool = False
+    ) -> Any:
+        """Call `program` in this attempt. It finds the session that `make` returns, and it can be interrupted."""
+        self._clear()
+        if not alone:
+            self._meet(turn)
+        session = make()
+        with self._begun:
+            self._attempt, self._session = turn.attempt, session
+            if turn.attempt <= self._ended[0]:
+                # It was interrupted before it has begun.
+                session.interrupt(self._ended[1])
+            self._begun.notify_all()
+        enter(session)
+        try:
+            try:
+                self._in_function = True
+                session.check()
+                result = program()
+            finally:
+                self._in_function = False
+            session.finish()
+            return result
+        except Interrupted as error:
+            raise TrainingFailed(str(error)) from None
+        except SystemExit as error:
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                # The worker is told to end.
+                raise
+            session.interrupt(f"rank {self.rank} has left")
+            raise TrainingFailed(
+                f"the function called sys.exit({error.code!r}) in rank {self.rank}", "return instead"
+            ) from error
+        except BaseException as error:
+            session.interrupt(f"rank {self.rank} has failed: {type(error).__name__}")
+            raise
+        finally:
+            enter(None)
+
+    def _clear(self) -> None:
+        """End what is left of the attempt before."""
+        with self._begun:
+            session, self._session = self._session, None
+            ending, self._ending = self._ending, None
         if session is not None:
             session.close()
-        if self._ending is not None:
-            # It must not end the group that is formed now.
-            self._ending.join()
-            self._ending = None
-        if spoilt and self._met != (generation, spoilt):
-            self._anew(f"again/{spoilt}")
+        if ending is not None:
+            # It must not end the groups that are formed now.
+            ending.join()
+
+    def _meet(self, turn: Turn) -> None:
+        """Form the process group again, if something has failed in it since it was formed."""
+        if turn.spoilt and self._met != (turn.generation, turn.spoilt):
+            self._anew(f"again/{turn.spoilt}")
             self._backend.on_failure(self.rank, self.world_size)
-        self._met = generation, spoilt
+        self._met = turn.generation, turn.spoilt
 
     def _look(self) -> None:
         """The job has changed: if another rank was lost, the run is over here."""
@@ -256,10 +305,25 @@ class TrainWorker(BaseWorkload):
 
     def _interrupted(self, signum: int, frame: FrameType | None) -> None:
         session = self._session
-        if self._in_function and session is not None and session.interrupted:
-            # Once: what the function does to clean up is not interrupted.
-            self._in_function = False
-            session.check()
+        if not self._in_function or session is None or not session.interrupted:
+            return
+        if _imports(frame):
+            # A module that was imported in part would stay so in this process.
+            threading.Timer(AGAIN, self._wake).start()
+            return
+        # Once: what the function does to clean up is not interrupted.
+        self._in_function = False
+        session.check()
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Whether the function is importing a module."""
+    own = TrainWorker._call.__code__
+    while frame is not None and frame.f_code is not own:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _end_groups() -> None:

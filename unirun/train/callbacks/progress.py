@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _ITERATION, _SECONDS, _TIMESTAMP = "_training_iteration", "_time_this_iter_s", "_timestamp"
-_OURS = frozenset({_ITERATION, _SECONDS, _TIMESTAMP})
+_OURS = frozenset({_ITERATION, _SECONDS, _TIMESTAMP, "_data_wait"})
 
 _ROWS = 8
 _BETWEEN = 0.1

@@ -1,8 +1,19 @@
 """Checkpoints of training runs: what is kept, where it lies, and how it is written beside training."""
 
 from unirun.train.checkpoints.folder import Folder, Manifest
-from unirun.train.checkpoints.state import load
+from unirun.train.checkpoints.loading import load, put_into
+from unirun.train.checkpoints.state import plain_state, snapshot
 from unirun.train.checkpoints.strategy import CheckpointStrategy, Info
 from unirun.train.checkpoints.writer import Writer
 
-__all__ = ["CheckpointStrategy", "Folder", "Info", "Manifest", "Writer", "load"]
+__all__ = [
+    "CheckpointStrategy",
+    "Folder",
+    "Info",
+    "Manifest",
+    "Writer",
+    "load",
+    "plain_state",
+    "put_into",
+    "snapshot",
+]

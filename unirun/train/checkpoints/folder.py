@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import fsspec
 import msgspec
 
-from unirun.errors import CheckpointDamaged
+from unirun.errors import CheckpointDamaged, UsageError
 from unirun.reporting import report
 from unirun.train.checkpoints.strategy import Info
 from unirun.train.data import Progress
@@ -139,6 +139,15 @@ class Folder:
             return msgspec.json.decode(raw, type=Manifest)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise CheckpointDamaged(f"{self.path(number)}/{MANIFEST} cannot be read: {error}") from error
+
+    def require(self, number: int) -> Manifest:
+        """The same for one that a user has named. Raises `UsageError` when it is not there."""
+        try:
+            return self.manifest(number)
+        except FileNotFoundError as error:
+            raise UsageError(
+                f"there is no checkpoint {self.path(number)}", "see its directory for those that there are"
+            ) from error
 
     def verify(self, manifest: Manifest) -> None:
         """Read all files of a checkpoint. Raises `CheckpointDamaged`."""

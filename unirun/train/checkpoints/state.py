@@ -1,4 +1,4 @@
-"""What a user saves, as bytes or by torch.distributed.checkpoint, and back.
+"""What a user saves, as bytes or by torch.distributed.checkpoint.
 
 A value may be anything that pickles. A module or an optimizer stands for its state dict; the wrapper of
 DistributedDataParallel is taken off. When any tensor is a part (a DTensor, as with FSDP2), all ranks write their own.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -16,23 +15,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from unirun.errors import CheckpointDamaged, UsageError
-from unirun.train.checkpoints.folder import Folder, Manifest
+from unirun.errors import UsageError
+from unirun.train.checkpoints.folder import Folder
 
 STATE = "state.pt"
 
 
 def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """`state` with state dicts in place of modules and optimizers."""
-    return {name: _stated(value) for name, value in state.items()}
+    stated = {name: unwrapped(value) for name, value in state.items()}
+    return {
+        name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in stated.items()
+    }
 
 
-def _stated(value: Any) -> Any:
-    if isinstance(value, nn.parallel.DistributedDataParallel):
-        value = value.module
-    if isinstance(value, nn.Module | torch.optim.Optimizer) or hasattr(value, "state_dict"):
-        return value.state_dict()
-    return value
+def unwrapped(value: Any) -> Any:
+    """The model inside of DistributedDataParallel; any other value as it is."""
+    return value.module if isinstance(value, nn.parallel.DistributedDataParallel) else value
 
 
 def is_sharded(value: Any) -> bool:
@@ -79,24 +78,6 @@ def encode(state: Mapping[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def load(folder: Folder, manifest: Manifest, into: dict[str, Any] | None) -> dict[str, Any]:
-    """The state of a checkpoint. A sharded one is loaded into the tensors of `into`, however these are cut; without it
-    all of it is read, as whole tensors.
-
-    Raises `CheckpointDamaged`, OSError.
-    """
-    if manifest.sharded:
-        return _load_sharded(folder, manifest.number, into)
-    try:
-        with folder.open(manifest.number, STATE) as file:
-            found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
-    except OSError:
-        raise
-    except Exception as error:
-        raise CheckpointDamaged(f"{folder.path(manifest.number)} cannot be read: {error}") from error
-    return found
-
-
 def save_sharded(folder: Folder, number: int, state: dict[str, Any], group: Any) -> Any:
     """Begin to save what all ranks of `group` have, which all of them call. Returns a future: all of it is written.
 
@@ -110,62 +91,14 @@ def save_sharded(folder: Folder, number: int, state: dict[str, Any], group: Any)
 def _writer(folder: Folder, number: int) -> Any:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    if _is_local(folder):
+    if is_local(folder):
         return FileSystemWriter(folder.inside(number))
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
     return FsspecWriter(folder.path(number))
 
 
-def _reader(folder: Folder, number: int) -> Any:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    if _is_local(folder):
-        return FileSystemReader(folder.inside(number))
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-
-    return FsspecReader(folder.path(number))
-
-
-def _is_local(folder: Folder) -> bool:
+def is_local(folder: Folder) -> bool:
     return "file" in (
         folder.files.protocol if isinstance(folder.files.protocol, tuple) else (folder.files.protocol,)
     )
-
-
-def _load_sharded(folder: Folder, number: int, into: dict[str, Any] | None) -> dict[str, Any]:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    reader = _reader(folder, number)
-    if into is not None:
-        state = plain_state(into)
-        _fill(state, reader)
-        return state
-    metadata = reader.read_metadata()
-    flat: dict[str, Any] = {
-        name: torch.empty(about.size, dtype=about.properties.dtype)
-        if isinstance(about, TensorStorageMetadata)
-        else None
-        for name, about in metadata.state_dict_metadata.items()
-    }
-    _fill(flat, reader)
-    nested: dict[str, Any] = {}
-    for name, value in flat.items():
-        _put(nested, metadata.planner_data.get(name, (name,)), value)
-    return nested
-
-
-def _fill(state: dict[str, Any], reader: Any) -> None:
-    """Read what `state` needs; each rank reads for itself."""
-    from torch.distributed.checkpoint.state_dict_loader import load as load_parts
-
-    with warnings.catch_warnings():
-        # That is what is meant.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        load_parts(state, storage_reader=reader, no_dist=True)
-
-
-def _put(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    for key in path[:-1]:
-        nested = nested.setdefault(key, {})
-    nested[path[-1]] = value

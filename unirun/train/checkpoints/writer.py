@@ -53,7 +53,7 @@ class _Pending:
         self.has_data = False
         self.written: Future[None] = Future()
         self.reported = False
-        self.committed: Future[Info] | None = None
+        self.committed: Future[list[Info]] | None = None
 
 
 class Writer:
@@ -78,6 +78,7 @@ class Writer:
         self._group_of, self._ungroup, self._group = group, ungroup, None
         self._lock = threading.RLock()
         self._pending: _Pending | None = None
+        self._kept: list[Info] | None = None
         # In the order in which they were saved; one is written at a time.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unirun-checkpoints")
         self._timer: threading.Timer | None = None
@@ -149,14 +150,15 @@ class Writer:
                 pending.scores.insert(0, metrics)
             return pending.number
 
-    def commit(self, number: int) -> Future[Info]:
-        """Make the checkpoint with this number count, in the background. The future raises what writing it has raised,
-        and `UsageError` for its score."""
+    def commit(self, number: int) -> Future[list[Info]]:
+        """Make the checkpoint with this number count, in the background. The future has all that are kept, this one is
+        the last; it raises what writing it has raised, and `UsageError` for its score."""
         with self._lock:
             pending = self._pending
             if pending is None or pending.number != number:
-                done: Future[Info] = Future()
-                done.set_result(Info(number, self._folder.path(number)))
+                # It counts already.
+                done: Future[list[Info]] = Future()
+                done.set_result(self._kept or [])
                 return done
             if pending.committed is None:
                 pending.committed = Future()
@@ -176,16 +178,20 @@ class Writer:
                 files = {name: files.get(name, (size, 0)) for name, size in sizes.items()}
             score = self._strategy.score(*pending.scores)
             manifest = Manifest(pending.number, self._world, pending.sharded, files, data, score)
-            info = self._folder.commit(manifest)
-            for each in self._strategy.surplus(self._folder.infos()):
+            # Read once only, as there may be many.
+            before = self._folder.infos() if self._kept is None else self._kept
+            infos = [*before, self._folder.commit(manifest)]
+            surplus = self._strategy.surplus(infos)
+            for each in surplus:
                 self._folder.remove(each.number)
+            self._kept = [info for info in infos if info not in surplus]
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             pending.committed.set_exception(error)
             return
         with self._lock:
             if self._pending is pending:
                 self._pending = None
-        pending.committed.set_result(info)
+        pending.committed.set_result(self._kept)
 
     def _gathered(self, pending: _Pending) -> dict[str, Progress]:
         """How far all ranks together have come, once all of them have written it."""

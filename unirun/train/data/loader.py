@@ -54,14 +54,14 @@ class Loader:
         return self.shard.consume(self._batch, self._feed.read)
 
     def __len__(self) -> int:
-        """The number of batches that are left of the epoch for this rank. Raises TypeError if it is unknown."""
+        """The number of batches of the next loop, or of the one that goes on. Raises TypeError if it is unknown."""
         share = self.shard.upcoming(self._batch).share
         steps = share.split.steps(share.rank) if share is not None else None
         if share is None or steps is None or not isinstance(self._feed, _Batches):
             raise TypeError(
                 f"dataset {self.shard.name!r} has no length: how many batches it has is known at its end"
             )
-        return steps - share.count
+        return steps - self.shard.first(share.count)
 
 
 def _check_options(name: str, options: Mapping[str, Any], source: Source) -> None:

@@ -68,6 +68,8 @@ class Shard:
         self._clock = clock
         # The number of the latest loop; an earlier one must not go on beside it.
         self._loop = 0
+        # With how many steps consumed the loop that is under way has begun.
+        self._first: int | None = None
         self.restore(progress)
 
     def __iter__(self) -> Iterator[Any]:
@@ -78,10 +80,10 @@ class Shard:
         return self.consume(1, self.source.read)
 
     def __len__(self) -> int:
-        """The number of items that are left of the epoch for this rank. Raises TypeError if it is unknown."""
+        """The number of items of the next loop, or of the one that is under way. Raises TypeError if it is unknown."""
         share = self._share
         upcoming = self.upcoming(1 if share is None or self._ended else share.split.batch).share
-        items = upcoming.split.items(self.rank, upcoming.count) if upcoming is not None else None
+        items = upcoming.split.items(self.rank, self.first(upcoming.count)) if upcoming is not None else None
         if items is None or not isinstance(self.source, Indexed):
             raise TypeError(f"dataset {self.name!r} has no length: how many items it has is known at its end")
         return items
@@ -148,31 +150,41 @@ class Shard:
             )
         return progress
 
+    def first(self, count: int) -> int:
+        """With how many steps consumed the loop that is under way has begun; `count` without one."""
+        return count if self._first is None else self._first
+
     def consume(self, batch: int, read: Read) -> Iterator[Any]:
         """What `read` gives of the rest of the epoch, in steps of `batch`; each is counted when it is handed out."""
         progress = self.upcoming(batch)
         self._set(progress)
+        assert self._share is not None
+        self._first = self._share.count
         loop, found = self._loop, read(progress)
-        while True:
-            since = self._clock()
-            pair = next(found, None)
-            self.waited += self._clock() - since
-            if loop != self._loop:
-                raise UsageError(
-                    f"dataset {self.name!r}: this loop goes on after another one began, or after restore()",
-                    "leave it, and begin a new one",
-                )
-            if pair is None:
-                break
-            marks, item = pair
-            self._took(marks)
-            yield item
-        self._ended = True
+        try:
+            while True:
+                since = self._clock()
+                pair = next(found, None)
+                self.waited += self._clock() - since
+                if loop != self._loop:
+                    raise UsageError(
+                        f"dataset {self.name!r}: this loop goes on after another one began, or after restore()",
+                        "leave it, and begin a new one",
+                    )
+                if pair is None:
+                    self._ended = True
+                    return
+                marks, item = pair
+                self._took(marks)
+                yield item
+        finally:
+            if loop == self._loop:
+                self._first = None
 
     def _set(self, progress: Progress) -> None:
         self._base = replace(progress, partial={}, share=None)
         self._partial, self._share = dict(progress.partial), progress.share
-        self._ended = False
+        self._ended, self._first = False, None
         self._loop += 1
 
     def _took(self, marks: Sequence[Mark]) -> None:

@@ -27,7 +27,7 @@ def rank(folder: Folder, number: int = 0, world: int = 1, **strategy: Any) -> Wr
 
 
 def committed(writer: Writer, number: int) -> Info:
-    return writer.commit(number).result(SOON)
+    return writer.commit(number).result(SOON)[-1]
 
 
 def state(folder: Folder, number: int) -> dict[str, Any]:

@@ -96,12 +96,19 @@ class TestLoops:
 
 
 class TestLength:
-    def test_it_is_what_is_left_of_the_epoch_for_this_rank(self) -> None:
+    def test_it_is_that_of_the_loop_that_is_under_way_or_comes_next(self) -> None:
         shard = Shard("train", range(7), 1, 2)
+        loader = shard.to_torch(2)
         assert len(shard) == 3
-        for left, _ in zip((2, 1, 0), shard, strict=True):
-            assert len(shard) == left
+        assert [len(shard) for _ in shard] == [3, 3, 3]
         assert len(shard) == 3
+        assert [len(loader) for _ in loader] == [2, 2]
+
+    def test_a_loop_that_was_left_has_the_next_one_begin_with_what_remains(self) -> None:
+        shard = Shard("train", range(7), 1, 2)
+        for _ in shard:
+            break
+        assert len(shard) == 2
 
     def test_it_counts_items_of_batches_too(self) -> None:
         shard = Shard("train", range(10), 0, 2)

@@ -1,0 +1,163 @@
+"""`Attempts`: the functions that one trainer calls in its workers, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from unirun.errors import InvocationTimeout, UnirunError, WorkerLost
+from unirun.reporting import report
+from unirun.roles import InvocationRef, RoleGroup, wait
+from unirun.train.worker import Program, Turn
+from unirun.train.workers import Workers
+
+BACK = 120.0
+"""Seconds in which lost workers must be back."""
+
+LOOK = 0.5
+"""Seconds between two looks whether this thread was interrupted."""
+
+UNWIND = 10.0
+"""Seconds in which a function that was interrupted must have ended, before its process is killed."""
+
+
+class Attempts:
+    """An attempt is one call of a function in the workers: of a run's, or of `execute`'s."""
+
+    def __init__(self, workers: Workers, now: Callable[[], float] = time.monotonic) -> None:
+        self.workers, self._now = workers, now
+        self._last = self._generation = self._spoilt = 0
+        self._open: dict[int, tuple[Turn, InvocationRef[Any]]] = {}
+        self._ending = threading.Lock()
+        self._hook: Program | None = None
+        self._kind: Program | None = None
+        self._prepared: dict[int, int] = {}
+
+    def prepare_with(self, hook: Program | None, kind: Program | None) -> None:
+        """Call `hook` in each process, also in one that comes in the place of another, and make the object ``kind()``
+        in each rank, again in all of them when one has come in the place of another."""
+        self._hook, self._kind, self._prepared = hook, kind, {}
+
+    def ready(self, *, idle: bool = True) -> RoleGroup:
+        """All workers, prepared; if `idle`, once nothing runs in them. What was interrupted and does not end is killed.
+
+        Raises `TrainingFailed`, `WorkerLost`, `InvocationTimeout`, and what the hook and the class raise.
+        """
+        deadline = self._now() + BACK
+        while left := self._running():
+            if not idle:
+                break
+            # They were not interrupted, so they have their time.
+            wait(left, timeout=LOOK)
+        while True:
+            self.workers.wait_until_whole(BACK)
+            group = self.workers.group
+            try:
+                # Losses until now are told here: they are none of what begins.
+                (group.idle if idle else group.describe).options(timeout=UNWIND).call()
+                self._prepare(group)
+                return group
+            except WorkerLost:
+                if self._now() >= deadline:
+                    raise
+            except InvocationTimeout as error:
+                if self._now() >= deadline:
+                    raise
+                for who in error.missing:
+                    report(f"unirun: {who} does not end what it runs, and is killed")
+                    group[int(who.rpartition(":")[2])].kill.call_async()
+
+    def _prepare(self, group: RoleGroup) -> None:
+        """Call the hook and make the object, where that has not been done."""
+        incarnations = dict(enumerate(self.workers.incarnations))
+        fresh = {
+            rank for rank, incarnation in incarnations.items() if self._prepared.get(rank) != incarnation
+        }
+        if not fresh:
+            return
+        turn = self.next()
+        # All ranks make it, as its constructor may need the others.
+        ranks = [*incarnations] if self._kind is not None else sorted(fresh) if self._hook is not None else []
+        alone = len(ranks) < len(incarnations)
+        self._finish(
+            turn,
+            [
+                group[rank].prepare.call_async(
+                    turn, self._hook if rank in fresh else None, self._kind, alone=alone
+                )
+                for rank in ranks
+            ],
+        )
+        self._prepared = incarnations
+
+    def next(self) -> Turn:
+        """Another attempt."""
+        generation = self.workers.generation
+        if generation != self._generation:
+            self._generation, self._spoilt = generation, 0
+        self._last += 1
+        return Turn(self._last, generation, self._spoilt)
+
+    def end(self, turn: Turn, reason: str) -> None:
+        """Interrupt what still runs of an attempt that has failed, and do not wait for it."""
+        with self._ending:
+            self._spoilt += 1
+        # There may be fewer ranks than the attempt had.
+        for worker in self.workers.group:
+            worker.interrupt.call_async(turn.attempt, reason)
+
+    def execute(self, function: Program, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Call a function in all ranks. It is interrupted in the others when one fails, and by Ctrl-C."""
+        group, turn = self.ready(idle=False), self.next()
+        return self._finish(turn, [each.execute.call_async(turn, function, args, kwargs) for each in group])
+
+    def execute_single(
+        self, rank: int, function: Program, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a function in one rank."""
+        worker, turn = self.ready(idle=False)[rank], self.next()
+        return self._finish(turn, [worker.execute.call_async(turn, function, args, kwargs, alone=True)])[0]
+
+    def execute_async(
+        self, function: Program, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> InvocationRef[list[Any]]:
+        """Call a function in all ranks, and do not wait for it."""
+        group, turn = self.ready(idle=False), self.next()
+        ref: InvocationRef[list[Any]] = group.execute.call_async(turn, function, args, kwargs)
+        self._open[turn.attempt] = turn, ref
+        ref.add_done_callback(lambda ref: self._over(turn, ref))
+        return ref
+
+    def _over(self, turn: Turn, ref: InvocationRef[Any]) -> None:
+        """A call of `execute_async` is over: once, whoever sees it first."""
+        with self._ending:
+            known = self._open.pop(turn.attempt, None)
+        error = ref.exception()
+        if known is not None and error is not None:
+            # The workers may have ended.
+            with contextlib.suppress(UnirunError):
+                self.end(turn, f"another rank has failed: {type(error).__name__}")
+
+    def _running(self) -> list[InvocationRef[Any]]:
+        """The calls of `execute_async` that are not over."""
+        for turn, ref in [*self._open.values()]:
+            if ref.done():
+                self._over(turn, ref)
+        return [ref for _, ref in self._open.values()]
+
+    def _finish(self, turn: Turn, refs: Sequence[InvocationRef[Any]]) -> list[Any]:
+        """The results of all of `refs`, or the first error. Ctrl-C ends this also when another thread has received the
+        signal."""
+        left = [*refs]
+        try:
+            while left:
+                done, left = wait(left, timeout=LOOK)
+                for ref in done:
+                    ref.result()
+        except BaseException as error:
+            self.end(turn, f"the call has ended: {type(error).__name__}")
+            raise
+        return [ref.result() for ref in refs]
