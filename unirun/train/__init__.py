@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from unirun.train.job import Job
     from unirun.train.running import TrainingIterator
     from unirun.train.trainer import Trainer
+    from unirun.train.tuning import Trainable
 
 __all__ = [
     "Backend",
@@ -67,6 +68,7 @@ __all__ = [
     "RLJobBuilder",
     "Shard",
     "TensorBoardCallback",
+    "Trainable",
     "Trainer",
     "TrainingCallback",
     "TrainingIterator",
@@ -132,6 +134,7 @@ _HOMES = {
     "job": ("Job",),
     "running": ("TrainingIterator",),
     "trainer": ("Trainer",),
+    "tuning": ("Trainable",),
 }
 
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -20,6 +20,7 @@ from unirun.reporting import report
 from unirun.roles import InvocationRef, RoleGroup
 from unirun.train.attempts import BACK, LOOK, Attempts
 from unirun.train.callbacks import Callbacks
+from unirun.train.cells import cell_of
 from unirun.train.checkpoints import CheckpointStrategy, Info
 from unirun.train.lockstep import Lockstep, Round
 from unirun.train.worker import Order, Stopped
@@ -189,6 +190,7 @@ class TrainingIterator:
             yield from self._given_up(resume)
             order = Order(
                 request.function,
+                cell_of(request.function),
                 request.takes_config,
                 request.config,
                 request.datasets,

@@ -16,6 +16,7 @@ from unirun.errors import TrainingFailed, UsageError
 from unirun.roles import BaseWorkload, MasterHandle, init, trainer_invocation
 from unirun.roles.process_groups import process_groups
 from unirun.train.backends import find_backend
+from unirun.train.cells import Cell
 from unirun.train.checkpoints import CheckpointStrategy, Folder, Info, Writer
 from unirun.train.functions import enter
 from unirun.train.lockstep import Finished, Reported
@@ -60,6 +61,7 @@ class Order(Value):
     one there to go on from, another folder and a number, or a state."""
 
     function: Program
+    cell: Cell | None
     takes_config: bool
     config: Mapping[str, Any]
     datasets: Mapping[str | None, Any]
@@ -109,6 +111,8 @@ class TrainWorker(BaseWorkload):
 
     def run(self, turn: Turn, order: Order) -> Any:
         """Run the training function. Returns what it returns."""
+        if order.cell is not None:
+            order.cell.show()
         args = (dict(order.config),) if order.takes_config else ()
         return self._call(
             turn,
