@@ -66,31 +66,26 @@ class Attempts:
             except InvocationTimeout as error:
                 if self._now() >= deadline:
                     raise
-                for who in error.missing:
+                for who in error.missing if idle else ():
                     report(f"unirun: {who} does not end what it runs, and is killed")
                     group[int(who.rpartition(":")[2])].kill.call_async()
 
     def _prepare(self, group: RoleGroup) -> None:
         """Call the hook and make the object, where that has not been done."""
         incarnations = dict(enumerate(self.workers.incarnations))
-        fresh = {
-            rank for rank, incarnation in incarnations.items() if self._prepared.get(rank) != incarnation
-        }
-        if not fresh:
-            return
-        turn = self.next()
-        # All ranks make it, as its constructor may need the others.
-        ranks = [*incarnations] if self._kind is not None else sorted(fresh) if self._hook is not None else []
-        alone = len(ranks) < len(incarnations)
-        self._finish(
-            turn,
-            [
-                group[rank].prepare.call_async(
-                    turn, self._hook if rank in fresh else None, self._kind, alone=alone
-                )
-                for rank in ranks
-            ],
-        )
+        fresh = [rank for rank, each in incarnations.items() if self._prepared.get(rank) != each]
+        if fresh and (self._hook is not None or self._kind is not None):
+            turn = self.next()
+            # All ranks make the object, as its constructor may need the others.
+            together = self._kind is not None or len(fresh) == len(incarnations)
+            called = [group] if together else [group[rank] for rank in fresh]
+            self._finish(
+                turn,
+                [
+                    each.prepare.call_async(turn, self._hook, self._kind, fresh, alone=not together)
+                    for each in called
+                ],
+            )
         self._prepared = incarnations
 
     def next(self) -> Turn:
@@ -112,7 +107,8 @@ class Attempts:
     def execute(self, function: Program, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Call a function in all ranks. It is interrupted in the others when one fails, and by Ctrl-C."""
         group, turn = self.ready(idle=False), self.next()
-        return self._finish(turn, [each.execute.call_async(turn, function, args, kwargs) for each in group])
+        (results,) = self._finish(turn, [group.execute.call_async(turn, function, args, kwargs)])
+        return list(results)
 
     def execute_single(
         self, rank: int, function: Program, args: Sequence[Any], kwargs: Mapping[str, Any]

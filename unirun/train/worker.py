@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -138,11 +138,13 @@ class TrainWorker(BaseWorkload):
             turn, lambda: Visit(self._place), lambda: function(*own, *args, **kwargs), alone=alone
         )
 
-    def prepare(self, turn: Turn, hook: Program | None, kind: Program | None, *, alone: bool) -> None:
-        """Call the hook, and make an object for `execute`."""
+    def prepare(
+        self, turn: Turn, hook: Program | None, kind: Program | None, fresh: Collection[int], *, alone: bool
+    ) -> None:
+        """Call the hook in the ranks `fresh`, and make an object for `execute`."""
 
         def prepared() -> None:
-            if hook is not None:
+            if hook is not None and self.rank in fresh:
                 hook()
             self._instance = None if kind is None else kind()
 
