@@ -21,12 +21,9 @@ def train_func(config: dict[str, Any]) -> float:
     data = TensorDataset(images[~held_out], labels[~held_out])
     loader = train.prepare_data_loader(DataLoader(data, config["batch"] // train.world_size(), shuffle=True))
     model: nn.Module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    optimizer = torch.optim.Adam(model.parameters(), lr=config["learning_rate"])
-    state = train.load_checkpoint()
-    if state is not None:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
     model = train.prepare_model(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=config["learning_rate"])
+    state = train.load_checkpoint(into={"model": model, "optimizer": optimizer, "epoch": 0})
 
     for epoch in range(state["epoch"] if state is not None else 0, config["epochs"]):
         losses = []

@@ -256,6 +256,21 @@ class TestKills:
         saved = sorted(path.name for path in Path(trainer.latest_checkpoint).parent.iterdir())
         assert saved == [f"{number:06}" for number in range(1, steps + 1)]
 
+    def test_no_report_is_lost_though_ranks_run_ahead_of_the_driver(self, trainer: Trainer) -> None:
+        """Rank 1 dies when rank 0 has made reports that are not complete."""
+
+        def function() -> None:
+            state = train.load_checkpoint()
+            for step in range(state["step"] if state else 0, 6):
+                if step == 3 and state is None and train.world_rank() == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                train.save_checkpoint(step=step + 1)
+                train.report(step=step)
+
+        heard = Heard()
+        trainer.run(function, callbacks=[heard])
+        assert heard.of("step") == [0, 1, 2, 3, 4, 5]
+
     def test_survivors_keep_their_processes(self, trainer: Trainer, tmp_path: Path) -> None:
         before = trainer.execute(os.getpid)
         config = {"steps": 2, "kill": {1: 1}, "marks": str(tmp_path), "where": "before"}

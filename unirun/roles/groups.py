@@ -21,9 +21,10 @@ from torch.distributed import ProcessGroup
 
 from unirun.errors import GroupError
 from unirun.rendezvous.endpoints import split_endpoint
+from unirun.roles.gloo import GlooGroup
 from unirun.roles.parties import Party
 from unirun.roles.peers import Peers, RoleInfo
-from unirun.roles.process_groups import GlooGroup, c10d, dist, end_outdated, process_groups
+from unirun.roles.process_groups import c10d, dist, end_outdated, process_groups
 from unirun.wire.messages import RoleView
 
 LOOK = 0.02

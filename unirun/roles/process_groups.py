@@ -1,25 +1,12 @@
-"""The process groups of this process: how the default one was made, the sockets of gloo groups, and how to end them.
+"""The process groups of this process: how the default one was made, and which have to end when a rank is lost.
 
-gloo has no call that ends a group (`ProcessGroup.abort` does nothing for it, torch 2.13). A rank that waits for a dead
-peer, or for a survivor that has left, waits until the group's timeout of half an hour. `GlooGroup.end` ends the wait:
-
-- for an address in the rendezvous store: the store of the group checks `ended`;
-- in a collective, or for an answer of a peer: the group's sockets are shut down, once nothing is under way on them;
-- for a peer that never connects: `end` connects in its place, and closes the connection.
-
-The group's sockets are known exactly: each rank publishes the address on which it listens, and every connection of the
-group has such an address at one end. So `ProcessGroupGloo` is constructed with a store that records these addresses.
+The groups over gloo are known by the store that their constructor is given: see `gloo`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
-import os
-import socket
-import struct
-import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +18,7 @@ import torch.distributed
 from torch.distributed import distributed_c10d
 
 from unirun.errors import GroupError
+from unirun.roles.gloo import GlooGroup
 
 dist: Any = torch.distributed
 c10d: Any = distributed_c10d
@@ -38,125 +26,6 @@ c10d: Any = distributed_c10d
 
 SHORTEST, LONGEST = 0.001, 0.1
 """Seconds between two looks whether another rank's address is in the store: they grow from one to the other."""
-SETTLE = 0.5
-"""Seconds that the end of a group waits for what is under way in it."""
-KNOCK_TIMEOUT = 1.0
-"""Seconds for a connection to this process's own listening socket."""
-
-_ESTABLISHED = 1
-_SIZE = struct.Struct("=Q")
-_NUMBER = struct.Struct("=q")
-_WAITING = struct.Struct("=i")
-_STORAGE = 128
-"""Bytes of a ``sockaddr_storage``; a sequence number follows it in gloo's form of an address."""
-
-Address = tuple[str, int]
-"""IP address and port."""
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """The value that a rank writes into the store: the address on which it listens, and the number that each peer, in
-    rank order, sends first when it connects."""
-
-    address: Address
-    numbers: tuple[int, ...]
-
-
-def parse_published(value: bytes) -> Published:
-    """The inverse of ``Rank::bytes()`` in gloo/transport/tcp/context.cc. Raises ValueError.
-
-    ::
-
-        size(8) hostname | size(8) sockaddr_storage(128) sequence(8) | a number for each peer, 8 bytes each
-    """
-    try:
-        (length,) = _SIZE.unpack_from(value)
-        at = _SIZE.size + min(length, len(value))
-        (length,) = _SIZE.unpack_from(value, at)
-        at += _SIZE.size
-        storage, rest = value[at : at + _STORAGE], value[at + length :]
-        if length != _STORAGE + _NUMBER.size or len(storage) < _STORAGE or len(rest) % _NUMBER.size:
-            raise ValueError(f"an address of {length} bytes and {len(rest)} bytes of numbers")
-        (family,) = struct.unpack_from("=H", storage)
-        (port,) = struct.unpack_from(">H", storage, 2)
-        ip = {socket.AF_INET: storage[4:8], socket.AF_INET6: storage[8:24]}.get(family)
-        if ip is None:
-            raise ValueError(f"an address of family {family}")
-    except struct.error as error:
-        raise ValueError(f"{len(value)} bytes are no rank of a gloo group: {error}") from error
-    return Published(
-        (socket.inet_ntop(family, ip), port), tuple(number for (number,) in _NUMBER.iter_unpack(rest))
-    )
-
-
-class GlooGroup:
-    """One gloo group of this process. `over` tells whether its generation is over."""
-
-    def __init__(self, size: int, over: Callable[[], bool]) -> None:
-        self.over = over
-        self.ended = self.formed = False
-        self._size = size
-        self._own: Published | None = None
-        self._peers: set[Address] = set()
-        self._sockets: dict[int, int] = {}
-        self.store: Any = None
-        """Held as long as the group, as gloo uses it for lazy connections and does not keep a reference."""
-
-    def published(self, value: bytes) -> None:
-        """Record the value that this rank writes into the store."""
-        with contextlib.suppress(ValueError):
-            self._own = parse_published(value)
-
-    def found(self, value: bytes) -> None:
-        """Record a value that is read from the store, perhaps this rank's own."""
-        with contextlib.suppress(ValueError):
-            self._peers.add(parse_published(value).address)
-
-    def complete(self) -> None:
-        """The group is formed. Raises `GroupError` when it was ended meanwhile."""
-        if self.ended:
-            raise GroupError("the process group was ended while it was formed", "a rank was started again")
-        self._sockets = self._find()
-        self.formed = True
-
-    def intact(self) -> bool:
-        """Whether all connections with which it was formed are still established."""
-        return not self.ended and all(
-            _inode(number) == inode and _established(number) for number, inode in self._sockets.items()
-        )
-
-    @property
-    def open(self) -> bool:
-        """Whether this process still has a socket of it."""
-        return any(_inode(number) == inode for number, inode in self._sockets.items())
-
-    def end(self) -> None:
-        """Let all waits in this group fail, in this process and in its peers. Safe to call twice."""
-        self.ended = True
-        sockets = self._find()
-        _settle(sockets)
-        for number, inode in sockets.items():
-            if _inode(number) == inode:
-                with contextlib.suppress(OSError), _borrowed(number) as sock:
-                    # gloo closes it, then, so that the peer learns it, too. It may still answer what has arrived.
-                    sock.shutdown(socket.SHUT_RD)
-        if not self.formed and self._own is not None:
-            for number in self._own.numbers or range(self._size):
-                _knock(self._own.address, number)
-
-    def _find(self) -> dict[int, int]:
-        """The open connections of the group: descriptors with their inodes, as the number of a closed one may be used
-        again."""
-        found = {}
-        own = self._own.address if self._own else None
-        peers = self._peers - {own}
-        with _borrowing:
-            for number, inode in _sockets():
-                local, remote = _ends(number)
-                if remote is not None and (local == own or remote in peers):
-                    found[number] = inode
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,81 +204,3 @@ def _watched_store(store: Any, group: GlooGroup) -> Any:
         compare_set, delete_key, num_keys = store.compare_set, store.delete_key, store.num_keys
 
     return Watched()
-
-
-def _settle(sockets: dict[int, int]) -> None:
-    """Wait until nothing is under way on these sockets, for at most `SETTLE` seconds.
-
-    gloo (``Pair::signalException`` in gloo/transport/tcp/pair.cc) does not tell who waits for an operation that it has
-    begun to write or to read when its connection ends: that wait goes on until the group's timeout.
-    """
-    deadline, still = time.monotonic() + SETTLE, 0
-    while still < 2 and time.monotonic() < deadline:
-        still = 0 if any(_inode(n) == inode and _under_way(n) for n, inode in sockets.items()) else still + 1
-        time.sleep(SHORTEST)
-
-
-def _under_way(number: int) -> bool:
-    """Whether bytes wait to be read, or to be acknowledged by the peer."""
-    try:
-        return any(
-            _WAITING.unpack(fcntl.ioctl(number, request, _WAITING.pack(0))) != (0,)
-            for request in (termios.FIONREAD, termios.TIOCOUTQ)
-        )
-    except OSError:
-        return False
-
-
-def _knock(address: Address, number: int) -> None:
-    """Connect as the peer that sends `number` first, and close the connection."""
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.settimeout(KNOCK_TIMEOUT)
-        sock.connect(address)
-        sock.send(_NUMBER.pack(number))
-
-
-def _sockets() -> Iterator[tuple[int, int]]:
-    """The descriptors of this process that are sockets, with their inodes."""
-    for name in os.listdir("/proc/self/fd"):
-        inode = _inode(int(name))
-        if inode is not None:
-            yield int(name), inode
-
-
-def _inode(number: int) -> int | None:
-    try:
-        link = os.readlink(f"/proc/self/fd/{number}")
-    except OSError:
-        return None
-    return int(link[8:-1]) if link.startswith("socket:[") else None
-
-
-_borrowing = threading.RLock()
-"""Held while this process has a duplicate descriptor of a socket, and while it lists its descriptors."""
-
-
-@contextlib.contextmanager
-def _borrowed(number: int) -> Iterator[socket.socket]:
-    """A duplicate of a socket that is owned by other code, which may close it meanwhile."""
-    with _borrowing, socket.socket(fileno=os.dup(number)) as sock:
-        yield sock
-
-
-def _ends(number: int) -> tuple[Address | None, Address | None]:
-    """The local and the remote address of a TCP connection; None for other descriptors."""
-    try:
-        with _borrowed(number) as sock:
-            if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
-                return None, None
-            return sock.getsockname()[:2], sock.getpeername()[:2]
-    except OSError:
-        return None, None
-
-
-def _established(number: int) -> bool:
-    try:
-        with _borrowed(number) as sock:
-            return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
-    except OSError:
-        return False

@@ -22,16 +22,6 @@ Parallel = Literal["ddp", "fsdp"] | None
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class _Precision:
-    """How the function computes. `scaler` is there for float16 on a GPU only."""
-
-    dtype: torch.dtype | None = None
-    scaler: torch.amp.GradScaler | None = None
-
-
-_precision = _Precision()
-
-
 def device() -> torch.device:
     """The device of this rank: its GPU, if it has one."""
     if not torch.cuda.is_available():
@@ -48,9 +38,10 @@ def accelerate(amp: Literal["bf16", "fp16"] | bool | None = None) -> None:
     kind = "bf16" if amp is True else amp
     if kind and kind not in DTYPES:
         raise UsageError(f"amp={amp!r}", "it is 'bf16', 'fp16' or None")
-    _precision.dtype = DTYPES[kind] if kind else None
+    precision = session().precision
+    precision.dtype = DTYPES[kind] if kind else None
     needs_scale = kind == "fp16" and device().type == "cuda"
-    _precision.scaler = torch.amp.GradScaler(device().type) if needs_scale else None
+    precision.scaler = torch.amp.GradScaler(device().type) if needs_scale else None
 
 
 def prepare_model(model: M, parallel: Parallel = "ddp", *, move: bool = True, **options: Any) -> M:
@@ -64,8 +55,8 @@ def prepare_model(model: M, parallel: Parallel = "ddp", *, move: bool = True, **
         raise UsageError(f"parallel={parallel!r}", "it is 'ddp', 'fsdp' or None")
     if move:
         model = model.to(device())
-    if _precision.dtype is not None:
-        _autocast(model, _precision.dtype)
+    if (dtype := session().precision.dtype) is not None:
+        _autocast(model, dtype)
     if parallel is None or session().place.world == 1:
         return model
     if not torch.distributed.is_initialized():
@@ -117,7 +108,7 @@ def prepare_data_loader(loader: DataLoader[Any]) -> Loader | DataLoader[Any]:
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer, of which `step` undoes the scaling of gradients with ``accelerate("fp16")``."""
-    scaler = _precision.scaler
+    scaler = session().precision.scaler
     if scaler is not None:
         step = optimizer.step
 
@@ -136,7 +127,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
 
 def backward(loss: torch.Tensor) -> None:
     """``loss.backward()``, scaled with ``accelerate("fp16")``."""
-    scaler = _precision.scaler
+    scaler = session().precision.scaler
     (loss if scaler is None else scaler.scale(loss)).backward()
 
 
@@ -150,7 +141,6 @@ def enable_reproducibility(seed: int = 0) -> None:
     algorithm.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     rank = session().place.rank
 

@@ -94,8 +94,12 @@ BUILT_IN: dict[str, type[Backend]] = {
 }
 
 
-def find_backend(name: str) -> type[Backend]:
+def find_backend(name: str, *, use_gpu: bool = True) -> type[Backend]:
     """The class of the backend called `name`. Raises `UsageError`, which names those that there are."""
+    if not isinstance(name, str):
+        raise UsageError(f"backend={name!r}", "give its name, or pkg.mod:Class")
+    if name == "nccl" and not use_gpu:
+        raise UsageError("backend='nccl' without GPUs", "pass use_gpu=True, or backend='gloo'")
     if name in BUILT_IN:
         return BUILT_IN[name]
     for point in entry_points(group=GROUP):
@@ -105,7 +109,7 @@ def find_backend(name: str) -> type[Backend]:
     if colon:
         try:
             return _checked(name, getattr(importlib.import_module(module), kind))
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, ValueError, TypeError) as error:
             raise UsageError(
                 f"backend {name!r} cannot be imported: {error}", "name it as pkg.mod:Class"
             ) from error

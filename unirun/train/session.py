@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from unirun.errors import UsageError
@@ -42,6 +43,14 @@ class Place(Value):
     local_world: int = 1
 
 
+class Precision:
+    """How the function computes (`accelerate`): in which `dtype`, None for that of the parameters, and what scales
+    gradients, which is there for float16 on a GPU only."""
+
+    dtype: torch.dtype | None = None
+    scaler: torch.amp.GradScaler | None = None
+
+
 class Session:
     """One rank's part of one attempt of a run."""
 
@@ -59,7 +68,8 @@ class Session:
     ) -> None:
         """`resume` is the checkpoint that the function goes on from: one in a folder, or a state; `saves` is the number
         of the last one of the run, 0 at first. Without a `writer`, what is saved stays in memory."""
-        self.place, self.config = place, dict(config or {})
+        self.place, self.config, self.precision = place, dict(config or {}), Precision()
+        self._deterministic: bool | None = None
         self._datasets, self._writer, self._resume = dict(datasets or {}), writer, resume
         self._now, self._wall = now, wall
         self._shards: dict[str, Shard] = {}
@@ -154,7 +164,11 @@ class Session:
         self._reseed(self._saves)
 
     def begin_seeds(self, reseed: Callable[[int], None]) -> None:
-        """Call `reseed` with the number of each checkpoint that is saved or loaded, and now."""
+        """Call `reseed` with the number of each checkpoint that is saved or loaded, and now. Algorithms are
+        deterministic until the attempt is over."""
+        if self._deterministic is None:
+            self._deterministic = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True)
         self._reseed = reseed
         reseed(self._saves)
 
@@ -223,6 +237,8 @@ class Session:
 
     def close(self) -> None:
         """The attempt is over."""
+        if self._deterministic is not None:
+            torch.use_deterministic_algorithms(self._deterministic)
         if self._writer is not None:
             self._writer.close()
 

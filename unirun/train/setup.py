@@ -61,6 +61,7 @@ class Setup(Value):
 
 
 def range_of(num_workers: Any) -> tuple[int, int]:
+    """From how many to how many ranks. Raises `UsageError`."""
     least, most = (
         num_workers if isinstance(num_workers, tuple | list) and len(num_workers) == 2 else (num_workers,) * 2
     )
@@ -73,11 +74,15 @@ def range_of(num_workers: Any) -> tuple[int, int]:
     return least, most
 
 
-def resources_of(use_gpu: bool, resources: dict[str, float]) -> tuple[str | None, int]:
-    """The type of device, and how many each rank has."""
+def resources_of(use_gpu: bool, resources: Mapping[str, float]) -> tuple[str | None, int]:
+    """The type of device, and how many each rank has. Raises `UsageError`."""
+    if not isinstance(use_gpu, bool):
+        raise UsageError(f"use_gpu={use_gpu!r}", "it is True or False")
+    if not isinstance(resources, Mapping):
+        raise UsageError(f"resources_per_worker is a {type(resources).__name__}", "give a dict, {'CPU': 1}")
     unknown = resources.keys() - {"CPU", "GPU"}
     if unknown:
-        raise UsageError(f"resources_per_worker has {sorted(unknown)[0]!r}", "it has CPU and GPU")
+        raise UsageError(f"resources_per_worker has {min(map(repr, unknown))}", "it has CPU and GPU")
     for name, number in resources.items():
         whole = isinstance(number, int | float) and float(number).is_integer() and number >= 0
         if not whole or isinstance(number, bool):
@@ -94,7 +99,9 @@ def resources_of(use_gpu: bool, resources: dict[str, float]) -> tuple[str | None
 
 
 def options_of(placement: Any, store: str) -> tuple[str, ...]:
-    """Options of the ``unirun`` command."""
+    """Options of the ``unirun`` command. Raises `UsageError`."""
+    if not isinstance(store, str):
+        raise UsageError(f"store is a {type(store).__name__}", "give what --store takes, as text")
     if isinstance(placement, str):
         key = "inventory" if placement.startswith("fake:") else "hosts"
         placement = {key: placement} if placement else {}
@@ -104,6 +111,9 @@ def options_of(placement: Any, store: str) -> tuple[str, ...]:
         )
     found: list[str] = ["--store", store] if store else []
     for name, value in placement.items():
+        if not isinstance(name, str):
+            raise UsageError(f"placement has {name!r}", "give names of options of the unirun command")
         option = f"--{name.replace('_', '-')}"
-        found += [option] if value is True else [option, str(value)]
+        if value is not None and value is not False:
+            found += [option] if value is True else [option, str(value)]
     return tuple(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +14,20 @@ from unirun.rendezvous.jobdir import unirun_home
 from unirun.reporting import report
 from unirun.roles import InvocationRef
 from unirun.train import tuning
+from unirun.train.arguments import (
+    check_failures,
+    checkpoint_of,
+    datasets,
+    directory,
+    environment,
+    name_of,
+    require,
+    takes_config,
+)
 from unirun.train.attempts import Attempts
 from unirun.train.backends import find_backend
 from unirun.train.callbacks import Callbacks, TrainingCallback
-from unirun.train.checkpoints import CheckpointStrategy, Folder
+from unirun.train.checkpoints import CheckpointStrategy
 from unirun.train.logdir import check_writable, next_run
 from unirun.train.running import Request, TrainingIterator
 from unirun.train.setup import MANY, Setup, options_of, range_of, resources_of
@@ -50,8 +59,8 @@ class Trainer:
     `backend` is ``"torch"`` (nccl with `use_gpu`, else gloo), ``"gloo"``, ``"nccl"``, ``"none"``, or that of a package
     (`Backend`). `resources_per_worker` has ``CPU`` and ``GPU``, for each rank. `logdir` is where runs keep their
     checkpoints and what callbacks write: a path, or a URL that fsspec knows; by default a directory below
-    ``$UNIRUN_HOME/train``. A run survives `max_failures` losses of workers (-1: any number), and as many exceptions of
-    the types in `retry_exceptions`.
+    ``$UNIRUN_HOME/train``. A run survives `max_failures` losses of workers and exceptions of the types in
+    `retry_exceptions`, together (-1: any number).
 
     `placement` says where workers run: the hosts of ``unirun --hosts`` (``"h1:4,h2:4"``), an inventory
     (``"fake:nodes=2,devices=2"``), or a dict of any options of the command, as ``{"hosts": "h1,h2", "interface":
@@ -76,22 +85,16 @@ class Trainer:
         grow_every: float = GROW_EVERY,
     ) -> None:
         least, most = range_of(num_workers)
-        device, slots = resources_of(use_gpu, dict(resources_per_worker or {}))
-        if not isinstance(max_failures, int) or isinstance(max_failures, bool) or max_failures < -1:
-            raise UsageError(f"max_failures={max_failures!r}", "give a number from 0 on, or -1 for any")
-        wrong = [
-            each for each in retry_exceptions if not (isinstance(each, type) and issubclass(each, Exception))
-        ]
-        if wrong:
-            raise UsageError(f"retry_exceptions has {wrong[0]!r}", "give classes of exceptions")
-        self._decode = find_backend(backend)().decode_data
+        device, slots = resources_of(use_gpu, {} if resources_per_worker is None else resources_per_worker)
+        check_failures(max_failures, retry_exceptions, grow_every)
+        self._decode = find_backend(backend, use_gpu=use_gpu)().decode_data
         # Without GPUs of their own they see none: `torch.cuda.is_available()` tells the truth.
         hidden = {} if use_gpu else {"CUDA_VISIBLE_DEVICES": ""}
         options = options_of(placement, store)
-        self._setup = Setup(least, most, backend, device, slots, {**hidden, **(env or {})}, options)
+        self._setup = Setup(least, most, backend, device, slots, {**hidden, **environment(env)}, options)
         self._max_failures, self._retry = max_failures, tuple(retry_exceptions)
         self._grow_every = grow_every
-        self._logdir = os.fspath(logdir) if logdir is not None else ""
+        self._logdir = directory(logdir)
         self._attempts: Attempts | None = None
         self._hook: Callable[[], Any] | None = None
         self._kind: Callable[[], Any] | None = None
@@ -176,13 +179,16 @@ class Trainer:
         checkpoint_strategy: CheckpointStrategy | None = None,
     ) -> TrainingIterator:
         """The same, as an iterator over the reports: for each, a list with the metrics of each rank."""
-        takes_config = _takes_config(train_func)
-        if config is not None and not isinstance(config, Mapping):
-            raise UsageError(f"config is a {type(config).__name__}", "give a dict")
-        if config and not takes_config:
-            raise UsageError(f"{_name(train_func)} takes no config", f"write def {_name(train_func)}(config)")
-        called = Callbacks(callbacks)
-        start = _checkpoint(checkpoint, local=not self._setup.options)
+        takes = takes_config(train_func)
+        if config is not None:
+            require("config", config, Mapping, "give a dict")
+        if config and not takes:
+            name = name_of(train_func)
+            raise UsageError(f"{name} takes no config", f"write def {name}(config)")
+        called, data = Callbacks(callbacks), datasets(dataset)
+        start = checkpoint_of(checkpoint, local=not self._setup.options)
+        strategy = CheckpointStrategy() if checkpoint_strategy is None else checkpoint_strategy
+        require("checkpoint_strategy", strategy, CheckpointStrategy, "give a CheckpointStrategy(...)")
         if self._run is not None:
             # One that was not iterated to its end.
             self._run.close()
@@ -190,11 +196,11 @@ class Trainer:
         url, local = next_run(self.logdir)
         request = Request(
             train_func,
-            takes_config,
+            takes,
             dict(config or {}),
-            dict(dataset) if isinstance(dataset, Mapping) else {} if dataset is None else {None: dataset},
+            data,
             start,
-            checkpoint_strategy or CheckpointStrategy(),
+            strategy,
             f"{url}/checkpoints",
             local,
             self._max_failures,
@@ -270,41 +276,3 @@ class Trainer:
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """In a notebook it shows itself as a table."""
         printer.text(str(self))
-
-
-def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", function))
-
-
-def _takes_config(function: Any) -> bool:
-    if not callable(function) or isinstance(function, type):
-        raise UsageError(f"{function!r} is no function", "give a function of nothing, or of config")
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return True
-    needed = [
-        p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if len(needed) > 1 or any(p.kind is p.KEYWORD_ONLY for p in needed):
-        names = ", ".join(p.name for p in needed)
-        raise UsageError(
-            f"{_name(function)} takes {names}", "write it with one argument, config, or with none"
-        )
-    return bool(needed) or any(p.name == "config" for p in parameters)
-
-
-def _checkpoint(given: Any, *, local: bool) -> str | dict[str, Any] | None:
-    if given is None or isinstance(given, dict):
-        return given
-    if not isinstance(given, str | os.PathLike):
-        raise UsageError(f"checkpoint is a {type(given).__name__}", "give a path, a URL or a dict")
-    url = os.fspath(given).rstrip("/")
-    folder, _, number = url.rpartition("/")
-    if not number.isdigit():
-        raise UsageError(
-            f"{url} is no checkpoint", "give what latest_checkpoint or best_checkpoint_path returns"
-        )
-    if local:
-        Folder(folder).require(int(number))
-    return url

@@ -41,6 +41,9 @@ from unirun.wire.messages import Stop
 START = 120.0
 """Seconds in which the workers must be up."""
 
+TRIES = 3
+"""Starts of one rank after which no more are awaited."""
+
 STOP = 30.0
 """Seconds in which the job must end."""
 
@@ -145,7 +148,11 @@ class Workers:
     @property
     def lives(self) -> bool:
         """Whether the job goes on."""
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and self._process.poll() is None and not self._over()
+
+    def _over(self) -> bool:
+        view = self.visitor.peers.view(ROLE)
+        return view is not None and all(worker.phase == "ended" for worker in view.workers)
 
     @property
     def generation(self) -> int:
@@ -173,15 +180,21 @@ class Workers:
             whole = view is not None and all(worker.phase == "serving" for worker in view.workers)
             return whole and view is not None and view.phase == "running"
 
-        def over() -> bool:
-            view = peers.view(ROLE)
-            return view is not None and all(worker.phase == "ended" for worker in view.workers)
+        def again() -> bool:
+            """Whether a rank ends as often as it is started: what it does first, a hook of its backend, fails."""
+            found = self.incarnations
+            return any(
+                new - old >= TRIES for old, new in zip(before or [0] * len(found), found, strict=False)
+            )
 
-        while not peers.wait_for(lambda: settled() or over(), 0.5):
+        before = self.incarnations
+        while not peers.wait_for(lambda: settled() or self._over() or again(), 0.5):
             if not self.lives or time.monotonic() >= deadline:
                 raise self.failure(f"not all ranks were up within {timeout:g} s")
-        if over():
+        if self._over():
             raise self.failure("the workers have ended")
+        if not settled():
+            raise self.failure(f"a rank was started {TRIES} times and does not come up")
 
     def failure(self, problem: str) -> TrainingFailed:
         """The error of workers that are gone, with what the job has to say."""

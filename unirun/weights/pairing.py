@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from unirun.errors import GroupError
-from unirun.roles.process_groups import GlooGroup, c10d, dist, process_groups
+from unirun.roles.gloo import GlooGroup
+from unirun.roles.process_groups import c10d, dist, process_groups
 from unirun.roles.transport.memory import SpareMemory
 from unirun.values import Value
 

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from unirun.errors import GroupError
-from unirun.roles.process_groups import GlooGroup, ProcessGroups, Published, parse_published, process_groups
+from unirun.roles.gloo import GlooGroup, Published, parse_published
+from unirun.roles.process_groups import ProcessGroups, process_groups
 
 SOON = 10.0
 """Seconds in which everything must have happened that nothing holds up, on a busy machine."""

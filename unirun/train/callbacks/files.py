@@ -28,7 +28,7 @@ class JsonLoggerCallback(TrainingCallback):
     at times) is left out. Values that JSON does not have are written as its own: tensors and arrays as lists, nan as
     ``"nan"``, infinities as ``"inf"`` and ``"-inf"``, all else as texts.
 
-    A file that exists is continued (see the module). Raises OSError when it cannot be written.
+    A file that exists is continued after its last whole row. Raises OSError when it cannot be written.
     """
 
     def __init__(self, filename: str = "results.json", ranks: Literal["all"] | Sequence[int] = "all") -> None:
@@ -66,7 +66,7 @@ class CsvLoggerCallback(TrainingCallback):
     who reads it sees the old one or the new one. A metric that a rank does not report is an empty cell. Lists and
     tensors are JSON, nan is ``nan``.
 
-    A file that exists is continued (see the module). Raises `UsageError` when that is another file, OSError when it
+    A file that exists is continued after its last whole row. Raises `UsageError` when that is another file, OSError when it
     cannot be written.
     """
 

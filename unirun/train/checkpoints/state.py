@@ -99,6 +99,7 @@ def _writer(folder: Folder, number: int) -> Any:
 
 
 def is_local(folder: Folder) -> bool:
+    """Whether it is in the file system of this host."""
     return "file" in (
         folder.files.protocol if isinstance(folder.files.protocol, tuple) else (folder.files.protocol,)
     )

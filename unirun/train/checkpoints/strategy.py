@@ -39,8 +39,13 @@ class CheckpointStrategy:
         checkpoint_score_order: str = "max",
     ) -> None:
         """Raises `UsageError`."""
-        if num_to_keep is not None and (not isinstance(num_to_keep, int) or num_to_keep < 1):
+        whole = isinstance(num_to_keep, int) and not isinstance(num_to_keep, bool)
+        if num_to_keep is not None and (not whole or num_to_keep < 1):
             raise UsageError(f"num_to_keep={num_to_keep!r}", "give a number from 1 on, or None for all")
+        if checkpoint_score_attribute is not None and not isinstance(checkpoint_score_attribute, str):
+            raise UsageError(
+                f"checkpoint_score_attribute={checkpoint_score_attribute!r}", "give the name of a metric"
+            )
         if checkpoint_score_order not in ORDERS:
             raise UsageError(f"checkpoint_score_order={checkpoint_score_order!r}", "it is 'max' or 'min'")
         self.num_to_keep = num_to_keep

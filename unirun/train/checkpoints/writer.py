@@ -52,8 +52,8 @@ class _Pending:
         self.sharded = False
         self.has_data = False
         self.written: Future[None] = Future()
-        self.reported = False
-        self.committed: Future[list[Info]] | None = None
+        self.reported = self.counts = False
+        self.committed: Future[list[Info]] = Future()
 
 
 class Writer:
@@ -89,15 +89,17 @@ class Writer:
         return self._pending.number if self._pending is not None and not self._rank else None
 
     def save(self, state: Mapping[str, Any], data: Mapping[str, Progress]) -> None:
-        """Save `state`, of which a copy is made at once. Waits while the checkpoint before is still being written.
+        """Save `state`, of which a copy is made at once. Waits while the checkpoint before is still being written, and
+        until it counts.
 
         Raises what writing the one before has raised, and `UsageError` for a state that cannot be saved.
         """
         self._await_last()
         before = self._pending
         if before is not None and not self._rank:
-            # No report has followed it.
-            self.commit(before.number).result()
+            # It counts with its report, once the driver has that of all ranks; without one it counts now.
+            counts = before.committed if before.reported else self.commit(before.number)
+            counts.result(PATIENCE)
         pending = _Pending(self._number, state)
         self._number += 1
         whole = plain_state(state)
@@ -136,14 +138,14 @@ class Writer:
     def _alone(self, pending: _Pending) -> None:
         """No report has followed in time."""
         with self._lock:
-            if not pending.reported and pending.committed is None:
+            if not pending.reported and not pending.counts:
                 self.commit(pending.number)
 
     def reported(self, metrics: Mapping[str, Any]) -> int | None:
         """This rank makes a report. Returns the number of the checkpoint that is to be committed with it."""
         with self._lock:
             pending = self._pending
-            if pending is None or self._rank or pending.committed is not None:
+            if pending is None or self._rank or pending.counts:
                 return None
             if not pending.reported:
                 pending.reported = True
@@ -160,15 +162,14 @@ class Writer:
                 done: Future[list[Info]] = Future()
                 done.set_result(self._kept or [])
                 return done
-            if pending.committed is None:
-                pending.committed = Future()
+            if not pending.counts:
+                pending.counts = True
                 threading.Thread(
                     target=self._commit, args=(pending,), name="unirun-commit", daemon=True
                 ).start()
             return pending.committed
 
     def _commit(self, pending: _Pending) -> None:
-        assert pending.committed is not None
         try:
             pending.written.result(PATIENCE)
             files, data = pending.files, {}

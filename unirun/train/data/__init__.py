@@ -15,5 +15,6 @@ from unirun.train.data.loader import Loader
 from unirun.train.data.order import Order
 from unirun.train.data.plan import Progress, merged
 from unirun.train.data.shard import Shard
+from unirun.train.data.sources import source_of
 
-__all__ = ["Files", "Loader", "Order", "Progress", "Shard", "kfold", "merged", "sharded"]
+__all__ = ["Files", "Loader", "Order", "Progress", "Shard", "kfold", "merged", "sharded", "source_of"]

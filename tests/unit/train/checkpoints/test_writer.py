@@ -164,3 +164,17 @@ class TestKeeping:
         with pytest.raises(UsageError, match="the score 'loss' of a checkpoint is nan"):
             committed(writer, 1)
         assert folder.infos() == []
+
+
+def test_one_whose_report_was_made_counts_only_when_the_driver_has_that(folder: Folder) -> None:
+    writer = rank(folder)
+    writer.save({"epoch": 1}, {})
+    assert writer.reported({"loss": 1.0}) == 1
+    saved = threading.Thread(target=writer.save, args=({"epoch": 2}, {}))
+    saved.start()
+    saved.join(0.1)
+    assert saved.is_alive()
+    assert folder.infos() == []
+    committed(writer, 1)
+    saved.join(SOON)
+    assert not saved.is_alive()

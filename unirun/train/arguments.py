@@ -1,0 +1,108 @@
+"""Checks what users pass to a trainer, before workers start. All raise `UsageError`."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from unirun.errors import UsageError
+from unirun.train.checkpoints import Folder
+from unirun.train.data import Files, source_of
+
+
+def require(name: str, value: Any, kinds: Any, remedy: str) -> None:
+    """`value` is one of `kinds`."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        shown = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+        raise UsageError(f"{name} is {shown}", remedy)
+
+
+def check_failures(max_failures: Any, retry_exceptions: Any, grow_every: Any) -> None:
+    """What a run survives, and how often it grows."""
+    if not isinstance(max_failures, int) or isinstance(max_failures, bool) or max_failures < -1:
+        raise UsageError(f"max_failures={max_failures!r}", "give a number from 0 on, or -1 for any")
+    require("retry_exceptions", retry_exceptions, (list, tuple, set), "give a list of classes of exceptions")
+    for each in retry_exceptions:
+        if not (isinstance(each, type) and issubclass(each, Exception)):
+            raise UsageError(f"retry_exceptions has {each!r}", "give classes of exceptions")
+    require("grow_every", grow_every, (int, float), "give seconds")
+    if math.isnan(grow_every) or grow_every < 0:
+        raise UsageError(f"grow_every={grow_every!r}", "give seconds")
+
+
+def environment(env: Any) -> dict[str, str]:
+    """Variables of the workers."""
+    if env is None:
+        return {}
+    require("env", env, Mapping, "give a dict of texts")
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise UsageError(f"env has {name!r}: {value!r}", "give texts")
+    return dict(env)
+
+
+def directory(logdir: Any) -> str:
+    """A path or a URL; empty for none."""
+    if logdir is None:
+        return ""
+    require("logdir", logdir, (str, os.PathLike), "give a path or a URL")
+    found = os.fspath(logdir)
+    require("logdir", found, str, "give a path of text")
+    return str(found)
+
+
+def datasets(dataset: Any) -> dict[str | None, Any]:
+    """Datasets by name; None: the only one."""
+    found = dict(dataset) if isinstance(dataset, Mapping) else {} if dataset is None else {None: dataset}
+    for name, each in found.items():
+        if name is not None:
+            require("the name of a dataset", name, str, "give a text")
+        if isinstance(each, Files):
+            # They may be listed in a file of the hosts of the workers.
+            continue
+        source_of("dataset" if name is None else name, each, shuffle=False, seed=0, block=1)
+    return found
+
+
+def name_of(function: Any) -> str:
+    """The name of a function in messages."""
+    return str(getattr(function, "__name__", function))
+
+
+def takes_config(function: Any) -> bool:
+    """Whether a training function takes a config. Raises `UsageError` for what is none."""
+    if not callable(function) or isinstance(function, type):
+        raise UsageError(f"{function!r} is no function", "give a function of nothing, or of config")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    needed = [
+        p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if len(needed) > 1 or any(p.kind is p.KEYWORD_ONLY for p in needed):
+        names = ", ".join(p.name for p in needed)
+        raise UsageError(
+            f"{name_of(function)} takes {names}", "write it with one argument, config, or with none"
+        )
+    return bool(needed) or any(p.name == "config" for p in parameters)
+
+
+def checkpoint_of(given: Any, *, local: bool) -> str | dict[str, Any] | None:
+    """A path or a URL as text, or a state. Of a `local` trainer it must be there. Raises `UsageError`."""
+    if given is None or isinstance(given, dict):
+        return given
+    if not isinstance(given, str | os.PathLike):
+        raise UsageError(f"checkpoint is a {type(given).__name__}", "give a path, a URL or a dict")
+    url = os.fspath(given).rstrip("/")
+    folder, _, number = url.rpartition("/")
+    if not number.isdigit():
+        raise UsageError(
+            f"{url} is no checkpoint", "give what latest_checkpoint or best_checkpoint_path returns"
+        )
+    if local:
+        Folder(folder).require(int(number))
+    return url
