@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[1]
 INTRODUCTION = """\
 # API reference
 
-Everything that `import unirun` offers, and what it hands out. This page is made from the docstrings by
-`docs/reference.py`; do not edit it. How the parts work together is in the [tutorial](tutorial.md) and in
-[calls.md](calls.md).
+Everything that `import unirun` and `from unirun import train` offer, and what it hands out. This page is made from the
+docstrings by `docs/reference.py`; do not edit it. How the parts work together is in the [tutorial](tutorial.md), in
+[calls.md](calls.md) and in [train.md](train.md).
 """
 
 SECTIONS = {
@@ -51,6 +51,32 @@ SECTIONS = {
         "JobHandle",
         "attach",
     ],
+    "A function on many ranks": [
+        "train.Trainer",
+        "train.TrainingIterator",
+        "train.CheckpointStrategy",
+        "train.tuning.to_trainable",
+        "train.Trainable",
+        "train.resuming.resume",
+        "train.Backend",
+        "train.NoBackend",
+    ],
+    "In a training function": [
+        *("train.report", "train.save_checkpoint", "train.load_checkpoint", "train.get_dataset_shard"),
+        *("train.prepare_model", "train.prepare_data_loader", "train.prepare_optimizer", "train.backward"),
+        *("train.accelerate", "train.enable_reproducibility", "train.unwrap", "train.device"),
+        *("train.world_rank", "train.local_rank", "train.world_size", "train.config", "train.in_worker"),
+    ],
+    "Datasets of a training run": ["train.Shard", "train.Loader", "train.Files", "train.kfold"],
+    "Callbacks of a training run": [
+        "train.TrainingCallback",
+        "train.ProgressCallback",
+        "train.JsonLoggerCallback",
+        "train.CsvLoggerCallback",
+        "train.TensorBoardCallback",
+        "train.WandbCallback",
+        "train.MLflowCallback",
+    ],
     "Errors": [
         "UnirunError",
         "CallError",
@@ -65,6 +91,8 @@ SECTIONS = {
         "errors.PlacementError",
         "errors.JobError",
         "JobFailed",
+        "errors.TrainingFailed",
+        "errors.CheckpointDamaged",
         "errors.RendezvousError",
         "errors.GroupError",
         "errors.StoreAway",
@@ -73,23 +101,38 @@ SECTIONS = {
 
 OTHER_NAMES = {"JobBuilder": "DLJobBuilder", "Workload": "BaseWorkload"}
 
+CALLBACKS = (
+    *("ProgressCallback", "JsonLoggerCallback", "CsvLoggerCallback"),
+    *("TensorBoardCallback", "WandbCallback", "MLflowCallback"),
+)
+"""Classes whose methods are for the trainer. `TrainingCallback` says once for all what these are."""
+
 OWN_USE = {
+    "CheckpointStrategy": {"score", "best", "surplus"},
     "Context": {"peers", "session"},
     "InvocationRef": {"wake_with", "forget_wake"},
     "JobHandle": {"await_start"},
     "MasterHandle": {"identity"},
+    "NoBackend": {"on_start", "on_failure", "on_shutdown", "encode_data", "decode_data"},
+    "Shard": {"consume", "first", "upcoming", "source"},
+    **{name: {"start_training", "handle_result", "finish_training"} for name in CALLBACKS},
 }
 """Members without an underscore that are not for users."""
 
 OWN_BASES = {"OpenCall"}
 """Bases of which nothing is for users but what the docstring of the class says."""
 
-SHARED = {"RLJobBuilder": "DLJobBuilder", "WorkloadBuilder": "DLJobBuilder"}
+SHARED = {
+    "RLJobBuilder": "DLJobBuilder",
+    "WorkloadBuilder": "DLJobBuilder",
+    **dict.fromkeys(CALLBACKS, "train.TrainingCallback"),
+}
 """Classes whose methods are those of another one, and some more."""
 
 MADE_BY_UNIRUN = (
     *("Context", "MasterHandle", "RoleGroup", "WorkerHandle", "RemoteMethod", "InvocationRef"),
     *("WorkloadBuilder", "Job", "JobHandle"),
+    *("TrainingIterator", "Trainable", "Loader"),
 )
 """Classes that users do not make objects of, so that the constructor is nothing to them."""
 
@@ -147,6 +190,7 @@ def _rendered(package: Object, name: str) -> str:
     # A name is what users write; a literal block begins with ``::`` in docstrings alone.
     text = re.sub(r"^(#+ `)unirun\.(?:[a-z_]+\.)*?(?=[A-Z]|[a-z_]+`)", r"\1", text, flags=re.MULTILINE)
     text = text.replace("```python\n", "```py\n")
+    text = re.sub(r"^::\n\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"::$", ":", text, flags=re.MULTILINE)
     text = re.sub(rf"^\w+\(.{{{WIDTH},}}$", lambda line: _wrapped(line[0]), text, flags=re.MULTILINE)
     text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

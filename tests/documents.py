@@ -6,6 +6,7 @@ The language of a block says what becomes of it:
 python, yaml   a file; the first line is its name, ``# train.py``
 console        ``$ command`` and what it prints; run, in a folder with the files of the page
 sh             commands that are not run: those of unirun are parsed, and the jobs among them planned
+diff           what ``diff -u`` says of two files in the folder of the page
 text, none     a picture, or output of something that is not run
 py             a signature in api.md, which `docs/reference.py` writes
 =============  ==================================================================================================
@@ -28,7 +29,7 @@ PAGES = tuple(
 )
 
 FILES = ("python", "yaml")
-LANGUAGES = (*FILES, "console", "sh", "text", "", "py")
+LANGUAGES = (*FILES, "console", "sh", "diff", "text", "", "py")
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")

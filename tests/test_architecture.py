@@ -225,6 +225,7 @@ def test_the_cores_do_no_input_and_no_output() -> None:
         "graph.",
         *(f"collocation.{name}" for name in ("inventory", "fake")),
         *(f"weights.{name}" for name in ("layout", "plan", "messages")),
+        *(f"train.{name}" for name in ("lockstep", "data.plan", "data.order", "checkpoints.strategy")),
         "wire.frames",
         "wire.messages",
         "wire.codec",

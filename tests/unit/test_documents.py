@@ -26,6 +26,7 @@ from tests.documents import (
     text_of,
     write,
 )
+from unirun import train
 from unirun.cli import SUBCOMMANDS, main, run
 from unirun.cli.commandline import Parser, parse
 from unirun.cli.compose import job_spec, plan_job
@@ -37,7 +38,7 @@ from unirun.launcher.hosts.hostlist import parse_hosts
 NOT_RUN = {
     "pip": "it would install",
     "torchrun": "tests/integration/test_one_role_is_torchrun.py and test_torchrun_plugin.py run it",
-    "python": "tests/integration/test_examples.py runs the examples",
+    "python": "tests/integration/test_examples.py and test_train_examples.py run the examples",
     "openssl": "tests/contract/store/certificates.py makes the same certificates",
     "etcd": "tests/contract/store/etcd_server.py starts it",
     "etcdctl": "tests/contract/store/test_etcd_security.py makes the same user",
@@ -69,6 +70,20 @@ def test_every_link_of_the_documents_has_a_target(page: str) -> None:
             assert anchor in anchors(str(path.relative_to(ROOT))), f"{page}: {link}"
 
 
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "diff" for b in blocks(page))])
+def test_a_difference_that_the_documents_show_is_that_of_the_files(page: str) -> None:
+    for block in blocks(page):
+        if block.language == "diff":
+            names = re.findall(r"^(?:---|\+\+\+) (\S+)$", block.text, re.MULTILINE)
+            labels = [word for name in names for word in ("--label", name)]
+            command = ["diff", "-u", *labels, *names]
+            done = subprocess.run(
+                command, cwd=(ROOT / page).parent, capture_output=True, text=True, check=False
+            )
+            assert block.text == done.stdout, f"{block}: {' '.join(command)}"
+
+
 def test_a_name_stands_for_one_file_in_all_of_docs() -> None:
     names = [
         block.name for block in every_block if block.language in FILES and block.page.startswith("docs/")
@@ -86,7 +101,7 @@ def test_the_reference_is_that_of_the_docstrings(tmp_path: Path) -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     headings = set(re.findall(r"^### `(\w+)`$", text_of("docs/api.md"), re.MULTILINE))
     others = set(re.findall(r"^`(\w+)` is another name for it", text_of("docs/api.md"), re.MULTILINE))
-    assert {*unirun.__all__} <= headings | others
+    assert {*unirun.__all__, *train.__all__} <= headings | others
 
 
 @pytest.mark.parametrize("page", PAGES)
