@@ -100,6 +100,8 @@ class TrainingIterator:
 
     def __next__(self) -> list[dict[str, Any]]:
         with self._iterating:
+            if not self._finished:
+                self._check_open()
             return next(self._rounds)
 
     def is_finished(self) -> bool:
@@ -151,7 +153,7 @@ class TrainingIterator:
         except Exception as raised:
             error = raised
             if self._closed:
-                error = TrainingFailed("the run was closed, or the trainer was shut down, while it went on")
+                error = _closed()
                 raise error from raised
             raise
         except BaseException as raised:
@@ -281,7 +283,7 @@ class TrainingIterator:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TrainingFailed("the run was closed")
+            raise _closed()
 
     def _keep(self, group: RoleGroup, attempt: int, number: int) -> None:
         """Have a checkpoint committed."""
@@ -302,3 +304,7 @@ class TrainingIterator:
         if self._request.elastic and committed is not None and due:
             self._grown = self._now()
             self._workers.grow()
+
+
+def _closed() -> TrainingFailed:
+    return TrainingFailed("the run was closed, or the trainer was shut down, while it went on")

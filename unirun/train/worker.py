@@ -83,7 +83,7 @@ class TrainWorker(BaseWorkload):
         self._ending: threading.Thread | None = None
         self._ended = (0, "")
         self._met = (0, 0)
-        self._in_function = False
+        self._calling = self._in_function = False
         self._instance: Any = None
 
     def setup(self) -> None:
@@ -173,8 +173,10 @@ class TrainWorker(BaseWorkload):
         with self._begun:
             self._ended = max(self._ended, (attempt, reason))
             session = self._session
-            if session is not None and self._attempt == attempt:
-                session.interrupt(reason)
+            if session is None or self._attempt != attempt:
+                return
+            session.interrupt(reason)
+            if self._calling:
                 self._wake()
                 # In a thread: a group over nccl may take long to end.
                 self._ending = threading.Thread(target=_end_groups, name="unirun-interrupt", daemon=True)
@@ -246,7 +248,7 @@ class TrainWorker(BaseWorkload):
             self._meet(turn)
         session = make()
         with self._begun:
-            self._attempt, self._session = turn.attempt, session
+            self._attempt, self._session, self._calling = turn.attempt, session, True
             if turn.attempt <= self._ended[0]:
                 # It was interrupted before it has begun.
                 session.interrupt(self._ended[1])
@@ -276,17 +278,19 @@ class TrainWorker(BaseWorkload):
             raise
         finally:
             enter(None)
+            with self._begun:
+                self._calling = False
+                ending, self._ending = self._ending, None
+            if ending is not None:
+                # It must not end the groups that are formed from here on.
+                ending.join()
 
     def _clear(self) -> None:
         """End what is left of the attempt before."""
         with self._begun:
             session, self._session = self._session, None
-            ending, self._ending = self._ending, None
         if session is not None:
             session.close()
-        if ending is not None:
-            # It must not end the groups that are formed now.
-            ending.join()
 
     def _meet(self, turn: Turn) -> None:
         """Form the process group again, if something has failed in it since it was formed."""

@@ -66,8 +66,8 @@ class CsvLoggerCallback(TrainingCallback):
     who reads it sees the old one or the new one. A metric that a rank does not report is an empty cell. Lists and
     tensors are JSON, nan is ``nan``.
 
-    A file that exists is continued after its last whole row. Raises `UsageError` when that is another file, OSError when it
-    cannot be written.
+    A file that exists is continued after its last whole row. Raises `UsageError` when that is another file, and
+    OSError when it cannot be written.
     """
 
     def __init__(self, filename: str = "results.csv") -> None:
