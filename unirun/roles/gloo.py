@@ -29,6 +29,8 @@ from unirun.errors import GroupError
 
 SETTLE = 0.5
 """Seconds that the end of a group waits for what is under way in it."""
+STILL = 0.05
+"""Seconds after which bytes that have not moved do not count."""
 QUIET = 0.001
 """Seconds between two looks whether something is."""
 KNOCK_TIMEOUT = 1.0
@@ -88,6 +90,7 @@ class GlooGroup:
         self.over = over
         self.ended = self.formed = False
         self._size = size
+        self._ending = threading.Lock()
         self._own: Published | None = None
         self._peers: set[Address] = set()
         self._sockets: dict[int, int] = {}
@@ -124,14 +127,16 @@ class GlooGroup:
 
     def end(self) -> None:
         """Let all waits in this group fail, in this process and in its peers. Safe to call twice."""
-        self.ended = True
-        sockets = self._find()
-        _settle(sockets)
-        for number, inode in sockets.items():
-            if _inode(number) == inode:
-                with contextlib.suppress(OSError), _borrowed(number) as sock:
-                    # gloo closes it, then, so that the peer learns it, too. It may still answer what has arrived.
-                    sock.shutdown(socket.SHUT_RD)
+        with self._ending:
+            first, self.ended = not self.ended, True
+            sockets = self._find()
+            if first:
+                _settle(sockets)
+            for number, inode in sockets.items():
+                if _inode(number) == inode:
+                    with contextlib.suppress(OSError), _borrowed(number) as sock:
+                        # gloo closes it, then, so that the peer learns it, too. It may still answer what has arrived.
+                        sock.shutdown(socket.SHUT_RD)
         if not self.formed and self._own is not None:
             for number in self._own.numbers or range(self._size):
                 _knock(self._own.address, number)
@@ -151,26 +156,30 @@ class GlooGroup:
 
 
 def _settle(sockets: dict[int, int]) -> None:
-    """Wait until nothing is under way on these sockets, for at most `SETTLE` seconds.
+    """Wait until nothing is under way on these sockets, or nothing moves, for at most `SETTLE` seconds.
 
     gloo (``Pair::signalException`` in gloo/transport/tcp/pair.cc) does not tell who waits for an operation that it has
     begun to write or to read when its connection ends: that wait goes on until the group's timeout.
     """
-    deadline, still = time.monotonic() + SETTLE, 0
-    while still < 2 and time.monotonic() < deadline:
-        still = 0 if any(_inode(n) == inode and _under_way(n) for n, inode in sockets.items()) else still + 1
+    began = since = time.monotonic()
+    before: list[tuple[int, ...]] = []
+    while (now := time.monotonic()) < began + SETTLE:
+        found = [_under_way(n) for n, inode in sockets.items() if _inode(n) == inode]
+        if found != before:
+            before, since = found, now
+        # What a rank has sent to one that reads no more stays where it is.
+        if now >= since + (STILL if any(map(any, found)) else QUIET):
+            return
         time.sleep(QUIET)
 
 
-def _under_way(number: int) -> bool:
-    """Whether bytes wait to be read, or to be acknowledged by the peer."""
+def _under_way(number: int) -> tuple[int, ...]:
+    """The bytes that wait to be read, and to be acknowledged by the peer."""
     try:
-        return any(
-            _WAITING.unpack(fcntl.ioctl(number, request, _WAITING.pack(0))) != (0,)
-            for request in (termios.FIONREAD, termios.TIOCOUTQ)
-        )
+        requests = (termios.FIONREAD, termios.TIOCOUTQ)
+        return tuple(_WAITING.unpack(fcntl.ioctl(number, each, _WAITING.pack(0)))[0] for each in requests)
     except OSError:
-        return False
+        return ()
 
 
 def _knock(address: Address, number: int) -> None:

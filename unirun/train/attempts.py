@@ -100,6 +100,8 @@ class Attempts:
         """Interrupt what still runs of an attempt that has failed, and do not wait for it."""
         with self._ending:
             self._spoilt += 1
+        if not self.workers.lives:
+            return
         # There may be fewer ranks than the attempt had.
         for worker in self.workers.group:
             worker.interrupt.call_async(turn.attempt, reason)

@@ -100,9 +100,12 @@ class TrainingIterator:
 
     def __next__(self) -> list[dict[str, Any]]:
         with self._iterating:
-            if not self._finished:
-                self._check_open()
-            return next(self._rounds)
+            try:
+                return next(self._rounds)
+            except StopIteration:
+                if not self._finished:
+                    self._check_open()
+                raise
 
     def is_finished(self) -> bool:
         """Whether the function has returned in all ranks."""

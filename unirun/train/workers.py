@@ -151,7 +151,7 @@ class Workers:
         return self._process is not None and self._process.poll() is None and not self._over()
 
     def _over(self) -> bool:
-        view = self.visitor.peers.view(ROLE)
+        view = self._visitor.peers.view(ROLE) if self._visitor is not None else None
         return view is not None and all(worker.phase == "ended" for worker in view.workers)
 
     @property
