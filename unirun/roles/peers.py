@@ -122,9 +122,9 @@ class Peers:
         return next((brief for brief in briefs if brief.name == role), None)
 
     def count(self, role: str) -> int:
-        """How many ranks a role has, or has had, when it has become smaller."""
-        brief = self.brief(role)
-        return brief.count if brief else self.size(role)
+        """How many ranks a role has, or has had when this process came, if it has become smaller."""
+        brief, size = self.brief(role), self.size(role)
+        return max(brief.count, size) if brief else size
 
     def size(self, role: str) -> int:
         """How many ranks a role has now. Raises `UsageError` when there is no such role."""

@@ -72,14 +72,15 @@ def name_of(function: Any) -> str:
     return str(getattr(function, "__name__", function))
 
 
-def takes_config(function: Any) -> bool:
-    """Whether a training function takes a config. Raises `UsageError` for what is none."""
+def takes_config(function: Any, *, given: bool) -> bool:
+    """Whether a training function takes a config, which is `given` or not. Raises `UsageError` for what is none."""
     if not callable(function) or isinstance(function, type):
         raise UsageError(f"{function!r} is no function", "give a function of nothing, or of config")
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return True
+        # Not written in Python.
+        return given
     needed = [
         p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]

@@ -144,7 +144,8 @@ class Trainer:
             workers.start()
             self._attempts = Attempts(workers)
             self._attempts.prepare_with(self._hook, self._kind)
-            self._finalizer = weakref.finalize(self, workers.stop)
+            # An iterator over a run has the attempts, too, and may outlive this object.
+            self._finalizer = weakref.finalize(self._attempts, workers.stop)
         return self._attempts
 
     def run(
@@ -179,7 +180,7 @@ class Trainer:
         checkpoint_strategy: CheckpointStrategy | None = None,
     ) -> TrainingIterator:
         """The same, as an iterator over the reports: for each, a list with the metrics of each rank."""
-        takes = takes_config(train_func)
+        takes = takes_config(train_func, given=bool(config))
         if config is not None:
             require("config", config, Mapping, "give a dict")
         if config and not takes:

@@ -40,6 +40,15 @@ def test_a_rank_that_the_role_never_had_is_a_usage_error(peers: Peers) -> None:
         peers.find("actor", 3)
 
 
+def test_a_rank_that_a_larger_role_has_got_is_found(peers: Peers) -> None:
+    """More than it had when this process came into the job."""
+    peers.update(View((role(5, 2),)))
+    assert (peers.count("actor"), peers.size("actor")) == (5, 5)
+    assert [peers.find("actor", rank).endpoint for rank in (3, 4)] == ["at 3", "at 4"]
+    with pytest.raises(UsageError, match="role actor has no rank 5; it has ranks 0 to 4"):
+        peers.find("actor", 5)
+
+
 def test_the_former_size_of_a_role_is_known(peers: Peers) -> None:
     assert (peers.count("actor"), peers.known("actor").world_size) == (3, 2)
 

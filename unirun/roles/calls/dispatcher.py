@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from unirun.errors import CallError, EncodingError, FrameError, UnirunError
@@ -151,13 +152,12 @@ class Dispatcher:
     def _route(self, run: _Run) -> None:
         name = run.request.method
         if self._stopped:
-            problem = f"{self._me} does not take calls any more"
-            self._finish(run, self._error(CallError(problem, "it was told to stop")))
+            self._turn_away(run)
         elif name == DESCRIBE:
             self._answer(run, lambda: self._methods)
         elif name == OPEN_RPC and self._open_rpc is not None:
             # In a thread, as the main thread may be busy with a long call.
-            self._pool(OPEN_RPC, 1).submit(self._answer, run, self._open_rpc)
+            self._submit(OPEN_RPC, 1, run, partial(self._answer, run, self._open_rpc))
         elif (options := self._methods.get(name)) is None:
             there = ", ".join(sorted(self._methods)) or "none"
             problem = f"{self._me} has no method {name!r}; its methods are: {there}"
@@ -165,9 +165,22 @@ class Dispatcher:
         elif name in self._coroutines:
             asyncio.run_coroutine_threadsafe(self._run_async(run), self._event_loop())
         elif options.concurrency > 1:
-            self._pool(name, options.concurrency).submit(self._run_beside, run)
+            self._submit(name, options.concurrency, run, partial(self._run_beside, run))
         else:
             self._inbox.put(run)
+
+    def _submit(self, name: str, threads: int, run: _Run, work: Callable[[], None]) -> None:
+        try:
+            self._pool(name, threads).submit(work)
+        except RuntimeError:
+            if not self._stopped:
+                raise
+            # It was stopped at this moment.
+            self._turn_away(run)
+
+    def _turn_away(self, run: _Run) -> None:
+        problem = f"{self._me} does not take calls any more"
+        self._finish(run, self._error(CallError(problem, "it was told to stop")))
 
     def _answer(self, run: _Run, answer: Callable[[], Any]) -> None:
         """Answer a request to the process, not to the target."""
@@ -204,6 +217,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """End the other threads. Calls that run there are not waited for."""
+        self._stopped = True
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
         if self._loop is not None:

@@ -1,0 +1,159 @@
+"""A checkpoint is read as new tensors, or into models, optimizers and the like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirun.errors import CheckpointDamaged, UsageError
+from unirun.train.checkpoints import CheckpointStrategy, Folder, Manifest, Writer, load, put_into
+
+SOON = 20.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(str(tmp_path))
+
+
+def saved(folder: Folder, state: Mapping[str, Any]) -> Manifest:
+    """A checkpoint of one rank, which has it written and committed."""
+    number = (folder.numbers() or [0])[-1] + 1
+    writer = Writer(folder, CheckpointStrategy(), 0, 1, number)
+    writer.save(state, {})
+    writer.commit(number).result(SOON)
+    writer.close()
+    return folder.manifest(number)
+
+
+class Training:
+    """A model that learns, with all that belongs to it."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
+        self.parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.arange(6.0).reshape(2, 3)).square().sum().backward()
+        self.optimizer.step()
+        self.scheduler.step()
+
+    def weights(self) -> list[Any]:
+        return [value.tolist() for value in self.model.state_dict().values()]
+
+
+def test_training_goes_on_as_if_it_had_not_been_left(folder: Folder) -> None:
+    first, other = Training(1), Training(2)
+    first.step()
+    manifest = saved(folder, {**first.parts, "epoch": 4})
+    first.step()
+    state = load(folder, manifest, {**other.parts, "epoch": 0})
+    assert state["epoch"] == 4
+    other.step()
+    assert other.weights() == first.weights()
+    assert other.scheduler.get_last_lr() == first.scheduler.get_last_lr() == [0.025]
+
+
+def test_a_state_in_memory_is_put_in_in_the_same_way(folder: Folder) -> None:
+    first, other = Training(1), Training(2)
+    first.step()
+    put_into(other.parts, load(folder, saved(folder, first.parts), None))
+    first.step()
+    other.step()
+    assert other.weights() == first.weights()
+
+
+def test_what_is_not_asked_for_is_returned_and_changes_nothing(folder: Folder) -> None:
+    first, other = Training(1), Training(2)
+    before = other.weights()
+    state = load(folder, saved(folder, first.parts), None)
+    assert [*state] == ["model", "optimizer", "scheduler"]
+    assert [value.tolist() for value in state["model"].values()] == first.weights()
+    assert other.weights() == before
+
+
+def test_a_name_that_was_not_saved_is_told_with_those_that_were(folder: Folder) -> None:
+    training = Training(1)
+    manifest = saved(folder, {"net": training.model, "epoch": 1})
+    with pytest.raises(UsageError) as raised:
+        load(folder, manifest, {"model": training.model})
+    assert str(raised.value) == (
+        "the checkpoint has no 'model'; it has 'epoch', 'net'; "
+        "load it under the name with which save_checkpoint has saved it"
+    )
+
+
+def test_a_value_that_was_not_saved_may_be_asked_for(folder: Folder) -> None:
+    """Only what is changed must be there."""
+    assert load(folder, saved(folder, {"epoch": 1}), {"best": 0.0, "epoch": 0}) == {"epoch": 1}
+
+
+def test_another_model_than_the_saved_one_is_told(folder: Folder) -> None:
+    manifest = saved(folder, {"model": torch.nn.Linear(3, 4)})
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        load(folder, manifest, {"model": torch.nn.Linear(3, 5)})
+
+
+@pytest.mark.parametrize("data", [b"", b"nothing", b"PK\x03\x04"])
+def test_a_state_that_is_none_is_told_as_damaged(folder: Folder, data: bytes) -> None:
+    manifest = saved(folder, {"epoch": 1})
+    folder.write(1, "state.pt", data)
+    with pytest.raises(CheckpointDamaged, match=f"{folder.url}/000001 cannot be read"):
+        load(folder, manifest, None)
+
+
+def test_a_state_that_is_gone_is_an_error_of_the_system(folder: Folder) -> None:
+    manifest = saved(folder, {"epoch": 1})
+    folder.files.rm(folder.inside(1, "state.pt"))
+    with pytest.raises(FileNotFoundError):
+        load(folder, manifest, None)
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text("abc", min_size=1, max_size=3), plain, max_size=3))
+def test_any_plain_state_comes_back(tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]) -> None:
+    folder = Folder(str(tmp_path_factory.mktemp("any")))
+    assert load(folder, saved(folder, state), None) == state
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(0),
+        torch.tensor(3.5),
+        torch.arange(6).reshape(2, 3).T,
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.ones(2, 2, requires_grad=True),
+        torch.eye(3).to_sparse(),
+    ],
+    ids=["empty", "scalar", "transposed", "bfloat16", "with gradient", "sparse"],
+)
+def test_a_tensor_comes_back_bit_for_bit(folder: Folder, tensor: torch.Tensor) -> None:
+    found = load(folder, saved(folder, {"deep": [{"tensor": tensor}]}), None)["deep"][0]["tensor"]
+    assert (found.dtype, found.shape, found.layout) == (tensor.dtype, tensor.shape, tensor.layout)
+    assert torch.equal(found.to_dense(), tensor.detach().to_dense())

@@ -1,0 +1,122 @@
+"""Models, optimizers and precision, as a training function prepares them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from unirun import train
+from unirun.errors import UsageError
+from unirun.train import functions
+from unirun.train.session import Place, Session
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    """Rank 1 of 4, which have no process group."""
+    made = Session(Place(1, 4, 1, 4))
+    functions.enter(made)
+    yield made
+    functions.enter(None)
+    made.close()
+
+
+@pytest.fixture
+def alone() -> Iterator[Session]:
+    """The only rank."""
+    made = Session(Place())
+    functions.enter(made)
+    yield made
+    functions.enter(None)
+    made.close()
+
+
+class Net(torch.nn.Module):
+    """Returns what it computes in the form that is asked for."""
+
+    def __init__(self, form: Any) -> None:
+        super().__init__()
+        self.linear, self.form = torch.nn.Linear(2, 2), form
+        self.dtype: torch.dtype | None = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x)
+        self.dtype = y.dtype
+        return self.form(y)
+
+
+class TestAModel:
+    def test_the_only_rank_has_it_as_it_is(self, alone: Session) -> None:
+        model = torch.nn.Linear(1, 1)
+        assert train.prepare_model(model) is model
+        assert train.prepare_model(model, parallel="fsdp") is model
+        assert train.unwrap(model) is model
+
+    def test_of_several_ranks_each_may_have_its_own(self, session: Session) -> None:
+        model = torch.nn.Linear(1, 1)
+        assert train.prepare_model(model, parallel=None) is model
+
+    @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+    def test_ranks_without_a_process_group_are_told(self, session: Session, parallel: Any) -> None:
+        with pytest.raises(UsageError) as raised:
+            train.prepare_model(torch.nn.Linear(1, 1), parallel)
+        assert str(raised.value) == "the ranks have no process group; use backend='torch', or parallel=None"
+
+    def test_a_way_that_there_is_not_is_told(self, alone: Session) -> None:
+        with pytest.raises(UsageError, match=r"parallel='tp'; it is 'ddp', 'fsdp' or None"):
+            train.prepare_model(torch.nn.Linear(1, 1), "tp")  # type: ignore[arg-type]
+
+
+class TestPrecision:
+    @pytest.mark.parametrize(
+        ("form", "parts"),
+        [
+            (lambda y: y, lambda found: [found]),
+            (lambda y: (y, 3), lambda found: [found[0]]),
+            (lambda y: [y, y], lambda found: found),
+            (lambda y: {"y": [y], "mask": y > 0}, lambda found: found["y"]),
+        ],
+        ids=["tensor", "tuple", "list", "dict"],
+    )
+    @pytest.mark.parametrize("amp", ["bf16", "fp16"])
+    def test_what_comes_out_has_the_precision_of_the_parameters(
+        self, alone: Session, amp: Any, form: Any, parts: Any
+    ) -> None:
+        train.accelerate(amp)
+        model = train.prepare_model(Net(form))
+        found = model(torch.ones(1, 2))
+        assert model.dtype is {"bf16": torch.bfloat16, "fp16": torch.float16}[amp]
+        assert [part.dtype for part in parts(found)] == [torch.float32] * len(parts(found))
+        assert type(found) is type(form(torch.ones(1)))
+
+    def test_what_is_no_floating_point_number_stays(self, alone: Session) -> None:
+        train.accelerate("bf16")
+        model = train.prepare_model(Net(lambda y: (y.argmax(), "text", None)))
+        index, *others = model(torch.ones(1, 2))
+        assert (index.dtype, others) == (torch.int64, ["text", None])
+
+    def test_models_that_were_prepared_before_are_not_changed(self, alone: Session) -> None:
+        before = train.prepare_model(Net(lambda y: y))
+        train.accelerate("bf16")
+        before(torch.ones(1, 2))
+        assert before.dtype is torch.float32
+
+    def test_on_a_cpu_gradients_are_not_scaled(self, alone: Session) -> None:
+        train.accelerate("fp16")
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = train.prepare_optimizer(torch.optim.SGD([weight], lr=1.0))
+        train.backward(weight.sum() * 0.25)
+        optimizer.step()
+        assert weight.tolist() == [0.75]
+
+
+def test_a_loader_with_a_sampler_of_its_own_is_told(session: Session) -> None:
+    dataset: Any = range(4)
+    with pytest.raises(UsageError, match="the sampler WeightedRandomSampler"):
+        train.prepare_data_loader(
+            DataLoader(dataset, sampler=torch.utils.data.WeightedRandomSampler([1.0] * 4, 4))
+        )

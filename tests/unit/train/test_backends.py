@@ -1,0 +1,102 @@
+"""Backends by name, by entry point, and by class."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unirun.errors import UsageError
+from unirun.train.backends import (
+    BUILT_IN,
+    GROUP,
+    Backend,
+    GlooBackend,
+    NcclBackend,
+    NoBackend,
+    TorchBackend,
+    find_backend,
+)
+
+CODE = """
+from unirun.train import NoBackend
+
+class Mine(NoBackend):
+    def encode_data(self, data):
+        return [data]
+
+class Half:
+    def on_start(self, rank, world_size): ...
+    def on_shutdown(self): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed package with a backend called ``mine``, and one that is incomplete."""
+    (tmp_path / "minebackend.py").write_text(CODE)
+    about = tmp_path / "minebackend-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: minebackend\nVersion: 1.0\n")
+    names = ("mine = minebackend:Mine", "half = minebackend:Half", "torch = minebackend:Half")
+    (about / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *names, ""]))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("minebackend", None)
+
+
+def test_those_that_are_built_in_are_found_by_name_whatever_is_installed() -> None:
+    found = {name: find_backend(name) for name in BUILT_IN}
+    assert found == {"torch": TorchBackend, "gloo": GlooBackend, "nccl": NcclBackend, "none": NoBackend}
+
+
+@pytest.mark.parametrize("name", ["mine", "minebackend:Mine"])
+def test_others_are_found_by_entry_point_or_as_a_class(name: str) -> None:
+    found = find_backend(name)
+    assert issubclass(found, NoBackend)
+    assert found().encode_data(3) == [3]
+
+
+@pytest.mark.parametrize("name", ["half", "minebackend:Half"])
+def test_one_without_all_hooks_is_told_which_are_missing(name: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        find_backend(name)
+    assert str(raised.value) == (
+        f"backend {name!r} has no on_failure, encode_data, decode_data; derive it from unirun.train.NoBackend"
+    )
+
+
+@pytest.mark.parametrize("name", ["horovod", "", "Torch"])
+def test_an_unknown_one_is_told_with_those_that_there_are(name: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        find_backend(name)
+    assert str(raised.value) == (
+        f"there is no backend {name!r}; there are: gloo, half, mine, nccl, none, torch; "
+        "or name a class: pkg.mod:Class"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("nowhere:Mine", "No module named 'nowhere'"),
+        ("minebackend:Yours", "module 'minebackend' has no attribute 'Yours'"),
+    ],
+)
+def test_a_class_that_is_not_there_is_told(name: str, problem: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        find_backend(name)
+    message = f"backend {name!r} cannot be imported: {problem}; name it as pkg.mod:Class"
+    assert str(raised.value) == message
+    assert isinstance(raised.value.__cause__, ImportError | AttributeError)
+
+
+@pytest.mark.parametrize("kind", BUILT_IN.values())
+def test_what_is_built_in_has_all_hooks_and_changes_no_data(kind: type[Backend]) -> None:
+    backend, data = kind(), object()
+    assert isinstance(backend, Backend)
+    assert backend.decode_data(backend.encode_data(data)) is data
+    backend.on_failure(0, 1)
+    backend.on_shutdown()

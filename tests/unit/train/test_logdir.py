@@ -1,0 +1,105 @@
+"""The directory of a trainer, and the one of each of its runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fsspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirun.errors import UsageError
+from unirun.train.logdir import check_writable, next_run
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[str]:
+    """A URL that is no path."""
+    url = f"memory://{secrets.token_hex(4)}/logs"
+    yield url
+    files, root = fsspec.url_to_fs(url)
+    if files.exists(root):
+        files.rm(root, recursive=True)
+
+
+class TestWhetherItCanBeWritten:
+    def test_it_is_made_and_nothing_is_left_in_it(self, tmp_path: Path) -> None:
+        folder = tmp_path / "some" / "where"
+        check_writable(str(folder))
+        assert [*folder.iterdir()] == []
+        check_writable(str(folder))
+
+    def test_a_file_in_its_place_is_told(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        for path in (tmp_path / "file", tmp_path / "file" / "logs"):
+            with pytest.raises(UsageError) as raised:
+                check_writable(str(path))
+            assert re.fullmatch(
+                rf"logdir {path} cannot be written: (File exists|Not a directory); give another one",
+                str(raised.value),
+            )
+
+    @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="there is no such file system")
+    def test_a_file_system_that_takes_no_files_is_told(self) -> None:
+        """Also root cannot write there."""
+        with pytest.raises(UsageError, match=r"logdir /proc/self/fd cannot be written: .*; give another one"):
+            check_writable("/proc/self/fd")
+
+    def test_a_url_that_nobody_knows_is_told(self) -> None:
+        with pytest.raises(
+            UsageError, match=r"logdir nowhere://bucket/logs cannot be used: .*nowhere.*; see fsspec"
+        ):
+            check_writable("nowhere://bucket/logs")
+
+    def test_a_url_that_fsspec_knows_is_for_its_library_to_judge(self, elsewhere: str) -> None:
+        check_writable(elsewhere)
+        files, root = fsspec.url_to_fs(elsewhere)
+        assert not files.exists(root)
+
+
+class TestTheDirectoriesOfRuns:
+    def test_runs_are_numbered_from_1_on(self, tmp_path: Path) -> None:
+        paths = [next_run(str(tmp_path)) for _ in range(3)]
+        assert paths == [(f"{tmp_path}/run_00{number}",) * 2 for number in (1, 2, 3)]
+        assert all(Path(path).is_dir() for path, _ in paths)
+
+    @given(st.sets(st.integers(1, 2000), max_size=5))
+    def test_each_comes_after_all_that_there_are(
+        self, tmp_path_factory: pytest.TempPathFactory, numbers: set[int]
+    ) -> None:
+        folder = tmp_path_factory.mktemp("logs")
+        for number in numbers:
+            (folder / f"run_{number:03}").mkdir()
+        assert next_run(str(folder))[0] == f"{folder}/run_{max(numbers, default=0) + 1:03}"
+
+    def test_what_else_is_there_does_not_count(self, tmp_path: Path) -> None:
+        for name in ("run_7", "run_007x", "xrun_008", "run_abc", "notes.txt"):
+            (tmp_path / name).touch()
+        assert next_run(f"{tmp_path}/")[0] == f"{tmp_path}/run_001"
+
+    def test_trainers_that_share_it_get_different_ones(self, tmp_path: Path) -> None:
+        with ThreadPoolExecutor(8) as pool:
+            found = [*pool.map(lambda _: next_run(str(tmp_path))[0], range(40))]
+        assert len({*found}) == 40
+
+    def test_a_directory_that_is_not_there_is_an_error_of_the_system(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError):
+            next_run(str(tmp_path / "gone"))
+
+    def test_of_a_url_callbacks_have_a_directory_of_this_host(
+        self, elsewhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        files, root = fsspec.url_to_fs(elsewhere)
+        url, local = next_run(elsewhere)
+        assert url == f"{elsewhere}/run_001"
+        assert (Path(local).parent, os.listdir(local)) == (tmp_path, [])
+        # What a run keeps there is what makes its directory.
+        files.pipe(f"{root}/run_001/checkpoints/000001/state.pt", b"")
+        assert next_run(elsewhere)[0] == f"{elsewhere}/run_002"
