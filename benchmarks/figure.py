@@ -42,7 +42,8 @@ class Figure:
 
     `own` and `theirs` are the single runs of unirun and of `peer`, in `run_unit`. `busy` is the percentage of this
     machine's processors that others used just before the runs (median). A `fault` says in words why the figure
-    does not hold, whatever its value is; `missing` which program is not installed, so that nothing was measured.
+    does not hold, whatever its value is; `missing` which program is not installed, so that nothing was measured. A
+    `note` has what else was measured in the runs.
     """
 
     bar: Bar
@@ -55,6 +56,7 @@ class Figure:
     fault: str = ""
     busy: float = 0.0
     missing: str = ""
+    note: str = ""
 
     @property
     def holds(self) -> bool:
@@ -82,6 +84,7 @@ class Figure:
             "peer_runs": list(self.theirs),
             "busy_percent": self.busy,
             "fault": self.fault,
+            "note": self.note,
         }
 
 

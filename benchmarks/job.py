@@ -121,27 +121,36 @@ class Job:
         return "\n".join((self.home / "output").read_text(errors="replace").splitlines()[-12:])
 
     def members(self) -> list[psutil.Process]:
-        """Every live process of the job: each has inherited its home, whoever its parent is now."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get("UNIRUN_HOME") == str(self.home):
-                    found.append(process)
-        return found
+        """Every live process of the job."""
+        return members(self.home)
 
     def sweep(self) -> None:
         """SIGKILL whatever is left of the job and wait until it is gone."""
-        end = time.monotonic() + SWEEP_DEADLINE
-        while members := self.members():
-            if time.monotonic() > end:
-                pids = ", ".join(str(member.pid) for member in members)
-                raise BenchmarkError(f"processes {pids} do not end")
-            for member in members:
-                with contextlib.suppress(psutil.Error):
-                    member.kill()
-            self.process.poll()
-            time.sleep(0.01)
+        sweep(self.home, self.process.poll)
         self.process.wait(SWEEP_DEADLINE)
+
+
+def members(home: Path) -> list[psutil.Process]:
+    """Every live process that has inherited `home` from `environment`, whoever its parent is now."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get("UNIRUN_HOME") == str(home):
+                found.append(process)
+    return found
+
+
+def sweep(home: Path, reap: Callable[[], object] = lambda: None) -> None:
+    """SIGKILL whatever is left with this `home` and wait until it is gone. `reap` collects children that have ended."""
+    end = time.monotonic() + SWEEP_DEADLINE
+    while left := members(home):
+        if time.monotonic() > end:
+            raise BenchmarkError(f"processes {', '.join(str(each.pid) for each in left)} do not end")
+        for each in left:
+            with contextlib.suppress(psutil.Error):
+                each.kill()
+        reap()
+        time.sleep(0.01)
 
 
 def environment(home: Path) -> dict[str, str]:

@@ -14,14 +14,15 @@ HEADERS = ("FIGURE", "VALUE", "BAR", "HOLDS", "UNIRUN", "PEER")
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """One line per figure, a line below for a fault. Medians stand before the range of the single runs."""
+    """One line per figure, lines below for a fault or a note. Medians stand before the range of the single runs."""
     rows = [HEADERS, *(_row(figure) for figure in figures)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADERS))]
     lines: list[str] = []
     for row, figure in zip(rows, (None, *figures), strict=True):
         lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         if figure is not None:
-            lines += [f"    {line}" for line in (figure.missing or figure.fault).splitlines()]
+            below = [*(figure.missing or figure.fault).splitlines(), *figure.note.splitlines()]
+            lines += [f"    {line}" for line in below]
     busiest = max((figure.busy for figure in figures), default=0.0)
     if busiest >= BUSY:
         lines += [
