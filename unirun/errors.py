@@ -48,6 +48,7 @@ The exit codes are those of the `unirun` command; `EXIT_BUDGET` is a job's exit 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from unirun.values import Value
@@ -245,6 +246,9 @@ class WorkerLost(CallError):
     def __init__(self, problem: str, remedy: str = "", *, worker: str) -> None:
         self.worker = worker
         super().__init__(problem, remedy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(WorkerLost, self.problem, self.remedy, worker=self.worker), ()
 
 
 class RemoteError(CallError):

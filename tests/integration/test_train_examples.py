@@ -23,6 +23,7 @@ from .harness import START, Unirun
 
 EXAMPLE = ROOT / "examples" / "train_function"
 README = "examples/train_function/README.md"
+SEARCH = ROOT / "examples/tune_digits/tune.py"
 NOTEBOOK = ROOT / "examples" / "notebook" / "train.ipynb"
 LARGEST = 60_000
 """Bytes of the stored notebook."""
@@ -145,3 +146,18 @@ def shown(cell: Any) -> list[str]:
             lines += (output.get("text") or data.get("text/plain", "")).splitlines()
     plain = (re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines)
     return sorted(" ".join(re.sub(r"\d[\d.e-]*", "#", line).split()) for line in plain)
+
+
+class TestSearch:
+    @pytest.mark.cold
+    def test_the_best_of_a_few_trials_is_told_and_they_are_drawn(self, unirun: Unirun) -> None:
+        picture = unirun.root / "plot.png"
+        command = [sys.executable, str(SEARCH), "--trials", "4", "--out", str(picture)]
+        done = unirun.start_program(command).end()
+        assert done.code == 0, done.err
+        found = re.search(r"^accuracy (\S+)% with$", done.out, re.MULTILINE)
+        assert found, done.out
+        values = re.findall(r"finished with value: (\S+) and", done.err)
+        assert len(values) == 4
+        assert f"{max(map(float, values)):.1%}" == f"{found[1]}%"
+        assert picture.read_bytes().startswith(b"\x89PNG")

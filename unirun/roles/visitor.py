@@ -39,8 +39,9 @@ class Visitor:
         """Raises `JobError` when the job has ended, `RendezvousError`, `WireError` or `StoreError` when no master
         answers, `UsageError` for a job whose calls go over torch.distributed.rpc."""
         self._job = job
-        self._stream, welcome = _visit(job)
+        # Before the visit: a term that is too old costs another visit, one that is too new a master that hangs.
         self._epoch = read_status(job).epoch
+        self._stream, welcome = _visit(job)
         if welcome.transport != "socket":
             self._stream.close()
             raise UsageError(
@@ -109,8 +110,8 @@ class Visitor:
         """Find the next master, until the job is over."""
         while not self._closed:
             try:
-                self._stream, welcome = _visit(self._job)
                 self._epoch = read_status(self._job).epoch
+                self._stream, welcome = _visit(self._job)
                 self._peers.update(welcome.view)
                 return
             except JobError:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 from unirun import train
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.train import CheckpointStrategy, Trainer, TrainingCallback
+from unirun.train.arguments import takes_config
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +126,32 @@ def two(config: Any, other: Any) -> None: ...
 def test_a_run_with_a_wrong_argument_does_not_begin(arguments: dict[str, Any], message: str) -> None:
     assert told(lambda: Trainer().run(**{"train_func": function, **arguments})).startswith(message)
     assert told(lambda: Trainer().run_iterator(**{"train_func": function, **arguments})).startswith(message)
+
+
+class Called:
+    def __call__(self, config: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("train_func", "takes"),
+    [
+        (function, (False, False)),
+        (lambda config: config, (True, True)),
+        (lambda anything: anything, (True, True)),
+        (lambda config=None: config, (True, True)),
+        (lambda other=None: other, (False, False)),
+        (lambda *rest, **named: rest, (False, False)),
+        (partial(two, 1), (True, True)),
+        (Called(), (True, True)),
+        (os.getpid, (False, False)),
+        # It does not say what it takes.
+        (socket.gethostname, (False, True)),
+    ],
+)
+def test_a_function_takes_a_config_where_it_has_an_argument_for_it(
+    train_func: Any, takes: tuple[bool, bool]
+) -> None:
+    assert (takes_config(train_func, given=False), takes_config(train_func, given=True)) == takes
 
 
 def test_a_checkpoint_that_is_not_there_is_told(tmp_path: Path) -> None:

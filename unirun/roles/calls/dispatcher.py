@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from unirun.errors import CallError, EncodingError, FrameError, UnirunError
+from unirun.errors import CallError, EncodingError, FrameError, UnirunError, WorkerLost
 from unirun.roles.calls.codec import dump, load
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, Request, decode_request, encode_refusal
 from unirun.roles.calls.policy import Invocation
@@ -97,7 +97,7 @@ class Dispatcher:
         self._callers: dict[tuple[str, int], _CallerState] = {}
         self._inbox = queue.SimpleQueue() if inbox is None else inbox
         self._first: list[Callable[[], None]] = []
-        self._stopped = False
+        self._stopped = self._closed = False
         self._disturbed = 0
         self._pools: dict[str, ThreadPoolExecutor] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -173,14 +173,13 @@ class Dispatcher:
         try:
             self._pool(name, threads).submit(work)
         except RuntimeError:
-            if not self._stopped:
+            if not self._closed:
                 raise
-            # It was stopped at this moment.
-            self._turn_away(run)
+            # The process ends at this moment, and the caller is told that.
 
     def _turn_away(self, run: _Run) -> None:
         problem = f"{self._me} does not take calls any more"
-        self._finish(run, self._error(CallError(problem, "it was told to stop")))
+        self._finish(run, self._error(WorkerLost(problem, "it was told to stop", worker=str(self._me))))
 
     def _answer(self, run: _Run, answer: Callable[[], Any]) -> None:
         """Answer a request to the process, not to the target."""
@@ -217,7 +216,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """End the other threads. Calls that run there are not waited for."""
-        self._stopped = True
+        self._closed = True
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
         if self._loop is not None:
