@@ -39,8 +39,7 @@ class Visitor:
         """Raises `JobError` when the job has ended, `RendezvousError`, `WireError` or `StoreError` when no master
         answers, `UsageError` for a job whose calls go over torch.distributed.rpc."""
         self._job = job
-        # Before the visit: a term that is too old costs another visit, one that is too new a master that hangs.
-        self._epoch = read_status(job).epoch
+        self._epoch = _term(job)
         self._stream, welcome = _visit(job)
         if welcome.transport != "socket":
             self._stream.close()
@@ -110,7 +109,7 @@ class Visitor:
         """Find the next master, until the job is over."""
         while not self._closed:
             try:
-                self._epoch = read_status(self._job).epoch
+                self._epoch = _term(self._job)
                 self._stream, welcome = _visit(self._job)
                 self._peers.update(welcome.view)
                 return
@@ -144,6 +143,15 @@ class _Table(Peers):
             for role in self._view.roles
         )
         self.update(View(roles, self._view.number))
+
+
+def _term(job: JobDir) -> int:
+    """The term of the master that is visited next. It is read before: one that is too old costs another visit, one that
+    is too new would be kept for ever with a master that hangs. 0 when no master has written it yet."""
+    try:
+        return read_status(job).epoch
+    except JobError:
+        return 0
 
 
 def _visit(job: JobDir) -> tuple[BlockingStream, Welcome]:

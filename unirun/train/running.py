@@ -17,7 +17,7 @@ from typing import Any
 
 from unirun.errors import InvocationTimeout, TrainingFailed, UnirunError, UsageError, WorkerLost
 from unirun.reporting import report
-from unirun.roles import InvocationRef, RoleGroup
+from unirun.roles import InvocationRef, RoleGroup, wait
 from unirun.train.attempts import BACK, LOOK, Attempts
 from unirun.train.callbacks import Callbacks
 from unirun.train.cells import cell_of
@@ -277,7 +277,7 @@ class TrainingIterator:
                 ask(number)
             if whole.pending is not None:
                 self._held = whole, whole.pending
-                self._keep(group, attempt, whole.pending)
+                self._keep(group, run, attempt, whole.pending)
                 self._held = None
             if whole.results is None:
                 return
@@ -288,9 +288,15 @@ class TrainingIterator:
         if self._closed:
             raise _closed()
 
-    def _keep(self, group: RoleGroup, attempt: int, number: int) -> None:
-        """Have a checkpoint committed."""
-        infos = group[0].commit(attempt, number)
+    def _keep(self, group: RoleGroup, run: InvocationRef[Any], attempt: int, number: int) -> None:
+        """Have a checkpoint committed. A rank that was lost may not have written its part: then that ends."""
+        commit: InvocationRef[list[Info]] = group[0].commit.call_async(attempt, number)
+        while not commit.done():
+            self._check_open()
+            if run.done() and isinstance(run.exception(), WorkerLost):
+                run.result()
+            wait([commit] if run.done() else [commit, run], timeout=LOOK)
+        infos = commit.result()
         if infos:
             self.latest, self.checkpoints = infos[-1], infos
 

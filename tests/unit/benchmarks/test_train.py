@@ -64,7 +64,8 @@ def test_a_figure_says_what_else_was_measured() -> None:
         Bar("report", "ms", 1.0), "p50", train.also(rounds, p99="p99 {:.2f} ms", rate="{:.0f} rounds/s")
     )
     assert figure.to_json()["note"] == "p99 0.91 ms, 1600 rounds/s"
-    assert table([figure]).splitlines()[-1].strip() == "p99 0.91 ms, 1600 rounds/s"
+    # On a busy machine more lines follow.
+    assert table([figure]).splitlines()[2].strip() == "p99 0.91 ms, 1600 rounds/s"
 
 
 def test_reports_of_ray_are_read_line_by_line(tmp_path: Path) -> None:

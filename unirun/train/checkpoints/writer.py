@@ -77,6 +77,7 @@ class Writer:
         self._rank, self._world, self._number = rank, world, number
         self._group_of, self._ungroup, self._group = group, ungroup, None
         self._lock = threading.RLock()
+        self._closed = False
         self._pending: _Pending | None = None
         self._kept: list[Info] | None = None
         # In the order in which they were saved; one is written at a time.
@@ -181,7 +182,9 @@ class Writer:
             manifest = Manifest(pending.number, self._world, pending.sharded, files, data, score)
             # Read once only, as there may be many.
             before = self._folder.infos() if self._kept is None else self._kept
-            infos = [*before, self._folder.commit(manifest)]
+            with self._lock:
+                self._check_open(pending)
+                infos = [*before, self._folder.commit(manifest)]
             surplus = self._strategy.surplus(infos)
             for each in surplus:
                 self._folder.remove(each.number)
@@ -201,6 +204,7 @@ class Writer:
         names = {f"data.{rank:05}.json" for rank in range(self._world)}
         deadline = self._now() + TOGETHER
         while missing := names - self._folder.sizes(pending.number).keys():
+            self._check_open(pending)
             if self._now() >= deadline:
                 ranks = ", ".join(sorted(str(int(name.split(".")[1])) for name in missing))
                 raise TrainingFailed(
@@ -218,6 +222,10 @@ class Writer:
             )
         return {name: merged(each[name] for each in found) for name in found[0]}
 
+    def _check_open(self, pending: _Pending) -> None:
+        if self._closed:
+            raise TrainingFailed(f"checkpoint {pending.number} was given up, as its attempt is over")
+
     def _await_last(self) -> None:
         """Wait until the last checkpoint is written, and raise what that has raised."""
         if self._pending is not None:
@@ -233,6 +241,8 @@ class Writer:
 
     def close(self) -> None:
         """Give up: what is not committed does not count."""
+        with self._lock:
+            self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -178,3 +178,13 @@ def test_one_whose_report_was_made_counts_only_when_the_driver_has_that(folder: 
     committed(writer, 1)
     saved.join(SOON)
     assert not saved.is_alive()
+
+
+def test_one_that_a_dead_rank_has_not_written_is_given_up_with_its_attempt(folder: Folder) -> None:
+    writer = rank(folder, world=2)
+    writer.save({"epoch": 1}, {"train": Progress()})
+    commit = writer.commit(1)
+    writer.close()
+    with pytest.raises(TrainingFailed, match="checkpoint 1 was given up, as its attempt is over"):
+        commit.result(SOON)
+    assert folder.infos() == []
