@@ -168,7 +168,7 @@ def test_a_process_that_leaves_or_is_killed_takes_nothing_along(
 def test_who_waits_is_told_that_the_job_has_ended(unirun: Unirun, script: Script) -> None:
     script(SERVED, "served.py")
     running = unirun.start("--config", script(JOB, "job.yaml"))
-    eventually(lambda: (unirun.home / "jobs").exists() and unirun.status(), "the job has begun")
+    eventually(lambda: [*unirun.home.glob("jobs/*/state.json")], "the job has begun")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UNIRUN_HOME", str(unirun.home))
         with package.attach() as job:
