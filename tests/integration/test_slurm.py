@@ -89,6 +89,7 @@ def test_ctrl_c_cancels_a_submitted_job(command: Unirun, script: Script, cluster
 
 def test_status_logs_and_stop_work_on_a_submitted_job(command: Unirun, script: Script) -> None:
     name = command("--slurm", "nodes=1", "--detach", *EXEC, script(WAIT)).out.strip()
+    eventually(lambda: [*command.home.glob("jobs/*/state.json")], "the job has begun", START)
     eventually(lambda: command.status()["phase"] == "running", "the job runs", START)
     assert "RUNNING on n" in command("status", name).out
     assert eventually(lambda: command("logs", name).out, "the worker has written") == "[default:0] here\n"
