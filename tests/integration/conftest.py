@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.contract.store.etcd_server import Servers
+from unirun.train import Trainer
 
 from ..testbed.fixtures import hosts as hosts
 from ..testbed.fixtures import slurm as slurm
 from ..testbed.fixtures import slurm_of_hosts as slurm_of_hosts
-from .harness import EXEC, Running, Script, Unirun, eventually, swept
+from .harness import EXEC, Running, Script, Unirun, command_in, eventually, swept
 from .serving import SERVE
 from .warm import Warm, WarmUnirun, warm_in
 
@@ -73,3 +74,21 @@ def store(request: pytest.FixtureRequest, unirun: Unirun) -> list[object]:
     if request.param == "sqlite":
         return []
     return ["--store", request.getfixturevalue("etcd").url(prefix=f"/{unirun.root.name}/")]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unirun]:
+    """The home of the trainers of one module, of which no process may be left at its end."""
+    with command_in(tmp_path_factory.mktemp("trainers")) as command, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UNIRUN_HOME", str(command.home))
+        # What pytest has imported is no business of the workers.
+        patch.delenv("PYTHONPATH", raising=False)
+        yield command
+
+
+@pytest.fixture(scope="module")
+def trainer(home: Unirun) -> Iterator[Trainer]:
+    """Three ranks, which the tests of a module share."""
+    with Trainer(num_workers=3, max_failures=20) as made:
+        made.start()
+        yield made

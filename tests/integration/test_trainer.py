@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integration.harness import Script, Unirun, command_in, gone
+from tests.integration.harness import Script, Unirun, gone
 from unirun import train
 from unirun.errors import PlacementError, RemoteTraceback, TrainingFailed, UsageError
 from unirun.train import Trainer, TrainingCallback
@@ -44,23 +44,6 @@ class Heard(TrainingCallback):
     def of(self, name: str) -> list[Any]:
         """A metric of rank 0, report by report."""
         return [results[0][name] for results in self.rounds]
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unirun]:
-    """No process of a trainer may be left in it."""
-    with command_in(tmp_path_factory.mktemp("trainers")) as command, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UNIRUN_HOME", str(command.home))
-        # What pytest has imported is no business of the workers.
-        patch.delenv("PYTHONPATH", raising=False)
-        yield command
-
-
-@pytest.fixture(scope="module")
-def trainer(home: Unirun) -> Iterator[Trainer]:
-    with Trainer(num_workers=3, max_failures=20) as made:
-        made.start()
-        yield made
 
 
 class TestARun:

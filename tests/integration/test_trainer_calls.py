@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integration.harness import Unirun, command_in
+from tests.integration.harness import Unirun
 from unirun import train
 from unirun.errors import TrainingFailed, UsageError
 from unirun.train import Trainer
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unirun]:
-    """No process of a trainer may be left in it."""
-    with command_in(tmp_path_factory.mktemp("trainers")) as command, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UNIRUN_HOME", str(command.home))
-        # What pytest has imported is no business of the workers.
-        patch.delenv("PYTHONPATH", raising=False)
-        yield command
-
-
-@pytest.fixture(scope="module")
-def trainer(home: Unirun) -> Iterator[Trainer]:
-    with Trainer(num_workers=3, max_failures=20) as made:
-        made.start()
-        yield made
 
 
 def summed() -> float:
@@ -101,6 +83,22 @@ class TestExecute:
         assert trainer.run(train.world_size) == [3, 3, 3]
         assert ref.done()
         assert ref.result() == [0, 1, 2]
+
+    def test_what_waits_in_the_queue_is_not_interrupted_with_what_comes_after_it(
+        self, trainer: Trainer, tmp_path: Path
+    ) -> None:
+        def slow() -> int:
+            while not (tmp_path / "interrupted").exists():
+                time.sleep(0.01)
+            return train.world_rank()
+
+        first, queued = trainer.execute_async(slow), trainer.execute_async(train.world_size)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            trainer.execute(time.sleep, 60)
+        (tmp_path / "interrupted").touch()
+        assert (first.result(), queued.result()) == ([0, 1, 2], [3, 3, 3])
+        assert trainer.run(summed) == [6, 6, 6]
 
 
 class TestCtrlC:

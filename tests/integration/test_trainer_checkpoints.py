@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integration.harness import Unirun, command_in
+from tests.integration.harness import Unirun
 from unirun import train
 from unirun.errors import UsageError
 from unirun.train import Trainer
 
 Results = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unirun]:
-    """No process of a trainer may be left in it."""
-    with command_in(tmp_path_factory.mktemp("trainers")) as command, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UNIRUN_HOME", str(command.home))
-        # What pytest has imported is no business of the workers.
-        patch.delenv("PYTHONPATH", raising=False)
-        yield command
-
-
-@pytest.fixture(scope="module")
-def trainer(home: Unirun) -> Iterator[Trainer]:
-    with Trainer(num_workers=3, max_failures=20) as made:
-        made.start()
-        yield made
 
 
 class TestCheckpoints:

@@ -130,7 +130,7 @@ class Attempts:
         return ref
 
     def _over(self, turn: Turn, ref: InvocationRef[Any]) -> None:
-        """A call of `execute_async` is over: once, whoever sees it first."""
+        """Handle the end of a call of `execute_async`, which its callback and `_running` may both find, once."""
         with self._ending:
             known = self._open.pop(turn.attempt, None)
         error = ref.exception()

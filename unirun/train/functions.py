@@ -59,8 +59,8 @@ def save_checkpoint(**state: Any) -> None:
     each rank saves its part, by ``torch.distributed.checkpoint``. The positions of datasets are saved with it.
 
     It counts together with the report that follows within a second, so that each of these arrives once, whatever dies
-    in between; without one, it counts by itself. Raises `UsageError` for what cannot be pickled, and what writing the
-    checkpoint before has raised.
+    in between; without one, it counts by itself. Rank 0 waits here until the checkpoint before counts. Raises
+    `UsageError` for what cannot be pickled, and what writing the checkpoint before has raised.
     """
     session().save(state)
 

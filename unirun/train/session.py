@@ -244,7 +244,7 @@ class Session:
 
 
 class Visit(Session):
-    """That of a function that is no run, as `Trainer.execute` calls it: there is nobody who takes reports."""
+    """The session of a function that `Trainer.execute` calls. It is no run, so it has no reports and no checkpoints."""
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Raises `UsageError`."""

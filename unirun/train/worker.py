@@ -81,7 +81,7 @@ class TrainWorker(BaseWorkload):
         self._attempt = 0
         self._begun = threading.Condition()
         self._ending: threading.Thread | None = None
-        self._ended = (0, "")
+        self._ended: dict[int, str] = {}
         self._met = (0, 0)
         self._calling = self._in_function = False
         self._instance: Any = None
@@ -171,7 +171,8 @@ class TrainWorker(BaseWorkload):
     def interrupt(self, attempt: int, reason: str) -> None:
         """End the function, if it still runs in this attempt, or begins later."""
         with self._begun:
-            self._ended = max(self._ended, (attempt, reason))
+            if attempt > self._attempt:
+                self._ended[attempt] = reason
             session = self._session
             if session is None or self._attempt != attempt:
                 return
@@ -249,9 +250,9 @@ class TrainWorker(BaseWorkload):
         session = make()
         with self._begun:
             self._attempt, self._session, self._calling = turn.attempt, session, True
-            if turn.attempt <= self._ended[0]:
-                # It was interrupted before it has begun.
-                session.interrupt(self._ended[1])
+            # It may have been interrupted before it has begun.
+            if reason := self._ended.pop(turn.attempt, ""):
+                session.interrupt(reason)
             self._begun.notify_all()
         enter(session)
         try:

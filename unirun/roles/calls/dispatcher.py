@@ -175,7 +175,7 @@ class Dispatcher:
         except RuntimeError:
             if not self._closed:
                 raise
-            # The process ends at this moment, and the caller is told that.
+            # This process is ending: the caller's wait for the answer fails with WorkerLost.
 
     def _turn_away(self, run: _Run) -> None:
         problem = f"{self._me} does not take calls any more"
