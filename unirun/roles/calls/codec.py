@@ -8,8 +8,10 @@ the current device of the receiver. Classes and functions of ``__main__`` and la
 from __future__ import annotations
 
 import io
+import marshal
 import pickle
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import cloudpickle
@@ -43,6 +45,9 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor:
             return _reduce(obj)
+        if type(obj) is CodeType:
+            # cloudpickle 3.1.3 drops the name of the file, and with it the source lines in tracebacks.
+            return marshal.loads, (marshal.dumps(obj),)
         return super().reducer_override(obj)
 
 

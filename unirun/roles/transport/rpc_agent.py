@@ -7,6 +7,7 @@ function that torch uses for dynamic groups. So no process waits for others, and
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import itertools
@@ -85,9 +86,11 @@ class RpcAgent:
 
     def close(self) -> bool:
         """Shut the agent down; open calls fail in the peers at once. False if there was none."""
+        atexit.unregister(self.close)
         with self._lock:
             agent, self._agent = self._agent, None
-            if agent is not None:
+            # The user may have shut it down with torch's own function.
+            if agent is not None and _dist.rpc._is_current_rpc_agent_set():
                 rpc.shutdown(graceful=False)
             return agent is not None
 
@@ -117,6 +120,8 @@ class RpcAgent:
         _dist.rpc.api._init_rpc_states(agent)
         self.listeners = dict(listeners().items() - before.items())
         self._agent, self._store = agent, store
+        # A thread of the agent that runs Python code while the interpreter is finalized aborts the process.
+        atexit.register(self.close)
 
     def _number(self, peer: WorkerId) -> int:
         """torch keeps pipes by number: that of the rank for its first worker, a new one for each later worker."""

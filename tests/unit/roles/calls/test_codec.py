@@ -7,7 +7,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -187,6 +189,16 @@ def test_functions_and_classes_by_name_and_by_value() -> None:
     assert through(Batch) is Batch
     assert through(Batch(torch.ones(3), ["a"])).texts == ["a"]
     assert through(len) is len
+
+
+def test_tracebacks_of_a_function_that_was_sent_show_its_lines() -> None:
+    def fails() -> None:
+        raise LookupError("nothing here")
+
+    with pytest.raises(LookupError) as raised:
+        through(fails)()
+    assert raised.traceback[-1].path == Path(__file__)
+    assert 'raise LookupError("nothing here")' in "".join(traceback.format_exception(raised.value))
 
 
 def test_objects_with_importable_names_are_pickled_without_cloudpickle(
