@@ -14,7 +14,7 @@ from unirun.train import Trainer
 from ..testbed.fixtures import hosts as hosts
 from ..testbed.fixtures import slurm as slurm
 from ..testbed.fixtures import slurm_of_hosts as slurm_of_hosts
-from .harness import EXEC, Running, Script, Unirun, command_in, eventually, swept
+from .harness import EXEC, Running, Script, Unirun, eventually, home_of, swept
 from .serving import SERVE
 from .warm import Warm, WarmUnirun, warm_in
 
@@ -77,12 +77,9 @@ def store(request: pytest.FixtureRequest, unirun: Unirun) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unirun]:
+def home(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[Unirun]:
     """The home of the trainers of one module, of which no process may be left at its end."""
-    with command_in(tmp_path_factory.mktemp("trainers")) as command, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UNIRUN_HOME", str(command.home))
-        # What pytest has imported is no business of the workers.
-        patch.delenv("PYTHONPATH", raising=False)
+    with home_of(WarmUnirun(tmp_path_factory.mktemp("trainers"), warm)) as command:
         yield command
 
 

@@ -338,6 +338,18 @@ def command_in(root: Path) -> Iterator[Unirun]:
 
 
 @contextlib.contextmanager
+def home_of(command: Unirun) -> Iterator[Unirun]:
+    """`command`, in whose home this process starts its own jobs until the context ends."""
+    with swept(command), pytest.MonkeyPatch.context() as patch:
+        environ = command.environment()
+        for name in ("UNIRUN_HOME", "UNIRUN_RUN_DIR"):
+            patch.setenv(name, environ[name])
+        # What pytest has imported is no business of the workers.
+        patch.delenv("PYTHONPATH", raising=False)
+        yield command
+
+
+@contextlib.contextmanager
 def swept(command: Unirun) -> Iterator[Unirun]:
     """Fail when a job of `command` has left a process at the end of the context."""
     failed = True

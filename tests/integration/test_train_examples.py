@@ -42,7 +42,6 @@ class TestScript:
         number = ["three", "four", "five", "six", "seven", "eight"][len(changed) - 3]
         assert text_of(README).startswith(f"# From one process to many, in {number} lines\n")
 
-    @pytest.mark.cold
     def test_distributed_training_is_as_accurate_as_plain_training_though_a_worker_is_killed(
         self, unirun: Unirun
     ) -> None:
@@ -90,7 +89,6 @@ def jupyter(unirun: Unirun, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]
 
 
 class TestNotebook:
-    @pytest.mark.cold
     def test_the_notebook_runs_from_start_to_end_and_shows_what_it_is_stored_with(
         self, unirun: Unirun, jupyter: Config
     ) -> None:
@@ -149,7 +147,6 @@ def shown(cell: Any) -> list[str]:
 
 
 class TestSearch:
-    @pytest.mark.cold
     def test_the_best_of_a_few_trials_is_told_and_they_are_drawn(self, unirun: Unirun) -> None:
         picture = unirun.root / "plot.png"
         command = [sys.executable, str(SEARCH), "--trials", "4", "--out", str(picture)]

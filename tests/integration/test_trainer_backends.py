@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.effort import variants
-from tests.integration.harness import Unirun, command_in, eventually, gone
+from tests.integration.harness import Unirun, eventually, gone, home_of
+from tests.integration.warm import Warm, WarmUnirun
 from unirun import train
 from unirun.errors import RemoteTraceback, TrainingFailed
 from unirun.train import Trainer
@@ -66,10 +67,10 @@ class Hooks:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unirun]:
+def home(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[Unirun]:
     """With an installed package that has a backend called ``hooked``."""
-    with command_in(tmp_path_factory.mktemp("backends")) as command, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UNIRUN_HOME", str(command.home))
+    made = WarmUnirun(tmp_path_factory.mktemp("backends"), warm)
+    with home_of(made) as command, pytest.MonkeyPatch.context() as patch:
         packages = command.root / "packages"
         about = packages / "hookedbackend-1.0.dist-info"
         about.mkdir(parents=True)

@@ -12,19 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integration.harness import Unirun, command_in
+from tests.integration.harness import Unirun, home_of
 from tests.integration.test_losing_a_node import agents
+from tests.integration.warm import Warm, WarmUnirun
 from unirun import train
 from unirun.train import Trainer
 
 SAMPLES = 200
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unirun]:
-    with command_in(tmp_path_factory.mktemp("data")) as command, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UNIRUN_HOME", str(command.home))
-        yield command
 
 
 def consume(config: dict[str, Any]) -> Any:
@@ -68,18 +62,21 @@ def test_each_sample_of_an_epoch_is_used_once_though_a_rank_is_killed(
 
 
 def test_each_sample_is_used_once_though_a_node_is_lost_and_fewer_ranks_go_on(
-    unirun: Unirun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    warm: Warm, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("UNIRUN_HOME", str(unirun.home))
     worlds: list[int] = []
 
     class Worlds(train.TrainingCallback):
         def handle_result(self, results: list[dict[str, Any]]) -> None:
             worlds.append(len(results))
 
-    with Trainer((2, 6), placement="fake:nodes=3,devices=2", max_failures=0) as trainer:
+    # A home with one job.
+    with (
+        home_of(WarmUnirun(tmp_path, warm)) as home,
+        Trainer((2, 6), placement="fake:nodes=3,devices=2", max_failures=0) as trainer,
+    ):
         trainer.start()
-        (agent,) = agents(unirun, "node2")
+        (agent,) = agents(home, "node2")
         config = {"batch": 5, "kill": 4, "mark": str(tmp_path / "killed"), "victim": agent}
         results = trainer.run(consume, config=config, dataset=torch.arange(SAMPLES), callbacks=[Worlds()])
     assert {*worlds} == {6, 4}

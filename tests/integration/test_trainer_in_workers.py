@@ -17,19 +17,12 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.effort import CHAOS
-from tests.integration.harness import Unirun, command_in
+from tests.integration.harness import Unirun
 from unirun import train
 from unirun.errors import EncodingError, TrainingFailed, UsageError
 from unirun.train import Files, Loader, Trainer, kfold
 
 SAMPLES = 60
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unirun]:
-    with command_in(tmp_path_factory.mktemp("in-workers")) as command, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UNIRUN_HOME", str(command.home))
-        yield command
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import unirun as package
-from tests.integration.harness import Unirun, command_in, gone
+from tests.integration.harness import Unirun, command_in, gone, home_of
 from tests.integration.masters import Masters
+from tests.integration.warm import Warm, WarmUnirun
 from unirun import train
 from unirun.errors import UsageError
 from unirun.train import Trainer
@@ -44,14 +45,14 @@ def step_by_step(config: dict[str, Any]) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module", params=["sqlite", "etcd"])
-def home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unirun]:
+def home(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, warm: Warm
+) -> Iterator[Unirun]:
     """For one trainer, whose job is in a file or in etcd."""
     if request.param == "etcd":
         # It must not begin as a process of this home.
         request.getfixturevalue("etcd")
-    root = tmp_path_factory.mktemp(request.param)
-    with command_in(root) as command, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UNIRUN_HOME", str(command.home))
+    with home_of(WarmUnirun(tmp_path_factory.mktemp(request.param), warm)) as command:
         yield command
 
 

@@ -42,16 +42,6 @@ SEARCH = """
 """
 
 
-@pytest.fixture
-def home(unirun: Unirun, monkeypatch: pytest.MonkeyPatch) -> Unirun:
-    """The command, with the home that this process has, too."""
-    environ = unirun.environment()
-    for name in ("UNIRUN_HOME", "UNIRUN_RUN_DIR"):
-        monkeypatch.setenv(name, environ[name])
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    return unirun
-
-
 def test_trials_run_side_by_side_on_warm_workers_with_devices_of_their_own(
     home: Unirun, tmp_path: Path
 ) -> None:

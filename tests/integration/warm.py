@@ -60,6 +60,8 @@ class WarmUnirun(Unirun):
     def __init__(self, root: Path, warm: Warm) -> None:
         super().__init__(root)
         self.warm = warm
+        # Of trainers that several tests share.
+        self._others = warm.forks if root != warm.root else {}
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """The environment, with the directory of the warm processes."""
@@ -67,7 +69,8 @@ class WarmUnirun(Unirun):
 
     def processes(self) -> dict[int, str]:
         """Forks are added, as they show the environment of the warm process."""
-        return super().processes() | self.warm.forks
+        forks = {pid: title for pid, title in self.warm.forks.items() if pid not in self._others}
+        return super().processes() | forks
 
 
 class Borrowing(WarmUnirun):

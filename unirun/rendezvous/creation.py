@@ -99,7 +99,7 @@ def _make(
             raise JobError(f"job {job.run_id} is running", f"stop it with: unirun stop {job.run_id}")
         if requeued and (job.path / "uid").exists():
             (job.path / "uid").replace(job.path / UID_BEFORE)
-        _clear(job.path, (*_OF_BATCH, *_OF_STORE) if requeued else _OF_BATCH if batch else ())
+        _clear(job.path, ("slurm", *_OF_STORE) if requeued else _OF_BATCH if batch else ())
     job.path.mkdir(0o700, exist_ok=batch)
     # The umask may have removed permissions of the owner.
     job.path.chmod(0o700)
@@ -118,7 +118,9 @@ def _make(
     return lock
 
 
-_OF_BATCH = ("slurm",)
+_OF_BATCH = ("slurm", "state.json")
+"""What submitted the job has written that it is pending, which is its state until its master writes one."""
+
 _OF_STORE = (UID_BEFORE, "store.db", "store.db-wal", "store.db-shm")
 
 

@@ -61,10 +61,11 @@ class TestCreateJob:
         batch.parent.chmod(0o700)
         (batch / "batch.sh").touch()
         (batch.parent / "state.json").touch()
+        (batch.parent / "uid").touch()
         job, lock = create_job("run-1", new_token(), batch=True)
         os.close(lock)
         assert (job.batch / "batch.sh").exists()
-        assert not job.state.exists()
+        assert job.state.exists(), "it is pending until its master writes what follows"
         assert job.uid_before == ""
 
     def test_a_requeued_job_keeps_its_store_and_knows_its_uid_before(self) -> None:
@@ -73,8 +74,10 @@ class TestCreateJob:
         (job.path / "store.db").touch()
         before = job.uid
         for _ in range(2):
+            job.state.touch()
             job, lock = create_job("run-1", new_token(), batch=True, requeued=True)
             os.close(lock)
+            assert not job.state.exists(), "that was the state before"
             assert (job.path / "store.db").exists()
             assert job.uid_before == before != job.uid
             before = job.uid
