@@ -131,10 +131,11 @@ class Writer:
             pending.written.set_exception(error)
             return
         pending.written.set_result(None)
-        if not self._rank:
-            self._timer = threading.Timer(HOLD, self._alone, [pending])
-            self._timer.daemon = True
-            self._timer.start()
+        with self._lock:
+            if not self._rank and not pending.counts:
+                self._timer = threading.Timer(HOLD, self._alone, [pending])
+                self._timer.daemon = True
+                self._timer.start()
 
     def _alone(self, pending: _Pending) -> None:
         """No report has followed in time."""
@@ -165,6 +166,8 @@ class Writer:
                 return done
             if not pending.counts:
                 pending.counts = True
+                if self._timer is not None:
+                    self._timer.cancel()
                 threading.Thread(
                     target=self._commit, args=(pending,), name="unirun-commit", daemon=True
                 ).start()
