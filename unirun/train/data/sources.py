@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from unirun.errors import UsageError
 from unirun.train.data.files import Files
 from unirun.train.data.order import Order
-from unirun.train.data.plan import Progress
+from unirun.train.data.plan import Numbers, Progress
 from unirun.values import Value
 
 
@@ -46,6 +46,9 @@ class Turn(Value):
 
 
 ALL = Turn()
+
+SPAN = 4096
+"""Positions of which the order is found at once."""
 
 Marked = tuple[tuple[Mark, ...], Any]
 """An item, and the marks of the cells that it ends or goes on with."""
@@ -71,16 +74,29 @@ class Indexed:
     def batches(self, progress: Progress) -> Iterator[tuple[Mark, list[int]]]:
         """The cells that are left of the share, each with the indices of its samples."""
         order = replace(self._order, epoch=progress.epoch)
-        for cell, positions in progress.cells():
-            first, last = int(positions[0]), int(positions[-1])
-            indices = order.indices(first, last + 1)[positions - first]
-            # Not every dataset takes numpy's integers.
-            yield Mark(cell, first), indices.tolist()
+        for cells in _neighbours(progress.cells()):
+            first, last = int(cells[0][1][0]), int(cells[-1][1][-1])
+            indices = order.indices(first, last + 1)
+            for cell, positions in cells:
+                # Not every dataset takes numpy's integers.
+                yield Mark(cell, int(positions[0])), indices[positions - first].tolist()
 
     def read(self, progress: Progress, turn: Turn = ALL) -> Iterator[Marked]:
         """What is left of the share, whose cells have one sample each. A `DataLoader` gives turns itself."""
         for mark, (index,) in self.batches(progress):
             yield (mark,), self.dataset[index]
+
+
+def _neighbours(cells: Iterator[tuple[int, Numbers]]) -> Iterator[list[tuple[int, Numbers]]]:
+    """Consecutive cells, as many as lie within `SPAN` positions: their order is found at once."""
+    some: list[tuple[int, Numbers]] = []
+    for cell in cells:
+        if some and cell[1][-1] - some[0][1][0] >= SPAN:
+            yield some
+            some = []
+        some.append(cell)
+    if some:
+        yield some
 
 
 class Streamed:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.unit.train.data.ranks import Stream, in_files, stored
 from unirun.errors import UsageError
-from unirun.train.data import Progress, Shard, merged
+from unirun.train.data import Progress, Shard, merged, sources
 from unirun.train.data.plan import Share, Split
 
 
@@ -31,6 +31,19 @@ def test_shuffled_epochs_differ() -> None:
     first, second = [*shard], [*shard]
     assert first != second
     assert sorted(first) == sorted(second) == [*range(20)]
+
+
+@pytest.mark.parametrize("span", [1, 2, 7, 16])
+def test_the_order_is_the_same_however_much_of_it_is_found_at_once(
+    monkeypatch: pytest.MonkeyPatch, span: int
+) -> None:
+    def batches() -> list[list[int]]:
+        shard = Shard("train", range(50), 1, 3, shuffle=True, seed=4, block=8)
+        return [batch.tolist() for batch in shard.to_torch(4)]
+
+    expected = batches()
+    monkeypatch.setattr(sources, "SPAN", span)
+    assert batches() == expected
 
 
 class TestLoops:
