@@ -60,7 +60,7 @@ class WarmUnirun(Unirun):
     def __init__(self, root: Path, warm: Warm) -> None:
         super().__init__(root)
         self.warm = warm
-        # Of trainers that several tests share.
+        # Those of a trainer that the tests of a module share go on when a test has ended.
         self._others = warm.forks if root != warm.root else {}
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
