@@ -251,8 +251,9 @@ class TrainWorker(BaseWorkload):
         with self._begun:
             self._attempt, self._session, self._calling = turn.attempt, session, True
             # It may have been interrupted before it has begun.
-            if reason := self._ended.pop(turn.attempt, ""):
+            if reason := self._ended.get(turn.attempt, ""):
                 session.interrupt(reason)
+            self._ended = {number: why for number, why in self._ended.items() if number > turn.attempt}
             self._begun.notify_all()
         enter(session)
         try:

@@ -76,13 +76,12 @@ class Writer:
         self._folder, self._strategy, self._now = folder, strategy, now
         self._rank, self._world, self._number = rank, world, number
         self._group_of, self._ungroup, self._group = group, ungroup, None
-        self._lock = threading.RLock()
+        self._changed = threading.Condition(threading.RLock())
         self._closed = False
         self._pending: _Pending | None = None
         self._kept: list[Info] | None = None
-        # In the order in which they were saved; one is written at a time.
+        # One thread writes and commits them, in the order in which they were saved.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unirun-checkpoints")
-        self._timer: threading.Timer | None = None
 
     @property
     def pending(self) -> int | None:
@@ -119,33 +118,35 @@ class Writer:
         else:
             write = _nothing
         self._pending = pending
-        self._pool.submit(self._write, pending, write, dict(data))
+        self._pool.submit(self._finish, pending, write, dict(data))
 
-    def _write(self, pending: _Pending, write: Callable[[], Any], data: Mapping[str, Progress]) -> None:
+    def _finish(self, pending: _Pending, write: Callable[[], Any], data: Mapping[str, Progress]) -> None:
+        """Write a checkpoint, and commit it when it counts."""
         try:
             write()
             if data:
                 raw = msgspec.json.encode(data)
                 self._folder.publish(pending.number, f"data.{self._rank:05}.json", raw)
+            pending.written.set_result(None)
+            if not self._rank:
+                self._await_word(pending)
+                pending.committed.set_result(self._commit(pending))
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            pending.written.set_exception(error)
-            return
-        pending.written.set_result(None)
-        with self._lock:
-            if not self._rank and not pending.counts:
-                self._timer = threading.Timer(HOLD, self._alone, [pending])
-                self._timer.daemon = True
-                self._timer.start()
+            for future in (pending.written, pending.committed):
+                if not future.done():
+                    future.set_exception(error)
 
-    def _alone(self, pending: _Pending) -> None:
-        """No report has followed in time."""
-        with self._lock:
-            if not pending.reported and not pending.counts:
-                self.commit(pending.number)
+    def _await_word(self, pending: _Pending) -> None:
+        """Wait until a checkpoint counts: by itself, if no report follows in time."""
+        with self._changed:
+            decided = lambda: pending.counts or self._closed  # noqa: E731 - for two waits
+            if not self._changed.wait_for(decided, HOLD) and pending.reported:
+                self._changed.wait_for(decided, PATIENCE)
+            pending.counts = True
 
     def reported(self, metrics: Mapping[str, Any]) -> int | None:
         """This rank makes a report. Returns the number of the checkpoint that is to be committed with it."""
-        with self._lock:
+        with self._changed:
             pending = self._pending
             if pending is None or self._rank or pending.counts:
                 return None
@@ -157,48 +158,38 @@ class Writer:
     def commit(self, number: int) -> Future[list[Info]]:
         """Make the checkpoint with this number count, in the background. The future has all that are kept, this one is
         the last; it raises what writing it has raised, and `UsageError` for its score."""
-        with self._lock:
+        with self._changed:
             pending = self._pending
             if pending is None or pending.number != number:
                 # It counts already.
                 done: Future[list[Info]] = Future()
                 done.set_result(self._kept or [])
                 return done
-            if not pending.counts:
-                pending.counts = True
-                if self._timer is not None:
-                    self._timer.cancel()
-                threading.Thread(
-                    target=self._commit, args=(pending,), name="unirun-commit", daemon=True
-                ).start()
+            pending.counts = True
+            self._changed.notify_all()
             return pending.committed
 
-    def _commit(self, pending: _Pending) -> None:
-        try:
-            pending.written.result(PATIENCE)
-            files, data = pending.files, {}
-            if pending.sharded or pending.has_data:
-                data = self._gathered(pending)
-                sizes = self._folder.sizes(pending.number)
-                files = {name: files.get(name, (size, 0)) for name, size in sizes.items()}
-            score = self._strategy.score(*pending.scores)
-            manifest = Manifest(pending.number, self._world, pending.sharded, files, data, score)
-            # Read once only, as there may be many.
-            before = self._folder.infos() if self._kept is None else self._kept
-            with self._lock:
-                self._check_open(pending)
-                infos = [*before, self._folder.commit(manifest)]
-            surplus = self._strategy.surplus(infos)
-            for each in surplus:
-                self._folder.remove(each.number)
+    def _commit(self, pending: _Pending) -> list[Info]:
+        files, data = pending.files, {}
+        if pending.sharded or pending.has_data:
+            data = self._gathered(pending)
+            sizes = self._folder.sizes(pending.number)
+            files = {name: files.get(name, (size, 0)) for name, size in sizes.items()}
+        score = self._strategy.score(*pending.scores)
+        manifest = Manifest(pending.number, self._world, pending.sharded, files, data, score)
+        # Read once only, as there may be many.
+        before = self._folder.infos() if self._kept is None else self._kept
+        with self._changed:
+            self._check_open(pending)
+            infos = [*before, self._folder.commit(manifest)]
+        surplus = self._strategy.surplus(infos)
+        for each in surplus:
+            self._folder.remove(each.number)
+        with self._changed:
             self._kept = [info for info in infos if info not in surplus]
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            pending.committed.set_exception(error)
-            return
-        with self._lock:
             if self._pending is pending:
                 self._pending = None
-        pending.committed.set_result(self._kept)
+        return self._kept
 
     def _gathered(self, pending: _Pending) -> dict[str, Progress]:
         """How far all ranks together have come, once all of them have written it."""
@@ -237,17 +228,16 @@ class Writer:
     def finish(self) -> int | None:
         """The function has ended: wait for what is being written. Returns the checkpoint that is to be committed."""
         self._await_last()
-        with self._lock:
+        with self._changed:
             if self._pending is not None:
                 self._pending.reported = True
             return self.pending
 
     def close(self) -> None:
         """Give up: what is not committed does not count."""
-        with self._lock:
+        with self._changed:
             self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+            self._changed.notify_all()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._group is not None:
             self._ungroup(self._group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -96,21 +97,29 @@ class _Batches:
 
     def read(self, progress: Progress) -> Iterator[tuple[Sequence[Mark], Any]]:
         """What is left of the share, in batches."""
-        self._sampler.progress = progress
-        for batch, (cell, positions) in zip(self._batches, progress.cells(), strict=True):
-            yield (Mark(cell, int(positions[0])),), batch
+        self._sampler.progress, self._sampler.marks = progress, deque()
+        marks = self._sampler.marks
+        for batch in self._batches:
+            yield (marks.popleft(),), batch
 
 
 class _Sampler:
-    """The samples of each batch, for a `DataLoader`, which cannot be given another sampler once it is made."""
+    """The samples of each batch, for a `DataLoader`, which cannot be given another sampler once it is made.
+
+    `marks` are those of the batches that it was asked for and that the loop has not got yet.
+    """
 
     progress = Progress()
+    marks: deque[Mark]
 
     def __init__(self, source: Indexed) -> None:
         self._source = source
 
     def __iter__(self) -> Iterator[list[int]]:
-        return (indices for _, indices in self._source.batches(self.progress))
+        marks = self.marks
+        for mark, indices in self._source.batches(self.progress):
+            marks.append(mark)
+            yield indices
 
 
 class _Items:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,19 @@ def folder(tmp_path: Path) -> Folder:
     return Folder(str(tmp_path / "run"))
 
 
+WRITERS: list[Writer] = []
+
+
 def rank(folder: Folder, number: int = 0, world: int = 1, **strategy: Any) -> Writer:
-    return Writer(folder, CheckpointStrategy(**strategy), number, world, 1)
+    WRITERS.append(Writer(folder, CheckpointStrategy(**strategy), number, world, 1))
+    return WRITERS[-1]
+
+
+@pytest.fixture(autouse=True)
+def close() -> Iterator[None]:
+    yield
+    while WRITERS:
+        WRITERS.pop().close()
 
 
 def committed(writer: Writer, number: int) -> Info:
