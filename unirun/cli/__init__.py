@@ -26,6 +26,7 @@ SUBCOMMANDS = (
     "warm",
     "doctor",
     "render",
+    "experiment",
     "completion",
 )
 

@@ -121,7 +121,7 @@ class BaseTrainer:
 
         A trainer that is started again runs `init` and `fit` anew, with the workloads as they are, and reads with
         `load_state` what its predecessor saved. The first call of a worker that has itself been started again raises
-        `WorkerLost`.
+        `WorkerLost`. It is asked before `init`, and again when `init` or `fit` has raised.
         """
         return False
 

@@ -131,8 +131,13 @@ def run_trainer(context: Context, kind: type[BaseTrainer]) -> None:
     channels = {c.name: (c.publisher, *c.receivers) for c in (welcome.channels if welcome else ())}
     bind(trainer, groups, _handle(context), {role: _resource(context, role) for role in roles}, channels)
     peers.tell(Serving({}, recoverable=bool(trainer.is_recoverable())))
-    trainer.init()
-    result = trainer.fit()
+    try:
+        trainer.init()
+        result = trainer.fit()
+    except Exception:
+        # It may know that this error would come again.
+        peers.tell(Serving({}, recoverable=bool(trainer.is_recoverable())))
+        raise
     if session.folder is not None and result is not None:
         _keep(session.folder / "result.pkl", result)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 from weakref import WeakKeyDictionary, WeakSet
@@ -17,7 +18,7 @@ from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
 from unirun.weights.holding import Holder
 from unirun.weights.lines import Line
-from unirun.weights.messages import Request
+from unirun.weights.messages import Ask, Request
 from unirun.weights.pairing import Pair
 from unirun.weights.publishing import Publisher
 from unirun.weights.queues.admission import Gate
@@ -28,13 +29,16 @@ from unirun.wire.reports import Listening
 WEIGHTS: Final = "weights"
 """The name of the listener among the addresses of a worker."""
 
-_demands = msgspec.json.Decoder(Request | Demand | Enter)
+_demands = msgspec.json.Decoder(Request | Demand | Enter | Ask)
+
+Answering = Callable[[bytes, Reply], None]
+"""Answers a question, now or later, with one parcel."""
 
 
-def request_of(head: bytes) -> Request | Demand | Enter:
+def request_of(head: bytes) -> Request | Demand | Enter | Ask:
     """What a parcel asks for. Raises `FrameError` for anything else."""
     try:
-        found: Request | Demand | Enter = _demands.decode(head)
+        found: Request | Demand | Enter | Ask = _demands.decode(head)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise FrameError(f"this is no request: {error}") from error
     return found
@@ -53,6 +57,7 @@ class Hub:
         self._holders: dict[str, Holder] = {}
         self._producers: dict[str, Producer] = {}
         self._gates: dict[str, Gate] = {}
+        self._answering: dict[str, Answering] = {}
         self._listens = False
         # With a lock of their own: where workers are threads, what this process tells comes back at once.
         self._lines: WeakSet[Line] = WeakSet()
@@ -121,6 +126,12 @@ class Hub:
         with self._lock:
             return self._gates.setdefault(queue, Gate())
 
+    def answer(self, name: str, answering: Answering) -> None:
+        """Have `answering` take what other processes `Ask` under this name, in a thread of the transport."""
+        self._listen()
+        with self._lock:
+            self._answering[name] = answering
+
     def _listen(self) -> None:
         with self._lock:
             if not self._listens:
@@ -138,6 +149,12 @@ class Hub:
             self.gate(request.queue).handle(request, reply)
         elif isinstance(request, Demand):
             self.producer(request.queue).handle(request, reply)
+        elif isinstance(request, Ask):
+            answering = self._answering.get(request.name)
+            if answering is None:
+                reply(Parcel(b""))
+            else:
+                answering(bytes(request.body), reply)
         else:
             holder = self._holders.get(request.channel)
             (holder or self.publisher(request.channel)).handle(request, reply)

@@ -1,0 +1,88 @@
+"""What policy-gradient methods have in common, as functions of packed sequences.
+
+Sequences are a prompt and its response. What is known of each token stands at its place: ``logprobs[t]`` is the
+logarithm of the probability of token ``t`` given those before, ``values[t]`` the reward that is expected after token
+``t``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from unirun.experiments import Generated, Model, Place, SequenceSample
+
+TOKENS = "packed_input_ids"
+
+
+def responses(sample: SequenceSample, made: Generated) -> SequenceSample:
+    """Prompts with their responses: `packed_input_ids`, `prompt_mask`, and `packed_logprobs`, which is 0 in prompts."""
+    tokens: list[list[torch.Tensor]] = []
+    masks: list[list[torch.Tensor]] = []
+    logprobs: list[list[torch.Tensor]] = []
+    for prompt, answers, chances in zip(
+        sample.sequences("packed_prompts"), made.tokens, made.logprobs, strict=True
+    ):
+        tokens.append([torch.cat([prompt, answer]) for answer in answers])
+        masks.append([torch.arange(len(prompt) + len(answer)) < len(prompt) for answer in answers])
+        logprobs.append([torch.cat([torch.zeros(len(prompt)), chance]) for chance in chances])
+    return SequenceSample.of({TOKENS: tokens, "prompt_mask": masks, "packed_logprobs": logprobs}, sample.ids)
+
+
+def logprobs_of(logits: torch.Tensor, sample: SequenceSample) -> torch.Tensor:
+    """The logarithms of the probabilities of all tokens, packed; 0 for the first one of each sequence."""
+    found = []
+    for out, tokens in zip(logits.split(sample.lengths(TOKENS)), sample.sequences(TOKENS), strict=True):
+        each = out[:-1].float().log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        found.append(torch.cat([each.new_zeros(1), each]))
+    return torch.cat(found)
+
+
+def advantages(
+    rewards: torch.Tensor, values: torch.Tensor, prompt: torch.Tensor, discount: float, gae_lambda: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The advantages of the tokens of one sequence, and the returns that a critic should have expected before each
+    (generalized advantage estimation, Schulman et al. 2016).
+
+    All are ``[length]``: `rewards` for each token, `values` after each, `prompt` true for the tokens of the prompt.
+    What is before token ``t`` stands at ``t - 1``; both results are 0 in the prompt.
+    """
+    found = torch.zeros(len(rewards))
+    first = int(prompt.sum())
+    later = 0.0
+    for t in range(len(rewards) - 1, first - 1, -1):
+        following = float(values[t]) if t + 1 < len(rewards) else 0.0
+        delta = float(rewards[t]) + discount * following - float(values[t - 1])
+        later = delta + discount * gae_lambda * later
+        found[t] = later
+    before = torch.cat([values[:1], values[:-1]])
+    return found, torch.where(prompt, torch.zeros(()), found + before)
+
+
+def whitened(values: torch.Tensor, mask: torch.Tensor, place: Place) -> torch.Tensor:
+    """`values` with mean 0 and variance 1 where `mask` is true, over all data-parallel ranks; 0 elsewhere."""
+    some = values[mask].double()
+    sums = torch.stack([some.sum(), (some**2).sum(), torch.tensor(float(len(some)), dtype=torch.float64)])
+    group = place.group("data")
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    mean = sums[0] / sums[2]
+    variance = (sums[1] / sums[2] - mean**2).clamp(min=1e-8)
+    return torch.where(mask, (values - mean.float()) / variance.sqrt().float(), torch.zeros(()))
+
+
+def clipped(logprobs: torch.Tensor, old: torch.Tensor, gains: torch.Tensor, clip: float) -> torch.Tensor:
+    """The loss of each token: PPO's clipped ratio times the gain (Schulman et al. 2017)."""
+    ratio = (logprobs - old).exp()
+    return -torch.minimum(ratio * gains, ratio.clamp(1.0 - clip, 1.0 + clip) * gains)
+
+
+def answer_of(model: Model, tokens: torch.Tensor, prompt: torch.Tensor) -> str:
+    """The text of a response; empty when it has not ended."""
+    response: Sequence[int] = tokens[~prompt].tolist()
+    if not response or response[-1] != model.tokenizer.eos_token_id:
+        return ""
+    text: str = model.tokenizer.decode(response)
+    return text

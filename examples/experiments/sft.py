@@ -1,0 +1,130 @@
+"""Supervised fine-tuning: a model learns the answers of a dataset.
+
+unirun experiment start -e sft -f first --mode local
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from experiments.sums import llama, sums
+from unirun.experiments import (
+    Allocation,
+    DatasetAbstraction,
+    Experiment,
+    ExperimentConfig,
+    ExperimentSaveEvalControl,
+    ExperimentScheduling,
+    MFCDef,
+    MicroBatchSpec,
+    Model,
+    ModelBackendAbstraction,
+    ModelInterface,
+    ModelInterfaceAbstraction,
+    ModelInterfaceType,
+    ModelName,
+    Scheduling,
+    SequenceSample,
+    TasksGroup,
+    model_workers,
+    register_experiment,
+    register_interface,
+    topology,
+)
+
+
+class SFTInterface(ModelInterface):
+    """Trains on the tokens of answers."""
+
+    def train_step(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> dict[str, float]:
+        """One step."""
+        return model.running().train_batch(sample, "packed_input_ids", spec, answer_loss, answer_tokens)
+
+    def evaluate(self, model: Model, sample: SequenceSample) -> dict[str, float]:
+        """How many answers are right to the last token, when each token follows right ones."""
+        logits = model.running().forward(sample, "packed_input_ids", MicroBatchSpec())
+        if logits is None:
+            return {}
+        right = sum(
+            bool(((out[:-1].argmax(-1) == tokens[1:]) | prompt[1:]).all())
+            for out, tokens, prompt in _parts(logits, sample)
+        )
+        return {"right": float(right), "count": float(len(sample))}
+
+
+def _parts(logits: torch.Tensor, sample: SequenceSample) -> list[tuple[torch.Tensor, ...]]:
+    lengths = sample.lengths("packed_input_ids")
+    masks, tokens = sample.sequences("prompt_mask"), sample.sequences("packed_input_ids")
+    return list(zip(logits.split(lengths), tokens, masks, strict=True))
+
+
+def answer_loss(logits: torch.Tensor, sample: SequenceSample) -> tuple[torch.Tensor, dict[str, float]]:
+    """The cross entropy of the answers, summed over their tokens."""
+    outs, wanted = [], []
+    for out, tokens, prompt in _parts(logits, sample):
+        outs.append(out[:-1][~prompt[1:]])
+        wanted.append(tokens[1:][~prompt[1:]])
+    return cross_entropy(torch.cat(outs), torch.cat(wanted), reduction="sum"), {}
+
+
+def answer_tokens(sample: SequenceSample) -> float:
+    """How many tokens are trained on."""
+    return float((~sample["prompt_mask"]).sum())
+
+
+register_interface("sft", SFTInterface)
+
+
+@dataclass
+class SFT(Experiment):
+    """Its settings."""
+
+    samples: int = 400
+    batch: int = 32
+    epochs: int = 8
+    lr: float = 2e-3
+    seed: int = 1
+    pipe: int = 1
+    data: int = 2
+    tensor: int = 1
+    backend: str = "ddp"
+    ckpt_freq_steps: int = 10
+
+    def scheduling_setup(self) -> ExperimentScheduling:
+        """As many model workers as the layout has."""
+        count = self.pipe * self.data * self.tensor
+        return ExperimentScheduling(TasksGroup(count, Scheduling.model_worker_default(gpu=0)))
+
+    def initial_setup(self) -> ExperimentConfig:
+        """One model, one call."""
+        actor = ModelName("default")
+        train = MFCDef(
+            name="trainDefault",
+            n_seqs=self.batch,
+            interface_type=ModelInterfaceType.TRAIN_STEP,
+            interface_impl=ModelInterfaceAbstraction("sft"),
+            model_name=actor,
+            input_keys=("packed_input_ids", "prompt_mask"),
+            log_return_value=True,
+        )
+        layout = topology(pipe=self.pipe, data=self.data, tensor=self.tensor)
+        backend = ModelBackendAbstraction(self.backend, {"lr": self.lr, "schedule": "cosine", "warmup": 0.05})
+        held_out = DatasetAbstraction("prompt_answer", {"rows": sums(200, held_out=True)})
+        return ExperimentConfig(
+            exp_ctrl=ExperimentSaveEvalControl(
+                total_train_epochs=self.epochs, ckpt_freq_steps=self.ckpt_freq_steps, eval_freq_epochs=1
+            ),
+            model_rpcs=[train],
+            model_worker=model_workers(
+                {actor: Allocation(llama(), backend, layout, eval_dataset=held_out)},
+                seed=self.seed,
+                tokenizer="characters",
+                datasets=[DatasetAbstraction("prompt_answer", {"rows": sums(self.samples)})],
+            ),
+        )
+
+
+register_experiment("sft", SFT)

@@ -1,0 +1,72 @@
+"""Short sums as tasks: what is asked, what is right, the tokenizer, and a Llama of 0.4 million parameters.
+
+The sums, and the verifier that scores answers, are those of the reasoning-gym package. A question is held out by its
+text, so that one that is trained on is never one that is measured.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import reasoning_gym  # type: ignore[import-untyped, unused-ignore]
+
+from unirun.experiments import ModelAbstraction, register_tokenizer
+
+ALPHABET = "0123456789+-="
+SHAPE = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+
+
+class Characters:
+    """A token for each character; 0 fills up, 1 ends."""
+
+    pad_token_id, eos_token_id = 0, 1
+
+    def encode(self, text: str, /) -> list[int]:
+        """Tokens."""
+        return [2 + ALPHABET.index(each) for each in text]
+
+    def decode(self, tokens: Sequence[int], /) -> str:
+        """Text, up to the first end."""
+        ended = list(tokens)
+        ended = ended[: ended.index(1)] if 1 in ended else ended
+        return "".join(ALPHABET[each - 2] if each > 1 else "?" for each in ended)
+
+
+register_tokenizer("characters", Characters)
+
+
+def llama(*, critic: bool = False, weights: str = "") -> ModelAbstraction:
+    """A Llama with 0.4 million parameters: new, or with saved `weights`."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": 2 + len(ALPHABET),
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.05,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+    }
+    return ModelAbstraction("causal_lm", {"config": config, "critic": critic, "weights": weights})
+
+
+@cache
+def sums(count: int, *, held_out: bool = False, seed: int = 0) -> list[dict[str, Any]]:
+    """So many different sums: ``{"prompt": "3+8-2=", "answer": "9"}``."""
+    drawn = reasoning_gym.create_dataset("chain_sum", seed=seed, size=50 * count, **SHAPE)
+    found: dict[str, dict[str, Any]] = {}
+    for entry in drawn:
+        prompt = entry["metadata"]["expression"].replace(" ", "") + "="
+        if (zlib.crc32(prompt.encode()) % 5 == 0) == held_out:
+            found.setdefault(prompt, {"prompt": prompt, "answer": entry["answer"]})
+        if len(found) == count:
+            break
+    return list(found.values())

@@ -1,0 +1,170 @@
+"""``unirun experiment``: start, stop and list trials of registered experiments."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from unirun.cli.commandline import Parser
+from unirun.cli.output import print_table
+from unirun.errors import EXIT_USAGE, UsageError
+from unirun.launcher.foreground.terminal import say, warn
+
+FINAL = (EXIT_USAGE, 130, 143)
+"""Exit codes after which a trial is not started again: it is wrong, or somebody has ended it."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a subcommand. Returns the exit code."""
+    parser = Parser(prog="unirun experiment", description="Trials of registered experiments.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="start|stop|list|find-config")
+    start = commands.add_parser("start", help="start a trial, and follow it to its end")
+    stop = commands.add_parser("stop", help="end a trial")
+    for each in (start, stop):
+        each.add_argument("-e", "--experiment_name", "--experiment-name", required=True, metavar="NAME")
+        each.add_argument("-f", "--trial_name", "--trial-name", required=True, metavar="TRIAL")
+    _start_options(start)
+    commands.add_parser("list", help="all trials, and how they stand")
+    find = commands.add_parser("find-config", help="the names of registered experiments")
+    find.add_argument("-r", "--regex", default="", help="a regular expression that names match")
+    _module_option(find)
+    options = parser.parse_args([*argv])
+    return _COMMANDS[options.command](options)
+
+
+def _module_option(parser: Any) -> None:
+    parser.add_argument(
+        "--module",
+        action="append",
+        default=[],
+        help="a module that registers experiments, as seen from the working directory; by default all of ./experiments",
+    )
+
+
+def _start_options(parser: Any) -> None:
+    _module_option(parser)
+    parser.add_argument(
+        "--mode", choices=("local", "slurm", "ssh"), default="local", help="where it runs (local)"
+    )
+    parser.add_argument("--partition", default="", help="of Slurm")
+    parser.add_argument("--nodes", type=int, default=1, help="with --mode slurm: nodes (1)")
+    parser.add_argument("--hosts", default="", help="with --mode ssh: hosts, as for unirun --hosts")
+    parser.add_argument(
+        "--recover-mode",
+        choices=("disabled", "auto", "resume", "fault"),
+        default="disabled",
+        help="go on from the last checkpoint: never; if there is one; only so; only after a failure of this start",
+    )
+    parser.add_argument("--recover-retries", type=int, default=1, help="starts after a failure (1)")
+    parser.add_argument("--recover-after", type=float, default=10.0, help="seconds before each of them (10)")
+    parser.add_argument(
+        "--ignore-worker-error", action="store_true", help="the trial goes on without limit when workers die"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the configuration and the graph; start nothing"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the experiment")
+
+
+def _start(options: Any) -> int:
+    from unirun.experiments import experiment, starting
+    from unirun.experiments.orders import Trial
+    from unirun.experiments.recovery import Recovery
+
+    name, trial = options.experiment_name, options.trial_name
+    experiment.check_names(name, trial)
+    root = starting.root_of(name, trial)
+    folder = os.getcwd()
+    experiment.import_modules(options.module, folder)
+    config = experiment.resolve(name, options.overrides)
+    scheduling = experiment.with_settings(name, options.overrides).scheduling_setup()
+    recovery = Recovery(root)
+    resume = options.recover_mode in ("auto", "resume")
+    if options.recover_mode == "resume" and recovery.latest() is None:
+        raise UsageError(
+            f"{name}/{trial} has no checkpoint in {root}", "use --recover-mode auto, or start without"
+        )
+    about = Trial(name, trial, str(root), (*options.module,), (*options.overrides,), folder, resume)
+    mapping = starting.job_mapping(about, config, scheduling)
+    if options.ignore_worker_error:
+        mapping["roles"]["model_worker"]["max_restarts"] = mapping["trainer"]["max_restarts"] = 1_000_000
+    if options.dry_run:
+        from unirun.experiments.showing import show
+
+        sys.stdout.write(show(config))
+        return 0
+    starting.refuse_running(name, trial)
+    retries = options.recover_retries if options.recover_mode in ("auto", "fault") else 0
+    while True:
+        run_id = f"{mapping['name']}-{secrets.token_hex(3)}"
+        path = starting.write_job(about, mapping, run_id)
+        code = _run(options, path, scheduling)
+        if not code or code in FINAL or not retries:
+            return code
+        retries -= 1
+        warn(
+            f"unirun: {name}/{trial} has failed with {code}; it is started again in {options.recover_after:g} s"
+        )
+        time.sleep(options.recover_after)
+        mapping["config"]["resume"] = True
+
+
+def _run(options: Any, path: Path, scheduling: Any) -> int:
+    """Run the job file of a trial, as ``unirun --config`` does."""
+    from unirun.cli.run import main as run
+
+    words = [f"--config={path}"]
+    if options.mode == "slurm":
+        from unirun.experiments.starting import options_of_slurm
+
+        words.append(f"--slurm={options_of_slurm(scheduling, options.partition, options.nodes)}")
+    elif options.mode == "ssh":
+        if not options.hosts:
+            raise UsageError("--mode ssh needs hosts", "give --hosts h1:4,h2:4")
+        words.append(f"--hosts={options.hosts}")
+    return run(words)
+
+
+def _stop(options: Any) -> int:
+    from unirun.cli.stop import main as stop
+    from unirun.experiments import starting
+
+    known = starting.started(options.experiment_name, options.trial_name)
+    if known is None:
+        raise UsageError(
+            f"there is no trial {options.trial_name!r} of {options.experiment_name!r}",
+            "unirun experiment list shows all",
+        )
+    return stop([known.job])
+
+
+def _list(options: Any) -> int:
+    from unirun.experiments import starting
+
+    rows = [(each.experiment, each.trial, starting.phase_of(each), each.job) for each in starting.trials()]
+    print_table(("EXPERIMENT", "TRIAL", "STATE", "JOB"), rows)
+    return 0
+
+
+def _find(options: Any) -> int:
+    from unirun.experiments import experiment
+    from unirun.experiments.registry import EXPERIMENTS
+
+    experiment.import_modules(options.module, os.getcwd())
+    try:
+        wanted = re.compile(options.regex)
+    except re.error as error:
+        raise UsageError(f"{options.regex!r} is no regular expression: {error}") from error
+    for name in EXPERIMENTS.names():
+        if wanted.search(name):
+            say(name)
+    return 0
+
+
+_COMMANDS = {"start": _start, "stop": _stop, "list": _list, "find-config": _find}

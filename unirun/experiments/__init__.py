@@ -1,0 +1,120 @@
+"""Experiments: an algorithm as a graph of model function calls, each model in its own layout on its own devices.
+
+The names are those of ReaLHF and AReaL. `Experiment` and `register_experiment` are where to begin; ``unirun experiment
+start`` runs what is registered.
+"""
+
+from __future__ import annotations
+
+from unirun.experiments.allocation import Allocation, model_workers
+from unirun.experiments.config import (
+    AgentAbstraction,
+    AutomaticEvaluator,
+    DatasetAbstraction,
+    EnvServiceAbstraction,
+    ExperimentConfig,
+    ExperimentScheduling,
+    GenerationServer,
+    GserverManager,
+    MasterWorker,
+    ModelAbstraction,
+    ModelBackendAbstraction,
+    ModelWorker,
+    Resolved,
+    RolloutWorker,
+    Scheduling,
+    StandaloneModelShardAbstraction,
+    TasksGroup,
+    WorkerInformation,
+)
+from unirun.experiments.control import ExperimentSaveEvalControl
+from unirun.experiments.data.datasets import DatasetUtility, register_tokenizer
+from unirun.experiments.data.named_array import NamedArray
+from unirun.experiments.data.sample import SequenceSample
+from unirun.experiments.experiment import Experiment
+from unirun.experiments.graph import (
+    Graph,
+    MFCDef,
+    MicroBatchSpec,
+    ModelInterfaceAbstraction,
+    ModelInterfaceType,
+    OffloadHook,
+    ParamReallocHook,
+    build_graph,
+)
+from unirun.experiments.models.api import (
+    Engine,
+    FinetuneSpec,
+    Generated,
+    GenerationConfig,
+    Model,
+    ModelBackend,
+    ModelInterface,
+    Place,
+)
+from unirun.experiments.recovery import RecoverInfo
+from unirun.experiments.registry import (
+    make_experiment,
+    register_backend,
+    register_dataset,
+    register_experiment,
+    register_interface,
+    register_model,
+)
+from unirun.experiments.topology import ModelName, ModelShardID, ProcessTopology, topology
+
+__all__ = [
+    "AgentAbstraction",
+    "Allocation",
+    "AutomaticEvaluator",
+    "DatasetAbstraction",
+    "DatasetUtility",
+    "Engine",
+    "EnvServiceAbstraction",
+    "Experiment",
+    "ExperimentConfig",
+    "ExperimentSaveEvalControl",
+    "ExperimentScheduling",
+    "FinetuneSpec",
+    "Generated",
+    "GenerationConfig",
+    "GenerationServer",
+    "Graph",
+    "GserverManager",
+    "MFCDef",
+    "MasterWorker",
+    "MicroBatchSpec",
+    "Model",
+    "ModelAbstraction",
+    "ModelBackend",
+    "ModelBackendAbstraction",
+    "ModelInterface",
+    "ModelInterfaceAbstraction",
+    "ModelInterfaceType",
+    "ModelName",
+    "ModelShardID",
+    "ModelWorker",
+    "NamedArray",
+    "OffloadHook",
+    "ParamReallocHook",
+    "Place",
+    "ProcessTopology",
+    "RecoverInfo",
+    "Resolved",
+    "RolloutWorker",
+    "Scheduling",
+    "SequenceSample",
+    "StandaloneModelShardAbstraction",
+    "TasksGroup",
+    "WorkerInformation",
+    "build_graph",
+    "make_experiment",
+    "model_workers",
+    "register_backend",
+    "register_dataset",
+    "register_experiment",
+    "register_interface",
+    "register_model",
+    "register_tokenizer",
+    "topology",
+]

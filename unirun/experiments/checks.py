@@ -1,0 +1,225 @@
+"""All that can be wrong with the configuration of an experiment, told at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from unirun.errors import Fault
+from unirun.experiments import derive
+from unirun.experiments.graph import MFCDef, ModelInterfaceType, graph_faults
+from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS, Registry
+from unirun.experiments.topology import ModelName, ProcessTopology
+from unirun.graph import show_ranks
+
+if TYPE_CHECKING:
+    from unirun.experiments.config import ExperimentConfig
+
+
+def dataset_keys(config: ExperimentConfig) -> frozenset[str]:
+    """The keys that the datasets of an experiment have."""
+    types = {each.type_ for worker in config.model_worker for each in worker.datasets}
+    found: set[str] = set()
+    for type_ in types:
+        if type_ in DATASETS:
+            found.update(DATASETS.find(type_).keys)
+    return frozenset(found)
+
+
+def faults(config: ExperimentConfig) -> list[Fault]:
+    """Everything that is wrong, with names and what to do. Empty when all is right."""
+    found = [*config.exp_ctrl.faults()]
+    if not config.model_worker:
+        return [*found, Fault("model_worker", "there are no model workers", "one at least has shards")]
+    found += _worker_faults(config)
+    found += _registry_faults(config)
+    found += graph_faults(config.model_rpcs, dataset_keys(config))
+    found += _model_faults(config)
+    found += _role_faults(config)
+    found += _data_faults(config)
+    return found
+
+
+def _worker_faults(config: ExperimentConfig) -> list[Fault]:
+    found = []
+    for index, worker in enumerate(config.model_worker):
+        counts = Counter(shard.id.model_name for shard in worker.shards)
+        found += [
+            Fault(
+                f"model_worker.{index}", f"it has {count} shards of {name}", "a worker has one of each model"
+            )
+            for name, count in counts.items()
+            if count > 1
+        ]
+    if len(config.master_worker) != 1:
+        found.append(
+            Fault("master_worker", f"there are {len(config.master_worker)}", "leave it out: one is made")
+        )
+    return found
+
+
+def _registry_faults(config: ExperimentConfig) -> list[Fault]:
+    wanted: dict[tuple[str, str], tuple[str, Registry[object]]] = {}
+    for call in config.model_rpcs:
+        wanted["interface", call.interface_impl.type_] = f"model_rpcs.{call.name}", INTERFACES
+    for index, worker in enumerate(config.model_worker):
+        where = f"model_worker.{index}"
+        for shard in worker.shards:
+            wanted["model", shard.model.type_] = where, MODELS
+            wanted["backend", shard.backend.type_] = where, BACKENDS
+        for dataset in worker.datasets:
+            wanted["dataset", dataset.type_] = where, DATASETS
+    return [
+        Fault(
+            where,
+            f"no {kind} is registered as {type_!r}",
+            f"there are: {', '.join(registry.names()) or 'none'}",
+        )
+        for (kind, type_), (where, registry) in wanted.items()
+        if type_ not in registry
+    ]
+
+
+def _model_faults(config: ExperimentConfig) -> list[Fault]:
+    found = []
+    names = derive.model_names(config)
+    replicas: dict[str, list[int]] = {}
+    for name in names:
+        replicas.setdefault(name.role, []).append(name.replica_id)
+    for role, ids in replicas.items():
+        if ids != list(range(len(ids))):
+            found.append(
+                Fault(f"models.{role}", f"its replicas are {ids}", "number the replicas of a role 0, 1, 2, …")
+            )
+    for name in names:
+        found += _shard_faults(config, name)
+    for call in config.model_rpcs:
+        if call.model_name not in names:
+            there = ", ".join(map(str, names)) or "none"
+            found.append(
+                Fault(
+                    f"model_rpcs.{call.name}",
+                    f"no worker has a shard of {call.model_name}",
+                    f"there are: {there}",
+                )
+            )
+    called = {call.model_name for call in config.model_rpcs}
+    hooked = {other for call in config.model_rpcs for other in (*call.reads, *call.writes)}
+    found += [
+        Fault(f"models.{name}", "no call uses it", "leave its shards out")
+        for name in names
+        if name not in called | hooked
+    ]
+    return found
+
+
+def _shard_faults(config: ExperimentConfig, name: ModelName) -> list[Fault]:
+    where = f"models.{name}"
+    mine = [shard for worker in config.model_worker for shard in worker.shards if shard.id.model_name == name]
+    topos = list(dict.fromkeys(shard.id.topo for shard in mine))
+    if len(topos) > 1:
+        shown = "; ".join(map(str, topos))
+        return [Fault(where, f"its shards have different topologies: {shown}", "give all of them one")]
+    found = []
+    topo, size = topos[0], topos[0].world_size()
+    ranks = Counter(shard.id.parallelism_rank for shard in mine)
+    missing = [rank for rank in range(size) if rank not in ranks]
+    if missing:
+        found.append(
+            Fault(
+                where,
+                f"its topology {topo} has {size} ranks, and no worker has rank{'s' * (len(missing) > 1)} "
+                f"{show_ranks(missing)}",
+                "give each rank to a worker, or make the topology smaller",
+            )
+        )
+    twice = [rank for rank, count in sorted(ranks.items()) if count > 1]
+    if twice:
+        found.append(Fault(where, f"several workers have rank {show_ranks(twice)}", "give each rank to one"))
+    strange = [rank for rank in sorted(ranks) if not 0 <= rank < size]
+    if strange:
+        found.append(
+            Fault(
+                where,
+                f"rank {show_ranks(strange)} is not in its topology {topo}",
+                f"ranks are 0 to {size - 1}",
+            )
+        )
+    models = {(shard.model.type_, repr(shard.model.args)) for shard in mine}
+    if len(models) > 1:
+        found.append(
+            Fault(where, "its shards are of different models", "give all of them the same arguments")
+        )
+    return found
+
+
+def _role_faults(config: ExperimentConfig) -> list[Fault]:
+    found = []
+    trainers: dict[str, list[MFCDef]] = {}
+    for call in config.model_rpcs:
+        if call.interface_type is ModelInterfaceType.TRAIN_STEP:
+            trainers.setdefault(call.role, []).append(call)
+    for role, calls in trainers.items():
+        if len(calls) > 1:
+            found.append(
+                Fault(
+                    f"models.{role}",
+                    f"{' and '.join(call.name for call in calls)} both train it",
+                    "a role has one train_step; use two roles, or one interface that does both",
+                )
+            )
+    known = derive.topologies(config)
+    for source, target in derive.sync_param_pairs(derive.calls_with_hooks(config)):
+        absent = [name for name in (source, target) if name not in known]
+        if absent:
+            found.append(
+                Fault("model_rpcs", f"a ParamReallocHook names {absent[0]}, of which there are no shards")
+            )
+        elif _no_multiples(known[source], known[target]):
+            sizes = known[source].get_dim("tensor"), known[target].get_dim("tensor")
+            found.append(
+                Fault(
+                    "model_rpcs",
+                    f"{source} and {target} exchange parameters, and their tensor sizes are {sizes[0]} and {sizes[1]}",
+                    "one has to be a multiple of the other",
+                )
+            )
+    return found
+
+
+def _no_multiples(one: ProcessTopology, other: ProcessTopology) -> bool:
+    sizes = sorted((one.get_dim("tensor"), other.get_dim("tensor")))
+    return sizes[1] % sizes[0] != 0
+
+
+def _data_faults(config: ExperimentConfig) -> list[Fault]:
+    """The datasets are in the workers of the model that is called first, and are the same in all of them."""
+    made = {key for call in config.model_rpcs for key in call.output_keys}
+    first = next((c for c in config.model_rpcs if not any(key in made for key in c.input_keys)), None)
+    if first is None:
+        return []
+    found = []
+    wanted = {
+        index
+        for index, worker in enumerate(config.model_worker)
+        if any(shard.id.model_name == first.model_name for shard in worker.shards)
+    }
+    there = {index for index, worker in enumerate(config.model_worker) if worker.datasets}
+    if wanted - there:
+        found.append(
+            Fault(
+                "model_worker",
+                f"{first.name} begins with data, and the workers {show_ranks(sorted(wanted - there))} of "
+                f"{first.model_name} have no datasets",
+                "give the same datasets to all workers of that model",
+            )
+        )
+    if len({repr(config.model_worker[index].datasets) for index in wanted & there}) > 1:
+        found.append(
+            Fault(
+                "model_worker",
+                f"the workers of {first.model_name} have different datasets",
+                "give all the same",
+            )
+        )
+    return found

@@ -1,0 +1,296 @@
+"""What an experiment is: its workers, what each of them has, and what follows from all of them together.
+
+The names are those of AReaL's system API. What users write are dataclasses that they fill in;
+`ExperimentConfig.lazy_init` checks all of it (`checks.py`) and derives the rest (`derive.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from unirun.errors import SpecError
+from unirun.experiments.control import ExperimentSaveEvalControl
+from unirun.experiments.graph import Abstraction, Graph, MFCDef, build_graph
+from unirun.experiments.topology import ModelName, ModelShardID, ProcessTopology
+
+
+class ModelAbstraction(Abstraction):
+    """A network and its tokenizer (`register_model`)."""
+
+
+class ModelBackendAbstraction(Abstraction):
+    """How a network is trained, or only run (`register_backend`)."""
+
+
+class DatasetAbstraction(Abstraction):
+    """A dataset (`register_dataset`)."""
+
+
+class AgentAbstraction(Abstraction):
+    """What turns a prompt into a trajectory, in a rollout worker."""
+
+
+class EnvServiceAbstraction(Abstraction):
+    """What judges trajectories, in a rollout worker."""
+
+
+@dataclass
+class Scheduling:
+    """What each worker of one type needs: `cpu` processors, `gpu` devices, `mem` MiB of memory.
+
+    `nodelist`, `exclude`, `time_limit`, `begin` and `deadline` are options of sbatch, in its formats.
+    """
+
+    cpu: int = 1
+    gpu: int = 0
+    mem: int = 0
+    nodelist: str = ""
+    exclude: str = ""
+    container_image: str = ""
+    env_vars: dict[str, str] = field(default_factory=dict)
+    time_limit: str = ""
+    begin: str = ""
+    deadline: str = ""
+
+    @staticmethod
+    def master_worker_default(**kwargs: Any) -> Scheduling:
+        """For the master: one processor, no device."""
+        return Scheduling(**{"cpu": 1, "gpu": 0, **kwargs})
+
+    @staticmethod
+    def model_worker_default(**kwargs: Any) -> Scheduling:
+        """For a model worker: one processor and one device."""
+        return Scheduling(**{"cpu": 1, "gpu": 1, **kwargs})
+
+    @staticmethod
+    def generation_server_default(**kwargs: Any) -> Scheduling:
+        """For a generation server: one processor and one device."""
+        return Scheduling(**{"cpu": 1, "gpu": 1, **kwargs})
+
+    @staticmethod
+    def gserver_manager_default(**kwargs: Any) -> Scheduling:
+        """For the manager of the generation servers: one processor."""
+        return Scheduling(**{"cpu": 1, "gpu": 0, **kwargs})
+
+    @staticmethod
+    def rollout_worker_default(**kwargs: Any) -> Scheduling:
+        """For a rollout worker: one processor."""
+        return Scheduling(**{"cpu": 1, "gpu": 0, **kwargs})
+
+
+@dataclass
+class TasksGroup:
+    """`count` workers of one type."""
+
+    count: int
+    scheduling: Scheduling
+
+
+@dataclass
+class ExperimentScheduling:
+    """How many workers of each type there are, and what each needs."""
+
+    model_worker: TasksGroup
+    master_worker: TasksGroup = field(
+        default_factory=lambda: TasksGroup(1, Scheduling.master_worker_default())
+    )
+    generation_server: TasksGroup | None = None
+    gserver_manager: TasksGroup | None = None
+    rollout_worker: TasksGroup | None = None
+
+
+@dataclass
+class WorkerInformation:
+    """Which worker this is: the starter fills it in."""
+
+    experiment_name: str = ""
+    trial_name: str = ""
+    worker_type: str = ""
+    worker_index: int = -1
+    worker_count: int = 0
+
+
+@dataclass
+class StandaloneModelShardAbstraction:
+    """The part of a model that a worker has, what the model is, how it runs, and what it is evaluated on while it is
+    trained. `should_instantiate` is derived: it has parameters of its own, and is not filled with those of another
+    replica."""
+
+    id: ModelShardID
+    model: ModelAbstraction
+    backend: ModelBackendAbstraction
+    eval_dataset: DatasetAbstraction | None = None
+    should_instantiate: bool = True
+
+
+@dataclass
+class ModelWorker:
+    """A process with the `shards` of some models, one of each at most. Those whose model is called first have the
+    `datasets` too."""
+
+    base_seed: int
+    shards: list[StandaloneModelShardAbstraction]
+    tokenizer_name_or_path: str = ""
+    datasets: list[DatasetAbstraction] = field(default_factory=list)
+    shuffle_dataset: bool = True
+    worker_info: WorkerInformation | None = None
+
+
+@dataclass
+class GenerationServer:
+    """A server that generates with `tp_size` devices."""
+
+    base_seed: int
+    backend_type: str
+    backend_args: Any
+    model_path: str
+    tp_size: int
+    worker_info: WorkerInformation | None = None
+
+
+@dataclass
+class GserverManager:
+    """What sends requests to `n_servers` generation servers, and holds back what would be too stale."""
+
+    model_name: ModelName
+    n_servers: int
+    schedule_policy: str
+    max_head_offpolicyness: int
+    train_batch_size: int
+    flush_request_timeout: int
+    max_concurrent_rollouts: int
+    worker_info: WorkerInformation | None = None
+
+
+@dataclass
+class RolloutWorker:
+    """What makes trajectories with an agent and an environment."""
+
+    base_seed: int
+    model_name: ModelName
+    tokenizer_path: str
+    new_tokens_per_chunk: int
+    rollout_request_timeout: int
+    env: EnvServiceAbstraction
+    agent: AgentAbstraction
+    datasets: list[DatasetAbstraction]
+    worker_info: WorkerInformation | None = None
+
+
+@dataclass
+class MasterWorker:
+    """What walks the graph. It is made by `ExperimentConfig`."""
+
+    base_seed: int
+    exp_ctrl: ExperimentSaveEvalControl
+    n_model_workers: int
+    shuffle_dataset: bool = True
+    worker_info: WorkerInformation | None = None
+
+
+@dataclass
+class AutomaticEvaluator:
+    """Evaluates each saved model in a process beside the job. `dataset` is what is evaluated on, with the interface and
+    the model of the call that trains `role`; by default the only one that trains."""
+
+    dataset: DatasetAbstraction | None = None
+    role: str = ""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What follows from an `ExperimentConfig`.
+
+    `calls` have the hooks that were added. `data_transfer_pairs` are the models between which data goes, producer
+    first; `sync_param_pairs` those between which parameters go, source first. `instantiated` have parameters of their
+    own. `workers` has the model worker of each shard.
+    """
+
+    graph: Graph
+    topologies: Mapping[ModelName, ProcessTopology]
+    data_transfer_pairs: tuple[tuple[ModelName, ModelName], ...]
+    sync_param_pairs: tuple[tuple[ModelName, ModelName], ...]
+    instantiated: frozenset[ModelName]
+    workers: Mapping[ModelShardID, int]
+
+    def workers_of(self, model: ModelName) -> list[int]:
+        """The model workers with the shards of a model, in the order of its ranks."""
+        topo = self.topologies[model]
+        return [self.workers[ModelShardID(model, topo, rank)] for rank in range(topo.world_size())]
+
+
+@dataclass
+class ExperimentConfig:
+    """An experiment: its calls, and what each of its workers has."""
+
+    exp_ctrl: ExperimentSaveEvalControl
+    model_rpcs: list[MFCDef]
+    model_worker: list[ModelWorker] = field(default_factory=list)
+    generation_server: list[GenerationServer] = field(default_factory=list)
+    gserver_manager: list[GserverManager] = field(default_factory=list)
+    rollout_worker: list[RolloutWorker] = field(default_factory=list)
+    master_worker: list[MasterWorker] = field(default_factory=list)
+    auto_eval: bool = False
+    evaluator: AutomaticEvaluator = field(default_factory=AutomaticEvaluator)
+    resolved: Resolved | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        first = self.model_worker[0] if self.model_worker else None
+        if not self.master_worker and first is not None:
+            self.master_worker = [
+                MasterWorker(first.base_seed, self.exp_ctrl, len(self.model_worker), first.shuffle_dataset)
+            ]
+
+    def lazy_init(self) -> Resolved:
+        """Check everything, and derive what follows. Raises `SpecError` with all that is wrong."""
+        from unirun.experiments import checks, derive
+
+        faults = checks.faults(self)
+        if faults:
+            raise SpecError(faults)
+        topologies = derive.topologies(self)
+        calls = derive.calls_with_hooks(self)
+        graph = build_graph(calls, checks.dataset_keys(self))
+        instantiated = derive.instantiated(calls)
+        for worker in self.model_worker:
+            for shard in worker.shards:
+                shard.should_instantiate = shard.id.model_name in instantiated
+        self.resolved = Resolved(
+            graph,
+            topologies,
+            tuple(derive.data_transfer_pairs(graph)),
+            tuple(derive.sync_param_pairs(calls)),
+            instantiated,
+            derive.shard_workers(self),
+        )
+        return self.resolved
+
+    def resolve_worker_config(self, worker_type: str, worker_index: int) -> Any:
+        """The configuration of one worker, as ``model_worker`` 3. Raises `SpecError` when there is none."""
+        from unirun.errors import Fault
+
+        found = getattr(self, worker_type, None) if worker_type in WORKER_TYPES else None
+        if found is None or not 0 <= worker_index < len(found):
+            count = "" if found is None else f"; there are {len(found)}"
+            raise SpecError(
+                [
+                    Fault(
+                        worker_type,
+                        f"there is no such worker {worker_index}{count}",
+                        f"types: {', '.join(WORKER_TYPES)}",
+                    )
+                ]
+            )
+        return found[worker_index]
+
+    def set_worker_information(self, experiment_name: str, trial_name: str) -> None:
+        """Tell each worker which one it is."""
+        for kind in WORKER_TYPES:
+            workers = getattr(self, kind)
+            for index, worker in enumerate(workers):
+                worker.worker_info = WorkerInformation(experiment_name, trial_name, kind, index, len(workers))
+
+
+WORKER_TYPES = ("model_worker", "master_worker", "generation_server", "gserver_manager", "rollout_worker")

@@ -1,0 +1,1 @@
+"""What sequences are, how they are split, and where they come from."""

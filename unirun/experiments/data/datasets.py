@@ -1,0 +1,197 @@
+"""Datasets of prompts and answers, from JSON lines, from Hugging Face's `datasets`, or from rows that are given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from unirun.errors import Fault, SpecError
+from unirun.experiments.data.sample import SequenceSample
+from unirun.experiments.registry import Registry, register_dataset
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer; those of transformers are such."""
+
+    eos_token_id: int
+    pad_token_id: int
+
+    def encode(self, text: str, /) -> list[int]:
+        """Tokens."""
+        ...
+
+    def decode(self, tokens: Sequence[int], /) -> str:
+        """Text."""
+        ...
+
+
+TOKENIZERS: Registry[Callable[[], Tokenizer]] = Registry("tokenizer")
+
+
+def register_tokenizer(name: str, make: Callable[[], Tokenizer]) -> None:
+    """``tokenizer_name_or_path=name`` is ``make()``."""
+    TOKENIZERS.register(name, make)
+
+
+def load_tokenizer(name_or_path: str) -> Any:
+    """A tokenizer that is registered, or of a path or name that transformers knows; None without a name."""
+    if not name_or_path:
+        return None
+    if name_or_path in TOKENIZERS:
+        return TOKENIZERS.find(name_or_path)()
+    from transformers import AutoTokenizer
+
+    found = AutoTokenizer.from_pretrained(name_or_path)
+    if found.pad_token_id is None:
+        found.pad_token = found.eos_token
+    return found
+
+
+@dataclass(frozen=True)
+class DatasetUtility:
+    """What a dataset gets from its worker: the tokenizer, the seed, and which data-parallel rank of how many it is for.
+    It has all samples, whichever that is: the master says which ones a rank reads."""
+
+    tokenizer: Any
+    seed: int = 0
+    dp_rank: int = 0
+    world_size: int = 1
+
+
+class Dataset(Protocol):
+    """Samples by their number: each is a `SequenceSample` of one id, with the keys that the class names."""
+
+    keys: tuple[str, ...]
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> SequenceSample: ...
+
+
+def read_rows(
+    where: str,
+    needs: Mapping[str, type],
+    *,
+    path: str = "",
+    hugging_face: str = "",
+    split: str = "train",
+    rows: Sequence[Mapping[str, Any]] | None = None,
+) -> list[Mapping[str, Any]]:
+    """The rows of a file with a JSON object in each line, of a dataset of Hugging Face, or those that are given. Each
+    has the keys `needs`. Raises `SpecError` with all rows that do not fit (the first ten)."""
+    if sum(map(bool, (path, hugging_face, rows))) != 1:
+        raise SpecError([Fault(where, "it has not one of path, hugging_face and rows", "give one of them")])
+    found: list[Any] = list(rows or ())
+    faults = []
+    if path:
+        for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+            if line.strip():
+                try:
+                    found.append(json.loads(line))
+                except json.JSONDecodeError as error:
+                    faults.append(
+                        Fault(f"{path}:{number}", f"this is no JSON: {error}", "write an object in each line")
+                    )
+    elif hugging_face:
+        from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
+
+        found = list(load_dataset(hugging_face, split=split))
+    for number, row in enumerate(found, 1):
+        for key, kind in needs.items():
+            if not isinstance(row, Mapping) or not isinstance(row.get(key), kind):
+                faults.append(
+                    Fault(f"{path or where}:{number}", f"it has no {key!r} that is a {kind.__name__}")
+                )
+    if not found and not faults:
+        faults.append(Fault(path or where, "it has no rows", "a dataset has one sample at least"))
+    if faults:
+        raise SpecError(faults[:10])
+    return found
+
+
+class _Rows:
+    """What datasets of rows have in common."""
+
+    keys: tuple[str, ...] = ()
+    needs: ClassVar[Mapping[str, type]] = {}
+
+    def __init__(self, util: DatasetUtility, *, max_length: int = 1 << 30, **source: Any) -> None:
+        self._util, self._max = util, max_length
+        self._rows = read_rows(f"dataset {type(self).__name__}", self.needs, **source)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def _tokens(self, text: str) -> torch.Tensor:
+        return torch.tensor(self._util.tokenizer.encode(text)[: self._max], dtype=torch.long)
+
+    def _ended(self, text: str) -> torch.Tensor:
+        tokens = [*self._util.tokenizer.encode(text), self._util.tokenizer.eos_token_id]
+        return torch.tensor(tokens, dtype=torch.long)
+
+    def _id(self, index: int) -> list[str]:
+        return [str(self._rows[index].get("id", index))]
+
+
+class PromptDataset(_Rows):
+    """``{"prompt": …}``: `packed_prompts`. The other values of a row are `row` in the metadata."""
+
+    keys = ("packed_prompts",)
+    needs: ClassVar[Mapping[str, type]] = {"prompt": str}
+
+    def __getitem__(self, index: int) -> SequenceSample:
+        row = self._rows[index]
+        rest = {name: value for name, value in row.items() if name != "prompt"}
+        data = {"packed_prompts": [self._tokens(row["prompt"])]}
+        return SequenceSample.of(data, self._id(index), row=[rest])
+
+
+class PromptAnswerDataset(_Rows):
+    """``{"prompt": …, "answer": …}``: `packed_input_ids` of both, and `prompt_mask`, true for tokens of the prompt."""
+
+    keys = ("packed_input_ids", "prompt_mask")
+    needs: ClassVar[Mapping[str, type]] = {"prompt": str, "answer": str}
+
+    def __getitem__(self, index: int) -> SequenceSample:
+        row = self._rows[index]
+        prompt, answer = self._tokens(row["prompt"]), self._ended(row["answer"])
+        tokens = torch.cat([prompt, answer])[: self._max]
+        mask = torch.arange(len(tokens)) < len(prompt)
+        return SequenceSample.of({"packed_input_ids": [tokens], "prompt_mask": [mask]}, self._id(index))
+
+
+class PairedDataset(_Rows):
+    """``{"prompt": …, "pos_answers": [..], "neg_answers": [..]}``: `packed_input_ids` with the pairs one after the
+    other, the better one first, and `prompt_lens`, the tokens of the prompt."""
+
+    keys = ("packed_input_ids", "prompt_lens")
+    needs: ClassVar[Mapping[str, type]] = {"prompt": str, "pos_answers": list, "neg_answers": list}
+
+    def __init__(self, util: DatasetUtility, **source: Any) -> None:
+        super().__init__(util, **source)
+        faults = [
+            Fault(f"row {number}", "it has not as many neg_answers as pos_answers, or none", "write pairs")
+            for number, row in enumerate(self._rows, 1)
+            if len(row["pos_answers"]) != len(row["neg_answers"]) or not row["pos_answers"]
+        ]
+        if faults:
+            raise SpecError(faults[:10])
+
+    def __getitem__(self, index: int) -> SequenceSample:
+        row = self._rows[index]
+        prompt = self._tokens(row["prompt"])
+        pairs = zip(row["pos_answers"], row["neg_answers"], strict=True)
+        sequences = [torch.cat([prompt, self._ended(text)])[: self._max] for pair in pairs for text in pair]
+        return SequenceSample.of(
+            {"packed_input_ids": [sequences], "prompt_lens": [torch.tensor(len(prompt))]}, self._id(index)
+        )
+
+
+register_dataset("prompt", PromptDataset)
+register_dataset("prompt_answer", PromptAnswerDataset)
+register_dataset("rw_pair", PairedDataset)

@@ -1,0 +1,234 @@
+"""`SequenceSample`: packed sequences with a name for each kind of data, and what is known of them without the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from unirun.errors import UsageError
+from unirun.experiments.data.packing import micro_batches
+from unirun.experiments.graph import MicroBatchSpec
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceSample:
+    """A batch of `ids`, each with some sequences for each key. Nothing is padded.
+
+    The tensor of a key has all of its sequences one after the other, in the order of `ids`: its first dimension is the
+    sum of ``seqlens[key]``, which has for each id the length of each of its sequences. A number for an id is a sequence
+    of length 1. Different keys of one id may have different numbers of sequences. ::
+
+        SequenceSample.of({"prompt": [torch.tensor([5, 6]), torch.tensor([7])]}, ids=["a", "b"])
+
+    `data` is None in what the master has (`meta`): shapes, dtypes and lengths, no numbers. `metadata` has more about
+    each id, any values that JSON has. A sample does not change; what is called on it returns another one, whose tensors
+    share memory with it where they can.
+    """
+
+    ids: tuple[str, ...]
+    seqlens: Mapping[str, Sequence[Sequence[int]]]
+    dtypes: Mapping[str, torch.dtype]
+    trailing: Mapping[str, tuple[int, ...]]
+    """The shape of one element of each key, without the first dimension."""
+    data: Mapping[str, torch.Tensor] | None
+    metadata: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for parts that do not fit together."""
+        if len(set(self.ids)) != len(self.ids):
+            raise UsageError(f"a sample has an id twice: {sorted(self.ids)}", "give each its own")
+        for what, found in (("seqlens", self.seqlens), ("metadata", self.metadata)):
+            for key, values in found.items():
+                if len(values) != len(self.ids):
+                    raise UsageError(
+                        f"{what} of {key!r} are for {len(values)} ids, and there are {len(self.ids)}",
+                        "give one for each id",
+                    )
+        for key, tensor in (self.data or {}).items():
+            if len(tensor) != self.total(key):
+                raise UsageError(
+                    f"the tensor of {key!r} has {len(tensor)} elements, and its lengths sum up to {self.total(key)}",
+                    "give the lengths of its sequences",
+                )
+
+    @classmethod
+    def of(
+        cls,
+        data: Mapping[str, Sequence[torch.Tensor | Sequence[torch.Tensor]]],
+        ids: Sequence[str],
+        **metadata: Sequence[Any],
+    ) -> SequenceSample:
+        """A sample of tensors: for each key and id one sequence, or a list of them. A tensor without dimensions is a
+        sequence of length 1."""
+        flat: dict[str, list[torch.Tensor]] = {}
+        seqlens: dict[str, list[list[int]]] = {}
+        for key, values in data.items():
+            groups = [[v] if isinstance(v, torch.Tensor) else list(v) for v in values]
+            whole = [[t.reshape(1) if not t.dim() else t for t in group] for group in groups]
+            seqlens[key] = [[len(t) for t in group] for group in whole]
+            flat[key] = [t for group in whole for t in group]
+        return cls.packed({key: torch.cat(some) for key, some in flat.items()}, seqlens, ids, **metadata)
+
+    @classmethod
+    def packed(
+        cls,
+        data: Mapping[str, torch.Tensor],
+        seqlens: Mapping[str, Sequence[Sequence[int]]],
+        ids: Sequence[str],
+        **metadata: Sequence[Any],
+    ) -> SequenceSample:
+        """A sample of tensors that are packed already."""
+        return cls(
+            tuple(ids),
+            dict(seqlens),
+            {key: tensor.dtype for key, tensor in data.items()},
+            {key: tuple(tensor.shape[1:]) for key, tensor in data.items()},
+            dict(data),
+            metadata,
+        )
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What it has of each id."""
+        return tuple(self.seqlens)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        """The packed tensor of a key. Raises `UsageError` when it is not here."""
+        if self.data is None or key not in self.data:
+            there = ", ".join(self.data or ()) or "none"
+            raise UsageError(f"a sample has no data {key!r}", f"it has: {there}")
+        return self.data[key]
+
+    def total(self, key: str) -> int:
+        """The number of elements (tokens) of a key."""
+        return sum(self.sizes(key))
+
+    def sizes(self, key: str) -> list[int]:
+        """The number of elements of a key, for each id."""
+        return [sum(lengths) for lengths in self.seqlens[key]]
+
+    def lengths(self, key: str) -> list[int]:
+        """The lengths of all sequences of a key."""
+        return [length for lengths in self.seqlens[key] for length in lengths]
+
+    def sequences(self, key: str) -> list[torch.Tensor]:
+        """Its sequences, as views."""
+        return list(self[key].split(self.lengths(key)))
+
+    def largest(self) -> str:
+        """The key with most elements: what a sample costs is measured by it. Raises `UsageError` without keys."""
+        if not self.keys:
+            raise UsageError("a sample has no keys", "give it data")
+        return max(self.keys, key=lambda key: (self.total(key), key))
+
+    def meta(self) -> SequenceSample:
+        """The same without the tensors."""
+        return SequenceSample(self.ids, self.seqlens, self.dtypes, self.trailing, None, self.metadata)
+
+    def select(self, keys: Iterable[str]) -> SequenceSample:
+        """The same with these keys only. Raises `UsageError` for one that is not there."""
+        wanted = list(keys)
+        absent = [key for key in wanted if key not in self.seqlens]
+        if absent:
+            raise UsageError(
+                f"a sample has no key {absent[0]!r}", f"it has: {', '.join(self.keys) or 'none'}"
+            )
+        return self._with({key: key for key in wanted})
+
+    def remap(self, names: Mapping[str, str]) -> SequenceSample:
+        """The same with other names for its keys; those that are not in `names` stay. Raises `UsageError` if two get
+        one name."""
+        found = {names.get(key, key): key for key in self.keys}
+        if len(found) != len(self.keys):
+            raise UsageError(
+                f"keys {', '.join(self.keys)} renamed by {dict(names)} meet", "give each its own"
+            )
+        return self._with(found)
+
+    def _with(self, old: Mapping[str, str]) -> SequenceSample:
+        """With the keys `old`, by their new names."""
+
+        def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {new: values[key] for new, key in old.items()}
+
+        data = None if self.data is None else renamed(self.data)
+        return SequenceSample(
+            self.ids, renamed(self.seqlens), renamed(self.dtypes), renamed(self.trailing), data, self.metadata
+        )
+
+    def update(self, other: SequenceSample) -> SequenceSample:
+        """The same with the keys of `other` too, which has the same ids, in any order. Those of `other` count."""
+        if set(other.ids) != set(self.ids):
+            raise UsageError("samples with other ids are put together", "both have the same ids")
+        if other.ids != self.ids:
+            place = {each: at for at, each in enumerate(other.ids)}
+            other = other.reorder([place[each] for each in self.ids])
+        both = self.data is not None and other.data is not None
+        return SequenceSample(
+            self.ids,
+            {**self.seqlens, **other.seqlens},
+            {**self.dtypes, **other.dtypes},
+            {**self.trailing, **other.trailing},
+            {**(self.data or {}), **(other.data or {})} if both else None,
+            {**self.metadata, **other.metadata},
+        )
+
+    def reorder(self, places: Sequence[int]) -> SequenceSample:
+        """The ids at these places, in this order: all, or some of them."""
+        data: dict[str, torch.Tensor] | None = None
+        if self.data is not None:
+            data = {}
+            for key, tensor in self.data.items():
+                parts = tensor.split(self.sizes(key))
+                data[key] = torch.cat([parts[at] for at in places]) if places else tensor[:0]
+        return SequenceSample(
+            tuple(self.ids[at] for at in places),
+            {key: [lengths[at] for at in places] for key, lengths in self.seqlens.items()},
+            self.dtypes,
+            self.trailing,
+            data,
+            {key: [values[at] for at in places] for key, values in self.metadata.items()},
+        )
+
+    def unpack(self) -> list[SequenceSample]:
+        """A sample for each id."""
+        return [self.reorder([at]) for at in range(len(self))]
+
+    @staticmethod
+    def gather(samples: Sequence[SequenceSample]) -> SequenceSample:
+        """All ids of these samples in one, in their order. They have the same keys. Raises `UsageError` otherwise."""
+        if not samples:
+            raise UsageError("no samples are gathered", "give one at least")
+        first = samples[0]
+        for other in samples[1:]:
+            if (other.dtypes, other.trailing) != (first.dtypes, first.trailing):
+                raise UsageError(
+                    f"samples differ in keys, dtypes or shapes: {dict(first.dtypes)} and {dict(other.dtypes)}",
+                    "gather samples of one kind",
+                )
+        data = None
+        if all(each.data is not None for each in samples):
+            data = {key: torch.cat([each[key] for each in samples]) for key in first.keys}
+        return SequenceSample(
+            tuple(each for sample in samples for each in sample.ids),
+            {key: [lengths for each in samples for lengths in each.seqlens[key]] for key in first.keys},
+            first.dtypes,
+            first.trailing,
+            data,
+            {
+                key: [value for each in samples for value in each.metadata[key]]
+                for key in first.metadata
+                if all(key in each.metadata for each in samples)
+            },
+        )
+
+    def split(self, spec: MicroBatchSpec) -> list[tuple[SequenceSample, list[int]]]:
+        """Micro-batches by tokens (`micro_batches`), each with the places of its ids here."""
+        parts = micro_batches(self.sizes(self.largest()), spec.n_mbs, spec.max_tokens_per_mb)
+        return [(self.reorder(part), part) for part in parts]

@@ -1,0 +1,82 @@
+"""What follows from the configuration of an experiment that is right: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from unirun.experiments.graph import Graph, MFCDef, ModelInterfaceType, ParamReallocHook, with_hooks
+from unirun.experiments.topology import ModelName, ModelShardID, ProcessTopology
+
+if TYPE_CHECKING:
+    from unirun.experiments.config import ExperimentConfig
+
+Pair = tuple[ModelName, ModelName]
+
+
+def model_names(config: ExperimentConfig) -> list[ModelName]:
+    """All models, sorted."""
+    return sorted({shard.id.model_name for worker in config.model_worker for shard in worker.shards})
+
+
+def topologies(config: ExperimentConfig) -> dict[ModelName, ProcessTopology]:
+    """The topology of each model."""
+    found = {shard.id.model_name: shard.id.topo for worker in config.model_worker for shard in worker.shards}
+    return dict(sorted(found.items()))
+
+
+def shard_workers(config: ExperimentConfig) -> dict[ModelShardID, int]:
+    """The model worker of each shard."""
+    return {shard.id: index for index, worker in enumerate(config.model_worker) for shard in worker.shards}
+
+
+def shared_models(config: ExperimentConfig) -> set[ModelName]:
+    """The models of which a worker has another model too."""
+    return {
+        shard.id.model_name
+        for worker in config.model_worker
+        if len(worker.shards) > 1
+        for shard in worker.shards
+    }
+
+
+def calls_with_hooks(config: ExperimentConfig) -> list[MFCDef]:
+    """The calls, with the hooks that follow from where their models are."""
+    return with_hooks(config.model_rpcs, shared_models(config))
+
+
+def data_transfer_pairs(graph: Graph) -> list[Pair]:
+    """The models between which data goes, each pair once: along the edges of the graph, and from the first call that
+    begins with data, whose model has it, to the others that do."""
+    calls = graph.calls
+    pairs = [(calls[producer].model_name, calls[name].model_name) for producer, name, _ in graph.edges]
+    sources = [calls[name].model_name for name in graph.sources]
+    return list(dict.fromkeys([*pairs, *((sources[0], other) for other in sources)]))
+
+
+def sync_param_pairs(calls: Sequence[MFCDef]) -> list[Pair]:
+    """The models between which parameters go, source first, each pair once, in the order of the calls."""
+    found: list[Pair] = []
+    for call in calls:
+        for hook in (*call.pre_hooks, *call.post_hooks):
+            if not isinstance(hook, ParamReallocHook):
+                continue
+            if hook.target is not None:
+                found.append((call.model_name, hook.target))
+            elif hook.source is not None:
+                found.append((hook.source, call.model_name))
+    return list(dict.fromkeys(found))
+
+
+def instantiated(calls: Sequence[MFCDef]) -> frozenset[ModelName]:
+    """The models with parameters of their own: of a role that is trained the replica that is trained, of others all.
+
+    Replicas that get a moving average (`eta`) begin with parameters of their own too.
+    """
+    trained = {c.role: c.model_name for c in calls if c.interface_type is ModelInterfaceType.TRAIN_STEP}
+    found = {call.model_name for call in calls if trained.get(call.role, call.model_name) == call.model_name}
+    for call in calls:
+        for hook in (*call.pre_hooks, *call.post_hooks):
+            if isinstance(hook, ParamReallocHook) and hook.eta < 1.0:
+                found.add(hook.target or call.model_name)
+    return frozenset(found)

@@ -1,0 +1,321 @@
+"""The graph of an algorithm: model function calls, and which of them needs what another one makes.
+
+::
+
+    rollout = MFCDef("rollout", 64, ModelInterfaceType.GENERATE, ppo, ModelName("actor"),
+                     input_keys=("prompt",), output_keys=("tokens",))
+    train = MFCDef("train", 64, ModelInterfaceType.TRAIN_STEP, ppo, ModelName("actor"), input_keys=("tokens",))
+    build_graph([rollout, train], dataset_keys={"prompt"}).parents("train")  # {"rollout": {"tokens"}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from unirun.errors import Fault, SpecError
+from unirun.experiments.topology import ModelName
+from unirun.values import Value
+
+
+class ModelInterfaceType(StrEnum):
+    """What a call does with its model: the method of its `ModelInterface`."""
+
+    GENERATE = "generate"
+    INFERENCE = "inference"
+    TRAIN_STEP = "train_step"
+    EVALUATE = "evaluate"
+
+
+class Abstraction(Value):
+    """Something that is registered under `type_`, and the arguments with which it is made."""
+
+    type_: str
+    args: dict[str, Any] = {}  # noqa: RUF012 (msgspec gives each value its own)
+
+
+class ModelInterfaceAbstraction(Abstraction):
+    """A `ModelInterface`."""
+
+
+class MicroBatchSpec(Value):
+    """How a batch of one data-parallel rank is split for memory: into at least `n_mbs` parts, each with at most
+    `max_tokens_per_mb` tokens if that can be."""
+
+    n_mbs: int = 1
+    max_tokens_per_mb: int = 1 << 40
+
+
+class ParamReallocHook(Value, tag="realloc"):
+    """Copies the parameters of the model `source` into that of the call, or of that into `target`; one of the two is
+    given. With `eta` below 1 they become a moving average, ``eta * new + (1 - eta) * old``."""
+
+    source: ModelName | None = None
+    target: ModelName | None = None
+    eta: float = 1.0
+
+
+class OffloadHook(Value, tag="offload"):
+    """Gives the memory of the call's model on its devices back until the model is used again. It may have a copy of
+    another model's parameters, which is fetched again then; its own parameters go to the memory of the host."""
+
+
+Hook = ParamReallocHook | OffloadHook
+
+
+class MFCDef(Value):
+    """A model function call: what `interface_impl` does with the model `model_name`, once in each step, for `n_seqs`
+    sequences.
+
+    It needs `input_keys` of each sequence and adds `output_keys`. The interface may call them by other names
+    (`input_key_remap`: name of the data → name in the interface; `output_key_remap`: the reverse). `pre_hooks` and
+    `post_hooks` run before and after it. With `balanced_dp`, data-parallel ranks get equally many sequences instead of
+    equally many tokens. `log_return_value`: what a train step returns is printed.
+    """
+
+    name: str
+    n_seqs: int
+    interface_type: ModelInterfaceType
+    interface_impl: ModelInterfaceAbstraction
+    model_name: ModelName
+    input_keys: tuple[str, ...] = ()
+    output_keys: tuple[str, ...] = ()
+    input_key_remap: dict[str, str] = {}  # noqa: RUF012
+    output_key_remap: dict[str, str] = {}  # noqa: RUF012
+    mb_spec: MicroBatchSpec = msgspec.field(default_factory=MicroBatchSpec)
+    balanced_dp: bool = False
+    log_return_value: bool = False
+    pre_hooks: tuple[Hook, ...] = ()
+    post_hooks: tuple[Hook, ...] = ()
+
+    @property
+    def role(self) -> str:
+        """The role of its model."""
+        return self.model_name.role
+
+    def hooked(self, pre: Hook | None = None, post: Hook | None = None) -> MFCDef:
+        """The same call with one more hook before or after it, unless it has that already."""
+        before = (*self.pre_hooks, pre) if pre is not None and pre not in self.pre_hooks else self.pre_hooks
+        after = (
+            (*self.post_hooks, post) if post is not None and post not in self.post_hooks else self.post_hooks
+        )
+        return replace(self, pre_hooks=before, post_hooks=after)
+
+    @property
+    def reads(self) -> frozenset[ModelName]:
+        """Other models of which it reads the parameters."""
+        hooks = (*self.pre_hooks, *self.post_hooks)
+        return frozenset(h.source for h in hooks if isinstance(h, ParamReallocHook) and h.source is not None)
+
+    @property
+    def writes(self) -> frozenset[ModelName]:
+        """The models of which it changes the parameters."""
+        hooks = (*self.pre_hooks, *self.post_hooks)
+        found = {h.target for h in hooks if isinstance(h, ParamReallocHook) and h.target is not None}
+        found |= {self.model_name for h in hooks if isinstance(h, ParamReallocHook) and h.source is not None}
+        if self.interface_type is ModelInterfaceType.TRAIN_STEP:
+            found.add(self.model_name)
+        return frozenset(found)
+
+
+class Graph(Value):
+    """Calls by name, in the order in which they were given, and what each needs from which other."""
+
+    calls: dict[str, MFCDef]
+    needs: dict[str, dict[str, tuple[str, ...]]]
+    """By call and by the call that it waits for: the keys."""
+
+    def parents(self, name: str) -> Mapping[str, tuple[str, ...]]:
+        """The calls that one waits for, with the keys that it gets from them."""
+        return self.needs[name]
+
+    def children(self, name: str) -> list[str]:
+        """The calls that wait for one."""
+        return [other for other, needs in self.needs.items() if name in needs]
+
+    @property
+    def edges(self) -> list[tuple[str, str, tuple[str, ...]]]:
+        """Producer, consumer and keys."""
+        return [
+            (producer, name, keys) for name, needs in self.needs.items() for producer, keys in needs.items()
+        ]
+
+    @property
+    def sources(self) -> list[str]:
+        """The calls that need nothing from others: they begin with data."""
+        return [name for name, needs in self.needs.items() if not needs]
+
+    def levels(self) -> list[list[str]]:
+        """The calls in an order in which they may run; those of one level do not wait for each other."""
+        done: set[str] = set()
+        found: list[list[str]] = []
+        while len(done) < len(self.calls):
+            found.append([n for n in self.calls if n not in done and self.needs[n].keys() <= done])
+            done.update(found[-1])
+        return found
+
+
+def build_graph(calls: Sequence[MFCDef], dataset_keys: Collection[str]) -> Graph:
+    """The graph of `calls`. Raises `SpecError` with all that is wrong (`graph_faults`)."""
+    faults = graph_faults(calls, dataset_keys)
+    if faults:
+        raise SpecError(faults)
+    return _graph(calls)
+
+
+def _graph(calls: Sequence[MFCDef]) -> Graph:
+    makers = {key: call.name for call in calls for key in call.output_keys}
+    needs: dict[str, dict[str, tuple[str, ...]]] = {call.name: {} for call in calls}
+    for call in calls:
+        for key in call.input_keys:
+            maker = makers.get(key)
+            if maker is not None:
+                needs[call.name][maker] = (*needs[call.name].get(maker, ()), key)
+    return Graph({call.name: call for call in calls}, needs)
+
+
+def graph_faults(calls: Sequence[MFCDef], dataset_keys: Collection[str]) -> list[Fault]:
+    """All that is wrong with a graph: names given twice, keys that nobody or more than one makes, circles, …"""
+    where = "model_rpcs"
+    if not calls:
+        return [Fault(where, "there are no model function calls", "an experiment has one at least")]
+    faults = [
+        Fault(where, f"{count} calls have the name {name!r}", "give each call a name of its own")
+        for name, count in _counts(call.name for call in calls).items()
+        if count > 1
+    ]
+    makers: dict[str, list[str]] = {}
+    for call in calls:
+        for key in dict.fromkeys(call.output_keys):
+            makers.setdefault(key, []).append(call.name)
+    for key, names in makers.items():
+        if len(names) > 1:
+            faults.append(
+                Fault(where, f"{_and(names)} both make {key!r}", "rename one with output_key_remap")
+            )
+        elif key in dataset_keys:
+            faults.append(
+                Fault(
+                    f"{where}.{names[0]}",
+                    f"it makes {key!r}, which the dataset has",
+                    "rename it with output_key_remap",
+                )
+            )
+    for call in calls:
+        faults += _call_faults(call, makers, dataset_keys)
+    if not faults:
+        faults += [
+            Fault(
+                where, f"the calls {' → '.join([*circle, circle[0]])} wait for each other", "cut the circle"
+            )
+            for circle in _circles(_graph(calls))
+        ]
+    sources = [call for call in calls if not any(key in makers for key in call.input_keys)]
+    if sources and len({call.n_seqs for call in sources}) > 1:
+        sizes = ", ".join(f"{call.name} {call.n_seqs}" for call in sources)
+        faults.append(
+            Fault(where, f"calls that begin with data differ in n_seqs: {sizes}", "give them the same number")
+        )
+    return faults
+
+
+def _call_faults(
+    call: MFCDef, makers: Mapping[str, Sequence[str]], dataset_keys: Collection[str]
+) -> list[Fault]:
+    where = f"model_rpcs.{call.name}"
+    faults = []
+    if call.n_seqs < 1:
+        faults.append(Fault(where, f"n_seqs={call.n_seqs}", "it is 1 or more"))
+    for key in call.input_keys:
+        if key in call.output_keys:
+            faults.append(
+                Fault(where, f"it needs {key!r}, which it makes itself", "rename one with a key remap")
+            )
+        elif key not in makers and key not in dataset_keys:
+            there = ", ".join(sorted({*makers, *dataset_keys})) or "none"
+            faults.append(
+                Fault(where, f"nothing makes {key!r}: neither a call nor the dataset", f"there are: {there}")
+            )
+    for kind, mapping, keys in (
+        ("input_key_remap", call.input_key_remap, call.input_keys),
+        ("output_key_remap", call.output_key_remap.values(), call.output_keys),
+    ):
+        faults += [
+            Fault(where, f"{kind} names {key!r}, which is no such key of it", f"it has {_and(keys)}")
+            for key in mapping
+            if key not in keys
+        ]
+    for hook in (*call.pre_hooks, *call.post_hooks):
+        if isinstance(hook, ParamReallocHook):
+            faults += _hook_faults(call, hook)
+    return faults
+
+
+def _hook_faults(call: MFCDef, hook: ParamReallocHook) -> list[Fault]:
+    where = f"model_rpcs.{call.name}"
+    if (hook.source is None) == (hook.target is None):
+        return [Fault(where, "a ParamReallocHook has both source and target, or neither", "give one of them")]
+    other = hook.source or hook.target
+    faults = []
+    if other == call.model_name:
+        faults.append(
+            Fault(where, f"a ParamReallocHook of {other} with itself", "it is between two replicas")
+        )
+    if not 0.0 < hook.eta <= 1.0:
+        faults.append(
+            Fault(where, f"a ParamReallocHook with eta={hook.eta:g}", "it is above 0, and 1 at most")
+        )
+    return faults
+
+
+def _circles(graph: Graph) -> list[list[str]]:
+    """One circle, if there is any: the calls in the order in which each waits for the one before."""
+    left = {name: set(needs) for name, needs in graph.needs.items()}
+    while free := [name for name, needs in left.items() if not needs]:
+        for name in free:
+            del left[name]
+        for needs in left.values():
+            needs.difference_update(free)
+    if not left:
+        return []
+    path = [next(iter(left))]
+    while True:
+        following = min(left[path[-1]])
+        if following in path:
+            return [list(reversed(path[path.index(following) :]))]
+        path.append(following)
+
+
+def _counts(names: Iterable[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name in names:
+        found[name] = found.get(name, 0) + 1
+    return found
+
+
+def _and(names: Collection[str]) -> str:
+    return " and ".join(map(repr, names)) or "none"
+
+
+def with_hooks(calls: Sequence[MFCDef], shared: Collection[ModelName]) -> list[MFCDef]:
+    """The calls with the hooks that follow from the models. Where a role is trained and also runs as another replica,
+    that gets the parameters before each call; one of `shared`, whose devices other models use too, gives its memory
+    back after it."""
+    trained = {
+        call.role: call.model_name for call in calls if call.interface_type is ModelInterfaceType.TRAIN_STEP
+    }
+    found = []
+    for call in calls:
+        source = trained.get(call.role)
+        if source is not None and call.model_name != source:
+            sources = [h for h in call.pre_hooks if isinstance(h, ParamReallocHook) and h.source is not None]
+            if not sources:
+                call = call.hooked(pre=ParamReallocHook(source=source))
+            if call.model_name in shared:
+                call = call.hooked(post=OffloadHook())
+        found.append(call)
+    return found

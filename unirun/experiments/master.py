@@ -1,0 +1,324 @@
+"""`MasterWorkerProcess`: walks the graph of an experiment, step by step. It has metadata only."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from unirun.errors import PeerLost, RemoteError, TrainingFailed, UsageError, WorkerLost
+from unirun.experiments.data.sample import SequenceSample
+from unirun.experiments.experiment import import_modules, resolve, trial_of
+from unirun.experiments.graph import ModelInterfaceType
+from unirun.experiments.models.api import FinetuneSpec
+from unirun.experiments.orders import Answer, Order, dispatch, seed_of
+from unirun.experiments.recovery import RecoverInfo, Recovery
+from unirun.experiments.topology import ModelName
+from unirun.experiments.walking import startable
+from unirun.reporting import report
+from unirun.roles import BaseTrainer, wait
+from unirun.train.data.order import Order as SampleOrder
+
+WORKERS = "model_worker"
+"""The role of the model workers."""
+
+LOST = (WorkerLost, PeerLost)
+"""What a call raises when a worker has died: its own, or one from which it needs something."""
+
+
+class MasterWorkerProcess(BaseTrainer):
+    """The master of a trial. When a worker dies, all go on from the last checkpoint, in the processes that live."""
+
+    _failed = False
+
+    def is_recoverable(self) -> bool:
+        """It goes on from the last checkpoint, except after an error that would come again."""
+        return not self._failed
+
+    def init(self) -> None:
+        """Read the configuration, and find out what there is to train on."""
+        self._trial = trial_of(self.config)
+        import_modules(self._trial.modules, self._trial.folder)
+        config = resolve(self._trial.experiment, self._trial.overrides)
+        assert config.resolved is not None
+        self._control, self._resolved = config.exp_ctrl, config.resolved
+        self._graph = self._resolved.graph
+        self._seed, self._shuffle = config.master_worker[0].base_seed, config.master_worker[0].shuffle_dataset
+        self._workers = {name: self._resolved.workers_of(name) for name in self._resolved.topologies}
+        self._sets = {name: frozenset(workers) for name, workers in self._workers.items()}
+        self._source = self._graph.calls[self._graph.sources[0]]
+        self._root = Path(self._trial.root)
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._recovery = Recovery(self._root)
+        self._group: Any = self.RG_MODEL_WORKER
+        self._attempt = int(time.time() * 1000)
+        self._own = 0.0
+
+    def fit(self) -> dict[str, float]:
+        """Train to the end. Returns the figures of the last step."""
+        if not self._trial.resume and self.load_state() is None:
+            self._recovery.clear()
+        # Whatever becomes of this process, its successor goes on.
+        self.save_state(b"begun")
+        failed, last = 0, -1
+        figures: dict[str, float] = {}
+        info: RecoverInfo | None = None
+        while True:
+            try:
+                if info is None:
+                    info = self._begin()
+                while not self._over(info):
+                    info, figures = self._step(info)
+                self._save(info)
+                return {**figures, **self._evaluate(info)}
+            except LOST as error:
+                at = info.step if info is not None else last
+                failed = failed + 1 if at == last else 1
+                last = at
+                if failed > 10:
+                    raise
+                report(f"unirun: {error}: the trial goes on from its last checkpoint")
+                info = None
+            except UsageError:
+                raise
+            except Exception as error:
+                self._failed = True
+                step = info.step + 1 if info is not None else 1
+                raise TrainingFailed(f"the trial has failed in step {step}: {error}") from error
+
+    def _begin(self) -> RecoverInfo:
+        """Have all workers go on from the last checkpoint, or begin."""
+        self._attempt += 1
+        group = self._group
+        samples = max(setup.samples for setup in group.about.options(idempotent=True, retries=10).call())
+        n_seqs = self._source.n_seqs
+        if samples < n_seqs:
+            raise UsageError(
+                f"the dataset has {samples} samples, and {self._source.name} needs {n_seqs} in each step",
+                "make n_seqs smaller, or the dataset larger",
+            )
+        self._samples, self._steps = samples, samples // n_seqs
+        info = self._recovery.latest()
+        spec = FinetuneSpec(self._control.total_train_epochs, samples, n_seqs)
+        restore = group.restore.options(idempotent=True, retries=10)
+        found = restore.call(self._attempt, info.step if info is not None else None, spec)
+        if info is None:
+            info = RecoverInfo(versions={name: v for each in found for name, v in each.items()})
+        self._drop_figures(info.step)
+        return info
+
+    def _over(self, info: RecoverInfo) -> bool:
+        enough = self._control.benchmark_steps
+        return info.epoch >= self._control.total_train_epochs or (enough is not None and info.step >= enough)
+
+    def _step(self, info: RecoverInfo) -> tuple[RecoverInfo, dict[str, float]]:
+        """Run all calls once, and what is due after them."""
+        began = time.perf_counter()
+        self._own = 0.0
+        batch = self._load(info)
+        figures = self._walk(info, batch)
+        seconds = time.perf_counter() - began
+        epoch_step = info.epoch_step + 1
+        ended = epoch_step >= self._steps
+        trained = {
+            str(call.model_name)
+            for call in self._graph.calls.values()
+            if call.interface_type is ModelInterfaceType.TRAIN_STEP
+        }
+        info = RecoverInfo(
+            info.step + 1,
+            info.epoch + ended,
+            0 if ended else epoch_step,
+            () if ended else (*info.used_ids, *batch.ids),
+            info.frequencies.passed(epochs=int(ended), steps=1, secs=seconds),
+            {name: version + (name in trained) for name, version in info.versions.items()},
+        )
+        figures |= {"seconds": seconds, "master_seconds": self._own}
+        self._write_figures(info.step, figures)
+        due = info.frequencies.due(self._control)
+        if due:
+            info = replace(info, frequencies=info.frequencies.done(*due))
+            if "eval" in due:
+                self._evaluate(info)
+            if "save" in due:
+                self._save(info)
+            if "ckpt" in due:
+                self._checkpoint(info)
+        return info, figures
+
+    def _load(self, info: RecoverInfo) -> SequenceSample:
+        """Have the workers of the first call read the samples of the step, each data-parallel rank some."""
+        n, name = self._source.n_seqs, self._source.model_name
+        order = SampleOrder(self._samples, self._seed, info.epoch, self._shuffle)
+        indices = order.indices(info.epoch_step * n, (info.epoch_step + 1) * n).tolist()
+        heads = self._heads(name)
+        parts = [indices[at :: len(heads)] for at in range(len(heads))]
+        refs = [
+            self._group[rank].load.call_async(self._attempt, info.step, part)
+            for rank, part in zip(heads, parts, strict=True)
+            if part
+        ]
+        metas = self._results(refs)
+        self._where: dict[str, dict[str, tuple[int, ...]]] = {}
+        for rank, meta in zip(heads, metas, strict=False):
+            self._has(meta, (rank,))
+        return SequenceSample.gather(metas)
+
+    def _heads(self, name: ModelName) -> list[int]:
+        """The first worker of each data-parallel rank of a model."""
+        topo, workers = self._resolved.topologies[name], self._workers[name]
+        return [workers[topo.rank(pipe=0, data=rank, tensor=0)] for rank in range(topo.get_dim("data"))]
+
+    def _has(self, meta: SequenceSample, ranks: tuple[int, ...]) -> None:
+        for key in meta.keys:
+            known = self._where.setdefault(key, {})
+            for each in meta.ids:
+                known[each] = ranks
+
+    def _walk(self, info: RecoverInfo, batch: SequenceSample) -> dict[str, float]:
+        """Run the calls, each as soon as it may."""
+        done: set[str] = set()
+        running: dict[Any, str] = {}
+        figures: dict[str, float] = {}
+        moved = 0
+        while len(done) < len(self._graph.calls):
+            for name in startable(self._graph, self._sets, done, running.values()):
+                running[self._start(info, name, batch)] = name
+            finished = self._wait([*running])
+            for ref in finished:
+                name = running.pop(ref)
+                answers = self._finish(name, ref, [*running])
+                done.add(name)
+                metas = [answer.meta for answer in answers if answer.meta is not None]
+                moved += sum(answer.moved for answer in answers)
+                if metas:
+                    batch = batch.update(SequenceSample.gather(metas))
+                for key, value in answers[0].figures.items():
+                    figures[f"{name}/{key}"] = value
+        figures["bytes_moved"] = float(moved)
+        return figures
+
+    def _start(self, info: RecoverInfo, name: str, batch: SequenceSample) -> Any:
+        """Send a call to all workers of its model."""
+        began = time.perf_counter()
+        call = self._graph.calls[name]
+        topo, workers = self._resolved.topologies[call.model_name], self._workers[call.model_name]
+        wanted = batch.select(call.input_keys)
+        places = dispatch(wanted.sizes(wanted.largest()), topo.get_dim("data"), equal=call.balanced_dp)
+        parts = []
+        for rank, some in enumerate(places):
+            meta = wanted.reorder(some)
+            where = {key: [self._where[key][each] for each in meta.ids] for key in call.input_keys}
+            seed = seed_of(self._seed, info.step, name, rank)
+            parts.append(Order(self._attempt, info.step, name, meta, where, seed))
+        orders = [parts[topo.coordinates(rank)["data"]] for rank in range(topo.world_size())]
+        chosen = sorted(range(len(workers)), key=workers.__getitem__)
+        method = self._group.call.options(target=[workers[rank] for rank in chosen])
+        # Each worker gets its own; a single one is no list.
+        given = [orders[rank] for rank in chosen]
+        ref = method.call_async(given if len(given) > 1 else given[0])
+        self._own += time.perf_counter() - began
+        return ref
+
+    def _wait(self, refs: Sequence[Any]) -> list[Any]:
+        done, _ = wait(refs)
+        return done
+
+    def _finish(self, name: str, ref: Any, others: Sequence[Any]) -> list[Answer]:
+        """The answers of those that speak. When a call has failed, the others are waited for before that is told."""
+        began = time.perf_counter()
+        try:
+            found = ref.result()
+        except Exception:
+            for other in others:
+                other.exception(timeout=60.0)
+            raise
+        call = self._graph.calls[name]
+        topo, workers = self._resolved.topologies[call.model_name], self._workers[call.model_name]
+        chosen = sorted(range(len(workers)), key=workers.__getitem__)
+        answers = []
+        last = topo.get_dim("pipe") - 1
+        for rank, answer in zip(chosen, found, strict=True):
+            if answer is None:
+                continue
+            answers.append(answer)
+            if answer.meta is not None:
+                at = topo.coordinates(rank)["data"]
+                self._has(answer.meta, tuple(workers[r] for r in topo.matching(pipe=last, data=at)))
+        self._own += time.perf_counter() - began
+        return answers
+
+    def _results(self, refs: Sequence[Any]) -> list[Any]:
+        found, failed = [], None
+        for ref in refs:
+            try:
+                found.append(ref.result())
+            except (*LOST, RemoteError) as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return found
+
+    def _checkpoint(self, info: RecoverInfo) -> None:
+        """Write a checkpoint from which the trial can go on."""
+        models = [str(name) for name in self._resolved.instantiated]
+        self._recovery.prepare(info.step, models)
+        self._group.checkpoint.call(self._attempt, info.step)
+        self._recovery.commit(info)
+
+    def _save(self, info: RecoverInfo) -> None:
+        """Write all models that are trained, for others to use."""
+        for call in self._graph.calls.values():
+            if call.interface_type is ModelInterfaceType.TRAIN_STEP:
+                path = self._root / "checkpoints" / call.role / f"step{info.step:06}"
+                if path.exists():
+                    continue
+                part = path.with_name(f".{path.name}.partial")
+                self._group.save.call(self._attempt, call.name, str(part))
+                part.rename(path)
+
+    def _evaluate(self, info: RecoverInfo) -> dict[str, float]:
+        """The figures of all models that are trained, of their held-out data."""
+        figures: dict[str, float] = {}
+        for call in self._graph.calls.values():
+            if call.interface_type is not ModelInterfaceType.TRAIN_STEP:
+                continue
+            sums: dict[str, float] = {}
+            for found in self._group.evaluate.call(self._attempt, call.name):
+                for key, value in (found or {}).items():
+                    sums[key] = sums.get(key, 0.0) + value
+            count = sums.pop("count", 0.0)
+            figures |= {f"{call.name}/eval_{key}": value / max(count, 1.0) for key, value in sums.items()}
+        if figures:
+            self._write("evaluations.jsonl", info.step, figures)
+            report(f"step {info.step}: " + ", ".join(f"{k} {v:.4g}" for k, v in figures.items()))
+        return figures
+
+    def _write(self, name: str, step: int, figures: dict[str, float]) -> None:
+        with (self._root / name).open("a") as file:
+            file.write(json.dumps({"step": step, **figures}) + "\n")
+        self.master_handle.report({"step": float(step), **figures})
+
+    def _write_figures(self, step: int, figures: dict[str, float]) -> None:
+        self._write("steps.jsonl", step, figures)
+        for call in self._graph.calls.values():
+            if call.log_return_value:
+                own = {k.partition("/")[2]: v for k, v in figures.items() if k.startswith(f"{call.name}/")}
+                shown = ", ".join(f"{key} {value:.4g}" for key, value in own.items())
+                report(f"step {step}: {call.name}: {shown}")
+
+    def _drop_figures(self, step: int) -> None:
+        """The trial goes on after so many steps: what was written of later ones is written again."""
+        for path in (self._root / "steps.jsonl", self._root / "evaluations.jsonl"):
+            if not path.exists():
+                continue
+            lines = [
+                line for line in path.read_text().splitlines() if line and json.loads(line)["step"] <= step
+            ]
+            part = path.with_suffix(".partial")
+            part.write_text("".join(f"{line}\n" for line in lines))
+            part.rename(path)

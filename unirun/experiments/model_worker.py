@@ -1,0 +1,225 @@
+"""`ModelWorkerProcess`: a process with shards of models, which runs the calls that the master orders."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from unirun.errors import PeerLost, UnirunError
+from unirun.experiments.config import ExperimentConfig, Resolved, StandaloneModelShardAbstraction
+from unirun.experiments.data.datasets import Dataset, DatasetUtility, load_tokenizer
+from unirun.experiments.data.sample import SequenceSample
+from unirun.experiments.experiment import import_modules, resolve, trial_of
+from unirun.experiments.graph import MFCDef, ModelInterfaceType, OffloadHook, ParamReallocHook
+from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, ModelInterface, Place
+from unirun.experiments.orders import Answer, Order, Setup
+from unirun.experiments.recovery import Recovery
+from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
+from unirun.experiments.shelf import NAME, Getting, Shelf
+from unirun.experiments.topology import ModelName
+from unirun.roles import BaseWorkload, init, trainer_invocation
+from unirun.weights.hub import hub_of
+from unirun.weights.lines import Line
+
+REACH = 30.0
+"""Seconds in which another worker must be reached."""
+
+
+class Shard:
+    """A shard of a model in this process."""
+
+    def __init__(self, about: StandaloneModelShardAbstraction, model: Model, backend: ModelBackend) -> None:
+        self.about, self.model, self.backend = about, model, backend
+        self.offloaded = False
+
+
+class ModelWorkerProcess(BaseWorkload):
+    """One of the model workers of a trial. Its methods are called by the master, one at a time."""
+
+    def setup(self) -> None:
+        """Join the other workers; read the configuration and the dataset."""
+        self._trial = trial_of(self.config)
+        import_modules(self._trial.modules, self._trial.folder)
+        self._experiment: ExperimentConfig = resolve(self._trial.experiment, self._trial.overrides)
+        assert self._experiment.resolved is not None
+        self._resolved: Resolved = self._experiment.resolved
+        self._mine = self._experiment.model_worker[self.rank]
+        self._recovery = Recovery(Path(self._trial.root))
+        context = init()
+        self._hub, self._shelf = hub_of(context), Shelf()
+        self._lines: dict[int, Line] = {}
+        self._getting = Getting(self.rank, self._shelf, self._line, timeout=600.0)
+        self._hub.answer(NAME, self._shelf.answer)
+        self._device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self._shards: dict[ModelName, Shard] = {}
+        self._interfaces: dict[str, ModelInterface] = {}
+        self._held_out: dict[ModelName, SequenceSample] = {}
+        self._tokenizer = load_tokenizer(self._mine.tokenizer_name_or_path)
+        self._dataset: Dataset | None = None
+        if self._mine.datasets:
+            chosen = self._mine.datasets[0]
+            util = DatasetUtility(self._tokenizer, self._mine.base_seed)
+            self._dataset = DATASETS.find(chosen.type_)(util, **chosen.args)
+        self._attempt = -1
+        dist.init_process_group("nccl" if self._device.type == "cuda" else "gloo")
+
+    @trainer_invocation(target="ALL")
+    def about(self) -> Setup:
+        """How many samples the dataset has; 0 without one."""
+        return Setup(0 if self._dataset is None else len(self._dataset))
+
+    @trainer_invocation(target="ALL")
+    def restore(self, attempt: int, step: int | None, spec: FinetuneSpec) -> dict[str, int]:
+        """Make all models anew, in the process groups that there are now, and go on from a checkpoint, if one is given.
+        Returns the versions of the models."""
+        self._attempt = attempt
+        self._shelf.begin(-1)
+        self._getting.forget()
+        for shard in self._shards.values():
+            shard.backend.destroy(shard.model)
+        self._shards.clear()
+        for name, topo in sorted(self._resolved.topologies.items()):
+            workers = self._resolved.workers_of(name)
+            mesh = None
+            if len(workers) > 1:
+                # All workers make it, also those that have no part in it.
+                grid = torch.tensor(workers).view(topo.dims)
+                mesh = DeviceMesh(self._device.type, grid, mesh_dim_names=topo.axes)
+            about = next((shard for shard in self._mine.shards if shard.id.model_name == name), None)
+            if about is None:
+                continue
+            rank = about.id.parallelism_rank
+            # Replicas of a role begin with the same parameters.
+            seed = self._mine.base_seed + sum(map(ord, name.role))
+            place = Place(name, topo, rank, self._device, mesh, seed)
+            module = MODELS.find(about.model.type_)(place, **about.model.args)
+            backend: ModelBackend = BACKENDS.find(about.backend.type_)(**about.backend.args)
+            model = backend.initialize(Model(place, module, self._tokenizer), spec)
+            self._shards[name] = Shard(about, model, backend)
+            if model.engine is not None:
+                self._shelf.model(str(name), model.engine.tensors)
+            if step is not None and about.should_instantiate:
+                backend.load(model, self._recovery.folder(step, str(name)))
+        return {str(name): shard.model.version for name, shard in self._shards.items()}
+
+    @trainer_invocation(target="ALL")
+    def load(self, attempt: int, step: int, indices: Sequence[int]) -> SequenceSample:
+        """Read these samples of the dataset. They stay here; what is known of them is returned."""
+        self._check(attempt)
+        assert self._dataset is not None
+        self._shelf.begin(step)
+        sample = SequenceSample.gather([self._dataset[index] for index in indices])
+        self._shelf.put(sample)
+        return sample.meta()
+
+    @trainer_invocation(target="ALL", auto_shard=True)
+    def call(self, order: Order) -> Answer | None:
+        """Run a call with the model that it names. None where this rank does not speak."""
+        self._check(order.attempt)
+        definition = self._resolved.graph.calls[order.call]
+        shard = self._shards[definition.model_name]
+        before = self._getting.moved
+        self._shelf.begin(order.step)
+        for hook in definition.pre_hooks:
+            self._run_hook(hook, shard)
+        self._fetch(shard)
+        sample = self._getting.data(order.step, order.meta, order.where).remap(definition.input_key_remap)
+        torch.manual_seed(order.seed)
+        found = self._run(definition, shard.model, sample)
+        answer = None
+        if isinstance(found, SequenceSample):
+            if shard.model.place.last_stage:
+                named = found.remap(definition.output_key_remap).select(definition.output_keys)
+                self._shelf.put(named)
+                answer = Answer(named.meta(), {}, self._getting.moved - before)
+        elif found is not None:
+            answer = Answer(None, found, self._getting.moved - before)
+        for hook in definition.post_hooks:
+            self._run_hook(hook, shard)
+        return answer if shard.model.place.speaks else None
+
+    def _run(self, definition: MFCDef, model: Model, sample: SequenceSample) -> Any:
+        interface = self._interface(definition)
+        run = getattr(interface, definition.interface_type.value)
+        found = run(model, sample, definition.mb_spec)
+        if definition.interface_type is ModelInterfaceType.TRAIN_STEP:
+            model.version += 1
+        return found
+
+    def _interface(self, definition: MFCDef) -> ModelInterface:
+        if definition.name not in self._interfaces:
+            chosen = definition.interface_impl
+            self._interfaces[definition.name] = INTERFACES.find(chosen.type_)(**chosen.args)
+        return self._interfaces[definition.name]
+
+    def _run_hook(self, hook: ParamReallocHook | OffloadHook, shard: Shard) -> None:
+        if isinstance(hook, OffloadHook):
+            shard.model.running().offload(keep=shard.about.should_instantiate)
+            shard.offloaded = True
+        elif hook.source is not None:
+            self._fetch(shard)
+            workers = self._resolved.workers_of(hook.source)
+            self._getting.parameters(str(hook.source), workers, shard.model.running().tensors(), hook.eta)
+
+    def _fetch(self, shard: Shard) -> None:
+        if shard.offloaded:
+            shard.model.running().fetch()
+            shard.offloaded = False
+
+    @trainer_invocation(target="ALL")
+    def checkpoint(self, attempt: int, step: int) -> None:
+        """Write what this worker needs to go on after so many steps."""
+        self._check(attempt)
+        for name, shard in self._shards.items():
+            if shard.about.should_instantiate:
+                shard.backend.save(shard.model, self._recovery.folder(step, str(name)))
+
+    @trainer_invocation(target="ALL")
+    def save(self, attempt: int, call: str, path: str) -> None:
+        """Write the model of a call, as its interface does."""
+        self._check(attempt)
+        definition = self._resolved.graph.calls[call]
+        shard = self._shards.get(definition.model_name)
+        if shard is not None:
+            self._interface(definition).save(shard.model, Path(path))
+
+    @trainer_invocation(target="ALL")
+    def evaluate(self, attempt: int, call: str) -> dict[str, float] | None:
+        """Sums over the held-out data of the model of a call. None where this rank does not speak."""
+        self._check(attempt)
+        definition = self._resolved.graph.calls[call]
+        shard = self._shards.get(definition.model_name)
+        if shard is None or shard.about.eval_dataset is None:
+            return None
+        place = shard.model.place
+        if definition.model_name not in self._held_out:
+            chosen = shard.about.eval_dataset
+            dataset = DATASETS.find(chosen.type_)(DatasetUtility(self._tokenizer, place.seed), **chosen.args)
+            indices = range(place.data, len(dataset), place.topo.get_dim("data"))
+            self._held_out[definition.model_name] = SequenceSample.gather([dataset[i] for i in indices])
+        found = self._interface(definition).evaluate(shard.model, self._held_out[definition.model_name])
+        return found if place.speaks else None
+
+    def _check(self, attempt: int) -> None:
+        if attempt != self._attempt:
+            raise UnirunError(f"this call is of attempt {attempt}, and the worker is in {self._attempt}")
+
+    def _line(self, rank: int) -> Line:
+        """The connection to another worker."""
+        deadline = time.monotonic() + REACH
+        while True:
+            line = self._hub.line(self.role, rank, self._lines.get(rank))
+            if line is not None:
+                self._lines[rank] = line
+                return line
+            if time.monotonic() >= deadline:
+                raise PeerLost(
+                    f"{self.role}:{rank} cannot be reached", "does it live?", worker=f"{self.role}:{rank}"
+                )
+            time.sleep(0.02)

@@ -1,0 +1,1 @@
+"""Networks in their layouts: stages, engines, backends; and the interfaces that use them."""

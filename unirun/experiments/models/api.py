@@ -1,0 +1,225 @@
+"""What runs a call: a `Model`, the `ModelBackend` that has prepared it, and the `ModelInterface` that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from unirun.experiments.data.sample import SequenceSample
+from unirun.experiments.graph import MicroBatchSpec
+from unirun.experiments.topology import ModelName, ProcessTopology
+from unirun.values import Value
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a shard of a model is: its coordinates, its device, and the mesh of all of the model's ranks, whose
+    dimensions are the axes of `topo`. Without torch.distributed there is no mesh, and one rank."""
+
+    name: ModelName
+    topo: ProcessTopology
+    rank: int
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    seed: int = 0
+
+    @property
+    def pipe(self) -> int:
+        """Its stage."""
+        return self.topo.coordinates(self.rank)["pipe"]
+
+    @property
+    def data(self) -> int:
+        """Its data-parallel rank."""
+        return self.topo.coordinates(self.rank)["data"]
+
+    @property
+    def tensor(self) -> int:
+        """Its tensor-parallel rank."""
+        return self.topo.coordinates(self.rank)["tensor"]
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether outputs of the network are here."""
+        return self.pipe == self.topo.get_dim("pipe") - 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether what this rank returns counts: one of each data-parallel rank does, on the last stage."""
+        return self.last_stage and self.tensor == 0
+
+    def group(self, axis: str) -> Any:
+        """The process group of the ranks that differ in this axis only; None where there is one only."""
+        if self.mesh is None or self.topo.get_dim(axis) == 1:
+            return None
+        return self.mesh.get_group(axis)
+
+
+class FinetuneSpec(Value):
+    """How much a model is trained, for schedules of the learning rate."""
+
+    total_train_epochs: int
+    dataset_size: int
+    train_batch_size: int
+
+    @property
+    def total_train_steps(self) -> int:
+        """Steps in all; what does not fill a batch at the end of an epoch is left out."""
+        return self.total_train_epochs * (self.dataset_size // self.train_batch_size)
+
+
+class GenerationConfig(Value):
+    """How sequences are generated: `n` for each prompt, of `max_new_tokens` at most, ending with a stop token. Without
+    `greedy`, tokens are drawn with `temperature` from the `top_p` mass and the `top_k` likeliest ones (0: from all)."""
+
+    n: int = 1
+    max_new_tokens: int = 64
+    min_new_tokens: int = 0
+    greedy: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+class Generated(Value):
+    """Sequences of one data-parallel rank: for each prompt its `n` continuations, the logarithms of the probabilities
+    with which their tokens were drawn, and whether each has ended by itself."""
+
+    tokens: list[list[torch.Tensor]]
+    logprobs: list[list[torch.Tensor]]
+    ended: list[list[bool]]
+
+
+Loss = Callable[[torch.Tensor, SequenceSample], tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]]
+"""From the outputs of a micro-batch, packed as its tokens are, its loss as a sum, and sums to be logged."""
+
+Weight = Callable[[SequenceSample], float]
+"""By what the sum of the losses is divided: as much as the micro-batch counts (its tokens, its sequences)."""
+
+
+class Engine(Protocol):
+    """A network that is ready to run, in whatever layout. All ranks of its model call the same methods in the same
+    order, each with the sequences of its data-parallel rank. Sequences are the `key` of a sample: tokens."""
+
+    def train_batch(
+        self, sample: SequenceSample, key: str, spec: MicroBatchSpec, loss: Loss, weight: Weight
+    ) -> dict[str, float]:
+        """One step of the optimizer. The loss is the sum over all data-parallel ranks, divided by their weights.
+        Returns the means of what `loss` logs, ``loss`` itself, ``grad_norm`` and ``lr``; the same on all ranks."""
+        ...
+
+    def forward(self, sample: SequenceSample, key: str, spec: MicroBatchSpec) -> torch.Tensor | None:
+        """The outputs for each token, packed in the order of `sample`. None except on the last stage."""
+        ...
+
+    def generate(
+        self, sample: SequenceSample, key: str, how: GenerationConfig, *, stop: int, pad: int, seed: int
+    ) -> Generated | None:
+        """Continue each sequence. None except on the last stage. Equal seeds give equal sequences."""
+        ...
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its parameters and buffers by the names of the whole network; parts are DTensors."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint has to have of this rank: its parts of the parameters and of the optimizer's state."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`, of the same rank in the same layout."""
+        ...
+
+    def offload(self, *, keep: bool) -> None:
+        """Give the memory on the device back. With `keep`, the parameters go to the host's memory."""
+        ...
+
+    def fetch(self) -> None:
+        """Undo `offload`. What was not kept has no values yet."""
+        ...
+
+
+@dataclass
+class Model:
+    """A network, its tokenizer, and how often it was trained (`version`). `module` is the part of the network that this
+    rank has, `engine` what the backend makes of it."""
+
+    place: Place
+    module: torch.nn.Module
+    tokenizer: Any
+    engine: Engine | None = None
+    version: int = 0
+
+    @property
+    def name(self) -> ModelName:
+        """Its name."""
+        return self.place.name
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.place.device
+
+    def running(self) -> Engine:
+        """The engine, which is there once the backend has initialized the model."""
+        assert self.engine is not None, "the backend has not initialized this model"
+        return self.engine
+
+
+class ModelBackend:
+    """Prepares models. Registered with `register_backend`."""
+
+    def initialize(self, model: Model, spec: FinetuneSpec) -> Model:
+        """Give `model` its engine. All ranks of the model call it."""
+        raise NotImplementedError
+
+    def save(self, model: Model, path: Path) -> None:
+        """Write what this rank needs to go on: one file for each rank, in the directory `path`."""
+        place = model.place
+        torch.save({"version": model.version, "state": model.running().state()}, path / f"{place.rank:05}.pt")
+
+    def load(self, model: Model, path: Path) -> None:
+        """Go on from what `save` wrote."""
+        found = torch.load(path / f"{model.place.rank:05}.pt", map_location="cpu", weights_only=True)
+        model.version = found["version"]
+        model.running().load_state(found["state"])
+
+    def destroy(self, model: Model) -> None:
+        """Give back all that the model has."""
+        model.engine = None
+
+
+class ModelInterface:
+    """What an algorithm does with a model. Registered with `register_interface`; one defines what it needs.
+
+    Each method is called in all ranks of the model, with the sequences of its data-parallel rank. What ranks return
+    that do not speak (`Place.speaks`) is dropped.
+    """
+
+    def generate(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> SequenceSample | None:
+        """New sequences."""
+        raise NotImplementedError(f"{type(self).__name__} has no generate()")
+
+    def inference(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> SequenceSample | None:
+        """More data of these sequences."""
+        raise NotImplementedError(f"{type(self).__name__} has no inference()")
+
+    def train_step(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> dict[str, float]:
+        """Train on these sequences. Returns figures, the same in all ranks."""
+        raise NotImplementedError(f"{type(self).__name__} has no train_step()")
+
+    def evaluate(self, model: Model, sample: SequenceSample) -> dict[str, float]:
+        """Sums over data that is held out, ``count`` among them; the master adds those of all ranks that speak, and
+        divides by the count. Nothing by default."""
+        return {}
+
+    def save(self, model: Model, path: Path) -> None:
+        """Write the model for others to use. By default what `torch.load` reads: the whole state dict, by rank 0."""
+        from unirun.experiments.models.saving import save_whole
+
+        save_whole(model, path)

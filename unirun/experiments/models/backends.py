@@ -1,0 +1,130 @@
+"""The backends that are built in: ``ddp``, ``fsdp2`` and ``inference``, each in any layout, and ``null``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from unirun.errors import UsageError
+from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend
+from unirun.experiments.models.engine import TorchEngine
+from unirun.experiments.models.stage import Stage, causal_lm
+from unirun.experiments.registry import register_backend, register_model
+
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+}
+
+
+class TrainBackend(ModelBackend):
+    """Trains: data-parallel ranks have all parameters of their part and add up their gradients.
+
+    `optimizer` is ``adam`` or ``sgd``, `options` are its further arguments. The learning rate `lr` rises during the
+    share `warmup` of all steps and then falls to the share `min_lr` of it, as `schedule` says: ``constant``, ``linear``
+    or ``cosine``. Gradients are clipped to the norm `clip`; 0: never.
+    """
+
+    sharded = False
+
+    def __init__(
+        self,
+        lr: float = 1e-4,
+        optimizer: str = "adam",
+        options: Mapping[str, Any] | None = None,
+        schedule: str = "constant",
+        warmup: float = 0.0,
+        min_lr: float = 0.0,
+        clip: float = 1.0,
+    ) -> None:
+        if optimizer not in OPTIMIZERS:
+            raise UsageError(f"optimizer {optimizer!r}", f"it is one of {', '.join(OPTIMIZERS)}")
+        if schedule not in ("constant", "linear", "cosine"):
+            raise UsageError(f"schedule {schedule!r}", "it is constant, linear or cosine")
+        self._lr, self._clip, self._make = lr, clip, OPTIMIZERS[optimizer]
+        self._options, self._shape, self._warmup, self._least = dict(options or {}), schedule, warmup, min_lr
+        if optimizer == "adam":
+            self._options.setdefault("weight_decay", 0.0)
+
+    def initialize(self, model: Model, spec: FinetuneSpec) -> Model:
+        """Give it an engine with an optimizer."""
+        stage = model.module
+        assert isinstance(stage, Stage)
+        place = model.place
+        stage.to(place.device)
+        if self.sharded and place.topo.get_dim("data") > 1:
+            assert place.mesh is not None
+            mesh = place.mesh["data"]
+            for layer in stage.body.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(stage, mesh=mesh)
+        total = spec.total_train_steps
+        model.engine = TorchEngine(
+            place,
+            stage,
+            self._make(stage.parameters(), lr=self._lr, foreach=False, **self._options),
+            lambda step: rate(step, total, self._shape, self._warmup, self._least),
+            self._clip,
+        )
+        return model
+
+
+class ShardedBackend(TrainBackend):
+    """Trains: data-parallel ranks have parts of the parameters (FSDP2)."""
+
+    sharded = True
+
+
+class InferenceBackend(ModelBackend):
+    """Runs a model that is not trained."""
+
+    def initialize(self, model: Model, spec: FinetuneSpec) -> Model:
+        """Give it an engine without an optimizer."""
+        stage = model.module
+        assert isinstance(stage, Stage)
+        stage.to(model.device).requires_grad_(False)
+        model.engine = TorchEngine(model.place, stage)
+        return model
+
+
+class NoModel(torch.nn.Module):
+    """A model without a network: for calls that need no more than a program, as a verifier of answers."""
+
+
+class NullBackend(ModelBackend):
+    """For `NoModel`. It runs and saves nothing."""
+
+    def initialize(self, model: Model, spec: FinetuneSpec) -> Model:
+        """There is nothing to do."""
+        return model
+
+    def save(self, model: Model, path: Path) -> None:
+        """There is nothing to save."""
+
+    def load(self, model: Model, path: Path) -> None:
+        """There is nothing to load."""
+
+
+def rate(step: int, total: int, shape: str, warmup: float, least: float) -> float:
+    """The factor of the learning rate in `step`, from 0 on, of `total`."""
+    rising = int(warmup * total)
+    if step < rising:
+        return (step + 1) / rising
+    if shape == "constant" or total <= rising:
+        return 1.0
+    done = min((step - rising) / (total - rising), 1.0)
+    left = 1.0 - done if shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return least + (1.0 - least) * left
+
+
+register_backend("ddp", TrainBackend)
+register_backend("fsdp2", ShardedBackend)
+register_backend("inference", InferenceBackend)
+register_backend("null", NullBackend)
+register_model("null", lambda place: NoModel())
+register_model("causal_lm", causal_lm)

@@ -1,0 +1,325 @@
+"""`TorchEngine`: a stage that is trained or run in any layout, by torch alone.
+
+Tensor parallelism is in the stage (DTensor). Stages are connected by torch.distributed.pipelining. Data-parallel ranks
+add up their gradients after the last micro-batch, or have parts of the parameters (FSDP2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+
+from unirun.experiments.data.sample import SequenceSample
+from unirun.experiments.graph import MicroBatchSpec
+from unirun.experiments.models.api import Generated, GenerationConfig, Loss, Place, Weight
+from unirun.experiments.models.generation import generate
+from unirun.experiments.models.stage import Stage
+
+
+class TorchEngine:
+    """A `Stage` with its optimizer; without one it is only run. `schedule` gives the factor of the learning rate for
+    each step."""
+
+    def __init__(
+        self,
+        place: Place,
+        stage: Stage,
+        optimizer: torch.optim.Optimizer | None = None,
+        schedule: Callable[[int], float] = lambda step: 1.0,
+        clip: float = 1.0,
+    ) -> None:
+        self._place, self._stage, self._clip = place, stage, clip
+        self._optimizer, self._schedule, self._steps = optimizer, schedule, 0
+        self._rates = [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
+        self._kept = True
+
+    def train_batch(
+        self, sample: SequenceSample, key: str, spec: MicroBatchSpec, loss: Loss, weight: Weight
+    ) -> dict[str, float]:
+        """As `Engine` says."""
+        assert self._optimizer is not None, f"{self._place.name} is not trained: its backend has no optimizer"
+        self._stage.train()
+        self._optimizer.zero_grad()
+        batches = [part for part, _ in sample.split(self._split(spec))]
+        data = self._place.group("data")
+        count = torch.tensor([sum(map(weight, batches)), float(len(batches))], dtype=torch.float64)
+        if data is not None:
+            most = count.clone()
+            dist.all_reduce(count[:1], group=data)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=data)
+            count[1] = most[1]
+        total = max(count[0].item(), 1e-9)
+        logged = self._gradients(batches, int(count[1]), key, loss, total)
+        norm = self._norm()
+        scale = min(self._clip / (norm + 1e-6), 1.0) if self._clip else 1.0
+        for parameter in self._parameters():
+            if parameter.grad is not None and scale < 1.0:
+                parameter.grad.mul_(scale)
+        factor = self._schedule(self._steps)
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._steps += 1
+        figures = {name: value / total for name, value in self._summed(logged).items()}
+        return {**figures, "grad_norm": norm, "lr": self._rates[0] * factor}
+
+    def _split(self, spec: MicroBatchSpec) -> MicroBatchSpec:
+        """A pipeline has as many micro-batches as stages at least, so that all of them work."""
+        return MicroBatchSpec(max(spec.n_mbs, self._place.topo.get_dim("pipe")), spec.max_tokens_per_mb)
+
+    def _gradients(
+        self, batches: Sequence[SequenceSample], rounds: int, key: str, loss: Loss, total: float
+    ) -> dict[str, float]:
+        """Run all micro-batches forward and backward. Returns sums of what was logged, on the last stage.
+
+        All data-parallel ranks have as many `rounds`: with FSDP2 each is a collective.
+        """
+        logged: dict[str, float] = {}
+        # FSDP2 takes the mean over data-parallel ranks.
+        factor = self._place.topo.get_dim("data") if isinstance(self._stage, FSDPModule) else 1
+
+        def scaled(output: torch.Tensor, batch: SequenceSample | None) -> torch.Tensor:
+            if batch is None:
+                return output.sum() * 0.0
+            value, more = loss(_packed(output, batch.lengths(key)), batch)
+            for name, figure in {**more, "loss": value}.items():
+                found = figure.item() if isinstance(figure, torch.Tensor) else figure
+                logged[name] = logged.get(name, 0.0) + found
+            return value * (factor / total)
+
+        padded: list[SequenceSample | None] = [*batches, *[None] * (rounds - len(batches))]
+        if self._place.group("pipe") is None:
+            for number, batch in enumerate(padded):
+                if isinstance(self._stage, FSDPModule):
+                    self._stage.set_requires_gradient_sync(number == rounds - 1)
+                scaled(self._stage(self._rows(batch, key)), batch).backward()
+        else:
+            self._pipeline(padded, key, scaled)
+        self._add_up()
+        return logged
+
+    def _rows(self, batch: SequenceSample | None, key: str, rows: int = 0, length: int = 0) -> torch.Tensor:
+        """Tokens ``[rows, length]``: sequences, filled up with zeros at their ends, where causality hides them."""
+        sequences = batch.sequences(key) if batch is not None else []
+        rows = rows or max(len(sequences), 1)
+        length = length or max(map(len, sequences), default=1)
+        found = torch.zeros(rows, length, dtype=torch.long)
+        for row, sequence in zip(found, sequences, strict=False):
+            row[: len(sequence)] = sequence
+        return found.to(self._place.device)
+
+    def _pipeline(
+        self,
+        batches: Sequence[SequenceSample | None],
+        key: str,
+        loss: Callable[[torch.Tensor, SequenceSample | None], torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
+        """Run micro-batches through all stages, and back with a `loss`. Returns the outputs, on the last stage."""
+        stage, place = self._stage, self._place
+        rows = max(len(batch.lengths(key)) if batch is not None else 1 for batch in batches)
+        length = max(max(batch.lengths(key), default=1) if batch is not None else 1 for batch in batches)
+        tokens = [self._rows(batch, key, rows, length) for batch in batches]
+        hidden = torch.empty(rows, length, stage.hidden, dtype=stage.dtype, device="meta")
+        with torch.no_grad():
+            outputs = torch.empty(rows, length, self._width(), dtype=stage.dtype, device="meta")
+        part = PipelineStage(
+            stage,
+            place.pipe,
+            place.topo.get_dim("pipe"),
+            place.device,
+            input_args=(tokens[0].to("meta"),) if stage.first else (hidden.requires_grad_(loss is not None),),
+            output_args=((outputs if stage.last else hidden.clone()).requires_grad_(loss is not None),),
+            group=place.group("pipe"),
+        )
+        numbers = torch.arange(len(batches)).repeat_interleave(rows)
+        kind = Schedule1F1B if len(batches) >= place.topo.get_dim("pipe") else ScheduleGPipe
+        schedule = kind(
+            part,
+            len(batches),
+            None if loss is None else lambda output, which: loss(output, batches[int(which[0])]),
+            scale_grads=False,
+        )
+        given = (torch.cat(tokens),) if stage.first else ()
+        if loss is None:
+            found = schedule.eval(*given)
+            return list(found.split(rows)) if stage.last else []
+        schedule.step(*given, target=numbers if stage.last else None)
+        return []
+
+    def _width(self) -> int:
+        """Elements of an output for each token."""
+        head = self._stage.head
+        return int(head.out_features) if isinstance(head, nn.Linear) else self._stage.hidden
+
+    def _add_up(self) -> None:
+        """Add the gradients of all data-parallel ranks, in one buffer for each dtype."""
+        data = self._place.group("data")
+        if data is None or isinstance(self._stage, FSDPModule):
+            return
+        for parameter in self._parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [_local(p.grad) for p in self._parameters() if p.grad is not None]
+        for dtype in sorted({grad.dtype for grad in grads}, key=str):
+            some = [grad for grad in grads if grad.dtype == dtype]
+            flat = torch.cat([grad.reshape(-1) for grad in some])
+            dist.all_reduce(flat, group=data)
+            for grad, part in zip(some, flat.split([g.numel() for g in some]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+    def _norm(self) -> float:
+        """The 2-norm of the gradients of the whole network, the same on all ranks."""
+        squares = torch.zeros((), dtype=torch.float64)
+        for parameter in self._parameters():
+            if parameter.grad is None:
+                continue
+            grad = parameter.grad
+            norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
+            whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            squares += whole.double().cpu() ** 2
+        pipe = self._place.group("pipe")
+        if pipe is not None:
+            dist.all_reduce(squares, group=pipe)
+        return math.sqrt(squares.item())
+
+    def _summed(self, logged: Mapping[str, float]) -> dict[str, float]:
+        """Sums over data-parallel ranks, from the last stage to all."""
+        names = sorted(logged)
+        pipe, data = self._place.group("pipe"), self._place.group("data")
+        if pipe is not None:
+            found: list[Any] = [names]
+            dist.broadcast_object_list(found, group=pipe, group_src=self._place.topo.get_dim("pipe") - 1)
+            names = found[0]
+        values = torch.tensor([logged.get(name, 0.0) for name in names], dtype=torch.float64)
+        if data is not None:
+            dist.all_reduce(values, group=data)
+        if pipe is not None:
+            dist.broadcast(values, group=pipe, group_src=self._place.topo.get_dim("pipe") - 1)
+        return dict(zip(names, values.tolist(), strict=True))
+
+    @torch.no_grad()
+    def forward(self, sample: SequenceSample, key: str, spec: MicroBatchSpec) -> torch.Tensor | None:
+        """As `Engine` says."""
+        self._stage.eval()
+        parts = sample.split(self._split(spec))
+        batches = [part for part, _ in parts]
+        rounds = len(batches)
+        data = self._place.group("data")
+        if data is not None:
+            most = torch.tensor(rounds)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=data)
+            rounds = int(most)
+        padded: list[SequenceSample | None] = [*batches, *[None] * (rounds - len(batches))]
+        if self._place.group("pipe") is None:
+            outputs = [self._stage(self._rows(batch, key)) for batch in padded]
+        else:
+            outputs = self._pipeline(padded, key, None)
+        if not self._stage.last:
+            return None
+        found: dict[int, torch.Tensor] = {}
+        for output, (batch, places) in zip(outputs, parts, strict=False):
+            packed = _packed(output, batch.lengths(key)).cpu()
+            found |= zip(places, packed.split(batch.sizes(key)), strict=True)
+        return torch.cat([found[place] for place in range(len(sample))])
+
+    @torch.no_grad()
+    def generate(
+        self, sample: SequenceSample, key: str, how: GenerationConfig, *, stop: int, pad: int, seed: int
+    ) -> Generated | None:
+        """As `Engine` says."""
+        self._stage.eval()
+        return generate(self._place, self._stage, sample.sequences(key), how, stop=stop, pad=pad, seed=seed)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """As `Engine` says."""
+        return self._stage.named({n: t.detach() for n, t in self._stage.state_dict().items()})
+
+    def state(self) -> dict[str, Any]:
+        """As `Engine` says."""
+        found: dict[str, Any] = {
+            "tensors": {name: _local(tensor).cpu() for name, tensor in self.tensors().items()},
+            "steps": self._steps,
+        }
+        if self._optimizer is not None:
+            saved = self._optimizer.state_dict()["state"]
+            found["optimizer"] = {
+                number: {n: _local(v).cpu() if isinstance(v, torch.Tensor) else v for n, v in some.items()}
+                for number, some in saved.items()
+            }
+        return found
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """As `Engine` says."""
+        own = self.tensors()
+        for name, tensor in state["tensors"].items():
+            _local(own[name]).copy_(tensor)
+        self._steps = state["steps"]
+        if self._optimizer is not None:
+            groups = self._optimizer.state_dict()["param_groups"]
+            parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+            saved = {
+                number: {n: _like(v, parameters[number]) for n, v in some.items()}
+                for number, some in state["optimizer"].items()
+            }
+            self._optimizer.load_state_dict({"state": saved, "param_groups": groups})
+
+    def offload(self, *, keep: bool) -> None:
+        """As `Engine` says."""
+        self._kept = keep
+        for tensor in self._all():
+            if not keep:
+                _local(tensor.data).untyped_storage().resize_(0)
+            elif self._place.device.type != "cpu":
+                tensor.data = tensor.data.cpu()
+
+    def fetch(self) -> None:
+        """As `Engine` says."""
+        for tensor in self._all():
+            if not self._kept:
+                local = _local(tensor.data)
+                local.untyped_storage().resize_(local.numel() * local.itemsize)
+            elif tensor.device != self._place.device:
+                tensor.data = tensor.data.to(self._place.device)
+        self._kept = True
+
+    def _all(self) -> Iterable[torch.Tensor]:
+        yield from self._stage.parameters()
+        yield from self._stage.buffers()
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._stage.parameters() if parameter.requires_grad]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(value: Any, parameter: torch.Tensor) -> Any:
+    """A value of the optimizer's state for `parameter`: of the same kind, if it is a part of such a tensor."""
+    if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor) or not value.dim():
+        return value
+    local = value.to(parameter.device)
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _packed(output: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """The outputs of the tokens that are there: ``[sum(lengths), …]``; those of one value without that dimension."""
+    found = torch.cat([row[:length] for row, length in zip(output, lengths, strict=False)])
+    return found.squeeze(-1) if found.shape[-1] == 1 else found

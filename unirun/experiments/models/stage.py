@@ -1,0 +1,199 @@
+"""A part of a causal language model of transformers: the layers of one stage, cut by tensor parallelism.
+
+The network is transformers' own, with the layers of other stages taken out, so that any decoder whose modules are named
+as Llama's (Qwen, Mistral, …) works.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from unirun.errors import Fault, SpecError
+from unirun.experiments.models.api import Place
+
+PLAN: Mapping[str, type[ColwiseParallel] | type[RowwiseParallel]] = {
+    "self_attn.q_proj": ColwiseParallel,
+    "self_attn.k_proj": ColwiseParallel,
+    "self_attn.v_proj": ColwiseParallel,
+    "self_attn.o_proj": RowwiseParallel,
+    "mlp.gate_proj": ColwiseParallel,
+    "mlp.up_proj": ColwiseParallel,
+    "mlp.down_proj": RowwiseParallel,
+}
+"""How each layer is cut over tensor-parallel ranks (Shoeybi et al. 2019, Megatron-LM)."""
+
+
+class Stage(nn.Module):
+    """The part of a network that one rank has. Its input are tokens on the first stage and hidden states on others, its
+    output are hidden states, and on the last stage logits, or values (`heads` = 1)."""
+
+    def __init__(self, whole: nn.Module, place: Place) -> None:
+        """`whole` is a causal language model, all of it, on the CPU."""
+        super().__init__()
+        body: Any = _body(whole)
+        config: Any = copy.deepcopy(whole.config)
+        stages, stage = place.topo.get_dim("pipe"), place.pipe
+        _check(place, config)
+        count = config.num_hidden_layers
+        self.begin = count * stage // stages
+        end = count * (stage + 1) // stages
+        self.first, self.last = stage == 0, stage == stages - 1
+        self.hidden, self.dtype = int(config.hidden_size), next(whole.parameters()).dtype
+        layers = list(body.layers)[self.begin : end]
+        for number, layer in enumerate(layers):
+            # Each stage has a cache of its own layers.
+            layer.self_attn.layer_idx = number
+        config.num_hidden_layers = len(layers)
+        body.config = config
+        body.layers = nn.ModuleList(layers)
+        if not self.first:
+            body.embed_tokens = None
+        if not self.last:
+            body.norm = nn.Identity()
+        self.body = body
+        self.head: Any = whole.lm_head if self.last else None
+        self.config: Any = config
+        self._cache_name = (
+            "cache" if "cache" in inspect.signature(type(body).forward).parameters else "past_key_values"
+        )
+        if place.topo.get_dim("tensor") > 1:
+            self._cut(place)
+
+    def _cut(self, place: Place) -> None:
+        assert place.mesh is not None
+        mesh = place.mesh["tensor"]
+        for layer in self.body.layers:
+            parallelize_module(layer, mesh, {name: style() for name, style in PLAN.items()})
+        if isinstance(self.head, nn.Linear) and self.head.out_features > 1:
+            parallelize_module(self.head, mesh, ColwiseParallel(output_layouts=Replicate()))
+
+    def forward(
+        self,
+        value: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        cache: Any = None,
+    ) -> torch.Tensor:
+        """Tokens ``[batch, length]`` or hidden states ``[batch, length, hidden]`` through these layers."""
+        more = {self._cache_name: cache, "use_cache": True} if cache is not None else {"use_cache": False}
+        given = {"input_ids": value} if self.first else {"inputs_embeds": value}
+        found = self.body(**given, attention_mask=attention_mask, position_ids=positions, **more)
+        hidden: torch.Tensor = found.last_hidden_state
+        if self.head is None:
+            return hidden
+        output: torch.Tensor = self.head(hidden)
+        return output
+
+    def named(self, names: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors by the names that they have in the whole network."""
+        return {self.name(name): tensor for name, tensor in names.items()}
+
+    def name(self, name: str) -> str:
+        """The name of a parameter in the whole network."""
+        name = re.sub(r"^head\.", "lm_head.", re.sub(r"^body\.", "model.", name))
+        return re.sub(r"^model\.layers\.(\d+)\.", lambda m: f"model.layers.{int(m[1]) + self.begin}.", name)
+
+
+def _body(whole: nn.Module) -> Any:
+    body = getattr(whole, "model", None)
+    if body is None or not hasattr(body, "layers") or not hasattr(body, "embed_tokens"):
+        raise SpecError(
+            [
+                Fault(
+                    "model",
+                    f"{type(whole).__name__} is not built as Llama is",
+                    "give a decoder with model.layers",
+                )
+            ]
+        )
+    return body
+
+
+def _check(place: Place, config: Any) -> None:
+    """Raises `SpecError` when the network cannot be cut in this way."""
+    faults = []
+    tensor, stages = place.topo.get_dim("tensor"), place.topo.get_dim("pipe")
+    heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+    for what, size in (
+        ("attention heads", heads[0]),
+        ("key-value heads", heads[1]),
+        ("elements in its intermediate layers", config.intermediate_size),
+    ):
+        if size % tensor:
+            faults.append(
+                Fault(
+                    f"models.{place.name}",
+                    f"it has {size} {what}, and tensor is {tensor}",
+                    "one divides the other",
+                )
+            )
+    if config.tie_word_embeddings and place.topo.world_size() > place.topo.get_dim("data"):
+        faults.append(
+            Fault(
+                f"models.{place.name}",
+                "its embeddings are tied, and its first and last layers are cut in different ways",
+                "set tie_word_embeddings to false, or split it by data only",
+            )
+        )
+    if config.num_hidden_layers < stages:
+        faults.append(
+            Fault(
+                f"models.{place.name}",
+                f"it has {config.num_hidden_layers} layers, and pipe is {stages}",
+                "a stage has one layer at least",
+            )
+        )
+    if faults:
+        raise SpecError(faults)
+
+
+def causal_lm(
+    place: Place,
+    *,
+    config: Mapping[str, Any] | None = None,
+    path: str = "",
+    dtype: str = "float32",
+    critic: bool = False,
+    weights: str = "",
+) -> Stage:
+    """The part of a causal language model: of a `path` or name that transformers knows, or a new one with this
+    `config`, which names its ``model_type``. The last layer of a `critic` gives one value instead of logits.
+
+    The parameters of a new one follow from the seed of the place alone, so they are the same in each layout. `weights`
+    is a file that `ModelInterface.save` has written: its tensors take the place of those with the same names and
+    shapes.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    whole: Any
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(place.seed)
+        kind = getattr(torch, dtype)
+        if path:
+            whole = AutoModelForCausalLM.from_pretrained(path, dtype=kind)
+        else:
+            settings = dict(config or {})
+            whole = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                AutoConfig.for_model(settings.pop("model_type", "llama"), **settings), dtype=kind
+            )
+        if critic:
+            whole.lm_head = nn.Linear(whole.config.hidden_size, 1, bias=False, dtype=kind)
+            nn.init.normal_(whole.lm_head.weight, std=1.0 / (whole.config.hidden_size + 1))
+            whole.config.tie_word_embeddings = False
+        if weights:
+            own = whole.state_dict()
+            saved = torch.load(weights, map_location="cpu", weights_only=True)
+            fitting = {n: t for n, t in saved.items() if n in own and own[n].shape == t.shape}
+            whole.load_state_dict(fitting, strict=False)
+    return Stage(whole, place)

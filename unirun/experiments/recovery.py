@@ -1,0 +1,98 @@
+"""`RecoverInfo`: from where a trial goes on, and the checkpoints beside it.
+
+::
+
+    <trial>/recover/000012/actor@0/00003.pt   what rank 3 of a model needs to go on
+                          /recover.json       written last, by one rename: the trial can go on from here
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from unirun.errors import CheckpointDamaged
+from unirun.experiments.control import Frequencies
+from unirun.reporting import report
+from unirun.values import Value
+
+FILE = "recover.json"
+KEPT = 2
+"""Checkpoints that are kept: the last one, and one before, should a disk damage it."""
+
+
+class RecoverInfo(Value):
+    """How far a trial has come: `step` steps are done in all, and `epoch_step` in the epoch. `used_ids` are the samples
+    of the epoch that were used. `versions` says how often each model was trained."""
+
+    step: int = 0
+    epoch: int = 0
+    epoch_step: int = 0
+    used_ids: tuple[str, ...] = ()
+    frequencies: Frequencies = Frequencies()
+    versions: dict[str, int] = {}  # noqa: RUF012
+
+
+class Recovery:
+    """The checkpoints of a trial, in a directory that all of its processes reach."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root / "recover"
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint after so many steps is."""
+        return self._root / f"{step:06}"
+
+    def folder(self, step: int, model: str) -> Path:
+        """Where that of one model is."""
+        return self.path(step) / model
+
+    def prepare(self, step: int, models: list[str]) -> None:
+        """Make the directories of a new checkpoint, and drop what an attempt before has left of it."""
+        shutil.rmtree(self.path(step), ignore_errors=True)
+        for model in models:
+            self.folder(step, model).mkdir(parents=True)
+
+    def commit(self, info: RecoverInfo) -> None:
+        """All ranks have written theirs: it counts. Older ones are removed."""
+        path = self.path(info.step) / FILE
+        part = path.with_suffix(".partial")
+        with part.open("wb") as file:
+            file.write(msgspec.json.encode(info))
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(path)
+        for step in [step for step in self.steps() if step <= info.step][:-KEPT]:
+            shutil.rmtree(self.path(step), ignore_errors=True)
+
+    def steps(self) -> list[int]:
+        """The checkpoints that count, in ascending order."""
+        found = self._root.iterdir() if self._root.is_dir() else ()
+        return sorted(
+            int(path.name) for path in found if re.fullmatch(r"\d{6,}", path.name) and (path / FILE).exists()
+        )
+
+    def latest(self) -> RecoverInfo | None:
+        """The last one that counts; one that cannot be read is skipped, with a warning. None without any."""
+        for step in reversed(self.steps()):
+            try:
+                return self.read(step)
+            except CheckpointDamaged as error:
+                report(f"unirun: {error}; an earlier one is used")
+        return None
+
+    def read(self, step: int) -> RecoverInfo:
+        """One of them. Raises `CheckpointDamaged`."""
+        path = self.path(step) / FILE
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=RecoverInfo)
+        except (OSError, msgspec.MsgspecError, RecursionError) as error:
+            raise CheckpointDamaged(f"{path} cannot be read: {error}") from error
+
+    def clear(self) -> None:
+        """The trial begins anew."""
+        shutil.rmtree(self._root, ignore_errors=True)

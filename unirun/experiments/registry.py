@@ -1,0 +1,99 @@
+"""Registries: what configurations name by a string."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from unirun.errors import UsageError
+
+if TYPE_CHECKING:
+    from unirun.experiments.experiment import Experiment
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Things of one `kind` by name. A name is used once."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._found: dict[str, T] = {}
+
+    def register(self, name: str, value: T) -> None:
+        """Give `value` a name. Raises `UsageError` if another one has it."""
+        known = self._found.setdefault(name, value)
+        if known is not value and not _same(known, value):
+            raise UsageError(
+                f"{self.kind} {name!r} is registered already, as {_where(known)}", "choose another name"
+            )
+
+    def find(self, name: str) -> T:
+        """What has this name. Raises `UsageError` with the names that there are."""
+        if name not in self._found:
+            near = difflib.get_close_matches(name, self._found, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise UsageError(
+                f"no {self.kind} is registered as {name!r}",
+                f"{hint}there are: {', '.join(self.names()) or 'none'}",
+            )
+        return self._found[name]
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        return sorted(self._found)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._found
+
+
+def _where(value: object) -> str:
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}".lstrip(".")
+
+
+def _same(one: object, other: object) -> bool:
+    """A module that is imported twice, as ``__main__`` and by its name, registers the same classes twice."""
+    code = [getattr(each, "__code__", None) for each in (one, other)]
+    return code[0] is not None and code[0] == code[1]
+
+
+DATASETS: Registry[Any] = Registry("dataset")
+MODELS: Registry[Any] = Registry("model")
+BACKENDS: Registry[Any] = Registry("backend")
+INTERFACES: Registry[Any] = Registry("interface")
+EXPERIMENTS: Registry[Callable[..., Experiment]] = Registry("experiment")
+
+
+def register_dataset(name: str, cls: Any) -> None:
+    """`DatasetAbstraction(name, args)` makes ``cls(util, **args)``; ``cls.keys`` are the keys of its samples."""
+    if not isinstance(getattr(cls, "keys", None), tuple):
+        raise UsageError(
+            f"dataset {name!r} does not say which keys it has", "give the class keys = ('prompt', …), a tuple"
+        )
+    DATASETS.register(name, cls)
+
+
+def register_model(name: str, make: Any) -> None:
+    """`ModelAbstraction(name, args)` makes ``make(place, **args)``."""
+    MODELS.register(name, make)
+
+
+def register_backend(name: str, cls: Any) -> None:
+    """`ModelBackendAbstraction(name, args)` makes ``cls(**args)``, a `ModelBackend`."""
+    BACKENDS.register(name, cls)
+
+
+def register_interface(name: str, cls: Any) -> None:
+    """`ModelInterfaceAbstraction(name, args)` makes ``cls(**args)``, a `ModelInterface`."""
+    INTERFACES.register(name, cls)
+
+
+def register_experiment(name: str, cls: Callable[..., Experiment]) -> None:
+    """``-e name`` starts ``cls()``. Raises `UsageError` if another one has the name."""
+    EXPERIMENTS.register(name, cls)
+
+
+def make_experiment(name: str) -> Experiment:
+    """The experiment that is registered under `name`. Raises `UsageError` with those that there are."""
+    return EXPERIMENTS.find(name)()

@@ -1,0 +1,144 @@
+"""A trial as a job: its files, the job file that the command runs, and which trials there are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from unirun.errors import JobError, UsageError
+from unirun.experiments.config import ExperimentConfig, ExperimentScheduling
+from unirun.experiments.experiment import check_names
+from unirun.experiments.orders import Trial
+from unirun.observe.status import ENDED, read_status
+from unirun.rendezvous.jobdir import job_at, unirun_home
+from unirun.values import Value
+
+TRIAL = "trial.json"
+JOB = "job.json"
+
+RECOVER_MODES = ("disabled", "auto", "resume", "fault")
+"""Never; from the last checkpoint if there is one; from it, and only so; only after a failure of this start."""
+
+
+class Started(Value):
+    """What ``trial.json`` says: the job of the latest start."""
+
+    experiment: str
+    trial: str
+    job: str
+
+
+def root_of(experiment: str, trial: str) -> Path:
+    """The directory of a trial. Raises `UsageError` for names that cannot be in a path."""
+    check_names(experiment, trial)
+    return unirun_home() / "experiments" / experiment / trial
+
+
+def trials() -> list[Started]:
+    """All trials that were started, by their names."""
+    found = []
+    for path in sorted((unirun_home() / "experiments").glob(f"*/*/{TRIAL}")):
+        try:
+            found.append(msgspec.json.decode(path.read_bytes(), type=Started))
+        except (OSError, msgspec.MsgspecError):
+            continue
+    return found
+
+
+def started(experiment: str, trial: str) -> Started | None:
+    """The latest start of a trial."""
+    try:
+        raw = (root_of(experiment, trial) / TRIAL).read_bytes()
+    except FileNotFoundError:
+        return None
+    return msgspec.json.decode(raw, type=Started)
+
+
+def phase_of(start: Started) -> str:
+    """How a trial stands: the phase of its job; ``gone`` when nothing is known of it any more."""
+    try:
+        return str(read_status(job_at(start.job)).phase)
+    except (JobError, OSError):
+        return "gone"
+
+
+def refuse_running(experiment: str, trial: str) -> None:
+    """Raise `UsageError` while the trial runs."""
+    known = started(experiment, trial)
+    if known is not None and phase_of(known) not in (*ENDED, "gone"):
+        raise UsageError(
+            f"trial {trial!r} of {experiment!r} runs already, as job {known.job}",
+            f"wait for its end, or: unirun experiment stop -e {experiment} -f {trial}",
+        )
+
+
+def job_mapping(trial: Trial, config: ExperimentConfig, scheduling: ExperimentScheduling) -> dict[str, Any]:
+    """The job file of a trial. Raises `UsageError` when there are other numbers of workers than it schedules."""
+    count = len(config.model_worker)
+    if scheduling.model_worker.count != count:
+        raise UsageError(
+            f"scheduling_setup() has {scheduling.model_worker.count} model workers, initial_setup() has {count}",
+            "let both follow from the same settings",
+        )
+    workers, master = scheduling.model_worker.scheduling, scheduling.master_worker.scheduling
+    role: dict[str, Any] = {
+        "count": count,
+        "workload": "unirun.experiments.model_worker:ModelWorkerProcess",
+        "env": dict(workers.env_vars),
+        "max_restarts": 10,
+    }
+    if not workers.gpu:
+        role["device"] = "cpu"
+    return {
+        "name": f"{trial.experiment}-{trial.trial}",
+        "roles": {"model_worker": role},
+        "trainer": {
+            "class": "unirun.experiments.master:MasterWorkerProcess",
+            "env": dict(master.env_vars),
+            "max_restarts": 10,
+        },
+        "config": msgspec.to_builtins(trial),
+        "preload": ["transformers"],
+    }
+
+
+def write_job(trial: Trial, mapping: dict[str, Any], run_id: str) -> Path:
+    """Write the files of a start. Returns the job file."""
+    root = Path(trial.root)
+    root.mkdir(parents=True, exist_ok=True)
+    path = root / JOB
+    _replace(path, json.dumps({**mapping, "run_id": run_id}, indent=1).encode())
+    _replace(root / TRIAL, msgspec.json.encode(Started(trial.experiment, trial.trial, run_id)))
+    return path
+
+
+def _replace(path: Path, data: bytes) -> None:
+    part = path.with_suffix(".partial")
+    part.write_bytes(data)
+    os.replace(part, path)
+
+
+def options_of_slurm(scheduling: ExperimentScheduling, partition: str, nodes: int) -> str:
+    """The ``--slurm`` of a trial: what its model workers need, on so many nodes."""
+    group = scheduling.model_worker
+    each = -(-group.count // nodes)
+    needs = group.scheduling
+    words: Sequence[tuple[str, str]] = [
+        ("nodes", str(nodes)),
+        ("partition", partition),
+        ("cpus_per_task", str(needs.cpu * each + 1)),
+        ("gpus_per_node", str(needs.gpu * each) if needs.gpu else ""),
+        ("mem", f"{needs.mem * each}M" if needs.mem else ""),
+        ("nodelist", needs.nodelist),
+        ("exclude", needs.exclude),
+        ("container_image", needs.container_image),
+        ("time", needs.time_limit),
+        ("begin", needs.begin),
+        ("deadline", needs.deadline),
+    ]
+    return ",".join(f"{name}={value}" for name, value in words if value)
