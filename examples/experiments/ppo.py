@@ -41,7 +41,7 @@ from unirun.experiments import (
     topology,
 )
 
-ROOM = 6
+ROOM = 4
 """Tokens of an answer."""
 
 
@@ -197,10 +197,11 @@ class PPO(Experiment):
     """Its settings. `weights` is what ``sft`` has saved; without it the actor begins with nothing."""
 
     weights: str = ""
-    samples: int = 512
-    batch: int = 64
-    epochs: int = 10
-    lr: float = 3e-4
+    samples: int = 3000
+    batch: int = 500
+    epochs: int = 20
+    updates: int = 4
+    lr: float = 6e-4
     critic_lr: float = 1e-3
     kl: float = 0.02
     seed: int = 1
@@ -220,8 +221,8 @@ class PPO(Experiment):
         critic, ref, reward = ModelName("critic"), ModelName("ref"), ModelName("reward")
         generates = rollout if self.separate else actor
         kind = ModelInterfaceType
-        policy = ModelInterfaceAbstraction("ppo_actor")
-        values = ModelInterfaceAbstraction("ppo_critic", {"kl": self.kl})
+        policy = ModelInterfaceAbstraction("ppo_actor", {"minibatches": self.updates})
+        values = ModelInterfaceAbstraction("ppo_critic", {"kl": self.kl, "minibatches": self.updates})
         n = self.batch
         calls = [
             MFCDef(
@@ -252,8 +253,9 @@ class PPO(Experiment):
         ]  # fmt: skip
         held_out = DatasetAbstraction("prompt", {"rows": sums(200, held_out=True)})
         network, expects = llama(weights=self.weights), llama(critic=True, weights=self.weights)
-        trained = ModelBackendAbstraction("ddp", {"lr": self.lr, "options": {"betas": [0.9, 0.95]}})
-        taught = ModelBackendAbstraction("ddp", {"lr": self.critic_lr, "options": {"betas": [0.9, 0.95]}})
+        schedule = {"schedule": "linear", "warmup": 0.05, "updates": self.updates}
+        trained = ModelBackendAbstraction("ddp", {"lr": self.lr, **schedule})
+        taught = ModelBackendAbstraction("ddp", {"lr": self.critic_lr, **schedule})
         run = ModelBackendAbstraction("inference")
         program = ModelAbstraction("null"), ModelBackendAbstraction("null")
         two, one = topology(data=2), topology()

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from experiments.sums import llama, sums
 from unirun.experiments import (
     Allocation,
+    AutomaticEvaluator,
     DatasetAbstraction,
     Experiment,
     ExperimentConfig,
@@ -82,8 +83,8 @@ register_interface("sft", SFTInterface)
 class SFT(Experiment):
     """Its settings."""
 
-    samples: int = 400
-    batch: int = 32
+    samples: int = 2000
+    batch: int = 64
     epochs: int = 8
     lr: float = 2e-3
     seed: int = 1
@@ -92,6 +93,7 @@ class SFT(Experiment):
     tensor: int = 1
     backend: str = "ddp"
     ckpt_freq_steps: int = 10
+    auto_eval: bool = False
 
     def scheduling_setup(self) -> ExperimentScheduling:
         """As many model workers as the layout has."""
@@ -115,7 +117,10 @@ class SFT(Experiment):
         held_out = DatasetAbstraction("prompt_answer", {"rows": sums(200, held_out=True)})
         return ExperimentConfig(
             exp_ctrl=ExperimentSaveEvalControl(
-                total_train_epochs=self.epochs, ckpt_freq_steps=self.ckpt_freq_steps, eval_freq_epochs=1
+                total_train_epochs=self.epochs,
+                ckpt_freq_steps=self.ckpt_freq_steps,
+                eval_freq_epochs=1,
+                save_freq_epochs=2 if self.auto_eval else None,
             ),
             model_rpcs=[train],
             model_worker=model_workers(
@@ -124,6 +129,8 @@ class SFT(Experiment):
                 tokenizer="characters",
                 datasets=[DatasetAbstraction("prompt_answer", {"rows": sums(self.samples)})],
             ),
+            auto_eval=self.auto_eval,
+            evaluator=AutomaticEvaluator(held_out),
         )
 
 

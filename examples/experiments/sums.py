@@ -16,7 +16,7 @@ import reasoning_gym  # type: ignore[import-untyped, unused-ignore]
 from unirun.experiments import ModelAbstraction, register_tokenizer
 
 ALPHABET = "0123456789+-="
-SHAPE = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+SHAPE = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 
 
 class Characters:
@@ -61,7 +61,7 @@ def llama(*, critic: bool = False, weights: str = "") -> ModelAbstraction:
 @cache
 def sums(count: int, *, held_out: bool = False, seed: int = 0) -> list[dict[str, Any]]:
     """So many different sums: ``{"prompt": "3+8-2=", "answer": "9"}``."""
-    drawn = reasoning_gym.create_dataset("chain_sum", seed=seed, size=50 * count, **SHAPE)
+    drawn = reasoning_gym.create_dataset("chain_sum", seed=seed, size=20 * count, **SHAPE)
     found: dict[str, dict[str, Any]] = {}
     for entry in drawn:
         prompt = entry["metadata"]["expression"].replace(" ", "") + "="

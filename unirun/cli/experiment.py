@@ -103,7 +103,7 @@ def _start(options: Any) -> int:
     retries = options.recover_retries if options.recover_mode in ("auto", "fault") else 0
     while True:
         run_id = f"{mapping['name']}-{secrets.token_hex(3)}"
-        path = starting.write_job(about, mapping, run_id)
+        path = starting.write_job(about, config, mapping, run_id)
         code = _run(options, path, scheduling)
         if not code or code in FINAL or not retries:
             return code

@@ -1,6 +1,16 @@
-"""What is registered from the beginning: datasets, models and backends. Interfaces come with the algorithms."""
+"""What is registered from the beginning: datasets, models and backends. Interfaces come with the algorithms.
+
+A command that starts a trial needs only their names, so what imports half of torch is named and not imported.
+"""
 
 from __future__ import annotations
 
 from unirun.experiments.data import datasets as datasets
-from unirun.experiments.models import backends as backends
+from unirun.experiments.registry import BACKENDS, MODELS
+
+BACKENDS.register("ddp", "unirun.experiments.models.backends:TrainBackend")
+BACKENDS.register("fsdp2", "unirun.experiments.models.backends:ShardedBackend")
+BACKENDS.register("inference", "unirun.experiments.models.backends:InferenceBackend")
+BACKENDS.register("null", "unirun.experiments.models.backends:NullBackend")
+MODELS.register("causal_lm", "unirun.experiments.models.stage:causal_lm")
+MODELS.register("null", "unirun.experiments.models.backends:no_model")

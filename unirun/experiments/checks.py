@@ -37,6 +37,23 @@ def faults(config: ExperimentConfig) -> list[Fault]:
     found += _model_faults(config)
     found += _role_faults(config)
     found += _data_faults(config)
+    found += _evaluator_faults(config)
+    return found
+
+
+def _evaluator_faults(config: ExperimentConfig) -> list[Fault]:
+    if not config.auto_eval:
+        return []
+    found = []
+    dataset, role = config.evaluator.dataset, config.evaluator.role
+    if dataset is None or dataset.type_ not in DATASETS:
+        found.append(Fault("evaluator.dataset", "there is none to evaluate on", "give a registered dataset"))
+    if not any(getattr(config.exp_ctrl, f"save_freq_{unit}") for unit in ("epochs", "steps", "secs")):
+        found.append(Fault("evaluator", "models are saved at the end only", "give exp_ctrl a save_freq_…"))
+    trained = [c.role for c in config.model_rpcs if c.interface_type is ModelInterfaceType.TRAIN_STEP]
+    if (role and role not in trained) or (not role and len(trained) != 1):
+        there = ", ".join(trained) or "none"
+        found.append(Fault("evaluator.role", f"it is {role!r}, and trained are: {there}", "name one of them"))
     return found
 
 
@@ -67,6 +84,8 @@ def _registry_faults(config: ExperimentConfig) -> list[Fault]:
         for shard in worker.shards:
             wanted["model", shard.model.type_] = where, MODELS
             wanted["backend", shard.backend.type_] = where, BACKENDS
+            if shard.eval_dataset is not None:
+                wanted["dataset", shard.eval_dataset.type_] = where, DATASETS
         for dataset in worker.datasets:
             wanted["dataset", dataset.type_] = where, DATASETS
     return [

@@ -41,7 +41,9 @@ class ExperimentSaveEvalControl:
         for name, value in vars(self).items():
             whole = not name.endswith("secs")
             wrong = (
-                isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value <= 0
+                isinstance(value, bool)
+                or not isinstance(value, int if whole else int | float)
+                or not value > 0
             )
             if value is None and name != "total_train_epochs":
                 continue

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -84,7 +85,7 @@ def with_settings(name: str, overrides: Sequence[str]) -> Experiment:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(experiment), OmegaConf.from_dotlist(list(overrides)))
         found: Any = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, yaml.YAMLError, TypeError) as error:
         there = ", ".join(field.name for field in dataclasses.fields(experiment))
         raise UsageError(f"{str(error).splitlines()[0]}", f"the settings of {name} are: {there}") from error
     assert isinstance(found, Experiment)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,12 @@ from msgspec.structs import replace
 
 from unirun.errors import PeerLost, RemoteError, TrainingFailed, UsageError, WorkerLost
 from unirun.experiments.data.sample import SequenceSample
+from unirun.experiments.evaluator import trained
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import ModelInterfaceType
 from unirun.experiments.models.api import FinetuneSpec
 from unirun.experiments.orders import Answer, Order, dispatch, seed_of
+from unirun.experiments.records import EVALUATIONS, STEPS, Records, SavedModels
 from unirun.experiments.recovery import RecoverInfo, Recovery
 from unirun.experiments.topology import ModelName
 from unirun.experiments.walking import startable
@@ -34,6 +35,8 @@ class MasterWorkerProcess(BaseTrainer):
     """The master of a trial. When a worker dies, all go on from the last checkpoint, in the processes that live."""
 
     _failed = False
+    _latest: Mapping[str, float] = {}  # noqa: RUF012 - replaced, not changed
+    """The evaluation after the last step, if there was one."""
 
     def is_recoverable(self) -> bool:
         """It goes on from the last checkpoint, except after an error that would come again."""
@@ -56,7 +59,10 @@ class MasterWorkerProcess(BaseTrainer):
         self._recovery = Recovery(self._root)
         self._group: Any = self.RG_MODEL_WORKER
         self._attempt = int(time.time() * 1000)
-        self._own = 0.0
+        self._records = Records(self._root)
+        saved = trained(config.evaluator.role, [*self._graph.calls.values()]).role if config.auto_eval else ""
+        evaluator: Any = getattr(self, "RG_EVALUATOR") if config.auto_eval else None  # noqa: B009 - no type knows it
+        self._saves = SavedModels(self._records, self._root / "checkpoints" / saved, evaluator)
 
     def fit(self) -> dict[str, float]:
         """Train to the end. Returns the figures of the last step."""
@@ -74,7 +80,8 @@ class MasterWorkerProcess(BaseTrainer):
                 while not self._over(info):
                     info, figures = self._step(info)
                 self._save(info)
-                return {**figures, **self._evaluate(info)}
+                self._saves.follow(to_end=True)
+                return {**figures, **(self._latest or self._evaluate(info))}
             except LOST as error:
                 at = info.step if info is not None else last
                 failed = failed + 1 if at == last else 1
@@ -108,7 +115,7 @@ class MasterWorkerProcess(BaseTrainer):
         found = restore.call(self._attempt, info.step if info is not None else None, spec)
         if info is None:
             info = RecoverInfo(versions={name: v for each in found for name, v in each.items()})
-        self._drop_figures(info.step)
+        self._records.drop_after(info.step)
         return info
 
     def _over(self, info: RecoverInfo) -> bool:
@@ -117,8 +124,8 @@ class MasterWorkerProcess(BaseTrainer):
 
     def _step(self, info: RecoverInfo) -> tuple[RecoverInfo, dict[str, float]]:
         """Run all calls once, and what is due after them."""
-        began = time.perf_counter()
-        self._own = 0.0
+        began, used = time.perf_counter(), time.process_time()
+        self._latest = {}
         batch = self._load(info)
         figures = self._walk(info, batch)
         seconds = time.perf_counter() - began
@@ -137,9 +144,10 @@ class MasterWorkerProcess(BaseTrainer):
             info.frequencies.passed(epochs=int(ended), steps=1, secs=seconds),
             {name: version + (name in trained) for name, version in info.versions.items()},
         )
-        figures |= {"seconds": seconds, "master_seconds": self._own}
+        figures |= {"seconds": seconds, "master_seconds": time.process_time() - used}
         self._write_figures(info.step, figures)
         due = info.frequencies.due(self._control)
+        self._saves.follow(to_end=False)
         if due:
             info = replace(info, frequencies=info.frequencies.done(*due))
             if "eval" in due:
@@ -184,27 +192,25 @@ class MasterWorkerProcess(BaseTrainer):
         done: set[str] = set()
         running: dict[Any, str] = {}
         figures: dict[str, float] = {}
-        moved = 0
+        moved = needed = 0
         while len(done) < len(self._graph.calls):
             for name in startable(self._graph, self._sets, done, running.values()):
                 running[self._start(info, name, batch)] = name
-            finished = self._wait([*running])
-            for ref in finished:
+            for ref in wait([*running])[0]:
                 name = running.pop(ref)
                 answers = self._finish(name, ref, [*running])
                 done.add(name)
                 metas = [answer.meta for answer in answers if answer.meta is not None]
                 moved += sum(answer.moved for answer in answers)
+                needed += sum(answer.needed for answer in answers)
                 if metas:
                     batch = batch.update(SequenceSample.gather(metas))
                 for key, value in answers[0].figures.items():
                     figures[f"{name}/{key}"] = value
-        figures["bytes_moved"] = float(moved)
-        return figures
+        return {**figures, "bytes_moved": float(moved), "bytes_needed": float(needed)}
 
     def _start(self, info: RecoverInfo, name: str, batch: SequenceSample) -> Any:
         """Send a call to all workers of its model."""
-        began = time.perf_counter()
         call = self._graph.calls[name]
         topo, workers = self._resolved.topologies[call.model_name], self._workers[call.model_name]
         wanted = batch.select(call.input_keys)
@@ -220,17 +226,10 @@ class MasterWorkerProcess(BaseTrainer):
         method = self._group.call.options(target=[workers[rank] for rank in chosen])
         # Each worker gets its own; a single one is no list.
         given = [orders[rank] for rank in chosen]
-        ref = method.call_async(given if len(given) > 1 else given[0])
-        self._own += time.perf_counter() - began
-        return ref
-
-    def _wait(self, refs: Sequence[Any]) -> list[Any]:
-        done, _ = wait(refs)
-        return done
+        return method.call_async(given if len(given) > 1 else given[0])
 
     def _finish(self, name: str, ref: Any, others: Sequence[Any]) -> list[Answer]:
         """The answers of those that speak. When a call has failed, the others are waited for before that is told."""
-        began = time.perf_counter()
         try:
             found = ref.result()
         except Exception:
@@ -249,7 +248,6 @@ class MasterWorkerProcess(BaseTrainer):
             if answer.meta is not None:
                 at = topo.coordinates(rank)["data"]
                 self._has(answer.meta, tuple(workers[r] for r in topo.matching(pipe=last, data=at)))
-        self._own += time.perf_counter() - began
         return answers
 
     def _results(self, refs: Sequence[Any]) -> list[Any]:
@@ -293,32 +291,21 @@ class MasterWorkerProcess(BaseTrainer):
                     sums[key] = sums.get(key, 0.0) + value
             count = sums.pop("count", 0.0)
             figures |= {f"{call.name}/eval_{key}": value / max(count, 1.0) for key, value in sums.items()}
+        self._latest = figures
         if figures:
-            self._write("evaluations.jsonl", info.step, figures)
+            self._write(EVALUATIONS, info.step, figures)
             report(f"step {info.step}: " + ", ".join(f"{k} {v:.4g}" for k, v in figures.items()))
         return figures
 
     def _write(self, name: str, step: int, figures: dict[str, float]) -> None:
-        with (self._root / name).open("a") as file:
-            file.write(json.dumps({"step": step, **figures}) + "\n")
-        self.master_handle.report({"step": float(step), **figures})
+        line = {"step": step, **figures}
+        self._records.write(name, line)
+        self.master_handle.report(line)
 
     def _write_figures(self, step: int, figures: dict[str, float]) -> None:
-        self._write("steps.jsonl", step, figures)
+        self._write(STEPS, step, figures)
         for call in self._graph.calls.values():
             if call.log_return_value:
                 own = {k.partition("/")[2]: v for k, v in figures.items() if k.startswith(f"{call.name}/")}
                 shown = ", ".join(f"{key} {value:.4g}" for key, value in own.items())
                 report(f"step {step}: {call.name}: {shown}")
-
-    def _drop_figures(self, step: int) -> None:
-        """The trial goes on after so many steps: what was written of later ones is written again."""
-        for path in (self._root / "steps.jsonl", self._root / "evaluations.jsonl"):
-            if not path.exists():
-                continue
-            lines = [
-                line for line in path.read_text().splitlines() if line and json.loads(line)["step"] <= step
-            ]
-            part = path.with_suffix(".partial")
-            part.write_text("".join(f"{line}\n" for line in lines))
-            part.rename(path)

@@ -124,7 +124,7 @@ class ModelWorkerProcess(BaseWorkload):
         self._check(order.attempt)
         definition = self._resolved.graph.calls[order.call]
         shard = self._shards[definition.model_name]
-        before = self._getting.moved
+        moved, needed = self._getting.moved, self._getting.needed
         self._shelf.begin(order.step)
         for hook in definition.pre_hooks:
             self._run_hook(hook, shard)
@@ -137,9 +137,9 @@ class ModelWorkerProcess(BaseWorkload):
             if shard.model.place.last_stage:
                 named = found.remap(definition.output_key_remap).select(definition.output_keys)
                 self._shelf.put(named)
-                answer = Answer(named.meta(), {}, self._getting.moved - before)
+                answer = Answer(named.meta(), {}, self._getting.moved - moved, self._getting.needed - needed)
         elif found is not None:
-            answer = Answer(None, found, self._getting.moved - before)
+            answer = Answer(None, found, self._getting.moved - moved, self._getting.needed - needed)
         for hook in definition.post_hooks:
             self._run_hook(hook, shard)
         return answer if shard.model.place.speaks else None

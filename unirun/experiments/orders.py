@@ -44,11 +44,12 @@ class Order:
 @dataclass(frozen=True)
 class Answer:
     """What a call has made: `meta` of new data, which is where it was made; or the `figures` of a train step. `moved`
-    is how many bytes the worker had to get from others."""
+    is how many bytes the worker got from others, and `needed` how many of its data were not there."""
 
     meta: SequenceSample | None
     figures: Mapping[str, float]
     moved: int
+    needed: int
 
 
 class Setup(Value):

@@ -90,7 +90,7 @@ class Recovery:
         path = self.path(step) / FILE
         try:
             return msgspec.json.decode(path.read_bytes(), type=RecoverInfo)
-        except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointDamaged(f"{path} cannot be read: {error}") from error
 
     def clear(self) -> None:

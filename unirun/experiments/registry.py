@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -15,13 +16,14 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Things of one `kind` by name. A name is used once."""
+    """Things of one `kind` by name. A name is used once. What takes long to import is registered by its place,
+    ``package.module:name``, and imported when it is needed."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._found: dict[str, T] = {}
+        self._found: dict[str, T | str] = {}
 
-    def register(self, name: str, value: T) -> None:
+    def register(self, name: str, value: T | str) -> None:
         """Give `value` a name. Raises `UsageError` if another one has it."""
         known = self._found.setdefault(name, value)
         if known is not value and not _same(known, value):
@@ -38,7 +40,11 @@ class Registry(Generic[T]):
                 f"no {self.kind} is registered as {name!r}",
                 f"{hint}there are: {', '.join(self.names()) or 'none'}",
             )
-        return self._found[name]
+        found = self._found[name]
+        if isinstance(found, str):
+            module, _, attribute = found.partition(":")
+            found = self._found[name] = getattr(importlib.import_module(module), attribute)
+        return found
 
     def names(self) -> list[str]:
         """All names, sorted."""

@@ -6,6 +6,7 @@ the transport answers, so that nobody waits for what a worker computes.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -110,7 +111,7 @@ class Shelf:
                 parcel = Parcel(msgspec.json.encode(Shelved()), buffers_of(self._parts(want), _nothing))
             else:
                 parcel = Parcel(msgspec.json.encode(Shelved()), buffers_of([self._wanted(want)], _nothing))
-        except (msgspec.MsgspecError, KeyError, ValueError) as error:
+        except (KeyError, ValueError, RuntimeError) as error:
             parcel = Parcel(msgspec.json.encode(Shelved(f"it has no {error}")))
         reply(parcel)
 
@@ -141,12 +142,12 @@ Lines = Callable[[int], Line]
 
 
 class Getting:
-    """Asks other shelves. `moved` is the number of bytes that have come."""
+    """Asks other shelves. `moved` is the number of bytes that have come, `needed` that of what was not here."""
 
     def __init__(self, rank: int, shelf: Shelf, lines: Lines, timeout: float) -> None:
         self._rank, self._shelf, self._lines, self._timeout = rank, shelf, lines, timeout
         self._layouts: dict[tuple[str, int], Layout] = {}
-        self.moved = 0
+        self.moved = self.needed = 0
 
     def data(
         self, step: int, meta: SequenceSample, where: Mapping[str, Sequence[Sequence[int]]]
@@ -156,10 +157,12 @@ class Getting:
         asked: list[tuple[str, list[int], int, Future[Parcel]]] = []
         for key in meta.keys:
             missing: dict[int, list[int]] = {}
+            size = meta.dtypes[key].itemsize * math.prod(meta.trailing[key])
             for at, (each, ranks) in enumerate(zip(meta.ids, where[key], strict=True)):
                 if not self._shelf.has(key, each):
                     # Equal ranks ask different owners first.
                     missing.setdefault(ranks[self._rank % len(ranks)], []).append(at)
+                    self.needed += sum(meta.seqlens[key][at]) * size
             for rank, places in missing.items():
                 want = WantData(step, key, tuple(meta.ids[at] for at in places))
                 asked.append((key, places, rank, self._ask(rank, want)))
@@ -208,6 +211,7 @@ class Getting:
                 _put(own, some, into, wanted, eta)
             else:
                 buffers = self._answer(ranks[n], asked[n], len(some))[1]
+                self.needed += sum(t.box.count * dtype_of(wanted[t.name].tensor.dtype).itemsize for t in some)
                 came = [
                     _tensor(buffer, dtype_of(wanted[take.name].tensor.dtype), take.box.size)
                     for buffer, take in zip(buffers, some, strict=True)
@@ -242,7 +246,7 @@ class Getting:
             ) from error
         try:
             found = _answers.decode(parcel.head)
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:
             raise FrameError(f"rank {rank} gives no answer about data: {error}") from error
         if found.problem or len(parcel.buffers) != buffers:
             raise FrameError(

@@ -9,8 +9,11 @@ from typing import Any
 
 import msgspec
 
-from unirun.experiments.config import ExperimentConfig
+from unirun.experiments.config import ExperimentConfig, Resolved
 from unirun.experiments.topology import ModelName, ProcessTopology
+from unirun.graph import Edge, Role
+from unirun.graph import Graph as Picture
+from unirun.graph.svg import svg
 
 
 def show(config: ExperimentConfig) -> str:
@@ -41,6 +44,21 @@ def show(config: ExperimentConfig) -> str:
             "",
         ]
     )
+
+
+def picture(resolved: Resolved) -> str:
+    """The graph as SVG: calls with their models, and the data between them."""
+    graph = resolved.graph
+    names = {name: f"{name} ({call.model_name})" for name, call in graph.calls.items()}
+    roles = tuple(
+        Role(names[name], resolved.topologies[call.model_name].world_size())
+        for name, call in graph.calls.items()
+    )
+    edges = tuple(
+        Edge(names[producer], names[consumer], invocation=", ".join(keys))
+        for producer, consumer, keys in graph.edges
+    )
+    return svg(Picture(roles, edges))
 
 
 def plain(value: Any) -> Any:

@@ -14,12 +14,17 @@ from unirun.errors import JobError, UsageError
 from unirun.experiments.config import ExperimentConfig, ExperimentScheduling
 from unirun.experiments.experiment import check_names
 from unirun.experiments.orders import Trial
+from unirun.experiments.showing import picture
 from unirun.observe.status import ENDED, read_status
 from unirun.rendezvous.jobdir import job_at, unirun_home
 from unirun.values import Value
 
 TRIAL = "trial.json"
 JOB = "job.json"
+GRAPH = "graph.svg"
+
+PRELOAD = ("transformers.models.llama.modeling_llama", "unirun.experiments.models.backends")
+"""What is imported once, in the spawner, and not by each worker."""
 
 RECOVER_MODES = ("disabled", "auto", "resume", "fault")
 """Never; from the last checkpoint if there is one; from it, and only so; only after a failure of this start."""
@@ -45,7 +50,7 @@ def trials() -> list[Started]:
     for path in sorted((unirun_home() / "experiments").glob(f"*/*/{TRIAL}")):
         try:
             found.append(msgspec.json.decode(path.read_bytes(), type=Started))
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, ValueError):
             continue
     return found
 
@@ -94,23 +99,29 @@ def job_mapping(trial: Trial, config: ExperimentConfig, scheduling: ExperimentSc
     }
     if not workers.gpu:
         role["device"] = "cpu"
+    roles = {"model_worker": role}
+    if config.auto_eval:
+        workload = "unirun.experiments.evaluator:EvaluatorProcess"
+        roles["evaluator"] = {**role, "count": 1, "workload": workload}
     return {
         "name": f"{trial.experiment}-{trial.trial}",
-        "roles": {"model_worker": role},
+        "roles": roles,
         "trainer": {
             "class": "unirun.experiments.master:MasterWorkerProcess",
             "env": dict(master.env_vars),
             "max_restarts": 10,
         },
         "config": msgspec.to_builtins(trial),
-        "preload": ["transformers"],
+        "preload": [*PRELOAD],
     }
 
 
-def write_job(trial: Trial, mapping: dict[str, Any], run_id: str) -> Path:
-    """Write the files of a start. Returns the job file."""
+def write_job(trial: Trial, config: ExperimentConfig, mapping: dict[str, Any], run_id: str) -> Path:
+    """Write the files of a start: the picture of the graph, the job file. Returns the job file."""
     root = Path(trial.root)
     root.mkdir(parents=True, exist_ok=True)
+    assert config.resolved is not None
+    _replace(root / GRAPH, picture(config.resolved).encode())
     path = root / JOB
     _replace(path, json.dumps({**mapping, "run_id": run_id}, indent=1).encode())
     _replace(root / TRIAL, msgspec.json.encode(Started(trial.experiment, trial.trial, run_id)))

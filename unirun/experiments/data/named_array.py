@@ -28,7 +28,7 @@ class NamedArray(Mapping[str, Any]):
         self._values: dict[str, Leaf | NamedArray | None] = {}
         self.metadata = metadata
         for name, value in (values or {}).items():
-            if not name or "." in name or hasattr(NamedArray, name):
+            if not name or "." in name or name in ("metadata", "_values") or hasattr(NamedArray, name):
                 raise UsageError(
                     f"{name!r} is no name for an array", "no dots, and no name that NamedArray has"
                 )
@@ -39,7 +39,7 @@ class NamedArray(Mapping[str, Any]):
             self._values[name] = value
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], **metadata: Any) -> NamedArray:
+    def from_dict(cls, values: Mapping[str, Any], /, **metadata: Any) -> NamedArray:
         """The same of nested dicts."""
         return cls(
             {n: cls.from_dict(v) if isinstance(v, Mapping) else v for n, v in values.items()}, **metadata

@@ -11,10 +11,9 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from unirun.errors import UsageError
-from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend
+from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, Place
 from unirun.experiments.models.engine import TorchEngine
-from unirun.experiments.models.stage import Stage, causal_lm
-from unirun.experiments.registry import register_backend, register_model
+from unirun.experiments.models.stage import Stage
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.AdamW,
@@ -27,7 +26,7 @@ class TrainBackend(ModelBackend):
 
     `optimizer` is ``adam`` or ``sgd``, `options` are its further arguments. The learning rate `lr` rises during the
     share `warmup` of all steps and then falls to the share `min_lr` of it, as `schedule` says: ``constant``, ``linear``
-    or ``cosine``. Gradients are clipped to the norm `clip`; 0: never.
+    or ``cosine``; a call has `updates` steps of the optimizer. Gradients are clipped to the norm `clip`; 0: never.
     """
 
     sharded = False
@@ -41,12 +40,13 @@ class TrainBackend(ModelBackend):
         warmup: float = 0.0,
         min_lr: float = 0.0,
         clip: float = 1.0,
+        updates: int = 1,
     ) -> None:
         if optimizer not in OPTIMIZERS:
             raise UsageError(f"optimizer {optimizer!r}", f"it is one of {', '.join(OPTIMIZERS)}")
         if schedule not in ("constant", "linear", "cosine"):
             raise UsageError(f"schedule {schedule!r}", "it is constant, linear or cosine")
-        self._lr, self._clip, self._make = lr, clip, OPTIMIZERS[optimizer]
+        self._lr, self._clip, self._updates, self._make = lr, clip, updates, OPTIMIZERS[optimizer]
         self._options, self._shape, self._warmup, self._least = dict(options or {}), schedule, warmup, min_lr
         if optimizer == "adam":
             self._options.setdefault("weight_decay", 0.0)
@@ -63,7 +63,7 @@ class TrainBackend(ModelBackend):
             for layer in stage.body.layers:
                 fully_shard(layer, mesh=mesh)
             fully_shard(stage, mesh=mesh)
-        total = spec.total_train_steps
+        total = spec.total_train_steps * self._updates
         model.engine = TorchEngine(
             place,
             stage,
@@ -96,6 +96,11 @@ class NoModel(torch.nn.Module):
     """A model without a network: for calls that need no more than a program, as a verifier of answers."""
 
 
+def no_model(place: Place) -> NoModel:
+    """A model without a network."""
+    return NoModel()
+
+
 class NullBackend(ModelBackend):
     """For `NoModel`. It runs and saves nothing."""
 
@@ -120,11 +125,3 @@ def rate(step: int, total: int, shape: str, warmup: float, least: float) -> floa
     done = min((step - rising) / (total - rising), 1.0)
     left = 1.0 - done if shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return least + (1.0 - least) * left
-
-
-register_backend("ddp", TrainBackend)
-register_backend("fsdp2", ShardedBackend)
-register_backend("inference", InferenceBackend)
-register_backend("null", NullBackend)
-register_model("null", lambda place: NoModel())
-register_model("causal_lm", causal_lm)

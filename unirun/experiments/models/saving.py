@@ -14,6 +14,14 @@ from unirun.experiments.models.api import Model
 FILE = "model.pt"
 
 
+@torch.no_grad()
+def load_whole(model: Model, path: Path) -> None:
+    """Give a model that is whole in this process the tensors of ``path/model.pt``."""
+    saved = torch.load(path / FILE, map_location="cpu", weights_only=True)
+    for name, tensor in model.running().tensors().items():
+        tensor.copy_(saved[name])
+
+
 def save_whole(model: Model, path: Path) -> None:
     """Write the tensors of all stages, by their names in the whole network, to ``path/model.pt``. All ranks of the
     model call it; the first one of the last stage writes."""

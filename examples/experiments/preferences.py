@@ -1,0 +1,36 @@
+"""Pairs of answers to short sums, the right one and a wrong one; and the layout that experiments on pairs share."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+from experiments.sums import sums
+from unirun.experiments import DatasetAbstraction, SequenceSample
+
+
+@cache
+def pairs(count: int, *, held_out: bool = False) -> list[dict[str, Any]]:
+    """So many rows: ``{"prompt": "3+8-2=", "pos_answers": ["9"], "neg_answers": ["-4"]}``; wrong is the answer to
+    another sum."""
+    chance, rows = random.Random(count), sums(count, held_out=held_out)
+    answers = [row["answer"] for row in rows]
+    return [
+        {
+            "prompt": row["prompt"],
+            "pos_answers": [row["answer"]],
+            "neg_answers": [chance.choice([other for other in answers if other != row["answer"]])],
+        }
+        for row in rows
+    ]
+
+
+def dataset(count: int, *, held_out: bool = False) -> DatasetAbstraction:
+    """The same as a dataset."""
+    return DatasetAbstraction("rw_pair", {"rows": pairs(count, held_out=held_out)})
+
+
+def number_of_pairs(sample: SequenceSample) -> float:
+    """How much a batch counts."""
+    return len(sample.lengths("packed_input_ids")) / 2

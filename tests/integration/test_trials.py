@@ -1,0 +1,121 @@
+"""Trials of experiments: real workers, killed where it hurts, on one host."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.documents import ROOT
+
+from .harness import START, Unirun
+
+TRIALS = Path(__file__).parent / "scripts" / "trials"
+TIMES = ("seconds", "master_seconds", "bytes_moved", "bytes_needed")
+"""Figures that differ from run to run."""
+
+SMALL = ("-e", "killing", "--module", "killing")
+
+
+def environment(unirun: Unirun, **more: str) -> dict[str, str]:
+    killed = unirun.root / "killed"
+    killed.mkdir(exist_ok=True)
+    return {"PYTHONPATH": f"{ROOT / 'examples'}:{TRIALS}", "KILLED": str(killed), **more}
+
+
+def trial(unirun: Unirun, name: str) -> Path:
+    return unirun.home / "experiments" / "killing" / name
+
+
+def steps(path: Path) -> list[dict[str, Any]]:
+    """The figures of each step."""
+    lines = (path / "steps.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+
+def saved(path: Path) -> dict[str, torch.Tensor]:
+    """The actor after the last step."""
+    (found,) = (path / "checkpoints" / "actor").glob("step*/model.pt")
+    weights: dict[str, torch.Tensor] = torch.load(found)
+    return weights
+
+
+def equal(one: Path, other: Path) -> None:
+    assert steps(one) == steps(other)
+    first, second = saved(one), saved(other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def unbroken(home: Unirun) -> Path:
+    """A trial in which nobody dies."""
+    result = home("experiment", "start", *SMALL, "-f", "unbroken", env=environment(home), within=120)
+    assert result.code == 0, result.err
+    assert len(steps(trial(home, "unbroken"))) == 6
+    return trial(home, "unbroken")
+
+
+@pytest.mark.timeout(300)
+def test_a_trial_whose_workers_die_in_each_phase_is_the_same_as_one_in_which_nobody_dies(
+    home: Unirun, unbroken: Path
+) -> None:
+    kills = "actorGen:1:0,rewInf:2:1,refInf:1:1,criticInf:2:0,actorTrain:2:0,criticTrain:2:1,evaluate:1:1,save:1:0"
+    result = home(
+        "experiment", "start", *SMALL, "-f", "broken", env=environment(home, KILL=kills), within=240
+    )
+    assert result.code == 0, result.err
+    assert sorted(os.listdir(home.root / "killed")) == sorted(kills.split(","))
+    assert len(re.findall("goes on from its last checkpoint", result.err)) == 8
+    equal(trial(home, "broken"), unbroken)
+
+
+@pytest.mark.timeout(300)
+def test_a_trial_whose_trainer_dies_goes_on_with_the_workers_that_live(home: Unirun, unbroken: Path) -> None:
+    running = home.start("experiment", "start", *SMALL, "-f", "headless", env=environment(home))
+    running.lines(r"step 3: criticTrain")
+    workers = {rank: home.pid_of(f"model_worker:{rank}") for rank in range(2)}
+    os.kill(home.pid_of("trainer:0"), signal.SIGKILL)
+    running.lines("trainer:0 was killed by SIGKILL; restart 1")
+    assert {rank: home.pid_of(f"model_worker:{rank}") for rank in range(2)} == workers
+    assert running.end(120).code == 0
+    equal(trial(home, "headless"), unbroken)
+
+
+@pytest.mark.timeout(300)
+def test_a_trial_that_was_stopped_is_resumed_and_two_at_once_do_not_meet(home: Unirun) -> None:
+    long = (*SMALL, "epochs=12")
+    stopped = home.start("experiment", "start", *long, "-f", "one", env=environment(home))
+    other = home.start("experiment", "start", *long, "-f", "two", env=environment(home))
+    stopped.lines(r"step 3: criticTrain")
+    assert home("experiment", "stop", "-e", "killing", "-f", "one").code == 0
+    assert stopped.end().code == 143
+    done = len(steps(trial(home, "one")))
+    assert 3 <= done < 72
+    assert other.end(120).code == 0
+    resumed = home.start(
+        "experiment", "start", *long, "-f", "one", "--recover-mode", "auto", env=environment(home)
+    )
+    resumed.lines(rf"step {done + 1}: criticTrain")
+    again = home("experiment", "start", *long, "-f", "one", env=environment(home))
+    assert (again.code, "runs already" in again.err) == (2, True), again.err
+    assert resumed.end(120).code == 0
+    equal(trial(home, "one"), trial(home, "two"))
+    listed = home("experiment", "list").out
+    assert re.search(r"killing +one +succeeded", listed)
+    assert re.search(r"killing +two +succeeded", listed)
+
+
+def test_an_error_of_an_interface_ends_the_trial_at_once_with_its_traceback(home: Unirun) -> None:
+    result = home(
+        "experiment", "start", *SMALL, "-f", "wrong", "failing=true", env=environment(home), within=START
+    )
+    assert result.code == 1, result.err
+    assert "ValueError: this is wrong" in result.err
+    assert "restart" not in result.err

@@ -1,0 +1,134 @@
+"""Experiments that tests are about: what they name is registered here, under names that no example has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unirun.errors import Fault, SpecError
+from unirun.experiments.allocation import Allocation, model_workers
+from unirun.experiments.config import (
+    DatasetAbstraction,
+    ExperimentConfig,
+    ModelAbstraction,
+    ModelBackendAbstraction,
+    ModelWorker,
+)
+from unirun.experiments.control import ExperimentSaveEvalControl
+from unirun.experiments.graph import MFCDef, ModelInterfaceAbstraction, ModelInterfaceType, ParamReallocHook
+from unirun.experiments.models.api import ModelBackend, ModelInterface
+from unirun.experiments.registry import (
+    register_backend,
+    register_dataset,
+    register_interface,
+    register_model,
+)
+from unirun.experiments.topology import ModelName, ProcessTopology, topology
+
+GENERATE, INFERENCE, TRAIN, EVALUATE = ModelInterfaceType
+
+
+class Prompts:
+    """A dataset, of which the configuration needs the keys only."""
+
+    keys = ("prompt",)
+
+
+def network(place: object) -> None:
+    """A model, which no test of a configuration makes."""
+
+
+register_dataset("tests-prompts", Prompts)
+register_model("tests-network", network)
+register_backend("tests-backend", ModelBackend)
+register_interface("tests-interface", ModelInterface)
+
+PROMPTS = DatasetAbstraction("tests-prompts")
+NETWORK, BACKEND = ModelAbstraction("tests-network"), ModelBackendAbstraction("tests-backend")
+INTERFACE = ModelInterfaceAbstraction("tests-interface")
+ACTOR, COPY = ModelName("actor"), ModelName("actor", 1)
+CRITIC, REF, REWARD = ModelName("critic"), ModelName("ref"), ModelName("reward")
+
+
+def call(
+    name: str,
+    needs: Sequence[str] = (),
+    makes: Sequence[str] = (),
+    model: ModelName = ACTOR,
+    kind: ModelInterfaceType = INFERENCE,
+    n_seqs: int = 8,
+    **more: Any,
+) -> MFCDef:
+    """A call that needs and makes these keys."""
+    return MFCDef(name, n_seqs, kind, INTERFACE, model, tuple(needs), tuple(makes), **more)
+
+
+def at(topo: ProcessTopology | None = None, first: int = 0) -> Allocation:
+    """A model in this layout, from this worker on."""
+    return Allocation(NETWORK, BACKEND, topo or topology(), first)
+
+
+def config_of(
+    calls: Sequence[MFCDef],
+    models: Mapping[ModelName, Allocation],
+    datasets: Sequence[DatasetAbstraction] = (PROMPTS,),
+    control: ExperimentSaveEvalControl | None = None,
+) -> ExperimentConfig:
+    """An experiment whose workers are those that its models need."""
+    return config_with(calls, model_workers(models, datasets=datasets), control)
+
+
+def config_with(
+    calls: Sequence[MFCDef],
+    workers: Sequence[ModelWorker],
+    control: ExperimentSaveEvalControl | None = None,
+) -> ExperimentConfig:
+    """An experiment with these workers."""
+    return ExperimentConfig(control or ExperimentSaveEvalControl(), list(calls), list(workers))
+
+
+def faults_of(config: ExperimentConfig) -> tuple[Fault, ...]:
+    """All that is wrong with it; nothing if it is right."""
+    try:
+        config.lazy_init()
+    except SpecError as error:
+        return tuple(error.faults)
+    return ()
+
+
+def said(faults: Sequence[Fault]) -> list[str]:
+    """Where and what, without what to do."""
+    return [f"{fault.where}: {fault.problem}" for fault in faults]
+
+
+def ppo(*, separate: bool) -> ExperimentConfig:
+    """Four models and six calls: in one layout on two workers, or each in its own on eight, where another replica of
+    the actor generates."""
+    generates = COPY if separate else ACTOR
+    tokens = ("tokens", "mask", "logprobs")
+    calls = [
+        call("actorGen", ["prompt"], tokens, generates, GENERATE),
+        call("rewInf", ["tokens", "mask"], ["rewards"], REWARD),
+        call("refInf", ["tokens"], ["ref_logprobs"], REF, output_key_remap={"logprobs": "ref_logprobs"}),
+        call("criticInf", [*tokens, "ref_logprobs", "rewards"], ["advantages", "returns"], CRITIC),
+        call("actorTrain", [*tokens, "advantages"], (), ACTOR, TRAIN),
+        call("criticTrain", ["tokens", "mask", "returns"], (), CRITIC, TRAIN),
+    ]
+    two = topology(data=2)
+    if not separate:
+        return config_of(calls, dict.fromkeys((ACTOR, CRITIC, REF, REWARD), at(two)))
+    return config_of(
+        calls,
+        {
+            ACTOR: at(topology(data=2, tensor=2)),
+            COPY: at(two, 4),
+            CRITIC: at(topology(pipe=2), 4),
+            REF: at(first=6),
+            REWARD: at(first=7),
+        },
+    )
+
+
+def realloc(source: ModelName, eta: float = 1.0) -> ParamReallocHook:
+    """A hook that takes the parameters of `source`."""
+    return ParamReallocHook(source=source, eta=eta)

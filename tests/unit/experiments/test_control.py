@@ -1,0 +1,83 @@
+"""When an experiment saves, checkpoints and evaluates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirun.experiments.control import Every, ExperimentSaveEvalControl, Frequencies, Since
+
+maybe = st.none() | st.integers(1, 9)
+counts = st.integers(0, 9)
+
+
+class TestFrequencies:
+    @given(maybe, maybe, maybe, counts, counts, counts)
+    def test_it_is_time_when_any_of_them_has_come(
+        self, epochs: int | None, steps: int | None, secs: int | None, *passed: int
+    ) -> None:
+        limits = (epochs, steps, secs)
+        due = Since(*passed).due(Every(*limits))
+        assert due == any(
+            limit is not None and so_far >= limit for limit, so_far in zip(limits, passed, strict=True)
+        )
+
+    def test_without_any_it_is_never_time(self) -> None:
+        assert not Since(10**9, 10**9, 1e9).due(Every())
+
+    @given(st.lists(st.tuples(counts, counts, counts)))
+    def test_what_has_passed_adds_up(self, parts: list[tuple[int, int, int]]) -> None:
+        since = Since()
+        for epochs, steps, secs in parts:
+            since = since.passed(epochs=epochs, steps=steps, secs=secs)
+        assert since == Since(*(sum(part[at] for part in parts) for at in range(3)))
+
+    def test_each_thing_has_its_own(self) -> None:
+        control = ExperimentSaveEvalControl(save_freq_steps=3, ckpt_freq_secs=1.5, eval_freq_epochs=1)
+        passed = Frequencies().passed(steps=1, secs=2.0)
+        assert passed.due(control) == ["ckpt"]
+        assert passed.passed(steps=2).due(control) == ["save", "ckpt"]
+        assert passed.passed(epochs=1, steps=2).due(control) == ["save", "ckpt", "eval"]
+
+    def test_what_is_done_begins_anew_and_the_others_go_on(self) -> None:
+        control = ExperimentSaveEvalControl(save_freq_steps=2, ckpt_freq_steps=3)
+        done = []
+        frequencies = Frequencies()
+        for _ in range(6):
+            frequencies = frequencies.passed(steps=1)
+            done.append(frequencies.due(control))
+            frequencies = frequencies.done(*done[-1])
+        assert done == [[], ["save"], ["ckpt"], ["save"], [], ["save", "ckpt"]]
+
+
+class TestNumbers:
+    def test_those_that_are_right(self) -> None:
+        right = ExperimentSaveEvalControl(3, 1, 2, 0.5, 1, 1, 60, None, 10**9, 1e-3, 7)
+        assert right.faults() == ExperimentSaveEvalControl().faults() == []
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("total_train_epochs", 0),
+            ("total_train_epochs", None),
+            ("save_freq_steps", -1),
+            ("ckpt_freq_epochs", 1.0),
+            ("eval_freq_steps", True),
+            ("benchmark_steps", "3"),
+            ("save_freq_secs", 0.0),
+            ("ckpt_freq_secs", float("nan")),
+            ("eval_freq_secs", "1"),
+        ],
+    )
+    def test_those_that_are_none_are_named(self, name: str, value: Any) -> None:
+        (fault,) = ExperimentSaveEvalControl(**{name: value}).faults()
+        assert fault.where == f"exp_ctrl.{name}"
+        kind = "a number of seconds" if name.endswith("secs") else "a whole number"
+        assert fault.problem == f"{value!r} is not {kind} above 0"
+
+    def test_all_of_them_are_told(self) -> None:
+        wrong = ExperimentSaveEvalControl(save_freq_steps=0, eval_freq_secs=-1.0)
+        assert [fault.where for fault in wrong.faults()] == ["exp_ctrl.save_freq_steps", "exp_ctrl.eval_freq_secs"]

@@ -1,0 +1,60 @@
+"""`EvaluatorProcess`: evaluates saved models beside the trial, one after the other, in a role of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from unirun.experiments.data.datasets import DatasetUtility, load_tokenizer
+from unirun.experiments.data.sample import SequenceSample
+from unirun.experiments.experiment import import_modules, resolve, trial_of
+from unirun.experiments.graph import MFCDef, ModelInterfaceType
+from unirun.experiments.models.api import FinetuneSpec, Model, Place
+from unirun.experiments.models.saving import load_whole
+from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
+from unirun.experiments.topology import topology
+from unirun.roles import BaseWorkload, trainer_invocation
+
+
+class EvaluatorProcess(BaseWorkload):
+    """Makes the model once, whole, and gives it the parameters of each save."""
+
+    def setup(self) -> None:
+        """Make the model and read the dataset."""
+        trial = trial_of(self.config)
+        import_modules(trial.modules, trial.folder)
+        config = resolve(trial.experiment, trial.overrides)
+        assert config.resolved is not None
+        call = trained(config.evaluator.role, [*config.resolved.graph.calls.values()])
+        worker = config.model_worker[config.resolved.workers_of(call.model_name)[0]]
+        shard = next(each for each in worker.shards if each.id.model_name == call.model_name)
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        place = Place(call.model_name, topology(), 0, device)
+        tokenizer = load_tokenizer(worker.tokenizer_name_or_path)
+        module = MODELS.find(shard.model.type_)(place, **shard.model.args)
+        self._model: Model = BACKENDS.find("inference")().initialize(
+            Model(place, module, tokenizer), FinetuneSpec(1, 1, 1)
+        )
+        self._interface = INTERFACES.find(call.interface_impl.type_)(**call.interface_impl.args)
+        chosen = config.evaluator.dataset
+        assert chosen is not None
+        dataset = DATASETS.find(chosen.type_)(DatasetUtility(tokenizer, worker.base_seed), **chosen.args)
+        self._sample = SequenceSample.gather([dataset[index] for index in range(len(dataset))])
+
+    @trainer_invocation(target="RANK0", idempotent=True, retries=10)
+    def evaluate(self, path: str) -> dict[str, float]:
+        """The figures of the model that was saved in this directory."""
+        load_whole(self._model, Path(path))
+        sums = dict(self._interface.evaluate(self._model, self._sample))
+        count = sums.pop("count", 1.0)
+        return {key: value / max(count, 1.0) for key, value in sums.items()}
+
+
+def trained(role: str, calls: list[MFCDef]) -> MFCDef:
+    """The call that trains `role`, or the only one that trains."""
+    return next(
+        call
+        for call in calls
+        if call.interface_type is ModelInterfaceType.TRAIN_STEP and role in ("", call.role)
+    )
