@@ -87,10 +87,10 @@ class DPO(Experiment):
     """Its settings. `weights` is what ``sft`` has saved."""
 
     weights: str = ""
-    samples: int = 1000
-    batch: int = 50
+    samples: int = 3000
+    batch: int = 60
     epochs: int = 6
-    lr: float = 3e-4
+    lr: float = 5e-4
     beta: float = 0.1
     seed: int = 1
     steps: int = 0
@@ -118,7 +118,7 @@ class DPO(Experiment):
         ]
         trained = ModelBackendAbstraction("ddp", {"lr": self.lr, "schedule": "cosine", "warmup": 0.05})
         network, two = llama(weights=self.weights), topology(data=2)
-        held_out = preferences.dataset(200, held_out=True)
+        held_out = preferences.dataset(200, near=True, held_out=True)
         models = {
             actor: Allocation(network, trained, two, 0, held_out),
             ref: Allocation(network, ModelBackendAbstraction("inference"), two),
@@ -135,7 +135,7 @@ class DPO(Experiment):
                 models,
                 seed=self.seed,
                 tokenizer="characters",
-                datasets=[preferences.dataset(self.samples)],
+                datasets=[preferences.dataset(self.samples, near=True)],
             ),
         )
 

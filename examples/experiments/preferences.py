@@ -11,24 +11,26 @@ from unirun.experiments import DatasetAbstraction, SequenceSample
 
 
 @cache
-def pairs(count: int, *, held_out: bool = False) -> list[dict[str, Any]]:
-    """So many rows: ``{"prompt": "3+8-2=", "pos_answers": ["9"], "neg_answers": ["-4"]}``; wrong is the answer to
-    another sum."""
+def pairs(count: int, *, near: bool = False, held_out: bool = False) -> list[dict[str, Any]]:
+    """So many rows: ``{"prompt": "3+8-2=", "pos_answers": ["9"], "neg_answers": ["-4"]}``. What is wrong is the answer
+    to another sum, or with `near` wrong by 3 at most."""
     chance, rows = random.Random(count), sums(count, held_out=held_out)
     answers = [row["answer"] for row in rows]
+
+    def wrong(right: str) -> str:
+        if near:
+            return str(int(right) + chance.choice((-3, -2, -1, 1, 2, 3)))
+        return chance.choice([other for other in answers if other != right])
+
     return [
-        {
-            "prompt": row["prompt"],
-            "pos_answers": [row["answer"]],
-            "neg_answers": [chance.choice([other for other in answers if other != row["answer"]])],
-        }
+        {"prompt": row["prompt"], "pos_answers": [row["answer"]], "neg_answers": [wrong(row["answer"])]}
         for row in rows
     ]
 
 
-def dataset(count: int, *, held_out: bool = False) -> DatasetAbstraction:
+def dataset(count: int, *, near: bool = False, held_out: bool = False) -> DatasetAbstraction:
     """The same as a dataset."""
-    return DatasetAbstraction("rw_pair", {"rows": pairs(count, held_out=held_out)})
+    return DatasetAbstraction("rw_pair", {"rows": pairs(count, near=near, held_out=held_out)})
 
 
 def number_of_pairs(sample: SequenceSample) -> float:

@@ -74,7 +74,7 @@ class Reward(Experiment):
     """Its settings. `weights` is what ``sft`` has saved."""
 
     weights: str = ""
-    samples: int = 1000
+    samples: int = 2000
     batch: int = 50
     epochs: int = 10
     lr: float = 1e-3

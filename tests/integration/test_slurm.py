@@ -11,6 +11,7 @@ import pytest
 
 from ..testbed.fixtures import available
 from ..testbed.slurm import Slurm
+from . import test_trials as trials
 from .harness import EXEC, START, UNIRUN, Running, Script, Unirun, eventually
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -214,3 +215,23 @@ class TestJobsOnThreeNodes:
             assert {worker["node"] for worker in command.workers().values()} == {"n1", "n2", "n3"} - {lost}
         finally:
             cluster.start_node(lost)
+
+
+@pytest.mark.timeout(300)
+def test_a_trial_runs_on_three_nodes_and_has_its_exit_code(
+    command: Unirun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in trials.environment(command).items():
+        monkeypatch.setenv(name, value)
+    where = ("--mode", "slurm", "--partition", "debug", "--nodes", 2)
+    result = command("experiment", "start", *trials.SMALL, "-f", "first", *where, within=240)
+    assert result.code == 0, result.err
+    assert "COMPLETED on n" in result.err
+    assert len(trials.steps(trials.trial(command, "first"))) == 6
+    wrong = command("experiment", "start", *trials.SMALL, "-f", "wrong", *where, "failing=always", within=240)
+    assert wrong.code == 1, wrong.err
+    assert "FAILED on n" in wrong.err
+    missing = command(
+        "experiment", "start", *trials.SMALL, "-f", "none", "--mode", "slurm", "--partition", "no"
+    )
+    assert missing.code == 2, missing.err

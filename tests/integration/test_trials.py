@@ -41,9 +41,14 @@ def steps(path: Path) -> list[dict[str, Any]]:
 
 def saved(path: Path) -> dict[str, torch.Tensor]:
     """The actor after the last step."""
-    (found,) = (path / "checkpoints" / "actor").glob("step*/model.pt")
+    *_, found = sorted((path / "checkpoints" / "actor").glob("step*/model.pt"))
     weights: dict[str, torch.Tensor] = torch.load(found)
     return weights
+
+
+def saves(path: Path) -> list[dict[str, Any]]:
+    """What the evaluator has found, in the order in which models were saved."""
+    return [json.loads(line) for line in (path / "saves.jsonl").read_text().splitlines()]
 
 
 def equal(one: Path, other: Path) -> None:
@@ -59,6 +64,11 @@ def unbroken(home: Unirun) -> Path:
     result = home("experiment", "start", *SMALL, "-f", "unbroken", env=environment(home), within=120)
     assert result.code == 0, result.err
     assert len(steps(trial(home, "unbroken"))) == 6
+    assert [each["save"] for each in saves(trial(home, "unbroken"))] == [
+        "step000002",
+        "step000004",
+        "step000006",
+    ]
     return trial(home, "unbroken")
 
 
@@ -66,13 +76,23 @@ def unbroken(home: Unirun) -> Path:
 def test_a_trial_whose_workers_die_in_each_phase_is_the_same_as_one_in_which_nobody_dies(
     home: Unirun, unbroken: Path
 ) -> None:
-    kills = "actorGen:1:0,rewInf:2:1,refInf:1:1,criticInf:2:0,actorTrain:2:0,criticTrain:2:1,evaluate:1:1,save:1:0"
+    phases = (
+        "actorGen:1:0",
+        "rewInf:2:1",
+        "refInf:1:1",
+        "criticInf:2:0",
+        "actorTrain:2:0",
+        "criticTrain:2:1",
+    )
+    kills = ",".join((*phases, "evaluate:1:1", "save:1:0", "evaluator:2:0"))
     result = home(
         "experiment", "start", *SMALL, "-f", "broken", env=environment(home, KILL=kills), within=240
     )
     assert result.code == 0, result.err
     assert sorted(os.listdir(home.root / "killed")) == sorted(kills.split(","))
+    # The evaluator is no part of the training: it is started again, and its model evaluated again.
     assert len(re.findall("goes on from its last checkpoint", result.err)) == 8
+    assert saves(trial(home, "broken")) == saves(unbroken)
     equal(trial(home, "broken"), unbroken)
 
 
@@ -112,9 +132,18 @@ def test_a_trial_that_was_stopped_is_resumed_and_two_at_once_do_not_meet(home: U
     assert re.search(r"killing +two +succeeded", listed)
 
 
+@pytest.mark.timeout(300)
+def test_a_trial_that_has_failed_is_started_again_from_its_checkpoint(home: Unirun, unbroken: Path) -> None:
+    how = ("--recover-mode", "fault", "--recover-after", "0", "failing=once")
+    result = home("experiment", "start", *SMALL, "-f", "again", *how, env=environment(home), within=240)
+    assert result.code == 0, result.err
+    assert re.search("killing/again has failed with 1; it is started again in 0 s", result.err)
+    equal(trial(home, "again"), unbroken)
+
+
 def test_an_error_of_an_interface_ends_the_trial_at_once_with_its_traceback(home: Unirun) -> None:
     result = home(
-        "experiment", "start", *SMALL, "-f", "wrong", "failing=true", env=environment(home), within=START
+        "experiment", "start", *SMALL, "-f", "wrong", "failing=always", env=environment(home), within=START
     )
     assert result.code == 1, result.err
     assert "ValueError: this is wrong" in result.err

@@ -30,7 +30,14 @@ def main(argv: Sequence[str]) -> int:
         each.add_argument("-e", "--experiment_name", "--experiment-name", required=True, metavar="NAME")
         each.add_argument("-f", "--trial_name", "--trial-name", required=True, metavar="TRIAL")
     _start_options(start)
-    commands.add_parser("list", help="all trials, and how they stand")
+    shown = commands.add_parser("list", help="all trials, and how they stand")
+    for each in (start, stop, shown):
+        each.add_argument(
+            "--root",
+            default="",
+            metavar="DIR",
+            help="where trials have their files ($UNIRUN_HOME/experiments); all hosts reach it",
+        )
     find = commands.add_parser("find-config", help="the names of registered experiments")
     find.add_argument("-r", "--regex", default="", help="a regular expression that names match")
     _module_option(find)
@@ -79,7 +86,7 @@ def _start(options: Any) -> int:
 
     name, trial = options.experiment_name, options.trial_name
     experiment.check_names(name, trial)
-    root = starting.root_of(name, trial)
+    root = starting.root_of(options.root, name, trial)
     folder = os.getcwd()
     experiment.import_modules(options.module, folder)
     config = experiment.resolve(name, options.overrides)
@@ -99,7 +106,7 @@ def _start(options: Any) -> int:
 
         sys.stdout.write(show(config))
         return 0
-    starting.refuse_running(name, trial)
+    starting.refuse_running(root)
     retries = options.recover_retries if options.recover_mode in ("auto", "fault") else 0
     while True:
         run_id = f"{mapping['name']}-{secrets.token_hex(3)}"
@@ -135,7 +142,8 @@ def _stop(options: Any) -> int:
     from unirun.cli.stop import main as stop
     from unirun.experiments import starting
 
-    known = starting.started(options.experiment_name, options.trial_name)
+    root = starting.root_of(options.root, options.experiment_name, options.trial_name)
+    known = starting.started(root)
     if known is None:
         raise UsageError(
             f"there is no trial {options.trial_name!r} of {options.experiment_name!r}",
@@ -147,7 +155,10 @@ def _stop(options: Any) -> int:
 def _list(options: Any) -> int:
     from unirun.experiments import starting
 
-    rows = [(each.experiment, each.trial, starting.phase_of(each), each.job) for each in starting.trials()]
+    rows = [
+        (each.experiment, each.trial, starting.phase_of(each), each.job)
+        for each in starting.trials(options.root)
+    ]
     print_table(("EXPERIMENT", "TRIAL", "STATE", "JOB"), rows)
     return 0
 

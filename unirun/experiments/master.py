@@ -35,7 +35,7 @@ class MasterWorkerProcess(BaseTrainer):
     """The master of a trial. When a worker dies, all go on from the last checkpoint, in the processes that live."""
 
     _failed = False
-    _latest: Mapping[str, float] = {}  # noqa: RUF012 - replaced, not changed
+    _latest: Mapping[str, float] = {}
     """The evaluation after the last step, if there was one."""
 
     def is_recoverable(self) -> bool:

@@ -38,16 +38,20 @@ class Started(Value):
     job: str
 
 
-def root_of(experiment: str, trial: str) -> Path:
-    """The directory of a trial. Raises `UsageError` for names that cannot be in a path."""
+def root_of(top: str, experiment: str, trial: str) -> Path:
+    """The directory of a trial; `top` is that of all of them. Raises `UsageError` for names that no path can have."""
     check_names(experiment, trial)
-    return unirun_home() / "experiments" / experiment / trial
+    return _top(top) / experiment / trial
 
 
-def trials() -> list[Started]:
+def _top(top: str) -> Path:
+    return Path(top).absolute() if top else unirun_home() / "experiments"
+
+
+def trials(top: str) -> list[Started]:
     """All trials that were started, by their names."""
     found = []
-    for path in sorted((unirun_home() / "experiments").glob(f"*/*/{TRIAL}")):
+    for path in sorted(_top(top).glob(f"*/*/{TRIAL}")):
         try:
             found.append(msgspec.json.decode(path.read_bytes(), type=Started))
         except (OSError, ValueError):
@@ -55,10 +59,10 @@ def trials() -> list[Started]:
     return found
 
 
-def started(experiment: str, trial: str) -> Started | None:
-    """The latest start of a trial."""
+def started(root: Path) -> Started | None:
+    """The latest start of the trial in this directory."""
     try:
-        raw = (root_of(experiment, trial) / TRIAL).read_bytes()
+        raw = (root / TRIAL).read_bytes()
     except FileNotFoundError:
         return None
     return msgspec.json.decode(raw, type=Started)
@@ -72,13 +76,13 @@ def phase_of(start: Started) -> str:
         return "gone"
 
 
-def refuse_running(experiment: str, trial: str) -> None:
+def refuse_running(root: Path) -> None:
     """Raise `UsageError` while the trial runs."""
-    known = started(experiment, trial)
+    known = started(root)
     if known is not None and phase_of(known) not in (*ENDED, "gone"):
         raise UsageError(
-            f"trial {trial!r} of {experiment!r} runs already, as job {known.job}",
-            f"wait for its end, or: unirun experiment stop -e {experiment} -f {trial}",
+            f"trial {known.trial!r} of {known.experiment!r} runs already, as job {known.job}",
+            f"wait for its end, or: unirun experiment stop -e {known.experiment} -f {known.trial}",
         )
 
 

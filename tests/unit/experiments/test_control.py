@@ -80,4 +80,7 @@ class TestNumbers:
 
     def test_all_of_them_are_told(self) -> None:
         wrong = ExperimentSaveEvalControl(save_freq_steps=0, eval_freq_secs=-1.0)
-        assert [fault.where for fault in wrong.faults()] == ["exp_ctrl.save_freq_steps", "exp_ctrl.eval_freq_secs"]
+        assert [fault.where for fault in wrong.faults()] == [
+            "exp_ctrl.save_freq_steps",
+            "exp_ctrl.eval_freq_secs",
+        ]

@@ -98,7 +98,12 @@ def test_on_one_set_of_workers_they_run_one_after_the_other() -> None:
 
 
 class TestParameters:
-    WORKERS: Workers = {ACTOR: frozenset({0}), COPY: frozenset({1}), CRITIC: frozenset({2}), REF: frozenset({3})}
+    WORKERS: Workers = {
+        ACTOR: frozenset({0}),
+        COPY: frozenset({1}),
+        CRITIC: frozenset({2}),
+        REF: frozenset({3}),
+    }
     GRAPH = build_graph(
         [
             call("train", ["prompt"], kind=TRAIN),

@@ -1,0 +1,104 @@
+"""The same forward pass, the same two steps and the same generation in several layouts of a model.
+
+``layouts.py FOLDER 111-ddp 221-fsdp2``: the digits are ranks along data, tensor and pipe. In a folder for each layout,
+each data-parallel rank writes what it has found, and one rank the network after two steps.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import cross_entropy
+
+from unirun.experiments import (
+    FinetuneSpec,
+    GenerationConfig,
+    MicroBatchSpec,
+    Model,
+    ModelName,
+    Place,
+    SequenceSample,
+    topology,
+)
+from unirun.experiments.models.backends import ShardedBackend, TrainBackend
+from unirun.experiments.models.saving import save_whole
+from unirun.experiments.models.stage import causal_lm
+
+SEQUENCES = 7
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+
+
+def sample(rank: int, ranks: int) -> SequenceSample:
+    """This data-parallel rank's part of the sequences, of 3 to 11 tokens."""
+    chance = torch.Generator().manual_seed(1)
+    lengths = torch.randint(3, 12, (SEQUENCES,), generator=chance).tolist()
+    tokens = [torch.randint(1, 64, (length,), generator=chance) for length in lengths]
+    whole = SequenceSample.of({"tokens": tokens}, [str(number) for number in range(SEQUENCES)])
+    return whole.reorder(range(rank, SEQUENCES, ranks))
+
+
+def loss(logits: torch.Tensor, part: SequenceSample) -> tuple[torch.Tensor, dict[str, float]]:
+    """The cross entropy of all tokens but the first ones, as a sum."""
+    pairs = zip(logits.split(part.lengths("tokens")), part.sequences("tokens"), strict=True)
+    found = [cross_entropy(out[:-1], tokens[1:], reduction="sum") for out, tokens in pairs]
+    return torch.stack(found).sum(), {"sequences": float(len(part))}
+
+
+def main(folder: Path, data: int, tensor: int, pipe: int, backend: str) -> None:
+    """Do all of it."""
+    torch.set_num_threads(1)
+    topo = topology(data=data, tensor=tensor, pipe=pipe)
+    mesh = None
+    if topo.world_size() > 1:
+        grid = torch.arange(topo.world_size()).view(topo.dims)
+        mesh = DeviceMesh("cpu", grid, mesh_dim_names=topo.axes)
+    if dist.get_rank() >= topo.world_size():
+        return
+    folder.mkdir(exist_ok=True)
+    place = Place(ModelName("actor"), topo, dist.get_rank(), torch.device("cpu"), mesh, seed=3)
+    kind = {"ddp": TrainBackend, "fsdp2": ShardedBackend}[backend]
+    model = Model(place, causal_lm(place, config=CONFIG), None)
+    # With this rate, what parameters lose in a step are their gradients.
+    engine = kind(lr=1.0, optimizer="sgd", clip=0.0).initialize(model, FinetuneSpec(1, 8, 8)).running()
+    mine, spec = sample(place.data, data), MicroBatchSpec(2)
+    outputs = engine.forward(mine, "tokens", spec)
+    weight = lambda part: float(part.total("tokens") - len(part))  # noqa: E731 - one line says it
+    before = {name: tensor.clone() for name, tensor in engine.state()["tensors"].items()}
+    figures = [engine.train_batch(mine, "tokens", spec, loss, weight) for _ in range(2)]
+    how = GenerationConfig(greedy=True, max_new_tokens=5)
+    made = engine.generate(mine, "tokens", how, stop=0, pad=0, seed=0)
+    state = engine.state()
+    assert any(not torch.equal(before[name], tensor) for name, tensor in state["tensors"].items())
+    engine.load_state(state)
+    save_whole(model, folder)
+    if outputs is not None and made is not None and place.speaks:
+        parts = outputs.split(mine.sizes("tokens"))
+        found = {
+            each: (part, made.tokens[at][0])
+            for at, (each, part) in enumerate(zip(mine.ids, parts, strict=True))
+        }
+        torch.save((found, figures), folder / f"{place.data}.pt")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    root, *layouts = sys.argv[1:]
+    for layout in layouts:
+        sizes, _, chosen = layout.partition("-")
+        main(Path(root, layout), *map(int, sizes), chosen)
+        dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,66 @@
+"""A model computes the same in each layout: outputs, gradients and parameters after steps, and what it generates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .harness import Unirun
+from .test_trials import TRIALS
+
+ONE = "111-ddp"
+LAYOUTS = [
+    "211-ddp",
+    "121-ddp",
+    "112-ddp",
+    "221-ddp",
+    "212-ddp",
+    "122-ddp",
+    "211-fsdp2",
+    "221-fsdp2",
+    "212-fsdp2",
+]
+"""Ranks along data, tensor and pipe, and the backend."""
+
+
+class Found:
+    """What one layout has found."""
+
+    def __init__(self, folder: Path) -> None:
+        self.outputs: dict[str, torch.Tensor] = {}
+        self.generated: dict[str, list[int]] = {}
+        for path in sorted(folder.glob("[0-9].pt")):
+            by_id, figures = torch.load(path)
+            self.figures: list[dict[str, float]] = figures
+            for each, (output, tokens) in by_id.items():
+                self.outputs[each], self.generated[each] = output, tokens.tolist()
+        self.network: dict[str, torch.Tensor] = torch.load(folder / "model.pt")
+
+
+@pytest.fixture(scope="module")
+def folder(home: Unirun) -> Path:
+    """All layouts were run by one job of four ranks."""
+    path = home.root / "layouts"
+    path.mkdir()
+    result = home("--roles", "model=4", TRIALS / "layouts.py", "--", path, ONE, *LAYOUTS, within=240)
+    assert result.code == 0, result.err
+    return path
+
+
+def close(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_computes_what_one_rank_computes(folder: Path, layout: str) -> None:
+    one, found = Found(folder / ONE), Found(folder / layout)
+    close(found.outputs, one.outputs)
+    # What parameters have lost in two steps are the gradients.
+    for ours, theirs in zip(found.figures, one.figures, strict=True):
+        close(ours, theirs)
+    close(found.network, one.network)
+    assert found.generated == one.generated
