@@ -276,6 +276,7 @@ class MasterWorkerProcess(BaseTrainer):
                 if path.exists():
                     continue
                 part = path.with_name(f".{path.name}.partial")
+                part.mkdir(parents=True, exist_ok=True)
                 self._group.save.call(self._attempt, call.name, str(part))
                 part.rename(path)
 

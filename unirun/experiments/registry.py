@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -59,9 +60,15 @@ def _where(value: object) -> str:
 
 
 def _same(one: object, other: object) -> bool:
-    """A module that is imported twice, as ``__main__`` and by its name, registers the same classes twice."""
-    code = [getattr(each, "__code__", None) for each in (one, other)]
-    return code[0] is not None and code[0] == code[1]
+    """Whether both are from one place: a module that is imported twice, as ``__main__`` too, registers things twice."""
+    places = [
+        (
+            getattr(each, "__qualname__", None),
+            getattr(sys.modules.get(getattr(each, "__module__", "")), "__file__", None),
+        )
+        for each in (one, other)
+    ]
+    return None not in places[0] and places[0] == places[1]
 
 
 DATASETS: Registry[Any] = Registry("dataset")

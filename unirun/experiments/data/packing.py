@@ -64,8 +64,7 @@ def micro_batches(sizes: Sequence[int], least: int, capacity: int) -> list[list[
         return []
     count = len(first_fit_decreasing(sizes, capacity))
     found = balanced(sizes, min(max(count, least), len(sizes)))
-    largest = max(sum(sizes[index] for index in part) for part in found)
-    if largest > max(capacity, max(sizes)):
+    if any(len(part) > 1 and sum(sizes[index] for index in part) > capacity for part in found):
         # Balance needs more room than the rule for the fewest lists.
         found = first_fit_decreasing(sizes, capacity)
     return found

@@ -24,7 +24,9 @@ def load_whole(model: Model, path: Path) -> None:
 
 def save_whole(model: Model, path: Path) -> None:
     """Write the tensors of all stages, by their names in the whole network, to ``path/model.pt``. All ranks of the
-    model call it; the first one of the last stage writes."""
+    model call it; the first one of the last stage writes. A model without a network has none."""
+    if model.engine is None:
+        return
     place = model.place
     whole: dict[str, Any] = {}
     for name, tensor in model.running().tensors().items():
@@ -36,7 +38,6 @@ def save_whole(model: Model, path: Path) -> None:
         dist.all_gather_object(stages, whole, group=group)
         whole = {name: tensor for stage in stages for name, tensor in stage.items()}
     if place.speaks and place.data == 0:
-        path.mkdir(parents=True, exist_ok=True)
         part = path / f"{FILE}.partial"
         torch.save(whole, part)
         part.rename(path / FILE)
