@@ -86,7 +86,11 @@ def trial(*, warm: bool) -> Results:
         env = {**environment(folder), "UNIRUN_WARM": "0"}
         if warm:
             env |= {"UNIRUN_WARM": "", "UNIRUN_RUN_DIR": str(folder / "run")}
-            run([program("unirun"), "warm", f"--preload={','.join(PRELOAD)}"], env, DEADLINE)
+            run(
+                [program("unirun"), "warm", f"--preload={','.join((*PRELOAD, 'reasoning_gym'))}"],
+                env,
+                DEADLINE,
+            )
         try:
             first = until_first_step(["experiment", "start", *words], env, folder)
         finally:

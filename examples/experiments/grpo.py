@@ -11,10 +11,9 @@ import torch
 
 from experiments.policy import TOKENS, clipped, logprobs_of
 from experiments.ppo import Actor, in_parts
-from experiments.sums import llama, sums
+from experiments.sums import llama, questions
 from unirun.experiments import (
     Allocation,
-    DatasetAbstraction,
     Experiment,
     ExperimentConfig,
     ExperimentSaveEvalControl,
@@ -76,6 +75,7 @@ register_interface("grpo_actor", GroupActor)
 class GRPO(Experiment):
     """Its settings. `weights` is what ``sft`` has saved; without it the actor begins with nothing."""
 
+    preload = ("reasoning_gym",)
     weights: str = ""
     samples: int = 3000
     batch: int = 125
@@ -124,7 +124,7 @@ class GRPO(Experiment):
                 log_return_value=True,
             ),
         ]
-        held_out = DatasetAbstraction("prompt", {"rows": sums(200, held_out=True)})
+        held_out = questions(200, held_out=True)
         network, two = llama(weights=self.weights), topology(data=2)
         schedule = {"schedule": "linear", "warmup": 0.05, "updates": self.updates}
         trained = ModelBackendAbstraction("ddp", {"lr": self.lr, **schedule})
@@ -145,7 +145,7 @@ class GRPO(Experiment):
                 models,
                 seed=self.seed,
                 tokenizer="characters",
-                datasets=[DatasetAbstraction("prompt", {"rows": sums(self.samples)})],
+                datasets=[questions(self.samples)],
             ),
         )
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import reasoning_gym  # type: ignore[import-untyped, unused-ignore]
 import torch
 
 from experiments.policy import TOKENS, advantages, answer_of, clipped, logprobs_of, responses, whitened
-from experiments.sums import SHAPE, llama, sums
+from experiments.sums import SHAPE, llama, questions
 from unirun.experiments import (
     Allocation,
-    DatasetAbstraction,
     Experiment,
     ExperimentConfig,
     ExperimentSaveEvalControl,
@@ -49,6 +47,8 @@ class Verifier(ModelInterface):
     """Scores answers with the verifier of reasoning-gym: 1 for the right number."""
 
     def __init__(self) -> None:
+        import reasoning_gym  # type: ignore[import-untyped, unused-ignore]
+
         self._verifier = reasoning_gym.create_dataset("chain_sum", seed=0, size=1, **SHAPE)
 
     def inference(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> SequenceSample:
@@ -196,6 +196,7 @@ register_interface("ppo_critic", Critic)
 class PPO(Experiment):
     """Its settings. `weights` is what ``sft`` has saved; without it the actor begins with nothing."""
 
+    preload = ("reasoning_gym",)
     weights: str = ""
     samples: int = 3000
     batch: int = 500
@@ -251,7 +252,7 @@ class PPO(Experiment):
                 log_return_value=True,
             ),
         ]  # fmt: skip
-        held_out = DatasetAbstraction("prompt", {"rows": sums(200, held_out=True)})
+        held_out = questions(200, held_out=True)
         network, expects = llama(weights=self.weights), llama(critic=True, weights=self.weights)
         schedule = {"schedule": "linear", "warmup": 0.05, "updates": self.updates}
         trained = ModelBackendAbstraction("ddp", {"lr": self.lr, **schedule})
@@ -286,7 +287,7 @@ class PPO(Experiment):
                 models,
                 seed=self.seed,
                 tokenizer="characters",
-                datasets=[DatasetAbstraction("prompt", {"rows": sums(self.samples)})],
+                datasets=[questions(self.samples)],
             ),
         )
 

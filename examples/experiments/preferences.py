@@ -7,7 +7,13 @@ from functools import cache
 from typing import Any
 
 from experiments.sums import sums
-from unirun.experiments import DatasetAbstraction, SequenceSample
+from unirun.experiments import (
+    DatasetAbstraction,
+    DatasetUtility,
+    PairedDataset,
+    SequenceSample,
+    register_dataset,
+)
 
 
 @cache
@@ -28,9 +34,19 @@ def pairs(count: int, *, near: bool = False, held_out: bool = False) -> list[dic
     ]
 
 
+class Preferences(PairedDataset):
+    """Pairs of answers."""
+
+    def __init__(self, util: DatasetUtility, count: int, *, near: bool, held_out: bool) -> None:
+        super().__init__(util, rows=pairs(count, near=near, held_out=held_out))
+
+
+register_dataset("preferences", Preferences)
+
+
 def dataset(count: int, *, near: bool = False, held_out: bool = False) -> DatasetAbstraction:
-    """The same as a dataset."""
-    return DatasetAbstraction("rw_pair", {"rows": pairs(count, near=near, held_out=held_out)})
+    """So many pairs."""
+    return DatasetAbstraction("preferences", {"count": count, "near": near, "held_out": held_out})
 
 
 def number_of_pairs(sample: SequenceSample) -> float:

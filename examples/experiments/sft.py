@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import cross_entropy
 
-from experiments.sums import llama, sums
+from experiments.sums import answered, llama
 from unirun.experiments import (
     Allocation,
     AutomaticEvaluator,
-    DatasetAbstraction,
     Experiment,
     ExperimentConfig,
     ExperimentSaveEvalControl,
@@ -114,7 +113,7 @@ class SFT(Experiment):
         )
         layout = topology(pipe=self.pipe, data=self.data, tensor=self.tensor)
         backend = ModelBackendAbstraction(self.backend, {"lr": self.lr, "schedule": "cosine", "warmup": 0.05})
-        held_out = DatasetAbstraction("prompt_answer", {"rows": sums(200, held_out=True)})
+        held_out = answered(200, held_out=True)
         return ExperimentConfig(
             exp_ctrl=ExperimentSaveEvalControl(
                 total_train_epochs=self.epochs,
@@ -127,7 +126,7 @@ class SFT(Experiment):
                 {actor: Allocation(llama(), backend, layout, eval_dataset=held_out)},
                 seed=self.seed,
                 tokenizer="characters",
-                datasets=[DatasetAbstraction("prompt_answer", {"rows": sums(self.samples)})],
+                datasets=[answered(self.samples)],
             ),
             auto_eval=self.auto_eval,
             evaluator=AutomaticEvaluator(held_out),

@@ -11,9 +11,15 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import reasoning_gym  # type: ignore[import-untyped, unused-ignore]
-
-from unirun.experiments import ModelAbstraction, register_tokenizer
+from unirun.experiments import (
+    DatasetAbstraction,
+    DatasetUtility,
+    ModelAbstraction,
+    PromptAnswerDataset,
+    PromptDataset,
+    register_dataset,
+    register_tokenizer,
+)
 
 ALPHABET = "0123456789+-="
 SHAPE = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
@@ -61,6 +67,9 @@ def llama(*, critic: bool = False, weights: str = "") -> ModelAbstraction:
 @cache
 def sums(count: int, *, held_out: bool = False, seed: int = 0) -> list[dict[str, Any]]:
     """So many different sums: ``{"prompt": "3+8-2=", "answer": "9"}``."""
+    # Imported where it is used: the command that starts a trial needs no sums.
+    import reasoning_gym  # type: ignore[import-untyped, unused-ignore]
+
     drawn = reasoning_gym.create_dataset("chain_sum", seed=seed, size=20 * count, **SHAPE)
     found: dict[str, dict[str, Any]] = {}
     for entry in drawn:
@@ -70,3 +79,31 @@ def sums(count: int, *, held_out: bool = False, seed: int = 0) -> list[dict[str,
         if len(found) == count:
             break
     return list(found.values())
+
+
+class Questions(PromptDataset):
+    """Sums to be answered."""
+
+    def __init__(self, util: DatasetUtility, count: int, *, held_out: bool = False) -> None:
+        super().__init__(util, rows=sums(count, held_out=held_out))
+
+
+class Answered(PromptAnswerDataset):
+    """Sums and their answers."""
+
+    def __init__(self, util: DatasetUtility, count: int, *, held_out: bool = False) -> None:
+        super().__init__(util, rows=sums(count, held_out=held_out))
+
+
+register_dataset("questions", Questions)
+register_dataset("answered", Answered)
+
+
+def questions(count: int, *, held_out: bool = False) -> DatasetAbstraction:
+    """So many `Questions`."""
+    return DatasetAbstraction("questions", {"count": count, "held_out": held_out})
+
+
+def answered(count: int, *, held_out: bool = False) -> DatasetAbstraction:
+    """So many that are `Answered`."""
+    return DatasetAbstraction("answered", {"count": count, "held_out": held_out})

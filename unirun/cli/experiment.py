@@ -90,7 +90,8 @@ def _start(options: Any) -> int:
     folder = os.getcwd()
     experiment.import_modules(options.module, folder)
     config = experiment.resolve(name, options.overrides)
-    scheduling = experiment.with_settings(name, options.overrides).scheduling_setup()
+    made = experiment.with_settings(name, options.overrides)
+    scheduling = made.scheduling_setup()
     recovery = Recovery(root)
     resume = options.recover_mode in ("auto", "resume")
     if options.recover_mode == "resume" and recovery.latest() is None:
@@ -98,7 +99,7 @@ def _start(options: Any) -> int:
             f"{name}/{trial} has no checkpoint in {root}", "use --recover-mode auto, or start without"
         )
     about = Trial(name, trial, str(root), (*options.module,), (*options.overrides,), folder, resume)
-    mapping = starting.job_mapping(about, config, scheduling)
+    mapping = starting.job_mapping(about, config, scheduling, made.preload)
     if options.ignore_worker_error:
         mapping["roles"]["model_worker"]["max_restarts"] = mapping["trainer"]["max_restarts"] = 1_000_000
     if options.dry_run:

@@ -28,7 +28,13 @@ from unirun.experiments.config import (
     WorkerInformation,
 )
 from unirun.experiments.control import ExperimentSaveEvalControl
-from unirun.experiments.data.datasets import DatasetUtility, register_tokenizer
+from unirun.experiments.data.datasets import (
+    DatasetUtility,
+    PairedDataset,
+    PromptAnswerDataset,
+    PromptDataset,
+    register_tokenizer,
+)
 from unirun.experiments.data.named_array import NamedArray
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.experiment import Experiment
@@ -96,9 +102,12 @@ __all__ = [
     "ModelWorker",
     "NamedArray",
     "OffloadHook",
+    "PairedDataset",
     "ParamReallocHook",
     "Place",
     "ProcessTopology",
+    "PromptAnswerDataset",
+    "PromptDataset",
     "RecoverInfo",
     "Resolved",
     "RolloutWorker",

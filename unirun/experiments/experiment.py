@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import yaml
@@ -25,7 +25,13 @@ NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,60}[A-Za-z0-9])?")
 
 
 class Experiment:
-    """An experiment. A dataclass that derives from it has settings, which ``key=value`` changes on the command line."""
+    """An experiment. A dataclass that derives from it has settings, which ``key=value`` changes on the command line.
+
+    `preload` are modules that take long to import: they are imported once on each node, and not by each worker. They
+    start no threads and use no device when they are imported.
+    """
+
+    preload: ClassVar[tuple[str, ...]] = ()
 
     def scheduling_setup(self) -> ExperimentScheduling:
         """How many workers of each type there are, and what each needs."""

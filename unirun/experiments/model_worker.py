@@ -62,7 +62,8 @@ class ModelWorkerProcess(BaseWorkload):
         self._held_out: dict[ModelName, SequenceSample] = {}
         self._tokenizer = load_tokenizer(self._mine.tokenizer_name_or_path)
         self._dataset: Dataset | None = None
-        if self._mine.datasets:
+        source = self._resolved.graph.calls[self._resolved.graph.sources[0]].model_name
+        if self._mine.datasets and any(shard.id.model_name == source for shard in self._mine.shards):
             chosen = self._mine.datasets[0]
             util = DatasetUtility(self._tokenizer, self._mine.base_seed)
             self._dataset = DATASETS.find(chosen.type_)(util, **chosen.args)

@@ -86,8 +86,11 @@ def refuse_running(root: Path) -> None:
         )
 
 
-def job_mapping(trial: Trial, config: ExperimentConfig, scheduling: ExperimentScheduling) -> dict[str, Any]:
-    """The job file of a trial. Raises `UsageError` when there are other numbers of workers than it schedules."""
+def job_mapping(
+    trial: Trial, config: ExperimentConfig, scheduling: ExperimentScheduling, preload: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The job file of a trial, whose workers find `preload` imported. Raises `UsageError` when there are other numbers
+    of workers than it schedules."""
     count = len(config.model_worker)
     if scheduling.model_worker.count != count:
         raise UsageError(
@@ -116,7 +119,7 @@ def job_mapping(trial: Trial, config: ExperimentConfig, scheduling: ExperimentSc
             "max_restarts": 10,
         },
         "config": msgspec.to_builtins(trial),
-        "preload": [*PRELOAD],
+        "preload": [*PRELOAD, *preload],
     }
 
 
