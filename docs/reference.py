@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[1]
 INTRODUCTION = """\
 # API reference
 
-Everything that `import unirun` and `from unirun import train` offer, and what it hands out. This page is made from the
-docstrings by `docs/reference.py`; do not edit it. How the parts work together is in the [tutorial](tutorial.md), in
-[calls.md](calls.md) and in [train.md](train.md).
+Everything that `import unirun`, `from unirun import train` and `from unirun import experiments` offer, and what it
+hands out. This page is made from the docstrings by `docs/reference.py`; do not edit it. How the parts work together is in the
+[tutorial](tutorial.md), in [calls.md](calls.md), in [train.md](train.md) and in [experiments.md](experiments.md).
 """
 
 SECTIONS = {
@@ -76,6 +76,48 @@ SECTIONS = {
         "train.TensorBoardCallback",
         "train.WandbCallback",
         "train.MLflowCallback",
+    ],
+    "Experiments": [
+        *("experiments.Experiment", "experiments.register_experiment", "experiments.make_experiment"),
+        *("experiments.ExperimentConfig", "experiments.Resolved", "experiments.ExperimentScheduling"),
+        *("experiments.TasksGroup", "experiments.Scheduling", "experiments.ExperimentSaveEvalControl"),
+        *(
+            "experiments.ModelWorker",
+            "experiments.StandaloneModelShardAbstraction",
+            "experiments.MasterWorker",
+        ),
+        *("experiments.GenerationServer", "experiments.GserverManager", "experiments.RolloutWorker"),
+        *("experiments.WorkerInformation", "experiments.AutomaticEvaluator", "experiments.RecoverInfo"),
+        *("experiments.Allocation", "experiments.model_workers"),
+    ],
+    "Graphs of model function calls": [
+        *("experiments.MFCDef", "experiments.ModelInterfaceType", "experiments.ModelInterfaceAbstraction"),
+        *("experiments.MicroBatchSpec", "experiments.ParamReallocHook", "experiments.OffloadHook"),
+        *(
+            "experiments.build_graph",
+            "experiments.Graph",
+            "experiments.ModelName",
+            "experiments.ModelShardID",
+        ),
+        *("experiments.ProcessTopology", "experiments.topology"),
+    ],
+    "Models of an experiment": [
+        *(
+            "experiments.ModelInterface",
+            "experiments.register_interface",
+            "experiments.Model",
+            "experiments.Place",
+        ),
+        *("experiments.Engine", "experiments.GenerationConfig", "experiments.Generated"),
+        *("experiments.ModelBackend", "experiments.register_backend", "experiments.FinetuneSpec"),
+        *("experiments.register_model", "experiments.ModelAbstraction"),
+        "experiments.ModelBackendAbstraction",
+    ],
+    "Data of an experiment": [
+        *("experiments.SequenceSample", "experiments.NamedArray", "experiments.DatasetAbstraction"),
+        *("experiments.DatasetUtility", "experiments.register_dataset", "experiments.register_tokenizer"),
+        *("experiments.PromptDataset", "experiments.PromptAnswerDataset", "experiments.PairedDataset"),
+        *("experiments.AgentAbstraction", "experiments.EnvServiceAbstraction"),
     ],
     "Errors": [
         "UnirunError",

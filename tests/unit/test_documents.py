@@ -26,7 +26,7 @@ from tests.documents import (
     text_of,
     write,
 )
-from unirun import train
+from unirun import experiments, train
 from unirun.cli import SUBCOMMANDS, main, run
 from unirun.cli.commandline import Parser, parse
 from unirun.cli.compose import job_spec, plan_job
@@ -101,7 +101,7 @@ def test_the_reference_is_that_of_the_docstrings(tmp_path: Path) -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     headings = set(re.findall(r"^### `(\w+)`$", text_of("docs/api.md"), re.MULTILINE))
     others = set(re.findall(r"^`(\w+)` is another name for it", text_of("docs/api.md"), re.MULTILINE))
-    assert {*unirun.__all__, *train.__all__} <= headings | others
+    assert {*unirun.__all__, *train.__all__, *experiments.__all__} <= headings | others
 
 
 @pytest.mark.parametrize("page", PAGES)

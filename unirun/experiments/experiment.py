@@ -53,11 +53,12 @@ def check_names(experiment: str, trial: str) -> None:
 
 
 def import_modules(modules: Sequence[str], folder: str = "") -> None:
-    """Import what registers experiments, as seen from `folder`. Without names that is the package ``experiments``, if
-    it is there, and all modules in it. Raises `UsageError` for a module that is not there."""
+    """Import what registers experiments, as seen from `folder`; a module may be named as a file, too. Without names
+    that is the package ``experiments``, if it is there, and all modules in it. Raises `UsageError` for one that is not
+    there."""
     if folder and folder not in sys.path:
         sys.path.insert(0, folder)
-    names = list(modules)
+    names = [name.removesuffix(".py").replace("/", ".") for name in modules]
     package = Path(folder or ".") / "experiments"
     if not names and package.is_dir():
         names = [

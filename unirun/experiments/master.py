@@ -10,6 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from unirun.errors import PeerLost, RemoteError, TrainingFailed, UsageError, WorkerLost
+from unirun.experiments.control import Every
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.evaluator import trained
 from unirun.experiments.experiment import import_modules, resolve, trial_of
@@ -77,6 +78,8 @@ class MasterWorkerProcess(BaseTrainer):
             try:
                 if info is None:
                     info = self._begin()
+                    if not info.step and self._control.every("eval") != Every():
+                        self._evaluate(info)
                 while not self._over(info):
                     info, figures = self._step(info)
                 self._save(info)

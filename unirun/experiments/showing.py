@@ -55,7 +55,7 @@ def picture(resolved: Resolved) -> str:
         for name, call in graph.calls.items()
     )
     edges = tuple(
-        Edge(names[producer], names[consumer], invocation=", ".join(keys))
+        Edge(names[producer], names[consumer], invocation=", ".join(keys), kind="")
         for producer, consumer, keys in graph.edges
     )
     return svg(Picture(roles, edges))

@@ -31,6 +31,7 @@ from unirun.errors import SpecError
 from unirun.experiments.allocation import model_workers
 from unirun.experiments.checks import dataset_keys, faults
 from unirun.experiments.config import (
+    AutomaticEvaluator,
     DatasetAbstraction,
     ExperimentConfig,
     MasterWorker,
@@ -43,9 +44,9 @@ from unirun.experiments.graph import MFCDef, ModelInterfaceAbstraction, ParamRea
 from unirun.experiments.topology import ModelName, ModelShardID, ProcessTopology, topology
 
 
-def sft(**layout: int) -> ExperimentConfig:
+def sft(data: int = 1) -> ExperimentConfig:
     """One call that trains one model."""
-    return config_of([call("train", ["prompt"], kind=TRAIN)], {ACTOR: at(topology(**layout))})
+    return config_of([call("train", ["prompt"], kind=TRAIN)], {ACTOR: at(topology(data=data))})
 
 
 def shard(name: ModelName, topo: ProcessTopology, rank: int) -> StandaloneModelShardAbstraction:
@@ -227,6 +228,41 @@ class TestDatasets:
         config = sft()
         config.model_worker[0].datasets.append(DatasetAbstraction("no-dataset"))
         assert dataset_keys(config) == {"prompt"}
+
+
+class TestTheEvaluator:
+    @staticmethod
+    def evaluated(
+        dataset: DatasetAbstraction | None = PROMPTS, role: str = "actor", save_freq_steps: int | None = 5
+    ) -> ExperimentConfig:
+        return replace(
+            ppo(separate=False),
+            exp_ctrl=ExperimentSaveEvalControl(save_freq_steps=save_freq_steps),
+            auto_eval=True,
+            evaluator=AutomaticEvaluator(dataset, role),
+        )
+
+    def test_one_of_a_role_that_is_trained_is_right(self) -> None:
+        assert faults_of(self.evaluated()) == ()
+
+    @pytest.mark.parametrize("dataset", [None, DatasetAbstraction("no-dataset")], ids=["none", "unknown"])
+    def test_it_has_no_dataset(self, dataset: DatasetAbstraction | None) -> None:
+        assert only(self.evaluated(dataset)) == "evaluator.dataset: there is none to evaluate on"
+
+    def test_nothing_is_saved_before_the_end(self) -> None:
+        found = only(self.evaluated(save_freq_steps=None))
+        assert found == "evaluator: models are saved at the end only"
+
+    @pytest.mark.parametrize("role", ["ref", ""])
+    def test_its_role_is_not_one_that_is_trained(self, role: str) -> None:
+        assert only(self.evaluated(role=role)) == (
+            f"evaluator.role: it is {role!r}, and trained are: actor, critic"
+        )
+
+    def test_the_only_role_that_is_trained_needs_no_name(self) -> None:
+        config = sft()
+        config.exp_ctrl.save_freq_epochs = 1
+        assert faults_of(replace(config, auto_eval=True, evaluator=AutomaticEvaluator(PROMPTS))) == ()
 
 
 def test_numbers_of_the_control_are_checked() -> None:

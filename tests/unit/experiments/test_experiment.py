@@ -71,7 +71,24 @@ class TestNames:
 
     @pytest.mark.parametrize(
         "name",
-        ["", "a_b", "a/b", "/a", "..", ".", "a..b", "-a", "a-", ".a", "a.", "a b", "a\n", "ä", "a:b", "a" * 63],
+        [
+            "",
+            "a_b",
+            "a/b",
+            "/a",
+            "..",
+            ".",
+            "a..b",
+            "-a",
+            "a-",
+            ".a",
+            "a.",
+            "a b",
+            "a\n",
+            "ä",
+            "a:b",
+            "a" * 63,
+        ],
     )
     def test_others_are_refused(self, name: str) -> None:
         with pytest.raises(UsageError, match="is no name for an experiment; use letters, digits"):

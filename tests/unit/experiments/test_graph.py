@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -126,7 +128,7 @@ class TestCircles:
         assert names[0] == names[-1]
         assert len(set(names)) == len(names) - 1 >= 2
         by_name = {each.name: each for each in calls}
-        for before, after in zip(names, names[1:], strict=False):
+        for before, after in pairwise(names):
             assert {*by_name[before].output_keys} & {*by_name[after].input_keys}
 
     @given(acyclic())
@@ -183,13 +185,14 @@ class TestWhatIsWrong:
         assert only(calls) == "model_rpcs.a: output_key_remap names 'y', which is no such key of it"
 
     def test_the_names_in_the_interface_are_free(self) -> None:
-        remap = {"input_key_remap": {"prompt": "text"}, "output_key_remap": {"logprobs": "x"}}
+        remap: dict[str, Any] = {"input_key_remap": {"prompt": "text"}, "output_key_remap": {"logprobs": "x"}}
         assert found([call("a", ["prompt"], ["x"], **remap)]) == []
 
     @pytest.mark.parametrize("hook", [ParamReallocHook(), ParamReallocHook(source=CRITIC, target=COPY)])
     @pytest.mark.parametrize("when", ["pre_hooks", "post_hooks"])
     def test_a_realloc_hook_with_neither_source_nor_target_or_both(self, hook: Hook, when: str) -> None:
-        assert only([call("a", ["prompt"], **{when: (hook,)})]) == (
+        hooks: dict[str, Any] = {when: (hook,)}
+        assert only([call("a", ["prompt"], **hooks)]) == (
             "model_rpcs.a: a ParamReallocHook has both source and target, or neither"
         )
 
@@ -230,18 +233,18 @@ class TestWhatIsWrong:
 class TestWhatACallReadsAndWrites:
     def test_a_train_step_writes_its_model(self) -> None:
         trains = call("a", kind=TRAIN)
-        assert (trains.reads, trains.writes) == (set(), {ACTOR})
+        assert (trains.reads, trains.writes) == (frozenset(), frozenset({ACTOR}))
 
     def test_inference_writes_nothing(self) -> None:
         assert call("a").writes == set()
 
     def test_a_hook_with_a_source_reads_that_and_writes_the_model_of_the_call(self) -> None:
         copies = call("a", model=COPY, pre_hooks=(realloc(ACTOR),))
-        assert (copies.reads, copies.writes) == ({ACTOR}, {COPY})
+        assert (copies.reads, copies.writes) == (frozenset({ACTOR}), frozenset({COPY}))
 
     def test_a_hook_with_a_target_writes_that(self) -> None:
         copies = call("a", kind=TRAIN, post_hooks=(ParamReallocHook(target=COPY), OffloadHook()))
-        assert (copies.reads, copies.writes) == (set(), {ACTOR, COPY})
+        assert (copies.reads, copies.writes) == (frozenset(), frozenset({ACTOR, COPY}))
 
     def test_its_role_is_that_of_its_model(self) -> None:
         assert call("a", model=COPY).role == "actor"

@@ -43,7 +43,13 @@ class TestSeeds:
         assert seed_of(1, 12, "actorGen", 3) == 226094997
 
     def test_each_part_of_a_call_changes_it(self) -> None:
-        calls = [(base, step, call, rank) for base in (1, 2) for step in (0, 11) for call in "ab" for rank in (0, 1)]
+        calls = [
+            (base, step, call, rank)
+            for base in (1, 2)
+            for step in (0, 11)
+            for call in "ab"
+            for rank in (0, 1)
+        ]
         assert len({seed_of(*each) for each in calls}) == len(calls)
 
     @given(st.integers(), st.integers(0), st.text(), st.integers(0))

@@ -84,7 +84,9 @@ class TestWhenOneCounts:
                 write(recovery, 2)
         assert recovery.latest() == RecoverInfo(1)
 
-    def test_what_an_attempt_has_left_of_one_is_dropped_when_it_is_written_again(self, recovery: Recovery) -> None:
+    def test_what_an_attempt_has_left_of_one_is_dropped_when_it_is_written_again(
+        self, recovery: Recovery
+    ) -> None:
         recovery.prepare(3, [*MODELS, "gone@0"])
         (recovery.folder(3, "actor@0") / "00007.pt").write_bytes(b"old")
         recovery.prepare(3, MODELS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 
 import pytest
@@ -71,7 +72,7 @@ class TestNamesThatAreUsedTwice:
     ) -> None:
         main = types.ModuleType("another_main")
         main.__file__ = __file__
-        monkeypatch.setitem(__import__("sys").modules, "another_main", main)
+        monkeypatch.setitem(sys.modules, "another_main", main)
         twin = type("Cat", (), {"__module__": "another_main"})
         animals.register("cat", twin)
         with pytest.raises(UsageError, match="registered already"):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.experiments.setups import ACTOR, COPY, CRITIC, REF, TRAIN, call, ppo, realloc
-from unirun.experiments.graph import Graph, build_graph
+from unirun.experiments.graph import Graph, ModelInterfaceType, build_graph
 from unirun.experiments.topology import ModelName
 from unirun.experiments.walking import startable
 
@@ -31,7 +31,7 @@ def steps(draw: st.DrawFn) -> tuple[Graph, Workers]:
             [f"k{before}" for before in sorted(needs)] or ["prompt"],
             [f"k{number}"],
             model,
-            draw(st.sampled_from(type(call("").interface_type))),
+            draw(st.sampled_from(ModelInterfaceType)),
             pre_hooks=tuple(map(realloc, sources)),
         )
         calls.append(made)
@@ -97,13 +97,11 @@ def test_on_one_set_of_workers_they_run_one_after_the_other() -> None:
     assert startable(resolved.graph, workers, ["actorGen"], ["rewInf"]) == []
 
 
+WORKERS: Workers = {name: frozenset({at}) for at, name in enumerate((ACTOR, COPY, CRITIC, REF))}
+"""Each model has a worker of its own."""
+
+
 class TestParameters:
-    WORKERS: Workers = {
-        ACTOR: frozenset({0}),
-        COPY: frozenset({1}),
-        CRITIC: frozenset({2}),
-        REF: frozenset({3}),
-    }
     GRAPH = build_graph(
         [
             call("train", ["prompt"], kind=TRAIN),
@@ -115,10 +113,10 @@ class TestParameters:
     )
 
     def test_a_reader_waits_for_the_writer(self) -> None:
-        assert startable(self.GRAPH, self.WORKERS, (), ["train"]) == ["apart"]
+        assert startable(self.GRAPH, WORKERS, (), ["train"]) == ["apart"]
 
     def test_the_writer_waits_for_a_reader(self) -> None:
-        assert startable(self.GRAPH, self.WORKERS, (), ["copy"]) == ["again", "apart"]
+        assert startable(self.GRAPH, WORKERS, (), ["copy"]) == ["again", "apart"]
 
     def test_of_two_that_could_begin_the_first_one_does(self) -> None:
-        assert startable(self.GRAPH, self.WORKERS, (), ()) == ["train", "apart"]
+        assert startable(self.GRAPH, WORKERS, (), ()) == ["train", "apart"]

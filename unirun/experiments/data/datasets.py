@@ -86,13 +86,13 @@ def read_rows(
     has the keys `needs`. Raises `SpecError` with all rows that do not fit (the first ten)."""
     if sum(map(bool, (path, hugging_face, rows))) != 1:
         raise SpecError([Fault(where, "it has not one of path, hugging_face and rows", "give one of them")])
-    found: list[Any] = list(rows or ())
+    found: list[tuple[int, Any]] = [*enumerate(rows or (), 1)]
     faults = []
     if path:
-        for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        for number, line in enumerate(Path(path).read_text("utf-8").split("\n"), 1):
             if line.strip():
                 try:
-                    found.append(json.loads(line))
+                    found.append((number, json.loads(line)))
                 except json.JSONDecodeError as error:
                     faults.append(
                         Fault(f"{path}:{number}", f"this is no JSON: {error}", "write an object in each line")
@@ -100,8 +100,8 @@ def read_rows(
     elif hugging_face:
         from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
 
-        found = list(load_dataset(hugging_face, split=split))
-    for number, row in enumerate(found, 1):
+        found = [*enumerate(load_dataset(hugging_face, split=split), 1)]
+    for number, row in found:
         for key, kind in needs.items():
             if not isinstance(row, Mapping) or not isinstance(row.get(key), kind):
                 faults.append(
@@ -111,7 +111,7 @@ def read_rows(
         faults.append(Fault(path or where, "it has no rows", "a dataset has one sample at least"))
     if faults:
         raise SpecError(faults[:10])
-    return found
+    return [row for _, row in found]
 
 
 class _Rows:

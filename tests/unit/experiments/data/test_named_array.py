@@ -124,7 +124,9 @@ class TestNames:
 
 
 class TestSlicing:
-    @pytest.mark.parametrize("part", [slice(1, 3), slice(None, None, 2), 1, [2, 0], torch.tensor([True, False, True])])
+    @pytest.mark.parametrize(
+        "part", [slice(1, 3), slice(None, None, 2), 1, [2, 0], torch.tensor([True, False, True])]
+    )
     def test_every_tensor_is_sliced(self, part: Any) -> None:
         found = OBS[part]
         assert torch.equal(found.obs.image, OBS.obs.image[part])
@@ -163,7 +165,13 @@ class TestSending:
 
     @pytest.mark.parametrize(
         "change",
-        [lambda t: t.t(), lambda t: t[:, ::2], lambda t: t[1:], lambda t: t.expand(3, 3, 4), lambda t: t[1, 2]],
+        [
+            lambda t: t.t(),
+            lambda t: t[:, ::2],
+            lambda t: t[1:],
+            lambda t: t.expand(3, 3, 4),
+            lambda t: t[1, 2],
+        ],
         ids=["transposed", "strided", "offset", "expanded", "element"],
     )
     def test_views_come_as_they_look(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -232,7 +240,7 @@ class TestWhatIsNone:
         ("leaves", "buffers", "problem"),
         [
             ([["x", ["float32", [2]]]], [], ""),
-            ([["x", ["float32", [2]]]], [bytes(7)], "7 bytes are no float32(2,)"),
+            ([["x", ["float32", [2]]]], [bytes(7)], "7 bytes are no float32[2]"),
             ([["x", ["float32", [-2]]]], [bytes(8)], "float32[-2] is no tensor"),
             ([["x", ["float33", [2]]]], [bytes(8)], "is no tensor"),
             ([["x", ["Tensor", [2]]]], [bytes(8)], "is no tensor"),
@@ -246,11 +254,12 @@ class TestWhatIsNone:
     def test_a_header_that_does_not_fit_is_refused(
         self, leaves: list[object], buffers: list[bytes | memoryview], problem: str
     ) -> None:
-        wanted = f"this is no NamedArray: .*{re.escape(problem).replace('2,', '.*2')}"
-        with pytest.raises(FrameError, match=wanted):
+        with pytest.raises(FrameError, match=f"this is no NamedArray: .*{re.escape(problem)}"):
             unpack([head(*leaves), *buffers])
 
-    @pytest.mark.parametrize("parts", [[], [b""], [b'{"leaves": [["\xff", null]]}'], [b'{"a": ' + b"[" * 100_000]])
+    @pytest.mark.parametrize(
+        "parts", [[], [b""], [b'{"leaves": [["\xff", null]]}'], [b'{"a": ' + b"[" * 100_000]]
+    )
     def test_no_header_is_refused(self, parts: list[bytes | memoryview]) -> None:
         with pytest.raises(FrameError, match="this is no NamedArray"):
             unpack(parts)

@@ -118,13 +118,12 @@ class TestMicroBatches:
         assert all(found)
 
     @given(sizes, parts, capacities)
-    def test_none_is_above_the_capacity_except_one_sequence_that_is(
+    def test_only_a_sequence_that_is_alone_is_above_the_capacity(
         self, sizes: list[int], least: int, capacity: int
     ) -> None:
         found = micro_batches(sizes, least, capacity)
-        assert max(sums(sizes, found), default=0) <= max(capacity, *sizes, 0)
-        if max(sizes, default=0) <= capacity:
-            assert max(sums(sizes, found), default=0) <= capacity
+        for part, total in zip(found, sums(sizes, found), strict=True):
+            assert total <= capacity or len(part) == 1
 
     @given(sizes, parts, capacities)
     def test_there_are_as_many_as_are_asked_for_if_there_are_so_many_sequences(
@@ -140,6 +139,9 @@ class TestMicroBatches:
     def test_where_balance_would_need_more_room_fewest_counts(self) -> None:
         assert balanced([3, 3, 2, 2, 2], 2) == [[0, 2, 4], [1, 3]]
         assert micro_batches([3, 3, 2, 2, 2], 2, 6) == [[0, 1], [2, 3, 4]]
+
+    def test_a_sequence_above_the_capacity_gives_the_others_no_more_room(self) -> None:
+        assert micro_batches([100, 3, 3, 2, 2, 2], 1, 6) == [[0], [1, 2], [3, 4, 5]]
 
 
 class TestImbalance:

@@ -1,0 +1,200 @@
+"""Datasets of rows: what they make of each row, and which rows do not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from unirun.errors import SpecError, UsageError
+from unirun.experiments.checks import dataset_keys
+from unirun.experiments.data.datasets import (
+    DatasetUtility,
+    PairedDataset,
+    PromptAnswerDataset,
+    PromptDataset,
+    load_tokenizer,
+    read_rows,
+    register_tokenizer,
+)
+from unirun.experiments.data.sample import SequenceSample
+from unirun.experiments.registry import DATASETS
+
+PROMPTS = [{"prompt": "ab", "answer": "c"}, {"prompt": "abc", "answer": "", "id": "x7"}]
+
+
+class Letters:
+    """A token for each letter; 0 fills up, 1 ends."""
+
+    pad_token_id, eos_token_id = 0, 1
+
+    def encode(self, text: str, /) -> list[int]:
+        return [2 + ord(each) - ord("a") for each in text]
+
+    def decode(self, tokens: Sequence[int], /) -> str:
+        return "".join(chr(ord("a") + each - 2) for each in tokens if each > 1)
+
+
+UTIL = DatasetUtility(Letters())
+register_tokenizer("tests-letters", Letters)
+
+
+def faults(read: Callable[[], object]) -> list[str]:
+    """All that is wrong, without what to do."""
+    with pytest.raises(SpecError) as caught:
+        read()
+    return [f"{fault.where}: {fault.problem}" for fault in caught.value.faults]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "rows.jsonl"
+
+
+class TestRows:
+    def test_a_file_has_an_object_in_each_line(self, file: Path) -> None:
+        file.write_text("".join(f"{json.dumps(row)}\n\n" for row in PROMPTS))
+        assert read_rows("rows", {"prompt": str}, path=str(file)) == PROMPTS
+
+    def test_rows_that_are_given_are_taken(self) -> None:
+        assert read_rows("rows", {"prompt": str, "answer": str}, rows=PROMPTS) == PROMPTS
+
+    def test_lines_that_do_not_fit_are_told_with_their_numbers(self, file: Path) -> None:
+        file.write_text('{"prompt": "a"}\nprompt\n{"prompt": 3}\n["prompt"]\n')
+        found = faults(lambda: read_rows("rows", {"prompt": str}, path=str(file)))
+        assert found[0].startswith(f"{file}:2: this is no JSON")
+        assert found[1:] == [f"{file}:{number}: it has no 'prompt' that is a str" for number in (3, 4)]
+
+    def test_a_text_may_have_every_character_that_json_has(self, file: Path) -> None:
+        rows = [{"prompt": "one\u2028two\x85three\x0c"}, {"prompt": "ü"}]
+        file.write_text("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+        assert read_rows("rows", {"prompt": str}, path=str(file)) == rows
+
+    def test_every_key_that_is_missing_is_told(self) -> None:
+        found = faults(lambda: read_rows("rows", {"prompt": str, "answer": str}, rows=[{"id": 1}]))
+        assert found == [
+            "rows:1: it has no 'prompt' that is a str",
+            "rows:1: it has no 'answer' that is a str",
+        ]
+
+    def test_of_many_the_first_ten_are_told(self) -> None:
+        assert len(faults(lambda: read_rows("rows", {"prompt": str}, rows=[{}] * 1000))) == 10
+
+    def test_a_file_without_rows_is_told(self, file: Path) -> None:
+        file.write_text("\n \n")
+        assert faults(lambda: read_rows("rows", {}, path=str(file))) == [f"{file}: it has no rows"]
+
+    @pytest.mark.parametrize(
+        "source", [{}, {"rows": []}, {"path": "a", "rows": PROMPTS}, {"path": "a", "hugging_face": "b"}]
+    )
+    def test_there_is_one_source(self, source: dict[str, Any]) -> None:
+        assert faults(lambda: read_rows("rows", {}, **source)) == [
+            "rows: it has not one of path, hugging_face and rows"
+        ]
+
+    def test_a_file_that_is_not_there_says_so(self, file: Path) -> None:
+        with pytest.raises(FileNotFoundError, match=r"rows\.jsonl"):
+            read_rows("rows", {}, path=str(file))
+
+
+class TestPrompts:
+    def test_a_sample_has_the_tokens_and_the_rest_of_the_row(self) -> None:
+        sample = PromptDataset(UTIL, rows=PROMPTS)[1]
+        assert sample.ids == ("x7",)
+        assert sample["packed_prompts"].tolist() == [2, 3, 4]
+        assert sample.metadata == {"row": [{"answer": "", "id": "x7"}]}
+
+    def test_a_row_without_an_id_is_known_by_its_number(self) -> None:
+        assert PromptDataset(UTIL, rows=PROMPTS)[0].ids == ("0",)
+
+    def test_long_prompts_are_cut(self) -> None:
+        assert PromptDataset(UTIL, rows=PROMPTS, max_length=2)[1]["packed_prompts"].tolist() == [2, 3]
+
+    def test_all_samples_are_gathered(self) -> None:
+        dataset = PromptDataset(UTIL, rows=PROMPTS)
+        sample = SequenceSample.gather([dataset[index] for index in range(len(dataset))])
+        assert sample.sizes("packed_prompts") == [2, 3]
+
+
+class TestAnswers:
+    def test_a_sample_is_prompt_and_answer_with_an_end(self) -> None:
+        sample = PromptAnswerDataset(UTIL, rows=PROMPTS)[0]
+        assert sample["packed_input_ids"].tolist() == [2, 3, 4, 1]
+        assert sample["prompt_mask"].tolist() == [True, True, False, False]
+
+    def test_an_empty_answer_is_an_end(self) -> None:
+        sample = PromptAnswerDataset(UTIL, rows=PROMPTS)[1]
+        assert sample["packed_input_ids"].tolist() == [2, 3, 4, 1]
+        assert sample["prompt_mask"].tolist() == [True, True, True, False]
+
+    def test_both_together_are_cut(self) -> None:
+        sample = PromptAnswerDataset(UTIL, rows=PROMPTS, max_length=3)[0]
+        assert sample["packed_input_ids"].tolist() == [2, 3, 4]
+        assert sample["prompt_mask"].tolist() == [True, True, False]
+
+    def test_rows_without_answers_are_told(self) -> None:
+        assert faults(lambda: PromptAnswerDataset(UTIL, rows=[{"prompt": "a"}])) == [
+            "dataset PromptAnswerDataset:1: it has no 'answer' that is a str"
+        ]
+
+
+class TestPairs:
+    def test_the_better_one_of_each_pair_is_first(self) -> None:
+        row = {"prompt": "a", "pos_answers": ["b", "c"], "neg_answers": ["d", ""]}
+        sample = PairedDataset(UTIL, rows=[row])[0]
+        found = [each.tolist() for each in sample.sequences("packed_input_ids")]
+        assert found == [[2, 3, 1], [2, 5, 1], [2, 4, 1], [2, 1]]
+        assert sample["prompt_lens"].tolist() == [1]
+        assert sample.seqlens == {"packed_input_ids": [[3, 3, 3, 2]], "prompt_lens": [[1]]}
+
+    def test_rows_with_different_numbers_of_pairs_are_gathered(self) -> None:
+        rows = [
+            {"prompt": "a", "pos_answers": ["b"] * count, "neg_answers": ["c"] * count} for count in (1, 2)
+        ]
+        dataset = PairedDataset(UTIL, rows=rows)
+        sample = SequenceSample.gather([dataset[0], dataset[1]])
+        assert sample.seqlens["packed_input_ids"] == [[3, 3], [3, 3, 3, 3]]
+        assert torch.equal(sample.reorder([1])["packed_input_ids"], dataset[1]["packed_input_ids"])
+
+    def test_answers_that_are_no_pairs_are_told(self) -> None:
+        rows = [
+            {"prompt": "a", "pos_answers": ["b"], "neg_answers": ["c"]},
+            {"prompt": "a", "pos_answers": ["b"], "neg_answers": []},
+            {"prompt": "a", "pos_answers": [], "neg_answers": []},
+        ]
+        problem = "it has not as many neg_answers as pos_answers, or none"
+        assert faults(lambda: PairedDataset(UTIL, rows=rows)) == [f"row {n}: {problem}" for n in (2, 3)]
+
+
+class TestKeys:
+    @pytest.mark.parametrize("name", ["prompt", "prompt_answer", "rw_pair"])
+    def test_a_sample_has_the_keys_that_its_class_names(self, name: str) -> None:
+        row = {"prompt": "a", "answer": "b", "pos_answers": ["b"], "neg_answers": ["c"]}
+        cls = DATASETS.find(name)
+        assert cls(UTIL, rows=[row])[0].keys == cls.keys
+
+    def test_checks_know_them(self) -> None:
+        from tests.unit.experiments.setups import ACTOR, at, call, config_of
+        from unirun.experiments.config import DatasetAbstraction
+
+        datasets = [DatasetAbstraction("prompt_answer"), DatasetAbstraction("prompt")]
+        config = config_of([call("a")], {ACTOR: at()}, datasets)
+        assert dataset_keys(config) == {"packed_input_ids", "prompt_mask", "packed_prompts"}
+
+
+class TestTokenizers:
+    def test_one_that_is_registered_is_made(self) -> None:
+        tokenizer = load_tokenizer("tests-letters")
+        assert isinstance(tokenizer, Letters)
+        assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
+
+    def test_without_a_name_there_is_none(self) -> None:
+        assert load_tokenizer("") is None
+
+    def test_another_one_of_the_same_name_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="tokenizer 'tests-letters' is registered already"):
+            register_tokenizer("tests-letters", lambda: Letters())

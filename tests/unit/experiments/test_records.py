@@ -1,0 +1,108 @@
+"""What a trial writes of itself, and which saved models are evaluated."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unirun.experiments.records import EVALUATIONS, SAVES, STEPS, Records, SavedModels
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    return Records(tmp_path)
+
+
+class TestRecords:
+    def test_lines_are_read_in_their_order(self, records: Records) -> None:
+        for step in (1, 2):
+            records.write(STEPS, {"step": step, "loss": 0.5})
+        assert records.read(STEPS) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}]
+        assert records.read(EVALUATIONS) == []
+
+    def test_a_line_that_was_cut_is_left_out(self, records: Records, tmp_path: Path) -> None:
+        records.write(STEPS, {"step": 1})
+        with (tmp_path / STEPS).open("a") as file:
+            file.write('{"step": 2, "lo')
+        assert records.read(STEPS) == [{"step": 1}]
+
+    def test_steps_that_are_made_again_are_dropped(self, records: Records) -> None:
+        for step in range(1, 5):
+            records.write(STEPS, {"step": step})
+        records.write(EVALUATIONS, {"step": 4})
+        records.write(SAVES, {"save": "step000004"})
+        records.drop_after(2)
+        records.write(STEPS, {"step": 3})
+        assert [line["step"] for line in records.read(STEPS)] == [1, 2, 3]
+        assert records.read(EVALUATIONS) == []
+        assert records.read(SAVES) == [{"save": "step000004"}]
+
+    def test_what_was_cut_does_not_spoil_what_follows_when_the_trial_goes_on(
+        self, records: Records, tmp_path: Path
+    ) -> None:
+        (tmp_path / STEPS).write_text('{"step": 1}\n{"step": 2, "lo')
+        records.drop_after(1)
+        records.write(STEPS, {"step": 2})
+        assert [line["step"] for line in records.read(STEPS)] == [1, 2]
+
+
+class Evaluator:
+    """A role that evaluates when the test says so."""
+
+    def __init__(self) -> None:
+        self.evaluate = self
+        self.asked: dict[str, Future[dict[str, float]]] = {}
+
+    def call_async(self, path: str) -> Future[dict[str, float]]:
+        return self.asked.setdefault(Path(path).name, Future())
+
+
+class TestSavedModels:
+    @pytest.fixture
+    def saves(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "checkpoints" / "actor"
+        folder.mkdir(parents=True)
+        return folder
+
+    def test_each_save_is_evaluated_once_and_in_order(self, records: Records, saves: Path) -> None:
+        evaluator: Any = Evaluator()
+        models = SavedModels(records, saves, evaluator)
+        for step in (2, 1):
+            (saves / f"step{step:06}").mkdir()
+        (saves / ".step000003.partial").mkdir()
+        models.follow(to_end=False)
+        models.follow(to_end=False)
+        assert [*evaluator.asked] == ["step000001", "step000002"]
+        assert records.read(SAVES) == []
+        evaluator.asked["step000002"].set_result({"loss": 2.0})
+        models.follow(to_end=False)
+        assert records.read(SAVES) == []
+        evaluator.asked["step000001"].set_result({"loss": 1.0})
+        models.follow(to_end=False)
+        assert records.read(SAVES) == [
+            {"save": "step000001", "loss": 1.0},
+            {"save": "step000002", "loss": 2.0},
+        ]
+
+    def test_at_the_end_all_are_waited_for(self, records: Records, saves: Path) -> None:
+        evaluator: Any = Evaluator()
+        (saves / "step000001").mkdir()
+        evaluator.call_async("step000001").set_result({"loss": 1.0})
+        SavedModels(records, saves, evaluator).follow(to_end=True)
+        assert records.read(SAVES) == [{"save": "step000001", "loss": 1.0}]
+
+    def test_a_master_that_begins_anew_asks_for_the_rest(self, records: Records, saves: Path) -> None:
+        evaluator: Any = Evaluator()
+        records.write(SAVES, {"save": "step000001", "loss": 1.0})
+        for step in (1, 2):
+            (saves / f"step{step:06}").mkdir()
+        SavedModels(records, saves, evaluator).follow(to_end=False)
+        assert [*evaluator.asked] == ["step000002"]
+
+    def test_without_an_evaluator_nothing_is_asked(self, records: Records, saves: Path) -> None:
+        (saves / "step000001").mkdir()
+        SavedModels(records, saves, None).follow(to_end=True)
+        assert records.read(SAVES) == []

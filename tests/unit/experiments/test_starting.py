@@ -1,0 +1,215 @@
+"""A trial as a job: its files, which trials there are, and how they stand."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.unit.experiments.setups import PROMPTS, ppo
+from unirun.errors import UsageError
+from unirun.experiments.config import (
+    AutomaticEvaluator,
+    ExperimentConfig,
+    ExperimentScheduling,
+    Scheduling,
+    TasksGroup,
+)
+from unirun.experiments.experiment import trial_of
+from unirun.experiments.orders import Trial
+from unirun.experiments.starting import (
+    GRAPH,
+    JOB,
+    TRIAL,
+    Started,
+    job_mapping,
+    options_of_slurm,
+    phase_of,
+    refuse_running,
+    root_of,
+    started,
+    trials,
+    write_job,
+)
+from unirun.launcher.slurm.options import parse_slurm
+from unirun.observe import JobStatus, write_status
+from unirun.rendezvous import create_job
+from unirun.wire import new_token
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def config() -> ExperimentConfig:
+    found = ppo(separate=False)
+    found.lazy_init()
+    return found
+
+
+def trial(name: str = "first", experiment: str = "ppo", top: str = "") -> Trial:
+    return Trial(experiment, name, str(root_of(top, experiment, name)), overrides=("lr=1e-4",))
+
+
+def two(**needs: object) -> ExperimentScheduling:
+    return ExperimentScheduling(TasksGroup(2, Scheduling(**needs)))  # type: ignore[arg-type]
+
+
+def start(config: ExperimentConfig, run_id: str, about: Trial | None = None) -> Path:
+    about = about or trial()
+    return write_job(about, config, job_mapping(about, config, two()), run_id)
+
+
+class TestDirectories:
+    def test_a_trial_is_below_its_experiment(self, home: Path) -> None:
+        assert root_of("", "ppo", "first") == home / "experiments" / "ppo" / "first"
+        assert root_of("/shared", "ppo", "first") == Path("/shared/ppo/first")
+
+    @pytest.mark.parametrize(("experiment", "name"), [("ppo", "../x"), ("a/b", "first"), ("a_b", "first")])
+    def test_names_that_no_path_can_have_are_refused(self, experiment: str, name: str) -> None:
+        with pytest.raises(UsageError, match="is no name for"):
+            root_of("", experiment, name)
+
+
+class TestTheJob:
+    def test_it_has_the_workers_and_the_master(self, config: ExperimentConfig) -> None:
+        scheduling = two(gpu=1, env_vars={"A": "1"})
+        scheduling.master_worker.scheduling.env_vars["B"] = "2"
+        found = job_mapping(trial(), config, scheduling)
+        assert found["name"] == "ppo-first"
+        role = found["roles"]["model_worker"]
+        assert (role["count"], role["env"]) == (2, {"A": "1"})
+        assert "device" not in role
+        assert found["trainer"]["env"] == {"B": "2"}
+        assert [*found["roles"]] == ["model_worker"]
+
+    def test_workers_that_need_no_device_have_none(self, config: ExperimentConfig) -> None:
+        assert job_mapping(trial(), config, two())["roles"]["model_worker"]["device"] == "cpu"
+
+    def test_its_configuration_is_the_trial(self, config: ExperimentConfig) -> None:
+        about = trial()
+        assert trial_of(OmegaConf.create(job_mapping(about, config, two())["config"])) == about
+
+    def test_an_evaluator_is_one_more_role(self, config: ExperimentConfig) -> None:
+        config = replace(config, auto_eval=True, evaluator=AutomaticEvaluator(PROMPTS, "actor"))
+        found = job_mapping(trial(), config, two())["roles"]
+        assert [*found] == ["model_worker", "evaluator"]
+        assert (found["evaluator"]["count"], found["model_worker"]["count"]) == (1, 2)
+        assert found["evaluator"]["workload"] != found["model_worker"]["workload"]
+
+    def test_other_numbers_of_workers_are_refused(self, config: ExperimentConfig) -> None:
+        scheduling = ExperimentScheduling(TasksGroup(3, Scheduling()))
+        with pytest.raises(
+            UsageError, match=r"scheduling_setup\(\) has 3 model workers, initial_setup\(\) has 2"
+        ):
+            job_mapping(trial(), config, scheduling)
+
+
+class TestFiles:
+    def test_a_start_is_written(self, home: Path, config: ExperimentConfig) -> None:
+        path = start(config, "ppo-first-0a1b2c")
+        root = home / "experiments" / "ppo" / "first"
+        assert path == root / JOB
+        mapping = job_mapping(trial(), config, two())
+        assert json.loads(path.read_text()) == json.loads(
+            json.dumps({**mapping, "run_id": "ppo-first-0a1b2c"})
+        )
+        assert started(root) == Started("ppo", "first", "ppo-first-0a1b2c")
+        assert (root / GRAPH).read_text().startswith("<svg")
+
+    def test_the_latest_start_counts(self, home: Path, config: ExperimentConfig) -> None:
+        start(config, "one")
+        start(config, "two")
+        known = started(root_of("", "ppo", "first"))
+        assert known is not None
+        assert known.job == "two"
+        assert sorted(path.name for path in (home / "experiments/ppo/first").iterdir()) == sorted(
+            [GRAPH, JOB, TRIAL]
+        )
+
+    def test_one_that_was_never_started_is_not_known(self) -> None:
+        assert started(root_of("", "ppo", "first")) is None
+
+    def test_all_trials_are_listed_by_name(
+        self, home: Path, config: ExperimentConfig, tmp_path: Path
+    ) -> None:
+        for name, experiment in (("b", "sft"), ("a", "sft"), ("c", "ppo")):
+            start(config, f"{experiment}-{name}", trial(name, experiment))
+        start(config, "elsewhere", trial("d", "ppo", str(tmp_path / "shared")))
+        assert [each.job for each in trials("")] == ["ppo-c", "sft-a", "sft-b"]
+        assert [each.job for each in trials(str(tmp_path / "shared"))] == ["elsewhere"]
+
+    @pytest.mark.parametrize("data", [b"", b"{", b'{"experiment": "a"}', b'{"job": "\xff"}'])
+    def test_one_that_cannot_be_read_is_left_out(
+        self, home: Path, config: ExperimentConfig, data: bytes
+    ) -> None:
+        start(config, "good")
+        start(config, "bad", trial("second"))
+        (root_of("", "ppo", "second") / TRIAL).write_bytes(data)
+        assert [each.job for each in trials("")] == ["good"]
+
+    def test_without_any_there_are_none(self) -> None:
+        assert trials("") == []
+
+
+class TestHowItStands:
+    @staticmethod
+    def stands(phase: str, *, alive: bool) -> None:
+        """The job of the trial is in this phase."""
+        job, lock = create_job("ppo-first-1", new_token())
+        write_status(job, JobStatus("ppo-first-1", "ppo-first", phase, "", 1.0, None, None, ()))
+        if not alive:
+            os.close(lock)
+
+    def test_one_that_runs_is_not_started_again(self, config: ExperimentConfig) -> None:
+        start(config, "ppo-first-1")
+        self.stands("running", alive=True)
+        assert phase_of(Started("ppo", "first", "ppo-first-1")) == "running"
+        with pytest.raises(UsageError, match="trial 'first' of 'ppo' runs already, as job ppo-first-1"):
+            refuse_running(root_of("", "ppo", "first"))
+
+    @pytest.mark.parametrize("phase", ["succeeded", "failed", "stopped"])
+    def test_one_that_has_ended_may_be_started_again(self, config: ExperimentConfig, phase: str) -> None:
+        start(config, "ppo-first-1")
+        self.stands(phase, alive=False)
+        assert phase_of(Started("ppo", "first", "ppo-first-1")) == phase
+        refuse_running(root_of("", "ppo", "first"))
+
+    def test_so_may_one_whose_processes_are_gone(self, config: ExperimentConfig) -> None:
+        start(config, "ppo-first-1")
+        self.stands("running", alive=False)
+        assert phase_of(Started("ppo", "first", "ppo-first-1")) == "lost"
+        refuse_running(root_of("", "ppo", "first"))
+
+    @pytest.mark.parametrize("job", ["ppo-first-9", "no id/", ""])
+    def test_one_of_which_nothing_is_known_any_more_is_gone(self, config: ExperimentConfig, job: str) -> None:
+        start(config, job)
+        assert phase_of(Started("ppo", "first", job)) == "gone"
+        refuse_running(root_of("", "ppo", "first"))
+
+    def test_one_that_was_never_started_may_be(self) -> None:
+        refuse_running(root_of("", "ppo", "first"))
+
+
+class TestSlurm:
+    def test_what_workers_need_is_asked_of_each_node(self) -> None:
+        group = TasksGroup(10, Scheduling(cpu=3, gpu=1, mem=1000, time_limit="2:00:00"))
+        found = options_of_slurm(ExperimentScheduling(group), "gpus", 4)
+        assert found == ("nodes=4,partition=gpus,cpus_per_task=10,gpus_per_node=3,mem=3000M,time=2:00:00")
+
+    def test_what_is_not_needed_is_left_out(self) -> None:
+        assert options_of_slurm(two(), "", 1) == "nodes=1,cpus_per_task=3"
+
+    def test_lists_of_nodes_are_read_as_they_were_written(self) -> None:
+        text = options_of_slurm(two(nodelist="n[1-3],n7", exclude="n2,n9", begin="now+1hour"), "a,b", 2)
+        (component,) = parse_slurm([text]).components
+        assert component.options["nodelist"] == "n[1-3],n7"
+        assert component.options["exclude"] == "n2,n9"
+        assert component.options["nodes"] == "2"
