@@ -148,3 +148,16 @@ def test_an_error_of_an_interface_ends_the_trial_at_once_with_its_traceback(home
     assert result.code == 1, result.err
     assert "ValueError: this is wrong" in result.err
     assert "restart" not in result.err
+
+
+def test_a_copy_on_the_same_workers_has_the_parameters_of_what_is_trained_and_a_reference_follows_it(
+    home: Unirun,
+) -> None:
+    how = ("-e", "hooked", "--module", "hooked", "-f", "first")
+    shown = home("experiment", "start", *how, "--dry-run", env=environment(home))
+    assert shown.code == 0, shown.err
+    assert "  actor@0 -> actor@1\n  actor@0 -> ref@0\n" in shown.out
+    result = home("experiment", "start", *how, env=environment(home), within=START)
+    assert result.code == 0, result.err
+    found = steps(home.home / "experiments" / "hooked" / "first")
+    assert [each["actorTrain/compared"] for each in found] == [1.0] * 4

@@ -14,7 +14,7 @@ from unirun.experiments.control import Every
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.evaluator import trained
 from unirun.experiments.experiment import import_modules, resolve, trial_of
-from unirun.experiments.graph import ModelInterfaceType
+from unirun.experiments.graph import Hook, MFCDef, ModelInterfaceType, ParamReallocHook
 from unirun.experiments.models.api import FinetuneSpec
 from unirun.experiments.orders import Answer, Order, dispatch, seed_of
 from unirun.experiments.records import EVALUATIONS, STEPS, Records, SavedModels
@@ -215,6 +215,7 @@ class MasterWorkerProcess(BaseTrainer):
     def _start(self, info: RecoverInfo, name: str, batch: SequenceSample) -> Any:
         """Send a call to all workers of its model."""
         call = self._graph.calls[name]
+        self._reallocate(call, call.pre_hooks)
         topo, workers = self._resolved.topologies[call.model_name], self._workers[call.model_name]
         wanted = batch.select(call.input_keys)
         places = dispatch(wanted.sizes(wanted.largest()), topo.get_dim("data"), equal=call.balanced_dp)
@@ -231,6 +232,13 @@ class MasterWorkerProcess(BaseTrainer):
         given = [orders[rank] for rank in chosen]
         return method.call_async(given if len(given) > 1 else given[0])
 
+    def _reallocate(self, call: MFCDef, hooks: Sequence[Hook]) -> None:
+        """Have other models take the parameters of a call's model. What it takes itself is the work of its workers."""
+        for hook in hooks:
+            if isinstance(hook, ParamReallocHook) and hook.target is not None:
+                method = self._group.reallocate.options(target=sorted(self._workers[hook.target]))
+                method.call(self._attempt, call.model_name, hook.target, hook.eta)
+
     def _finish(self, name: str, ref: Any, others: Sequence[Any]) -> list[Answer]:
         """The answers of those that speak. When a call has failed, the others are waited for before that is told."""
         try:
@@ -240,6 +248,7 @@ class MasterWorkerProcess(BaseTrainer):
                 other.exception(timeout=60.0)
             raise
         call = self._graph.calls[name]
+        self._reallocate(call, call.post_hooks)
         topo, workers = self._resolved.topologies[call.model_name], self._workers[call.model_name]
         chosen = sorted(range(len(workers)), key=workers.__getitem__)
         answers = []

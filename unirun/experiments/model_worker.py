@@ -164,9 +164,18 @@ class ModelWorkerProcess(BaseWorkload):
             shard.model.running().offload(keep=shard.about.should_instantiate)
             shard.offloaded = True
         elif hook.source is not None:
-            self._fetch(shard)
-            workers = self._resolved.workers_of(hook.source)
-            self._getting.parameters(str(hook.source), workers, shard.model.running().tensors(), hook.eta)
+            self._copy(hook.source, shard, hook.eta)
+
+    @trainer_invocation(target="ALL")
+    def reallocate(self, attempt: int, source: ModelName, target: ModelName, eta: float) -> None:
+        """Copy the parameters of `source` into those of `target`, of which each of these workers has a shard."""
+        self._check(attempt)
+        self._copy(source, self._shards[target], eta)
+
+    def _copy(self, source: ModelName, shard: Shard, eta: float) -> None:
+        self._fetch(shard)
+        workers = self._resolved.workers_of(source)
+        self._getting.parameters(str(source), workers, shard.model.running().tensors(), eta)
 
     def _fetch(self, shard: Shard) -> None:
         if shard.offloaded:

@@ -97,6 +97,11 @@ def job_mapping(
             f"scheduling_setup() has {scheduling.model_worker.count} model workers, initial_setup() has {count}",
             "let both follow from the same settings",
         )
+    if config.generation_server or config.rollout_worker:
+        raise UsageError(
+            "generation servers and rollout workers are configured, and are not started by this version",
+            "leave them out: the actor generates in a call",
+        )
     workers, master = scheduling.model_worker.scheduling, scheduling.master_worker.scheduling
     role: dict[str, Any] = {
         "count": count,

@@ -1,0 +1,112 @@
+"""PPO in which the actor generates as a copy in another layout on the same workers, and the reference follows the actor.
+
+In the second step and later, each worker checks what the hooks have done: the copy has the parameters of the actor, to
+the bit, and the reference is a moving average of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from experiments.ppo import PPO, Actor
+from experiments.sums import llama
+from msgspec.structs import replace as changed
+
+from unirun.experiments import (
+    Allocation,
+    ExperimentConfig,
+    Model,
+    ModelBackendAbstraction,
+    ModelInterfaceAbstraction,
+    ModelName,
+    ParamReallocHook,
+    model_workers,
+    register_experiment,
+    register_interface,
+    topology,
+)
+from unirun.weights.tensors import is_dtensor
+
+ACTOR, COPY, REF = ModelName("actor"), ModelName("actor", 1), ModelName("ref")
+ETA = 0.25
+
+_seen: dict[str, dict[str, torch.Tensor]] = {}
+"""The parameters of this process's models when they were last used, by the names of the models."""
+
+
+def whole(model: Model) -> dict[str, torch.Tensor]:
+    """All parameters, whole. Every rank of the model calls it."""
+    found = {}
+    for name, tensor in model.running().tensors().items():
+        full: Any = tensor
+        found[name] = (full.full_tensor() if is_dtensor(tensor) else tensor).clone()
+    return found
+
+
+class Watching(Actor):
+    """An actor that looks at parameters before and after it uses them."""
+
+    def generate(self, model: Model, *args: Any) -> Any:
+        """The copy has what the actor has."""
+        mine = whole(model)
+        if "actor@0" in _seen:
+            assert all(torch.equal(mine[name], tensor) for name, tensor in _seen["actor@0"].items())
+        return super().generate(model, *args)
+
+    def inference(self, model: Model, *args: Any) -> Any:
+        """The reference has moved towards what the actor had become."""
+        mine = whole(model)
+        if "ref@0" in _seen:
+            for name, before in _seen["ref@0"].items():
+                expected = before.lerp(_seen["actor@0"][name], ETA)
+                torch.testing.assert_close(mine[name], expected, rtol=0.0, atol=0.0)
+        _seen["ref@0"] = mine
+        return super().inference(model, *args)
+
+    def train_step(self, model: Model, *args: Any) -> Any:
+        """What the others are compared with."""
+        found = super().train_step(model, *args)
+        _seen["actor@0"] = whole(model)
+        return {**found, "compared": float("ref@0" in _seen)}
+
+
+@dataclass
+class Hooked(PPO):
+    """Two workers with all models."""
+
+    samples: int = 32
+    batch: int = 8
+    epochs: int = 1
+
+    def initial_setup(self) -> ExperimentConfig:
+        """The actor is trained by two data-parallel ranks, and generates as two tensor-parallel ones."""
+        config = super().initial_setup()
+        first = config.model_worker[0]
+        backends = {shard.id.model_name: shard.backend for shard in first.shards}
+        models = {
+            shard.id.model_name: Allocation(shard.model, shard.backend, topology(data=2))
+            for shard in first.shards
+        }
+        models[COPY] = Allocation(llama(), ModelBackendAbstraction("inference"), topology(tensor=2))
+        assert backends[ACTOR].type_ == "ddp"
+        config.model_worker = model_workers(models, tokenizer="characters", datasets=first.datasets)
+        watching = ModelInterfaceAbstraction("watching", {"minibatches": 2})
+        calls = []
+        for call in config.model_rpcs:
+            if call.interface_impl.type_ == "ppo_actor":
+                call = changed(call, interface_impl=watching)
+            if call.name == "actorGen":
+                call = changed(call, model_name=COPY)
+            if call.name == "actorTrain":
+                call = call.hooked(post=ParamReallocHook(target=REF, eta=ETA))
+                call = changed(call, log_return_value=True)
+            calls.append(call)
+        config.model_rpcs = calls
+        config.exp_ctrl = replace(config.exp_ctrl, eval_freq_steps=None)
+        return config
+
+
+register_interface("watching", Watching)
+register_experiment("hooked", Hooked)
