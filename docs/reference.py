@@ -17,8 +17,8 @@ INTRODUCTION = """\
 # API reference
 
 Everything that `import unirun`, `from unirun import train` and `from unirun import experiments` offer, and what it
-hands out. This page is made from the docstrings by `docs/reference.py`; do not edit it. How the parts work together is in the
-[tutorial](tutorial.md), in [calls.md](calls.md), in [train.md](train.md) and in [experiments.md](experiments.md).
+hands out. This page is made from the docstrings by `docs/reference.py`; do not edit it. How the parts work together is
+in the [tutorial](tutorial.md), in [calls.md](calls.md), in [train.md](train.md), in [experiments.md](experiments.md).
 """
 
 SECTIONS = {

@@ -128,7 +128,8 @@ class Engine(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """All that a checkpoint has to have of this rank: its parts of the parameters and of the optimizer's state."""
+        """All that a checkpoint has to have of this rank: its parts of the parameters and of the optimizer's state. On
+        the CPU it shares their memory."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -1,0 +1,146 @@
+"""Networks of transformers, whole in one process: where they come from, and which cannot be cut."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from unirun.errors import SpecError
+from unirun.experiments import MicroBatchSpec, Model, ModelName, Place, SequenceSample, topology
+from unirun.experiments.models.api import FinetuneSpec
+from unirun.experiments.models.backends import InferenceBackend, TrainBackend
+from unirun.experiments.models.saving import load_whole, save_whole
+from unirun.experiments.models.stage import Stage, causal_lm
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+SPEC = FinetuneSpec(1, 8, 8)
+
+
+def place(seed: int = 1, **layout: Any) -> Place:
+    return Place(ModelName("actor"), topology(**layout), 0, torch.device("cpu"), seed=seed)
+
+
+def tokens() -> SequenceSample:
+    return SequenceSample.of({"tokens": [torch.tensor([3, 1, 4]), torch.tensor([1, 5])]}, ["a", "b"])
+
+
+def outputs(stage: Stage) -> torch.Tensor:
+    engine = InferenceBackend().initialize(Model(place(), stage, None), SPEC).running()
+    found = engine.forward(tokens(), "tokens", MicroBatchSpec())
+    assert found is not None
+    return found
+
+
+class TestWhereItComesFrom:
+    def test_a_new_network_follows_from_the_seed_of_its_place(self) -> None:
+        one, same, other = (outputs(causal_lm(place(seed), config=CONFIG)) for seed in (1, 1, 2))
+        assert torch.equal(one, same)
+        assert not torch.equal(one, other)
+
+    def test_making_one_leaves_the_random_numbers_of_the_program_as_they_are(self) -> None:
+        torch.manual_seed(5)
+        expected = torch.rand(3)
+        torch.manual_seed(5)
+        causal_lm(place(), config=CONFIG)
+        assert torch.equal(torch.rand(3), expected)
+
+    @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
+    def test_a_directory_of_transformers_gives_what_transformers_computes(
+        self, kind: str, tmp_path: Path
+    ) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        settings = {name: value for name, value in CONFIG.items() if name != "model_type"}
+        network: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            AutoConfig.for_model(kind, **settings)
+        )
+        network.save_pretrained(tmp_path)
+        found = outputs(causal_lm(place(), path=str(tmp_path)))
+        with torch.no_grad():
+            expected = [network(each[None]).logits[0] for each in tokens().sequences("tokens")]
+        torch.testing.assert_close(found, torch.cat(expected))
+
+    def test_a_critic_has_one_value_for_each_token_and_the_body_of_saved_weights(
+        self, tmp_path: Path
+    ) -> None:
+        actor = causal_lm(place(), config=CONFIG)
+        save_whole(TrainBackend().initialize(Model(place(), actor, None), SPEC), tmp_path)
+        critic = causal_lm(place(2), config=CONFIG, critic=True, weights=str(tmp_path / "model.pt"))
+        assert outputs(critic).shape == (5,)
+        own, others = critic.body.state_dict(), actor.body.state_dict()
+        assert all(torch.equal(own[name], tensor) for name, tensor in others.items())
+
+    def test_saved_parameters_are_loaded_into_another_network(self, tmp_path: Path) -> None:
+        one, other = (
+            InferenceBackend().initialize(Model(place(), causal_lm(place(seed), config=CONFIG), None), SPEC)
+            for seed in (1, 2)
+        )
+        save_whole(one, tmp_path)
+        load_whole(other, tmp_path)
+        found = [each.running().forward(tokens(), "tokens", MicroBatchSpec()) for each in (one, other)]
+        assert found[0] is not None
+        assert found[1] is not None
+        assert torch.equal(found[0], found[1])
+
+
+class TestWhatCannotBeCut:
+    def test_all_reasons_are_told_at_once(self) -> None:
+        with pytest.raises(SpecError) as caught:
+            causal_lm(place(tensor=3, pipe=3), config={**CONFIG, "tie_word_embeddings": True})
+        told = str(caught.value)
+        assert "it has 4 attention heads, and tensor is 3" in told
+        assert "it has 2 key-value heads, and tensor is 3" in told
+        assert "it has 32 elements in its intermediate layers, and tensor is 3" in told
+        assert "it has 2 layers, and pipe is 3" in told
+        assert "its embeddings are tied" in told
+        assert "models.actor@0" in told
+
+    def test_a_network_that_is_not_built_as_llama_is(self) -> None:
+        gpt2 = {"model_type": "gpt2", "vocab_size": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+        with pytest.raises(SpecError, match="GPT2LMHeadModel is not built as Llama is"):
+            causal_lm(place(), config=gpt2)
+
+
+class TestTraining:
+    def test_state_that_is_loaded_goes_on_as_if_it_had_not_been_saved(self) -> None:
+        def engine() -> Any:
+            return (
+                TrainBackend(lr=1e-2)
+                .initialize(Model(place(), causal_lm(place(), config=CONFIG), None), SPEC)
+                .running()
+            )
+
+        def step(engine: Any) -> float:
+            loss = lambda logits, part: (logits.float().logsumexp(-1).sum(), {})  # noqa: E731
+            return float(engine.train_batch(tokens(), "tokens", MicroBatchSpec(2), loss, len)["loss"])
+
+        one, other = engine(), engine()
+        step(one)
+        other.load_state(deepcopy(one.state()))
+        assert [step(one) for _ in range(3)] == [step(other) for _ in range(3)]
+
+    def test_parameters_come_back_from_the_host_and_those_that_were_dropped_have_memory_again(self) -> None:
+        stage = causal_lm(place(), config=CONFIG)
+        engine = InferenceBackend().initialize(Model(place(), stage, None), SPEC).running()
+        before = outputs(stage)
+        engine.offload(keep=True)
+        engine.fetch()
+        assert torch.equal(outputs(stage), before)
+        sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in engine.tensors().items()}
+        engine.offload(keep=False)
+        assert {tensor.untyped_storage().nbytes() for tensor in engine.tensors().values()} == {0}
+        engine.fetch()
+        assert {name: tensor.untyped_storage().nbytes() for name, tensor in engine.tensors().items()} == sizes
