@@ -161,3 +161,18 @@ def test_a_copy_on_the_same_workers_has_the_parameters_of_what_is_trained_and_a_
     assert result.code == 0, result.err
     found = steps(home.home / "experiments" / "hooked" / "first")
     assert [each["actorTrain/compared"] for each in found] == [1.0] * 4
+
+
+@pytest.mark.timeout(200)
+def test_the_example_of_fine_tuning_learns_as_a_pipeline_and_its_saved_models_are_evaluated(
+    home: Unirun,
+) -> None:
+    how = ("-e", "sft", "-f", "learns", "epochs=4", "lr=3e-3", "pipe=2", "data=1", "auto_eval=true")
+    result = home("experiment", "start", *how, env=environment(home), cwd=ROOT / "examples", within=150)
+    assert result.code == 0, result.err
+    path = home.home / "experiments" / "sft" / "learns"
+    evaluated = [json.loads(line)["trainDefault/eval_right"] for line in open(path / "evaluations.jsonl")]
+    assert evaluated[0] == 0.0
+    assert evaluated[-1] > 0.1
+    assert saves(path)[-1]["right"] == evaluated[-1]
+    assert "<svg" in (path / "graph.svg").read_text()

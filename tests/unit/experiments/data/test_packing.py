@@ -61,6 +61,9 @@ class TestBalanced:
     def test_the_largest_come_first(self) -> None:
         assert balanced([1, 2, 3, 4], 2) == [[0, 3], [1, 2]]
 
+    def test_sequences_without_tokens_are_dealt_out_too(self) -> None:
+        assert balanced([0, 0, 0, 0, 7], 3) == [[4], [0, 2], [1, 3]]
+
     def test_equal_sizes_are_dealt_out(self) -> None:
         assert balanced([5] * 7, 3) == [[0, 3, 6], [1, 4], [2, 5]]
 
