@@ -89,9 +89,9 @@ class DPO(Experiment):
     weights: str = ""
     samples: int = 3000
     batch: int = 60
-    epochs: int = 6
-    lr: float = 5e-4
-    beta: float = 0.1
+    epochs: int = 8
+    lr: float = 3e-4
+    beta: float = 0.3
     seed: int = 1
     steps: int = 0
 

@@ -80,7 +80,7 @@ class GRPO(Experiment):
     samples: int = 3000
     batch: int = 125
     group: int = 8
-    epochs: int = 5
+    epochs: int = 8
     updates: int = 4
     lr: float = 6e-4
     kl: float = 0.02

@@ -200,7 +200,7 @@ class PPO(Experiment):
     weights: str = ""
     samples: int = 3000
     batch: int = 500
-    epochs: int = 20
+    epochs: int = 30
     updates: int = 4
     lr: float = 6e-4
     critic_lr: float = 1e-3

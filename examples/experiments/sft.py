@@ -84,7 +84,7 @@ class SFT(Experiment):
 
     samples: int = 2000
     batch: int = 64
-    epochs: int = 8
+    epochs: int = 6
     lr: float = 2e-3
     seed: int = 1
     pipe: int = 1

@@ -20,8 +20,11 @@ from unirun.experiments.config import ExperimentConfig, ExperimentScheduling
 from unirun.experiments.orders import Trial
 from unirun.experiments.registry import make_experiment
 
-NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,60}[A-Za-z0-9])?")
+NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?")
 """What an experiment and a trial may be called: both are parts of a path, of a key and of a job's id."""
+
+LONGEST = 55
+"""Characters of both names together: a job's id has eight more, and 63 at most."""
 
 
 class Experiment:
@@ -44,11 +47,16 @@ class Experiment:
 
 def check_names(experiment: str, trial: str) -> None:
     """Raise `UsageError` for names that a path or a key cannot have."""
+    if len(experiment) + len(trial) > LONGEST:
+        raise UsageError(
+            f"{experiment!r} and {trial!r} have {len(experiment) + len(trial)} characters",
+            f"use {LONGEST} at most for both",
+        )
     for what, name in (("experiment", experiment), ("trial", trial)):
         if not NAME.fullmatch(name) or ".." in name:
             raise UsageError(
                 f"{name!r} is no name for {'an' if what == 'experiment' else 'a'} {what}",
-                "use letters, digits, '-' and '.' between them, 62 at most",
+                "use letters and digits, and '-' and '.' between them",
             )
 
 

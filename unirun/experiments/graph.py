@@ -107,9 +107,10 @@ class MFCDef(Value):
 
     @property
     def reads(self) -> frozenset[ModelName]:
-        """Other models of which it reads the parameters."""
+        """The models of which it reads the parameters."""
         hooks = (*self.pre_hooks, *self.post_hooks)
-        return frozenset(h.source for h in hooks if isinstance(h, ParamReallocHook) and h.source is not None)
+        sources = {h.source for h in hooks if isinstance(h, ParamReallocHook) and h.source is not None}
+        return frozenset({self.model_name, *sources})
 
     @property
     def writes(self) -> frozenset[ModelName]:
@@ -173,7 +174,7 @@ def _graph(calls: Sequence[MFCDef]) -> Graph:
     for call in calls:
         for key in call.input_keys:
             maker = makers.get(key)
-            if maker is not None:
+            if maker is not None and maker != call.name:
                 needs[call.name][maker] = (*needs[call.name].get(maker, ()), key)
     return Graph({call.name: call for call in calls}, needs)
 
@@ -207,19 +208,16 @@ def graph_faults(calls: Sequence[MFCDef], dataset_keys: Collection[str]) -> list
             )
     for call in calls:
         faults += _call_faults(call, makers, dataset_keys)
-    if not faults:
+    if len({call.name for call in calls}) == len(calls):
         faults += [
             Fault(
                 where, f"the calls {' → '.join([*circle, circle[0]])} wait for each other", "cut the circle"
             )
             for circle in _circles(_graph(calls))
         ]
-    sources = [call for call in calls if not any(key in makers for key in call.input_keys)]
-    if sources and len({call.n_seqs for call in sources}) > 1:
-        sizes = ", ".join(f"{call.name} {call.n_seqs}" for call in sources)
-        faults.append(
-            Fault(where, f"calls that begin with data differ in n_seqs: {sizes}", "give them the same number")
-        )
+    if len({call.n_seqs for call in calls}) > 1:
+        sizes = ", ".join(f"{call.name} {call.n_seqs}" for call in calls)
+        faults.append(Fault(where, f"calls differ in n_seqs: {sizes}", "a step has as many for each of them"))
     return faults
 
 
@@ -248,6 +246,15 @@ def _call_faults(
             Fault(where, f"{kind} names {key!r}, which is no such key of it", f"it has {_and(keys)}")
             for key in mapping
             if key not in keys
+        ]
+    for kind, names in (
+        ("input_key_remap", [call.input_key_remap.get(key, key) for key in call.input_keys]),
+        ("output_key_remap", [*call.output_key_remap.values()]),
+    ):
+        faults += [
+            Fault(where, f"{kind} gives {count} keys the name {name!r}", "give each its own")
+            for name, count in _counts(names).items()
+            if count > 1
         ]
     for hook in (*call.pre_hooks, *call.post_hooks):
         if isinstance(hook, ParamReallocHook):

@@ -66,8 +66,11 @@ class Recovery:
             file.flush()
             os.fsync(file.fileno())
         part.rename(path)
-        for step in [step for step in self.steps() if step <= info.step][:-KEPT]:
-            shutil.rmtree(self.path(step), ignore_errors=True)
+        kept = {f"{step:06}" for step in [step for step in self.steps() if step <= info.step][-KEPT:]}
+        for found in self._root.iterdir():
+            # What was begun before and never finished goes, too.
+            if found.name not in kept and found.name < f"{info.step:06}":
+                shutil.rmtree(found, ignore_errors=True)
 
     def steps(self) -> list[int]:
         """The checkpoints that count, in ascending order."""

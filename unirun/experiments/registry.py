@@ -61,6 +61,8 @@ def _where(value: object) -> str:
 
 def _same(one: object, other: object) -> bool:
     """Whether both are from one place: a module that is imported twice, as ``__main__`` too, registers things twice."""
+    if isinstance(other, str):
+        return other in (one, f"{getattr(one, '__module__', '')}:{getattr(one, '__qualname__', '')}")
     places = [
         (
             getattr(each, "__qualname__", None),

@@ -62,10 +62,9 @@ def trials(top: str) -> list[Started]:
 def started(root: Path) -> Started | None:
     """The latest start of the trial in this directory."""
     try:
-        raw = (root / TRIAL).read_bytes()
-    except FileNotFoundError:
+        return msgspec.json.decode((root / TRIAL).read_bytes(), type=Started)
+    except (OSError, ValueError):
         return None
-    return msgspec.json.decode(raw, type=Started)
 
 
 def phase_of(start: Started) -> str:

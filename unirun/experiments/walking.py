@@ -24,7 +24,7 @@ def startable(
         if name in done or name in running or not graph.needs[name].keys() <= set(done):
             continue
         mine = workers[call.model_name]
-        if busy & mine or call.reads & writes or call.writes & reads:
+        if busy & mine or call.reads & writes or call.writes & (reads | writes):
             continue
         found.append(name)
         busy |= mine

@@ -172,9 +172,20 @@ class TestWhatIsWrong:
     def test_no_sequences(self) -> None:
         assert only([call("a", ["prompt"], n_seqs=0)]) == "model_rpcs.a: n_seqs=0"
 
-    def test_calls_that_begin_with_different_numbers_of_sequences(self) -> None:
-        calls = [call("a", ["prompt"], ["x"], n_seqs=4), call("b", ["prompt"], n_seqs=8), call("c", ["x"])]
-        assert only(calls) == "model_rpcs: calls that begin with data differ in n_seqs: a 4, b 8"
+    def test_calls_with_different_numbers_of_sequences(self) -> None:
+        calls = [call("a", ["prompt"], ["x"], n_seqs=4), call("b", ["x"], n_seqs=8)]
+        assert only(calls) == "model_rpcs: calls differ in n_seqs: a 4, b 8"
+
+    def test_two_keys_with_one_name_in_the_interface(self) -> None:
+        calls = [call("a", ["prompt", "answer"], input_key_remap={"prompt": "text", "answer": "text"})]
+        assert (
+            only(calls, ["prompt", "answer"]) == "model_rpcs.a: input_key_remap gives 2 keys the name 'text'"
+        )
+
+    def test_a_circle_beside_other_faults(self) -> None:
+        calls = [call("a", ["y", "z"], ["x"]), call("b", ["x"], ["y"])]
+        assert [each for each in found(calls) if "wait for each other" in each]
+        assert [each for each in found(calls) if "nothing makes 'z'" in each]
 
     def test_a_remap_of_an_input_that_it_does_not_have(self) -> None:
         calls = [call("a", ["prompt"], input_key_remap={"prompt": "x", "promt": "y"})]
@@ -226,25 +237,25 @@ class TestWhatIsWrong:
             "model_rpcs.a: nothing makes 'y': neither a call nor the dataset",
             "model_rpcs.a: a ParamReallocHook of actor@0 with itself",
             "model_rpcs.a: a ParamReallocHook with eta=2",
-            "model_rpcs: calls that begin with data differ in n_seqs: a 4, a 8",
+            "model_rpcs: calls differ in n_seqs: a 4, a 8",
         ]
 
 
 class TestWhatACallReadsAndWrites:
     def test_a_train_step_writes_its_model(self) -> None:
         trains = call("a", kind=TRAIN)
-        assert (trains.reads, trains.writes) == (frozenset(), frozenset({ACTOR}))
+        assert (trains.reads, trains.writes) == (frozenset({ACTOR}), frozenset({ACTOR}))
 
     def test_inference_writes_nothing(self) -> None:
         assert call("a").writes == set()
 
     def test_a_hook_with_a_source_reads_that_and_writes_the_model_of_the_call(self) -> None:
         copies = call("a", model=COPY, pre_hooks=(realloc(ACTOR),))
-        assert (copies.reads, copies.writes) == (frozenset({ACTOR}), frozenset({COPY}))
+        assert (copies.reads, copies.writes) == (frozenset({ACTOR, COPY}), frozenset({COPY}))
 
     def test_a_hook_with_a_target_writes_that(self) -> None:
         copies = call("a", kind=TRAIN, post_hooks=(ParamReallocHook(target=COPY), OffloadHook()))
-        assert (copies.reads, copies.writes) == (frozenset(), frozenset({ACTOR, COPY}))
+        assert (copies.reads, copies.writes) == (frozenset({ACTOR}), frozenset({ACTOR, COPY}))
 
     def test_its_role_is_that_of_its_model(self) -> None:
         assert call("a", model=COPY).role == "actor"

@@ -16,6 +16,7 @@ from unirun.experiments.config import (
     AutomaticEvaluator,
     ExperimentConfig,
     ExperimentScheduling,
+    GenerationServer,
     Scheduling,
     TasksGroup,
 )
@@ -24,6 +25,7 @@ from unirun.experiments.orders import Trial
 from unirun.experiments.starting import (
     GRAPH,
     JOB,
+    PRELOAD,
     TRIAL,
     Started,
     job_mapping,
@@ -92,6 +94,14 @@ class TestTheJob:
 
     def test_workers_that_need_no_device_have_none(self, config: ExperimentConfig) -> None:
         assert job_mapping(trial(), config, two())["roles"]["model_worker"]["device"] == "cpu"
+
+    def test_modules_that_take_long_to_import_are_imported_once(self, config: ExperimentConfig) -> None:
+        assert job_mapping(trial(), config, two(), ("slow",))["preload"] == [*PRELOAD, "slow"]
+
+    def test_servers_that_would_not_be_started_are_refused(self, config: ExperimentConfig) -> None:
+        config.generation_server = [GenerationServer(1, "torch", {}, "", 1)]
+        with pytest.raises(UsageError, match="are not started by this version; leave them out"):
+            job_mapping(trial(), config, two())
 
     def test_its_configuration_is_the_trial(self, config: ExperimentConfig) -> None:
         about = trial()
