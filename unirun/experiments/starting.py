@@ -110,6 +110,8 @@ def job_mapping(
     }
     if not workers.gpu:
         role["device"] = "cpu"
+    elif workers.gpu > 1:
+        role["slots"] = workers.gpu
     roles = {"model_worker": role}
     if config.auto_eval:
         workload = "unirun.experiments.evaluator:EvaluatorProcess"

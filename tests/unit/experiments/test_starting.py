@@ -89,6 +89,8 @@ class TestTheJob:
         role = found["roles"]["model_worker"]
         assert (role["count"], role["env"]) == (2, {"A": "1"})
         assert "device" not in role
+        assert "slots" not in role
+        assert job_mapping(trial(), config, two(gpu=4))["roles"]["model_worker"]["slots"] == 4
         assert found["trainer"]["env"] == {"B": "2"}
         assert [*found["roles"]] == ["model_worker"]
 
