@@ -76,7 +76,7 @@ class Reward(Experiment):
     weights: str = ""
     samples: int = 2000
     batch: int = 50
-    epochs: int = 10
+    epochs: int = 15
     lr: float = 1e-3
     seed: int = 1
     steps: int = 0

@@ -166,14 +166,13 @@ def _list(options: Any) -> int:
 
 def _find(options: Any) -> int:
     from unirun.experiments import experiment
-    from unirun.experiments.registry import EXPERIMENTS
 
     experiment.import_modules(options.module, os.getcwd())
     try:
         wanted = re.compile(options.regex)
     except re.error as error:
         raise UsageError(f"{options.regex!r} is no regular expression: {error}") from error
-    for name in EXPERIMENTS.names():
+    for name in experiment.EXPERIMENTS.names():
         if wanted.search(name):
             say(name)
     return 0

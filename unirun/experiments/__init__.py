@@ -37,7 +37,7 @@ from unirun.experiments.data.datasets import (
 )
 from unirun.experiments.data.named_array import NamedArray
 from unirun.experiments.data.sample import SequenceSample
-from unirun.experiments.experiment import Experiment
+from unirun.experiments.experiment import Experiment, make_experiment, register_experiment
 from unirun.experiments.graph import (
     Graph,
     MFCDef,
@@ -60,10 +60,8 @@ from unirun.experiments.models.api import (
 )
 from unirun.experiments.recovery import RecoverInfo
 from unirun.experiments.registry import (
-    make_experiment,
     register_backend,
     register_dataset,
-    register_experiment,
     register_interface,
     register_model,
 )

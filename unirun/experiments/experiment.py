@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from unirun.errors import UsageError
 from unirun.experiments.config import ExperimentConfig, ExperimentScheduling
 from unirun.experiments.orders import Trial
-from unirun.experiments.registry import make_experiment
+from unirun.experiments.registry import Registry
 
 NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?")
 """What an experiment and a trial may be called: both are parts of a path, of a key and of a job's id."""
@@ -43,6 +43,19 @@ class Experiment:
     def initial_setup(self) -> ExperimentConfig:
         """All workers, and the calls. It is called in each process of a trial, so it depends on the settings only."""
         raise NotImplementedError(f"{type(self).__name__} must define initial_setup()")
+
+
+EXPERIMENTS: Registry[Callable[[], Experiment]] = Registry("experiment")
+
+
+def register_experiment(name: str, cls: Callable[[], Experiment]) -> None:
+    """``-e name`` starts ``cls()``. Raises `UsageError` if another one has the name."""
+    EXPERIMENTS.register(name, cls)
+
+
+def make_experiment(name: str) -> Experiment:
+    """The experiment that is registered under `name`. Raises `UsageError` with those that there are."""
+    return EXPERIMENTS.find(name)()
 
 
 def check_names(experiment: str, trial: str) -> None:

@@ -5,13 +5,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from unirun.errors import UsageError
-
-if TYPE_CHECKING:
-    from unirun.experiments.experiment import Experiment
 
 T = TypeVar("T")
 
@@ -77,7 +73,6 @@ DATASETS: Registry[Any] = Registry("dataset")
 MODELS: Registry[Any] = Registry("model")
 BACKENDS: Registry[Any] = Registry("backend")
 INTERFACES: Registry[Any] = Registry("interface")
-EXPERIMENTS: Registry[Callable[..., Experiment]] = Registry("experiment")
 
 
 def register_dataset(name: str, cls: Any) -> None:
@@ -102,13 +97,3 @@ def register_backend(name: str, cls: Any) -> None:
 def register_interface(name: str, cls: Any) -> None:
     """`ModelInterfaceAbstraction(name, args)` makes ``cls(**args)``, a `ModelInterface`."""
     INTERFACES.register(name, cls)
-
-
-def register_experiment(name: str, cls: Callable[..., Experiment]) -> None:
-    """``-e name`` starts ``cls()``. Raises `UsageError` if another one has the name."""
-    EXPERIMENTS.register(name, cls)
-
-
-def make_experiment(name: str) -> Experiment:
-    """The experiment that is registered under `name`. Raises `UsageError` with those that there are."""
-    return EXPERIMENTS.find(name)()

@@ -15,8 +15,15 @@ from hypothesis import strategies as st
 from tests.unit.experiments.setups import ppo
 from unirun.errors import EXIT_USAGE, SpecError, UsageError
 from unirun.experiments.config import ExperimentConfig
-from unirun.experiments.experiment import Experiment, check_names, import_modules, resolve, with_settings
-from unirun.experiments.registry import EXPERIMENTS, register_experiment
+from unirun.experiments.experiment import (
+    EXPERIMENTS,
+    Experiment,
+    check_names,
+    import_modules,
+    register_experiment,
+    resolve,
+    with_settings,
+)
 
 
 @dataclass

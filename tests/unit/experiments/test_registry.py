@@ -9,12 +9,12 @@ import pytest
 
 from unirun.errors import UsageError
 from unirun.experiments import builtin
+from unirun.experiments.experiment import make_experiment
 from unirun.experiments.registry import (
     BACKENDS,
     DATASETS,
     MODELS,
     Registry,
-    make_experiment,
     register_dataset,
 )
 
