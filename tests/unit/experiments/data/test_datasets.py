@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,16 @@ class TestRows:
         assert faults(lambda: read_rows("rows", {}, **source)) == [
             "rows: it has not one of path, hugging_face and rows"
         ]
+
+    def test_rows_of_hugging_face_are_those_of_the_split(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Against a stand-in that follows the documentation of `datasets`, which is not installed here."""
+
+        def load_dataset(path: str, *, split: str) -> list[dict[str, str]]:
+            return [{"prompt": f"{path} {split}"}]
+
+        monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+        found = read_rows("rows", {"prompt": str}, hugging_face="gsm8k", split="test")
+        assert found == [{"prompt": "gsm8k test"}]
 
     def test_a_file_that_is_not_there_says_so(self, file: Path) -> None:
         with pytest.raises(FileNotFoundError, match=r"rows\.jsonl"):
