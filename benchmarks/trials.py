@@ -14,7 +14,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +69,10 @@ class Bytes:
     def encode(self, text: str, /) -> list[int]:
         """Tokens."""
         return list(text.encode())
+
+    def decode(self, tokens: Sequence[int], /) -> str:
+        """Text."""
+        return bytes(tokens).decode()
 
 
 class Waiting(ModelInterface):

@@ -21,7 +21,7 @@ def pairs(count: int, *, near: bool = False, held_out: bool = False) -> list[dic
     """So many rows: ``{"prompt": "3+8-2=", "pos_answers": ["9"], "neg_answers": ["-4"]}``. What is wrong is the answer
     to another sum, or with `near` wrong by 3 at most."""
     chance, rows = random.Random(count), sums(count, held_out=held_out)
-    answers = [row["answer"] for row in rows]
+    answers: list[str] = [row["answer"] for row in rows]
 
     def wrong(right: str) -> str:
         if near:

@@ -48,6 +48,7 @@ from unirun.experiments.graph import (
     ParamReallocHook,
     build_graph,
 )
+from unirun.experiments.layout import ModelName, ModelShardID, ProcessTopology, topology
 from unirun.experiments.models.api import (
     Engine,
     FinetuneSpec,
@@ -65,7 +66,6 @@ from unirun.experiments.registry import (
     register_interface,
     register_model,
 )
-from unirun.experiments.topology import ModelName, ModelShardID, ProcessTopology, topology
 
 __all__ = [
     "AgentAbstraction",

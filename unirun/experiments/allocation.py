@@ -12,7 +12,7 @@ from unirun.experiments.config import (
     ModelWorker,
     StandaloneModelShardAbstraction,
 )
-from unirun.experiments.topology import ModelName, ModelShardID, ProcessTopology
+from unirun.experiments.layout import ModelName, ModelShardID, ProcessTopology
 
 
 @dataclass(frozen=True)

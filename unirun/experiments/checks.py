@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from unirun.errors import Fault
 from unirun.experiments import derive
 from unirun.experiments.graph import MFCDef, ModelInterfaceType, graph_faults
+from unirun.experiments.layout import ModelName, ProcessTopology
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS, Registry
-from unirun.experiments.topology import ModelName, ProcessTopology
 from unirun.graph import show_ranks
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 from unirun.errors import SpecError
 from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.graph import Abstraction, Graph, MFCDef, build_graph
-from unirun.experiments.topology import ModelName, ModelShardID, ProcessTopology
+from unirun.experiments.layout import ModelName, ModelShardID, ProcessTopology
 
 
 class ModelAbstraction(Abstraction):

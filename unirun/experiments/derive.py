@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from unirun.experiments.graph import Graph, MFCDef, ModelInterfaceType, ParamReallocHook, with_hooks
-from unirun.experiments.topology import ModelName, ModelShardID, ProcessTopology
+from unirun.experiments.layout import ModelName, ModelShardID, ProcessTopology
 
 if TYPE_CHECKING:
     from unirun.experiments.config import ExperimentConfig

@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from unirun.errors import Fault, SpecError
-from unirun.experiments.topology import ModelName
+from unirun.experiments.layout import ModelName
 from unirun.values import Value
 
 

@@ -15,11 +15,11 @@ from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.evaluator import trained
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import Hook, MFCDef, ModelInterfaceType, ParamReallocHook
+from unirun.experiments.layout import ModelName
 from unirun.experiments.models.api import FinetuneSpec
 from unirun.experiments.orders import Answer, Order, dispatch, seed_of
 from unirun.experiments.records import EVALUATIONS, STEPS, Records, SavedModels
 from unirun.experiments.recovery import RecoverInfo, Recovery
-from unirun.experiments.topology import ModelName
 from unirun.experiments.walking import startable
 from unirun.reporting import report
 from unirun.roles import BaseTrainer, wait

@@ -17,12 +17,12 @@ from unirun.experiments.data.datasets import Dataset, DatasetUtility, load_token
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import MFCDef, ModelInterfaceType, OffloadHook, ParamReallocHook
+from unirun.experiments.layout import ModelName
 from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, ModelInterface, Place
 from unirun.experiments.orders import Answer, Order, Setup
 from unirun.experiments.recovery import Recovery
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
 from unirun.experiments.shelf import NAME, Getting, Shelf
-from unirun.experiments.topology import ModelName
 from unirun.roles import BaseWorkload, init, trainer_invocation
 from unirun.weights.hub import hub_of
 from unirun.weights.lines import Line

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from unirun.experiments.config import ExperimentConfig, Resolved
-from unirun.experiments.topology import ModelName, ProcessTopology
+from unirun.experiments.layout import ModelName, ProcessTopology
 from unirun.graph import Edge, Role
 from unirun.graph import Graph as Picture
 from unirun.graph.svg import svg

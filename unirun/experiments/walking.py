@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from unirun.experiments.graph import Graph
-from unirun.experiments.topology import ModelName
+from unirun.experiments.layout import ModelName
 
 
 def startable(

@@ -16,6 +16,7 @@ from unirun.experiments.config import (
 )
 from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.graph import MFCDef, ModelInterfaceAbstraction, ModelInterfaceType, ParamReallocHook
+from unirun.experiments.layout import ModelName, ProcessTopology, topology
 from unirun.experiments.models.api import ModelBackend, ModelInterface
 from unirun.experiments.registry import (
     register_backend,
@@ -23,7 +24,6 @@ from unirun.experiments.registry import (
     register_interface,
     register_model,
 )
-from unirun.experiments.topology import ModelName, ProcessTopology, topology
 
 GENERATE, INFERENCE, TRAIN, EVALUATE = ModelInterfaceType
 

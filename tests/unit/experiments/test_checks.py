@@ -46,7 +46,7 @@ from unirun.experiments.config import (
 )
 from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.graph import MFCDef, ModelInterfaceAbstraction, ParamReallocHook
-from unirun.experiments.topology import ModelName, ModelShardID, ProcessTopology, topology
+from unirun.experiments.layout import ModelName, ModelShardID, ProcessTopology, topology
 
 
 def sft(data: int = 1) -> ExperimentConfig:

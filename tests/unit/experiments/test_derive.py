@@ -22,7 +22,7 @@ from unirun.errors import SpecError
 from unirun.experiments.config import Resolved, WorkerInformation
 from unirun.experiments.derive import instantiated, model_names, shared_models, sync_param_pairs
 from unirun.experiments.graph import Hook, OffloadHook, ParamReallocHook
-from unirun.experiments.topology import ModelName, topology
+from unirun.experiments.layout import ModelName, topology
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.unit.experiments.setups import ACTOR, COPY, CRITIC, REF, TRAIN, call, ppo, realloc
 from unirun.experiments.graph import Graph, ModelInterfaceType, build_graph
-from unirun.experiments.topology import ModelName
+from unirun.experiments.layout import ModelName
 from unirun.experiments.walking import startable
 
 Workers = Mapping[ModelName, frozenset[int]]

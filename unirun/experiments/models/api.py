@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.graph import MicroBatchSpec
-from unirun.experiments.topology import ModelName, ProcessTopology
+from unirun.experiments.layout import ModelName, ProcessTopology
 from unirun.values import Value
 
 

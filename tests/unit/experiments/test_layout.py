@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import UsageError
-from unirun.experiments.topology import (
+from unirun.experiments.layout import (
     AXES,
     ModelName,
     ModelShardID,
