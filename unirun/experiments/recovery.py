@@ -66,18 +66,20 @@ class Recovery:
             file.flush()
             os.fsync(file.fileno())
         part.rename(path)
-        kept = {f"{step:06}" for step in [step for step in self.steps() if step <= info.step][-KEPT:]}
-        for found in self._root.iterdir():
-            # What was begun before and never finished goes, too.
-            if found.name not in kept and found.name < f"{info.step:06}":
-                shutil.rmtree(found, ignore_errors=True)
+        kept = [step for step in self.steps() if step <= info.step][-KEPT:]
+        # What was begun before and never finished goes, too.
+        for step in self._numbers():
+            if step < info.step and step not in kept:
+                shutil.rmtree(self.path(step), ignore_errors=True)
 
     def steps(self) -> list[int]:
         """The checkpoints that count, in ascending order."""
+        return [step for step in self._numbers() if (self.path(step) / FILE).exists()]
+
+    def _numbers(self) -> list[int]:
+        """All directories, in ascending order, also of checkpoints that do not count."""
         found = self._root.iterdir() if self._root.is_dir() else ()
-        return sorted(
-            int(path.name) for path in found if re.fullmatch(r"\d{6,}", path.name) and (path / FILE).exists()
-        )
+        return sorted(int(path.name) for path in found if re.fullmatch(r"\d{6,}", path.name))
 
     def latest(self) -> RecoverInfo | None:
         """The last one that counts; one that cannot be read is skipped, with a warning. None without any."""

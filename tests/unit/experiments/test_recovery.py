@@ -134,6 +134,11 @@ class TestKeeping:
         assert recovery.steps() == [15, 20]
         assert not recovery.path(10).exists()
 
+    def test_one_that_was_begun_and_never_finished_goes_with_the_next(self, recovery: Recovery) -> None:
+        recovery.prepare(7, ["actor@0"])
+        write(recovery, 9)
+        assert not recovery.path(7).exists()
+
     def test_models_of_those_that_are_kept_stay(self, recovery: Recovery) -> None:
         write(recovery, 1, 2, 3)
         for step in (2, 3):

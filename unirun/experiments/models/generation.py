@@ -90,7 +90,7 @@ def draw(
         logits = logits.index_fill(1, torch.tensor([blocked]), -torch.inf)
     if how.greedy:
         logprobs = logits.log_softmax(-1)
-        best = logprobs.argmax(-1)
+        best = logits.argmax(-1)
         return best, logprobs.gather(1, best[:, None])[:, 0]
     logits = logits / max(how.temperature, 1e-6)
     if how.top_k:
