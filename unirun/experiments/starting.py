@@ -23,6 +23,9 @@ TRIAL = "trial.json"
 JOB = "job.json"
 GRAPH = "graph.svg"
 
+CALL_TIMEOUT = 2 * 3600.0
+"""Seconds that a call of a step may take; generation takes long."""
+
 PRELOAD = ("transformers.models.llama.modeling_llama", "unirun.experiments.models.backends")
 """What is imported once, in the spawner, and not by each worker."""
 
@@ -126,6 +129,7 @@ def job_mapping(
         },
         "config": msgspec.to_builtins(trial),
         "preload": [*PRELOAD, *preload],
+        "call_timeout": CALL_TIMEOUT,
     }
 
 
