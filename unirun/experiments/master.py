@@ -28,6 +28,9 @@ from unirun.train.data.order import Order as SampleOrder
 WORKERS = "model_worker"
 """The role of the model workers."""
 
+NEWS = 2.0
+"""Seconds in which the loss of a worker is known."""
+
 LOST = (WorkerLost, PeerLost)
 """What a call raises when a worker has died: its own, or one from which it needs something."""
 
@@ -36,6 +39,7 @@ class MasterWorkerProcess(BaseTrainer):
     """The master of a trial. When a worker dies, all go on from the last checkpoint, in the processes that live."""
 
     _failed = False
+    _generation = -1
     _latest: Mapping[str, float] = {}
     """The evaluation after the last step, if there was one."""
 
@@ -85,24 +89,24 @@ class MasterWorkerProcess(BaseTrainer):
                 self._save(info)
                 self._saves.follow(to_end=True)
                 return {**figures, **(self._latest or self._evaluate(info))}
-            except LOST as error:
+            except UsageError:
+                raise
+            except Exception as error:
                 at = info.step if info is not None else last
+                if not isinstance(error, LOST) and not self._lost_meanwhile():
+                    self._failed = True
+                    raise TrainingFailed(f"the trial has failed in step {at + 1}: {error}") from error
                 failed = failed + 1 if at == last else 1
                 last = at
                 if failed > 10:
                     raise
                 report(f"unirun: {error}: the trial goes on from its last checkpoint")
                 info = None
-            except UsageError:
-                raise
-            except Exception as error:
-                self._failed = True
-                step = info.step + 1 if info is not None else 1
-                raise TrainingFailed(f"the trial has failed in step {step}: {error}") from error
 
     def _begin(self) -> RecoverInfo:
         """Have all workers go on from the last checkpoint, or begin."""
         self._attempt += 1
+        self._generation = self._generation_now()
         group = self._group
         samples = max(setup.samples for setup in group.about.options(idempotent=True, retries=10).call())
         n_seqs = self._source.n_seqs
@@ -118,8 +122,22 @@ class MasterWorkerProcess(BaseTrainer):
         found = restore.call(self._attempt, info.step if info is not None else None, spec)
         if info is None:
             info = RecoverInfo(versions={name: v for each in found for name, v in each.items()})
+        self._generation = self._generation_now()
         self._records.drop_after(info.step)
         return info
+
+    def _generation_now(self) -> int:
+        return int(self.master_handle.job_info()["roles"][WORKERS]["generation"])
+
+    def _lost_meanwhile(self) -> bool:
+        """Whether a worker was lost since the trial went on: then process groups were ended, and calls of other workers
+        fail for that reason. It may take a moment until that is known here."""
+        deadline = time.monotonic() + NEWS
+        while self._generation_now() == self._generation:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
+        return True
 
     def _over(self, info: RecoverInfo) -> bool:
         enough = self._control.benchmark_steps
@@ -201,7 +219,7 @@ class MasterWorkerProcess(BaseTrainer):
                 running[self._start(info, name, batch)] = name
             for ref in wait([*running])[0]:
                 name = running.pop(ref)
-                answers = self._finish(name, ref, [*running])
+                answers = self._finish(name, ref)
                 done.add(name)
                 metas = [answer.meta for answer in answers if answer.meta is not None]
                 moved += sum(answer.moved for answer in answers)
@@ -239,14 +257,9 @@ class MasterWorkerProcess(BaseTrainer):
                 method = self._group.reallocate.options(target=sorted(self._workers[hook.target]))
                 method.call(self._attempt, call.model_name, hook.target, hook.eta)
 
-    def _finish(self, name: str, ref: Any, others: Sequence[Any]) -> list[Answer]:
-        """The answers of those that speak. When a call has failed, the others are waited for before that is told."""
-        try:
-            found = ref.result()
-        except Exception:
-            for other in others:
-                other.exception(timeout=60.0)
-            raise
+    def _finish(self, name: str, ref: Any) -> list[Answer]:
+        """The answers of the ranks that speak."""
+        found = ref.result()
         call = self._graph.calls[name]
         self._reallocate(call, call.post_hooks)
         topo, workers = self._resolved.topologies[call.model_name], self._workers[call.model_name]

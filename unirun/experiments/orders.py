@@ -40,6 +40,10 @@ class Order:
     where: Where
     seed: int
 
+    def __post_init__(self) -> None:
+        """The master has no tensors."""
+        assert self.meta.data is None
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -50,6 +54,10 @@ class Answer:
     figures: Mapping[str, float]
     moved: int
     needed: int
+
+    def __post_init__(self) -> None:
+        """The master gets no tensors."""
+        assert self.meta is None or self.meta.data is None
 
 
 class Setup(Value):

@@ -249,8 +249,11 @@ class Getting:
         except (ValueError, RecursionError) as error:
             raise FrameError(f"rank {rank} gives no answer about data: {error}") from error
         if found.problem or len(parcel.buffers) != buffers:
-            raise FrameError(
-                f"rank {rank} does not give what was asked for: {found.problem or 'other buffers'}"
+            # The master has said that it has this, so another process has its rank now.
+            raise PeerLost(
+                f"rank {rank} does not give what was asked for: {found.problem or 'other buffers'}",
+                "go on from the last checkpoint",
+                worker=str(rank),
             )
         self.moved += sum(buffer.nbytes for buffer in parcel.buffers)
         return found, parcel.buffers

@@ -276,25 +276,27 @@ class TorchEngine:
     def offload(self, *, keep: bool) -> None:
         """As `Engine` says."""
         self._kept = keep
-        for tensor in self._all():
-            if not keep:
+        for tensor, comes_again in self._all():
+            if not keep and comes_again:
                 _local(tensor.data).untyped_storage().resize_(0)
             elif self._place.device.type != "cpu":
                 tensor.data = tensor.data.cpu()
 
     def fetch(self) -> None:
         """As `Engine` says."""
-        for tensor in self._all():
-            if not self._kept:
+        for tensor, comes_again in self._all():
+            if not self._kept and comes_again:
                 local = _local(tensor.data)
                 local.untyped_storage().resize_(local.numel() * local.itemsize)
             elif tensor.device != self._place.device:
                 tensor.data = tensor.data.to(self._place.device)
         self._kept = True
 
-    def _all(self) -> Iterable[torch.Tensor]:
-        yield from self._stage.parameters()
-        yield from self._stage.buffers()
+    def _all(self) -> Iterable[tuple[torch.Tensor, bool]]:
+        """Parameters and buffers, and whether another model has them too: tables of positions are in no state dict."""
+        named = {id(tensor) for tensor in self._stage.state_dict(keep_vars=True).values()}
+        for tensor in (*self._stage.parameters(), *self._stage.buffers()):
+            yield tensor, id(tensor) in named
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._stage.parameters() if parameter.requires_grad]
