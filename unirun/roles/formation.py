@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 from unirun.rendezvous.endpoints import GENERATION_KEY, split_endpoint
 from unirun.roles.peers import Peers
 from unirun.roles.process_groups import c10d, dist, process_groups
+from unirun.roles.waits import wait_until_stuck
 from unirun.wire.reports import GroupFormed, GroupMeets, Stuck
 
 NEWS = 5.0
 """Seconds in which the view with a loss must arrive that explains why forming a group, or a collective, failed."""
-STUCK = 1.0
-"""Seconds after which a worker that still waits in a group of an earlier generation is killed."""
 CONNECT_TIMEOUT = timedelta(milliseconds=500)
 """For one attempt to connect to a store; more attempts follow."""
 KEY_TIMEOUT = timedelta(seconds=10)
 """For the first key of a store, which its process sets when it starts."""
-SAMPLE = 0.1
-"""Seconds between two checks of where the main thread is."""
-
-_WAITS = (
-    "torch/distributed/distributed_c10d.py",
-    "torch/distributed/rendezvous.py",
-    "unirun/roles/process_groups.py",
-)
-"""Files of the innermost Python frame while a thread waits for a process group or its store."""
 
 
 class Formation:
@@ -207,40 +195,17 @@ class Formation:
         return self._peers.wait_for(lambda: self._wanted() > generation, NEWS)
 
     def _watch(self) -> None:
-        """Tell the agent if the main thread stays in the same wait in a group for `STUCK` seconds.
+        """Tell the agent if the main thread is stuck in a group that is over.
 
-        All waits that can be interrupted have failed by then. Others, like the constructor of an NCCL communicator, end
-        with the process only.
+        All waits that can be interrupted have failed by then. Others end with the process only: the constructor of an
+        NCCL communicator, and what gloo has forgotten.
         """
         try:
-            began, waits = time.monotonic(), _main_wait()
-            while self.outdated and waits is not None and _main_wait() == waits:
-                if time.monotonic() - began > STUCK:
-                    self._peers.tell(Stuck(self._peers.generation, _main_stack()))
-                    return
-                time.sleep(SAMPLE)
+            stack = wait_until_stuck(lambda: self.outdated)
+            if stack is not None:
+                self._peers.tell(Stuck(self._peers.generation, stack))
         finally:
             self._watching.release()
-
-
-def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
-
-
-def _main_wait() -> tuple[int, int] | None:
-    """The call into a process group or its store in which the main thread is; None if it is in none."""
-    frame = _main_frame()
-    if frame is None or not frame.f_code.co_filename.endswith(_WAITS):
-        return None
-    while frame.f_back is not None and frame.f_code.co_filename.endswith(_WAITS[-1]):
-        # Each slice of a wait in a store has a frame of its own.
-        frame = frame.f_back
-    return id(frame), frame.f_lasti
-
-
-def _main_stack() -> str:
-    frame = _main_frame()
-    return "".join(traceback.format_stack(frame)) if frame else ""
 
 
 def _in_a_group(error: BaseException) -> bool:

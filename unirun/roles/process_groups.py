@@ -118,7 +118,8 @@ def process_groups() -> ProcessGroups:
     """The groups that this process makes after the first call of this function.
 
     torch has no hook for this, so two functions are wrapped: the one with which `torch.distributed` makes any group,
-    and the constructor of gloo groups.
+    and the constructor of gloo groups. `Work.wait` is wrapped so that a wait in user code has a frame of this file, by
+    which `waits` finds it.
     """
     global _known
     if _known is None:
@@ -126,6 +127,7 @@ def process_groups() -> ProcessGroups:
         c10d._new_process_group_helper = _wrapped_helper(_known, c10d._new_process_group_helper)
         kind = c10d.ProcessGroupGloo
         kind.__init__ = _wrapped_constructor(_known, kind.__init__)
+        c10d.Work.wait = _wrapped_wait(c10d.Work.wait)
     return _known
 
 
@@ -153,6 +155,14 @@ def _wrapped_constructor(groups: ProcessGroups, construct: Callable[..., None]) 
             construct(self, watched, rank, size, *args, **kwargs)
 
     return __init__
+
+
+def _wrapped_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(wait)
+    def wait_for(*args: Any, **kwargs: Any) -> Any:
+        return wait(*args, **kwargs)
+
+    return wait_for
 
 
 def _watched_store(store: Any, group: GlooGroup) -> Any:

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import unirun.roles.waits
+from unirun.roles.process_groups import dist, process_groups
+from unirun.roles.waits import IDLE, STUCK, Stillness, wait_until_stuck
+
+SOON = 10.0
+
+
+class TestStillness:
+    def test_a_wait_in_which_nothing_moves_lasts_after_its_time(self) -> None:
+        stillness = Stillness()
+        told = [stillness.lasts("here", now / 10, 0.0) for now in range(13)]
+        assert told == [now / 10 > STUCK for now in range(13)]
+
+    def test_a_wait_that_ends_and_another_one_begin_anew(self) -> None:
+        stillness = Stillness()
+        assert not stillness.lasts("here", 0.0, 0.0)
+        assert not stillness.lasts("there", STUCK + 0.1, 0.0)
+        assert not stillness.lasts(None, 2 * STUCK + 0.2, 0.0)
+        assert not stillness.lasts("there", 3 * STUCK + 0.3, 0.0)
+
+    @given(st.lists(st.booleans(), min_size=5, max_size=60))
+    def test_a_process_that_computes_is_not_stuck(self, pauses: list[bool]) -> None:
+        """However the seconds of a processor are spread: in each second it uses more than an idle process does."""
+        stillness, used = Stillness(), 0.0
+        for number, pause in enumerate(pauses):
+            used += 0.0 if pause and number % 2 else 3 * IDLE * STUCK / 5
+            assert not stillness.lasts("here", number * STUCK / 5, used)
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[torch.distributed.ProcessGroup]]:
+    """The groups of two ranks that have met."""
+    process_groups()
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        met = [
+            pool.submit(dist.ProcessGroupGloo, store, rank, 2, timedelta(seconds=SOON)) for rank in range(2)
+        ]
+        yield [each.result(SOON) for each in met]
+
+
+def test_a_wait_in_users_code_for_a_peer_that_does_nothing_is_found_with_its_stack(
+    ranks: list[torch.distributed.ProcessGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unirun.roles.waits, "STUCK", 0.1)
+    monkeypatch.setattr(unirun.roles.waits, "SAMPLE", 0.02)
+    waiting, peer = ranks
+    deadline = time.monotonic() + SOON
+
+    def watch() -> str | None:
+        stack = wait_until_stuck(lambda: time.monotonic() < deadline)
+        peer.send([torch.ones(1)], 0, 0).wait()
+        return stack
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(watch)
+        received = torch.zeros(1)
+        work = waiting.recv([received], 1, 0)
+        work.wait()
+        assert received.item() == 1
+        assert "work.wait()" in (found.result(SOON) or "")
+
+
+def test_a_thread_that_waits_for_no_group_is_not_watched_to_be_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unirun.roles.waits, "STUCK", 0.02)
+    monkeypatch.setattr(unirun.roles.waits, "SAMPLE", 0.005)
+    found: list[str | None] = []
+    over = threading.Event()
+    watcher = threading.Thread(target=lambda: found.append(wait_until_stuck(lambda: not over.is_set())))
+    watcher.start()
+    over.wait(0.2)
+    over.set()
+    watcher.join(SOON)
+    assert found == [None]
