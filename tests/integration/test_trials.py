@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ def unbroken(home: Unirun) -> Path:
 
 
 @pytest.mark.timeout(300)
-def test_a_trial_whose_workers_die_in_each_phase_is_the_same_as_one_in_which_nobody_dies(
+def test_a_trial_whose_workers_die_in_each_call_is_the_same_as_one_in_which_nobody_dies(
     home: Unirun, unbroken: Path
 ) -> None:
     phases = (
@@ -84,16 +83,30 @@ def test_a_trial_whose_workers_die_in_each_phase_is_the_same_as_one_in_which_nob
         "actorTrain:2:0",
         "criticTrain:2:1",
     )
-    kills = ",".join((*phases, "evaluate:1:1", "save:1:0", "evaluator:2:0"))
+    kills = ",".join((*phases, "evaluate:1:1", "evaluator:2:0"))
     result = home(
         "experiment", "start", *SMALL, "-f", "broken", env=environment(home, KILL=kills), within=240
     )
     assert result.code == 0, result.err
     assert {*kills.split(",")} <= {*os.listdir(home.root / "killed")}
     # The evaluator is no part of the training: it is started again, and its model evaluated again.
-    assert len(re.findall("goes on from its last checkpoint", result.err)) == 8
+    assert len(re.findall("goes on from its last checkpoint", result.err)) == 7
     assert saves(trial(home, "broken")) == saves(unbroken)
     equal(trial(home, "broken"), unbroken)
+
+
+@pytest.mark.timeout(300)
+def test_a_trial_whose_workers_die_while_they_read_and_write_files_is_the_same(
+    home: Unirun, unbroken: Path
+) -> None:
+    kills = "load:5:0,checkpoint:1:0,checkpoint:2:1,load on:2:1,restore:1:0,restore:2:1,save:2:0"
+    result = home("experiment", "start", *SMALL, "-f", "files", env=environment(home, KILL=kills), within=240)
+    assert result.code == 0, result.err
+    assert {*kills.split(",")} <= {*os.listdir(home.root / "killed")}
+    assert len(re.findall(r"killed by SIGKILL; restart", result.err)) == 7
+    # Reading a checkpoint is tried again, and is no new attempt.
+    assert len(re.findall("goes on from its last checkpoint", result.err)) == 5
+    equal(trial(home, "files"), unbroken)
 
 
 @pytest.mark.timeout(300)
@@ -112,12 +125,23 @@ def test_models_in_layouts_of_their_own_are_the_same_though_workers_of_each_die_
 
 
 @pytest.mark.timeout(300)
-def test_a_trial_whose_trainer_dies_goes_on_with_the_workers_that_live(home: Unirun, unbroken: Path) -> None:
-    running = home.start("experiment", "start", *SMALL, "-f", "headless", env=environment(home))
-    running.lines(r"step 3: criticTrain")
+def test_a_trial_whose_trainer_dies_in_each_phase_goes_on_with_the_workers_that_live(
+    home: Unirun, unbroken: Path
+) -> None:
+    phases = (
+        "load:9:0",
+        "actorGen:2:0",
+        "actorTrain:2:1",
+        "evaluate:1:0",
+        "checkpoint:1:1",
+        "save:2:0",
+        "load on:1:0",
+        "restore:1:1",
+    )
+    kills = ",".join(f"trainer@{phase}" for phase in phases)
+    running = home.start("experiment", "start", *SMALL, "-f", "headless", env=environment(home, KILL=kills))
     workers = {rank: home.pid_of(f"model_worker:{rank}") for rank in range(2)}
-    os.kill(home.pid_of("trainer:0"), signal.SIGKILL)
-    running.lines("trainer:0 was killed by SIGKILL; restart 1")
+    running.lines(f"trainer:0 was killed by SIGKILL; restart {len(phases)}")
     assert {rank: home.pid_of(f"model_worker:{rank}") for rank in range(2)} == workers
     assert running.end(120).code == 0
     equal(trial(home, "headless"), unbroken)

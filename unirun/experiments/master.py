@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import Hook, MFCDef, ModelInterfaceType, ParamReallocHook
 from unirun.experiments.layout import ModelName
 from unirun.experiments.models.api import FinetuneSpec
-from unirun.experiments.orders import Answer, Order, dispatch, seed_of
+from unirun.experiments.orders import Answer, Order, Traffic, dispatch, seed_of
 from unirun.experiments.records import EVALUATIONS, STEPS, Records, SavedModels
 from unirun.experiments.recovery import RecoverInfo, Recovery
 from unirun.experiments.walking import startable
@@ -213,7 +213,7 @@ class MasterWorkerProcess(BaseTrainer):
         done: set[str] = set()
         running: dict[Any, str] = {}
         figures: dict[str, float] = {}
-        moved = needed = 0
+        self._traffic = Traffic()
         while len(done) < len(self._graph.calls):
             for name in startable(self._graph, self._sets, done, running.values()):
                 running[self._start(info, name, batch)] = name
@@ -222,13 +222,12 @@ class MasterWorkerProcess(BaseTrainer):
                 answers = self._finish(name, ref)
                 done.add(name)
                 metas = [answer.meta for answer in answers if answer.meta is not None]
-                moved += sum(answer.moved for answer in answers)
-                needed += sum(answer.needed for answer in answers)
                 if metas:
                     batch = batch.update(SequenceSample.gather(metas))
-                for key, value in answers[0].figures.items():
+                for key, value in next((a.figures for a in answers if a.figures), {}).items():
                     figures[f"{name}/{key}"] = value
-        return {**figures, "bytes_moved": float(moved), "bytes_needed": float(needed)}
+        moved, needed = float(self._traffic.moved), float(self._traffic.needed)
+        return {**figures, "bytes_moved": moved, "bytes_needed": needed}
 
     def _start(self, info: RecoverInfo, name: str, batch: SequenceSample) -> Any:
         """Send a call to all workers of its model."""
@@ -255,21 +254,22 @@ class MasterWorkerProcess(BaseTrainer):
         for hook in hooks:
             if isinstance(hook, ParamReallocHook) and hook.target is not None:
                 method = self._group.reallocate.options(target=sorted(self._workers[hook.target]))
-                method.call(self._attempt, call.model_name, hook.target, hook.eta)
+                self._count(method.call(self._attempt, call.model_name, hook.target, hook.eta))
+
+    def _count(self, traffic: Iterable[Traffic]) -> None:
+        """Add what workers got from each other to that of the step."""
+        self._traffic = sum(traffic, self._traffic)
 
     def _finish(self, name: str, ref: Any) -> list[Answer]:
-        """The answers of the ranks that speak."""
-        found = ref.result()
+        """The answers of all ranks. The master learns where new data is."""
+        answers: list[Answer] = ref.result()
+        self._count(answer.traffic for answer in answers)
         call = self._graph.calls[name]
         self._reallocate(call, call.post_hooks)
         topo, workers = self._resolved.topologies[call.model_name], self._workers[call.model_name]
         chosen = sorted(range(len(workers)), key=workers.__getitem__)
-        answers = []
         last = topo.get_dim("pipe") - 1
-        for rank, answer in zip(chosen, found, strict=True):
-            if answer is None:
-                continue
-            answers.append(answer)
+        for rank, answer in zip(chosen, answers, strict=True):
             if answer.meta is not None:
                 at = topo.coordinates(rank)["data"]
                 self._has(answer.meta, tuple(workers[r] for r in topo.matching(pipe=last, data=at)))

@@ -19,7 +19,7 @@ from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import MFCDef, ModelInterfaceType, OffloadHook, ParamReallocHook
 from unirun.experiments.layout import ModelName
 from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, ModelInterface, Place
-from unirun.experiments.orders import Answer, Order, Setup
+from unirun.experiments.orders import Answer, Order, Setup, Traffic
 from unirun.experiments.recovery import Recovery
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
 from unirun.experiments.shelf import NAME, Getting, Shelf
@@ -120,12 +120,12 @@ class ModelWorkerProcess(BaseWorkload):
         return sample.meta()
 
     @trainer_invocation(target="ALL", auto_shard=True)
-    def call(self, order: Order) -> Answer | None:
-        """Run a call with the model that it names. None where this rank does not speak."""
+    def call(self, order: Order) -> Answer:
+        """Run a call with the model that it names."""
         self._check(order.attempt)
         definition = self._resolved.graph.calls[order.call]
         shard = self._shards[definition.model_name]
-        moved, needed = self._getting.moved, self._getting.needed
+        before = self._getting.traffic
         self._shelf.begin(order.step)
         for hook in definition.pre_hooks:
             self._run_hook(hook, shard)
@@ -133,17 +133,18 @@ class ModelWorkerProcess(BaseWorkload):
         sample = self._getting.data(order.step, order.meta, order.where).remap(definition.input_key_remap)
         torch.manual_seed(order.seed)
         found = self._run(definition, shard.model, sample)
-        answer = None
+        meta, figures = None, {}
         if isinstance(found, SequenceSample):
             if shard.model.place.last_stage:
                 named = found.remap(definition.output_key_remap).select(definition.output_keys)
                 self._shelf.put(named)
-                answer = Answer(named.meta(), {}, self._getting.moved - moved, self._getting.needed - needed)
+                meta = named.meta()
         elif found is not None:
-            answer = Answer(None, found, self._getting.moved - moved, self._getting.needed - needed)
+            figures = found
         for hook in definition.post_hooks:
             self._run_hook(hook, shard)
-        return answer if shard.model.place.speaks else None
+        traffic = self._getting.traffic - before
+        return Answer(meta, figures, traffic) if shard.model.place.speaks else Answer(None, {}, traffic)
 
     def _run(self, definition: MFCDef, model: Model, sample: SequenceSample) -> Any:
         interface = self._interface(definition)
@@ -167,10 +168,12 @@ class ModelWorkerProcess(BaseWorkload):
             self._copy(hook.source, shard, hook.eta)
 
     @trainer_invocation(target="ALL")
-    def reallocate(self, attempt: int, source: ModelName, target: ModelName, eta: float) -> None:
+    def reallocate(self, attempt: int, source: ModelName, target: ModelName, eta: float) -> Traffic:
         """Copy the parameters of `source` into those of `target`, of which each of these workers has a shard."""
         self._check(attempt)
+        before = self._getting.traffic
         self._copy(source, self._shards[target], eta)
+        return self._getting.traffic - before
 
     def _copy(self, source: ModelName, shard: Shard, eta: float) -> None:
         self._fetch(shard)

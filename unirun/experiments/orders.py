@@ -45,15 +45,27 @@ class Order:
         assert self.meta.data is None
 
 
+class Traffic(Value):
+    """Bytes that a worker got from others: `moved` have come; `needed` is the size of what it had not."""
+
+    moved: int = 0
+    needed: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.moved + other.moved, self.needed + other.needed)
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(self.moved - other.moved, self.needed - other.needed)
+
+
 @dataclass(frozen=True)
 class Answer:
-    """What a call has made: `meta` of new data, which is where it was made; or the `figures` of a train step. `moved`
-    is how many bytes the worker got from others, and `needed` how many of its data were not there."""
+    """What a call has made: `meta` of new data, which is where it was made; or the `figures` of a train step. Neither
+    where the rank does not speak."""
 
     meta: SequenceSample | None
     figures: Mapping[str, float]
-    moved: int
-    needed: int
+    traffic: Traffic
 
     def __post_init__(self) -> None:
         """The master gets no tensors."""

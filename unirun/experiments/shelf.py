@@ -17,6 +17,7 @@ import torch
 
 from unirun.errors import FrameError, PeerLost
 from unirun.experiments.data.sample import SequenceSample
+from unirun.experiments.orders import Traffic
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import Value
 from unirun.weights.layout import Layout
@@ -142,12 +143,12 @@ Lines = Callable[[int], Line]
 
 
 class Getting:
-    """Asks other shelves. `moved` is the number of bytes that have come, `needed` that of what was not here."""
+    """Asks other shelves. `traffic` is what that has cost so far."""
 
     def __init__(self, rank: int, shelf: Shelf, lines: Lines, timeout: float) -> None:
         self._rank, self._shelf, self._lines, self._timeout = rank, shelf, lines, timeout
         self._layouts: dict[tuple[str, int], Layout] = {}
-        self.moved = self.needed = 0
+        self.traffic = Traffic()
 
     def data(
         self, step: int, meta: SequenceSample, where: Mapping[str, Sequence[Sequence[int]]]
@@ -162,7 +163,7 @@ class Getting:
                 if not self._shelf.has(key, each):
                     # Equal ranks ask different owners first.
                     missing.setdefault(ranks[self._rank % len(ranks)], []).append(at)
-                    self.needed += sum(meta.seqlens[key][at]) * size
+                    self.traffic += Traffic(needed=sum(meta.seqlens[key][at]) * size)
             for rank, places in missing.items():
                 want = WantData(step, key, tuple(meta.ids[at] for at in places))
                 asked.append((key, places, rank, self._ask(rank, want)))
@@ -211,7 +212,8 @@ class Getting:
                 _put(own, some, into, wanted, eta)
             else:
                 buffers = self._answer(ranks[n], asked[n], len(some))[1]
-                self.needed += sum(t.box.count * dtype_of(wanted[t.name].tensor.dtype).itemsize for t in some)
+                size = sum(t.box.count * dtype_of(wanted[t.name].tensor.dtype).itemsize for t in some)
+                self.traffic += Traffic(needed=size)
                 came = [
                     _tensor(buffer, dtype_of(wanted[take.name].tensor.dtype), take.box.size)
                     for buffer, take in zip(buffers, some, strict=True)
@@ -255,7 +257,7 @@ class Getting:
                 "go on from the last checkpoint",
                 worker=str(rank),
             )
-        self.moved += sum(buffer.nbytes for buffer in parcel.buffers)
+        self.traffic += Traffic(moved=sum(buffer.nbytes for buffer in parcel.buffers))
         return found, parcel.buffers
 
 

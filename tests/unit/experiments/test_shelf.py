@@ -130,7 +130,7 @@ class TestData:
         some = {key: [found[at] for at in places] for key, found in where.items()}
         check_same(getting.data(0, wanted.meta(), some), wanted)
         remote = [at for at in places if ranks[at] != 0]
-        assert getting.moved == getting.needed == nbytes(whole.reorder(remote))
+        assert getting.traffic.moved == getting.traffic.needed == nbytes(whole.reorder(remote))
 
     def test_it_comes_once(self) -> None:
         workers, whole = Workers(2), batch()
@@ -139,7 +139,7 @@ class TestData:
         for _ in range(3):
             check_same(getting.data(0, whole.meta(), where), whole)
         assert workers.asked == [(1, key, ("id0", "id2", "id3")) for key in whole.keys]
-        assert getting.moved == nbytes(whole.reorder([0, 2, 3]))
+        assert getting.traffic.moved == nbytes(whole.reorder([0, 2, 3]))
 
     def test_only_what_is_wanted_comes(self) -> None:
         workers, whole = Workers(2), batch()
@@ -148,7 +148,7 @@ class TestData:
         getting = workers.getting(0)
         check_same(getting.data(0, wanted.meta(), {"logprobs": where["logprobs"][:2]}), wanted)
         assert workers.asked == [(1, "logprobs", ("id3", "id1"))]
-        assert getting.moved == wanted["logprobs"].nbytes
+        assert getting.traffic.moved == wanted["logprobs"].nbytes
 
     def test_what_has_come_is_there_for_others(self) -> None:
         workers, whole = Workers(3), batch()
@@ -284,7 +284,11 @@ class TestParameters:
             getting = workers.getting(count + at)
             getting.parameters("actor@0", range(count), into)
             assert [*map(bits, into.values())] == [*map(bits, parts.values())]
-            assert getting.moved == getting.needed == sum(local(each).nbytes for each in parts.values())
+            assert (
+                getting.traffic.moved
+                == getting.traffic.needed
+                == sum(local(each).nbytes for each in parts.values())
+            )
 
     def test_what_is_here_is_not_asked_for(self) -> None:
         workers = shelved(LAYOUTS["tensor 2"])
@@ -292,7 +296,7 @@ class TestParameters:
         getting = workers.getting(0)
         getting.parameters("actor@0", [0, 1], into)
         assert [*map(bits, into.values())] == [*map(bits, NETWORK.values())]
-        assert getting.moved == (NETWORK["a"].nbytes + NETWORK["b"].nbytes) // 2
+        assert getting.traffic.moved == (NETWORK["a"].nbytes + NETWORK["b"].nbytes) // 2
 
     def test_layouts_are_asked_for_once(self) -> None:
         workers = shelved(LAYOUTS["tensor 2"], 1)

@@ -7,7 +7,7 @@ add up their gradients after the last micro-batch, or have parts of the paramete
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class TorchEngine:
         self._place, self._stage, self._clip = place, stage, clip
         self._optimizer, self._schedule, self._steps = optimizer, schedule, 0
         self._rates = [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
-        self._kept = True
+        self._dropped: dict[str, torch.Size] = {}
 
     def train_batch(
         self, sample: SequenceSample, key: str, spec: MicroBatchSpec, loss: Loss, weight: Weight
@@ -273,30 +273,27 @@ class TorchEngine:
             }
             self._optimizer.load_state_dict({"state": saved, "param_groups": groups})
 
+    @torch.no_grad()
     def offload(self, *, keep: bool) -> None:
         """As `Engine` says."""
-        self._kept = keep
-        for tensor, comes_again in self._all():
-            if not keep and comes_again:
-                _local(tensor.data).untyped_storage().resize_(0)
-            elif self._place.device.type != "cpu":
-                tensor.data = tensor.data.cpu()
+        if not keep:
+            # Tables of positions are in no state dict, so no other model has them for this one.
+            for name, tensor in self._stage.state_dict(keep_vars=True).items():
+                own = _local(tensor)
+                self._dropped[name] = own.shape
+                # Other memory, as this one may still be on its way to others.
+                own.data = own.new_empty(0)
+        self._stage.to("cpu")
 
+    @torch.no_grad()
     def fetch(self) -> None:
         """As `Engine` says."""
-        for tensor, comes_again in self._all():
-            if not self._kept and comes_again:
-                local = _local(tensor.data)
-                local.untyped_storage().resize_(local.numel() * local.itemsize)
-            elif tensor.device != self._place.device:
-                tensor.data = tensor.data.to(self._place.device)
-        self._kept = True
-
-    def _all(self) -> Iterable[tuple[torch.Tensor, bool]]:
-        """Parameters and buffers, and whether another model has them too: tables of positions are in no state dict."""
-        named = {id(tensor) for tensor in self._stage.state_dict(keep_vars=True).values()}
-        for tensor in (*self._stage.parameters(), *self._stage.buffers()):
-            yield tensor, id(tensor) in named
+        self._stage.to(self._place.device)
+        tensors = self._stage.state_dict(keep_vars=True)
+        for name, shape in self._dropped.items():
+            own = _local(tensors[name])
+            own.data = own.new_empty(shape)
+        self._dropped.clear()
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._stage.parameters() if parameter.requires_grad]

@@ -1,36 +1,57 @@
-"""PPO on sums, small and short, in which workers kill themselves: each once, where KILL names it.
+"""PPO on sums, small and short, in which processes are killed: each once, where KILL names it.
 
-``KILL=refInf:3:1,save:1:0,evaluator:1:0``: rank 1 of the reference when its process has made its call for the third
-time, rank 0 of a model before it is saved for the first time, and the process that evaluates saved models. A file in the directory KILLED says that it was done.
+``KILL=refInf:3:1,save:1:0,evaluator:1:0,trainer@load:9:0``: rank 1 of the reference when its process has made its call
+for the third time or more, rank 0 of a model before it is saved, the process that evaluates saved models, and the
+trainer when rank 0 has read nine samples. "load on" is the same after a checkpoint. A file in the directory KILLED says that it was done.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from experiments.ppo import PPO, Actor, Critic, Verifier
+from experiments.sums import Questions
 from msgspec.structs import replace
 
 from unirun.experiments import (
+    DatasetAbstraction,
     ExperimentConfig,
     Model,
+    ModelBackendAbstraction,
     ModelInterface,
     ModelInterfaceAbstraction,
+    SequenceSample,
+    register_backend,
+    register_dataset,
     register_experiment,
     register_interface,
 )
+from unirun.experiments.models.backends import TrainBackend
+
+_times = Counter[str]()
+"""How often this process was at each place."""
 
 
-def kill(where: str, time: int, rank: int) -> None:
-    """Die here, if this is where, and it has not happened yet."""
-    name = f"{where}:{time}:{rank}"
-    if name in os.environ.get("KILL", "").split(",") and once(name):
-        os.kill(os.getpid(), signal.SIGKILL)
+def kill(where: str, rank: int) -> None:
+    """Let a process die here, if this is where, and it has not happened yet."""
+    _times[where] += 1
+    for chosen in filter(None, os.environ.get("KILL", "").split(",")):
+        who, _, what = chosen.rpartition("@")
+        place, time, owner = what.split(":")
+        if (place, owner) == (where, str(rank)) and _times[where] >= int(time) and once(chosen):
+            (trainer() if who == "trainer" else psutil.Process()).kill()
+
+
+def trainer() -> psutil.Process:
+    """The trainer of this trial: the agent started it, as it did this process."""
+    agent = psutil.Process().parents()[1]
+    (found,) = (each for each in agent.children(recursive=True) if each.name() == "trainer:0")
+    return found
 
 
 def once(name: str) -> bool:
@@ -59,6 +80,11 @@ class Killing(PPO):
         config.auto_eval = True
         config.evaluator.role = "actor"
         config.evaluator.dataset = config.model_worker[0].shards[0].eval_dataset
+        for worker in config.model_worker:
+            worker.datasets = [DatasetAbstraction("killing", each.args) for each in worker.datasets]
+            for shard in worker.shards:
+                if shard.backend.type_ == "ddp":
+                    shard.backend = ModelBackendAbstraction("killing", shard.backend.args)
         config.model_rpcs = [
             replace(call, interface_impl=_killing(call.name, call.interface_impl, failing=self.failing))
             for call in config.model_rpcs
@@ -77,22 +103,18 @@ class KillingInterface(ModelInterface):
     def __init__(self, call: str, type_: str, args: dict[str, Any], *, failing: str) -> None:
         kinds = {"ppo_actor": Actor, "ppo_critic": Critic, "sums_verifier": Verifier}
         self._call, self._real = call, kinds[type_](**args)
-        self._times, self._failing = Counter[str](), failing
-
-    def _kill(self, where: str, model: Model) -> None:
-        self._times[where] += 1
-        kill(where, self._times[where], model.place.rank)
+        self._failing = failing
 
     def generate(self, model: Model, *args: Any) -> Any:
         """The same, then perhaps the end."""
         found = self._real.generate(model, *args)
-        self._kill(self._call, model)
+        kill(self._call, model.place.rank)
         return found
 
     def inference(self, model: Model, *args: Any) -> Any:
         """The same, then perhaps the end."""
         found = self._real.inference(model, *args)
-        self._kill(self._call, model)
+        kill(self._call, model.place.rank)
         return found
 
     def train_step(self, model: Model, *args: Any) -> Any:
@@ -100,20 +122,54 @@ class KillingInterface(ModelInterface):
         if self._failing == "always" or (self._failing and once(f"{self._failing}:{model.place.rank}")):
             raise ValueError("this is wrong")
         found = self._real.train_step(model, *args)
-        self._kill(self._call, model)
+        kill(self._call, model.place.rank)
         return found
 
     def evaluate(self, model: Model, *args: Any) -> Any:
         """The same, then perhaps the end."""
         found = self._real.evaluate(model, *args)
-        self._kill("evaluate" if os.environ["ROLE_NAME"] == "model_worker" else "evaluator", model)
+        kill("evaluate" if os.environ["ROLE_NAME"] == "model_worker" else "evaluator", model.place.rank)
         return found
 
     def save(self, model: Model, path: Path) -> None:
         """Perhaps the end, else the same."""
-        self._kill("save", model)
+        kill("save", model.place.rank)
         self._real.save(model, path)
 
 
+_written: list[Path] = []
+"""Where this process has written checkpoints."""
+
+
+class KillingBackend(TrainBackend):
+    """A backend that trains, and the end of the process when it has written or read its part of a checkpoint."""
+
+    def save(self, model: Model, path: Path) -> None:
+        """The same, then perhaps the end."""
+        super().save(model, path)
+        _written.append(path)
+        kill("checkpoint", model.place.rank)
+
+    def load(self, model: Model, path: Path) -> None:
+        """The same, then perhaps the end."""
+        super().load(model, path)
+        kill("restore", model.place.rank)
+
+
+class KillingQuestions(Questions):
+    """Questions, and the end of the process that reads one."""
+
+    def __getitem__(self, index: int) -> SequenceSample:
+        """The same, then perhaps the end."""
+        found = super().__getitem__(index)
+        rank = int(os.environ["RANK"])
+        kill("load", rank)
+        if any(Path(path.parent, "recover.json").exists() for path in _written):
+            kill("load on", rank)
+        return found
+
+
+register_dataset("killing", KillingQuestions)
+register_backend("killing", KillingBackend)
 register_interface("killing", KillingInterface)
 register_experiment("killing", Killing)
