@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -301,7 +302,8 @@ class MasterWorkerProcess(BaseTrainer):
                 if path.exists():
                     continue
                 part = path.with_name(f".{path.name}.partial")
-                part.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir(parents=True)
                 self._group.save.call(self._attempt, call.name, str(part))
                 part.rename(path)
 

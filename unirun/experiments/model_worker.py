@@ -68,7 +68,8 @@ class ModelWorkerProcess(BaseWorkload):
             util = DatasetUtility(self._tokenizer, self._mine.base_seed)
             self._dataset = DATASETS.find(chosen.type_)(util, **chosen.args)
         self._attempt = -1
-        dist.init_process_group("nccl" if self._device.type == "cuda" else "gloo")
+        # Counts and figures are on the CPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo")
 
     @trainer_invocation(target="ALL")
     def about(self) -> Setup:
@@ -85,6 +86,8 @@ class ModelWorkerProcess(BaseWorkload):
         for shard in self._shards.values():
             shard.backend.destroy(shard.model)
         self._shards.clear()
+        # What they have in memory is of another attempt, and not the same on all ranks.
+        self._interfaces.clear()
         for name, topo in sorted(self._resolved.topologies.items()):
             workers = self._resolved.workers_of(name)
             mesh = None

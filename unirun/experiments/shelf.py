@@ -80,11 +80,11 @@ class Shelf:
                 self._data.clear()
 
     def put(self, sample: SequenceSample) -> None:
-        """Hold its data. On the CPU, as it is what goes to others."""
+        """Hold its data, on the CPU, as it goes to others from there."""
+        parts = {key: sample[key].cpu().split(sample.sizes(key)) for key in sample.keys}
         with self._lock:
-            for key in sample.keys:
-                for each, tensor in zip(sample.ids, sample[key].split(sample.sizes(key)), strict=True):
-                    self._data[key, each] = tensor
+            for key, tensors in parts.items():
+                self._data.update(zip([(key, each) for each in sample.ids], tensors, strict=True))
 
     def has(self, key: str, each: str) -> bool:
         """Whether the data of an id is here."""

@@ -1,0 +1,76 @@
+"""A rank whose wait in native code cannot be ended is killed when its generation is over, and the others go on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import textwrap
+
+import pytest
+
+from .harness import SOON, Script, Unirun
+
+PROGRAM = """
+import os
+import re
+import torch, torch.distributed as dist, unirun
+from torch.nn.parallel import DistributedDataParallel
+from unirun.roles.gloo import GlooGroup
+
+class Worker(unirun.BaseWorkload):
+    def setup(self):
+        dist.init_process_group("gloo")
+
+    def reduce(self):
+        # Rank 0 waits for rank 1, which lives, does nothing, and keeps its end of the group.
+        self.group = dist.new_group([0, 1])
+        GlooGroup.end = lambda self: None
+        if self.rank < 2:
+            self.kept = self.group._get_backend(torch.device("cpu"))
+            model = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=self.group, init_sync=False)
+            loss = model(torch.ones(1)).sum()
+        if self.rank == 0:
+            print("waits", flush=True)
+            WAIT
+
+    def pid(self):
+        dist.barrier()
+        return os.getpid()
+
+class Trainer(unirun.BaseTrainer):
+    def init(self):
+        pass
+
+    def fit(self):
+        try:
+            self.RG_W.reduce()
+        except unirun.WorkerLost:
+            print("pids", *self.RG_W.pid.options(idempotent=True, retries=10).call(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        pytest.param(
+            "dist.all_reduce(torch.zeros(1), group=self.group, async_op=True).wait()", id="a work's wait"
+        ),
+        pytest.param("loss.backward()", id="a backward pass"),
+    ],
+)
+def test_a_rank_that_waits_for_ever_is_killed_and_all_meet_again(
+    unirun: Unirun, script: Script, wait: str
+) -> None:
+    folder = script(textwrap.dedent(PROGRAM).replace("WAIT", wait), "waiting.py").parent
+    job = unirun.start("--roles", "w=3@waiting:Worker", "--trainer", "waiting:Trainer", "--cwd", folder)
+    job.lines(r"^\[w:0\] waits")
+    before = [unirun.pid_of(f"w:{rank}") for rank in range(3)]
+    os.kill(before[2], signal.SIGKILL)
+    (pids,) = job.lines(r"pids (.*)")
+    after = [int(pid) for pid in pids.split()]
+    assert job.end(SOON).code == 0
+    assert re.search("w:0.* is killed: it still waited in the process group of generation 0", job.text), (
+        job.text
+    )
+    assert [one == other for one, other in zip(before, after, strict=True)] == [False, True, False]
