@@ -11,7 +11,7 @@ import pytest
 
 from .harness import SOON, Script, Unirun
 
-PROGRAM = """
+WORKLOADS = """
 import os
 import re
 import torch, torch.distributed as dist, unirun
@@ -50,19 +50,43 @@ class Trainer(unirun.BaseTrainer):
 """
 
 
+SCRIPT = """
+import os
+import time
+import torch, torch.distributed as dist, unirun
+from unirun.roles.gloo import GlooGroup
+
+ctx = unirun.init()
+if ctx.incarnation == 0:
+    group = ctx.group("v", "w")
+    if ctx.role == "v":
+        GlooGroup.end = lambda self: None
+        if ctx.rank == 0:
+            print("waits", flush=True)
+            dist.broadcast(torch.zeros(1), src=1, group=group)
+    time.sleep(60)
+"""
+
+
 @pytest.mark.parametrize(
-    "wait",
+    ("wait", "why"),
     [
         pytest.param(
-            "dist.all_reduce(torch.zeros(1), group=self.group, async_op=True).wait()", id="a work's wait"
+            "dist.irecv(torch.zeros(1), 1, group=self.group).wait()",
+            "it still waited in the process group of generation 0, which was over",
+            id="a message",
         ),
-        pytest.param("loss.backward()", id="a backward pass"),
+        pytest.param(
+            "loss.backward()",
+            "it waited for a collective that gloo has forgotten",
+            id="a backward pass",
+        ),
     ],
 )
 def test_a_rank_that_waits_for_ever_is_killed_and_all_meet_again(
-    unirun: Unirun, script: Script, wait: str
+    unirun: Unirun, script: Script, wait: str, why: str
 ) -> None:
-    folder = script(textwrap.dedent(PROGRAM).replace("WAIT", wait), "waiting.py").parent
+    folder = script(textwrap.dedent(WORKLOADS).replace("WAIT", wait), "waiting.py").parent
     job = unirun.start("--roles", "w=3@waiting:Worker", "--trainer", "waiting:Trainer", "--cwd", folder)
     job.lines(r"^\[w:0\] waits")
     before = [unirun.pid_of(f"w:{rank}") for rank in range(3)]
@@ -70,7 +94,18 @@ def test_a_rank_that_waits_for_ever_is_killed_and_all_meet_again(
     (pids,) = job.lines(r"pids (.*)")
     after = [int(pid) for pid in pids.split()]
     assert job.end(SOON).code == 0
-    assert re.search("w:0.* is killed: it still waited in the process group of generation 0", job.text), (
-        job.text
-    )
+    assert re.search(f"w:0.* is killed: {why}", job.text), job.text
     assert [one == other for one, other in zip(before, after, strict=True)] == [False, True, False]
+
+
+def test_a_script_that_waits_for_ever_in_a_group_with_a_role_that_died_is_started_again(
+    unirun: Unirun, script: Script
+) -> None:
+    job = unirun.start("--roles", "v=2,w=1", "--max-restarts", 3, script(SCRIPT))
+    job.lines(r"^\[v:0\] waits")
+    os.kill(unirun.pid_of("w:0"), signal.SIGKILL)
+    job.lines(
+        "v:0: is killed: it waited for a collective that gloo has forgotten, as a peer died in that moment"
+    )
+    assert job.end(SOON).code == 0
+    assert "restart 1 of 3 of role v" in job.text

@@ -237,7 +237,7 @@ class Spawner:
 
     def _report(self, number: int, process: Process, waited: StoreModel) -> None:
         if process.alive and process.waits is waited:
-            self.node.apply(events.LinkMessage(number, Stuck(waited.generation, "Stack: in a wait")))
+            self.node.apply(events.LinkMessage(number, Stuck("it waits for ever", "Stack: in a wait")))
 
     def trips(self, number: int, process: Process) -> None:
         """What it waits in fails: somebody has died, or the store has. It waits for the news of that."""

@@ -133,12 +133,11 @@ def _is_replaced_alone(state: AgentState, worker: Worker) -> bool:
 
 
 def _end_stuck(state: AgentState, worker: Worker, told: Stuck) -> tuple[AgentState, list[Command]]:
-    """Kill a worker that is blocked in an abandoned process group; the master restarts it in the present generation."""
+    """Kill a worker that is blocked in a process group that has ended; the master restarts it."""
     if worker.sent is not None or worker.cause != "own":
         return state, []
-    why = f"it still waited in the process group of generation {told.generation}, which was over"
-    state = state.with_worker(replace(worker, cause="stuck", doom=why))
-    text = f"is killed: {why}; it was at\n{told.stack[-MAX_STACK:]}"
+    state = state.with_worker(replace(worker, cause="stuck", doom=told.why))
+    text = f"is killed: {told.why}; it was at\n{told.stack[-MAX_STACK:]}"
     return state, [
         ToMaster(Notice(str(worker.who), text)),
         ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL))),

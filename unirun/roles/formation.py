@@ -13,7 +13,7 @@ from typing import Any
 from unirun.rendezvous.endpoints import GENERATION_KEY, split_endpoint
 from unirun.roles.peers import Peers
 from unirun.roles.process_groups import c10d, dist, process_groups
-from unirun.roles.waits import wait_until_stuck
+from unirun.roles.waits import of_torch, wait_until_stuck
 from unirun.wire.reports import GroupFormed, GroupMeets, Stuck
 
 NEWS = 5.0
@@ -36,7 +36,7 @@ class Formation:
         self._peers, self._formed = peers, formed
         self._told = -1
         self._groups = process_groups()
-        self._groups.begin = self._begin
+        self._groups.begin, self._groups.forgot = self._begin, forgot(peers)
         self._watching = threading.Lock()
 
     @property
@@ -197,15 +197,23 @@ class Formation:
     def _watch(self) -> None:
         """Tell the agent if the main thread is stuck in a group that is over.
 
-        All waits that can be interrupted have failed by then. Others end with the process only: the constructor of an
-        NCCL communicator, and what gloo has forgotten.
+        All waits that can be interrupted have failed by then. Others end with the process only, like the constructor of
+        an NCCL communicator.
         """
         try:
-            stack = wait_until_stuck(lambda: self.outdated)
+            stack = wait_until_stuck(lambda: self.outdated, of_torch)
             if stack is not None:
-                self._peers.tell(Stuck(self._peers.generation, stack))
+                generation = self._peers.generation
+                why = f"it still waited in the process group of generation {generation}, which was over"
+                self._peers.tell(Stuck(why, stack))
         finally:
             self._watching.release()
+
+
+def forgot(peers: Peers) -> Callable[[str], None]:
+    """A function that tells the agent that the main thread, with this stack, waits for what gloo has forgotten."""
+    why = "it waited for a collective that gloo has forgotten, as a peer died in that moment"
+    return lambda stack: peers.tell(Stuck(why, stack))
 
 
 def _in_a_group(error: BaseException) -> bool:

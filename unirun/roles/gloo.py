@@ -84,10 +84,11 @@ def parse_published(value: bytes) -> Published:
 
 
 class GlooGroup:
-    """One gloo group of this process. `over` tells whether its generation is over."""
+    """One gloo group of this process. `name` is the one that it has in torch, and `since` the time in nanoseconds since
+    which it is there. `over` tells whether its generation is over."""
 
-    def __init__(self, size: int, over: Callable[[], bool]) -> None:
-        self.over = over
+    def __init__(self, name: str, size: int, over: Callable[[], bool]) -> None:
+        self.name, self.over, self.since = name, over, time.time_ns()
         self.ended = self.formed = False
         self._size = size
         self._ending = threading.Lock()

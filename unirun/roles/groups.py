@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from unirun.errors import GroupError
 from unirun.rendezvous.endpoints import split_endpoint
+from unirun.roles.formation import forgot
 from unirun.roles.gloo import GlooGroup
 from unirun.roles.parties import Party
 from unirun.roles.peers import Peers, RoleInfo
@@ -92,7 +93,9 @@ class GroupForge:
         """Connect with the other members. Raises `GroupError`, also as soon as a role has another generation."""
         size, name = _size(parties, infos), _name(parties, infos, backend)
         store.set_timeout(timeout)
-        with process_groups().forming(lambda: self._outdated(infos)) as made:
+        groups = process_groups()
+        groups.forgot = forgot(self._peers)
+        with groups.forming(lambda: self._outdated(infos)) as made:
             pg = _build(self._rank(parties, infos), size, name, store, backend, timeout)
         return _Group(parties, infos, backend, pg, tuple(made))
 

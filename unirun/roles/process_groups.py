@@ -9,7 +9,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 
 from unirun.errors import GroupError
 from unirun.roles.gloo import GlooGroup
+from unirun.roles.waits import forgotten, native, wait_until_stuck
 
 dist: Any = torch.distributed
 c10d: Any = distributed_c10d
@@ -44,6 +45,8 @@ class ProcessGroups:
         self.begin: Callable[[Any], Callable[[], bool]] = lambda store: lambda: False
         """Called with the store of a new group of any backend. Returns a function that tells whether the group's
         generation is over."""
+        self.forgot: Callable[[str], None] = lambda stack: None
+        """Called with the stack of the main thread when it waits for a collective that gloo has forgotten."""
         self.default: DefaultGroup | None = None
         """The arguments of the latest default group; None if there was none."""
         self._groups: list[GlooGroup] = []
@@ -62,6 +65,10 @@ class ProcessGroups:
             self._mine.block = before
 
     @property
+    def _name(self) -> str:
+        return getattr(self._mine, "name", "")
+
+    @property
     def _block(self) -> tuple[Callable[[], bool], list[GlooGroup]] | None:
         return getattr(self._mine, "block", None)
 
@@ -69,20 +76,34 @@ class ProcessGroups:
         """End the groups whose generation is over. May be called from any thread."""
         with self._lock:
             groups = list(self._groups)
-        for group in groups:
-            if not group.ended and group.over():
-                group.end()
+        self._end([group for group in groups if not group.ended and group.over()])
 
     def end_all(self) -> None:
-        """End and forget every group."""
+        """End every group."""
         with self._lock:
             groups, self._groups = self._groups, []
+        self._end(groups)
+
+    def _end(self, groups: Sequence[GlooGroup]) -> None:
         for group in groups:
             group.end()
+        if any(group.formed for group in groups):
+            threading.Thread(target=self._watch, args=(groups,), name="unirun-forgotten", daemon=True).start()
 
-    def meeting(self, store: Any) -> contextlib.AbstractContextManager[Any]:
-        """A context in which torch makes a group with `store`."""
-        return contextlib.nullcontext() if self._block else self.forming(self.begin(store))
+    def _watch(self, groups: Sequence[GlooGroup]) -> None:
+        stack = wait_until_stuck(lambda: forgotten(groups), native)
+        if stack is not None:
+            self.forgot(stack)
+
+    @contextlib.contextmanager
+    def meeting(self, name: str, store: Any) -> Iterator[None]:
+        """A context in which torch makes the group `name` with `store`."""
+        before, self._mine.name = self._name, name
+        try:
+            with contextlib.nullcontext() if self._block else self.forming(self.begin(store)):
+                yield
+        finally:
+            self._mine.name = before
 
     @contextlib.contextmanager
     def building(self, store: Any, size: int) -> Iterator[Any]:
@@ -94,7 +115,7 @@ class ProcessGroups:
             yield store
             return
         over, made = block
-        group = GlooGroup(size, over)
+        group = GlooGroup(self._name, size, over)
         with self._lock:
             self._groups = [each for each in self._groups if each.open or not each.formed]
             self._groups.append(group)
@@ -118,8 +139,8 @@ def process_groups() -> ProcessGroups:
     """The groups that this process makes after the first call of this function.
 
     torch has no hook for this, so two functions are wrapped: the one with which `torch.distributed` makes any group,
-    and the constructor of gloo groups. `Work.wait` is wrapped so that a wait in user code has a frame of this file, by
-    which `waits` finds it.
+    and the constructor of gloo groups. `Work.wait` is wrapped so that a wait in the user's code has a frame of this
+    file, by which `waits.of_torch` knows it.
     """
     global _known
     if _known is None:
@@ -139,11 +160,13 @@ def end_outdated() -> None:
 
 def _wrapped_helper(groups: ProcessGroups, helper: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(helper)
-    def make(size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
+    def make(
+        size: int, rank: int, ranks: Any, backend: Any, store: Any, group_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
         if kwargs.get("group_desc") == "default_pg":
             groups.default = DefaultGroup(str(backend), kwargs["timeout"], kwargs.get("device_id"))
-        with groups.meeting(store):
-            return helper(size, rank, ranks, backend, store, *args, **kwargs)
+        with groups.meeting(group_name, store):
+            return helper(size, rank, ranks, backend, store, group_name, *args, **kwargs)
 
     return make
 

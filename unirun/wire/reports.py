@@ -72,12 +72,10 @@ class GroupMeets(Value, tag=True):
 
 
 class Stuck(Value, tag=True):
-    """A worker's main thread is blocked in the abandoned process group of `generation` and cannot be interrupted.
+    """A worker's main thread is blocked in a process group that has ended, and cannot be interrupted: `why`, and the
+    Python `stack` of that thread."""
 
-    `stack` is the Python stack of that thread.
-    """
-
-    generation: int
+    why: str
     stack: str
 
 

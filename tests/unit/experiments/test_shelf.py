@@ -1,101 +1,20 @@
-"""What workers give each other: data comes once, parameters bit for bit, and a strange question has an answer."""
+"""What workers give each other: data comes once, and parameters bit for bit."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.errors import FrameError, PeerLost, WeightsError
+from tests.unit.experiments.shelves import LAYOUTS, NETWORK, Parts, Workers, batch
+from unirun.errors import PeerLost, WeightsError
 from unirun.experiments.data.sample import SequenceSample
-from unirun.experiments.shelf import NAME, Getting, Lines, Shelf, Shelved
-from unirun.roles.transport.protocol import Parcel
-from unirun.weights.messages import Ask
+from unirun.experiments.shelf import Shelf
 from unirun.weights.tensors import LocalShard, local
-
-Parts = Mapping[str, Any]
-"""Tensors by name, some of them `LocalShard`."""
-
-
-def copied(parcel: Parcel) -> Parcel:
-    """As it comes over a socket: memory of its own."""
-    return Parcel(parcel.head, tuple(memoryview(bytearray(buffer)) for buffer in parcel.buffers))
-
-
-class Wire:
-    """A `Line` to the shelf of a process, in memory. It keeps what was asked."""
-
-    def __init__(self, shelf: Shelf) -> None:
-        self.shelf = shelf
-        self.asked: list[dict[str, Any]] = []
-
-    def ask(self, head: bytes) -> Future[Parcel]:
-        question = msgspec.json.decode(head, type=Ask)
-        assert question.name == NAME
-        self.asked.append(msgspec.json.decode(question.body))
-        future: Future[Parcel] = Future()
-        self.shelf.answer(bytes(question.body), lambda parcel: future.set_result(copied(parcel)))
-        return future
-
-
-class Workers:
-    """So many processes, each with a shelf; every one can ask every other one."""
-
-    def __init__(self, count: int) -> None:
-        self.shelves = [Shelf() for _ in range(count)]
-        self.wires = [Wire(shelf) for shelf in self.shelves]
-
-    def getting(self, rank: int) -> Getting:
-        def line(other: int) -> Wire:
-            assert other != rank, "a process asks itself"
-            return self.wires[other]
-
-        return Getting(rank, self.shelves[rank], cast("Lines", line), timeout=1.0)
-
-    @property
-    def asked(self) -> list[tuple[int, str, tuple[str, ...]]]:
-        """Who was asked for the data of which key and ids."""
-        return [
-            (rank, want["key"], tuple(want["ids"]))
-            for rank, wire in enumerate(self.wires)
-            for want in wire.asked
-        ]
-
-
-class Replying:
-    """A `Line` to a process that answers with this."""
-
-    def __init__(self, parcel: Parcel | None) -> None:
-        self._parcel = parcel
-
-    def ask(self, head: bytes) -> Future[Parcel]:
-        future: Future[Parcel] = Future()
-        if self._parcel is not None:
-            future.set_result(self._parcel)
-        return future
-
-
-def batch(count: int = 4) -> SequenceSample:
-    """Ids with tokens (int64), numbers (bfloat16) and pictures, of different lengths; ids with none of one too."""
-    lengths = [[at, 2] if at % 2 else [at] for at in range(count)]
-    total = sum(sum(each) for each in lengths)
-    return SequenceSample.packed(
-        {
-            "tokens": torch.arange(total) + 2**40,
-            "logprobs": torch.randn(total, generator=torch.Generator().manual_seed(0)).bfloat16(),
-            "image": torch.arange(6 * count, dtype=torch.uint8).view(count, 2, 3),
-        },
-        {"tokens": lengths, "logprobs": lengths, "image": [[1]] * count},
-        [f"id{at}" for at in range(count)],
-        row=[{"n": at} for at in range(count)],
-    )
 
 
 def spread(workers: Workers, sample: SequenceSample, ranks: Sequence[int], step: int = 0) -> dict[str, Any]:
@@ -196,56 +115,6 @@ class TestData:
         found = Workers(1).getting(0).data(0, none.meta(), {key: [] for key in none.keys})
         check_same(found, none)
         assert found["image"].shape == (0, 2, 3)
-
-
-def rows(tensor: torch.Tensor, at: int, count: int, axis: int = 0) -> LocalShard:
-    """The part `at` of `count` equal parts along an axis."""
-    size = tensor.shape[axis] // count
-    start = [0] * tensor.dim()
-    start[axis] = at * size
-    return LocalShard(tensor.narrow(axis, at * size, size).clone(), shape=tensor.shape, start=start)
-
-
-NETWORK = {
-    "a": torch.randn(12, 6, generator=torch.Generator().manual_seed(0)),
-    "b": torch.randn(6, 12, generator=torch.Generator().manual_seed(1)).bfloat16(),
-    "norm": torch.randn(7, generator=torch.Generator().manual_seed(2)),
-    "steps": torch.tensor(2**40 + 1),
-}
-
-Layout = Callable[[int], Parts]
-
-
-def tensor_parallel(count: int) -> list[Parts]:
-    """Each rank has rows of `a`, columns of `b`, and all of the rest."""
-    return [
-        {
-            "a": rows(NETWORK["a"], at, count),
-            "b": rows(NETWORK["b"], at, count, 1),
-            "norm": NETWORK["norm"].clone(),
-            "steps": NETWORK["steps"].clone(),
-        }
-        for at in range(count)
-    ]
-
-
-def pipeline(count: int) -> list[Parts]:
-    """Each rank has some of the tensors."""
-    found: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
-    for stage, (name, tensor) in zip(itertools.cycle(found), NETWORK.items()):
-        stage[name] = tensor.clone()
-    return [*found]
-
-
-LAYOUTS: dict[str, list[Parts]] = {
-    "whole": tensor_parallel(1),
-    "whole twice": [*tensor_parallel(1), *tensor_parallel(1)],
-    "tensor 2": tensor_parallel(2),
-    "tensor 3": tensor_parallel(3),
-    "tensor 6": tensor_parallel(6),
-    "pipe 2": pipeline(2),
-    "pipe 3": pipeline(3),
-}
 
 
 def emptied(parts: Parts, value: float = 0.0) -> dict[str, Any]:
@@ -362,133 +231,3 @@ class TestParameters:
     def test_a_model_that_is_not_there_is_told(self) -> None:
         with pytest.raises(PeerLost, match="rank 0 does not give what was asked for: it has no 'critic@0'"):
             shelved(LAYOUTS["whole"], 1).getting(1).parameters("critic@0", [0], emptied(NETWORK))
-
-
-def answer(shelf: Shelf, body: bytes) -> tuple[Shelved, int]:
-    """The only answer to a question, and how many buffers came with it."""
-    found: list[Parcel] = []
-    shelf.answer(body, found.append)
-    (parcel,) = found
-    return msgspec.json.decode(parcel.head, type=Shelved), len(parcel.buffers)
-
-
-def full() -> Shelf:
-    shelf = Shelf()
-    shelf.begin(0)
-    shelf.put(batch())
-    shelf.model("actor@0", lambda: cast("dict[str, torch.Tensor]", LAYOUTS["tensor 2"][1]))
-    return shelf
-
-
-numbers = st.integers(-3, 8) | st.integers()
-boxes = st.fixed_dictionaries({"start": st.lists(numbers, max_size=3), "size": st.lists(numbers, max_size=3)})
-questions = st.one_of(
-    st.fixed_dictionaries(
-        {
-            "type": st.just("WantData"),
-            "step": st.just(0) | numbers,
-            "key": st.sampled_from(["tokens", "image", "x"]),
-            "ids": st.lists(st.sampled_from(["id0", "id1", "id2", "x"]), max_size=3),
-        }
-    ),
-    st.fixed_dictionaries({"type": st.just("WantLayout"), "model": st.sampled_from(["actor@0", "x"])}),
-    st.fixed_dictionaries(
-        {
-            "type": st.just("WantParts"),
-            "model": st.sampled_from(["actor@0", "x"]),
-            "parts": st.lists(
-                st.fixed_dictionaries(
-                    {"name": st.sampled_from(["a", "b", "norm", "steps", "x"]), "box": boxes}
-                ),
-                max_size=3,
-            ),
-        }
-    ),
-)
-
-
-class TestStrangeQuestions:
-    @given(st.binary(max_size=60))
-    def test_random_bytes_have_an_answer_with_a_problem(self, body: bytes) -> None:
-        found, buffers = answer(full(), body)
-        assert found.problem
-        assert buffers == 0
-
-    @given(questions)
-    def test_whatever_is_asked_it_is_given_or_a_problem_is_told(self, question: dict[str, Any]) -> None:
-        found, buffers = answer(full(), msgspec.json.encode(question))
-        if found.problem:
-            assert (buffers, found.layout) == (0, {})
-        elif question["type"] == "WantData":
-            assert buffers == 1
-            assert {*question["ids"]} <= {"id0", "id1", "id2"}
-        elif question["type"] == "WantParts":
-            assert buffers == len(question["parts"])
-        else:
-            assert found.layout.keys() == NETWORK.keys()
-
-    @given(questions, st.data())
-    def test_one_that_was_changed_on_its_way_has_an_answer(
-        self, question: dict[str, Any], data: st.DataObject
-    ) -> None:
-        body = bytearray(msgspec.json.encode(question))
-        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
-        answer(full(), bytes(body))
-
-    @pytest.mark.parametrize(
-        "body",
-        [
-            b'{"a": ' + b"[" * 100_000,
-            b'{"type": "WantData", "step": 0, "key": "tokens", "ids": []}',
-            b'{"type": "WantData", "step": 0, "key": "\xff", "ids": ["id0"]}',
-            b'{"type": "WantData", "step": ' + b"9" * 5000 + b', "key": "tokens", "ids": ["id0"]}',
-            b'{"type": "WantParts", "model": "actor@0", "parts": [{"name": "a", "box": {"start": [0], "size": [1]}}]}',
-        ],
-        ids=["deep", "no ids", "no text", "huge", "another dimension"],
-    )
-    def test_one_that_cannot_be_answered_is_told(self, body: bytes) -> None:
-        assert answer(full(), body)[0].problem
-
-    def test_data_of_different_kinds_under_one_key_is_told(self) -> None:
-        shelf = full()
-        shelf.put(SequenceSample.of({"image": [torch.zeros(1, 5)]}, ["odd"]))
-        question = {"type": "WantData", "step": 0, "key": "image", "ids": ["id0", "odd"]}
-        assert "same number of dimensions" in answer(shelf, msgspec.json.encode(question))[0].problem
-
-
-class TestStrangeAnswers:
-    META = SequenceSample.of({"x": [torch.zeros(2)]}, ["a"]).meta()
-
-    def ask(self, parcel: Parcel | None, timeout: float = 1.0) -> None:
-        getting = Getting(0, Shelf(), cast("Lines", lambda rank: Replying(parcel)), timeout)
-        getting.data(0, self.META, {"x": [(1,)]})
-
-    @pytest.mark.parametrize(
-        "head", [b"", b"{", b"[]", b'{"problem": 3}', b'{"problem": "\xff"}', b'{"more": 1}']
-    )
-    def test_one_that_is_none_is_told(self, head: bytes) -> None:
-        with pytest.raises(FrameError, match="rank 1 gives no answer about data"):
-            self.ask(Parcel(head))
-
-    @pytest.mark.parametrize("count", [0, 2])
-    def test_other_buffers_are_told(self, count: int) -> None:
-        with pytest.raises(PeerLost, match="rank 1 does not give what was asked for: other buffers"):
-            self.ask(Parcel(b"{}", (memoryview(bytearray(8)),) * count))
-
-    @pytest.mark.parametrize("size", [4, 7, 12])
-    def test_buffers_of_another_size_are_told(self, size: int) -> None:
-        with pytest.raises(FrameError, match=rf"{size} bytes are no torch.float32 of \[2\]"):
-            self.ask(Parcel(b"{}", (memoryview(bytearray(size)),)))
-
-    @given(st.binary(max_size=40), st.lists(st.binary(max_size=12), max_size=2))
-    def test_random_bytes_are_told_or_are_the_data(self, head: bytes, buffers: list[bytes]) -> None:
-        try:
-            self.ask(Parcel(head, tuple(memoryview(bytearray(buffer)) for buffer in buffers)))
-        except (FrameError, PeerLost):
-            return
-        assert [len(buffer) for buffer in buffers] == [8]
-
-    def test_none_in_time_is_told(self) -> None:
-        with pytest.raises(PeerLost, match="rank 1 has not answered within 0 s") as caught:
-            self.ask(None, timeout=0.0)
-        assert caught.value.worker == "1"

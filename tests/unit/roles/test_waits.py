@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import unirun.roles.waits
 from unirun.roles.process_groups import dist, process_groups
-from unirun.roles.waits import IDLE, STUCK, Stillness, wait_until_stuck
+from unirun.roles.waits import IDLE, STUCK, Stillness, native, of_torch, wait_until_stuck
 
 SOON = 10.0
 
@@ -61,7 +61,7 @@ def test_a_wait_in_users_code_for_a_peer_that_does_nothing_is_found_with_its_sta
     deadline = time.monotonic() + SOON
 
     def watch() -> str | None:
-        stack = wait_until_stuck(lambda: time.monotonic() < deadline)
+        stack = wait_until_stuck(lambda: time.monotonic() < deadline, of_torch)
         peer.send([torch.ones(1)], 0, 0).wait()
         return stack
 
@@ -74,12 +74,15 @@ def test_a_wait_in_users_code_for_a_peer_that_does_nothing_is_found_with_its_sta
         assert "work.wait()" in (found.result(SOON) or "")
 
 
-def test_a_thread_that_waits_for_no_group_is_not_watched_to_be_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_of_pythons_own_library_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unirun.roles.waits, "STUCK", 0.02)
+    monkeypatch.setattr(unirun.roles.waits, "ASK", 0.02)
     monkeypatch.setattr(unirun.roles.waits, "SAMPLE", 0.005)
     found: list[str | None] = []
     over = threading.Event()
-    watcher = threading.Thread(target=lambda: found.append(wait_until_stuck(lambda: not over.is_set())))
+    watcher = threading.Thread(
+        target=lambda: found.append(wait_until_stuck(lambda: not over.is_set(), native))
+    )
     watcher.start()
     over.wait(0.2)
     over.set()
