@@ -1,4 +1,4 @@
-"""Trials of experiments: real workers, killed where it hurts, on one host."""
+"""Trials of experiments on one host, whose processes are killed in each phase of a step."""
 
 from __future__ import annotations
 

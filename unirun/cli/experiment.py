@@ -17,7 +17,7 @@ from unirun.errors import EXIT_USAGE, UsageError
 from unirun.launcher.foreground.terminal import say, warn
 
 FINAL = (EXIT_USAGE, 130, 143)
-"""Exit codes after which a trial is not started again: it is wrong, or somebody has ended it."""
+"""Exit codes after which a trial is not started again: a usage error, or a user's SIGINT or SIGTERM."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,16 +30,16 @@ def main(argv: Sequence[str]) -> int:
         each.add_argument("-e", "--experiment_name", "--experiment-name", required=True, metavar="NAME")
         each.add_argument("-f", "--trial_name", "--trial-name", required=True, metavar="TRIAL")
     _start_options(start)
-    shown = commands.add_parser("list", help="all trials, and how they stand")
+    shown = commands.add_parser("list", help="show all trials and their states")
     for each in (start, stop, shown):
         each.add_argument(
             "--root",
             default="",
             metavar="DIR",
-            help="where trials have their files ($UNIRUN_HOME/experiments); all hosts reach it",
+            help="the directory of all trials ($UNIRUN_HOME/experiments); all hosts must share it",
         )
     find = commands.add_parser("find-config", help="the names of registered experiments")
-    find.add_argument("-r", "--regex", default="", help="a regular expression that names match")
+    find.add_argument("-r", "--regex", default="", help="show only names that match this regular expression")
     _module_option(find)
     options = parser.parse_args([*argv])
     return _COMMANDS[options.command](options)
@@ -59,19 +59,24 @@ def _start_options(parser: Any) -> None:
     parser.add_argument(
         "--mode", choices=("local", "slurm", "ssh"), default="local", help="where it runs (local)"
     )
-    parser.add_argument("--partition", default="", help="of Slurm")
+    parser.add_argument("--partition", default="", help="with --mode slurm: the partition")
     parser.add_argument("--nodes", type=int, default=1, help="with --mode slurm: nodes (1)")
     parser.add_argument("--hosts", default="", help="with --mode ssh: hosts, as for unirun --hosts")
     parser.add_argument(
         "--recover-mode",
         choices=("disabled", "auto", "resume", "fault"),
         default="disabled",
-        help="go on from the last checkpoint: never; if there is one; only so; only after a failure of this start",
+        help="disabled: begin anew and delete old checkpoints; auto: continue from the last one, if any; "
+        "resume: continue, fail without one; fault: begin anew, continue after a failure (disabled)",
     )
-    parser.add_argument("--recover-retries", type=int, default=1, help="starts after a failure (1)")
-    parser.add_argument("--recover-after", type=float, default=10.0, help="seconds before each of them (10)")
+    parser.add_argument("--recover-retries", type=int, default=1, help="new starts after a failure (1)")
     parser.add_argument(
-        "--ignore-worker-error", action="store_true", help="the trial goes on without limit when workers die"
+        "--recover-after", type=float, default=10.0, help="seconds before each new start (10)"
+    )
+    parser.add_argument(
+        "--ignore-worker-error",
+        action="store_true",
+        help="restart model workers and the master without limit (10)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="show the configuration and the graph; start nothing"

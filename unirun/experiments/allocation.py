@@ -1,4 +1,4 @@
-"""Model workers from where each model is: what experiments write instead of one shard after the other."""
+"""`model_workers` makes the list of model workers from an `Allocation` for each model, instead of shard by shard."""
 
 from __future__ import annotations
 

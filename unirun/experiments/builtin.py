@@ -1,6 +1,6 @@
 """What is registered from the beginning: datasets, models and backends. Interfaces come with the algorithms.
 
-A command that starts a trial needs only their names, so what imports half of torch is named and not imported.
+The command that starts a trial needs only their names, so slow imports are registered as strings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All that can be wrong with the configuration of an experiment, told at once."""
+"""Checks of the graph, the placement and the names of a configuration; all errors are reported together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def dataset_keys(config: ExperimentConfig) -> frozenset[str]:
 
 
 def faults(config: ExperimentConfig) -> list[Fault]:
-    """Everything that is wrong, with names and what to do. Empty when all is right."""
+    """All errors that can be found without making models or datasets, with hints. Empty if there are none."""
     found = [*config.exp_ctrl.faults()]
     if not config.model_worker:
         return [*found, Fault("model_worker", "there are no model workers", "one at least has shards")]

@@ -17,7 +17,7 @@ from unirun.experiments.layout import ModelName, ModelShardID, ProcessTopology
 
 
 class ModelAbstraction(Abstraction):
-    """A network and its tokenizer (`register_model`)."""
+    """A network (`register_model`)."""
 
 
 class ModelBackendAbstraction(Abstraction):
@@ -38,9 +38,10 @@ class EnvServiceAbstraction(Abstraction):
 
 @dataclass
 class Scheduling:
-    """What each worker of one type needs: `cpu` processors, `gpu` devices, `mem` MiB of memory.
+    """What each worker of one type needs: `cpu` processors, `gpu` devices (0: it runs on the CPU), `mem` MiB of memory.
 
-    `nodelist`, `exclude`, `time_limit`, `begin` and `deadline` are options of sbatch, in its formats.
+    `nodelist`, `exclude`, `time_limit`, `begin` and `deadline` are options of sbatch, in its formats. All but `gpu` and
+    `env_vars` are used with ``--mode slurm`` only. Of the master only `env_vars` is used.
     """
 
     cpu: int = 1
@@ -103,7 +104,7 @@ class ExperimentScheduling:
 
 @dataclass
 class WorkerInformation:
-    """Which worker this is: the starter fills it in."""
+    """Which worker this is; `ExperimentConfig.set_worker_information` fills it in."""
 
     experiment_name: str = ""
     trial_name: str = ""
@@ -114,8 +115,8 @@ class WorkerInformation:
 
 @dataclass
 class StandaloneModelShardAbstraction:
-    """The part of a model that a worker has, what the model is, how it runs, and what it is evaluated on while it is
-    trained. `should_instantiate` is derived: it has parameters of its own, and is not filled with those of another
+    """The shard of a model that a worker has: its model, its backend, and the dataset on which it is evaluated while
+    it is trained. `should_instantiate` is derived: the shard owns its parameters, and is not filled from another
     replica."""
 
     id: ModelShardID
@@ -127,8 +128,8 @@ class StandaloneModelShardAbstraction:
 
 @dataclass
 class ModelWorker:
-    """A process with the `shards` of some models, one of each at most. Those whose model is called first have the
-    `datasets` too."""
+    """A process with shards of some models, at most one of each. The workers of the model that is called first read the
+    first of `datasets`; further ones are ignored, and so are those of other workers."""
 
     base_seed: int
     shards: list[StandaloneModelShardAbstraction]
@@ -140,7 +141,7 @@ class ModelWorker:
 
 @dataclass
 class GenerationServer:
-    """A server that generates with `tp_size` devices."""
+    """A server that generates with `tp_size` devices. It is checked, but this version cannot start one."""
 
     base_seed: int
     backend_type: str
@@ -166,7 +167,7 @@ class GserverManager:
 
 @dataclass
 class RolloutWorker:
-    """What makes trajectories with an agent and an environment."""
+    """What makes trajectories with an agent and an environment. It is checked, but this version cannot start one."""
 
     base_seed: int
     model_name: ModelName
@@ -192,8 +193,8 @@ class MasterWorker:
 
 @dataclass
 class AutomaticEvaluator:
-    """Evaluates each saved model in a process beside the job. `dataset` is what is evaluated on, with the interface and
-    the model of the call that trains `role`; by default the only one that trains."""
+    """Evaluates each saved model of one role, in a role `evaluator` of the job. Uses `dataset`, and the interface and
+    the model of the call that trains `role`; by default of the only call that trains."""
 
     dataset: DatasetAbstraction | None = None
     role: str = ""
@@ -203,7 +204,7 @@ class AutomaticEvaluator:
 class Resolved:
     """What follows from an `ExperimentConfig`.
 
-    `calls` have the hooks that were added. `data_transfer_pairs` are the models between which data goes, producer
+    The calls of `graph` have the added hooks. `data_transfer_pairs` are the models between which data goes, producer
     first; `sync_param_pairs` those between which parameters go, source first. `instantiated` have parameters of their
     own. `workers` has the model worker of each shard.
     """

@@ -12,8 +12,8 @@ from unirun.values import Value
 
 @dataclass
 class ExperimentSaveEvalControl:
-    """How long an experiment runs, and how often it does what: every so many epochs, steps or seconds, whichever comes
-    first; None: not for that reason.
+    """How long an experiment runs, and how often it saves, checkpoints and evaluates: every so many epochs, steps or
+    seconds, whichever comes first. None: this unit does not trigger it. Models are always saved at the end.
 
     It *saves* models for others to use, writes *checkpoints* from which it can be resumed, and *evaluates*.
     `benchmark_steps` ends it after so many steps.
@@ -36,7 +36,7 @@ class ExperimentSaveEvalControl:
         return Every(*(getattr(self, f"{what}_freq_{unit}") for unit in ("epochs", "steps", "secs")))
 
     def faults(self) -> list[Fault]:
-        """Numbers that are none."""
+        """Settings that are not positive numbers of the right type."""
         found = []
         for name, value in vars(self).items():
             whole = not name.endswith("secs")
@@ -54,7 +54,7 @@ class ExperimentSaveEvalControl:
 
 
 class Every(Value):
-    """Each so many epochs, steps or seconds; None: not for that reason."""
+    """Every so many epochs, steps or seconds; None: this unit does not trigger it."""
 
     epochs: int | None = None
     steps: int | None = None
@@ -62,8 +62,8 @@ class Every(Value):
 
 
 class Since(Value):
-    """What has passed since something was done last. It is part of `RecoverInfo`: seconds are those of the job's time,
-    so a job that did not run for a day does not count that day."""
+    """What has passed since something was last done. It is part of `RecoverInfo`. Seconds are those spent in
+    the calls of steps: evaluations, saves, checkpoints, and times when the job does not run, do not count."""
 
     epochs: int = 0
     steps: int = 0

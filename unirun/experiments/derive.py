@@ -1,4 +1,4 @@
-"""What follows from the configuration of an experiment that is right: pure functions."""
+"""What is derived from a valid configuration of an experiment: pure functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shard_workers(config: ExperimentConfig) -> dict[ModelShardID, int]:
 
 
 def shared_models(config: ExperimentConfig) -> set[ModelName]:
-    """The models of which a worker has another model too."""
+    """The models that share a worker with another model."""
     return {
         shard.id.model_name
         for worker in config.model_worker
@@ -46,8 +46,8 @@ def calls_with_hooks(config: ExperimentConfig) -> list[MFCDef]:
 
 
 def data_transfer_pairs(graph: Graph) -> list[Pair]:
-    """The models between which data goes, each pair once: along the edges of the graph, and from the first call that
-    begins with data, whose model has it, to the others that do."""
+    """The pairs of models between which data goes, each once: producer and consumer of each edge of the graph; and the
+    model of the first source call, whose workers read the dataset, with the model of each source call."""
     calls = graph.calls
     pairs = [(calls[producer].model_name, calls[name].model_name) for producer, name, _ in graph.edges]
     sources = [calls[name].model_name for name in graph.sources]
@@ -69,9 +69,9 @@ def sync_param_pairs(calls: Sequence[MFCDef]) -> list[Pair]:
 
 
 def instantiated(calls: Sequence[MFCDef]) -> frozenset[ModelName]:
-    """The models with parameters of their own: of a role that is trained the replica that is trained, of others all.
+    """The models that own parameters: the trained replica of each role that is trained, and all models of other roles.
 
-    Replicas that get a moving average (`eta`) begin with parameters of their own too.
+    Replicas that are updated as a moving average (`eta`) own parameters too.
     """
     trained = {c.role: c.model_name for c in calls if c.interface_type is ModelInterfaceType.TRAIN_STEP}
     found = {call.model_name for call in calls if trained.get(call.role, call.model_name) == call.model_name}

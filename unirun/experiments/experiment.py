@@ -31,7 +31,7 @@ class Experiment:
     """An experiment. A dataclass that derives from it has settings, which ``key=value`` changes on the command line.
 
     `preload` are modules that take long to import: they are imported once on each node, and not by each worker. They
-    start no threads and use no device when they are imported.
+    must not start threads or use a device when they are imported.
     """
 
     preload: ClassVar[tuple[str, ...]] = ()
@@ -41,7 +41,7 @@ class Experiment:
         raise NotImplementedError(f"{type(self).__name__} must define scheduling_setup()")
 
     def initial_setup(self) -> ExperimentConfig:
-        """All workers, and the calls. It is called in each process of a trial, so it depends on the settings only."""
+        """All workers, and the calls. Each process of a trial calls it, so it must depend on the settings only."""
         raise NotImplementedError(f"{type(self).__name__} must define initial_setup()")
 
 
@@ -74,9 +74,9 @@ def check_names(experiment: str, trial: str) -> None:
 
 
 def import_modules(modules: Sequence[str], folder: str = "") -> None:
-    """Import what registers experiments, as seen from `folder`; a module may be named as a file, too. Without names
-    that is the package ``experiments``, if it is there, and all modules in it. Raises `UsageError` for one that is not
-    there."""
+    """Import the modules that register experiments, from `folder`. A module may be given as a relative file name, too.
+    Without `modules`, import all modules of the package ``experiments``, if it exists. Raises `UsageError` for a module
+    that does not exist."""
     if folder and folder not in sys.path:
         sys.path.insert(0, folder)
     names = [name.removesuffix(".py").replace("/", ".") for name in modules]

@@ -5,7 +5,7 @@
     rollout = MFCDef("rollout", 64, ModelInterfaceType.GENERATE, ppo, ModelName("actor"),
                      input_keys=("prompt",), output_keys=("tokens",))
     train = MFCDef("train", 64, ModelInterfaceType.TRAIN_STEP, ppo, ModelName("actor"), input_keys=("tokens",))
-    build_graph([rollout, train], dataset_keys={"prompt"}).parents("train")  # {"rollout": {"tokens"}}
+    build_graph([rollout, train], dataset_keys={"prompt"}).parents("train")  # {"rollout": ("tokens",)}
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class MicroBatchSpec(Value):
 
 
 class ParamReallocHook(Value, tag="realloc"):
-    """Copies the parameters of the model `source` into that of the call, or of that into `target`; one of the two is
-    given. With `eta` below 1 they become a moving average, ``eta * new + (1 - eta) * old``."""
+    """Copies parameters from the model `source` to the model of the call, or from the model of the call to `target`.
+    Give one of the two. With `eta` below 1 the receiver becomes ``eta * new + (1 - eta) * old``, a moving average."""
 
     source: ModelName | None = None
     target: ModelName | None = None
@@ -60,8 +60,8 @@ class ParamReallocHook(Value, tag="realloc"):
 
 
 class OffloadHook(Value, tag="offload"):
-    """Gives the memory of the call's model on its devices back until the model is used again. It may have a copy of
-    another model's parameters, which is fetched again then; its own parameters go to the memory of the host."""
+    """Frees the device memory of the parameters of the call's model until it is used again. Parameters that it owns go
+    to host memory; a copy is dropped and received again. The optimizer's state stays on the device."""
 
 
 Hook = ParamReallocHook | OffloadHook
@@ -69,11 +69,11 @@ Hook = ParamReallocHook | OffloadHook
 
 class MFCDef(Value):
     """A model function call: what `interface_impl` does with the model `model_name`, once in each step, for `n_seqs`
-    sequences.
+    ids (samples of the dataset; an id may have several sequences). All calls of an experiment have the same `n_seqs`.
 
-    It needs `input_keys` of each sequence and adds `output_keys`. The interface may call them by other names
+    It needs `input_keys` of each id and adds `output_keys`. The interface may call them by other names
     (`input_key_remap`: name of the data → name in the interface; `output_key_remap`: the reverse). `pre_hooks` and
-    `post_hooks` run before and after it. With `balanced_dp`, data-parallel ranks get equally many sequences instead of
+    `post_hooks` run before and after it. With `balanced_dp`, data-parallel ranks get equally many ids instead of
     equally many tokens. `log_return_value`: what a train step returns is printed.
     """
 
@@ -309,9 +309,9 @@ def _and(names: Collection[str]) -> str:
 
 
 def with_hooks(calls: Sequence[MFCDef], shared: Collection[ModelName]) -> list[MFCDef]:
-    """The calls with the hooks that follow from the models. Where a role is trained and also runs as another replica,
-    that gets the parameters before each call; one of `shared`, whose devices other models use too, gives its memory
-    back after it."""
+    """The calls, with automatic hooks. If a role is trained, each other replica gets the parameters before each of
+    its calls. If that replica is in `shared` (models that share workers with other models), it is offloaded after each
+    call."""
     trained = {
         call.role: call.model_name for call in calls if call.interface_type is ModelInterfaceType.TRAIN_STEP
     }

@@ -31,7 +31,7 @@ class ProcessTopology(Value):
     ::
 
         topology(pipe=2, data=2, tensor=4).rank(pipe=1, data=0, tensor=3)  # 11
-        topology(pipe=2, order=("data", "pipe", "tensor"))  # stages are neighbours instead
+        topology(pipe=2, data=2, order=("data", "pipe", "tensor"))  # the stages of one pipeline are neighbours
     """
 
     axes: tuple[str, ...]

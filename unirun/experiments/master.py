@@ -30,7 +30,7 @@ WORKERS = "model_worker"
 """The role of the model workers."""
 
 NEWS = 2.0
-"""Seconds in which the loss of a worker is known."""
+"""Seconds to wait for the news that a worker was lost."""
 
 LOST = (WorkerLost, PeerLost)
 """What a call raises when a worker has died: its own, or one from which it needs something."""
@@ -45,7 +45,7 @@ class MasterWorkerProcess(BaseTrainer):
     """The evaluation after the last step, if there was one."""
 
     def is_recoverable(self) -> bool:
-        """It goes on from the last checkpoint, except after an error that would come again."""
+        """True, except after an error that a restart would meet again, such as an exception of an interface."""
         return not self._failed
 
     def init(self) -> None:
@@ -74,7 +74,7 @@ class MasterWorkerProcess(BaseTrainer):
         """Train to the end. Returns the figures of the last step."""
         if not self._trial.resume and self.load_state() is None:
             self._recovery.clear()
-        # Whatever becomes of this process, its successor goes on.
+        # If this process dies, its successor continues from the last checkpoint.
         self.save_state(b"begun")
         failed, last = 0, -1
         figures: dict[str, float] = {}
@@ -131,8 +131,8 @@ class MasterWorkerProcess(BaseTrainer):
         return int(self.master_handle.job_info()["roles"][WORKERS]["generation"])
 
     def _lost_meanwhile(self) -> bool:
-        """Whether a worker was lost since the trial went on: then process groups were ended, and calls of other workers
-        fail for that reason. It may take a moment until that is known here."""
+        """Whether a worker was lost since `_begin`: then process groups were ended, and calls of other workers fail
+        because of that. Waits up to `NEWS` seconds, as the loss may not be known here yet."""
         deadline = time.monotonic() + NEWS
         while self._generation_now() == self._generation:
             if time.monotonic() >= deadline:
@@ -251,7 +251,7 @@ class MasterWorkerProcess(BaseTrainer):
         return method.call_async(given if len(given) > 1 else given[0])
 
     def _reallocate(self, call: MFCDef, hooks: Sequence[Hook]) -> None:
-        """Have other models take the parameters of a call's model. What it takes itself is the work of its workers."""
+        """Run hooks that have a `target`: its workers copy the parameters. All other hooks are run by the workers."""
         for hook in hooks:
             if isinstance(hook, ParamReallocHook) and hook.target is not None:
                 method = self._group.reallocate.options(target=sorted(self._workers[hook.target]))

@@ -28,7 +28,7 @@ from unirun.weights.hub import hub_of
 from unirun.weights.lines import Line
 
 REACH = 30.0
-"""Seconds in which another worker must be reached."""
+"""Timeout in seconds for a connection to another worker."""
 
 
 class Shard:
@@ -86,13 +86,13 @@ class ModelWorkerProcess(BaseWorkload):
         for shard in self._shards.values():
             shard.backend.destroy(shard.model)
         self._shards.clear()
-        # What they have in memory is of another attempt, and not the same on all ranks.
+        # Interfaces may keep state of the attempt that failed, and it may differ between ranks.
         self._interfaces.clear()
         for name, topo in sorted(self._resolved.topologies.items()):
             workers = self._resolved.workers_of(name)
             mesh = None
             if len(workers) > 1:
-                # All workers make it, also those that have no part in it.
+                # Making a mesh is collective: all workers take part, also those that are not in it.
                 grid = torch.tensor(workers).view(topo.dims)
                 mesh = DeviceMesh(self._device.type, grid, mesh_dim_names=topo.axes)
             about = next((shard for shard in self._mine.shards if shard.id.model_name == name), None)
@@ -207,7 +207,7 @@ class ModelWorkerProcess(BaseWorkload):
 
     @trainer_invocation(target="ALL")
     def evaluate(self, attempt: int, call: str) -> dict[str, float] | None:
-        """Sums over the held-out data of the model of a call. None where this rank does not speak."""
+        """Sums over the held-out data of the model of a call. None unless `Place.speaks`."""
         self._check(attempt)
         definition = self._resolved.graph.calls[call]
         shard = self._shards.get(definition.model_name)

@@ -1,4 +1,4 @@
-"""What the master tells model workers, and what they answer: no tensors of data or parameters."""
+"""The messages between the master and model workers. They contain no tensors of data or parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Where = Mapping[str, Sequence[tuple[int, ...]]]
 class Trial(Value):
     """Which trial this is, how its experiment is made, and where its files are. It is the ``config:`` of the job.
 
-    `resume`: it goes on from the last checkpoint, if there is one; otherwise those that are there are removed.
+    `resume`: continue from the last checkpoint, if there is one. Without `resume`, existing checkpoints are deleted.
     """
 
     experiment: str
@@ -31,7 +31,7 @@ class Trial(Value):
 
 @dataclass(frozen=True)
 class Order:
-    """A call, for one data-parallel rank: with the sequences of `meta`, of which `where` has the data."""
+    """A call for one data-parallel rank. `meta` describes its sequences; `where` says which workers have their data."""
 
     attempt: int
     step: int
@@ -46,7 +46,7 @@ class Order:
 
 
 class Traffic(Value):
-    """Bytes that a worker got from others: `moved` have come; `needed` is the size of what it had not."""
+    """Bytes that a worker got from others: `moved` were received; `needed` is the size of what it lacked."""
 
     moved: int = 0
     needed: int = 0
@@ -60,8 +60,8 @@ class Traffic(Value):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call has made: `meta` of new data, which is where it was made; or the `figures` of a train step. Neither
-    where the rank does not speak."""
+    """The result of a call: `meta` of new data, which stays on its worker; or the `figures` of a train step. Only ranks
+    with `Place.speaks` send them; other ranks send their traffic only."""
 
     meta: SequenceSample | None
     figures: Mapping[str, float]

@@ -33,7 +33,7 @@ class Records:
         return found
 
     def drop_after(self, step: int) -> None:
-        """The trial goes on after so many steps: what was written of later ones is written again."""
+        """Drop the lines of steps after `step`: the trial continues there and writes them again."""
         for name in (STEPS, EVALUATIONS):
             lines = [line for line in self.read(name) if line["step"] <= step]
             part = self._root / f"{name}.partial"

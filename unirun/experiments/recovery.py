@@ -22,7 +22,7 @@ from unirun.values import Value
 
 FILE = "recover.json"
 KEPT = 2
-"""Checkpoints that are kept: the last one, and one before, should a disk damage it."""
+"""Checkpoints that are kept: the last one, and the one before, which is used if recover.json is damaged."""
 
 
 class RecoverInfo(Value):
@@ -48,7 +48,7 @@ class Recovery:
         return self._root / f"{step:06}"
 
     def folder(self, step: int, model: str) -> Path:
-        """Where that of one model is."""
+        """The directory of one model in that checkpoint."""
         return self.path(step) / model
 
     def prepare(self, step: int, models: list[str]) -> None:
@@ -58,7 +58,7 @@ class Recovery:
             self.folder(step, model).mkdir(parents=True)
 
     def commit(self, info: RecoverInfo) -> None:
-        """All ranks have written theirs: it counts. Older ones are removed."""
+        """Make the checkpoint valid, after all ranks have written their parts. Remove older checkpoints."""
         path = self.path(info.step) / FILE
         part = path.with_suffix(".partial")
         with part.open("wb") as file:
@@ -73,7 +73,7 @@ class Recovery:
                 shutil.rmtree(self.path(step), ignore_errors=True)
 
     def steps(self) -> list[int]:
-        """The checkpoints that count, in ascending order."""
+        """The steps of all valid checkpoints, in ascending order."""
         return [step for step in self._numbers() if (self.path(step) / FILE).exists()]
 
     def _numbers(self) -> list[int]:
@@ -82,7 +82,7 @@ class Recovery:
         return sorted(int(path.name) for path in found if re.fullmatch(r"\d{6,}", path.name))
 
     def latest(self) -> RecoverInfo | None:
-        """The last one that counts; one that cannot be read is skipped, with a warning. None without any."""
+        """The last valid checkpoint, or None. One whose recover.json is damaged is skipped, with a warning."""
         for step in reversed(self.steps()):
             try:
                 return self.read(step)
@@ -91,7 +91,7 @@ class Recovery:
         return None
 
     def read(self, step: int) -> RecoverInfo:
-        """One of them. Raises `CheckpointDamaged`."""
+        """Read the recover.json of one checkpoint. Raises `CheckpointDamaged`."""
         path = self.path(step) / FILE
         try:
             return msgspec.json.decode(path.read_bytes(), type=RecoverInfo)

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Things of one `kind` by name. A name is used once. What takes long to import is registered by its place,
+    """Objects of one `kind` by name. A name is used once. An object whose import is slow is registered as a string,
     ``package.module:name``, and imported when it is needed."""
 
     def __init__(self, kind: str) -> None:

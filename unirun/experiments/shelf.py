@@ -28,7 +28,7 @@ from unirun.weights.publishing import buffers_of
 from unirun.weights.tensors import dtype_of, layout_of, local, part_of
 
 NAME = "experiments"
-"""Under which a shelf is asked."""
+"""The name under which other workers send requests to a shelf."""
 
 
 class WantData(Value, tag=True):
@@ -53,7 +53,7 @@ class WantParts(Value, tag=True):
 
 
 class Shelved(Value):
-    """The answer. `problem`: there is nothing with it, and why. `layout` answers `WantLayout`."""
+    """The answer to a request. `problem` says why the data cannot be given. `layout` answers `WantLayout`."""
 
     problem: str = ""
     layout: Layout = {}  # noqa: RUF012
@@ -73,14 +73,14 @@ class Shelf:
         self._models: dict[str, Callable[[], Mapping[str, torch.Tensor]]] = {}
 
     def begin(self, step: int) -> None:
-        """What is put here is of `step` from now on; that of other steps is dropped."""
+        """Data that is put here from now on belongs to `step`. Data of another step is dropped."""
         with self._lock:
             if step != self._step:
                 self._step = step
                 self._data.clear()
 
     def put(self, sample: SequenceSample) -> None:
-        """Hold its data, on the CPU, as it goes to others from there."""
+        """Keep the data of a sample in host memory, from which it is sent to others."""
         parts = {key: sample[key].cpu().split(sample.sizes(key)) for key in sample.keys}
         with self._lock:
             for key, tensors in parts.items():
@@ -153,15 +153,15 @@ class Getting:
     def data(
         self, step: int, meta: SequenceSample, where: Mapping[str, Sequence[Sequence[int]]]
     ) -> SequenceSample:
-        """`meta` with its data. `where` has for each key and id the ranks that have it. What comes is put on the shelf,
-        so that it comes once."""
+        """The sample `meta` with its data. `where` has, for each key and id, the ranks that hold it. Received data
+        is kept on this shelf, so that it is sent once."""
         asked: list[tuple[str, list[int], int, Future[Parcel]]] = []
         for key in meta.keys:
             missing: dict[int, list[int]] = {}
             size = meta.dtypes[key].itemsize * math.prod(meta.trailing[key])
             for at, (each, ranks) in enumerate(zip(meta.ids, where[key], strict=True)):
                 if not self._shelf.has(key, each):
-                    # Equal ranks ask different owners first.
+                    # Different ranks ask different owners, so that the load is shared.
                     missing.setdefault(ranks[self._rank % len(ranks)], []).append(at)
                     self.traffic += Traffic(needed=sum(meta.seqlens[key][at]) * size)
             for rank, places in missing.items():
@@ -192,8 +192,8 @@ class Getting:
     def parameters(
         self, model: str, ranks: Sequence[int], into: Mapping[str, torch.Tensor], eta: float = 1.0
     ) -> None:
-        """Copy the parameters of `model`, which these ranks have, into the tensors of the same names, each element once
-        from where it is. With `eta` below 1 they become a moving average; whole numbers are copied.
+        """Copy the parameters of `model`, which `ranks` hold, into the tensors of the same names. Each element is sent
+        once. With `eta` below 1 the tensors of `into` become moving averages; integer tensors are copied.
 
         Raises `WeightsError` for tensors that do not fit.
         """
@@ -231,7 +231,7 @@ class Getting:
         return self._layouts[model, rank]
 
     def forget(self) -> None:
-        """The ranks may have other parts from now on."""
+        """Forget the layouts of all ranks: they may have changed after a restart."""
         self._layouts.clear()
 
     def _ask(self, rank: int, want: Any) -> Future[Parcel]:
@@ -251,7 +251,7 @@ class Getting:
         except (ValueError, RecursionError) as error:
             raise FrameError(f"rank {rank} gives no answer about data: {error}") from error
         if found.problem or len(parcel.buffers) != buffers:
-            # The master has said that it has this, so another process has its rank now.
+            # The master named this rank as an owner of the data, so its process was replaced since.
             raise PeerLost(
                 f"rank {rank} does not give what was asked for: {found.problem or 'other buffers'}",
                 "go on from the last checkpoint",

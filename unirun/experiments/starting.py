@@ -30,7 +30,7 @@ PRELOAD = ("transformers.models.llama.modeling_llama", "unirun.experiments.model
 """What is imported once, in the spawner, and not by each worker."""
 
 RECOVER_MODES = ("disabled", "auto", "resume", "fault")
-"""Never; from the last checkpoint if there is one; from it, and only so; only after a failure of this start."""
+"""Begin anew; continue from the last checkpoint, if any; continue, or fail; begin anew, continue after a failure."""
 
 
 class Started(Value):

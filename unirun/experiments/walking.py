@@ -13,8 +13,8 @@ def startable(
 ) -> list[str]:
     """The calls that may begin, in the order of the graph.
 
-    A call waits for those whose data it needs; for those that use one of its workers, so that all workers run calls in
-    one order; and while another one changes parameters that it reads, or reads those that it changes.
+    A call waits for the calls whose data it needs; for running calls on any of its workers, so that all workers run
+    calls in one order; and for running calls that change parameters it reads, or read or change parameters it changes.
     """
     busy = {worker for name in running for worker in workers[graph.calls[name].model_name]}
     reads = {model for name in running for model in graph.calls[name].reads}

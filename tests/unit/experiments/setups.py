@@ -1,4 +1,4 @@
-"""Experiments that tests are about: what they name is registered here, under names that no example has."""
+"""Configurations for tests. Their datasets, models and interfaces are registered here, under names of their own."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def faults_of(config: ExperimentConfig) -> tuple[Fault, ...]:
 
 
 def said(faults: Sequence[Fault]) -> list[str]:
-    """Where and what, without what to do."""
+    """The place and the problem of each fault, without its hint."""
     return [f"{fault.where}: {fault.problem}" for fault in faults]
 
 

@@ -21,7 +21,7 @@ Parts = Mapping[str, Any]
 
 
 def copied(parcel: Parcel) -> Parcel:
-    """As it comes over a socket: memory of its own."""
+    """A copy in memory of its own, as a socket would deliver it."""
     return Parcel(parcel.head, tuple(memoryview(bytearray(buffer)) for buffer in parcel.buffers))
 
 

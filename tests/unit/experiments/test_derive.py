@@ -38,7 +38,7 @@ def separate() -> Resolved:
 
 
 def hooks(resolved: Resolved) -> dict[str, tuple[tuple[Hook, ...], tuple[Hook, ...]]]:
-    """By call those before and after it, where there are any."""
+    """For each call that has hooks: its pre-hooks and its post-hooks."""
     calls = resolved.graph.calls.items()
     return {n: (c.pre_hooks, c.post_hooks) for n, c in calls if c.pre_hooks or c.post_hooks}
 

@@ -39,7 +39,7 @@ class TestDispatch:
 
 class TestSeeds:
     def test_a_seed_is_the_same_in_every_process(self) -> None:
-        # Not the hash of Python, which each process begins with another number.
+        # Not Python's hash(), which is salted differently in each process.
         assert seed_of(1, 12, "actorGen", 3) == 226094997
 
     def test_each_part_of_a_call_changes_it(self) -> None:

@@ -145,7 +145,7 @@ class TestKeeping:
             assert (recovery.folder(step, "critic@0") / "00000.pt").read_bytes() == b"weights"
 
     def test_one_that_goes_on_from_an_earlier_one_leaves_a_later_one(self, recovery: Recovery) -> None:
-        # It is damaged, perhaps; it is written again soon.
+        # The later checkpoint may be damaged; it will be overwritten when the trial reaches its step.
         write(recovery, 10, 20)
         damage(recovery, 20)
         write(recovery, 15)

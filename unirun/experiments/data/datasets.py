@@ -54,8 +54,8 @@ def load_tokenizer(name_or_path: str) -> Any:
 
 @dataclass(frozen=True)
 class DatasetUtility:
-    """What a dataset gets from its worker: the tokenizer, the seed, and which data-parallel rank of how many it is for.
-    It has all samples, whichever that is: the master says which ones a rank reads."""
+    """What a dataset gets from its worker: the tokenizer and the seed. Every dataset has all samples: the master says
+    which ones a rank reads. So `dp_rank` is always 0, and `world_size` is always 1."""
 
     tokenizer: Any
     seed: int = 0

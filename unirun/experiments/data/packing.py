@@ -22,8 +22,8 @@ def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """The indices of `sizes` in as few lists as that rule needs (Johnson 1973: at most 11/9 of the least, and 1), each
-    with a sum of `capacity` at most; what is larger is in a list of its own. Each list ascends.
+    """Split the indices of `sizes` by that rule (Johnson 1973: at most 11/9 of the fewest lists, plus 1), each list
+    with a sum of at most `capacity`; a larger size is in a list of its own. Each list ascends.
 
     A tree over the room that is left finds the first list with room, so it takes n·log n.
     """
@@ -55,9 +55,9 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
 
 
 def micro_batches(sizes: Sequence[int], least: int, capacity: int) -> list[list[int]]:
-    """The indices of `sizes` in `least` lists or more, none of them empty, each with `capacity` at most if that can be.
+    """Split the indices of `sizes` into at least `least` non-empty lists, each with a sum up to `capacity` if possible.
 
-    The fewest lists that `first_fit_decreasing` finds, and then as balanced as can be. Fewer than `least` only if there
+    There are as many lists as `first_fit_decreasing` needs, balanced if possible; fewer than `least` only if there
     are fewer sizes.
     """
     if not sizes:

@@ -23,7 +23,7 @@ class SequenceSample:
 
         SequenceSample.of({"prompt": [torch.tensor([5, 6]), torch.tensor([7])]}, ids=["a", "b"])
 
-    `data` is None in what the master has (`meta`): shapes, dtypes and lengths, no numbers. `metadata` has more about
+    In the samples of the master (`meta`), `data` is None: it has shapes, dtypes and lengths. `metadata` has more about
     each id, any values that JSON has. A sample does not change; what is called on it returns another one, whose tensors
     share memory with it where they can.
     """
@@ -163,7 +163,7 @@ class SequenceSample:
         )
 
     def update(self, other: SequenceSample) -> SequenceSample:
-        """The same with the keys of `other` too, which has the same ids, in any order. Those of `other` count."""
+        """The same with the keys of `other` too, which has the same ids, in any order. `other` replaces equal keys."""
         if set(other.ids) != set(self.ids):
             raise UsageError("samples with other ids are put together", "both have the same ids")
         if other.ids != self.ids:

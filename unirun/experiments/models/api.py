@@ -50,11 +50,11 @@ class Place:
 
     @property
     def speaks(self) -> bool:
-        """Whether what this rank returns counts: one of each data-parallel rank does, on the last stage."""
+        """Whether the metrics of this rank are used: it is tensor-parallel rank 0 of the last pipeline stage."""
         return self.last_stage and self.tensor == 0
 
     def group(self, axis: str) -> Any:
-        """The process group of the ranks that differ in this axis only; None where there is one only."""
+        """The process group along this axis; None if the axis has size 1."""
         if self.mesh is None or self.topo.get_dim(axis) == 1:
             return None
         return self.mesh.get_group(axis)
@@ -96,20 +96,20 @@ class Generated(Value):
 
 
 Loss = Callable[[torch.Tensor, SequenceSample], tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]]
-"""From the outputs of a micro-batch, packed as its tokens are, its loss as a sum, and sums to be logged."""
+"""Takes the outputs of a micro-batch, packed like its tokens. Returns its loss as a sum, and sums to log."""
 
 Weight = Callable[[SequenceSample], float]
-"""By what the sum of the losses is divided: as much as the micro-batch counts (its tokens, its sequences)."""
+"""The weight of a micro-batch, such as its number of tokens. The sum of losses is divided by the sum of weights."""
 
 
 class Engine(Protocol):
     """A network that is ready to run, in whatever layout. All ranks of its model call the same methods in the same
-    order, each with the sequences of its data-parallel rank. Sequences are the `key` of a sample: tokens."""
+    order, each with the sequences of its data-parallel rank. `key` is the key of a sample's tokens."""
 
     def train_batch(
         self, sample: SequenceSample, key: str, spec: MicroBatchSpec, loss: Loss, weight: Weight
     ) -> dict[str, float]:
-        """One step of the optimizer. The loss is the sum over all data-parallel ranks, divided by their weights.
+        """One step of the optimizer. The loss is summed over all data-parallel ranks and divided by the sum of weights.
         Returns the means of what `loss` logs, ``loss`` itself, ``grad_norm`` and ``lr``; the same on all ranks."""
         ...
 
@@ -128,8 +128,8 @@ class Engine(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """All that a checkpoint has to have of this rank: its parts of the parameters and of the optimizer's state. On
-        the CPU it shares their memory."""
+        """What a checkpoint needs from this rank: its shards of the parameters and of the optimizer's state. On the CPU
+        the result shares memory with them."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -137,7 +137,7 @@ class Engine(Protocol):
         ...
 
     def offload(self, *, keep: bool) -> None:
-        """Give the memory on the device back. With `keep`, the parameters go to the host's memory."""
+        """Free the device memory of the parameters. With `keep`, they go to host memory; otherwise they are dropped."""
         ...
 
     def fetch(self) -> None:
@@ -198,8 +198,8 @@ class ModelBackend:
 class ModelInterface:
     """What an algorithm does with a model. Registered with `register_interface`; one defines what it needs.
 
-    Each method is called in all ranks of the model, with the sequences of its data-parallel rank. What ranks return
-    that do not speak (`Place.speaks`) is dropped.
+    Each method is called in all ranks of the model, with the sequences of its data-parallel rank. All tensor-parallel
+    ranks of the last stage must return the same sample. Metrics are taken from ranks with `Place.speaks`.
     """
 
     def generate(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> SequenceSample | None:
@@ -220,7 +220,7 @@ class ModelInterface:
         return {}
 
     def save(self, model: Model, path: Path) -> None:
-        """Write the model for others to use. By default what `torch.load` reads: the whole state dict, by rank 0."""
+        """Write the model for others to use. All ranks call it. By default one rank writes model.pt, the state dict."""
         from unirun.experiments.models.saving import save_whole
 
         save_whole(model, path)

@@ -22,11 +22,12 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class TrainBackend(ModelBackend):
-    """Trains: data-parallel ranks have all parameters of their part and add up their gradients.
+    """Trains. Parameters are replicated over data-parallel ranks, and gradients are summed over them.
 
-    `optimizer` is ``adam`` or ``sgd``, `options` are its further arguments. The learning rate `lr` rises during the
-    share `warmup` of all steps and then falls to the share `min_lr` of it, as `schedule` says: ``constant``, ``linear``
-    or ``cosine``; a call has `updates` steps of the optimizer. Gradients are clipped to the norm `clip`; 0: never.
+    `optimizer` is ``adam`` (torch's AdamW, with no weight decay unless `options` has it) or ``sgd``; `options` are its
+    further arguments. `lr` rises linearly in the fraction `warmup` of all steps. Then it is ``constant``, or falls to
+    `min_lr` times `lr`, ``linear`` or ``cosine`` (`schedule`). `updates` tells the schedule how often the interface
+    calls `train_batch` in each step. Gradients are clipped to the norm `clip`; 0: never.
     """
 
     sharded = False

@@ -81,7 +81,7 @@ class TorchEngine:
     ) -> dict[str, float]:
         """Run all micro-batches forward and backward. Returns sums of what was logged, on the last stage.
 
-        All data-parallel ranks have as many `rounds`: with FSDP2 each is a collective.
+        All data-parallel ranks run the same number of `rounds`, because each one is a collective with FSDP2.
         """
         logged: dict[str, float] = {}
         # FSDP2 takes the mean over data-parallel ranks.
@@ -108,7 +108,7 @@ class TorchEngine:
         return logged
 
     def _rows(self, batch: SequenceSample | None, key: str, rows: int = 0, length: int = 0) -> torch.Tensor:
-        """Tokens ``[rows, length]``: sequences, filled up with zeros at their ends, where causality hides them."""
+        """Tokens ``[rows, length]``: sequences, padded on the right with zeros, which the causal mask hides."""
         sequences = batch.sequences(key) if batch is not None else []
         rows = rows or max(len(sequences), 1)
         length = length or max(map(len, sequences), default=1)
@@ -277,11 +277,11 @@ class TorchEngine:
     def offload(self, *, keep: bool) -> None:
         """As `Engine` says."""
         if not keep:
-            # Tables of positions are in no state dict, so no other model has them for this one.
+            # Rotary tables are buffers outside the state dict: no other model can give them back, so they are kept.
             for name, tensor in self._stage.state_dict(keep_vars=True).items():
                 own = _local(tensor)
                 self._dropped[name] = own.shape
-                # Other memory, as this one may still be on its way to others.
+                # A new tensor instead of resize_(0): the old memory may still be being sent to other workers.
                 own.data = own.new_empty(0)
         self._stage.to("cpu")
 
@@ -319,6 +319,6 @@ def _like(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def _packed(output: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """The outputs of the tokens that are there: ``[sum(lengths), …]``; those of one value without that dimension."""
+    """The outputs without padding: ``[sum(lengths), …]``; without the last dimension if its size is 1."""
     found = torch.cat([row[:length] for row, length in zip(output, lengths, strict=False)])
     return found.squeeze(-1) if found.shape[-1] == 1 else found

@@ -25,14 +25,14 @@ def generate(
 ) -> Generated | None:
     """Continue each of `prompts`. None except on the last stage. All ranks of the model call it.
 
-    One rank of each data-parallel rank draws tokens; the others get them from it, so that all go on with the same.
+    In each data-parallel rank, one process samples the tokens and broadcasts them to the others.
     """
     rows = [prompt for prompt in prompts for _ in range(how.n)]
     length = max(map(len, rows), default=1)
     tokens = torch.full((len(rows), length), pad, dtype=torch.long)
     mask = torch.zeros(len(rows), length, dtype=torch.long)
     for row, there, prompt in zip(tokens, mask, rows, strict=True):
-        # Filled up at the beginning, so that all go on at one place.
+        # Padded on the left, so that all rows continue at the same position.
         row[length - len(prompt) :] = prompt
         there[length - len(prompt) :] = 1
     mask = mask.to(place.device)

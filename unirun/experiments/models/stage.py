@@ -33,8 +33,8 @@ PLAN: Mapping[str, type[ColwiseParallel] | type[RowwiseParallel]] = {
 
 
 class Stage(nn.Module):
-    """The part of a network that one rank has. Its input are tokens on the first stage and hidden states on others, its
-    output are hidden states, and on the last stage logits, or values (`heads` = 1)."""
+    """The part of a network that one rank has. Its inputs are tokens on the first stage, hidden states on others. Its
+    outputs are hidden states; on the last stage logits, or, of a critic, one value for each token."""
 
     def __init__(self, whole: nn.Module, place: Place) -> None:
         """`whole` is a causal language model, all of it, on the CPU."""
@@ -134,7 +134,7 @@ def _check(place: Place, config: Any) -> None:
                 Fault(
                     f"models.{place.name}",
                     f"it has {size} {what}, and tensor is {tensor}",
-                    "one divides the other",
+                    f"tensor has to divide {size}",
                 )
             )
     if config.tie_word_embeddings and place.topo.world_size() > place.topo.get_dim("data"):
@@ -142,7 +142,7 @@ def _check(place: Place, config: Any) -> None:
             Fault(
                 f"models.{place.name}",
                 "its embeddings are tied, and its first and last layers are cut in different ways",
-                "set tie_word_embeddings to false, or split it by data only",
+                "split it by data only; or, for a new network, set tie_word_embeddings to false in config",
             )
         )
     if config.num_hidden_layers < stages:

@@ -66,7 +66,7 @@ class Watching(Actor):
         return super().inference(model, *args)
 
     def train_step(self, model: Model, *args: Any) -> Any:
-        """What the others are compared with."""
+        """Train, and keep the parameters, with which the copy and the reference are compared."""
         found = super().train_step(model, *args)
         _seen["actor@0"] = whole(model)
         return {**found, "compared": float("ref@0" in _seen)}

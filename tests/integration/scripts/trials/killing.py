@@ -1,8 +1,8 @@
-"""PPO on sums, small and short, in which processes are killed: each once, where KILL names it.
+"""A short PPO on sums in which processes are killed, once for each entry of KILL.
 
-``KILL=refInf:3:1,save:1:0,evaluator:1:0,trainer@load:9:0``: rank 1 of the reference when its process has made its call
-for the third time or more, rank 0 of a model before it is saved, the process that evaluates saved models, and the
-trainer when rank 0 has read nine samples. "load on" is the same after a checkpoint. A file in the directory KILLED says that it was done.
+``KILL=PLACE:N:RANK,…`` kills the process of that rank when it is at that place for the N-th time or later. Places are
+the names of calls, ``load``, ``load on`` (a load after a valid checkpoint), ``checkpoint``, ``restore``, ``save``,
+``evaluate`` and ``evaluator``. ``trainer@…`` kills the trainer instead. A file in the directory KILLED notes each kill.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _times = Counter[str]()
 
 
 def kill(where: str, rank: int) -> None:
-    """Let a process die here, if this is where, and it has not happened yet."""
+    """Kill a process, if KILL names this place and rank, and the entry was not used yet."""
     _times[where] += 1
     for chosen in filter(None, os.environ.get("KILL", "").split(",")):
         who, _, what = chosen.rpartition("@")

@@ -59,7 +59,7 @@ def loss(logits: torch.Tensor, part: SequenceSample) -> tuple[torch.Tensor, dict
 
 
 def main(folder: Path, data: int, tensor: int, pipe: int, backend: str) -> None:
-    """Do all of it."""
+    """Run forward, two steps and generation in one layout, and write the results."""
     torch.set_num_threads(1)
     topo = topology(data=data, tensor=tensor, pipe=pipe)
     mesh = None
@@ -72,7 +72,7 @@ def main(folder: Path, data: int, tensor: int, pipe: int, backend: str) -> None:
     place = Place(ModelName("actor"), topo, dist.get_rank(), torch.device("cpu"), mesh, seed=3)
     kind = {"ddp": TrainBackend, "fsdp2": ShardedBackend}[backend]
     model = Model(place, causal_lm(place, config=CONFIG), None)
-    # With this rate, what parameters lose in a step are their gradients.
+    # With SGD and lr=1, a step subtracts exactly the gradient.
     engine = kind(lr=1.0, optimizer="sgd", clip=0.0).initialize(model, FinetuneSpec(1, 8, 8)).running()
     mine, spec = sample(place.data, data), MicroBatchSpec(2)
     outputs = engine.forward(mine, "tokens", spec)
