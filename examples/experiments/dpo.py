@@ -75,7 +75,11 @@ def answer_logprobs(logits: torch.Tensor, sample: SequenceSample) -> torch.Tenso
     """The logarithms of the probabilities of whole answers."""
     each = logprobs_of(logits, sample).split(sample.lengths(TOKENS))
     counts = [len(sequences) for sequences in sample.seqlens[TOKENS]]
-    prompts = sample["prompt_lens"].repeat_interleave(torch.tensor(counts)).tolist()
+    prompts = [
+        length
+        for length, count in zip(sample["prompt_lens"].tolist(), counts, strict=True)
+        for _ in range(count)
+    ]
     return torch.stack([tokens[prompt:].sum() for tokens, prompt in zip(each, prompts, strict=True)])
 
 

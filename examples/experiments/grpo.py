@@ -53,7 +53,7 @@ class GroupActor(Actor):
         def loss(logits: torch.Tensor, part: SequenceSample) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             mask = ~part["prompt_mask"]
             now = logprobs_of(logits, part)
-            lengths = torch.tensor(part.lengths(TOKENS))
+            lengths = torch.tensor(part.lengths(TOKENS), device=now.device)
             each = clipped(now, part["packed_logprobs"], part["gains"].repeat_interleave(lengths), self._clip)
             # An estimate of the divergence that is never negative (Schulman 2020).
             apart = part["packed_ref_logprobs"] - now

@@ -27,8 +27,18 @@ def main(argv: Sequence[str]) -> int:
     start = commands.add_parser("start", help="start a trial, and follow it to its end")
     stop = commands.add_parser("stop", help="end a trial")
     for each in (start, stop):
-        each.add_argument("-e", "--experiment_name", "--experiment-name", required=True, metavar="NAME")
-        each.add_argument("-f", "--trial_name", "--trial-name", required=True, metavar="TRIAL")
+        each.add_argument(
+            *("-e", "--experiment_name", "--experiment-name"),
+            required=True,
+            metavar="NAME",
+            help="a registered experiment: unirun experiment find-config shows their names",
+        )
+        each.add_argument(
+            *("-f", "--trial_name", "--trial-name"),
+            required=True,
+            metavar="TRIAL",
+            help="the name of the trial; you choose it",
+        )
     _start_options(start)
     shown = commands.add_parser("list", help="show all trials and their states")
     for each in (start, stop, shown):
@@ -66,7 +76,7 @@ def _start_options(parser: Any) -> None:
         "--recover-mode",
         choices=("disabled", "auto", "resume", "fault"),
         default="disabled",
-        help="disabled: begin anew and delete old checkpoints; auto: continue from the last one, if any; "
+        help="disabled: begin anew; auto: continue from the last one, if any; "
         "resume: continue, fail without one; fault: begin anew, continue after a failure (disabled)",
     )
     parser.add_argument("--recover-retries", type=int, default=1, help="new starts after a failure (1)")
@@ -76,7 +86,7 @@ def _start_options(parser: Any) -> None:
     parser.add_argument(
         "--ignore-worker-error",
         action="store_true",
-        help="restart model workers and the master without limit (10)",
+        help="restart model workers and the master however often they end, and not ten times at most",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="show the configuration and the graph; start nothing"
@@ -113,11 +123,12 @@ def _start(options: Any) -> int:
         sys.stdout.write(show(config))
         return 0
     starting.refuse_running(root)
+    warn(f"unirun: trial {name}/{trial}, files in {root}")
     retries = options.recover_retries if options.recover_mode in ("auto", "fault") else 0
     while True:
         run_id = f"{mapping['name']}-{secrets.token_hex(3)}"
         path = starting.write_job(about, config, mapping, run_id)
-        code = _run(options, path, scheduling)
+        code = _run(options, path, scheduling, evaluator=config.auto_eval)
         if not code or code in FINAL or not retries:
             return code
         retries -= 1
@@ -128,7 +139,7 @@ def _start(options: Any) -> int:
         mapping["config"]["resume"] = True
 
 
-def _run(options: Any, path: Path, scheduling: Any) -> int:
+def _run(options: Any, path: Path, scheduling: Any, *, evaluator: bool) -> int:
     """Run the job file of a trial, as ``unirun --config`` does."""
     from unirun.cli.run import main as run
 
@@ -136,7 +147,8 @@ def _run(options: Any, path: Path, scheduling: Any) -> int:
     if options.mode == "slurm":
         from unirun.experiments.starting import options_of_slurm
 
-        words.append(f"--slurm={options_of_slurm(scheduling, options.partition, options.nodes)}")
+        needs = options_of_slurm(scheduling, options.partition, options.nodes, evaluator=evaluator)
+        words.append(f"--slurm={needs}")
     elif options.mode == "ssh":
         if not options.hosts:
             raise UsageError("--mode ssh needs hosts", "give --hosts h1:4,h2:4")

@@ -63,7 +63,7 @@ def _serving_faults(config: ExperimentConfig) -> list[Fault]:
             problem = f"n_servers is {manager.n_servers}, and there are {len(servers)} generation servers"
             found.append(Fault("gserver_manager", problem, "make both the same"))
         if manager.model_name.role not in roles:
-            problem = f"it serves {manager.model_name}, which nobody trains"
+            problem = f"it serves {manager.model_name}, which no worker has"
             found.append(Fault("gserver_manager", problem, f"there are: {', '.join(sorted(roles))}"))
         found += [
             Fault(f"gserver_manager.{name}", f"{getattr(manager, name)}", "it is 1 or more")
@@ -122,6 +122,10 @@ def _worker_faults(config: ExperimentConfig) -> list[Fault]:
             for name, count in counts.items()
             if count > 1
         ]
+    if len({worker.base_seed for worker in config.model_worker}) > 1:
+        found.append(Fault("model_worker", "the workers have different base_seeds", "give all of them one"))
+    if any(len(worker.datasets) > 1 for worker in config.model_worker):
+        found.append(Fault("model_worker", "there are several datasets", "a trial has one: join their rows"))
     if len(config.master_worker) != 1:
         found.append(
             Fault("master_worker", f"there are {len(config.master_worker)}", "leave it out: one is made")
@@ -176,6 +180,17 @@ def _model_faults(config: ExperimentConfig) -> list[Fault]:
                     f"there are: {there}",
                 )
             )
+    topologies = derive.topologies(config)
+    for call in config.model_rpcs:
+        ranks = topologies[call.model_name].get_dim("data") if call.model_name in names else 1
+        if call.n_seqs < ranks:
+            found.append(
+                Fault(
+                    f"model_rpcs.{call.name}",
+                    f"n_seqs is {call.n_seqs}, and {call.model_name} has {ranks} data-parallel ranks",
+                    "make n_seqs larger, or have fewer of them",
+                )
+            )
     called = {call.model_name for call in config.model_rpcs}
     hooked = {other for call in config.model_rpcs for other in (*call.reads, *call.writes)}
     found += [
@@ -218,20 +233,34 @@ def _shard_faults(config: ExperimentConfig, name: ModelName) -> list[Fault]:
                 f"ranks are 0 to {size - 1}",
             )
         )
-    models = {(shard.model.type_, repr(shard.model.args)) for shard in mine}
-    if len(models) > 1:
-        found.append(
-            Fault(where, "its shards are of different models", "give all of them the same arguments")
-        )
+    found += [
+        Fault(where, f"its shards differ in {what}", "give all of them the same")
+        for what in ("model", "backend", "eval_dataset")
+        if len({repr(getattr(shard, what)) for shard in mine}) > 1
+    ]
     return found
 
 
 def _role_faults(config: ExperimentConfig) -> list[Fault]:
     found = []
     trainers: dict[str, list[MFCDef]] = {}
+    only_run = {
+        shard.id.model_name
+        for worker in config.model_worker
+        for shard in worker.shards
+        if shard.backend.type_ == "inference"
+    }
     for call in config.model_rpcs:
         if call.interface_type is ModelInterfaceType.TRAIN_STEP:
             trainers.setdefault(call.role, []).append(call)
+            if call.model_name in only_run:
+                found.append(
+                    Fault(
+                        f"model_rpcs.{call.name}",
+                        f"it trains {call.model_name}, whose backend is 'inference'",
+                        "use 'ddp' or 'fsdp2'",
+                    )
+                )
     for role, calls in trainers.items():
         if len(calls) > 1:
             found.append(

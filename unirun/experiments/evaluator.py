@@ -13,6 +13,7 @@ from unirun.experiments.graph import MFCDef, ModelInterfaceType
 from unirun.experiments.layout import topology
 from unirun.experiments.models.api import FinetuneSpec, Model, Place
 from unirun.experiments.models.saving import load_whole
+from unirun.experiments.records import means
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
 from unirun.roles import BaseWorkload, trainer_invocation
 
@@ -46,9 +47,7 @@ class EvaluatorProcess(BaseWorkload):
     def evaluate(self, path: str) -> dict[str, float]:
         """The figures of the model that was saved in this directory."""
         load_whole(self._model, Path(path))
-        sums = dict(self._interface.evaluate(self._model, self._sample))
-        count = sums.pop("count", 1.0)
-        return {key: value / max(count, 1.0) for key, value in sums.items()}
+        return means([self._interface.evaluate(self._model, self._sample)])
 
 
 def trained(role: str, calls: list[MFCDef]) -> MFCDef:

@@ -228,6 +228,10 @@ def _call_faults(
     faults = []
     if call.n_seqs < 1:
         faults.append(Fault(where, f"n_seqs={call.n_seqs}", "it is 1 or more"))
+    if call.mb_spec.n_mbs < 1 or call.mb_spec.max_tokens_per_mb < 1:
+        faults.append(Fault(where, f"mb_spec is {call.mb_spec}", "both are 1 or more"))
+    if not call.input_keys:
+        faults.append(Fault(where, "it needs no data", "name the keys that it needs in input_keys"))
     for key in call.input_keys:
         if key in call.output_keys:
             faults.append(
@@ -310,17 +314,19 @@ def _and(names: Collection[str]) -> str:
 
 def with_hooks(calls: Sequence[MFCDef], shared: Collection[ModelName]) -> list[MFCDef]:
     """The calls, with automatic hooks. If a role is trained, each other replica gets the parameters before each of
-    its calls. If that replica is in `shared` (models that share workers with other models), it is offloaded after each
-    call."""
+    its calls, unless it is a moving average. If that replica is in `shared` (models that share workers with other
+    models), it is offloaded after each call."""
     trained = {
         call.role: call.model_name for call in calls if call.interface_type is ModelInterfaceType.TRAIN_STEP
     }
+    hooks = [hook for call in calls for hook in (*call.pre_hooks, *call.post_hooks)]
+    averages = {hook.target for hook in hooks if isinstance(hook, ParamReallocHook) and hook.eta < 1.0}
     found = []
     for call in calls:
         source = trained.get(call.role)
         if source is not None and call.model_name != source:
             sources = [h for h in call.pre_hooks if isinstance(h, ParamReallocHook) and h.source is not None]
-            if not sources:
+            if not sources and call.model_name not in averages:
                 call = call.hooked(pre=ParamReallocHook(source=source))
             if call.model_name in shared:
                 call = call.hooked(post=OffloadHook())

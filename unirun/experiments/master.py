@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from unirun.errors import PeerLost, RemoteError, TrainingFailed, UsageError, WorkerLost
+from unirun.errors import CheckpointDamaged, PeerLost, RemoteError, TrainingFailed, UsageError, WorkerLost
 from unirun.experiments.control import Every
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.evaluator import trained
@@ -19,7 +20,7 @@ from unirun.experiments.graph import Hook, MFCDef, ModelInterfaceType, ParamReal
 from unirun.experiments.layout import ModelName
 from unirun.experiments.models.api import FinetuneSpec
 from unirun.experiments.orders import Answer, Order, Traffic, dispatch, seed_of
-from unirun.experiments.records import EVALUATIONS, STEPS, Records, SavedModels
+from unirun.experiments.records import CHECKPOINTS, EVALUATIONS, STEPS, Records, SavedModels, means
 from unirun.experiments.recovery import RecoverInfo, Recovery
 from unirun.experiments.walking import startable
 from unirun.reporting import report
@@ -49,7 +50,19 @@ class MasterWorkerProcess(BaseTrainer):
         return not self._failed
 
     def init(self) -> None:
-        """Read the configuration, and find out what there is to train on."""
+        """Read the configuration."""
+        with self._errors_come_again():
+            self._read()
+
+    @contextlib.contextmanager
+    def _errors_come_again(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self._failed = True
+            raise
+
+    def _read(self) -> None:
         self._trial = trial_of(self.config)
         import_modules(self._trial.modules, self._trial.folder)
         config = resolve(self._trial.experiment, self._trial.overrides)
@@ -66,16 +79,23 @@ class MasterWorkerProcess(BaseTrainer):
         self._group: Any = self.RG_MODEL_WORKER
         self._attempt = int(time.time() * 1000)
         self._records = Records(self._root)
-        saved = trained(config.evaluator.role, [*self._graph.calls.values()]).role if config.auto_eval else ""
-        evaluator: Any = getattr(self, "RG_EVALUATOR") if config.auto_eval else None  # noqa: B009 - no type knows it
-        self._saves = SavedModels(self._records, self._root / "checkpoints" / saved, evaluator)
+        self._saved = (
+            trained(config.evaluator.role, [*self._graph.calls.values()]).role if config.auto_eval else ""
+        )
 
     def fit(self) -> dict[str, float]:
         """Train to the end. Returns the figures of the last step."""
+        with self._errors_come_again():
+            return self._fit()
+
+    def _fit(self) -> dict[str, float]:
         if not self._trial.resume and self.load_state() is None:
             self._recovery.clear()
+            self._records.set_aside()
         # If this process dies, its successor continues from the last checkpoint.
         self.save_state(b"begun")
+        evaluator: Any = getattr(self, "RG_EVALUATOR") if self._saved else None  # noqa: B009 - no type knows it
+        self._saves = SavedModels(self._records, self._root / CHECKPOINTS / self._saved, evaluator)
         failed, last = 0, -1
         figures: dict[str, float] = {}
         info: RecoverInfo | None = None
@@ -95,7 +115,6 @@ class MasterWorkerProcess(BaseTrainer):
             except Exception as error:
                 at = info.step if info is not None else last
                 if not isinstance(error, LOST) and not self._lost_meanwhile():
-                    self._failed = True
                     raise TrainingFailed(f"the trial has failed in step {at + 1}: {error}") from error
                 failed = failed + 1 if at == last else 1
                 last = at
@@ -106,8 +125,6 @@ class MasterWorkerProcess(BaseTrainer):
 
     def _begin(self) -> RecoverInfo:
         """Have all workers go on from the last checkpoint, or begin."""
-        self._attempt += 1
-        self._generation = self._generation_now()
         group = self._group
         samples = max(setup.samples for setup in group.about.options(idempotent=True, retries=10).call())
         n_seqs = self._source.n_seqs
@@ -117,14 +134,26 @@ class MasterWorkerProcess(BaseTrainer):
                 "make n_seqs smaller, or the dataset larger",
             )
         self._samples, self._steps = samples, samples // n_seqs
-        info = self._recovery.latest()
         spec = FinetuneSpec(self._control.total_train_epochs, samples, n_seqs)
         restore = group.restore.options(idempotent=True, retries=10)
-        found = restore.call(self._attempt, info.step if info is not None else None, spec)
+        while True:
+            self._attempt += 1
+            self._generation = self._generation_now()
+            info = self._recovery.latest()
+            try:
+                found = restore.call(self._attempt, info.step if info is not None else None, spec)
+            except CheckpointDamaged as error:
+                assert info is not None
+                report(f"unirun: {error}; an earlier checkpoint is used")
+                self._recovery.discard(info.step)
+                continue
+            # A worker that has died after it was ready is not ready, and the groups of the others have ended.
+            if self._generation_now() == self._generation:
+                break
+        self._records.drop_after(info.step if info is not None else -1)
         if info is None:
             info = RecoverInfo(versions={name: v for each in found for name, v in each.items()})
-        self._generation = self._generation_now()
-        self._records.drop_after(info.step)
+        self._used = [*info.used_ids]
         return info
 
     def _generation_now(self) -> int:
@@ -158,11 +187,14 @@ class MasterWorkerProcess(BaseTrainer):
             for call in self._graph.calls.values()
             if call.interface_type is ModelInterfaceType.TRAIN_STEP
         }
+        self._used.extend(batch.ids)
+        if ended:
+            self._used.clear()
         info = RecoverInfo(
             info.step + 1,
             info.epoch + ended,
             0 if ended else epoch_step,
-            () if ended else (*info.used_ids, *batch.ids),
+            (),
             info.frequencies.passed(epochs=int(ended), steps=1, secs=seconds),
             {name: version + (name in trained) for name, version in info.versions.items()},
         )
@@ -225,7 +257,9 @@ class MasterWorkerProcess(BaseTrainer):
                 metas = [answer.meta for answer in answers if answer.meta is not None]
                 if metas:
                     batch = batch.update(SequenceSample.gather(metas))
-                for key, value in next((a.figures for a in answers if a.figures), {}).items():
+                told = [answer.figures for answer in answers if answer.figures]
+                evaluates = self._graph.calls[name].interface_type is ModelInterfaceType.EVALUATE
+                for key, value in (means(told) if evaluates else told[0] if told else {}).items():
                     figures[f"{name}/{key}"] = value
         moved, needed = float(self._traffic.moved), float(self._traffic.needed)
         return {**figures, "bytes_moved": moved, "bytes_needed": needed}
@@ -292,13 +326,13 @@ class MasterWorkerProcess(BaseTrainer):
         models = [str(name) for name in self._resolved.instantiated]
         self._recovery.prepare(info.step, models)
         self._group.checkpoint.call(self._attempt, info.step)
-        self._recovery.commit(info)
+        self._recovery.commit(replace(info, used_ids=tuple(self._used)))
 
     def _save(self, info: RecoverInfo) -> None:
         """Write all models that are trained, for others to use."""
         for call in self._graph.calls.values():
             if call.interface_type is ModelInterfaceType.TRAIN_STEP:
-                path = self._root / "checkpoints" / call.role / f"step{info.step:06}"
+                path = self._root / CHECKPOINTS / call.role / f"step{info.step:06}"
                 if path.exists():
                     continue
                 part = path.with_name(f".{path.name}.partial")
@@ -313,12 +347,8 @@ class MasterWorkerProcess(BaseTrainer):
         for call in self._graph.calls.values():
             if call.interface_type is not ModelInterfaceType.TRAIN_STEP:
                 continue
-            sums: dict[str, float] = {}
-            for found in self._group.evaluate.call(self._attempt, call.name):
-                for key, value in (found or {}).items():
-                    sums[key] = sums.get(key, 0.0) + value
-            count = sums.pop("count", 0.0)
-            figures |= {f"{call.name}/eval_{key}": value / max(count, 1.0) for key, value in sums.items()}
+            found = self._group.evaluate.call(self._attempt, call.name)
+            figures |= {f"{call.name}/eval_{key}": value for key, value in means(filter(None, found)).items()}
         self._latest = figures
         if figures:
             self._write(EVALUATIONS, info.step, figures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from unirun.errors import PeerLost, UnirunError
+from unirun.errors import PeerLost, UnirunError, UsageError
 from unirun.experiments.config import ExperimentConfig, Resolved, StandaloneModelShardAbstraction
 from unirun.experiments.data.datasets import Dataset, DatasetUtility, load_tokenizer
 from unirun.experiments.data.sample import SequenceSample
@@ -86,6 +87,11 @@ class ModelWorkerProcess(BaseWorkload):
         for shard in self._shards.values():
             shard.backend.destroy(shard.model)
         self._shards.clear()
+        self._shelf.forget()
+        # Before the new ones are made, as there may not be memory for both.
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
         # Interfaces may keep state of the attempt that failed, and it may differ between ranks.
         self._interfaces.clear()
         for name, topo in sorted(self._resolved.topologies.items()):
@@ -152,7 +158,8 @@ class ModelWorkerProcess(BaseWorkload):
     def _run(self, definition: MFCDef, model: Model, sample: SequenceSample) -> Any:
         interface = self._interface(definition)
         run = getattr(interface, definition.interface_type.value)
-        found = run(model, sample, definition.mb_spec)
+        evaluates = definition.interface_type is ModelInterfaceType.EVALUATE
+        found = run(model, sample) if evaluates else run(model, sample, definition.mb_spec)
         if definition.interface_type is ModelInterfaceType.TRAIN_STEP:
             model.version += 1
         return found
@@ -217,8 +224,16 @@ class ModelWorkerProcess(BaseWorkload):
         if definition.model_name not in self._held_out:
             chosen = shard.about.eval_dataset
             dataset = DATASETS.find(chosen.type_)(DatasetUtility(self._tokenizer, place.seed), **chosen.args)
-            indices = range(place.data, len(dataset), place.topo.get_dim("data"))
+            ranks = place.topo.get_dim("data")
+            if len(dataset) < ranks:
+                raise UsageError(
+                    f"the held-out dataset of {definition.model_name} has {len(dataset)} samples, and the model "
+                    f"has {ranks} data-parallel ranks",
+                    "make it larger",
+                )
+            indices = range(place.data, len(dataset), ranks)
             self._held_out[definition.model_name] = SequenceSample.gather([dataset[i] for i in indices])
+        self._fetch(shard)
         found = self._interface(definition).evaluate(shard.model, self._held_out[definition.model_name])
         return found if place.speaks else None
 

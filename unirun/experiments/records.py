@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 STEPS, EVALUATIONS, SAVES = "steps.jsonl", "evaluations.jsonl", "saves.jsonl"
+CHECKPOINTS = "checkpoints"
+"""The directory of saved models."""
 
 
 class Records:
@@ -32,6 +34,18 @@ class Records:
                 continue
         return found
 
+    def set_aside(self) -> None:
+        """The trial begins anew: move these files and the saved models of the run before to ``earlier/1``, …"""
+        there = [self._root / name for name in (STEPS, EVALUATIONS, SAVES, CHECKPOINTS)]
+        there = [path for path in there if path.exists()]
+        if there:
+            top = self._root / "earlier"
+            top.mkdir(exist_ok=True)
+            folder = top / str(1 + max((int(path.name) for path in top.iterdir()), default=0))
+            folder.mkdir()
+            for path in there:
+                path.rename(folder / path.name)
+
     def drop_after(self, step: int) -> None:
         """Drop the lines of steps after `step`: the trial continues there and writes them again."""
         for name in (STEPS, EVALUATIONS):
@@ -46,20 +60,31 @@ class SavedModels:
 
     def __init__(self, records: Records, folder: Path, evaluator: Any | None) -> None:
         self._records, self._folder, self._evaluator = records, folder, evaluator
-        self._asked: dict[str, Any] = {}
+        self._asked: tuple[str, Any] | None = None
         self._known = {str(line["save"]) for line in records.read(SAVES)}
 
     def follow(self, *, to_end: bool) -> None:
-        """Ask for what is new, and write what is known by now; with `to_end`, wait for all of it."""
-        if self._evaluator is None:
-            return
-        for path in sorted(self._folder.glob("step*")):
-            if path.name not in self._known:
-                self._known.add(path.name)
-                self._asked[path.name] = self._evaluator.evaluate.call_async(str(path))
-        while self._asked:
-            name, ref = next(iter(self._asked.items()))
+        """Write what is known by now, and ask for the next one; with `to_end`, wait for all of them."""
+        while self._evaluator is not None:
+            if self._asked is None:
+                new = sorted(path for path in self._folder.glob("step*") if path.name not in self._known)
+                if not new:
+                    return
+                # One at a time, as the deadline of a call begins when it is made.
+                self._asked = new[0].name, self._evaluator.evaluate.call_async(str(new[0]))
+            name, ref = self._asked
             if not to_end and not ref.done():
                 return
             self._records.write(SAVES, {"save": name, **ref.result()})
-            del self._asked[name]
+            self._known.add(name)
+            self._asked = None
+
+
+def means(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The sums of all ranks, divided by the sum of their ``count``."""
+    sums: dict[str, float] = {}
+    for some in found:
+        for key, value in some.items():
+            sums[key] = sums.get(key, 0.0) + value
+    count = sums.pop("count", 1.0)
+    return {key: value / max(count, 1.0) for key, value in sums.items()}

@@ -98,6 +98,10 @@ class Recovery:
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointDamaged(f"{path} cannot be read: {error}") from error
 
+    def discard(self, step: int) -> None:
+        """A checkpoint cannot be read: it is none from now on."""
+        (self.path(step) / FILE).rename(self.path(step) / f"{FILE}.damaged")
+
     def clear(self) -> None:
         """The trial begins anew."""
         shutil.rmtree(self._root, ignore_errors=True)

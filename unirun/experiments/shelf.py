@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -101,6 +102,11 @@ class Shelf:
         with self._lock:
             self._models[name] = tensors
 
+    def forget(self) -> None:
+        """There are no models any more."""
+        with self._lock:
+            self._models.clear()
+
     def answer(self, body: bytes, reply: Reply) -> None:
         """Answer another process."""
         try:
@@ -142,6 +148,14 @@ Lines = Callable[[int], Line]
 """The connection to a rank. Raises `PeerLost` when it cannot be reached."""
 
 
+@dataclass(frozen=True)
+class _Question:
+    """What another process was asked, and its answer."""
+
+    head: bytes
+    future: Future[Parcel]
+
+
 class Getting:
     """Asks other shelves. `traffic` is what that has cost so far."""
 
@@ -155,7 +169,7 @@ class Getting:
     ) -> SequenceSample:
         """The sample `meta` with its data. `where` has, for each key and id, the ranks that hold it. Received data
         is kept on this shelf, so that it is sent once."""
-        asked: list[tuple[str, list[int], int, Future[Parcel]]] = []
+        asked: list[tuple[str, list[int], int, _Question]] = []
         for key in meta.keys:
             missing: dict[int, list[int]] = {}
             size = meta.dtypes[key].itemsize * math.prod(meta.trailing[key])
@@ -167,8 +181,8 @@ class Getting:
             for rank, places in missing.items():
                 want = WantData(step, key, tuple(meta.ids[at] for at in places))
                 asked.append((key, places, rank, self._ask(rank, want)))
-        for key, places, rank, future in asked:
-            (buffer,) = self._answer(rank, future, 1)[1]
+        for key, places, rank, question in asked:
+            (buffer,) = self._answer(rank, question, 1)[1]
             some = meta.select([key]).reorder(places)
             shape = (some.total(key), *meta.trailing[key])
             self._shelf.put(
@@ -234,14 +248,17 @@ class Getting:
         """Forget the layouts of all ranks: they may have changed after a restart."""
         self._layouts.clear()
 
-    def _ask(self, rank: int, want: Any) -> Future[Parcel]:
-        return self._lines(rank).ask(encode(Ask(NAME, msgspec.Raw(msgspec.json.encode(want)))))
+    def _ask(self, rank: int, want: Any) -> _Question:
+        head = encode(Ask(NAME, msgspec.Raw(msgspec.json.encode(want))))
+        return _Question(head, self._lines(rank).ask(head))
 
-    def _answer(
-        self, rank: int, future: Future[Parcel], buffers: int
-    ) -> tuple[Shelved, tuple[memoryview, ...]]:
+    def _answer(self, rank: int, question: _Question, buffers: int) -> tuple[Shelved, tuple[memoryview, ...]]:
         try:
-            parcel = future.result(self._timeout)
+            try:
+                parcel = question.future.result(self._timeout)
+            except PeerLost:
+                # The connection may have broken between two that live.
+                parcel = self._lines(rank).ask(question.head).result(self._timeout)
         except TimeoutError as error:
             raise PeerLost(
                 f"rank {rank} has not answered within {self._timeout:g} s", "is it stopped?", worker=str(rank)

@@ -113,6 +113,8 @@ def job_mapping(
     }
     if not workers.gpu:
         role["device"] = "cpu"
+        # On a host with GPUs they see none.
+        role["env"] = {"CUDA_VISIBLE_DEVICES": "", **role["env"]}
     elif workers.gpu > 1:
         role["slots"] = workers.gpu
     roles = {"model_worker": role}
@@ -121,6 +123,8 @@ def job_mapping(
         roles["evaluator"] = {**role, "count": 1, "workload": workload}
     return {
         "name": f"{trial.experiment}-{trial.trial}",
+        # Each worker sees its own devices only.
+        "virtual_local_rank": True,
         "roles": roles,
         "trainer": {
             "class": "unirun.experiments.master:MasterWorkerProcess",
@@ -151,11 +155,10 @@ def _replace(path: Path, data: bytes) -> None:
     os.replace(part, path)
 
 
-def options_of_slurm(scheduling: ExperimentScheduling, partition: str, nodes: int) -> str:
-    """The ``--slurm`` of a trial: what its model workers need, on so many nodes."""
-    group = scheduling.model_worker
-    each = -(-group.count // nodes)
-    needs = group.scheduling
+def options_of_slurm(scheduling: ExperimentScheduling, partition: str, nodes: int, *, evaluator: bool) -> str:
+    """The ``--slurm`` of a trial: what its model workers need, and its `evaluator` if it has one, on so many nodes."""
+    each = -(-(scheduling.model_worker.count + evaluator) // nodes)
+    needs = scheduling.model_worker.scheduling
     words: Sequence[tuple[str, str]] = [
         ("nodes", str(nodes)),
         ("partition", partition),

@@ -54,9 +54,10 @@ class Formation:
         if not self.outdated:
             return
         self._groups.end_outdated()
-        if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
-            group = c10d._get_default_group()
-            threading.Thread(target=group.abort, name="unirun-abort", daemon=True).start()
+        # All groups of this process have ranks of its role. NCCL has other connections than sockets.
+        for group, (backend, _) in list(c10d._world.pg_map.items()):
+            if "nccl" in str(backend):
+                threading.Thread(target=group.abort, name="unirun-abort", daemon=True).start()
         if self._watching.acquire(blocking=False):
             threading.Thread(target=self._watch, name="unirun-stuck", daemon=True).start()
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
+from unirun.errors import PeerLost
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.shelf import NAME, Getting, Lines, Shelf
 from unirun.roles.transport.protocol import Parcel
@@ -31,8 +32,15 @@ class Wire:
     def __init__(self, shelf: Shelf) -> None:
         self.shelf = shelf
         self.asked: list[dict[str, Any]] = []
+        self.breaks = 0
+        """How often the connection still breaks."""
 
     def ask(self, head: bytes) -> Future[Parcel]:
+        if self.breaks:
+            self.breaks -= 1
+            lost: Future[Parcel] = Future()
+            lost.set_exception(PeerLost("the connection has ended", worker="1"))
+            return lost
         question = msgspec.json.decode(head, type=Ask)
         assert question.name == NAME
         self.asked.append(msgspec.json.decode(question.body))

@@ -117,10 +117,28 @@ class TestTopologies:
             "pipe 1 × data 2 × tensor 1; pipe 1 × data 1 × tensor 2"
         )
 
-    def test_shards_are_of_different_models(self) -> None:
+    def test_shards_are_of_different_models_or_backends(self) -> None:
         config = sft(data=2)
         config.model_worker[1].shards[0].model = ModelAbstraction(NETWORK.type_, {"layers": 3})
-        assert only(config) == "models.actor@0: its shards are of different models"
+        config.model_worker[1].shards[0].backend = ModelBackendAbstraction(BACKEND.type_, {"lr": 1.0})
+        assert said(faults_of(config)) == [
+            "models.actor@0: its shards differ in model",
+            "models.actor@0: its shards differ in backend",
+        ]
+
+    def test_there_are_more_data_parallel_ranks_than_sequences(self) -> None:
+        config = config_of([call("train", ["prompt"], kind=TRAIN, n_seqs=2)], {ACTOR: at(topology(data=3))})
+        assert only(config) == "model_rpcs.train: n_seqs is 2, and actor@0 has 3 data-parallel ranks"
+
+    def test_a_model_is_trained_whose_backend_only_runs_it(self) -> None:
+        config = sft()
+        config.model_worker[0].shards[0].backend = ModelBackendAbstraction("inference")
+        assert only(config) == "model_rpcs.train: it trains actor@0, whose backend is 'inference'"
+
+    def test_workers_draw_from_different_seeds(self) -> None:
+        config = sft(data=2)
+        config.model_worker[1].base_seed = 7
+        assert only(config) == "model_worker: the workers have different base_seeds"
 
 
 class TestModels:
@@ -188,18 +206,18 @@ class TestNames:
         (only,) = worker.shards
         only.model, only.backend = ModelAbstraction("no-model"), ModelBackendAbstraction("no-backend")
         only.eval_dataset = DatasetAbstraction("no-held-out")
-        worker.datasets.append(DatasetAbstraction("no-dataset"))
+        worker.datasets[0] = DatasetAbstraction("no-dataset")
         absent = ModelInterfaceAbstraction("no-interface")
         config.model_rpcs[0] = msgspec.structs.replace(config.model_rpcs[0], interface_impl=absent)
         found = faults_of(config)
-        assert said(found) == [
+        assert said(found)[:5] == [
             "model_rpcs.train: no interface is registered as 'no-interface'",
             "model_worker.0: no model is registered as 'no-model'",
             "model_worker.0: no backend is registered as 'no-backend'",
             "model_worker.0: no dataset is registered as 'no-held-out'",
             "model_worker.0: no dataset is registered as 'no-dataset'",
         ]
-        assert all("tests-" in fault.remedy for fault in found)
+        assert all("tests-" in fault.remedy for fault in found[:5])
 
     def test_a_name_that_several_workers_use_is_told_once(self) -> None:
         config = sft(data=3)
@@ -210,13 +228,17 @@ class TestNames:
 
 class TestDatasets:
     def test_the_workers_of_the_first_call_have_none(self) -> None:
-        calls = [call("a", (), ["x"]), call("b", ["x"], model=CRITIC)]
+        calls = [call("a", ["prompt"], ["x"]), call("b", ["x"], model=CRITIC)]
         config = config_of(calls, {ACTOR: at(topology(data=3)), CRITIC: at()})
         for worker in config.model_worker[1:]:
             worker.datasets = []
         assert only(config) == (
             "model_worker: a begins with data, and the workers 1-2 of actor@0 have no datasets"
         )
+
+    def test_there_are_several(self) -> None:
+        config = config_of([call("a", ["prompt"])], {ACTOR: at()}, [PROMPTS, PROMPTS])
+        assert only(config) == "model_worker: there are several datasets"
 
     def test_they_have_different_ones(self) -> None:
         config = sft(data=2)
@@ -382,12 +404,12 @@ class TestServers:
         config = self.with_servers(servers=2)
         assert only(config) == "gserver_manager: n_servers is 1, and there are 2 generation servers"
 
-    def test_a_model_that_nobody_trains(self) -> None:
+    def test_a_model_that_no_worker_has(self) -> None:
         nobody = ModelName("nobody")
         config = self.with_servers(
             managers=[self.manager(model_name=nobody)], rollouts=[self.rollout(model_name=nobody)]
         )
-        assert only(config) == "gserver_manager: it serves nobody@0, which nobody trains"
+        assert only(config) == "gserver_manager: it serves nobody@0, which no worker has"
 
     def test_a_worker_that_asks_for_another_model(self) -> None:
         config = self.with_servers(rollouts=[self.rollout(model_name=COPY)])

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.experiments.setups import ACTOR, COPY, CRITIC, TRAIN, call, realloc, said
+from tests.unit.experiments.setups import ACTOR, COPY, CRITIC, GENERATE, TRAIN, call, realloc, said
 from unirun.errors import SpecError
 from unirun.experiments.graph import (
     Graph,
     Hook,
     MFCDef,
+    MicroBatchSpec,
     OffloadHook,
     ParamReallocHook,
     build_graph,
@@ -172,6 +173,13 @@ class TestWhatIsWrong:
     def test_no_sequences(self) -> None:
         assert only([call("a", ["prompt"], n_seqs=0)]) == "model_rpcs.a: n_seqs=0"
 
+    def test_a_call_that_needs_no_data(self) -> None:
+        assert said(graph_faults([call("a", (), ["x"])], ())) == ["model_rpcs.a: it needs no data"]
+
+    def test_micro_batches_that_are_none(self) -> None:
+        (fault,) = graph_faults([call("a", ["x"], mb_spec=MicroBatchSpec(0, 1))], ["x"])
+        assert "MicroBatchSpec(n_mbs=0, max_tokens_per_mb=1)" in fault.problem
+
     def test_calls_with_different_numbers_of_sequences(self) -> None:
         calls = [call("a", ["prompt"], ["x"], n_seqs=4), call("b", ["x"], n_seqs=8)]
         assert only(calls) == "model_rpcs: calls differ in n_seqs: a 4, b 8"
@@ -285,6 +293,15 @@ class TestHooksThatAreAdded:
     def test_one_that_says_from_where_its_parameters_come_keeps_that(self) -> None:
         averages = call("generate", ["prompt"], model=COPY, pre_hooks=(realloc(ACTOR, 0.1),))
         assert with_hooks([self.CALLS[0], averages], ())[1] == averages
+
+    def test_one_that_is_a_moving_average_is_not_overwritten(self) -> None:
+        average = ParamReallocHook(target=COPY, eta=0.1)
+        calls = [
+            call("gen", ["prompt"], ["x"], model=COPY, kind=GENERATE),
+            call("train", ["x"], kind=TRAIN, post_hooks=(average,)),
+        ]
+        first, last = with_hooks(calls, shared=())
+        assert (first.pre_hooks, last.post_hooks) == ((), (average,))
 
     def test_a_role_that_is_not_trained_gets_nothing(self) -> None:
         calls = [call("a", ["prompt"]), call("b", ["prompt"], model=COPY)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from unirun.experiments.records import EVALUATIONS, SAVES, STEPS, Records, SavedModels
+from unirun.experiments.records import CHECKPOINTS, EVALUATIONS, SAVES, STEPS, Records, SavedModels, means
 
 
 @pytest.fixture
@@ -48,6 +48,29 @@ class TestRecords:
         records.write(STEPS, {"step": 2})
         assert [line["step"] for line in records.read(STEPS)] == [1, 2]
 
+    def test_what_a_run_before_has_left_is_set_aside(self, records: Records, tmp_path: Path) -> None:
+        for number in (1, 2):
+            records.write(STEPS, {"step": number})
+            (tmp_path / CHECKPOINTS / "actor" / f"step{number}").mkdir(parents=True)
+            records.set_aside()
+            assert records.read(STEPS) == []
+            assert not (tmp_path / CHECKPOINTS).exists()
+            folder = tmp_path / "earlier" / str(number)
+            assert Records(folder).read(STEPS) == [{"step": number}]
+            assert (folder / CHECKPOINTS / "actor" / f"step{number}").is_dir()
+        records.set_aside()
+        assert len([*(tmp_path / "earlier").iterdir()]) == 2
+
+
+def test_sums_of_ranks_are_divided_by_their_counts() -> None:
+    assert means([{"loss": 6.0, "count": 1.0}, {"loss": 2.0, "right": 3.0, "count": 3.0}]) == {
+        "loss": 2.0,
+        "right": 0.75,
+    }
+    assert means([{"loss": 2.0}]) == {"loss": 2.0}
+    assert means([{"loss": 0.0, "count": 0.0}]) == {"loss": 0.0}
+    assert means([]) == {}
+
 
 class Evaluator:
     """A role that evaluates when the test says so."""
@@ -75,12 +98,12 @@ class TestSavedModels:
         (saves / ".step000003.partial").mkdir()
         models.follow(to_end=False)
         models.follow(to_end=False)
-        assert [*evaluator.asked] == ["step000001", "step000002"]
-        assert records.read(SAVES) == []
-        evaluator.asked["step000002"].set_result({"loss": 2.0})
-        models.follow(to_end=False)
+        assert [*evaluator.asked] == ["step000001"]
         assert records.read(SAVES) == []
         evaluator.asked["step000001"].set_result({"loss": 1.0})
+        models.follow(to_end=False)
+        assert [*evaluator.asked] == ["step000001", "step000002"]
+        evaluator.asked["step000002"].set_result({"loss": 2.0})
         models.follow(to_end=False)
         assert records.read(SAVES) == [
             {"save": "step000001", "loss": 1.0},

@@ -103,6 +103,16 @@ class TestData:
         ):
             workers.getting(0).data(4, whole.meta(), where)
 
+    def test_it_is_asked_for_again_over_another_connection(self) -> None:
+        workers, whole = Workers(2), batch()
+        where = spread(workers, whole, [1] * len(whole))
+        workers.wires[1].breaks = 1
+        check_same(workers.getting(0).data(0, whole.meta(), where), whole)
+        workers.wires[1].breaks = 5
+        workers.shelves[0].begin(1)
+        with pytest.raises(PeerLost, match="the connection has ended"):
+            workers.getting(0).data(0, whole.meta(), where)
+
     def test_data_that_is_not_there_is_told(self) -> None:
         workers, whole = Workers(2), batch()
         spread(workers, whole, [0] * 4)

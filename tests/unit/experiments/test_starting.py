@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from tests.unit.collocation.jobs import hosts, masks
 from tests.unit.experiments.setups import PROMPTS, ppo
+from unirun.collocation import place
 from unirun.errors import UsageError
 from unirun.experiments.config import (
     AutomaticEvaluator,
@@ -40,6 +42,7 @@ from unirun.experiments.starting import (
 from unirun.launcher.slurm.options import parse_slurm
 from unirun.observe import JobStatus, write_status
 from unirun.rendezvous import create_job
+from unirun.spec.parse import parse_job
 from unirun.wire import new_token
 
 
@@ -94,8 +97,18 @@ class TestTheJob:
         assert found["trainer"]["env"] == {"B": "2"}
         assert [*found["roles"]] == ["model_worker"]
 
-    def test_workers_that_need_no_device_have_none(self, config: ExperimentConfig) -> None:
-        assert job_mapping(trial(), config, two())["roles"]["model_worker"]["device"] == "cpu"
+    def test_workers_that_need_no_device_have_and_see_none(self, config: ExperimentConfig) -> None:
+        role = job_mapping(trial(), config, two())["roles"]["model_worker"]
+        assert role["device"] == "cpu"
+        assert role["env"] == {"CUDA_VISIBLE_DEVICES": ""}
+
+    @pytest.mark.parametrize(("gpus", "expected"), [(1, [("0",), ("1",)]), (2, [("0", "1"), ("2", "3")])])
+    def test_each_worker_sees_its_own_devices_only(
+        self, config: ExperimentConfig, gpus: int, expected: list[tuple[str, ...]]
+    ) -> None:
+        mapping = {**job_mapping(trial(), config, two(gpu=gpus)), "preload": []}
+        spec = parse_job(mapping, count_slots=lambda *_: 4, run_id="x")
+        assert masks(place(spec, hosts("devices=4"))[1])["model_worker"] == expected
 
     def test_modules_that_take_long_to_import_are_imported_once(self, config: ExperimentConfig) -> None:
         assert job_mapping(trial(), config, two(), ("slow",))["preload"] == [*PRELOAD, "slow"]
@@ -213,14 +226,21 @@ class TestHowItStands:
 class TestSlurm:
     def test_what_workers_need_is_asked_of_each_node(self) -> None:
         group = TasksGroup(10, Scheduling(cpu=3, gpu=1, mem=1000, time_limit="2:00:00"))
-        found = options_of_slurm(ExperimentScheduling(group), "gpus", 4)
+        found = options_of_slurm(ExperimentScheduling(group), "gpus", 4, evaluator=False)
         assert found == ("nodes=4,partition=gpus,cpus_per_task=10,gpus_per_node=3,mem=3000M,time=2:00:00")
 
+    def test_an_evaluator_needs_as_much_as_a_model_worker(self) -> None:
+        scheduling = ExperimentScheduling(TasksGroup(4, Scheduling(cpu=1, gpu=1)))
+        assert "gpus_per_node=2" in options_of_slurm(scheduling, "", 2, evaluator=False)
+        assert "gpus_per_node=3" in options_of_slurm(scheduling, "", 2, evaluator=True)
+
     def test_what_is_not_needed_is_left_out(self) -> None:
-        assert options_of_slurm(two(), "", 1) == "nodes=1,cpus_per_task=3"
+        assert options_of_slurm(two(), "", 1, evaluator=False) == "nodes=1,cpus_per_task=3"
 
     def test_lists_of_nodes_are_read_as_they_were_written(self) -> None:
-        text = options_of_slurm(two(nodelist="n[1-3],n7", exclude="n2,n9", begin="now+1hour"), "a,b", 2)
+        text = options_of_slurm(
+            two(nodelist="n[1-3],n7", exclude="n2,n9", begin="now+1hour"), "a,b", 2, evaluator=False
+        )
         (component,) = parse_slurm([text]).components
         assert component.options["nodelist"] == "n[1-3],n7"
         assert component.options["exclude"] == "n2,n9"

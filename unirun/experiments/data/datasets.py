@@ -131,8 +131,10 @@ class _Rows:
         return torch.tensor(self._util.tokenizer.encode(text)[: self._max], dtype=torch.long)
 
     def _ended(self, text: str) -> torch.Tensor:
-        tokens = [*self._util.tokenizer.encode(text), self._util.tokenizer.eos_token_id]
-        return torch.tensor(tokens, dtype=torch.long)
+        tokenizer = self._util.tokenizer
+        # Those of transformers begin each text with a token of their own: an answer goes on with its prompt.
+        more = {"add_special_tokens": False} if hasattr(tokenizer, "all_special_tokens") else {}
+        return torch.tensor([*tokenizer.encode(text, **more), tokenizer.eos_token_id], dtype=torch.long)
 
     def _id(self, index: int) -> list[str]:
         return [str(self._rows[index].get("id", index))]

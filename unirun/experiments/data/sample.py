@@ -179,26 +179,39 @@ class SequenceSample:
             {**self.metadata, **other.metadata},
         )
 
+    def to(self, device: torch.device) -> SequenceSample:
+        """The same with its tensors on this device."""
+        data = None if self.data is None else {key: tensor.to(device) for key, tensor in self.data.items()}
+        return SequenceSample(self.ids, self.seqlens, self.dtypes, self.trailing, data, self.metadata)
+
     def reorder(self, places: Sequence[int]) -> SequenceSample:
         """The ids at these places, in this order: all, or some of them."""
-        data: dict[str, torch.Tensor] | None = None
-        if self.data is not None:
-            data = {}
-            for key, tensor in self.data.items():
-                parts = tensor.split(self.sizes(key))
-                data[key] = torch.cat([parts[at] for at in places]) if places else tensor[:0]
-        return SequenceSample(
-            tuple(self.ids[at] for at in places),
-            {key: [lengths[at] for at in places] for key, lengths in self.seqlens.items()},
-            self.dtypes,
-            self.trailing,
-            data,
-            {key: [values[at] for at in places] for key, values in self.metadata.items()},
-        )
+        return self._parts([places])[0]
 
     def unpack(self) -> list[SequenceSample]:
         """A sample for each id."""
-        return [self.reorder([at]) for at in range(len(self))]
+        return self._parts([[at] for at in range(len(self))])
+
+    def _parts(self, many: Sequence[Sequence[int]]) -> list[SequenceSample]:
+        """For each list of places a sample of the ids there."""
+        tensors = self.data or {}
+        split = {key: tensor.split(self.sizes(key)) for key, tensor in tensors.items()}
+        return [
+            SequenceSample(
+                tuple(self.ids[at] for at in places),
+                {key: [lengths[at] for at in places] for key, lengths in self.seqlens.items()},
+                self.dtypes,
+                self.trailing,
+                None
+                if self.data is None
+                else {
+                    key: torch.cat([parts[at] for at in places]) if places else tensors[key][:0]
+                    for key, parts in split.items()
+                },
+                {key: [values[at] for at in places] for key, values in self.metadata.items()},
+            )
+            for places in many
+        ]
 
     @staticmethod
     def gather(samples: Sequence[SequenceSample]) -> SequenceSample:
@@ -231,4 +244,4 @@ class SequenceSample:
     def split(self, spec: MicroBatchSpec) -> list[tuple[SequenceSample, list[int]]]:
         """Micro-batches by tokens (`micro_batches`), each with the places of its ids here."""
         parts = micro_batches(self.sizes(self.largest()), spec.n_mbs, spec.max_tokens_per_mb)
-        return [(self.reorder(part), part) for part in parts]
+        return list(zip(self._parts(parts), parts, strict=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from unirun.errors import CheckpointDamaged
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.graph import MicroBatchSpec
 from unirun.experiments.layout import ModelName, ProcessTopology
@@ -96,7 +99,8 @@ class Generated(Value):
 
 
 Loss = Callable[[torch.Tensor, SequenceSample], tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]]
-"""Takes the outputs of a micro-batch, packed like its tokens. Returns its loss as a sum, and sums to log."""
+"""Takes the outputs of a micro-batch, packed like its tokens, and the micro-batch, both on the model's device. Returns
+the loss as a sum, and sums to log."""
 
 Weight = Callable[[SequenceSample], float]
 """The weight of a micro-batch, such as its number of tokens. The sum of losses is divided by the sum of weights."""
@@ -114,7 +118,7 @@ class Engine(Protocol):
         ...
 
     def forward(self, sample: SequenceSample, key: str, spec: MicroBatchSpec) -> torch.Tensor | None:
-        """The outputs for each token, packed in the order of `sample`. None except on the last stage."""
+        """The outputs for each token, packed in the order of `sample`, on the CPU. None except on the last stage."""
         ...
 
     def generate(
@@ -181,12 +185,18 @@ class ModelBackend:
 
     def save(self, model: Model, path: Path) -> None:
         """Write what this rank needs to go on: one file for each rank, in the directory `path`."""
-        place = model.place
-        torch.save({"version": model.version, "state": model.running().state()}, path / f"{place.rank:05}.pt")
+        with (path / f"{model.place.rank:05}.pt").open("wb") as file:
+            torch.save({"version": model.version, "state": model.running().state()}, file)
+            file.flush()
+            os.fsync(file.fileno())
 
     def load(self, model: Model, path: Path) -> None:
-        """Go on from what `save` wrote."""
-        found = torch.load(path / f"{model.place.rank:05}.pt", map_location="cpu", weights_only=True)
+        """Go on from what `save` wrote. Raises `CheckpointDamaged`."""
+        file = path / f"{model.place.rank:05}.pt"
+        try:
+            found = torch.load(file, map_location="cpu", weights_only=True)
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise CheckpointDamaged(f"{file} cannot be read: {error}") from error
         model.version = found["version"]
         model.running().load_state(found["state"])
 

@@ -47,6 +47,11 @@ class TrainBackend(ModelBackend):
             raise UsageError(f"optimizer {optimizer!r}", f"it is one of {', '.join(OPTIMIZERS)}")
         if schedule not in ("constant", "linear", "cosine"):
             raise UsageError(f"schedule {schedule!r}", "it is constant, linear or cosine")
+        if clip < 0.0 or not 0.0 <= warmup <= 1.0 or updates < 1:
+            raise UsageError(
+                f"clip={clip}, warmup={warmup}, updates={updates}",
+                "clip is 0 or more, warmup 0 to 1, updates 1 or more",
+            )
         self._lr, self._clip, self._updates, self._make = lr, clip, updates, OPTIMIZERS[optimizer]
         self._options, self._shape, self._warmup, self._least = dict(options or {}), schedule, warmup, min_lr
         if optimizer == "adam":

@@ -6,8 +6,9 @@ add up their gradients after the last micro-batch, or have parts of the paramete
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 
+from unirun.errors import UsageError
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.graph import MicroBatchSpec
 from unirun.experiments.models.api import Generated, GenerationConfig, Loss, Place, Weight
@@ -40,6 +42,11 @@ class TorchEngine:
         self._optimizer, self._schedule, self._steps = optimizer, schedule, 0
         self._rates = [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
         self._dropped: dict[str, torch.Size] = {}
+        self._remember()
+
+    def _remember(self) -> None:
+        """Note the parameters and buffers by name. While FSDP2 computes, a state dict would gather them again."""
+        self._named = self._stage.named(self._stage.state_dict(keep_vars=True))
 
     def train_batch(
         self, sample: SequenceSample, key: str, spec: MicroBatchSpec, loss: Loss, weight: Weight
@@ -48,7 +55,7 @@ class TorchEngine:
         assert self._optimizer is not None, f"{self._place.name} is not trained: its backend has no optimizer"
         self._stage.train()
         self._optimizer.zero_grad()
-        batches = [part for part, _ in sample.split(self._split(spec))]
+        batches = [part.to(self._place.device) for part, _ in sample.split(self._split(spec))]
         data = self._place.group("data")
         count = torch.tensor([sum(map(weight, batches)), float(len(batches))], dtype=torch.float64)
         if data is not None:
@@ -112,7 +119,9 @@ class TorchEngine:
         sequences = batch.sequences(key) if batch is not None else []
         rows = rows or max(len(sequences), 1)
         length = length or max(map(len, sequences), default=1)
-        found = torch.zeros(rows, length, dtype=torch.long)
+        found = torch.zeros(
+            rows, length, dtype=torch.long, device=sequences[0].device if sequences else self._place.device
+        )
         for row, sequence in zip(found, sequences, strict=False):
             row[: len(sequence)] = sequence
         return found.to(self._place.device)
@@ -193,8 +202,13 @@ class TorchEngine:
 
     def _summed(self, logged: Mapping[str, float]) -> dict[str, float]:
         """Sums over data-parallel ranks, from the last stage to all."""
-        names = sorted(logged)
         pipe, data = self._place.group("pipe"), self._place.group("data")
+        names = sorted(logged)
+        if data is not None:
+            # One without sequences has logged nothing.
+            each: list[Any] = [None] * self._place.topo.get_dim("data")
+            dist.all_gather_object(each, names, group=data)
+            names = sorted({name for some in each for name in some})
         if pipe is not None:
             found: list[Any] = [names]
             dist.broadcast_object_list(found, group=pipe, group_src=self._place.topo.get_dim("pipe") - 1)
@@ -212,7 +226,7 @@ class TorchEngine:
         self._stage.eval()
         parts = sample.split(self._split(spec))
         batches = [part for part, _ in parts]
-        rounds = len(batches)
+        rounds = max(len(batches), 1)
         data = self._place.group("data")
         if data is not None:
             most = torch.tensor(rounds)
@@ -220,16 +234,21 @@ class TorchEngine:
             rounds = int(most)
         padded: list[SequenceSample | None] = [*batches, *[None] * (rounds - len(batches))]
         if self._place.group("pipe") is None:
-            outputs = [self._stage(self._rows(batch, key)) for batch in padded]
+            packed = [self._output(self._stage(self._rows(batch, key)), batch, key) for batch in padded]
         else:
             outputs = self._pipeline(padded, key, None)
+            packed = [self._output(*each, key) for each in zip(outputs, padded, strict=False)]
         if not self._stage.last:
             return None
         found: dict[int, torch.Tensor] = {}
-        for output, (batch, places) in zip(outputs, parts, strict=False):
-            packed = _packed(output, batch.lengths(key)).cpu()
-            found |= zip(places, packed.split(batch.sizes(key)), strict=True)
-        return torch.cat([found[place] for place in range(len(sample))])
+        for output, (batch, places) in zip(packed, parts, strict=False):
+            found |= zip(places, output.split(batch.sizes(key)), strict=True)
+        return torch.cat([found[place] for place in range(len(sample))] or packed)
+
+    @staticmethod
+    def _output(output: torch.Tensor, batch: SequenceSample | None, key: str) -> torch.Tensor:
+        """The outputs of a micro-batch without padding, on the CPU, where those of all have room."""
+        return _packed(output, batch.lengths(key) if batch is not None else []).cpu()
 
     @torch.no_grad()
     def generate(
@@ -237,11 +256,14 @@ class TorchEngine:
     ) -> Generated | None:
         """As `Engine` says."""
         self._stage.eval()
-        return generate(self._place, self._stage, sample.sequences(key), how, stop=stop, pad=pad, seed=seed)
+        with whole(self._stage):
+            return generate(
+                self._place, self._stage, sample.sequences(key), how, stop=stop, pad=pad, seed=seed
+            )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """As `Engine` says."""
-        return self._stage.named({n: t.detach() for n, t in self._stage.state_dict().items()})
+        return {name: tensor.detach() for name, tensor in self._named.items()}
 
     def state(self) -> dict[str, Any]:
         """As `Engine` says."""
@@ -261,6 +283,11 @@ class TorchEngine:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """As `Engine` says."""
         own = self.tensors()
+        if own.keys() != state["tensors"].keys():
+            raise UsageError(
+                f"the checkpoint of {self._place.name} has other parameters than its rank {self._place.rank}",
+                "go on with the layout and the backend with which the trial was begun",
+            )
         for name, tensor in state["tensors"].items():
             _local(own[name]).copy_(tensor)
         self._steps = state["steps"]
@@ -278,25 +305,54 @@ class TorchEngine:
         """As `Engine` says."""
         if not keep:
             # Rotary tables are buffers outside the state dict: no other model can give them back, so they are kept.
-            for name, tensor in self._stage.state_dict(keep_vars=True).items():
+            for name, tensor in {id(tensor): (name, tensor) for name, tensor in self._named.items()}.values():
                 own = _local(tensor)
                 self._dropped[name] = own.shape
                 # A new tensor instead of resize_(0): the old memory may still be being sent to other workers.
                 own.data = own.new_empty(0)
-        self._stage.to("cpu")
+        self._move(torch.device("cpu"))
 
     @torch.no_grad()
     def fetch(self) -> None:
         """As `Engine` says."""
-        self._stage.to(self._place.device)
-        tensors = self._stage.state_dict(keep_vars=True)
+        self._move(self._place.device)
         for name, shape in self._dropped.items():
-            own = _local(tensors[name])
+            own = _local(self._named[name])
             own.data = own.new_empty(shape)
         self._dropped.clear()
 
+    def _move(self, device: torch.device) -> None:
+        self._stage.to(device)
+        self._remember()
+        for state in self._optimizer.state.values() if self._optimizer is not None else ():
+            # The number of steps is where the optimizer has it.
+            state.update(
+                {n: v.to(device) for n, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}
+            )
+
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._stage.parameters() if parameter.requires_grad]
+
+
+@contextlib.contextmanager
+def whole(stage: Stage) -> Iterator[None]:
+    """All parameters are gathered once in the block, and not in each forward pass: data-parallel ranks may make
+    different numbers of them. Nothing changes without FSDP2."""
+    if not isinstance(stage, FSDPModule):
+        yield
+        return
+    layers: list[Any] = [*stage.body.layers]
+    for layer in layers:
+        layer.set_reshard_after_forward(False)
+    for module in (stage, *layers):
+        module.unshard()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_reshard_after_forward(True)
+        for module in (*layers, stage):
+            module.reshard()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -320,5 +376,5 @@ def _like(value: Any, parameter: torch.Tensor) -> Any:
 
 def _packed(output: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """The outputs without padding: ``[sum(lengths), …]``; without the last dimension if its size is 1."""
-    found = torch.cat([row[:length] for row, length in zip(output, lengths, strict=False)])
+    found = torch.cat([row[:length] for row, length in zip(output, lengths, strict=False)] or [output[0, :0]])
     return found.squeeze(-1) if found.shape[-1] == 1 else found

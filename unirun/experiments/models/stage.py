@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from unirun.errors import Fault, SpecError
+from unirun.errors import Fault, SpecError, UsageError
 from unirun.experiments.models.api import Place
+from unirun.reporting import report
 
 PLAN: Mapping[str, type[ColwiseParallel] | type[RowwiseParallel]] = {
     "self_attn.q_proj": ColwiseParallel,
@@ -30,6 +31,10 @@ PLAN: Mapping[str, type[ColwiseParallel] | type[RowwiseParallel]] = {
     "mlp.down_proj": RowwiseParallel,
 }
 """How each layer is cut over tensor-parallel ranks (Shoeybi et al. 2019, Megatron-LM)."""
+
+
+SCALES: Mapping[str, float] = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": 0.0}
+"""What some networks do with their logits, by its name in the configuration, with the value that changes nothing."""
 
 
 class Stage(nn.Module):
@@ -53,6 +58,8 @@ class Stage(nn.Module):
             # Each stage has a cache of its own layers.
             layer.self_attn.layer_idx = number
         config.num_hidden_layers = len(layers)
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[self.begin : end]
         body.config = config
         body.layers = nn.ModuleList(layers)
         if not self.first:
@@ -84,14 +91,15 @@ class Stage(nn.Module):
         positions: torch.Tensor | None = None,
         cache: Any = None,
     ) -> torch.Tensor:
-        """Tokens ``[batch, length]`` or hidden states ``[batch, length, hidden]`` through these layers."""
+        """Tokens ``[batch, length]`` or hidden states ``[batch, length, hidden]`` through these layers. With a `cache`,
+        the outputs of the last stage are those of the last position, ``[batch, 1, …]``."""
         more = {self._cache_name: cache, "use_cache": True} if cache is not None else {"use_cache": False}
         given = {"input_ids": value} if self.first else {"inputs_embeds": value}
         found = self.body(**given, attention_mask=attention_mask, position_ids=positions, **more)
         hidden: torch.Tensor = found.last_hidden_state
         if self.head is None:
             return hidden
-        output: torch.Tensor = self.head(hidden)
+        output: torch.Tensor = self.head(hidden if cache is None else hidden[:, -1:])
         return output
 
     def named(self, names: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -145,6 +153,15 @@ def _check(place: Place, config: Any) -> None:
                 "split it by data only; or, for a new network, set tie_word_embeddings to false in config",
             )
         )
+    for name, neutral in SCALES.items():
+        if getattr(config, name, None) not in (None, neutral):
+            faults.append(
+                Fault(
+                    f"models.{place.name}",
+                    f"its logits are changed after the last layer ({name} is {getattr(config, name)})",
+                    "give a network without that",
+                )
+            )
     if config.num_hidden_layers < stages:
         faults.append(
             Fault(
@@ -195,5 +212,14 @@ def causal_lm(
             own = whole.state_dict()
             saved = torch.load(weights, map_location="cpu", weights_only=True)
             fitting = {n: t for n, t in saved.items() if n in own and own[n].shape == t.shape}
+            # A critic has a last layer of its own.
+            others = sorted(own.keys() - fitting.keys() - ({"lm_head.weight"} if critic else set()))
+            if not fitting:
+                raise UsageError(
+                    f"no tensor of {weights} has a name and a shape of {place.name}",
+                    "give a model.pt of this network",
+                )
+            if others:
+                report(f"unirun: {place.name}: {weights} has no tensors that fit {', '.join(others[:5])}")
             whole.load_state_dict(fitting, strict=False)
     return Stage(whole, place)

@@ -1,7 +1,7 @@
-"""The same forward pass, the same two steps and the same generation in several layouts of a model.
+"""The same forward passes, steps and generation in several layouts of a model, also with ranks without sequences.
 
 ``layouts.py FOLDER 111-ddp 221-fsdp2``: the digits are ranks along data, tensor and pipe. In a folder for each layout,
-each data-parallel rank writes what it has found, and one rank the network after two steps.
+each data-parallel rank writes what it has found, and one rank the network after all steps.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ CONFIG = {
 }
 
 
-def sample(rank: int, ranks: int) -> SequenceSample:
-    """This data-parallel rank's part of the sequences, of 3 to 11 tokens."""
+def sample(rank: int, ranks: int, count: int = SEQUENCES) -> SequenceSample:
+    """This data-parallel rank's part of the first `count` sequences, of 3 to 11 tokens."""
     chance = torch.Generator().manual_seed(1)
     lengths = torch.randint(3, 12, (SEQUENCES,), generator=chance).tolist()
     tokens = [torch.randint(1, 64, (length,), generator=chance) for length in lengths]
     whole = SequenceSample.of({"tokens": tokens}, [str(number) for number in range(SEQUENCES)])
-    return whole.reorder(range(rank, SEQUENCES, ranks))
+    return whole.reorder(range(rank, count, ranks))
 
 
 def loss(logits: torch.Tensor, part: SequenceSample) -> tuple[torch.Tensor, dict[str, float]]:
@@ -59,7 +59,7 @@ def loss(logits: torch.Tensor, part: SequenceSample) -> tuple[torch.Tensor, dict
 
 
 def main(folder: Path, data: int, tensor: int, pipe: int, backend: str) -> None:
-    """Run forward, two steps and generation in one layout, and write the results."""
+    """Run it all in one layout, and write the results."""
     torch.set_num_threads(1)
     topo = topology(data=data, tensor=tensor, pipe=pipe)
     mesh = None
@@ -81,6 +81,12 @@ def main(folder: Path, data: int, tensor: int, pipe: int, backend: str) -> None:
     figures = [engine.train_batch(mine, "tokens", spec, loss, weight) for _ in range(2)]
     how = GenerationConfig(greedy=True, max_new_tokens=5)
     made = engine.generate(mine, "tokens", how, stop=0, pad=0, seed=0)
+    # One sequence: other data-parallel ranks have none.
+    single = sample(place.data, data, 1)
+    alone = engine.forward(single, "tokens", spec)
+    engine.generate(single, "tokens", how, stop=0, pad=0, seed=0)
+    figures.append(engine.train_batch(single, "tokens", spec, loss, weight))
+    assert alone is None or alone.shape == (single.total("tokens"), CONFIG["vocab_size"])
     state = engine.state()
     assert any(not torch.equal(before[name], tensor) for name, tensor in state["tensors"].items())
     engine.load_state(state)

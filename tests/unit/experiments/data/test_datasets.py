@@ -138,6 +138,18 @@ class TestAnswers:
         assert sample["packed_input_ids"].tolist() == [2, 3, 4, 1]
         assert sample["prompt_mask"].tolist() == [True, True, False, False]
 
+    def test_an_answer_does_not_begin_as_a_text_does(self) -> None:
+        class Beginning(Letters):
+            """As the tokenizers of Llama and others of transformers are."""
+
+            all_special_tokens = ("<s>",)
+
+            def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]:
+                return [*[99] * add_special_tokens, *super().encode(text)]
+
+        sample = PromptAnswerDataset(DatasetUtility(Beginning()), rows=[{"prompt": "ab", "answer": "c"}])[0]
+        assert (sample["packed_input_ids"] == 99).tolist() == [True, False, False, False, False]
+
     def test_an_empty_answer_is_an_end(self) -> None:
         sample = PromptAnswerDataset(UTIL, rows=PROMPTS)[1]
         assert sample["packed_input_ids"].tolist() == [2, 3, 4, 1]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from unirun.errors import SpecError
+from unirun.errors import CheckpointDamaged, SpecError, UsageError
 from unirun.experiments import MicroBatchSpec, Model, ModelName, Place, SequenceSample, topology
 from unirun.experiments.models.api import FinetuneSpec
 from unirun.experiments.models.backends import InferenceBackend, TrainBackend
@@ -96,6 +96,15 @@ class TestWhereItComesFrom:
         assert torch.equal(found[0], found[1])
 
 
+def test_each_stage_has_the_kinds_of_attention_of_its_layers() -> None:
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    settings = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 2, "layer_types": kinds}
+    for rank in range(2):
+        where = Place(ModelName("actor"), topology(pipe=2), rank, torch.device("cpu"))
+        stage = causal_lm(where, config={**CONFIG, "model_type": "qwen2", **settings})
+        assert stage.config.layer_types == kinds[2 * rank : 2 * rank + 2]
+
+
 class TestWhatCannotBeCut:
     def test_all_reasons_are_told_at_once(self) -> None:
         with pytest.raises(SpecError) as caught:
@@ -113,8 +122,52 @@ class TestWhatCannotBeCut:
         with pytest.raises(SpecError, match="GPT2LMHeadModel is not built as Llama is"):
             causal_lm(place(), config=gpt2)
 
+    @pytest.mark.parametrize(
+        ("kind", "scale"), [("cohere", {"logit_scale": 0.25}), ("granite", {"logits_scaling": 2.0})]
+    )
+    def test_a_network_that_changes_its_logits_at_the_end(self, kind: str, scale: dict[str, float]) -> None:
+        with pytest.raises(SpecError, match="its logits are changed after the last layer"):
+            causal_lm(place(), config={**CONFIG, "model_type": kind, **scale})
+
+    def test_weights_of_another_network_are_told(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        whole = InferenceBackend().initialize(Model(place(), causal_lm(place(), config=CONFIG), None), SPEC)
+        save_whole(whole, tmp_path)
+        weights = str(tmp_path / "model.pt")
+        causal_lm(place(), config={**CONFIG, "num_hidden_layers": 3}, weights=weights)
+        assert (
+            "model.pt has no tensors that fit model.layers.2.input_layernorm.weight" in capfd.readouterr().err
+        )
+        with pytest.raises(UsageError, match="has a name and a shape of actor@0"):
+            causal_lm(place(), config={**CONFIG, "hidden_size": 8}, weights=weights)
+
 
 class TestTraining:
+    def test_a_checkpoint_of_other_layers_is_refused(self) -> None:
+        def engine(layers: int) -> Any:
+            stage = causal_lm(place(), config={**CONFIG, "num_hidden_layers": layers})
+            return TrainBackend().initialize(Model(place(), stage, None), SPEC).running()
+
+        with pytest.raises(UsageError, match="actor@0 has other parameters than its rank 0"):
+            engine(3).load_state(engine(2).state())
+
+    def test_a_checkpoint_that_was_cut_is_damaged(self, tmp_path: Path) -> None:
+        model = TrainBackend().initialize(Model(place(), causal_lm(place(), config=CONFIG), None), SPEC)
+        backend = TrainBackend()
+        backend.save(model, tmp_path)
+        (file,) = tmp_path.iterdir()
+        file.write_bytes(file.read_bytes()[:100])
+        with pytest.raises(CheckpointDamaged, match="00000.pt cannot be read"):
+            backend.load(model, tmp_path)
+
+    def test_a_call_without_sequences_gives_nothing_of_the_right_shape(self) -> None:
+        stage = causal_lm(place(), config=CONFIG)
+        engine = InferenceBackend().initialize(Model(place(), stage, None), SPEC).running()
+        found = engine.forward(tokens().reorder([]), "tokens", MicroBatchSpec())
+        assert found is not None
+        assert found.shape == (0, CONFIG["vocab_size"])
+
     def test_state_that_is_loaded_goes_on_as_if_it_had_not_been_saved(self) -> None:
         def engine() -> Any:
             return (
@@ -148,6 +201,22 @@ class TestTraining:
         # What is still on its way to others has not changed.
         assert all(torch.equal(torch.from_numpy(sent[name]), values[name]) for name in values)
         assert {name: tensor.shape for name, tensor in engine.tensors().items()} == shapes
+
+    def test_tied_embeddings_come_back_too(self) -> None:
+        stage = causal_lm(place(), config={**CONFIG, "tie_word_embeddings": True})
+        engine = InferenceBackend().initialize(Model(place(), stage, None), SPEC).running()
+        shapes = {name: tensor.shape for name, tensor in engine.tensors().items()}
+        engine.offload(keep=False)
+        engine.fetch()
+        assert {name: tensor.shape for name, tensor in engine.tensors().items()} == shapes
+        assert stage.head.weight is stage.body.embed_tokens.weight
+
+    def test_values_are_those_that_were_given(self) -> None:
+        stage = causal_lm(place(), config=CONFIG)
+        engine = InferenceBackend().initialize(Model(place(), stage, None), SPEC).running()
+        before, values = outputs(stage), {name: tensor.clone() for name, tensor in engine.tensors().items()}
+        engine.offload(keep=False)
+        engine.fetch()
         for name, tensor in engine.tensors().items():
             tensor.copy_(values[name])
         assert torch.equal(outputs(stage), before)
