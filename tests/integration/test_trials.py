@@ -200,6 +200,44 @@ def test_a_copy_on_the_same_workers_has_the_parameters_of_what_is_trained_and_a_
     assert result.code == 0, result.err
     found = steps(home.home / "experiments" / "hooked" / "first")
     assert [each["actorTrain/compared"] for each in found] == [1.0] * 4
+    assert all(0.0 <= each["actorEval/accuracy"] <= 1.0 for each in found)
+
+
+def test_a_second_start_sets_the_files_of_the_first_aside_and_a_damaged_checkpoint_is_skipped(
+    home: Unirun,
+) -> None:
+    how = ("experiment", "start", "-e", "sft", "-f", "twice", "samples=128", "epochs=2", "ckpt_freq_steps=2")
+    for lr in (1e-3, 2e-3):
+        result = home(*how, f"lr={lr}", env=environment(home), cwd=ROOT / "examples", within=START)
+        assert result.code == 0, result.err
+    path = home.home / "experiments" / "sft" / "twice"
+    models = [torch.load(each) for each in sorted(path.glob("**/step000004/model.pt"))]
+    assert len(models) == 2
+    assert any(not torch.equal(models[0][name], models[1][name]) for name in models[0])
+    assert len((path / "earlier" / "1" / "steps.jsonl").read_text().splitlines()) == 4
+    before = steps(path)
+    (path / "recover" / "000004" / "default@0" / "00001.pt").write_bytes(b"damaged")
+    resumed = home(
+        *how,
+        "lr=2e-3",
+        "--recover-mode",
+        "resume",
+        env=environment(home),
+        cwd=ROOT / "examples",
+        within=START,
+    )
+    assert resumed.code == 0, resumed.err
+    assert "00001.pt cannot be read" in resumed.err
+    assert "an earlier checkpoint is used" in resumed.err
+    assert steps(path) == before
+
+
+def test_what_would_go_wrong_again_is_told_once(home: Unirun) -> None:
+    how = ("experiment", "start", *SMALL, "-f", "tiny", "samples=4", "--ignore-worker-error")
+    result = home(*how, env=environment(home), within=START)
+    assert result.code != 0
+    assert "the dataset has 4 samples, and actorGen needs 8 in each step" in result.err
+    assert "restart" not in result.err
 
 
 @pytest.mark.timeout(200)

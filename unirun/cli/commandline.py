@@ -34,6 +34,7 @@ USAGE = """unirun [options] [--] script.py [args]
        unirun events [JOB]    what happened, and why    unirun gc      clear jobs that are over
        unirun warm [stop]     keep torch imported between jobs
        unirun doctor          what is wrong with this host, or with --hosts h1,h2,…
+       unirun experiment start -e NAME -f TRIAL    a trial of a registered experiment
        unirun render …        a batch script, a JobSet or a compose file for the same job
        unirun completion bash|zsh"""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,10 +193,10 @@ class ModelBackend:
     def load(self, model: Model, path: Path) -> None:
         """Go on from what `save` wrote. Raises `CheckpointDamaged`."""
         file = path / f"{model.place.rank:05}.pt"
-        try:
-            found = torch.load(file, map_location="cpu", weights_only=True)
-        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-            raise CheckpointDamaged(f"{file} cannot be read: {error}") from error
+        # A file of torch has its directory at the end.
+        if not zipfile.is_zipfile(file):
+            raise CheckpointDamaged(f"{file} cannot be read: it is missing, or was cut")
+        found = torch.load(file, map_location="cpu", weights_only=True)
         model.version = found["version"]
         model.running().load_state(found["state"])
 

@@ -17,9 +17,11 @@ from msgspec.structs import replace as changed
 from unirun.experiments import (
     Allocation,
     ExperimentConfig,
+    MFCDef,
     Model,
     ModelBackendAbstraction,
     ModelInterfaceAbstraction,
+    ModelInterfaceType,
     ModelName,
     ParamReallocHook,
     model_workers,
@@ -103,6 +105,8 @@ class Hooked(PPO):
                 call = call.hooked(post=ParamReallocHook(target=REF, eta=ETA))
                 call = changed(call, log_return_value=True)
             calls.append(call)
+        evaluates = ModelInterfaceType.EVALUATE
+        calls.append(MFCDef("actorEval", self.batch, evaluates, watching, ACTOR, ("packed_prompts",)))
         config.model_rpcs = calls
         config.exp_ctrl = replace(config.exp_ctrl, eval_freq_steps=None)
         return config
