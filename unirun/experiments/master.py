@@ -5,26 +5,23 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from unirun.errors import CheckpointDamaged, PeerLost, RemoteError, TrainingFailed, UsageError, WorkerLost
+from unirun.errors import CheckpointDamaged, TrainingFailed, UsageError
 from unirun.experiments.control import Every
-from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.evaluator import trained
 from unirun.experiments.experiment import import_modules, resolve, trial_of
-from unirun.experiments.graph import Hook, MFCDef, ModelInterfaceType, ParamReallocHook
-from unirun.experiments.layout import ModelName
+from unirun.experiments.graph import ModelInterfaceType
 from unirun.experiments.models.api import FinetuneSpec
-from unirun.experiments.orders import Answer, Order, Traffic, dispatch, seed_of
 from unirun.experiments.records import CHECKPOINTS, EVALUATIONS, STEPS, Records, SavedModels, means
 from unirun.experiments.recovery import RecoverInfo, Recovery
-from unirun.experiments.walking import startable
+from unirun.experiments.step import LOST, Step
 from unirun.reporting import report
-from unirun.roles import BaseTrainer, wait
+from unirun.roles import BaseTrainer
 from unirun.train.data.order import Order as SampleOrder
 
 WORKERS = "model_worker"
@@ -32,9 +29,6 @@ WORKERS = "model_worker"
 
 NEWS = 2.0
 """Seconds to wait for the news that a worker was lost."""
-
-LOST = (WorkerLost, PeerLost)
-"""What a call raises when a worker has died: its own, or one from which it needs something."""
 
 
 class MasterWorkerProcess(BaseTrainer):
@@ -70,8 +64,6 @@ class MasterWorkerProcess(BaseTrainer):
         self._control, self._resolved = config.exp_ctrl, config.resolved
         self._graph = self._resolved.graph
         self._seed, self._shuffle = config.master_worker[0].base_seed, config.master_worker[0].shuffle_dataset
-        self._workers = {name: self._resolved.workers_of(name) for name in self._resolved.topologies}
-        self._sets = {name: frozenset(workers) for name, workers in self._workers.items()}
         self._source = self._graph.calls[self._graph.sources[0]]
         self._root = Path(self._trial.root)
         self._root.mkdir(parents=True, exist_ok=True)
@@ -177,8 +169,12 @@ class MasterWorkerProcess(BaseTrainer):
         """Run all calls once, and what is due after them."""
         began, used = time.perf_counter(), time.process_time()
         self._latest = {}
-        batch = self._load(info)
-        figures = self._walk(info, batch)
+        n = self._source.n_seqs
+        order = SampleOrder(self._samples, self._seed, info.epoch, self._shuffle)
+        indices = order.indices(info.epoch_step * n, (info.epoch_step + 1) * n).tolist()
+        step = Step(self._group, self._resolved, self._attempt, info.step, self._seed)
+        ids = step.load(self._source.model_name, indices)
+        figures = step.walk()
         seconds = time.perf_counter() - began
         epoch_step = info.epoch_step + 1
         ended = epoch_step >= self._steps
@@ -187,7 +183,7 @@ class MasterWorkerProcess(BaseTrainer):
             for call in self._graph.calls.values()
             if call.interface_type is ModelInterfaceType.TRAIN_STEP
         }
-        self._used.extend(batch.ids)
+        self._used.extend(ids)
         if ended:
             self._used.clear()
         info = RecoverInfo(
@@ -211,115 +207,6 @@ class MasterWorkerProcess(BaseTrainer):
             if "ckpt" in due:
                 self._checkpoint(info)
         return info, figures
-
-    def _load(self, info: RecoverInfo) -> SequenceSample:
-        """Have the workers of the first call read the samples of the step, each data-parallel rank some."""
-        n, name = self._source.n_seqs, self._source.model_name
-        order = SampleOrder(self._samples, self._seed, info.epoch, self._shuffle)
-        indices = order.indices(info.epoch_step * n, (info.epoch_step + 1) * n).tolist()
-        heads = self._heads(name)
-        parts = [indices[at :: len(heads)] for at in range(len(heads))]
-        refs = [
-            self._group[rank].load.call_async(self._attempt, info.step, part)
-            for rank, part in zip(heads, parts, strict=True)
-            if part
-        ]
-        metas = self._results(refs)
-        self._where: dict[str, dict[str, tuple[int, ...]]] = {}
-        for rank, meta in zip(heads, metas, strict=False):
-            self._has(meta, (rank,))
-        return SequenceSample.gather(metas)
-
-    def _heads(self, name: ModelName) -> list[int]:
-        """The first worker of each data-parallel rank of a model."""
-        topo, workers = self._resolved.topologies[name], self._workers[name]
-        return [workers[topo.rank(pipe=0, data=rank, tensor=0)] for rank in range(topo.get_dim("data"))]
-
-    def _has(self, meta: SequenceSample, ranks: tuple[int, ...]) -> None:
-        for key in meta.keys:
-            known = self._where.setdefault(key, {})
-            for each in meta.ids:
-                known[each] = ranks
-
-    def _walk(self, info: RecoverInfo, batch: SequenceSample) -> dict[str, float]:
-        """Run the calls, each as soon as it may."""
-        done: set[str] = set()
-        running: dict[Any, str] = {}
-        figures: dict[str, float] = {}
-        self._traffic = Traffic()
-        while len(done) < len(self._graph.calls):
-            for name in startable(self._graph, self._sets, done, running.values()):
-                running[self._start(info, name, batch)] = name
-            for ref in wait([*running])[0]:
-                name = running.pop(ref)
-                answers = self._finish(name, ref)
-                done.add(name)
-                metas = [answer.meta for answer in answers if answer.meta is not None]
-                if metas:
-                    batch = batch.update(SequenceSample.gather(metas))
-                told = [answer.figures for answer in answers if answer.figures]
-                evaluates = self._graph.calls[name].interface_type is ModelInterfaceType.EVALUATE
-                for key, value in (means(told) if evaluates else told[0] if told else {}).items():
-                    figures[f"{name}/{key}"] = value
-        moved, needed = float(self._traffic.moved), float(self._traffic.needed)
-        return {**figures, "bytes_moved": moved, "bytes_needed": needed}
-
-    def _start(self, info: RecoverInfo, name: str, batch: SequenceSample) -> Any:
-        """Send a call to all workers of its model."""
-        call = self._graph.calls[name]
-        self._reallocate(call, call.pre_hooks)
-        topo, workers = self._resolved.topologies[call.model_name], self._workers[call.model_name]
-        wanted = batch.select(call.input_keys)
-        places = dispatch(wanted.sizes(wanted.largest()), topo.get_dim("data"), equal=call.balanced_dp)
-        parts = []
-        for rank, some in enumerate(places):
-            meta = wanted.reorder(some)
-            where = {key: [self._where[key][each] for each in meta.ids] for key in call.input_keys}
-            seed = seed_of(self._seed, info.step, name, rank)
-            parts.append(Order(self._attempt, info.step, name, meta, where, seed))
-        orders = [parts[topo.coordinates(rank)["data"]] for rank in range(topo.world_size())]
-        chosen = sorted(range(len(workers)), key=workers.__getitem__)
-        method = self._group.call.options(target=[workers[rank] for rank in chosen])
-        # Each worker gets its own; a single one is no list.
-        given = [orders[rank] for rank in chosen]
-        return method.call_async(given if len(given) > 1 else given[0])
-
-    def _reallocate(self, call: MFCDef, hooks: Sequence[Hook]) -> None:
-        """Run hooks that have a `target`: its workers copy the parameters. All other hooks are run by the workers."""
-        for hook in hooks:
-            if isinstance(hook, ParamReallocHook) and hook.target is not None:
-                method = self._group.reallocate.options(target=sorted(self._workers[hook.target]))
-                self._count(method.call(self._attempt, call.model_name, hook.target, hook.eta))
-
-    def _count(self, traffic: Iterable[Traffic]) -> None:
-        """Add what workers got from each other to that of the step."""
-        self._traffic = sum(traffic, self._traffic)
-
-    def _finish(self, name: str, ref: Any) -> list[Answer]:
-        """The answers of all ranks. The master learns where new data is."""
-        answers: list[Answer] = ref.result()
-        self._count(answer.traffic for answer in answers)
-        call = self._graph.calls[name]
-        self._reallocate(call, call.post_hooks)
-        topo, workers = self._resolved.topologies[call.model_name], self._workers[call.model_name]
-        chosen = sorted(range(len(workers)), key=workers.__getitem__)
-        last = topo.get_dim("pipe") - 1
-        for rank, answer in zip(chosen, answers, strict=True):
-            if answer.meta is not None:
-                at = topo.coordinates(rank)["data"]
-                self._has(answer.meta, tuple(workers[r] for r in topo.matching(pipe=last, data=at)))
-        return answers
-
-    def _results(self, refs: Sequence[Any]) -> list[Any]:
-        found, failed = [], None
-        for ref in refs:
-            try:
-                found.append(ref.result())
-            except (*LOST, RemoteError) as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
-        return found
 
     def _checkpoint(self, info: RecoverInfo) -> None:
         """Write a checkpoint from which the trial can go on."""

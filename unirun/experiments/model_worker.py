@@ -114,8 +114,10 @@ class ModelWorkerProcess(BaseWorkload):
             self._shards[name] = Shard(about, model, backend)
             if model.engine is not None:
                 self._shelf.model(str(name), model.engine.tensors)
-            if step is not None and about.should_instantiate:
-                backend.load(model, self._recovery.folder(step, str(name)))
+        # After the last collective: one rank may find that its file is damaged.
+        for name, shard in self._shards.items():
+            if step is not None and shard.about.should_instantiate:
+                shard.backend.load(shard.model, self._recovery.folder(step, str(name)))
         return {str(name): shard.model.version for name, shard in self._shards.items()}
 
     @trainer_invocation(target="ALL")

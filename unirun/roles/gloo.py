@@ -33,6 +33,8 @@ STILL = 0.05
 """Seconds after which bytes that have not moved do not count."""
 QUIET = 0.001
 """Seconds between two looks whether something is."""
+FOR_EVER = 1 << 63
+"""After every time in nanoseconds."""
 KNOCK_TIMEOUT = 1.0
 """Seconds for a connection to this process's own listening socket."""
 
@@ -84,11 +86,12 @@ def parse_published(value: bytes) -> Published:
 
 
 class GlooGroup:
-    """One gloo group of this process. `name` is the one that it has in torch, and `since` the time in nanoseconds since
-    which it is there. `over` tells whether its generation is over."""
+    """One gloo group of this process. `name` is the one that it has in torch, where a later group may have it too; the
+    group is there from `since` to `until`, in nanoseconds. `over` tells whether its generation is over."""
 
     def __init__(self, name: str, size: int, over: Callable[[], bool]) -> None:
-        self.name, self.over, self.since = name, over, time.time_ns()
+        self.name, self.over = name, over
+        self.since, self.until = time.time_ns(), FOR_EVER
         self.ended = self.formed = False
         self._size = size
         self._ending = threading.Lock()
@@ -130,6 +133,8 @@ class GlooGroup:
         """Let all waits in this group fail, in this process and in its peers. Safe to call twice."""
         with self._ending:
             first, self.ended = not self.ended, True
+            if first:
+                self.until = time.time_ns()
             sockets = self._find()
             if first:
                 _settle(sockets)

@@ -57,7 +57,7 @@ def forgotten(groups: Collection[GlooGroup]) -> bool:
     """
     found = json.loads(_native._dump_fr_trace_json()).get("entries", ())
     return any(
-        entry["process_group"][0] == group.name and entry["time_created_ns"] >= group.since
+        entry["process_group"][0] == group.name and group.since <= entry["time_created_ns"] <= group.until
         for entry in found
         if not entry["retired"]
         for group in groups

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unirun.roles.waits
+from unirun.roles.gloo import GlooGroup
 from unirun.roles.process_groups import dist, process_groups
-from unirun.roles.waits import IDLE, STUCK, Stillness, native, of_torch, wait_until_stuck
+from unirun.roles.waits import IDLE, STUCK, Stillness, forgotten, native, of_torch, wait_until_stuck
 
 SOON = 10.0
 
@@ -88,3 +90,54 @@ def test_a_wait_of_pythons_own_library_is_not_stuck(monkeypatch: pytest.MonkeyPa
     over.set()
     watcher.join(SOON)
     assert found == [None]
+
+
+class TestForgotten:
+    @pytest.fixture
+    def group(self) -> GlooGroup:
+        """A group that has ended."""
+        group = GlooGroup("actor", 2, lambda: True)
+        group.end()
+        return group
+
+    @pytest.mark.parametrize(
+        ("name", "late", "retired", "expected"),
+        [
+            pytest.param("actor", 0, False, True, id="not over"),
+            pytest.param("actor", 0, True, False, id="over"),
+            pytest.param("critic", 0, False, False, id="of another group"),
+            pytest.param("actor", 1, False, False, id="of the next group of this name"),
+            pytest.param("actor", -1 << 50, False, False, id="of the group before"),
+        ],
+    )
+    def test_a_collective_of_a_group_that_has_ended_and_is_not_over_is_forgotten(
+        self,
+        group: GlooGroup,
+        monkeypatch: pytest.MonkeyPatch,
+        name: str,
+        late: int,
+        retired: bool,
+        expected: bool,
+    ) -> None:
+        entry = {"process_group": [name, ""], "time_created_ns": group.until + late, "retired": retired}
+        dump = json.dumps({"entries": [entry]}).encode()
+        monkeypatch.setattr(unirun.roles.waits._native, "_dump_fr_trace_json", lambda: dump)
+        assert forgotten([group]) is expected
+
+    def test_without_a_recorder_nothing_is_known(
+        self, group: GlooGroup, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(unirun.roles.waits._native, "_dump_fr_trace_json", lambda: b"{}")
+        assert not forgotten([group])
+
+    def test_torch_says_which_collectives_are_not_over(
+        self, ranks: list[torch.distributed.ProcessGroup]
+    ) -> None:
+        group = GlooGroup("", 2, lambda: True)
+        first, second = ranks
+        work = first.allreduce([torch.zeros(1)])
+        group.end()
+        assert forgotten([group])
+        second.allreduce([torch.zeros(1)]).wait()
+        work.wait()
+        assert not forgotten([group])
