@@ -13,7 +13,7 @@ from typing import Any
 from unirun.rendezvous.endpoints import GENERATION_KEY, split_endpoint
 from unirun.roles.peers import Peers
 from unirun.roles.process_groups import c10d, dist, process_groups
-from unirun.roles.waits import of_torch, wait_until_stuck
+from unirun.roles.waits import in_group, wait_until_stuck
 from unirun.wire.reports import GroupFormed, GroupMeets, Stuck
 
 NEWS = 5.0
@@ -202,7 +202,7 @@ class Formation:
         an NCCL communicator.
         """
         try:
-            stack = wait_until_stuck(lambda: self.outdated, of_torch)
+            stack = wait_until_stuck(lambda: self.outdated, in_group)
             if stack is not None:
                 generation = self._peers.generation
                 why = f"it still waited in the process group of generation {generation}, which was over"

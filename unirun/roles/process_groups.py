@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 from unirun.errors import GroupError
 from unirun.roles.gloo import GlooGroup
-from unirun.roles.waits import forgotten, native, wait_until_stuck
+from unirun.roles.waits import blocked, forgotten, wait_until_stuck
 
 dist: Any = torch.distributed
 c10d: Any = distributed_c10d
@@ -91,7 +91,7 @@ class ProcessGroups:
             threading.Thread(target=self._watch, args=(groups,), name="unirun-forgotten", daemon=True).start()
 
     def _watch(self, groups: Sequence[GlooGroup]) -> None:
-        stack = wait_until_stuck(lambda: forgotten(groups), native)
+        stack = wait_until_stuck(lambda: forgotten(groups), blocked)
         if stack is not None:
             self.forgot(stack)
 
@@ -140,7 +140,7 @@ def process_groups() -> ProcessGroups:
 
     torch has no hook for this, so two functions are wrapped: the one with which `torch.distributed` makes any group,
     and the constructor of gloo groups. `Work.wait` is wrapped so that a wait in the user's code has a frame of this
-    file, by which `waits.of_torch` knows it.
+    file, by which `waits.in_group` knows it.
     """
     global _known
     if _known is None:

@@ -1,4 +1,4 @@
-"""Whether the main thread waits for something that will not come, and nothing else moves in this process.
+"""Whether the main thread waits for something that will not come.
 
 A wait in native code cannot be interrupted. gloo forgets an operation that has begun when the connection to a dead peer
 ends (`gloo`): who waits for it waits until the timeout of the group.
@@ -26,27 +26,40 @@ from unirun.roles.gloo import GlooGroup
 SAMPLE = 0.1
 """Seconds between two looks at the main thread."""
 STUCK = 1.0
-"""Seconds after which a wait in which nothing moves is stuck."""
+"""Seconds after which a wait is stuck."""
 ASK = 5.0
 """Seconds after which it is asked again whether a wait still matters."""
-IDLE = 0.05
-"""The share of a processor that a process uses at most in which nothing moves."""
 
-_TORCH = f"{Path(torch.__file__).parent}/distributed/"
 _OWN = f"{Path(__file__).parent}/process_groups.py"
+_TORCH = tuple(
+    f"{Path(torch.__file__).parent}/distributed/{n}.py" for n in ("distributed_c10d", "rendezvous")
+)
 _PYTHON = f"{sysconfig.get_path('stdlib')}/"
 _native: Any = _distributed_c10d
 
 
-def of_torch(file: str) -> bool:
-    """Whether a thread waits for a process group or its store when its innermost Python frame is of this file."""
-    return file.startswith((_TORCH, _OWN))
+def in_group(frame: FrameType) -> object:
+    """The call in which the main thread waits for a process group or its store; None if it is in none."""
+    if frame.f_code.co_filename not in (_OWN, *_TORCH):
+        return None
+    return _call(frame)
 
 
-def native(file: str) -> bool:
-    """Whether a thread may be in native code when its innermost Python frame is of this file: the waits of Python's own
-    library can be interrupted."""
-    return not file.startswith(_PYTHON) or "site-packages" in file
+def blocked(frame: FrameType) -> object:
+    """The call in which the main thread may be blocked, with the processor time that it has used so far: that stays the
+    same while it is. None in the waits of Python's own library, as these can be interrupted."""
+    file = frame.f_code.co_filename
+    if file.startswith(_PYTHON) and "site-packages" not in file:
+        return None
+    clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+    return _call(frame), time.clock_gettime(clock)
+
+
+def _call(frame: FrameType) -> tuple[int, int]:
+    while frame.f_back is not None and frame.f_code.co_filename == _OWN:
+        # Each slice of a wait in a store has a frame of its own.
+        frame = frame.f_back
+    return id(frame), frame.f_lasti
 
 
 def forgotten(groups: Collection[GlooGroup]) -> bool:
@@ -65,48 +78,32 @@ def forgotten(groups: Collection[GlooGroup]) -> bool:
 
 
 class Stillness:
-    """Tells when a thread has been in one wait for `STUCK` seconds while the process did nothing."""
+    """Tells when a thread has been in one call for `STUCK` seconds."""
 
     def __init__(self) -> None:
-        self._wait: object = None
-        self._since = self._used = 0.0
+        self._call: object = None
+        self._since = 0.0
 
-    def lasts(self, wait: object, now: float, used: float) -> bool:
-        """Take a sample: where the thread waits, None if it does not; the time; the processor time used so far."""
-        idle = used - self._used <= IDLE * max(now - self._since, SAMPLE)
-        if wait is None or wait != self._wait or not idle:
-            self._wait, self._since, self._used = wait, now, used
+    def lasts(self, call: object, now: float) -> bool:
+        """Take a sample: the call in which the thread is, None if it is in none that counts, and the time."""
+        if call is None or call != self._call:
+            self._call, self._since = call, now
             return False
         return now - self._since > STUCK
 
 
-def wait_until_stuck(relevant: Callable[[], bool], waits: Callable[[str], bool]) -> str | None:
+def wait_until_stuck(relevant: Callable[[], bool], call_of: Callable[[FrameType], object]) -> str | None:
     """Watch the main thread as long as `relevant` returns True, which is asked now and then. Returns the stack of the
-    thread when it is stuck with its innermost frame in a file of which `waits` returns True."""
+    thread when it is stuck in what `call_of` returns for its innermost Python frame."""
     stillness, asked = Stillness(), -math.inf
     while True:
         now = time.monotonic()
-        # Without what this thread uses itself.
-        stuck = stillness.lasts(_wait(waits), now, time.process_time() - time.thread_time())
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        stuck = stillness.lasts(call_of(frame) if frame is not None else None, now)
         if stuck or now >= asked + ASK:
             if not relevant():
                 return None
             if stuck:
-                return "".join(traceback.format_stack(_main_frame()))
+                return "".join(traceback.format_stack(frame))
             asked = now
         time.sleep(SAMPLE)
-
-
-def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
-
-
-def _wait(waits: Callable[[str], bool]) -> tuple[int, int] | None:
-    """The call in which the main thread is, if it waits there."""
-    frame = _main_frame()
-    if frame is None or not waits(frame.f_code.co_filename):
-        return None
-    while frame.f_back is not None and frame.f_code.co_filename == _OWN:
-        # Each slice of a wait in a store has a frame of its own.
-        frame = frame.f_back
-    return id(frame), frame.f_lasti

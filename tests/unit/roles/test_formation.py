@@ -294,7 +294,6 @@ class TestForming:
     ) -> None:
         monkeypatch.setattr(unirun.roles.waits, "STUCK", 0.05)
         monkeypatch.setattr(unirun.roles.waits, "SAMPLE", 0.01)
-        monkeypatch.setattr(unirun.roles.waits, "IDLE", 2.0)
         end_outdated = process_groups().end_outdated
         monkeypatch.setattr(process_groups(), "end_outdated", lambda: None)
         worker.role_has(0)

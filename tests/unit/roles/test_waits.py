@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import takewhile
 
 import pytest
 import torch
@@ -15,31 +16,24 @@ from hypothesis import strategies as st
 import unirun.roles.waits
 from unirun.roles.gloo import GlooGroup
 from unirun.roles.process_groups import dist, process_groups
-from unirun.roles.waits import IDLE, STUCK, Stillness, forgotten, native, of_torch, wait_until_stuck
+from unirun.roles.waits import STUCK, Stillness, blocked, forgotten, in_group, wait_until_stuck
 
 SOON = 10.0
 
 
 class TestStillness:
-    def test_a_wait_in_which_nothing_moves_lasts_after_its_time(self) -> None:
+    def test_one_call_lasts_after_its_time(self) -> None:
         stillness = Stillness()
-        told = [stillness.lasts("here", now / 10, 0.0) for now in range(13)]
+        told = [stillness.lasts("here", now / 10) for now in range(13)]
         assert told == [now / 10 > STUCK for now in range(13)]
 
-    def test_a_wait_that_ends_and_another_one_begin_anew(self) -> None:
+    @given(st.lists(st.sampled_from(["here", "there", None]), max_size=40))
+    def test_the_time_begins_anew_with_each_other_call(self, calls: list[str | None]) -> None:
         stillness = Stillness()
-        assert not stillness.lasts("here", 0.0, 0.0)
-        assert not stillness.lasts("there", STUCK + 0.1, 0.0)
-        assert not stillness.lasts(None, 2 * STUCK + 0.2, 0.0)
-        assert not stillness.lasts("there", 3 * STUCK + 0.3, 0.0)
-
-    @given(st.lists(st.booleans(), min_size=5, max_size=60))
-    def test_a_process_that_computes_is_not_stuck(self, pauses: list[bool]) -> None:
-        """However the seconds of a processor are spread: in each second it uses more than an idle process does."""
-        stillness, used = Stillness(), 0.0
-        for number, pause in enumerate(pauses):
-            used += 0.0 if pause and number % 2 else 3 * IDLE * STUCK / 5
-            assert not stillness.lasts("here", number * STUCK / 5, used)
+        for number, call in enumerate(calls):
+            same = [*takewhile(lambda each: each == call, reversed(calls[: number + 1]))]  # noqa: B023 - used at once
+            lasts = call is not None and (len(same) - 1) * 0.3 > STUCK
+            assert stillness.lasts(call, number * 0.3) == lasts
 
 
 @pytest.fixture
@@ -63,7 +57,7 @@ def test_a_wait_in_users_code_for_a_peer_that_does_nothing_is_found_with_its_sta
     deadline = time.monotonic() + SOON
 
     def watch() -> str | None:
-        stack = wait_until_stuck(lambda: time.monotonic() < deadline, of_torch)
+        stack = wait_until_stuck(lambda: time.monotonic() < deadline, in_group)
         peer.send([torch.ones(1)], 0, 0).wait()
         return stack
 
@@ -76,6 +70,21 @@ def test_a_wait_in_users_code_for_a_peer_that_does_nothing_is_found_with_its_sta
         assert "work.wait()" in (found.result(SOON) or "")
 
 
+def test_a_thread_that_computes_is_not_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unirun.roles.waits, "STUCK", 0.1)
+    monkeypatch.setattr(unirun.roles.waits, "SAMPLE", 0.02)
+    monkeypatch.setattr(unirun.roles.waits, "ASK", 0.02)
+    over = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(wait_until_stuck, lambda: not over.is_set(), blocked)
+        matrix = torch.rand(2000, 2000)
+        deadline = time.monotonic() + 0.6
+        while time.monotonic() < deadline:
+            matrix @ matrix
+        over.set()
+        assert found.result(SOON) is None
+
+
 def test_a_wait_of_pythons_own_library_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unirun.roles.waits, "STUCK", 0.02)
     monkeypatch.setattr(unirun.roles.waits, "ASK", 0.02)
@@ -83,7 +92,7 @@ def test_a_wait_of_pythons_own_library_is_not_stuck(monkeypatch: pytest.MonkeyPa
     found: list[str | None] = []
     over = threading.Event()
     watcher = threading.Thread(
-        target=lambda: found.append(wait_until_stuck(lambda: not over.is_set(), native))
+        target=lambda: found.append(wait_until_stuck(lambda: not over.is_set(), blocked))
     )
     watcher.start()
     over.wait(0.2)
