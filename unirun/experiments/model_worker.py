@@ -84,16 +84,17 @@ class ModelWorkerProcess(BaseWorkload):
         self._attempt = attempt
         self._shelf.begin(-1)
         self._getting.forget()
-        for shard in self._shards.values():
-            shard.backend.destroy(shard.model)
-        self._shards.clear()
+        # Interfaces may keep state of the attempt that failed, and it may differ between ranks.
+        self._interfaces.clear()
+        # Before the new models are made, as there may not be memory for both.
         self._shelf.forget()
-        # Before the new ones are made, as there may not be memory for both.
+        while self._shards:
+            old = self._shards.popitem()[1]
+            old.backend.destroy(old.model)
+            del old
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        # Interfaces may keep state of the attempt that failed, and it may differ between ranks.
-        self._interfaces.clear()
         for name, topo in sorted(self._resolved.topologies.items()):
             workers = self._resolved.workers_of(name)
             mesh = None

@@ -87,11 +87,14 @@ class TestEveryJobThatFits:
         self, unirun: Unirun, warm: Warm, script: Script
     ) -> None:
         secret = f"mark-of-{random.randbytes(16).hex()}"
-        running = unirun.start("--nproc-per-node", 2, script("input()"), env={"MY_SECRET": secret})
+        running = unirun.start(
+            "--nproc-per-node", 2, script("import signal; signal.pause()"), env={"MY_SECRET": secret}
+        )
         running.lines("2 ranks of 1 role up")
         token = (unirun.job_dir() / "token").read_bytes().strip()
         forks = [pid for pid, title in warm.forks.items() if title == "unirun-spawner"]
         assert any(_has(pid, secret.encode()) for pid in forks), "the search finds it where it is"
+        running.signal(signal.SIGTERM)
         running.end()
         assert not [pid for pid in warm.pids if _has(pid, secret.encode())]
         assert not [pid for pid in warm.pids if _has(pid, token)]
