@@ -28,20 +28,16 @@ from tests.unit.experiments.setups import (
     said,
 )
 from unirun.errors import SpecError
+from unirun.experiments import builtin as builtin
 from unirun.experiments.allocation import model_workers
 from unirun.experiments.checks import dataset_keys, faults
 from unirun.experiments.config import (
-    AgentAbstraction,
     AutomaticEvaluator,
     DatasetAbstraction,
-    EnvServiceAbstraction,
     ExperimentConfig,
-    GenerationServer,
-    GserverManager,
     MasterWorker,
     ModelAbstraction,
     ModelBackendAbstraction,
-    RolloutWorker,
     StandaloneModelShardAbstraction,
 )
 from unirun.experiments.control import ExperimentSaveEvalControl
@@ -363,68 +359,3 @@ def test_workers_are_as_many_as_the_models_need() -> None:
         ["actor@0[pipe 0, data 1, tensor 0]", "critic@0[pipe 0, data 0, tensor 0]"],
     ]
     assert model_workers({}) == []
-
-
-class TestServers:
-    """Generation servers, what sends requests to them, and what makes trajectories."""
-
-    @staticmethod
-    def manager(**changes: Any) -> GserverManager:
-        return replace(GserverManager(ACTOR, 1, "round_robin", 0, 8, 10, 4), **changes)
-
-    @staticmethod
-    def rollout(**changes: Any) -> RolloutWorker:
-        env, agent = EnvServiceAbstraction("env"), AgentAbstraction("agent")
-        return replace(RolloutWorker(1, ACTOR, "", 8, 10, env, agent, []), **changes)
-
-    def with_servers(
-        self,
-        servers: int = 1,
-        managers: list[GserverManager] | None = None,
-        rollouts: list[RolloutWorker] | None = None,
-        tp_size: int = 1,
-    ) -> ExperimentConfig:
-        config = sft()
-        config.generation_server = [GenerationServer(1, "torch", {}, "", tp_size)] * servers
-        config.gserver_manager = [self.manager()] if managers is None else managers
-        config.rollout_worker = [self.rollout()] if rollouts is None else rollouts
-        return config
-
-    def test_a_server_a_manager_and_a_worker_are_right(self) -> None:
-        assert [*faults_of(self.with_servers())] == []
-
-    def test_servers_without_a_manager(self) -> None:
-        assert only(self.with_servers(managers=[], rollouts=[])) == "gserver_manager: there are 0"
-
-    def test_workers_without_servers(self) -> None:
-        config = self.with_servers(servers=0, managers=[])
-        assert only(config) == "rollout_worker: there is no gserver_manager to ask"
-
-    def test_another_number_of_servers_than_the_manager_has(self) -> None:
-        config = self.with_servers(servers=2)
-        assert only(config) == "gserver_manager: n_servers is 1, and there are 2 generation servers"
-
-    def test_a_model_that_no_worker_has(self) -> None:
-        nobody = ModelName("nobody")
-        config = self.with_servers(
-            managers=[self.manager(model_name=nobody)], rollouts=[self.rollout(model_name=nobody)]
-        )
-        assert only(config) == "gserver_manager: it serves nobody@0, which no worker has"
-
-    def test_a_worker_that_asks_for_another_model(self) -> None:
-        config = self.with_servers(rollouts=[self.rollout(model_name=COPY)])
-        assert only(config) == "rollout_worker.0: it asks for actor@1"
-
-    def test_numbers_that_are_none_are_told_at_once(self) -> None:
-        config = self.with_servers(
-            managers=[self.manager(train_batch_size=0, max_head_offpolicyness=-1)],
-            rollouts=[self.rollout(new_tokens_per_chunk=0, datasets=[DatasetAbstraction("tests-missing")])],
-            tp_size=0,
-        )
-        assert said(faults_of(config)) == [
-            "generation_server.0.tp_size: 0",
-            "gserver_manager.train_batch_size: 0",
-            "gserver_manager.max_head_offpolicyness: it is negative",
-            "rollout_worker.0: no dataset is registered as 'tests-missing'",
-            "rollout_worker.0.new_tokens_per_chunk: 0",
-        ]

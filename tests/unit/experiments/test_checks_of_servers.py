@@ -1,0 +1,90 @@
+"""Faults of generation servers, of what sends requests to them, and of what makes trajectories."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.unit.experiments.setups import ACTOR, COPY, TRAIN, at, call, config_of, faults_of, said
+from unirun.experiments.config import (
+    AgentAbstraction,
+    DatasetAbstraction,
+    EnvServiceAbstraction,
+    ExperimentConfig,
+    GenerationServer,
+    GserverManager,
+    RolloutWorker,
+)
+from unirun.experiments.layout import ModelName
+
+
+def only(config: ExperimentConfig) -> str:
+    """The only fault."""
+    (fault,) = said(faults_of(config))
+    return fault
+
+
+def manager(**changes: Any) -> GserverManager:
+    return replace(GserverManager(ACTOR, 1, "round_robin", 0, 8, 10, 4), **changes)
+
+
+def rollout(**changes: Any) -> RolloutWorker:
+    env, agent = EnvServiceAbstraction("env"), AgentAbstraction("agent")
+    return replace(RolloutWorker(1, ACTOR, "", 8, 10, env, agent, []), **changes)
+
+
+def with_servers(
+    servers: int = 1,
+    managers: list[GserverManager] | None = None,
+    rollouts: list[RolloutWorker] | None = None,
+    tp_size: int = 1,
+) -> ExperimentConfig:
+    config = config_of([call("train", ["prompt"], kind=TRAIN)], {ACTOR: at()})
+    config.generation_server = [GenerationServer(1, "torch", {}, "", tp_size)] * servers
+    config.gserver_manager = [manager()] if managers is None else managers
+    config.rollout_worker = [rollout()] if rollouts is None else rollouts
+    return config
+
+
+def test_a_server_a_manager_and_a_worker_are_right() -> None:
+    assert [*faults_of(with_servers())] == []
+
+
+def test_servers_without_a_manager() -> None:
+    assert only(with_servers(managers=[], rollouts=[])) == "gserver_manager: there are 0"
+
+
+def test_workers_without_servers() -> None:
+    config = with_servers(servers=0, managers=[])
+    assert only(config) == "rollout_worker: there is no gserver_manager to ask"
+
+
+def test_another_number_of_servers_than_the_manager_has() -> None:
+    config = with_servers(servers=2)
+    assert only(config) == "gserver_manager: n_servers is 1, and there are 2 generation servers"
+
+
+def test_a_model_that_no_worker_has() -> None:
+    nobody = ModelName("nobody")
+    config = with_servers(managers=[manager(model_name=nobody)], rollouts=[rollout(model_name=nobody)])
+    assert only(config) == "gserver_manager: it serves nobody@0, which no worker has"
+
+
+def test_a_worker_that_asks_for_another_model() -> None:
+    config = with_servers(rollouts=[rollout(model_name=COPY)])
+    assert only(config) == "rollout_worker.0: it asks for actor@1"
+
+
+def test_numbers_that_are_none_are_told_at_once() -> None:
+    config = with_servers(
+        managers=[manager(train_batch_size=0, max_head_offpolicyness=-1)],
+        rollouts=[rollout(new_tokens_per_chunk=0, datasets=[DatasetAbstraction("tests-missing")])],
+        tp_size=0,
+    )
+    assert said(faults_of(config)) == [
+        "generation_server.0.tp_size: 0",
+        "gserver_manager.train_batch_size: 0",
+        "gserver_manager.max_head_offpolicyness: it is negative",
+        "rollout_worker.0: no dataset is registered as 'tests-missing'",
+        "rollout_worker.0.new_tokens_per_chunk: 0",
+    ]
