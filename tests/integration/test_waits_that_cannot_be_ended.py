@@ -30,8 +30,8 @@ class Worker(unirun.BaseWorkload):
             self.kept = self.group._get_backend(torch.device("cpu"))
             model = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=self.group, init_sync=False)
             loss = model(torch.ones(1)).sum()
+            print("formed", flush=True)
         if self.rank == 0:
-            print("waits", flush=True)
             WAIT
 
     def pid(self):
@@ -59,11 +59,10 @@ from unirun.roles.gloo import GlooGroup
 ctx = unirun.init()
 if ctx.incarnation == 0:
     group = ctx.group("v", "w")
-    if ctx.role == "v":
-        GlooGroup.end = lambda self: None
-        if ctx.rank == 0:
-            print("waits", flush=True)
-            dist.broadcast(torch.zeros(1), src=1, group=group)
+    GlooGroup.end = lambda self: None
+    print("formed", flush=True)
+    if (ctx.role, ctx.rank) == ("v", 0):
+        dist.broadcast(torch.zeros(1), src=1, group=group)
     time.sleep(60)
 """
 
@@ -88,7 +87,7 @@ def test_a_rank_that_waits_for_ever_is_killed_and_all_meet_again(
 ) -> None:
     folder = script(textwrap.dedent(WORKLOADS).replace("WAIT", wait), "waiting.py").parent
     job = unirun.start("--roles", "w=3@waiting:Worker", "--trainer", "waiting:Trainer", "--cwd", folder)
-    job.lines(r"^\[w:0\] waits")
+    job.lines(r"^\[w:[01]\] formed", 2)
     before = [unirun.pid_of(f"w:{rank}") for rank in range(3)]
     os.kill(before[2], signal.SIGKILL)
     (pids,) = job.lines(r"pids (.*)")
@@ -102,7 +101,7 @@ def test_a_script_that_waits_for_ever_in_a_group_with_a_role_that_died_is_starte
     unirun: Unirun, script: Script
 ) -> None:
     job = unirun.start("--roles", "v=2,w=1", "--max-restarts", 3, script(SCRIPT))
-    job.lines(r"^\[v:0\] waits")
+    job.lines(r"^\[[vw]:[01]\] formed", 3)
     os.kill(unirun.pid_of("w:0"), signal.SIGKILL)
     job.lines(
         "v:0: is killed: it waited for a collective that gloo has forgotten, as a peer died in that moment"
