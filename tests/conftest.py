@@ -6,6 +6,9 @@ for all examples of a property; those that properties use hold no state.
 Signals are as a terminal has them: ``sh -c 'pytest &'`` and ``nohup pytest`` have some ignored, what they start inherits
 that, and unirun leaves a signal alone that is ignored when it starts.
 
+torch looks up the name of each address that it connects to. A resolver that loses a packet asks again after five seconds,
+which says nothing about unirun: here it asks once, for a second.
+
 What was imported for the tests lives until the end: the garbage collector does not look at it again. With torch imported a
 full collection takes half a second, and tests that end with one, or make many objects, cause many.
 """
@@ -13,11 +16,13 @@ full collection takes half a second, and tests that end with one, or make many o
 from __future__ import annotations
 
 import gc
+import os
 import signal
 
 from hypothesis import HealthCheck, settings
 
 gc.disable()  # until everything is imported
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_collection_finish() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.conftest import script, unirun, warm
 from tests.integration.harness import SOON, Script, Unirun
-from tests.integration.kills import ENVIRON, SCRIPTS, WORKLOADS, kill_pairs, scripts_up, workloads_up
+from tests.integration.kills import SCRIPTS, WORKLOADS, kill_pairs, scripts_up, workloads_up
 
 __all__ = ["script", "unirun", "warm"]
 
@@ -44,7 +44,7 @@ def test_workloads_are_up_again_after_two_deaths(
 ) -> None:
     folder = script(WORKLOADS, "chaotic.py").parent
     roles = ("--roles", f"w={count}@chaotic:Worker", "--max-restarts", 10 * PAIRS, "--transport", transport)
-    job = unirun.start(*roles, "--cwd", folder, env=ENVIRON)
+    job = unirun.start(*roles, "--cwd", folder)
     seconds = kill_pairs(
         job, lambda: workloads_up(unirun), PAIRS, random.Random(f"{SEED} {count} {transport}")
     )
@@ -59,7 +59,7 @@ def test_scripts_meet_again_after_two_deaths(
 ) -> None:
     train = script(SCRIPTS)
     roles = ("--roles", f"v=2,w={count}", "--max-restarts", 10 * PAIRS)
-    job = unirun.start(*roles, train, cwd=train.parent, env=ENVIRON)
+    job = unirun.start(*roles, train, cwd=train.parent)
     names = ["v:0", "v:1", *(f"w:{rank}" for rank in range(count))]
     seconds = kill_pairs(
         job, lambda: scripts_up(train.parent, names), PAIRS, random.Random(f"{SEED} {count}")

@@ -19,10 +19,6 @@ GAP = 0.2
 LATE = 2.0
 """Seconds after a pair after which the state of the job is printed."""
 
-# torch looks up the name of each address that it connects to. A resolver that loses a packet asks again after five
-# seconds, which says nothing about unirun.
-ENVIRON = {"RES_OPTIONS": "timeout:1 attempts:1"}
-
 Pids = Mapping[str, int]
 """All workers, by ``role:rank``."""
 
