@@ -59,7 +59,7 @@ def equal(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def unbroken(home: Unirun) -> Path:
-    """A trial in which nobody dies."""
+    """A trial of which no process is killed."""
     result = home("experiment", "start", *SMALL, "-f", "unbroken", env=environment(home), within=120)
     assert result.code == 0, result.err
     assert len(steps(trial(home, "unbroken"))) == 6

@@ -180,7 +180,7 @@ def _graph(calls: Sequence[MFCDef]) -> Graph:
 
 
 def graph_faults(calls: Sequence[MFCDef], dataset_keys: Collection[str]) -> list[Fault]:
-    """All that is wrong with a graph: names given twice, keys that nobody or more than one makes, circles, …"""
+    """All that is wrong with a graph: duplicate names, keys that no call or several calls make, cycles, …"""
     where = "model_rpcs"
     if not calls:
         return [Fault(where, "there are no model function calls", "an experiment has one at least")]

@@ -1,7 +1,7 @@
 """What model workers give each other without their master: data of sequences, and parameters.
 
 A `Shelf` has what one process holds. Others ask for it over the listener that weights and queues use, and a thread of
-the transport answers, so that nobody waits for what a worker computes.
+the transport answers, so no request waits for a computation.
 """
 
 from __future__ import annotations

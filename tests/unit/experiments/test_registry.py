@@ -1,4 +1,4 @@
-"""Registries: a name is used once, and one that is not there is told with those that are."""
+"""Registries: each name is used once, and the error about an unknown name shows the known ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A strange question has an answer, and a strange answer is told."""
+"""Requests and answers that are malformed: a shelf answers each with a problem, and a worker raises an error."""
 
 from __future__ import annotations
 

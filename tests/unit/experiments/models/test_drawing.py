@@ -33,7 +33,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def probabilities(logits: torch.Tensor, blocked: int | None = None, **how: Any) -> dict[int, float]:
-    """Of the tokens that are drawn in many draws, each with what is told of it."""
+    """The probability that `draw` reports, for each token that it has drawn in 2000 draws."""
     many = logits.expand(2000, -1)
     tokens, logprobs = draw(many, GenerationConfig(**how), generator(), blocked)
     return {int(t): float(p.exp()) for t, p in zip(tokens, logprobs, strict=True)}
