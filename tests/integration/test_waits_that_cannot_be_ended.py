@@ -51,8 +51,7 @@ class Trainer(unirun.BaseTrainer):
 
 
 SCRIPT = """
-import os
-import time
+import signal
 import torch, torch.distributed as dist, unirun
 from unirun.roles.gloo import GlooGroup
 
@@ -63,7 +62,7 @@ if ctx.incarnation == 0:
     print("formed", flush=True)
     if (ctx.role, ctx.rank) == ("v", 0):
         dist.broadcast(torch.zeros(1), src=1, group=group)
-    time.sleep(60)
+    signal.pause()
 """
 
 

@@ -41,7 +41,8 @@ class Records:
         if there:
             top = self._root / "earlier"
             top.mkdir(exist_ok=True)
-            folder = top / str(1 + max((int(path.name) for path in top.iterdir()), default=0))
+            numbers = [int(path.name) for path in top.iterdir() if path.name.isdecimal()]
+            folder = top / str(1 + max(numbers, default=0))
             folder.mkdir()
             for path in there:
                 path.rename(folder / path.name)
