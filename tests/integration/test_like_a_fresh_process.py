@@ -139,7 +139,8 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def run_all(root: Path, method: str) -> None:
-    (root / "journal.py").write_text("FILE = open('journal', 'w')\n")
+    # Roles with different variables have different spawners, and each imports it.
+    (root / "journal.py").write_text("FILE = open('journal', 'a')\n")
     paths = {}
     for name, text in SCRIPTS.items():
         paths[name] = root / f"{name}.py"

@@ -172,7 +172,10 @@ class TestJobsOnThreeNodes:
         assert "[actor:0] seed 0  update   1 " in command("logs").out
         cluster.run("scancel", slurm_id(job))
         assert job.end().code == 143
-        assert (command.status()["phase"], command.status()["code"]) == ("stopped", 143)
+        found = command.status()
+        # Slurm signals the workers too, and the end of one may be known before the request to stop.
+        assert found["code"] == 143
+        assert found["phase"] == "stopped" or "killed by SIGTERM" in found["reason"]
 
     def test_a_trainer_with_workloads_is_submitted(self, command: Unirun, tmp_path: Path) -> None:
         short = ("config.solved=40", "config.bar=20", f"config.out={tmp_path / 'reward.png'}")
