@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,11 @@ def test_a_trial_that_was_stopped_is_resumed_and_two_at_once_do_not_meet(home: U
         "experiment", "start", *long, "-f", "one", "--recover-mode", "auto", env=environment(home)
     )
     resumed.lines(rf"step {done + 1}: criticTrain")
+    # It would end before the next one has started.
+    trainer = home.pid_of("trainer:0")
+    os.kill(trainer, signal.SIGSTOP)
     again = home("experiment", "start", *long, "-f", "one", env=environment(home))
+    os.kill(trainer, signal.SIGCONT)
     assert (again.code, "runs already" in again.err) == (2, True), again.err
     assert resumed.end(120).code == 0
     equal(trial(home, "one"), trial(home, "two"))
