@@ -73,7 +73,7 @@ class Actor(ModelInterface):
     def generate(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> SequenceSample | None:
         """Answers, drawn at temperature 1."""
         how = GenerationConfig(n=self._n, max_new_tokens=ROOM)
-        return answer(model, sample, how)
+        return answer(model, sample, spec, how)
 
     def inference(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> SequenceSample | None:
         """`packed_logprobs` of the tokens."""
@@ -99,7 +99,7 @@ class Actor(ModelInterface):
 
     def evaluate(self, model: Model, sample: SequenceSample) -> dict[str, float]:
         """How many likeliest answers are right."""
-        found = answer(model, sample, GenerationConfig(greedy=True, max_new_tokens=ROOM))
+        found = answer(model, sample, MicroBatchSpec(), GenerationConfig(greedy=True, max_new_tokens=ROOM))
         if found is None:
             return {}
         texts = [
@@ -155,12 +155,15 @@ class Critic(ModelInterface):
         return in_parts(model, sample, spec, loss, self._minibatches)
 
 
-def answer(model: Model, sample: SequenceSample, how: GenerationConfig) -> SequenceSample | None:
+def answer(
+    model: Model, sample: SequenceSample, spec: MicroBatchSpec, how: GenerationConfig
+) -> SequenceSample | None:
     """Answers to prompts, drawn with torch's seed."""
     tokenizer = model.tokenizer
     made = model.running().generate(
         sample,
         "packed_prompts",
+        spec,
         how,
         stop=tokenizer.eos_token_id,
         pad=tokenizer.pad_token_id,

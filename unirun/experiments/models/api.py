@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,6 +98,23 @@ class Generated(Value):
     logprobs: list[list[torch.Tensor]]
     ended: list[list[bool]]
 
+    def split(self, counts: Iterable[int]) -> list[Generated]:
+        """Parts with these numbers of prompts."""
+        ends = list(itertools.accumulate(counts, initial=0))
+        return [
+            Generated(self.tokens[start:end], self.logprobs[start:end], self.ended[start:end])
+            for start, end in itertools.pairwise(ends)
+        ]
+
+    @staticmethod
+    def gather(parts: Sequence[Generated]) -> Generated:
+        """All prompts of these parts, in their order."""
+        return Generated(
+            [each for part in parts for each in part.tokens],
+            [each for part in parts for each in part.logprobs],
+            [each for part in parts for each in part.ended],
+        )
+
 
 Loss = Callable[[torch.Tensor, SequenceSample], tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]]
 """Takes the outputs of a micro-batch, packed like its tokens, and the micro-batch, both on the model's device. Returns
@@ -122,9 +140,18 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, sample: SequenceSample, key: str, how: GenerationConfig, *, stop: int, pad: int, seed: int
+        self,
+        sample: SequenceSample,
+        key: str,
+        spec: MicroBatchSpec,
+        how: GenerationConfig,
+        *,
+        stop: int,
+        pad: int,
+        seed: int,
     ) -> Generated | None:
-        """Continue each sequence. None except on the last stage. Equal seeds give equal sequences."""
+        """Continue each sequence, one micro-batch of prompts after the other. None except on the last stage. Equal
+        seeds and micro-batches give equal sequences."""
         ...
 
     def tensors(self) -> dict[str, torch.Tensor]:

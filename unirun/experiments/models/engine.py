@@ -252,14 +252,30 @@ class TorchEngine:
 
     @torch.no_grad()
     def generate(
-        self, sample: SequenceSample, key: str, how: GenerationConfig, *, stop: int, pad: int, seed: int
+        self,
+        sample: SequenceSample,
+        key: str,
+        spec: MicroBatchSpec,
+        how: GenerationConfig,
+        *,
+        stop: int,
+        pad: int,
+        seed: int,
     ) -> Generated | None:
         """As `Engine` says."""
         self._stage.eval()
+        chance = torch.Generator().manual_seed(seed)
+        found: dict[int, Generated] = {}
         with whole(self._stage):
-            return generate(
-                self._place, self._stage, sample.sequences(key), how, stop=stop, pad=pad, seed=seed
-            )
+            # Data-parallel ranks may have different numbers of micro-batches: no collective is between them here.
+            for part, places in sample.split(spec):
+                prompts = part.sequences(key)
+                made = generate(self._place, self._stage, prompts, how, stop=stop, pad=pad, chance=chance)
+                if made is not None:
+                    found |= zip(places, made.split(map(len, part.seqlens[key])), strict=True)
+        if not self._stage.last:
+            return None
+        return Generated.gather([found[place] for place in range(len(sample))])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """As `Engine` says."""

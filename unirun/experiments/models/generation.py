@@ -21,7 +21,7 @@ def generate(
     *,
     stop: int,
     pad: int,
-    seed: int,
+    chance: torch.Generator,
 ) -> Generated | None:
     """Continue each of `prompts`. None except on the last stage. All ranks of the model call it.
 
@@ -39,7 +39,6 @@ def generate(
     value = tokens.to(place.device)
     config: Any = stage.config
     cache = DynamicCache(config=config)
-    chance = torch.Generator().manual_seed(seed)
     drawn: list[torch.Tensor] = []
     chances: list[torch.Tensor] = []
     over = torch.zeros(len(rows), dtype=torch.bool)
