@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 def dataset_keys(config: ExperimentConfig) -> frozenset[str]:
     """The keys that the datasets of an experiment have."""
+    return frozenset().union(*_keys_of_datasets(config).values())
+
+
+def _keys_of_datasets(config: ExperimentConfig) -> dict[str, frozenset[str]]:
+    """The keys of each type of dataset that is in use."""
     types = {each.type_ for worker in config.model_worker for each in worker.datasets}
-    found: set[str] = set()
-    for type_ in types:
-        if type_ in DATASETS:
-            found.update(DATASETS.find(type_).keys)
-    return frozenset(found)
+    return {type_: frozenset(DATASETS.find(type_).keys) for type_ in sorted(types) if type_ in DATASETS}
 
 
 def faults(config: ExperimentConfig) -> list[Fault]:
@@ -124,8 +125,6 @@ def _worker_faults(config: ExperimentConfig) -> list[Fault]:
         ]
     if len({worker.base_seed for worker in config.model_worker}) > 1:
         found.append(Fault("model_worker", "the workers have different base_seeds", "give all of them one"))
-    if any(len(worker.datasets) > 1 for worker in config.model_worker):
-        found.append(Fault("model_worker", "there are several datasets", "a trial has one: join their rows"))
     if len(config.master_worker) != 1:
         found.append(
             Fault("master_worker", f"there are {len(config.master_worker)}", "leave it out: one is made")
@@ -295,7 +294,8 @@ def _no_multiples(one: ProcessTopology, other: ProcessTopology) -> bool:
 
 
 def _data_faults(config: ExperimentConfig) -> list[Fault]:
-    """The datasets are in the workers of the model that is called first, and are the same in all of them."""
+    """The datasets are in the workers of the model that is called first, and are the same in all of them. All of them
+    have the same keys."""
     made = {key for call in config.model_rpcs for key in call.output_keys}
     first = next((c for c in config.model_rpcs if not any(key in made for key in c.input_keys)), None)
     if first is None:
@@ -324,4 +324,8 @@ def _data_faults(config: ExperimentConfig) -> list[Fault]:
                 "give all the same",
             )
         )
+    keys = _keys_of_datasets(config)
+    if len(set(keys.values())) > 1:
+        each = "; ".join(f"{type_}: {', '.join(sorted(some))}" for type_, some in keys.items())
+        found.append(Fault("model_worker", f"datasets have different keys: {each}", "use those of one kind"))
     return found

@@ -41,7 +41,8 @@ class Scheduling:
     """What each worker of one type needs: `cpu` processors, `gpu` devices (0: it runs on the CPU), `mem` MiB of memory.
 
     `nodelist`, `exclude`, `time_limit`, `begin` and `deadline` are options of sbatch, in its formats. All but `gpu` and
-    `env_vars` are used with ``--mode slurm`` only. Of the master only `env_vars` is used.
+    `env_vars` are used with ``--mode slurm`` only; lists, times and image are those of the model workers. Of the
+    master only `env_vars` is used.
     """
 
     cpu: int = 1
@@ -91,7 +92,8 @@ class TasksGroup:
 
 @dataclass
 class ExperimentScheduling:
-    """How many workers of each type there are, and what each needs."""
+    """How many workers of each type there are, and what each needs. The evaluator needs what a model worker does, if
+    nothing else is said."""
 
     model_worker: TasksGroup
     master_worker: TasksGroup = field(
@@ -100,6 +102,7 @@ class ExperimentScheduling:
     generation_server: TasksGroup | None = None
     gserver_manager: TasksGroup | None = None
     rollout_worker: TasksGroup | None = None
+    evaluator: Scheduling | None = None
 
 
 @dataclass
@@ -128,8 +131,8 @@ class StandaloneModelShardAbstraction:
 
 @dataclass
 class ModelWorker:
-    """A process with shards of some models, at most one of each. The workers of the model that is called first read the
-    first of `datasets`; further ones are ignored, and so are those of other workers."""
+    """A process with shards of some models, at most one of each. The workers of the model that is called first read
+    `datasets`, one after the other, which have the same keys; those of other workers are ignored."""
 
     base_seed: int
     shards: list[StandaloneModelShardAbstraction]

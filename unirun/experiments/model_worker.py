@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from unirun.errors import PeerLost, UnirunError, UsageError
 from unirun.experiments.config import ExperimentConfig, Resolved, StandaloneModelShardAbstraction
-from unirun.experiments.data.datasets import Dataset, DatasetUtility, load_tokenizer
+from unirun.experiments.data.datasets import Dataset, DatasetUtility, Joined, load_tokenizer
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import MFCDef, ModelInterfaceType, OffloadHook, ParamReallocHook
@@ -65,9 +65,9 @@ class ModelWorkerProcess(BaseWorkload):
         self._dataset: Dataset | None = None
         source = self._resolved.graph.calls[self._resolved.graph.sources[0]].model_name
         if self._mine.datasets and any(shard.id.model_name == source for shard in self._mine.shards):
-            chosen = self._mine.datasets[0]
             util = DatasetUtility(self._tokenizer, self._mine.base_seed)
-            self._dataset = DATASETS.find(chosen.type_)(util, **chosen.args)
+            made = [DATASETS.find(each.type_)(util, **each.args) for each in self._mine.datasets]
+            self._dataset = made[0] if len(made) == 1 else Joined(made)
         self._attempt = -1
         # Counts and figures are on the CPU.
         dist.init_process_group("cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from unirun.errors import JobError, UsageError
-from unirun.experiments.config import ExperimentConfig, ExperimentScheduling
+from unirun.experiments.config import ExperimentConfig, ExperimentScheduling, Scheduling
 from unirun.experiments.experiment import check_names
 from unirun.experiments.orders import Trial
 from unirun.experiments.showing import picture
@@ -105,22 +105,9 @@ def job_mapping(
             "leave them out: the actor generates in a call",
         )
     workers, master = scheduling.model_worker.scheduling, scheduling.master_worker.scheduling
-    role: dict[str, Any] = {
-        "count": count,
-        "workload": "unirun.experiments.model_worker:ModelWorkerProcess",
-        "env": dict(workers.env_vars),
-        "max_restarts": 10,
-    }
-    if not workers.gpu:
-        role["device"] = "cpu"
-        # On a host with GPUs they see none.
-        role["env"] = {"CUDA_VISIBLE_DEVICES": "", **role["env"]}
-    elif workers.gpu > 1:
-        role["slots"] = workers.gpu
-    roles = {"model_worker": role}
+    roles = {"model_worker": _role(count, "model_worker:ModelWorkerProcess", workers)}
     if config.auto_eval:
-        workload = "unirun.experiments.evaluator:EvaluatorProcess"
-        roles["evaluator"] = {**role, "count": 1, "workload": workload}
+        roles["evaluator"] = _role(1, "evaluator:EvaluatorProcess", scheduling.evaluator or workers)
     return {
         "name": f"{trial.experiment}-{trial.trial}",
         # Each worker sees its own devices only.
@@ -135,6 +122,15 @@ def job_mapping(
         "preload": [*PRELOAD, *preload],
         "call_timeout": CALL_TIMEOUT,
     }
+
+
+def _role(count: int, workload: str, needs: Scheduling) -> dict[str, Any]:
+    role = {"count": count, "workload": f"unirun.experiments.{workload}", "max_restarts": 10}
+    if not needs.gpu:
+        # On a host with GPUs they see none.
+        return {**role, "device": "cpu", "env": {"CUDA_VISIBLE_DEVICES": "", **needs.env_vars}}
+    # A type that is named is never replaced by CPU slots.
+    return {**role, "device": "cuda", "slots": needs.gpu, "env": dict(needs.env_vars)}
 
 
 def write_job(trial: Trial, config: ExperimentConfig, mapping: dict[str, Any], run_id: str) -> Path:
@@ -157,14 +153,20 @@ def _replace(path: Path, data: bytes) -> None:
 
 def options_of_slurm(scheduling: ExperimentScheduling, partition: str, nodes: int, *, evaluator: bool) -> str:
     """The ``--slurm`` of a trial: what its model workers need, and its `evaluator` if it has one, on so many nodes."""
-    each = -(-(scheduling.model_worker.count + evaluator) // nodes)
-    needs = scheduling.model_worker.scheduling
+    count, needs = scheduling.model_worker.count, scheduling.model_worker.scheduling
+    each = -(-count // nodes)
+    cpu, gpu, mem = (each * need for need in (needs.cpu, needs.gpu, needs.mem))
+    more = scheduling.evaluator or needs
+    smaller = more.cpu <= needs.cpu and more.gpu <= needs.gpu and more.mem <= needs.mem
+    # It may be where a node has one worker fewer than the others.
+    if evaluator and not (smaller and each * nodes > count):
+        cpu, gpu, mem = cpu + more.cpu, gpu + more.gpu, mem + more.mem
     words: Sequence[tuple[str, str]] = [
         ("nodes", str(nodes)),
         ("partition", partition),
-        ("cpus_per_task", str(needs.cpu * each + 1)),
-        ("gpus_per_node", str(needs.gpu * each) if needs.gpu else ""),
-        ("mem", f"{needs.mem * each}M" if needs.mem else ""),
+        ("cpus_per_task", str(cpu + 1)),
+        ("gpus_per_node", str(gpu) if gpu else ""),
+        ("mem", f"{mem}M" if mem else ""),
         ("nodelist", needs.nodelist),
         ("exclude", needs.exclude),
         ("container_image", needs.container_image),

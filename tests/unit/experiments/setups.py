@@ -34,11 +34,18 @@ class Prompts:
     keys = ("prompt",)
 
 
+class Answers(Prompts):
+    """One with one more key."""
+
+    keys = ("prompt", "answer")
+
+
 def network(place: object) -> None:
     """A model, which no test of a configuration makes."""
 
 
 register_dataset("tests-prompts", Prompts)
+register_dataset("tests-answers", Answers)
 register_model("tests-network", network)
 register_backend("tests-backend", ModelBackend)
 register_interface("tests-interface", ModelInterface)

@@ -232,9 +232,13 @@ class TestDatasets:
             "model_worker: a begins with data, and the workers 1-2 of actor@0 have no datasets"
         )
 
-    def test_there_are_several(self) -> None:
-        config = config_of([call("a", ["prompt"])], {ACTOR: at()}, [PROMPTS, PROMPTS])
-        assert only(config) == "model_worker: there are several datasets"
+    def test_several_have_the_same_keys(self) -> None:
+        others = DatasetAbstraction("tests-answers")
+        assert faults_of(config_of([call("a", ["prompt"])], {ACTOR: at()}, [PROMPTS, PROMPTS])) == ()
+        config = config_of([call("a", ["prompt"])], {ACTOR: at()}, [PROMPTS, others])
+        assert only(config) == (
+            "model_worker: datasets have different keys: tests-answers: answer, prompt; tests-prompts: prompt"
+        )
 
     def test_they_have_different_ones(self) -> None:
         config = sft(data=2)

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from tests.unit.collocation.jobs import hosts, masks
 from tests.unit.experiments.setups import PROMPTS, ppo
 from unirun.collocation import place
-from unirun.errors import UsageError
+from unirun.errors import PlacementError, UsageError
 from unirun.experiments.config import (
     AutomaticEvaluator,
     ExperimentConfig,
@@ -91,8 +91,7 @@ class TestTheJob:
         assert found["name"] == "ppo-first"
         role = found["roles"]["model_worker"]
         assert (role["count"], role["env"]) == (2, {"A": "1"})
-        assert "device" not in role
-        assert "slots" not in role
+        assert (role["device"], role["slots"]) == ("cuda", 1)
         assert job_mapping(trial(), config, two(gpu=4))["roles"]["model_worker"]["slots"] == 4
         assert found["trainer"]["env"] == {"B": "2"}
         assert [*found["roles"]] == ["model_worker"]
@@ -128,6 +127,27 @@ class TestTheJob:
         assert [*found] == ["model_worker", "evaluator"]
         assert (found["evaluator"]["count"], found["model_worker"]["count"]) == (1, 2)
         assert found["evaluator"]["workload"] != found["model_worker"]["workload"]
+
+    def test_an_evaluator_has_a_device_of_its_own_or_none_and_workers_keep_theirs(
+        self, config: ExperimentConfig
+    ) -> None:
+        config = replace(config, auto_eval=True, evaluator=AutomaticEvaluator(PROMPTS, "actor"))
+
+        def placed(scheduling: ExperimentScheduling, devices: int) -> dict[str, list[tuple[str, ...]]]:
+            mapping = {**job_mapping(trial(), config, scheduling), "preload": []}
+            spec = parse_job(mapping, count_slots=lambda *_: devices, run_id="x")
+            return masks(place(spec, hosts(f"devices={devices}"))[1])
+
+        assert placed(two(gpu=1), 3) == {
+            "model_worker": [("0",), ("1",)],
+            "evaluator": [("2",)],
+            "trainer": [None],
+        }
+        with pytest.raises(PlacementError, match="3 cuda slots are needed, 2 are there"):
+            placed(two(gpu=1), 2)
+        on_cpu = replace(two(gpu=1), evaluator=Scheduling())
+        assert placed(on_cpu, 2)["model_worker"] == [("0",), ("1",)]
+        assert job_mapping(trial(), config, on_cpu)["roles"]["evaluator"]["device"] == "cpu"
 
     def test_other_numbers_of_workers_are_refused(self, config: ExperimentConfig) -> None:
         scheduling = ExperimentScheduling(TasksGroup(3, Scheduling()))
@@ -233,6 +253,14 @@ class TestSlurm:
         scheduling = ExperimentScheduling(TasksGroup(4, Scheduling(cpu=1, gpu=1)))
         assert "gpus_per_node=2" in options_of_slurm(scheduling, "", 2, evaluator=False)
         assert "gpus_per_node=3" in options_of_slurm(scheduling, "", 2, evaluator=True)
+
+    def test_an_evaluator_may_need_less_or_have_room_beside_the_workers(self) -> None:
+        workers = TasksGroup(3, Scheduling(cpu=1, gpu=2))
+        assert "gpus_per_node=4" in options_of_slurm(ExperimentScheduling(workers), "", 2, evaluator=True)
+        large = ExperimentScheduling(workers, evaluator=Scheduling(cpu=1, gpu=4))
+        assert "gpus_per_node=8" in options_of_slurm(large, "", 2, evaluator=True)
+        small = ExperimentScheduling(replace(workers, count=4), evaluator=Scheduling(cpu=2))
+        assert "cpus_per_task=5,gpus_per_node=4" in options_of_slurm(small, "", 2, evaluator=True)
 
     def test_what_is_not_needed_is_left_out(self) -> None:
         assert options_of_slurm(two(), "", 1, evaluator=False) == "nodes=1,cpus_per_task=3"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -71,6 +73,23 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> SequenceSample: ...
+
+
+class Joined:
+    """Datasets with the same keys, one after the other. The ids of each begin with its number, so they do not meet."""
+
+    def __init__(self, parts: Sequence[Dataset]) -> None:
+        self.keys = parts[0].keys
+        self._parts, self._ends = parts, [*accumulate(map(len, parts))]
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> SequenceSample:
+        number = bisect_right(self._ends, index)
+        part = self._parts[number]
+        sample = part[index - self._ends[number] + len(part)]
+        return replace(sample, ids=tuple(f"{number}:{each}" for each in sample.ids))
 
 
 def read_rows(

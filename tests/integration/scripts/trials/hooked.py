@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from experiments.ppo import PPO, Actor
-from experiments.sums import llama
+from experiments.sums import llama, questions
 from msgspec.structs import replace as changed
 
 from unirun.experiments import (
@@ -76,7 +76,7 @@ class Watching(Actor):
 
 @dataclass
 class Hooked(PPO):
-    """Two workers with all models."""
+    """Two workers with all models. There are two datasets."""
 
     samples: int = 32
     batch: int = 8
@@ -93,7 +93,8 @@ class Hooked(PPO):
         }
         models[COPY] = Allocation(llama(), ModelBackendAbstraction("inference"), topology(tensor=2))
         assert backends[ACTOR].type_ == "ddp"
-        config.model_worker = model_workers(models, tokenizer="characters", datasets=first.datasets)
+        two = [questions(self.samples // 2), questions(self.samples // 2)]
+        config.model_worker = model_workers(models, tokenizer="characters", datasets=two)
         watching = ModelInterfaceAbstraction("watching", {"minibatches": 2})
         calls = []
         for call in config.model_rpcs:

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from unirun.errors import SpecError, UsageError
 from unirun.experiments.checks import dataset_keys
 from unirun.experiments.data.datasets import (
     DatasetUtility,
+    Joined,
     PairedDataset,
     PromptAnswerDataset,
     PromptDataset,
@@ -222,3 +225,27 @@ class TestTokenizers:
     def test_another_one_of_the_same_name_is_refused(self) -> None:
         with pytest.raises(UsageError, match="tokenizer 'tests-letters' is registered already"):
             register_tokenizer("tests-letters", lambda: Letters())
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any))
+def test_datasets_are_joined_one_after_the_other_and_their_ids_do_not_meet(sizes: list[int]) -> None:
+    class Some:
+        """So many prompts of one letter."""
+
+        keys = ("packed_prompts",)
+
+        def __init__(self, size: int) -> None:
+            self._size = size
+
+        def __len__(self) -> int:
+            return self._size
+
+        def __getitem__(self, index: int) -> SequenceSample:
+            return SequenceSample.of({"packed_prompts": [torch.full((index + 1,), self._size)]}, [str(index)])
+
+    joined = Joined([Some(size) for size in sizes])
+    whole = SequenceSample.gather([joined[index] for index in range(len(joined))])
+    places = [(number, index) for number, size in enumerate(sizes) for index in range(size)]
+    assert whole.ids == tuple(f"{number}:{index}" for number, index in places)
+    assert whole.lengths("packed_prompts") == [index + 1 for _, index in places]
+    assert whole["packed_prompts"].tolist() == [sizes[n] for n, index in places for _ in range(index + 1)]
