@@ -22,8 +22,12 @@ LAYOUTS = [
     "211-fsdp2",
     "221-fsdp2",
     "212-fsdp2",
+    "121-ddp-tied",
+    "112-ddp-tied",
+    "122-ddp-tied",
+    "212-fsdp2-tied",
 ]
-"""Ranks along data, tensor and pipe, and the backend."""
+"""Ranks along data, tensor and pipe, the backend, and whether embeddings are tied."""
 
 
 class Found:
@@ -45,7 +49,9 @@ def folder(home: Unirun) -> Path:
     """All layouts were run by one job of four ranks."""
     path = home.root / "layouts"
     path.mkdir()
-    result = home("--roles", "model=4", TRIALS / "layouts.py", "--", path, ONE, *LAYOUTS, within=240)
+    result = home(
+        "--roles", "model=4", TRIALS / "layouts.py", "--", path, ONE, f"{ONE}-tied", *LAYOUTS, within=240
+    )
     assert result.code == 0, result.err
     return path
 
@@ -57,10 +63,12 @@ def close(one: Any, other: Any) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_computes_what_one_rank_computes(folder: Path, layout: str) -> None:
-    one, found = Found(folder / ONE), Found(folder / layout)
+    tied = layout.endswith("-tied")
+    one, found = Found(folder / (f"{ONE}-tied" if tied else ONE)), Found(folder / layout)
     close(found.outputs, one.outputs)
     # What parameters have lost in two steps are the gradients.
     for ours, theirs in zip(found.figures, one.figures, strict=True):
         close(ours, theirs)
     close(found.network, one.network)
     assert found.generated == one.generated
+    assert torch.equal(found.network["lm_head.weight"], found.network["model.embed_tokens.weight"]) == tied

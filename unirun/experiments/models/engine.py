@@ -112,6 +112,7 @@ class TorchEngine:
         else:
             self._pipeline(padded, key, scaled)
         self._add_up()
+        self._tie()
         return logged
 
     def _rows(self, batch: SequenceSample | None, key: str, rows: int = 0, length: int = 0) -> torch.Tensor:
@@ -185,11 +186,27 @@ class TorchEngine:
             for grad, part in zip(some, flat.split([g.numel() for g in some]), strict=True):
                 grad.copy_(part.view_as(grad))
 
+    def _tie(self) -> None:
+        """Give the first and the last stage the sum of both gradients of tied embeddings, the same to the bit."""
+        tied, group = self._stage.tied, self._place.group("pipe")
+        if tied is None or not tied.requires_grad:
+            return
+        assert tied.grad is not None
+        grad, last = _local(tied.grad), self._place.topo.get_dim("pipe") - 1
+        if self._stage.first:
+            dist.send(grad, group=group, group_dst=last)
+            dist.recv(grad, group=group, group_src=last)
+        else:
+            other = torch.empty_like(grad)
+            dist.recv(other, group=group, group_src=0)
+            grad += other
+            dist.send(grad, group=group, group_dst=0)
+
     def _norm(self) -> float:
         """The 2-norm of the gradients of the whole network, the same on all ranks."""
         squares = torch.zeros((), dtype=torch.float64)
         for parameter in self._parameters():
-            if parameter.grad is None:
+            if parameter.grad is None or (parameter is self._stage.tied and not self._stage.first):
                 continue
             grad = parameter.grad
             norm = torch.linalg.vector_norm(grad, dtype=torch.float32)

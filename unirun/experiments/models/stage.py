@@ -80,7 +80,12 @@ class Stage(nn.Module):
         mesh = place.mesh["tensor"]
         for layer in self.body.layers:
             parallelize_module(layer, mesh, {name: style() for name, style in PLAN.items()})
-        if isinstance(self.head, nn.Linear) and self.head.out_features > 1:
+        # Embeddings are not cut, so neither is a last layer with the same weights.
+        if (
+            isinstance(self.head, nn.Linear)
+            and self.head.out_features > 1
+            and not self.config.tie_word_embeddings
+        ):
             parallelize_module(self.head, mesh, ColwiseParallel(output_layouts=Replicate()))
 
     def forward(
@@ -101,6 +106,14 @@ class Stage(nn.Module):
             return hidden
         output: torch.Tensor = self.head(hidden if cache is None else hidden[:, -1:])
         return output
+
+    @property
+    def tied(self) -> nn.Parameter | None:
+        """The embeddings, if the last layer of another stage has the same weights, and those on that stage."""
+        if not self.config.tie_word_embeddings or self.first == self.last:
+            return None
+        found: nn.Parameter = self.body.embed_tokens.weight if self.first else self.head.weight
+        return found
 
     def named(self, names: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors by the names that they have in the whole network."""
@@ -145,14 +158,6 @@ def _check(place: Place, config: Any) -> None:
                     f"tensor has to divide {size}",
                 )
             )
-    if config.tie_word_embeddings and place.topo.world_size() > place.topo.get_dim("data"):
-        faults.append(
-            Fault(
-                f"models.{place.name}",
-                "its embeddings are tied, and its first and last layers are cut in different ways",
-                "split it by data only; or, for a new network, set tie_word_embeddings to false in config",
-            )
-        )
     for name, neutral in SCALES.items():
         if getattr(config, name, None) not in (None, neutral):
             faults.append(

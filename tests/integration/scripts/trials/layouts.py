@@ -1,6 +1,6 @@
 """The same forward passes, steps and generation in several layouts of a model, also with ranks without sequences.
 
-``layouts.py FOLDER 111-ddp 221-fsdp2``: the digits are ranks along data, tensor and pipe. In a folder for each layout,
+``layouts.py FOLDER 111-ddp 221-fsdp2-tied``: the digits are ranks along data, tensor and pipe. In a folder for each layout,
 each data-parallel rank writes what it has found, and one rank the network after all steps.
 """
 
@@ -38,7 +38,6 @@ CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
 }
 
 
@@ -64,7 +63,7 @@ def same(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool
     )
 
 
-def main(folder: Path, data: int, tensor: int, pipe: int, backend: str) -> None:
+def main(folder: Path, data: int, tensor: int, pipe: int, backend: str, tied: str) -> None:
     """Run it all in one layout, and write the results."""
     torch.set_num_threads(1)
     topo = topology(data=data, tensor=tensor, pipe=pipe)
@@ -77,7 +76,7 @@ def main(folder: Path, data: int, tensor: int, pipe: int, backend: str) -> None:
     folder.mkdir(exist_ok=True)
     place = Place(ModelName("actor"), topo, dist.get_rank(), torch.device("cpu"), mesh, seed=3)
     kind = {"ddp": TrainBackend, "fsdp2": ShardedBackend}[backend]
-    model = Model(place, causal_lm(place, config=CONFIG), None)
+    model = Model(place, causal_lm(place, config={**CONFIG, "tie_word_embeddings": bool(tied)}), None)
     # With SGD and lr=1, a step subtracts exactly the gradient.
     engine = kind(lr=1.0, optimizer="sgd", clip=0.0).initialize(model, FinetuneSpec(1, 8, 8)).running()
     mine, spec = sample(place.data, data), MicroBatchSpec(2)
@@ -112,7 +111,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     root, *layouts = sys.argv[1:]
     for layout in layouts:
-        sizes, _, chosen = layout.partition("-")
-        main(Path(root, layout), *map(int, sizes), chosen)
+        sizes, chosen, tied = f"{layout}-".split("-")[:3]
+        main(Path(root, layout), *map(int, sizes), chosen, tied)
         dist.barrier()
     dist.destroy_process_group()
