@@ -72,6 +72,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks
+	$(BIN)/mypy tests
 	for example in $$(dirname examples/*/*.py | sort -u); do $(BIN)/mypy $$example || exit 1; done
 
 # The API reference, from the docstrings; a test tells when it is out of date.

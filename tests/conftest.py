@@ -18,6 +18,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 
@@ -45,11 +48,12 @@ settings.register_profile(
 )
 settings.load_profile("busy machine")
 
-for number, handler in {
+DEFAULTS: dict[signal.Signals, Callable[[int, FrameType | None], Any] | signal.Handlers] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGQUIT: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
     signal.SIGTERM: signal.SIG_DFL,
-}.items():
+}
+for number, handler in DEFAULTS.items():
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)

@@ -22,8 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.unit.wire.places import credentials_in
 from unirun.wire import Credentials, new_token
-from unirun.wire.certificates import AUTHORITY, CERTIFICATE
-from unirun.wire.credentials import server_name
+from unirun.wire.credentials import AUTHORITY, CERTIFICATE, server_name
 from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, PROOF_SIZE, ClientHandshake
 
 SOON = 20.0

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
@@ -175,7 +176,7 @@ def test_calls_of_other_threads_are_answered_while_one_waits(stage: Stage) -> No
     cast = stage.role(1)
     waiting = in_thread(lambda: cast.group[0].hold("patience"))
     cast[0].hear("holding patience")
-    others = [in_thread(lambda n=n: cast.group[0].echo_beside(n)) for n in range(8)]
+    others = [in_thread(partial(cast.group[0].echo_beside, n)) for n in range(8)]
     assert [other.get(timeout=SOON) for other in others] == list(range(8))
     refs = [cast.group[0].echo_beside.call_async(bytes(1 << 20)) for n in range(30)]
     assert [len(ref.result(SOON)) for ref in refs] == [1 << 20] * 30
@@ -192,7 +193,7 @@ def test_many_threads_wait_at_once(stage: Stage) -> None:
     def work(name: int) -> bool:
         return all(cast.group[(name + n) % 2].echo((name, n)) == (name, n) for n in range(100))
 
-    answers = [in_thread(lambda name=name: work(name)) for name in range(8)]
+    answers = [in_thread(partial(work, name)) for name in range(8)]
     assert all(answer.get(timeout=SOON) for answer in answers)
 
 

@@ -84,8 +84,8 @@ def ends_under_unirun(unirun: Unirun, program: Program, method: str) -> dict[str
 
     def end(variant: str, number: int) -> End:
         rank = number if variant == "script" else 0
-        logs = (unirun.log(variant, rank, stream=stream) for stream in ("stdout", "stderr"))
-        return _end(workers[f"{variant}:{rank}"]["exit"], *logs, folder / f"{variant}-{number}")
+        stdout, stderr = (unirun.log(variant, rank, stream=stream) for stream in ("stdout", "stderr"))
+        return _end(workers[f"{variant}:{rank}"]["exit"], stdout, stderr, folder / f"{variant}-{number}")
 
     return {name: end(variant, number) for name, (variant, number) in CASES.items()}
 

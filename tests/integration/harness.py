@@ -24,6 +24,7 @@ import pytest
 from unirun.cli import status
 
 T = TypeVar("T")
+Command = TypeVar("Command", bound="Unirun")
 
 START = 60.0
 """Deadline in seconds for everything that imports torch on a busy machine."""
@@ -60,7 +61,7 @@ Script = Callable[..., Path]
 """The fixture `script`: it writes a worker's script and returns its path."""
 
 
-def eventually(look: Callable[[], T], what: str, within: float = SOON) -> T:
+def eventually(look: Callable[[], T | None], what: str, within: float = SOON) -> T:
     """The first truthy value of `look()`; fails after `within` seconds."""
     deadline = time.monotonic() + within
     while True:
@@ -350,7 +351,7 @@ def home_of(command: Unirun) -> Iterator[Unirun]:
 
 
 @contextlib.contextmanager
-def swept(command: Unirun) -> Iterator[Unirun]:
+def swept(command: Command) -> Iterator[Command]:
     """Fail when a job of `command` has left a process at the end of the context."""
     failed = True
     try:

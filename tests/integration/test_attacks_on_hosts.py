@@ -7,6 +7,7 @@ import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tests.contract.attacks import INSIDE, OUTSIDE, SOON, Target, silence
@@ -124,17 +125,13 @@ def test_a_job_under_attack_goes_on_and_its_token_is_nowhere(hosts: Hosts, tmp_p
         for attack in INSIDE:
             attack(attacked[0])
         events = next(hosts[0].path(HOME).rglob("mine/events.jsonl"))
+
+        def refusals(teller: str) -> list[str]:
+            found = [each.text for each in read_events(events) if each.kind == "refused"]
+            return [text for text in found if text.startswith(teller) and "was refused: " in text]
+
         for teller in ("a connection from ", "worker:"):
-            eventually(
-                lambda teller=teller: [
-                    each
-                    for each in read_events(events)
-                    if each.kind == "refused"
-                    and each.text.startswith(teller)
-                    and "was refused: " in each.text
-                ],
-                f"an event of a refusal begins with {teller}",
-            )
+            eventually(partial(refusals, teller), f"an event of a refusal begins with {teller}")
         for secret in (inside.token, inside.token.hex().encode()):
             assert [place for host in hosts for place in holders(host, secret)] == []
         for host in hosts:

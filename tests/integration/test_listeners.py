@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import stat
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,10 @@ def test_who_does_not_prove_the_token_to_the_agent_is_refused_and_counted_and_th
     command = running.command
     job = JobDir(command.job_dir())
     (node,) = {worker["node"] for worker in command.workers().values()}
+
+    def refusals(said: str) -> list[str]:
+        return [text for text in command.events("refused") if re.search(said, text)]
+
     for number, first in enumerate((b"", os.urandom(200), bytes(32)), start=1):
         with socket.socket(socket.AF_UNIX) as sock, unix_address(job.agent_socket(node)) as address:
             sock.connect(address)
@@ -137,10 +142,7 @@ def test_who_does_not_prove_the_token_to_the_agent_is_refused_and_counted_and_th
             while sock.recv(1 << 16):
                 pass
         said = f"at the agent .* was refused: .* \\({number} so far\\)"
-        eventually(
-            lambda said=said: [text for text in command.events("refused") if re.search(said, text)],
-            "the refusal is an event",
-        )
+        eventually(partial(refusals, said), "the refusal is an event")
     assert {role["phase"] for role in command.status()["roles"]} == {"running"}
     assert command("stop").code == 0
     running.end()

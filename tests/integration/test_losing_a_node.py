@@ -9,6 +9,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -224,7 +225,7 @@ class TestANodeOfSeveral:
 
 
 class TestWorkloads:
-    def start(self, unirun: Unirun) -> tuple[Running, list[list[list[int]]]]:
+    def start(self, unirun: Unirun) -> tuple[Running, list[list[list[Any]]]]:
         """A trainer calls four actors on two nodes and two critics on another; returns the first results."""
         unirun.root.joinpath("steps.py").write_text(
             "\n".join(line[4:] for line in CLASSES.splitlines()) + "\n"

@@ -11,6 +11,7 @@ import signal
 import struct
 import subprocess
 import termios
+from typing import Any
 
 import pytest
 
@@ -234,11 +235,12 @@ class TestAReaderThatFallsBehind:
             """
         )
         job = unirun.start(*EXEC, "--max-restarts", 1, train, read=False)
-        pid = int(
-            eventually(
-                lambda: (p := unirun.root / "again").exists() and p.read_text(), "it runs again", START
-            )
-        )
+
+        def again() -> str | None:
+            path = unirun.root / "again"
+            return path.read_text() if path.exists() else None
+
+        pid = int(eventually(again, "it runs again", START))
         job.signal(signal.SIGTERM)
         assert gone(pid, SOON)
         out, _ = job.popen.communicate(timeout=START)
@@ -253,8 +255,13 @@ class TestAReaderThatFallsBehind:
         eventually(lambda: unirun.status()["phase"] == "failed", "the job is over", START)
         eventually(lambda: set(unirun.processes().values()) <= {"unirun"}, "its processes are gone")
         assert not gone(job.pid, 0.0)
+
+        def interrupted() -> bool:
+            job.signal(signal.SIGINT)
+            return gone(job.pid, 5.0)
+
         # One that comes before the command knows of the end is for the job.
-        eventually(lambda: job.signal(signal.SIGINT) or gone(job.pid, 5.0), "a signal ends it")
+        eventually(interrupted, "a signal ends it")
         assert job.end(SOON).code == 3
 
     def test_a_slow_reader_may_have_a_non_blocking_pipe(self, unirun: Unirun, script: Script) -> None:
@@ -282,7 +289,7 @@ class TestAReaderThatFallsBehind:
                 print("x" * 100, file=sys.{stream})
             """
         )
-        options = {"stderr": subprocess.STDOUT} if stream == "stderr" else {}
+        options: dict[str, Any] = {"stderr": subprocess.STDOUT} if stream == "stderr" else {}
         job = unirun.start(*EXEC, "-q", "--nproc-per-node", 2, train, read=False, **options)
         assert job.popen.stdout is not None
         job.popen.stdout.readline()

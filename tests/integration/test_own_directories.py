@@ -12,6 +12,7 @@ from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import Leader, leader_of
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.url import open_store
+from unirun.wire.address import UnixAddress
 
 from .harness import SCRIPTS, START, Script, Unirun, alive, eventually
 from .test_losing_a_node import job_file
@@ -55,6 +56,7 @@ def test_a_job_whose_agents_share_no_directory_outlives_its_master_and_a_node(
     first = eventually(lambda: leader(0), "a master leads")
     os.kill(first.pid, signal.SIGKILL)
     second = eventually(lambda: leader(first.epoch), "another master leads", START)
+    assert isinstance(second.address, UnixAddress)
     own = JobDir(Path(second.address.path).parent)
     assert own.path.parents[1] == tmp_path / "hosts", (
         "it listens in the directory of the agent that has started it"

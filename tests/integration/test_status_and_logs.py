@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from typing import Any
 
 from .harness import EXEC, SOON, Running, Script, Unirun, alive, eventually
 from .serving import QUICK, SERVE, end_well
@@ -56,9 +57,12 @@ class TestStatus:
     def test_status_shows_memory_and_processor_time(self, unirun: Unirun, script: Script) -> None:
         job = unirun.start(*EXEC, "--monitor-interval", 0.05, "--role", "a", script(SERVE))
         job.lines("line")
-        sampled = eventually(
-            lambda: (w := unirun.workers()["a:0"])["memory"] and w["cpu"] is not None and w, "samples"
-        )
+
+        def look() -> dict[str, Any] | None:
+            found = unirun.workers()["a:0"]
+            return found if found["memory"] and found["cpu"] is not None else None
+
+        sampled = eventually(look, "samples")
         assert sampled["memory"] > 1 << 20
         assert sampled["cpu"] >= 0
         end_well(unirun, job)

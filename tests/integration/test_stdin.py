@@ -9,6 +9,7 @@ import signal
 import termios
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -114,7 +115,7 @@ class Terminal:
 
     def start(self, unirun: Unirun, *command: object) -> Running:
         """Start a program as the leader of a session on it, in the foreground."""
-        streams = dict.fromkeys(("stdin", "stdout", "stderr"), self.theirs)
+        streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), self.theirs)
         return unirun.start_program(
             [*map(str, command)],
             read=False,

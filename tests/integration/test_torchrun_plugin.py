@@ -135,7 +135,7 @@ def node(unirun: Unirun, etcd: Servers, script: Callable[..., Path], tmp_path: P
         if program is not None:
             return unirun.start_program([program, *argv])
         forks.append(Forked(argv, unirun.environment(), tmp_path))
-        return Running(unirun, forks[-1], read=True)
+        return Running(unirun, forks[-1], read=True)  # type: ignore[arg-type]
 
     yield start
     left = [fork for fork in forks if alive(fork.pid)]
@@ -281,7 +281,7 @@ def test_torchrun_uses_an_etcd_with_certificates_and_a_password(
     authority = Authority(folder)
     server_cert, server_key = authority.sign("server")
     cert, key = authority.sign("client")
-    flags = ("--client-cert-auth", "--trusted-ca-file", str(authority.cert))
+    flags: tuple[str, ...] = ("--client-cert-auth", "--trusted-ca-file", str(authority.cert))
     flags += ("--cert-file", str(server_cert), "--key-file", str(server_key))
     servers = Servers(folder, flags=flags, scheme="https")
     tls = ("--cacert", str(authority.cert), "--cert", str(cert), "--key", str(key))

@@ -304,7 +304,7 @@ class TestBeforeWorkersStart:
             Trainer(logdir=tmp_path / "file" / "logs").run(lambda: None)
         for arguments in ({"num_workers": 0}, {"backend": "horovod"}, {"resources_per_worker": {"GPU": 1}}):
             with pytest.raises(UsageError):
-                Trainer(**arguments)  # type: ignore[arg-type]
+                Trainer(**arguments)
         for function in (5, lambda a, b: None, Heard):
             with pytest.raises(UsageError):
                 Trainer().run(function)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ class TestExecute:
             dist.barrier()
 
         pids = trainer.execute(os.getpid)
-        calls = {"execute": trainer.execute, "execute_async": lambda f: trainer.execute_async(f).result()}
+        calls: dict[str, Callable[[Callable[[], None]], object]] = {
+            "execute": trainer.execute,
+            "execute_async": lambda f: trainer.execute_async(f).result(),
+        }
         with pytest.raises(KeyError, match="one"):
             calls[way](function)
         assert trainer.execute(summed) == [6, 6, 6]

@@ -132,7 +132,7 @@ def main() -> int:
 
     tested = {name: found for name, found in results().items() if found[1] != "not checked"}
     noticed = [name for name, (_, status) in tested.items() if status in NOTICED]
-    equivalent, left = [], []
+    equivalent, left = list[str](), list[str]()
     for name, (path, status) in tested.items():
         if status not in NOTICED:
             removed, added = change(name, path)

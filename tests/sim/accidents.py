@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from functools import partial
 
 from msgspec import to_builtins
 from msgspec.json import encode as to_json
@@ -74,7 +75,7 @@ class Accidents(Invariants):
             self.clock.after(self.rng.uniform(0, 0.1), lambda: self.tell(OwnerLost()))
             lost = events.Abandon("the unirun command is gone")
             for each in self.nodes.values():
-                self.clock.after(self.rng.uniform(0, 0.1), lambda n=each: n.apply(lost))
+                self.clock.after(self.rng.uniform(0, 0.1), partial(each.apply, lost))
         elif what == "node_comes":
             name = f"late{len(self.nodes)}-{self.rng.randrange(1000)}"
             devices = tuple(Device(str(number), "") for number in range(4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
+from functools import partial
 
 from tests.sim.masters import MasterModel
 from tests.sim.node import Node
@@ -207,7 +208,7 @@ class Invariants:
             lost = [("lost", event.worker.incarnation)]
             assert [(w.phase, w.incarnation) for w in seen] == lost, f"{event} is not told"
         else:
-            self.clock.after(VIEW_DELAY + WRITES, lambda at=self.clock.now: self._must_have_told(at))
+            self.clock.after(VIEW_DELAY + WRITES, partial(self._must_have_told, self.clock.now))
 
     def _must_have_told(self, since: float) -> None:
         assert self.viewed >= since or self.state.phase in JOB_ENDS or self._troubled_since(since), "no news"
@@ -226,7 +227,7 @@ class Invariants:
             between = (RolePhase.RESTARTING, RolePhase.REFORMING)
             old = before.roles[name]
             if role.phase in between and _stage(role) != _stage(old):
-                self.clock.after(soon, lambda old=role: self._must_have_restarted(old, now))
+                self.clock.after(soon, partial(self._must_have_restarted, role, now))
 
     def _must_be_over(self, since: float) -> None:
         assert self.state.phase in JOB_ENDS or self._troubled_since(since), "the job does not end"

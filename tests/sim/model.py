@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tests.sim.processes import Process, StoreModel, rng_delay
@@ -100,7 +101,9 @@ class Spawner:
             # Its node is drained.
             self._tell(StoreOpened(role, request.generation))
             return
-        assert newer or self.world.lost(before.spawner.node.name), f"{role} has {before} already"
+        assert before is None or newer or self.world.lost(before.spawner.node.name), (
+            f"{role} has {before} already"
+        )
         if before is not None:
             before.alive = False
             self.world.disturb(role)
@@ -186,7 +189,7 @@ class Spawner:
         if len(store.present) == self.world.size(role):
             for spawner, peer, member in store.present.values():
                 delay = self.world.rng.choice((0.001, 0.05, 0.5))
-                self.world.clock.after(delay, lambda s=spawner, n=peer, m=member: s._form(n, m, store))  # type: ignore[misc]
+                self.world.clock.after(delay, partial(spawner._form, peer, member, store))
 
     def _form(self, number: int, process: Process, store: StoreModel) -> None:
         """All have come. It can connect with those that live on."""

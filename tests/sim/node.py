@@ -31,8 +31,14 @@ class Led(Protocol):
     """What a node sees of a master's process."""
 
     node: str
-    leads: bool
-    hangs: bool
+
+    @property
+    def leads(self) -> bool:
+        """Whether it answers, and believes that it leads."""
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it does nothing now."""
 
     def joined(self, join: Join, pipe: Pipe) -> None:
         """The first message of an agent has arrived."""

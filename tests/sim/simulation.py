@@ -7,6 +7,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -130,7 +131,7 @@ class Simulation(Accidents):
                         and self.rng.random() < self._follows(peer)
                     ):
                         delay = self.rng.uniform(0.0, 0.05)
-                        self.clock.after(delay, lambda s=spawner, n=number, p=peer: s.follow(n, p))
+                        self.clock.after(delay, partial(spawner.follow, number, peer))
 
     def size(self, role: str) -> int:
         """The number of ranks of a role."""
@@ -141,17 +142,13 @@ class Simulation(Accidents):
         store = self.stores.get(role)
         for spawner, number, process in store.present.values() if store else ():
             if process.waits is store and self.rng.random() < 0.7:
-                self.clock.after(
-                    self.rng.uniform(0.0, 0.05), lambda s=spawner, n=number, p=process: s.trips(n, p)
-                )
+                self.clock.after(self.rng.uniform(0.0, 0.05), partial(spawner.trips, number, process))
 
     def left(self, process: Process, store: StoreModel) -> None:
         """A process has died while it waited in a store: its peers notice that, or do not."""
         for spawner, number, peer in store.present.values():
             if peer is not process and peer.waits is store and self.rng.random() < 0.5:
-                self.clock.after(
-                    self.rng.uniform(0.0, 0.05), lambda s=spawner, n=number, p=peer: s.trips(n, p)
-                )
+                self.clock.after(self.rng.uniform(0.0, 0.05), partial(spawner.trips, number, peer))
 
     def _follows(self, process: Process) -> float:
         return self.plan.habits[process.who[0]].follows
@@ -276,7 +273,7 @@ class Simulation(Accidents):
                 self.clock.after(self.rng.uniform(0.0, 0.2), node.join)
         self.start_master(0)
         for when, what in self.plan.accidents:
-            self.clock.after(when, lambda what=what: self.accident(what))
+            self.clock.after(when, partial(self.accident, what))
         self.clock.after(PATIENCE - 1.0, self._must_have_stores)
         self.clock.after(PATIENCE - 1.0, self._must_know)
         self.clock.after(PATIENCE, self._lose_patience)

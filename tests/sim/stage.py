@@ -27,10 +27,13 @@ class Stage(Protocol):
     clock: Clock
     rng: random.Random
     plan: Plan
-    store: MemoryStore
     nodes: dict[str, Node]
     waived: bool
     """Whether a job has ended without that being written."""
+
+    @property
+    def store(self) -> MemoryStore:
+        """What all clients are a way to."""
 
     def client(self, host: str) -> Client:
         """A way to the store for a new process."""

@@ -11,7 +11,7 @@ from tests.sim.world import Clock, Plan
 from unirun.errors import OutcomeUnknown, StoreAway, StoreError
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.memory import MemoryStore
-from unirun.rendezvous.store.protocol import Compare, Item, Lease, Listing, Outcome, Put
+from unirun.rendezvous.store.protocol import Compare, Item, Lease, Listing, Outcome, Put, Watch
 
 RUN = "sim"
 
@@ -92,3 +92,9 @@ class Client:
     def revoke(self, lease: Lease) -> None:
         self._here()
         self._store.revoke(lease)
+
+    def watch(self, prefix: str, from_revision: int) -> Watch:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError

@@ -19,9 +19,9 @@ def test_each_ready_experiment_learns_with_three_seeds(tmp_path: Path) -> None:
         "-m",
         "experiments.prove",
         "--root",
-        tmp_path,
+        str(tmp_path),
         "--out",
-        tmp_path / "learning.png",
+        str(tmp_path / "learning.png"),
     ]
     env = {**os.environ, "UNIRUN_HOME": str(tmp_path / "home")}
     done = subprocess.run(

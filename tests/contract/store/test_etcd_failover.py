@@ -318,7 +318,7 @@ def test_a_call_is_repeated_when_another_thread_closes_its_channel(
     store = open_store(lone.url())
     opened.append(store)
     cluster = store._cluster  # type: ignore[attr-defined]
-    find, closed = cluster._channel, []
+    find, closed = cluster._channel, list[object]()
 
     def found_and_closed_at_once(member: str) -> object:
         channel = find(member)

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ class Secure:
     servers: Servers
     authority: Authority
 
-    def url(self, **options: object) -> str:
+    def url(self, **options: Any) -> str:
         return self.servers.url(**{"cacert": self.authority.cert, "timeout": 5, **options})
 
 
@@ -131,7 +132,7 @@ def password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
 
 
-def alice(servers: Servers, **options: object) -> str:
+def alice(servers: Servers, **options: Any) -> str:
     return servers.url(**{"prefix": "/alice/", "user": "alice", "timeout": 5, **options})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -92,8 +94,12 @@ def test_a_store_is_a_dictionary_with_a_history(place: Place, steps: list[object
     for prefix in PREFIXES:
         expected = [change for change in model.changes if change.key.startswith(prefix)]
         watch = store.watch(prefix, start)
-        assert read(watch, lambda seen, expected=expected: len(seen) >= len(expected)) == expected
+        assert read(watch, partial(as_many, expected)) == expected
         watch.close()
+
+
+def as_many(expected: list[Change], seen: list[Change]) -> bool:
+    return len(seen) >= len(expected)
 
 
 def transact(store, model: Model, lease: Lease, step) -> None:  # type: ignore[no-untyped-def]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import sqlite3
 import time
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -37,13 +38,15 @@ def test_a_writer_may_be_killed_at_any_moment(tmp_path: Path) -> None:
     watch = reader.watch("", 1)
     spawn = multiprocessing.get_context("spawn")
     seen: list[Change] = []
+
+    def written(revision: int) -> bool:
+        return reader.get_prefix("").revision > revision
+
     for round_ in range(6):
         before = reader.get_prefix("").revision
         writer = spawn.Process(target=write_for_ever, args=(place.path,), daemon=True)
         writer.start()
-        wait_until(
-            lambda before=before, round_=round_: reader.get_prefix("").revision > before + 5 * (1 + round_)
-        )
+        wait_until(partial(written, before + 5 * (1 + round_)))
         time.sleep(0.003 * round_)  # at another moment each time
         writer.kill()
         writer.join(PATIENCE)

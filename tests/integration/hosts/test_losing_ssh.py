@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -110,9 +111,13 @@ def test_a_command_that_is_stopped_for_a_while_loses_nothing_and_makes_nothing_g
     assert len(sending) == 3
     before = [psutil.Process(pid).memory_info().rss for pid in sending]
     cluster.place("go", "")
+
+    def is_written(log: Path) -> bool:
+        return log.read_bytes().count(b"\n") > LINES
+
     for rank, host in enumerate(cluster.hosts):
         log = host.path(cluster.folder(host.name)) / "logs" / "actor" / str(rank) / "0" / "stdout.log"
-        eventually(lambda log=log: log.read_bytes().count(b"\n") > LINES, "all is written", START)
+        eventually(partial(is_written, log), "all is written", START)
     after = [psutil.Process(pid).memory_info().rss for pid in sending]
     assert all(now < then + (8 << 20) for then, now in zip(before, after, strict=True)), (before, after)
     job.signal(signal.SIGCONT)

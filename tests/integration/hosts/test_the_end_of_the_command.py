@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from functools import partial
 
 import pytest
 
@@ -28,10 +29,17 @@ STUBBORN = """
 
 def nothing_is_left(cluster: OnHosts) -> None:
     """No process on any host, but for sshd; and no lock of the job is held."""
+
+    def empty(node: str) -> bool:
+        return not cluster.others(node)
+
+    def free(job: JobDir) -> bool:
+        return not job.alive()
+
     for host in cluster.hosts:
-        eventually(lambda host=host: not cluster.others(host.name), f"{host.name} has no process", GONE)
+        eventually(partial(empty, host.name), f"{host.name} has no process", GONE)
         job = JobDir(cluster.folder(host.name))
-        eventually(lambda job=job: not job.alive(), f"the lock of {host.name} is free", GONE)
+        eventually(partial(free, job), f"the lock of {host.name} is free", GONE)
 
 
 def test_a_command_that_is_killed_takes_everything_on_all_hosts_with_it(cluster: OnHosts) -> None:

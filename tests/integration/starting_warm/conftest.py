@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import SOON, Unirun, gone, processes_of, swept
+from tests.integration.harness import SOON, Running, Unirun, gone, processes_of, swept
 from tests.integration.warm import ONE, Borrowing, Warm, warm_in
 
 
@@ -21,7 +21,12 @@ def unirun(warm: Warm, tmp_path: Path) -> Iterator[Unirun]:
     command = Borrowing(tmp_path, warm)
     with swept(command):
         yield command
-    jobs = [job for job in command.started if "-v" in job.popen.args]
+
+    def tells(job: Running) -> bool:
+        assert isinstance(job.popen.args, list | tuple)
+        return "-v" in job.popen.args
+
+    jobs = [job for job in command.started if tells(job)]
     assert all("start: warm" in job.text for job in jobs if "start: " in job.text), jobs[0].text
     assert set(warm.pids) == before
 

@@ -13,7 +13,7 @@ from unirun.errors import ChannelError
 from unirun.roles import trainer_invocation
 from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.policy import invocations
-from unirun.roles.peers import Peer
+from unirun.roles.peers import Peer, Peers
 from unirun.roles.transport.protocol import Channel, Handler, Parcel, Wait
 from unirun.values import WorkerId
 
@@ -92,11 +92,13 @@ class Worker:
             here = self.role.meeting.setdefault(wanted, {})
             here[self.me.rank] = self
             self.role.wake_all()
-            self.actor.wait(
-                lambda wanted=wanted, here=here: len(here) == self.role.size or self.told > wanted
-            )
+            self.actor.wait(partial(self._met, wanted, here))
             if len(here) == self.role.size and (self.told == wanted or self.role.rng.random() < 0.5):
                 self.generation, self.steps = wanted, 0
+
+    def _met(self, wanted: int, here: dict[int, Worker]) -> bool:
+        """Whether all are in `wanted`, or it is over."""
+        return len(here) == self.role.size or self.told > wanted
 
     def hear(self, generation: int) -> None:
         """The news of the next generation."""
@@ -158,11 +160,14 @@ class Line(Channel):
             self._open = False
             self._role.clock.after(self._role.delay(), partial(self._broken, "cut"))
 
+    def keep(self) -> None:
+        """Nothing is changed after it was sent."""
+
     def close(self) -> None:
         self._open = False
 
 
-class Seen:
+class Seen(Peers):
     """What the caller knows of a role."""
 
     def __init__(self, role: Role) -> None:

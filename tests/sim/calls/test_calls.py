@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ class History:
                 self.rng.uniform(0.0, self.rng.choice((0.3, 3.0))),
             )
             self.last_death = max(self.last_death, self.clock.now + when)
-            self.clock.after(when, lambda rank=rank: self._kill(rank))  # type: ignore[misc]
+            self.clock.after(when, partial(self._kill, rank))
         self.clock.after(self.last_death - self.clock.now + 0.01, self.trainer.wake)
         for _ in range(self.rng.choice((0, 0, 1, 4))):
             self.clock.after(self.rng.uniform(0.0, 1.0), self._cut)

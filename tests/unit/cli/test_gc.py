@@ -275,7 +275,7 @@ class TestAStore:
         self, store: Store, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         stored(store, "a", "running")
-        monkeypatch.setattr(clearing.time, "sleep", lambda _: lead())
+        monkeypatch.setattr(time, "sleep", lambda _: lead())
 
         def lead() -> None:
             campaign(store, job_prefix("a"), UnixAddress("/x", "far"), 7, ttl=60)

@@ -87,7 +87,7 @@ def ran(*argv: str) -> tuple[int, str]:
     text = ""
     for stream in streams:
         stream.flush()
-        text += stream.buffer.getvalue().decode()  # type: ignore[attr-defined]
+        text += stream.buffer.getvalue().decode()
     assert isinstance(leave.value.code, int)
     assert "Traceback" not in text
     assert all(c.isprintable() or c in "\n\t" or category(c) == "Zs" for c in text), repr(text)
@@ -118,7 +118,8 @@ def job(status: Any, summary: Any) -> None:
 
 def summary_of(text: str) -> dict[str, Any]:
     """A summary with `text` in the same way as `status_of`."""
-    return to_builtins(Summary(text, text, text, "failed", 1.0, 2.0, 1, {text: 1}))
+    found: dict[str, Any] = to_builtins(Summary(text, text, text, "failed", 1.0, 2.0, 1, {text: 1}))
+    return found
 
 
 def status_of(text: str) -> JobStatus:

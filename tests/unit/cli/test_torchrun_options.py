@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.unit.cli.conftest import GPUS, Compose, same
 from unirun.cli.joboptions import BETWEEN_NODES, ONE_NODE
 from unirun.errors import SpecError, UsageError
 
-LANDS = {
+LANDS: dict[str, tuple[str | None, Callable[[Any], bool]]] = {
     "nnodes": ("1:1", lambda s: True),
     "nproc_per_node": ("2", lambda s: s.roles[0].count == 2),
     "rdzv_backend": ("c10d", lambda s: True),

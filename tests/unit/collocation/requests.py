@@ -87,7 +87,7 @@ def _roles(draw: st.DrawFn, name: str, size: int, elastic: bool) -> RoleRequest:
 
 
 def _if_sound(request: Request, **change: object) -> Request:
-    changed = replace(request, **change)  # type: ignore[arg-type]
+    changed = replace(request, **change)
     whole = all(size is None or role.count % size == 0 for role in changed.roles for size in _sizes(role))
     try:
         problem_of(changed)

@@ -28,7 +28,7 @@ def untrained() -> ActorCritic:
 @pytest.fixture
 def balancing() -> ActorCritic:
     model = ActorCritic()
-    model.policy = Balancer()
+    model.policy = nn.Sequential(Balancer())
     return model
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import torch.distributed as dist
 from part import LEARNING_RATE, Blank, Part
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+if TYPE_CHECKING:
+    import modalities
+    from modalities import LETTERS, LOST, NAMES, READABLE
+    from networks import EMBEDDING, Fusion, ImageEncoder, NameEncoder
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,7 +31,7 @@ def imports() -> None:
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ def submitted(workers: ThreadPoolExecutor, work: Callable[[], object]) -> Promis
 def test_every_item_goes_through_every_stage_and_comes_out_in_order(
     count: int, depth: int, stages: int
 ) -> None:
-    def stage(name: int):
+    def stage(name: int) -> Callable[[int, Any], Promise]:
         return lambda t, value: settled([*(value or []), (name, t)])
 
     out = list(pipelined(range(count), [stage(name) for name in range(stages)], depth))
@@ -93,13 +94,15 @@ def test_the_last_stage_is_entered_in_order_whoever_is_ready_first(order: list[i
     ready: dict[int, Promise] = {}
     entered: list[int] = []
 
+    def let_go() -> None:
+        for each in order:
+            ready[each].answer(partial(int, each))
+
     def first(t: int, _: object) -> Promise:
         ready[t] = Promise()
         if len(ready) == len(order):
             # All are under way: a thread lets them go in the order of the example.
-            threading.Thread(
-                target=lambda: [ready[each].answer(lambda each=each: each) for each in order]
-            ).start()
+            threading.Thread(target=let_go).start()
         return ready[t]
 
     def last(t: int, value: int) -> Promise:

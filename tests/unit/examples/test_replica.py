@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from replica import Replica
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
     """A process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

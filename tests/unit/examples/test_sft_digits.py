@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from digits import held_out, load, of_classes
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -31,7 +31,7 @@ GENERATE, INFERENCE, TRAIN, EVALUATE = ModelInterfaceType
 class Prompts:
     """A dataset, of which the configuration needs the keys only."""
 
-    keys = ("prompt",)
+    keys: tuple[str, ...] = ("prompt",)
 
 
 class Answers(Prompts):

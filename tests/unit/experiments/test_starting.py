@@ -133,7 +133,7 @@ class TestTheJob:
     ) -> None:
         config = replace(config, auto_eval=True, evaluator=AutomaticEvaluator(PROMPTS, "actor"))
 
-        def placed(scheduling: ExperimentScheduling, devices: int) -> dict[str, list[tuple[str, ...]]]:
+        def placed(scheduling: ExperimentScheduling, devices: int) -> dict[str, list[tuple[str, ...] | None]]:
             mapping = {**job_mapping(trial(), config, scheduling), "preload": []}
             spec = parse_job(mapping, count_slots=lambda *_: devices, run_id="x")
             return masks(place(spec, hosts(f"devices={devices}"))[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.job.job import Job
 from unirun.collocation import Device, Inventory, Node
-from unirun.job.events import AgentLost
+from unirun.job.events import AgentLost, ToAgent, ToGuest
 from unirun.values import WorkerId
 from unirun.wire.messages import StartRole
 from unirun.wire.reports import FromWorker, Serving
@@ -51,6 +51,6 @@ def ranks(job: Job) -> dict[str, list[int]]:
     """By node, who was ordered to start."""
     found: dict[str, list[int]] = {}
     for command in job.commands:
-        if hasattr(command, "node") and isinstance(command.message, StartRole):
+        if isinstance(command, ToAgent | ToGuest) and isinstance(command.message, StartRole):
             found.setdefault(command.node, []).extend(member.rank for member in command.message.members)
     return found

@@ -70,7 +70,7 @@ def test_agents_are_told_to_end_what_they_have_and_then_it_is_over() -> None:
         After(REJOIN_TIMEOUT, RejoinTimedOut()),
     ]
     assert (ending.state.phase, ending.state.roles["actor"].phase) == (JobPhase.STOPPING, RolePhase.STOPPING)
-    assert (ending.state.away, ending.state.view_due) == ({"n0"}, False)
+    assert (ending.state.away, ending.state.view_due) == (frozenset({"n0"}), False)
     assert plain(ending.join()) == [
         ToAgent("n0", Shutdown(GRACE)),
         After(GRACE + REJOIN_TIMEOUT, AgentLost("n0", "it has not ended in time")),

@@ -29,9 +29,9 @@ def offer(node: str, *, devices: int = 2, **more: object) -> Offer:
     return Offer(node, node, -1, to_json(to_builtins(there)).decode(), OURS, **more)  # type: ignore[arg-type]
 
 
-def elastic(of: int = 2, **more: object) -> Job:
+def elastic(of: int = 2, spares: int = 0) -> Job:
     """Two to eight actors on nodes with two devices each."""
-    return scripts(8, of=of, least={"actor": 2}, **more).running()
+    return scripts(8, of=of, least={"actor": 2}, spares=spares).running()
 
 
 def elastic_workloads() -> Job:

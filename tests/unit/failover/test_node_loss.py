@@ -225,7 +225,7 @@ class TestARoleOfScripts:
             {"actor": 4},
             restarts={"actor": 2},
             inventory=nodes(3),
-            **({"kinds": {"actor": "workload"}} if workload else {}),
+            kinds={"actor": "workload"} if workload else None,
         ).running()
         for rank in range(4) if workload else ():
             job.on(FromWorker(WorkerId("actor", rank, 0), Serving({"socket": "a"}, True)))
@@ -285,15 +285,17 @@ class TestMakingRoom:
     def test_making_room_ends_the_job_when_who_has_to_make_it_may_not_start_again(self) -> None:
         job = self.job(restarts=0).on(gone("n1"))
         assert (job.phases()["actor"], job.orders(StartRole)) == ("stopping", [])
-        assert job.obey().end is not None
-        assert job.end[0] == 137
-        assert "actor has room for 2 of 4 ranks; role actor has no restarts" in job.end[1]
+        end = job.obey().end
+        assert end is not None
+        assert end[0] == 137
+        assert "actor has room for 2 of 4 ranks; role actor has no restarts" in end[1]
 
     def test_making_room_ends_it_with_its_own_code_when_the_restarts_are_used_up(self) -> None:
         job = self.job(restarts=1).exits("actor", 0, 1)
         job.obey().all_run("actor").on(gone("n1"))
-        assert job.obey().end is not None
-        assert job.end[0] == EXIT_BUDGET
+        end = job.obey().end
+        assert end is not None
+        assert end[0] == EXIT_BUDGET
 
 
 class TestWorkloads:

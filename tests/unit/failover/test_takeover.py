@@ -241,8 +241,7 @@ class TestAnOrderThatWasLost:
         take_over(job)
         job.on(Join("n0", 1, "n0", {"actor": "h:1"}))
         assert job.state.phase is JobPhase.LAUNCHING
-        job.on(Join("n1", 1, "n1", {"actor": "h:2"}))
-        assert job.state.phase is JobPhase.RUNNING
+        assert job.on(Join("n1", 1, "n1", {"actor": "h:2"})).state.phase is JobPhase.RUNNING
         assert starts(job) == [("actor", 0, [(0, 0)]), ("actor", 0, [(1, 0)])]
 
 

@@ -147,7 +147,7 @@ class TestADeath:
 
     def test_a_death_of_those_who_wait_joins_a_store_that_is_still_to_come(self) -> None:
         job = workload(count=2, stores_open=False).launched().exits("actor", 0, 1).exits("actor", 1, 1)
-        assert job.orders(StartRole) == job.orders(OpenStore) == []
+        assert (job.orders(StartRole), job.orders(OpenStore)) == ([], [])
         (order,) = job.on(StoreOpened("actor", 1)).orders(StartRole)
         assert [(m.rank, m.incarnation) for m in order.members] == [(0, 1), (1, 1)]
 
@@ -255,7 +255,7 @@ class TestAStore:
         job = serving().on(StoreEnded("actor", 0, 5.0, "its process was killed"))
         role = job.state.roles["actor"]
         assert job.orders(OpenStore) == [OpenStore("actor", 1)]
-        assert job.orders(StartRole) == job.orders(StopWorkers) == []
+        assert (job.orders(StartRole), job.orders(StopWorkers)) == ([], [])
         assert (role.phase, role.generation, role.restarts) == (RolePhase.REFORMING, 1, 0)
         assert seen(job).generation == 1
         assert "role actor forms generation 1, as its store is gone: its process was killed" in job.records

@@ -5,6 +5,8 @@ Weights are bytes per step. A model of 7 billion parameters has 14 GB in bfloat1
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from unirun.graph.values import Graph, Role
 from unirun.spec.edges import Edge
 
@@ -81,7 +83,7 @@ def ppo(actors: int = 4, rollouts: int = 4, judges: int = 2) -> Graph:
     )
 
 
-SCENARIOS = {
+SCENARIOS: dict[str, Callable[..., Graph]] = {
     "pretrain": pretrain,
     "online_learning": online_learning,
     "multimodal": multimodal,

@@ -140,7 +140,7 @@ def test_a_role_that_calls_itself_has_no_edge() -> None:
 )
 def test_counts_that_cannot_be_are_left_out(wrong: dict[str, object]) -> None:
     right = called("b", [0])
-    assert sound([replace(right, **wrong), right], RANKS) == (right,)  # type: ignore[arg-type]
+    assert sound([replace(right, **wrong), right], RANKS) == (right,)
 
 
 def test_nothing_that_was_seen_is_no_edge() -> None:

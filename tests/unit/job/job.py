@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from typing import TypeVar
 
 from tests.sim.views import told_view
 from tests.unit.job.invariants import check_job
@@ -28,6 +29,8 @@ from unirun.wire.messages import OpenStore, StopWorkers, View
 from unirun.wire.reports import Cause, Join, WorkerError, WorkerExited, WorkerRunning, WorkerStarted
 from unirun.wire.spawning import StoreOpened
 from unirun.wire.views import updated
+
+T = TypeVar("T")
 
 TERM, KILL = int(signal.SIGTERM), int(signal.SIGKILL)
 
@@ -172,10 +175,10 @@ class Job:
                 self.exits(order.role, rank, by=order.signal, asked=order.signal)
         return self
 
-    def orders(self, kind: type) -> list:
+    def orders(self, kind: type[T]) -> list[T]:
         return [c.message for c in self.commands if isinstance(c, ToAgent) and isinstance(c.message, kind)]
 
-    def told(self, kind: type) -> list:
+    def told(self, kind: type[T]) -> list[T]:
         return [c.message for c in self.commands if isinstance(c, ToWatchers) and isinstance(c.message, kind)]
 
     @property

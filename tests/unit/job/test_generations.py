@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.unit.failover.takeover import held, take_over
-from tests.unit.failover.test_worker_failure_in_place import serving, workload
+from tests.unit.failover.workloads import serving, workload
 from tests.unit.job.job import Job
 from unirun.errors import Refused
 from unirun.job.events import Event

@@ -38,11 +38,11 @@ def running() -> RoleState:
 
 def but(rank: int, **other: object) -> Callable[[RoleState], RoleState]:
     """The role with one worker otherwise."""
-    return lambda role: role.with_worker(replace(role.workers[rank], **other))  # type: ignore[arg-type]
+    return lambda role: role.with_worker(replace(role.workers[rank], **other))
 
 
 def having(**other: object) -> Callable[[RoleState], RoleState]:
-    return lambda role: replace(role, **other)  # type: ignore[arg-type]
+    return lambda role: replace(role, **other)
 
 
 def gone(role: RoleState, code: int = 0) -> RoleState:

@@ -76,14 +76,17 @@ class Walk:
         worker = rng.choice(role.workers)
         who = WorkerId(role.name, worker.rank, worker.incarnation)
         if rng.random() < 0.02:
-            return rng.choice(
-                [Stop(TERM, "enough", rng.choice([None, 1.0])), AgentLost(rng.choice(state.nodes), "gone")]
-            )
+            ends: list[Event] = [
+                Stop(TERM, "enough", rng.choice([None, 1.0])),
+                AgentLost(rng.choice(state.nodes), "gone"),
+            ]
+            return rng.choice(ends)
         if self.stores and rng.random() < 0.3:
             return self.stores.pop(0)
         told: list[Event] = [ViewDue(), Notice("n0", "hm"), StoreEnded(role.name, role.generation, 1.0, "x")]
         if worker.live:
-            told += 4 * [WorkerStarted(who, 100), WorkerRunning(who, role.opened)]
+            news: list[Event] = [WorkerStarted(who, 100), WorkerRunning(who, role.opened)]
+            told += 4 * news
             told += 4 * [
                 FromWorker(who, Serving({"socket": "a"}, True)),
                 FromWorker(who, GroupFormed(role.opened)),

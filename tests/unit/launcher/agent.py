@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from typing import Any, TypeVar
 
 from unirun.launcher.core import step
 from unirun.launcher.environment import SpawnerKey
@@ -29,6 +30,8 @@ from unirun.wire.spawning import (
     ServeStore,
     Spawn,
 )
+
+T = TypeVar("T")
 
 TERM, KILL, INT = int(signal.SIGTERM), int(signal.SIGKILL), int(signal.SIGINT)
 
@@ -87,12 +90,12 @@ class Agent:
             self.on(LinkMessage(number, Hello(WorkerId("actor", number - 1, 0), 100 + number, True)))
         return self
 
-    def told(self, kind: type) -> list:
+    def told(self, kind: type) -> list[Any]:
         """Messages of this kind to the master, forwarded ones included."""
         messages = [c.message for c in self.commands if isinstance(c, ToMaster)]
         return [m for m in messages if isinstance(m.message if isinstance(m, FromWorker) else m, kind)]
 
-    def sent(self, kind: type, key: SpawnerKey = TORCH) -> list:
+    def sent(self, kind: type[T], key: SpawnerKey = TORCH) -> list[T]:
         chosen = [c for c in self.commands if isinstance(c, ToSpawner) and c.key == key]
         return [c.message for c in chosen if isinstance(c.message, kind)]
 

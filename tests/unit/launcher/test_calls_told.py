@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.launcher.test_core import Agent
+from tests.unit.launcher.agent import Agent
 from unirun.launcher.events import LinkMessage
 from unirun.launcher.state import holdings
 from unirun.values import WorkerId

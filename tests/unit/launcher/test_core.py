@@ -196,6 +196,7 @@ def test_an_agent_keeps_a_whole_view_and_forwards_it_unchanged() -> None:
     view = View((RoleView("actor", 2, 0, "127.0.0.1:1", "running", ()),))
     agent = Agent().on(view)
     assert agent.commands == [ToLinks(view)]
+    assert agent.state.view is not None
     (actor,) = agent.state.view.roles
     assert actor.workers == (WorkerView(0, 0, "starting", {}), WorkerView(1, 0, "starting", {}))
 
@@ -204,6 +205,7 @@ def test_an_agent_applies_view_changes_and_forwards_them_unchanged() -> None:
     agent = Agent().on(View((RoleView("actor", 2, 0, "a:1", "starting", ()),), 4))
     lost = View((RoleView("actor", 2, 1, "a:1", "reforming", (WorkerView(1, 0, "lost", {}),)),), 5, 4)
     assert agent.on(lost).commands == [ToLinks(lost)]
+    assert agent.state.view is not None
     (actor,) = agent.state.view.roles
     assert (actor.generation, actor.phase) == (1, "reforming")
     assert actor.workers == (WorkerView(0, 0, "starting", {}), WorkerView(1, 0, "lost", {}))

@@ -13,6 +13,7 @@ from unirun.launcher.events import (
     After,
     Event,
     FromSpawner,
+    Instruction,
     Launch,
     Leave,
     LinkClosed,
@@ -48,7 +49,7 @@ class RandomHistory:
         self.timers: list[Event] = []
         self.left = False
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: Event | Instruction) -> None:
         if isinstance(event, Launch):
             for one in event.workers:
                 self.incarnations[one.who[:2]] = one.who.incarnation
@@ -87,11 +88,11 @@ class RandomHistory:
             workers.append(worker(self.ids, role, rank, key=key, incarnation=incarnation))
         return Launch(tuple(workers))
 
-    def next_event(self) -> Event | None:
+    def next_event(self) -> Event | Instruction | None:
         rng, state = self.rng, self.agent.state
         forking = [w for w in state.workers.values() if w.phase is Phase.FORKING]
         alive = [w for w in state.workers.values() if w.phase is Phase.ALIVE]
-        choices: list[Event | None] = [
+        choices: list[Event | Instruction | None] = [
             self.launch() if rng.random() < 0.3 else None,
             StopWorkers(rng.choice(["actor", "rollout"]), (0, 2), rng.choice([TERM, KILL]), 1.0),
             View(()),
@@ -124,7 +125,8 @@ class RandomHistory:
             event = self.next_event()
             if event is not None:
                 self.feed(event)
-        self.feed(self.rng.choice([Shutdown(), Abandon("gone")]))
+        ends: list[Event | Instruction] = [Shutdown(), Abandon("gone")]
+        self.feed(self.rng.choice(ends))
         late = self.launch()
         if late is not None:
             self.feed(late)

@@ -67,7 +67,7 @@ def test_a_join_with_64_long_failures_shortens_none() -> None:
 
 def test_a_join_with_10_000_long_failures_fits_and_keeps_the_first_ones_whole() -> None:
     short = short_error(ERROR)
-    ended = {("actor", rank, 3): failed(rank, short) for rank in range(10_000)}
+    ended = {WorkerId("actor", rank, 3): failed(rank, short) for rank in range(10_000)}
     told = joined(AgentState("n0", ended=ended)).workers
     assert [replace(each, exit=None) for each in told] == [
         replace(each, exit=None) for each in ended.values()

@@ -146,7 +146,8 @@ def test_an_overflow_of_the_inotify_queue_loses_no_line(follower: LogFollower, t
         blocked.set()
         release.wait(SOON)
 
-    for path, sink in zip(files, (block, Seen(), Seen(), last), strict=True):
+    sinks: list[Callable[[bytes], None]] = [block, Seen(), Seen(), last]
+    for path, sink in zip(files, sinks, strict=True):
         path.touch()
         follower.follow(path, sink)
     files[3].write_bytes(b"followed\n")
@@ -186,8 +187,12 @@ def test_a_log_file_without_an_inotify_watch_is_polled(
 def test_a_log_follower_waits_for_a_blocked_sink_until_its_timeout(log: Path) -> None:
     follower = LogFollower()
     release = threading.Event()
+
+    def block(_: bytes) -> None:
+        release.wait(SOON)
+
     log.write_bytes(b"one\n")
-    follower.follow(log, lambda _: release.wait(SOON) and None)
+    follower.follow(log, block)
     assert follower.finish(0.05) is False
     release.set()
     follower._thread.join(SOON)

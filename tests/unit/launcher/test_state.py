@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.launcher.agent import KILL, TERM, TORCH, Agent, launch, store
-from unirun.launcher.events import Abandon, Leave, Led, LinkMessage, Order, ToMaster, ToSpawner
+from unirun.launcher.events import Abandon, Instruction, Leave, Led, LinkMessage, Order, ToMaster, ToSpawner
 from unirun.launcher.state import holdings
 from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, Hello, Message, RoleView, Shutdown, StopWorkers, View
@@ -155,7 +155,7 @@ class TestAMasterOfAnEarlierTerm:
     def test_an_order_of_an_earlier_term_is_ignored(self) -> None:
         agent = Agent().alive().on(Led(3))
         state = agent.state
-        orders = [
+        orders: list[Instruction] = [
             launch("rollout", first=7),
             store("rollout"),
             StopWorkers("actor", (0, 1), KILL, 0.0),

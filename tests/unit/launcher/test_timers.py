@@ -9,7 +9,7 @@ import stat
 import time
 from pathlib import Path
 
-from torch.distributed.elastic.timer import FileTimerClient, FileTimerRequest
+from torch.distributed.elastic.timer import FileTimerClient, FileTimerRequest  # type: ignore[attr-defined]
 
 from tests.unit.launcher.agent import KILL, TERM, Agent
 from unirun.launcher.events import Signal, TimerExpired

@@ -142,7 +142,7 @@ class TestSilence:
             agent = await court.agent(n0)
             for _ in range(20):
                 await answer(agent)
-                await asyncio.sleep(beats.BEAT / 2)
+                await asyncio.sleep(silence.BEAT / 2)
             await ends_well(agent)
 
         assert court.run(play) == []

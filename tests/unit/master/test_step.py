@@ -113,16 +113,14 @@ class TestTheEnd:
     def test_the_end_comes_when_all_ranks_have_ended_well(self) -> None:
         job = Job({"actor": 2}).running().exits("actor", 0)
         assert job.state.phase is JobPhase.RUNNING
-        job.exits("actor", 1)
-        assert job.state.phase is JobPhase.SUCCEEDED
+        assert job.exits("actor", 1).state.phase is JobPhase.SUCCEEDED
         assert job.end == (0, "actor succeeded")
 
     def test_the_end_needs_the_primary_roles_only_and_stops_the_others(self) -> None:
         job = Job({"actor": 1, "rollout": 2}, primary=("actor",)).running().exits("actor", 0)
         assert job.state.phase is JobPhase.STOPPING
         assert job.orders(StopWorkers) == [StopWorkers("rollout", (0, 1), TERM, 30.0)]
-        job.obey()
-        assert job.state.phase is JobPhase.SUCCEEDED
+        assert job.obey().state.phase is JobPhase.SUCCEEDED
         assert job.finish is not None
         assert job.finish.verdict.code == 0
         assert job.phases() == {"actor": "succeeded", "rollout": "stopped"}
@@ -170,7 +168,8 @@ class TestNewsOfThePast:
 
 
 def test_a_notice_is_recorded_and_passed_on() -> None:
-    job = Job({"actor": 1}).running().on(Notice("actor:0", "is slow"), Sample("n0", {}, {}))
+    job = Job({"actor": 1}).running()
+    job.on(Notice("actor:0", "is slow"), Sample("n0", {}, {}))  # type: ignore[arg-type]
     assert job.told(Notice) == [Notice("actor:0", "is slow")]
     assert job.records == "notice: actor:0: is slow"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import JobError, StoreError
-from unirun.rendezvous import JobDir, clearing, create_job
+from unirun.rendezvous import JobDir, create_job
 from unirun.rendezvous.clearing import clear_here, clear_in, size_here, size_in
 from unirun.rendezvous.election import Term, campaign, leader_of
 from unirun.rendezvous.keys import index_key, job_prefix
@@ -66,7 +67,7 @@ class TestClearHere:
             return lstat(path)
 
         blocks = lstat(gone).st_blocks * 512
-        monkeypatch.setattr(clearing.os, "lstat", look)
+        monkeypatch.setattr(os, "lstat", look)
         assert size_here(job) == size - blocks
 
     def test_a_job_directory_that_another_has_removed_has_size_0(self, job: JobDir) -> None:
@@ -115,7 +116,7 @@ class Interrupted(MemoryStore):
         return super().grant(ttl)
 
     def txn(
-        self, compares: tuple[Compare, ...], puts: tuple[Put, ...] = (), deletes: tuple[str, ...] = ()
+        self, compares: Sequence[Compare], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
     ) -> Outcome:
         while deletes and self.before_removal:
             self.before_removal.pop()()
@@ -132,7 +133,7 @@ class TestClearInStore:
         def sleep(seconds: float) -> None:
             raise AssertionError(f"waited {seconds} s for a master that cannot come, or is there")
 
-        monkeypatch.setattr(clearing.time, "sleep", sleep)
+        monkeypatch.setattr(time, "sleep", sleep)
 
     def test_clearing_a_job_without_keys_returns_0_at_once(self) -> None:
         assert clear_in(MemoryStore(), "run-1", ended=False) == 0
@@ -172,9 +173,9 @@ class TestClearInStore:
 
 def test_clearing_watches_for_the_next_master_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     clock: Iterator[float] = iter(range(100))
-    monkeypatch.setattr(clearing.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
     slept: list[float] = []
-    monkeypatch.setattr(clearing.time, "sleep", slept.append)
+    monkeypatch.setattr(time, "sleep", slept.append)
     assert clear_in(Interrupted(), "run-1", ended=False) > 0
     assert len(slept) == 14, "its time is 15 s, and each look takes one"
     assert max(slept) < 0.5

@@ -36,7 +36,7 @@ class Worker(Peers):
 
     def __init__(self, size: int) -> None:
         super().__init__("actor", 0, {"actor": RoleInfo("actor", size, 0)})
-        self.size = size
+        self.ranks = size
         self.told: list[Message] = []
         self.says = threading.Condition()
         self.stores: list[Any] = []
@@ -47,7 +47,7 @@ class Worker(Peers):
         store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         store.set(GENERATION_KEY, str(generation))
         self.stores.append(store)
-        info = RoleInfo("actor", self.size, generation, f"127.0.0.1:{store.port}")
+        info = RoleInfo("actor", self.ranks, generation, f"127.0.0.1:{store.port}")
         with self._changed:
             self._roles["actor"] = info
             self._changed.notify_all()
@@ -68,7 +68,7 @@ class Worker(Peers):
     def setup(self) -> None:
         """As users write it."""
         address, _, port = self.known("actor").endpoint.rpartition(":")
-        os.environ.update(MASTER_ADDR=address, MASTER_PORT=port, RANK="0", WORLD_SIZE=str(self.size))
+        os.environ.update(MASTER_ADDR=address, MASTER_PORT=port, RANK="0", WORLD_SIZE=str(self.ranks))
         dist.init_process_group("gloo", timeout=LONG)
 
 

@@ -52,9 +52,14 @@ def test_job_info_without_a_launcher_is_that_of_the_environment() -> None:
 
 def test_metrics_are_sent_to_the_agent(agent: Any) -> None:
     before = time.time()
-    handle(agent.worker).report(
-        {"loss": 0.5, "step": 3, "tensor": torch.tensor(1.5), "array": np.float32(2.5), "text": "4.5"}
-    )
+    values: dict[str, Any] = {
+        "loss": 0.5,
+        "step": 3,
+        "tensor": torch.tensor(1.5),
+        "array": np.float32(2.5),
+        "text": "4.5",
+    }
+    handle(agent.worker).report(values)
     told = agent.receive(timeout=10)
     assert isinstance(told, Metrics)
     assert told.values == {"loss": 0.5, "step": 3.0, "tensor": 1.5, "array": 2.5, "text": 4.5}
@@ -143,6 +148,6 @@ def test_a_state_that_is_too_large_is_refused_before_it_is_sent(monkeypatch: pyt
 
 def test_a_state_saved_without_a_launcher_is_a_copy() -> None:
     found, memory = handle(), bytearray(b"abc")
-    found.save_state(memory)
+    found.save_state(memory)  # type: ignore[arg-type]
     memory[:] = b"zzz"
     assert found.load_state() == b"abc"

@@ -60,12 +60,16 @@ def test_what_has_changed_is_taken_over_and_a_whole_view_is_asked_for_when_somet
         peers = Peers("actor", 0, {"actor": RoleInfo("actor", 3, 0)}, welcome=welcome, link=link)
         lost = RoleView("actor", 3, 1, "h:1", "reforming", (WorkerView(1, 0, "lost", {}),))
         peers.update(View((lost,), 5, 4))
-        assert [w.phase for w in peers.view("actor").workers] == ["serving", "lost", "serving"]
+        view = peers.view("actor")
+        assert view is not None
+        assert [w.phase for w in view.workers] == ["serving", "lost", "serving"]
         assert peers.known("actor").generation == 1
         peers.update(View((), 7, 6))
         assert agent.receive(5.0) == ViewWanted()
         peers.update(View((role(2, 2),), 7))
-        assert len(peers.view("actor").workers) == peers.known("actor").generation == 2
+        view = peers.view("actor")
+        assert view is not None
+        assert len(view.workers) == peers.known("actor").generation == 2
 
 
 def test_an_update_that_came_before_the_wait_for_it_is_not_waited_for(peers: Peers) -> None:

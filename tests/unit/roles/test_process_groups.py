@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from unirun.errors import GroupError
@@ -61,7 +61,7 @@ class Meeting:
     """A store in which ranks meet, and what tells that it is over."""
 
     def __init__(self, groups: ProcessGroups) -> None:
-        self.store = dist.HashStore()
+        self.store = HashStore()
         self.over = threading.Event()
         self.made: list[GlooGroup] = []
         self.kept: list[Any] = []
@@ -75,6 +75,10 @@ class Meeting:
         # A group that nobody holds closes its sockets.
         self.kept.append(group)
         return group
+
+    def publish(self, key: str, value: bytes) -> None:
+        """What a rank does when it forms the group; torch's types know values of text only."""
+        self.store.set(key, value)  # type: ignore[arg-type]
 
     def end(self) -> None:
         """Its generation is over."""
@@ -151,14 +155,14 @@ class TestAWaitInAGroupThatIsOver:
         self, meeting: Meeting, ranks: ThreadPoolExecutor
     ) -> None:
         # The one with the lower port waits for the other.
-        meeting.store.set("0/1", published("127.0.0.1", 65535, (0, 1)))
+        meeting.publish("0/1", published("127.0.0.1", 65535, (0, 1)))
         waiting = ranks.submit(meeting.join, 0)
         eventually(lambda: meeting.store.check(["0/0"]), "it listens")
         self.ends(meeting, waiting)
 
     def test_ends_where_several_never_connect(self, meeting: Meeting, ranks: ThreadPoolExecutor) -> None:
         for rank in (0, 1, 3):
-            meeting.store.set(f"0/{rank}", published("127.0.0.1", 65535, (0, 1, 2, 3)))
+            meeting.publish(f"0/{rank}", published("127.0.0.1", 65535, (0, 1, 2, 3)))
         waiting = ranks.submit(meeting.join, 2, 4)
         eventually(lambda: meeting.store.check(["0/2"]), "it listens")
         self.ends(meeting, waiting)
@@ -168,8 +172,8 @@ class TestAWaitInAGroupThatIsOver:
     ) -> None:
         """Then the group counts as formed, and its first collective waits."""
         with socket.create_server(("127.0.0.1", 0)) as silent:
-            meeting.store.set("0/1", published("127.0.0.1", 1, (0, 1)))
-            meeting.store.set("0/1", published("127.0.0.1", silent.getsockname()[1], (0, 1)))
+            meeting.publish("0/1", published("127.0.0.1", 1, (0, 1)))
+            meeting.publish("0/1", published("127.0.0.1", silent.getsockname()[1], (0, 1)))
             waiting = ranks.submit(lambda: summed(meeting.join(0), 1.0))
             eventually(lambda: meeting.store.check(["0/0"]), "it connects or listens")
             self.ends(meeting, waiting)
@@ -236,7 +240,7 @@ class TestAGroup:
     def test_that_nobody_watches_is_left_alone(
         self, groups: ProcessGroups, ranks: ThreadPoolExecutor
     ) -> None:
-        store = dist.HashStore()
+        store = HashStore()
         waiting = [ranks.submit(ProcessGroupGloo, store, rank, 2, timeout=LONG) for rank in (0, 1)]
         one, other = (each.result(SOON) for each in waiting)
         groups.end_all()
@@ -318,7 +322,7 @@ class TestOtherPeoplesConnections:
         with Others() as others:
             for _ in range(5):
                 meeting = Meeting(groups)
-                meeting.store.set("0/1", published("127.0.0.1", 65535, (0, 1)))
+                meeting.publish("0/1", published("127.0.0.1", 65535, (0, 1)))
                 waiting = ranks.submit(meeting.join, 0)
                 eventually(lambda meeting=meeting: meeting.store.check(["0/0"]), "it listens")  # type: ignore[misc]
                 meeting.end()

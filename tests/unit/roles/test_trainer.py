@@ -19,8 +19,11 @@ from unirun.roles.transport.inproc import InprocTransport
 from unirun.values import WorkerId
 
 
-class Nobody:
+class Nobody(Peers):
     """A directory of workers that never come."""
+
+    def __init__(self) -> None:
+        """It holds nothing."""
 
     def size(self, role: str) -> int:
         """Two of each."""

@@ -14,7 +14,7 @@ from unirun.spec.entries import missing_entry
 
 def script(name: str, folder: Path) -> str | None:
     missing = missing_entry(Entry("script", name), str(folder), [])
-    return missing and f"{missing.problem}; {missing.remedy}"
+    return None if missing is None else f"{missing.problem}; {missing.remedy}"
 
 
 @pytest.mark.parametrize("name", ["app", "app.egg", "app.pyz", "app.zip", "app.json"])

@@ -18,7 +18,8 @@ from unirun.weights.hub import request_of
 from unirun.weights.lines import Line
 from unirun.weights.messages import Request
 from unirun.weights.publishing import Publisher
-from unirun.weights.receiving import Receiver, Source
+from unirun.weights.receiving import Receiver
+from unirun.weights.sources import Source
 from unirun.weights.tensors import Weights, assigner, tensors_of
 from unirun.wire import new_token
 

@@ -82,7 +82,7 @@ class TestEverything:
         assert [name for name in sent if not same(sent[name], got[name])] == []
 
     def test_parameters_buffers_and_tied_weights_of_a_module_arrive(self, here: Place, tcp: bool) -> None:
-        def module() -> torch.nn.Module:
+        def module() -> torch.nn.Sequential:
             made = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 5))
             made[2].weight = made[0].weight
             return made

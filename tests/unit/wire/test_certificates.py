@@ -128,7 +128,7 @@ class TestTheAuthority:
 
     def test_the_token_is_in_no_certificate(self) -> None:
         for each in issue(TOKEN, "node"):
-            assert TOKEN not in each
+            assert bytes(TOKEN) not in each
             assert TOKEN.hex().encode() not in each.lower()
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.wire.places import Place
-from tests.unit.wire.test_streams import serving
+from tests.unit.wire.places import Place, serving
 from unirun.errors import JobError, RendezvousError
 from unirun.values import WorkerId
-from unirun.wire import FrameReader, Message, decode, link
+from unirun.wire import BlockingStream, FrameReader, Message, decode, link
 from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake
 from unirun.wire.messages import Hello
 
@@ -27,7 +26,7 @@ def environ(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     """The environment of a worker; the link is closed after the test."""
     (tmp_path / "token").write_text(place.token.hex())
     (tmp_path / "token").chmod(0o600)
-    opened: dict[int, link.BlockingStream] = {}
+    opened: dict[int, BlockingStream] = {}
     monkeypatch.setattr(link, "_current", opened)
     yield {
         "UNIRUN_SOCKET": str(place.path),
@@ -58,7 +57,7 @@ def test_a_link_sends_hello_to_an_agent_that_knows_the_token(place: Place, envir
 def test_a_fork_does_not_use_the_link_of_its_parent(
     environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = link.BlockingStream.__new__(link.BlockingStream)
+    theirs = BlockingStream.__new__(BlockingStream)
     monkeypatch.setattr(link, "_current", {os.getppid(): theirs})
     with pytest.raises(RendezvousError, match="nobody answers at .*agent.sock"):
         link.open_link(environ)

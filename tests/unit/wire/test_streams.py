@@ -10,6 +10,7 @@ import stat
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,9 +115,14 @@ class TestStreamAuthentication:
     def test_a_client_without_the_token_is_refused_before_its_payload_is_parsed(
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        parsed: list[bytes] = []
+        parsed: list[Any] = []
         parse = frames.parse_object
-        monkeypatch.setattr(frames, "parse_object", lambda body: parsed.append(body) or parse(body))
+
+        def noted(body: Any) -> Any:
+            parsed.append(body)
+            return parse(body)
+
+        monkeypatch.setattr(frames, "parse_object", noted)
 
         async def main() -> None:
             server = Refusing(place)

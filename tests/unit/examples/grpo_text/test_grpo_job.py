@@ -20,7 +20,8 @@ def run(setting: dict[str, Any]) -> dict[str, float]:
         "reference": (Reference, 1),
         "reward": (Reward, 1),
     }
-    return run_in_process(GRPOTrainer, roles, setting)
+    result: dict[str, float] = run_in_process(GRPOTrainer, roles, setting)
+    return result
 
 
 def small(out: Path, **more: Any) -> dict[str, Any]:

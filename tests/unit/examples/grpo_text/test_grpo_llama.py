@@ -10,6 +10,7 @@ from tokenizer import END, PAD, VOCABULARY, answer_mask, encode, pad_left, pad_r
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from llama import answer_log_probs, make_model, sample
     from transformers import LlamaForCausalLM
 
 PROMPTS = ["1+2=", "9-8+7-6=", "3+4-5="]
@@ -30,7 +31,7 @@ def generator(seed: int = 0) -> torch.Generator:
 def plain_log_probs(model: LlamaForCausalLM, prompt: str, tokens: list[int]) -> Tensor:
     """Log-probabilities ``[len(tokens)]`` by the book: one text, no padding, no cache, no mask."""
     text = torch.tensor([encode(prompt) + tokens])
-    log_probs = model(input_ids=text, use_cache=False).logits[0].log_softmax(-1)
+    log_probs: Tensor = model(input_ids=text, use_cache=False).logits[0].log_softmax(-1)
     before = log_probs[len(prompt) - 1 : -1]
     return before.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)
 

@@ -19,6 +19,8 @@ from tokenizer import encode, pad_left, pad_right
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from llama import answer_log_probs, make_model, sample
+    from policy import Policy
     from transformers import LlamaForCausalLM
 
 QUESTIONS, ANSWERS = ["1+2=", "9-8+7=", "3+4=", "5-6="], ["3", "8", "7", "-1"]

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer import ALPHABET, encode
+
+if TYPE_CHECKING:
+    from tasks import Task, Tasks, is_held_out
+
+    TASKS: Tasks
 
 
 @pytest.fixture(scope="module", autouse=True)

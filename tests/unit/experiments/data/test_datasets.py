@@ -232,7 +232,7 @@ def test_datasets_are_joined_one_after_the_other_and_their_ids_do_not_meet(sizes
     class Some:
         """So many prompts of one letter."""
 
-        keys = ("packed_prompts",)
+        keys: tuple[str, ...] = ("packed_prompts",)
 
         def __init__(self, size: int) -> None:
             self._size = size

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from unirun.errors import CheckpointDamaged, SpecError, UsageError
 from unirun.experiments import MicroBatchSpec, Model, ModelName, Place, SequenceSample, topology
@@ -176,7 +177,9 @@ class TestTraining:
             )
 
         def step(engine: Any) -> float:
-            loss = lambda logits, part: (logits.float().logsumexp(-1).sum(), {})  # noqa: E731
+            def loss(logits: Tensor, part: object) -> tuple[Tensor, dict[str, float]]:
+                return logits.float().logsumexp(-1).sum(), {}
+
             return float(engine.train_batch(tokens(), "tokens", MicroBatchSpec(2), loss, len)["loss"])
 
         one, other = engine(), engine()

@@ -46,7 +46,7 @@ def described(**other: object) -> Description:
             every_variable=False,
             variables={"HOME": "/h"},
         ),
-        **other,  # type: ignore[arg-type]
+        **other,
     )
 
 
@@ -334,7 +334,12 @@ class TestABorrowedSpawner:
         self, tells: tuple[Borrowed, int], code: int
     ) -> None:
         borrowed, guard = tells
-        threading.Timer(0.05, lambda: (os.write(guard, str(code).encode()), os.close(guard))).start()
+
+        def report() -> None:
+            os.write(guard, str(code).encode())
+            os.close(guard)
+
+        threading.Timer(0.05, report).start()
         assert borrowed.wait() == code
 
     @pytest.mark.starts_processes

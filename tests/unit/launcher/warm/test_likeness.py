@@ -70,7 +70,7 @@ class TestAForkFits:
         "what", [{"umask": 0o77}, {"cwd": "/tmp"}, {"descriptors": 9}, {"inherited": (4, 5)}]
     )
     def test_a_fork_fits_whatever_it_takes_over_afterwards(self, what: dict[str, object]) -> None:
-        assert unlike(THERE, replace(WANTED, **what)) == []  # type: ignore[arg-type]
+        assert unlike(THERE, replace(WANTED, **what)) == []
 
     def test_a_fork_fits_in_another_shell(self) -> None:
         there = replace(THERE, every_variable=True, variables={**WANTED.env})

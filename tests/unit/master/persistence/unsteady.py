@@ -28,7 +28,7 @@ class UnsteadyStore(MemoryStore):
         self.asked = 0
         self._late: list[tuple[int, Sequence[Compare], Sequence[Put], Sequence[str]]] = []
         self.written: list[tuple[list[str], list[str]]] = []
-        self.interfere: Callable[[], None] = lambda: None
+        self.interfere: Callable[[], object] = lambda: None
 
     def txn(
         self, compares: Sequence[Compare], puts: Sequence[Put] = (), deletes: Sequence[str] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ class TestConcurrentlyPreparedFile:
     @pytest.fixture
     def pauses(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         pauses: list[float] = []
-        monkeypatch.setattr(_database.time, "sleep", pauses.append)
+        monkeypatch.setattr(time, "sleep", pauses.append)
         return pauses
 
     def fail(self, monkeypatch: pytest.MonkeyPatch, times: int, code: int) -> None:
@@ -77,7 +78,7 @@ class TestConcurrentlyPreparedFile:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
     ) -> None:
         self.fail(monkeypatch, 10**6, sqlite3.SQLITE_BUSY)
-        monkeypatch.setattr(_database.time, "monotonic", lambda: sum(pauses))
+        monkeypatch.setattr(time, "monotonic", lambda: sum(pauses))
         with pytest.raises(StoreAway, match="store.db has been locked by another process"):
             open_database(tmp_path / "store.db", 0.02)
         assert 2 <= len(pauses) <= 3

@@ -28,7 +28,7 @@ def test_sqlite3_connect_gets_only_the_path_by_position(
     """Python 3.13 warns of other positional arguments; with warnings as errors no store could be opened."""
     connect = sqlite3.connect
 
-    def by_name(path: Path, **options: Any) -> sqlite3.Connection:
+    def by_name(path: Path, **options: Any) -> Any:
         return connect(path, **options)
 
     monkeypatch.setattr(sqlite3, "connect", by_name)

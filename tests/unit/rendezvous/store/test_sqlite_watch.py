@@ -57,6 +57,7 @@ def test_a_sqlite_watch_survives_other_processes_that_open_and_close_the_file(st
         command = [sys.executable, "-c", textwrap.dedent(code), str(store.path), str(number)]
         subprocess.run(command, check=True, timeout=30)
         news = watch.changes(5.0)
+        assert isinstance(news, tuple)
         assert [change.key for change in news if isinstance(change, Change)] == [f"a/{number}"]
         assert store.get(f"a/{number}") is not None
 

@@ -229,6 +229,11 @@ def test_a_missing_module_outside_the_etcd_extra_is_not_explained_away(
             open_store("etcd://h")
 
 
+def given_to_etcd(address: EtcdAddress) -> object:
+    """The arguments of the store, which `Etcd` has in its place."""
+    return open_store(str(address))
+
+
 @pytest.mark.parametrize(
     ("content", "password"), [("pass\n", "pass"), (" pass \n", " pass "), ("passX\n", "passX"), ("p", "p")]
 )
@@ -243,9 +248,9 @@ def test_an_etcd_store_gets_the_password_of_its_user(
     nobody = EtcdAddress(("h:2379",))
     alice = EtcdAddress(("h:2379",), user="alice")
     written = EtcdAddress(("h:2379",), user="alice", password_file=str(file))
-    assert open_store(str(nobody)) == (nobody, None)
-    assert open_store(str(alice)) == (alice, "from the environment")
-    assert open_store(str(written)) == (written, password)
+    assert given_to_etcd(nobody) == (nobody, None)
+    assert given_to_etcd(alice) == (alice, "from the environment")
+    assert given_to_etcd(written) == (written, password)
 
 
 class TestAnchored:

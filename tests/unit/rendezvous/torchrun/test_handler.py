@@ -9,7 +9,7 @@ from datetime import timedelta
 from importlib.metadata import entry_points
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -297,7 +297,7 @@ def test_an_outage_of_etcd_is_logged_once(
     meet(one)
     store.away = True
     # Otherwise torch would take what it has read less than a second ago.
-    one._state_holder._last_sync_time = -1
+    one._state_holder._last_sync_time = -1  # type: ignore[attr-defined]
     assert [one.num_nodes_waiting() for _ in range(3)] == [0, 0, 0]
     assert caplog.text.count("etcd is away; workers go on meanwhile: gone") == 1
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
 
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.rendezvous.store.protocol import Compare, Lease, Outcome, Put
-from unirun.rendezvous.torchrun import leased
 from unirun.rendezvous.torchrun.leased import LeasedWriter
 
 TTL = 40.0
@@ -44,7 +44,7 @@ class Clocked(MemoryStore):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Clocked:
     store = Clocked()
-    monkeypatch.setattr(leased.time, "monotonic", lambda: store.now)
+    monkeypatch.setattr(time, "monotonic", lambda: store.now)
     return store
 
 

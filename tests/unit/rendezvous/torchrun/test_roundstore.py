@@ -9,7 +9,7 @@ from threading import Thread
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import DistStoreError, PrefixStore
+from torch.distributed import DistStoreError, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.utils.store import barrier, get_all
 
 from unirun.errors import OutcomeUnknown, StoreAway
@@ -167,7 +167,7 @@ def test_torchs_barrier_and_gather_work_over_a_round_store(store: MemoryStore) -
     def node(rank: int) -> list[bytes]:
         agents = round_store(store)
         agents.set(f"role{rank}", str(rank))
-        gathered = get_all(agents, rank, "role", 3)
+        gathered: list[bytes] = get_all(agents, rank, "role", 3)
         barrier(agents, 3, "exit", WAIT)
         return gathered
 

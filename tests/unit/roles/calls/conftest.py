@@ -13,14 +13,14 @@ from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.group import role_group
 from unirun.roles.calls.policy import invocations
-from unirun.roles.peers import Peer
+from unirun.roles.peers import Peer, Peers
 from unirun.roles.transport.inproc import InprocTransport
 from unirun.values import WorkerId
 
 Serve = Callable[..., RoleGroup]
 
 
-class Fixed:
+class Fixed(Peers):
     """A directory in which nothing changes."""
 
     def __init__(self, places: list[Peer]) -> None:

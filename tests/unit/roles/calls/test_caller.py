@@ -18,7 +18,7 @@ from unirun.roles.calls.dispatcher import OPEN_RPC
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, decode_request, encode_refusal
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote_errors import dump_error
-from unirun.roles.peers import Peer
+from unirun.roles.peers import Peer, Peers
 from unirun.roles.transport.protocol import Channel, Parcel
 from unirun.values import WorkerId
 
@@ -32,7 +32,7 @@ def failure(error: Exception, kind: bytes = ERROR) -> Parcel:
     return Parcel(kind + dump_error(error, "actor:1")[0])
 
 
-class Stale:
+class Stale(Peers):
     """A directory that has changed, and said so, just after the caller's first look."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class Told(Stale):
         """When it is told something."""
         self._listeners.append(listener)
 
-    def tell(self, place: Peer) -> None:
+    def say(self, place: Peer) -> None:
         """Say this from now on."""
         self.place = place
         for listener in self._listeners:
@@ -291,7 +291,7 @@ def test_a_call_that_is_sent_to_a_worker_just_when_it_is_lost_fails_and_is_not_w
     method = caller.method("actor", "step", Invocation(blocking=False), [0])
     try:
         first = caller.invoke(method, (), {})
-        directory.tell(Peer(OLD, gone=True))
+        directory.say(Peer(OLD, gone=True))
         with pytest.raises(
             WorkerLost, match="it died; mark the method idempotent=True to have it called again$"
         ):
@@ -320,7 +320,7 @@ def test_a_loss_says_what_became_of_the_worker_and_what_to_do(now: Peer, reason:
     caller = Caller(WorkerId("trainer", 0, 0), directory, post, call_timeout=60.0)
     try:
         ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False), [0]), (), {})
-        directory.tell(now)
+        directory.say(now)
         with pytest.raises(WorkerLost, match=f"actor:0 was lost before it answered: {reason}$") as lost:
             ref.result(SOON)
         assert lost.value.worker == "actor:0"
@@ -328,7 +328,7 @@ def test_a_loss_says_what_became_of_the_worker_and_what_to_do(now: Peer, reason:
         caller.close()
 
 
-class Ordered:
+class Ordered(Peers):
     """Two ranks that serve. The thread called `first` is held up between its two looks."""
 
     def __init__(self) -> None:

@@ -217,7 +217,7 @@ def test_plain_arguments_are_only_pickled(monkeypatch: pytest.MonkeyPatch) -> No
     """To look for tensors in them takes five times as long."""
     monkeypatch.setattr(codec, "_Pickler", None)
     monkeypatch.setattr(codec, "_CloudPickler", None)
-    arguments = ((1, 2.5, "text", True, None), {})
+    arguments: Any = ((1, 2.5, "text", True, None), {})
     assert through(arguments) == arguments
     with pytest.raises(EncodingError):
         through((([],), {}))

@@ -258,17 +258,17 @@ class TestAMethod:
 
     def test_options_that_are_wrong_are_told(self, group: RoleGroup) -> None:
         with pytest.raises(UsageError, match="desk.mine.options has no option timout; did you mean timeout"):
-            group.mine.options(timout=3)
+            group.mine.options(timout=3)  # type: ignore[call-overload]
         with pytest.raises(UsageError, match="desk.mine.options: timeout=-1; give seconds above 0"):
             group.mine.options(timeout=-1)
         with pytest.raises(UsageError, match="no option concurrency; there are timeout, target, "):
-            group.mine.options(concurrency=3)
+            group.mine.options(concurrency=3)  # type: ignore[call-overload]
         with pytest.raises(UsageError, match="mine has target 0, which is not in <desk:1>"):
             group[1].mine.options(target=0)
 
     def test_has_no_other_ways_to_be_called(self, group: RoleGroup) -> None:
         with pytest.raises(AttributeError, match="'RemoteMethod' object has no attribute 'cal'"):
-            group.mine.cal  # noqa: B018
+            group.mine.cal  # type: ignore[attr-defined]  # noqa: B018
 
 
 class TestMap:

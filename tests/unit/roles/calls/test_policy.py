@@ -24,7 +24,7 @@ def options_of(**options: Any) -> Invocation:
     """The options of a method that is decorated with these."""
 
     class Desk:
-        @trainer_invocation(**options)
+        @trainer_invocation(**options)  # type: ignore[untyped-decorator]
         def work(self) -> None:
             """Works."""
 
@@ -177,7 +177,11 @@ def test_options_that_contradict_each_other_are_refused(options: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda: trainer_invocation(3), lambda: trainer_invocation(print, target="ALL")]
+    "wrong",
+    [
+        lambda: trainer_invocation(3),  # type: ignore[call-overload]
+        lambda: trainer_invocation(print, target="ALL"),  # type: ignore[call-overload]
+    ],
 )
 def test_only_methods_are_decorated(wrong: Callable[[], Any]) -> None:
     with pytest.raises(UsageError):
@@ -225,13 +229,13 @@ class TestWhatCanBeCalled:
 
     def test_static_and_class_methods_whichever_decorator_comes_first(self) -> None:
         class Desk:
-            @trainer_invocation(target=0)
+            @trainer_invocation(target=0)  # type: ignore[arg-type]
             @staticmethod
             def outside() -> None:
                 """Decorated outside."""
 
             @staticmethod
-            @trainer_invocation(target=1)
+            @trainer_invocation(target=1)  # type: ignore[arg-type]
             def inside() -> None:
                 """Decorated inside."""
 

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,6 +58,12 @@ def finished(*outcomes: Any, **options: Any) -> InvocationRef[Any]:
         ref.settle(index, outcome if isinstance(outcome, Parcel | BaseException) else answer(outcome))
     ref.finish()
     return ref
+
+
+def settle_and_finish(ref: InvocationRef[Any], value: Any) -> None:
+    """The only worker of a call has answered."""
+    ref.settle(0, answer(value))
+    ref.finish()
 
 
 class _Bomb:
@@ -127,15 +134,14 @@ class TestResults:
         threads = [threading.Thread(target=lambda: found.append(ref.result(SOON))) for _ in range(8)]
         for thread in threads:
             thread.start()
-        ref.settle(0, answer(5))
-        ref.finish()
+        settle_and_finish(ref, 5)
         for thread in threads:
             thread.join(SOON)
         assert found == [5] * 8
 
     def test_are_fetched_by_whoever_waits_without_a_limit(self) -> None:
         ref = ref_of(bare=True)
-        ref.fetch = lambda: (ref.settle(0, answer(5)), ref.finish())  # type: ignore[assignment, return-value]
+        ref.fetch = partial(settle_and_finish, ref, 5)
         assert isinstance(ref.exception(0), InvocationTimeout), "with a limit, others bring them"
         assert ref.result() == 5
 
@@ -214,8 +220,7 @@ class TestTimeouts:
     def test_answers_after_the_deadline_change_nothing(self) -> None:
         ref = ref_of()
         ref.expire(1)
-        ref.settle(0, answer(1))
-        ref.finish()
+        settle_and_finish(ref, 1)
         assert isinstance(ref.exception(), InvocationTimeout)
 
     def test_a_result_that_bursts_does_not_keep_the_deadline_from_being_told(self) -> None:
@@ -252,18 +257,17 @@ class TestTimeouts:
     @pytest.mark.parametrize("timeout", [math.inf, 1e20])
     def test_a_timeout_may_have_any_size(self, timeout: float) -> None:
         ref = ref_of(bare=True)
-        threading.Timer(0.05, lambda: (ref.settle(0, answer(1)), ref.finish())).start()
+        threading.Timer(0.05, partial(settle_and_finish, ref, 1)).start()
         assert ref.result(timeout) == 1
         assert wait([ref], timeout=timeout) == ([ref], [])
 
 
 class TestCallbacks:
     def test_a_callback_is_called_once_with_the_ref(self) -> None:
-        ref, seen = ref_of(), []
+        ref, seen = ref_of(), list[InvocationRef[Any]]()
         ref.add_done_callback(seen.append)
         assert seen == []
-        ref.settle(0, answer(1))
-        ref.finish()
+        settle_and_finish(ref, 1)
         ref.finish()
         assert seen == [ref]
         ref.add_done_callback(seen.append)
@@ -272,9 +276,9 @@ class TestCallbacks:
     def test_one_that_fails_keeps_no_other_from_being_called(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        ref, seen, scheduler = ref_of(), [], Scheduler("test")
+        ref, seen, scheduler = ref_of(), list[InvocationRef[Any]](), Scheduler("test")
         ref.prepared.deliver = scheduler.soon
-        ref.add_done_callback(lambda _: 1 / 0)
+        ref.add_done_callback(lambda _: 1 / 0)  # type: ignore[arg-type]
         ref.add_done_callback(seen.append)
         ref.expire(1)
         scheduler.close()
@@ -284,8 +288,7 @@ class TestCallbacks:
     def test_a_callback_can_ask_for_the_result(self) -> None:
         ref, seen = ref_of(bare=True), []
         ref.add_done_callback(lambda done: seen.append(done.result()))
-        ref.settle(0, answer(4))
-        ref.finish()
+        settle_and_finish(ref, 4)
         assert seen == [4]
 
 
@@ -293,7 +296,7 @@ class TestInAsyncio:
     def test_a_ref_can_be_awaited(self) -> None:
         async def main() -> tuple[int, int]:
             late = ref_of(bare=True)
-            threading.Timer(0.05, lambda: (late.settle(0, answer(2)), late.finish())).start()
+            threading.Timer(0.05, partial(settle_and_finish, late, 2)).start()
             async with asyncio.timeout(SOON):
                 return await finished(1, bare=True), await late
 
@@ -306,8 +309,7 @@ class TestInAsyncio:
 
             async def answer_all() -> None:
                 for number, ref in enumerate(refs):
-                    ref.settle(0, answer(number))
-                    ref.finish()
+                    settle_and_finish(ref, number)
                 ticks.set()
 
             async with asyncio.timeout(SOON):
@@ -333,8 +335,7 @@ class TestInAsyncio:
                     await ref
 
         asyncio.run(main())
-        ref.settle(0, answer(1))
-        ref.finish()
+        settle_and_finish(ref, 1)
         assert capsys.readouterr().err == "", "the loop is closed, and nobody minds"
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from unirun.roles.calls.reported_losses import ReportedLosses
-from unirun.roles.peers import Peer
+from unirun.roles.peers import Peer, Peers
 from unirun.values import WorkerId
 
 
-class Directory:
+class Directory(Peers):
     """The incarnations of a role's ranks, and which of them are gone."""
 
     def __init__(self, *incarnations: int) -> None:

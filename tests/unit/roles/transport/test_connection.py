@@ -206,7 +206,8 @@ def test_a_connection_of_tls_that_has_ended_writes_nothing_in_the_clear(ends: tu
     sock = ends[0].connection.socket
     ends[0].connection._shut()
     if isinstance(sock, ssl.SSLSocket):
-        assert sock._sslobj is not None, "without it, Python would write what it is given"
+        inner = sock._sslobj  # type: ignore[attr-defined]
+        assert inner is not None, "without it, Python would write what it is given"
     ends[0].send(1, parcel(b"secret"))
     with pytest.raises((EOFError, OSError)):
         receive(*ends, 1)

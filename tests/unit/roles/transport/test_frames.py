@@ -35,7 +35,7 @@ NUMBERS = st.integers(0, (1 << 64) - 1)
 
 def parse(chunks: Iterable[bytes], most: int = INLINE) -> list[Frame]:
     """The frames in these chunks, each received as it comes or, where there is less room, in parts."""
-    parser, found = FrameParser(most), []
+    parser, found = FrameParser(most), list[Frame]()
     for chunk in chunks:
         left = memoryview(chunk)
         while left:
@@ -206,7 +206,7 @@ def test_what_is_received_next_does_not_change_what_came() -> None:
         inline_frame(REQUEST, 1, b"first", [b"aaaa"]),
         inline_frame(REQUEST, 2, b"other", [b"bbbb"]),
     )
-    parser, found = FrameParser(), []
+    parser, found = FrameParser(), list[Frame]()
     for frame in (first, second):
         data = bytes_of(frame)
         parser.space()[: len(data)] = data

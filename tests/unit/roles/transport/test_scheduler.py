@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_actions_run_in_the_order_of_their_times(scheduler: Scheduler) -> None:
     done: queue.SimpleQueue[str] = queue.SimpleQueue()
     now = time.monotonic()
     for name, after in (("third", 0.15), ("first", 0.05), ("second", 0.1)):
-        scheduler.at(now + after, lambda name=name: done.put(name))
+        scheduler.at(now + after, partial(done.put, name))
     assert [done.get(timeout=SOON) for _ in range(3)] == ["first", "second", "third"]
     assert time.monotonic() - now >= 0.15
 
@@ -35,7 +36,7 @@ def test_actions_run_in_the_order_of_their_times(scheduler: Scheduler) -> None:
 def test_actions_of_one_time_run_in_the_order_of_their_submission(scheduler: Scheduler) -> None:
     done: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in range(1000):
-        scheduler.soon(lambda number=number: done.put(number))
+        scheduler.soon(partial(done.put, number))
     assert [done.get(timeout=SOON) for _ in range(1000)] == list(range(1000))
 
 
@@ -60,7 +61,7 @@ def test_an_action_that_fails_is_shown_and_the_next_is_done(
     scheduler: Scheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = threading.Event()
-    scheduler.soon(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    scheduler.soon(lambda: 1 / 0)  # type: ignore[arg-type]
     scheduler.soon(done.set)
     assert done.wait(SOON)
     assert "ZeroDivisionError" in capsys.readouterr().err
@@ -69,8 +70,12 @@ def test_an_action_that_fails_is_shown_and_the_next_is_done(
 def test_actions_that_are_due_run_before_the_end_and_none_after_it() -> None:
     scheduler, done = Scheduler("test"), queue.SimpleQueue[tuple[int, str]]()
     scheduler.at(time.monotonic() + 1000, lambda: pytest.fail("it is closed"))
+
+    def note(number: int) -> None:
+        done.put((number, threading.current_thread().name))
+
     for number in range(100):
-        scheduler.soon(lambda number=number: done.put((number, threading.current_thread().name)))
+        scheduler.soon(partial(note, number))
     scheduler.close()
     scheduler.close()
     scheduler.soon(lambda: pytest.fail("it is closed"))

@@ -138,7 +138,7 @@ def test_other_tensors_of_the_next_round_are_sent_as_they_are(place: Place) -> N
 def test_a_phase_in_the_wrong_order_is_refused_with_the_words_of_the_server(phase: str, place: Place) -> None:
     server = place.server("vllm", tensors())
     client = vllm.Client(server.url, timeout=SOON)
-    args = [{}] if phase == "update_weights" else []
+    args: list[dict[str, object]] = [{}] if phase == "update_weights" else []
     with pytest.raises(
         ServerError, match=f"refused \\(500\\): start_weight_update must be called before {phase}"
     ) as caught:
@@ -297,7 +297,11 @@ def test_dtypes_that_no_checkpoint_has_are_told_before_anything_is_sent(place: P
 
 
 def test_parts_of_tensors_are_refused_with_all_names(place: Place) -> None:
-    from torch.distributed import HashStore, destroy_process_group, init_process_group
+    from torch.distributed import (  # type: ignore[attr-defined]
+        HashStore,
+        destroy_process_group,
+        init_process_group,
+    )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -113,7 +113,7 @@ def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Desk]:
 
 def test_items_come_in_order_exactly_as_they_were_put(desk: Desk) -> None:
     producer, taker = desk.producer(), desk.taker()
-    values = [
+    values: list[Any] = [
         {"tokens": torch.arange(5), "reward": 1.5, "text": "a" * 3000},
         torch.randn(300, 7).bfloat16(),
         torch.randn(4, 6).t(),
