@@ -6,9 +6,8 @@ add up their gradients after the last micro-batch, or have parts of the paramete
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.graph import MicroBatchSpec
 from unirun.experiments.models.api import Generated, GenerationConfig, Loss, Place, Weight
 from unirun.experiments.models.generation import generate
-from unirun.experiments.models.stage import Stage
+from unirun.experiments.models.stage import Stage, whole
 
 
 class TorchEngine:
@@ -365,27 +364,6 @@ class TorchEngine:
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._stage.parameters() if parameter.requires_grad]
-
-
-@contextlib.contextmanager
-def whole(stage: Stage) -> Iterator[None]:
-    """All parameters are gathered once in the block, and not in each forward pass: data-parallel ranks may make
-    different numbers of them. Nothing changes without FSDP2."""
-    if not isinstance(stage, FSDPModule):
-        yield
-        return
-    layers: list[Any] = [*stage.body.layers]
-    for layer in layers:
-        layer.set_reshard_after_forward(False)
-    for module in (stage, *layers):
-        module.unshard()
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.set_reshard_after_forward(True)
-        for module in (*layers, stage):
-            module.reshard()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

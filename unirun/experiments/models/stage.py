@@ -6,14 +6,16 @@ as Llama's (Qwen, Mistral, …) works.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -123,6 +125,27 @@ class Stage(nn.Module):
         """The name of a parameter in the whole network."""
         name = re.sub(r"^head\.", "lm_head.", re.sub(r"^body\.", "model.", name))
         return re.sub(r"^model\.layers\.(\d+)\.", lambda m: f"model.layers.{int(m[1]) + self.begin}.", name)
+
+
+@contextlib.contextmanager
+def whole(stage: Stage) -> Iterator[None]:
+    """All parameters are gathered once in the block, and not in each forward pass: data-parallel ranks may make
+    different numbers of them. Nothing changes without FSDP2."""
+    if not isinstance(stage, FSDPModule):
+        yield
+        return
+    layers: list[Any] = [*stage.body.layers]
+    for layer in layers:
+        layer.set_reshard_after_forward(False)
+    for module in (stage, *layers):
+        module.unshard()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_reshard_after_forward(True)
+        for module in (*layers, stage):
+            module.reshard()
 
 
 def _body(whole: nn.Module) -> Any:
