@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.integration.harness import Script, Unirun, gone
 from unirun import train
-from unirun.errors import PlacementError, RemoteTraceback, TrainingFailed, UsageError
+from unirun.errors import PlacementError, RemoteTraceback, TrainingFailed, UsageError, WorkerLost
 from unirun.train import Trainer, TrainingCallback
 
 Results = list[dict[str, Any]]
@@ -91,10 +91,31 @@ class TestARun:
 
         assert next(trainer.run_iterator(endless))[0]["x"] == 1
         assert trainer.run(lambda: train.world_rank()) == [0, 1, 2]
+        heard = Heard()
+        for results in (run := trainer.run_iterator(endless, callbacks=[heard])):
+            assert results[0]["x"] == 1
+            break
+        assert trainer.execute(train.world_rank) == [0, 1, 2]
+        assert heard.error is None
+        with pytest.raises(TrainingFailed, match="the run was closed"):
+            next(run)
 
     def test_lambdas_closures_and_classes_of_this_module_are_sent_by_value(self, trainer: Trainer) -> None:
         captured = {"of": "here"}
         assert trainer.run(lambda: captured["of"]) == ["here"] * 3
+
+    def test_a_model_that_is_returned_is_without_the_wrapper_of_the_ranks(self, trainer: Trainer) -> None:
+        def function() -> Any:
+            torch.manual_seed(0)
+            model = train.prepare_model(torch.nn.Linear(2, 1))
+            assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
+            return model, {"nets": [model], "rank": train.world_rank()}
+
+        for results in (trainer.run(function), trainer.execute(function)):
+            for rank, (model, more) in enumerate(results):
+                assert type(model) is type(more["nets"][0]) is torch.nn.Linear
+                assert model(torch.ones(1, 2)).shape == (1, 1)
+                assert more["rank"] == rank
 
     def test_workers_are_the_same_processes_from_run_to_run(self, trainer: Trainer) -> None:
         assert trainer.run(os.getpid) == trainer.run(os.getpid) == trainer.execute(os.getpid)
@@ -164,6 +185,30 @@ class TestErrors:
         assert any(entry.name == "fail" for entry in raised.traceback)
         assert (heard.error is raised.value) or when == "finish_training"
         assert trainer.run(train.world_rank) == [0, 1, 2]
+
+    def test_only_what_the_function_raises_is_retried(self, home: Unirun) -> None:
+        class Using(Heard):
+            error_of: type[Exception] | None = OSError
+
+            def handle_result(self, results: Results) -> None:
+                super().handle_result(results)
+                if self.error_of is not None:
+                    raise self.error_of("a callback cannot write")
+                own.execute(train.world_rank)
+
+        def calling_others() -> None:
+            raise WorkerLost("another job has lost one", worker="actor:0")
+
+        with Trainer(1, backend="none", retry_exceptions=[OSError]) as own:
+            heard = Using()
+            with pytest.raises(OSError, match="a callback cannot write"):
+                own.run(lambda: train.report(x=1), callbacks=[heard])
+            assert len(heard.rounds) == 1
+            heard.error_of = None
+            with pytest.raises(UsageError, match="a callback uses the trainer whose run it follows"):
+                own.run(lambda: train.report(x=1), callbacks=[heard])
+            with pytest.raises(WorkerLost, match="another job has lost one"):
+                own.run(calling_others)
 
     def test_ctrl_c_ends_the_run_and_keeps_the_trainer(self, trainer: Trainer) -> None:
         def function() -> None:

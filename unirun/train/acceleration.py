@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
+from functools import wraps
+from types import MethodType
 from typing import Any, Literal, TypeVar
 
 import numpy
@@ -14,6 +17,7 @@ from torch.utils.data import DataLoader
 from unirun.errors import UsageError
 from unirun.train.data import Loader
 from unirun.train.functions import in_worker, session
+from unirun.train.nested import rebuilt
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -56,7 +60,7 @@ def prepare_model(model: M, parallel: Parallel = "ddp", *, move: bool = True, **
     if move:
         model = model.to(device())
     if (dtype := session().precision.dtype) is not None:
-        _autocast(model, dtype)
+        model.forward = _Autocast(model.forward, dtype)
     if parallel is None or session().place.world == 1:
         return model
     if not torch.distributed.is_initialized():
@@ -77,23 +81,22 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def _autocast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let the forward pass compute in `dtype`, and return float32."""
-    forward = model.forward
+class _Autocast:
+    """The forward pass of a model, which computes in `dtype` and returns float32. It holds the bound method, so that of
+    a copy of the model is the copy's."""
 
-    def computed(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device().type, dtype):
-            return _float(forward(*args, **kwargs))
+    def __init__(self, forward: Callable[..., Any], dtype: torch.dtype) -> None:
+        self._forward, self._dtype = forward, dtype
 
-    model.forward = computed
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device().type, self._dtype):
+            return _float(self._forward(*args, **kwargs))
 
 
 def _float(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.float() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _float(each) for key, each in value.items()}
-    return type(value)(map(_float, value)) if type(value) in (list, tuple) else value
+    return rebuilt(_float, value)
 
 
 def prepare_data_loader(loader: DataLoader[Any]) -> Loader | DataLoader[Any]:
@@ -112,16 +115,19 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
     if scaler is not None:
         step = optimizer.step
 
-        def scaled(*args: Any, **kwargs: Any) -> Any:
-            optimizer.step = step  # type: ignore[method-assign]
+        @wraps(step)
+        def scaled(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            # That of a scheduler, if one has wrapped this.
+            outer, self.step = self.step, step  # type: ignore[method-assign]
             try:
-                result = scaler.step(optimizer, *args, **kwargs)
+                result = scaler.step(self, *args, **kwargs)
             finally:
-                optimizer.step = scaled  # type: ignore[method-assign]
+                self.step = outer  # type: ignore[method-assign]
             scaler.update()
             return result
 
-        optimizer.step = scaled  # type: ignore[method-assign]
+        # Schedulers wrap a method.
+        optimizer.step = MethodType(scaled, optimizer)  # type: ignore[method-assign]
     return optimizer
 
 

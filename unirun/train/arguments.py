@@ -11,6 +11,7 @@ from typing import Any
 from unirun.errors import UsageError
 from unirun.train.checkpoints import Folder
 from unirun.train.data import Files, source_of
+from unirun.train.logdir import absolute
 
 
 def require(name: str, value: Any, kinds: Any, remedy: str) -> None:
@@ -45,13 +46,13 @@ def environment(env: Any) -> dict[str, str]:
 
 
 def directory(logdir: Any) -> str:
-    """A path or a URL; empty for none."""
+    """An absolute path or a URL; empty for none."""
     if logdir is None:
         return ""
     require("logdir", logdir, (str, os.PathLike), "give a path or a URL")
     found = os.fspath(logdir)
     require("logdir", found, str, "give a path of text")
-    return str(found)
+    return absolute(found) if found else ""
 
 
 def datasets(dataset: Any) -> dict[str | None, Any]:
@@ -93,12 +94,12 @@ def takes_config(function: Any, *, given: bool) -> bool:
 
 
 def checkpoint_of(given: Any, *, local: bool) -> str | dict[str, Any] | None:
-    """A path or a URL as text, or a state. Of a `local` trainer it must be there. Raises `UsageError`."""
+    """An absolute path or a URL as text, or a state. Of a `local` trainer it must be there. Raises `UsageError`."""
     if given is None or isinstance(given, dict):
         return given
     if not isinstance(given, str | os.PathLike):
         raise UsageError(f"checkpoint is a {type(given).__name__}", "give a path, a URL or a dict")
-    url = os.fspath(given).rstrip("/")
+    url = absolute(os.fspath(given)).rstrip("/")
     folder, _, number = url.rpartition("/")
     if not number.isdigit():
         raise UsageError(

@@ -1,6 +1,7 @@
 """What a training function calls: reports, checkpoints, its part of a dataset, and where it is.
 
-Outside a `Trainer` all of it works as in rank 0 of 1, so that the function can be debugged with plain python.
+Outside a `Trainer` all of it works as in rank 0 of 1, so that the function can be debugged with plain python: each call
+of the function begins a run there.
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unirun.reporting import report as tell
+from unirun.train.alone import Alone
 from unirun.train.data import Shard
-from unirun.train.session import Place, Session
+from unirun.train.session import Session
 
 _session: Session | None = None
-_alone: Session | None = None
+_alone: Alone | None = None
 
 
 def enter(session: Session | None) -> None:
@@ -28,7 +29,7 @@ def session() -> Session:
     if _session is not None:
         return _session
     if _alone is None:
-        _alone = Session(Place())
+        _alone = Alone()
     return _alone
 
 
@@ -45,9 +46,6 @@ def report(**metrics: Any) -> None:
     ``_data_wait`` with datasets: the share of that time for which their loops have waited for data. Returns at once,
     unless the driver is two reports behind. Raises `UsageError` for a name that begins with an underscore.
     """
-    if not in_worker():
-        tell("report: " + ", ".join(f"{name}={value}" for name, value in metrics.items()))
-        return
     session().report(metrics)
 
 
@@ -60,13 +58,14 @@ def save_checkpoint(**state: Any) -> None:
 
     It counts together with the report that follows within a second, so that each of these arrives once, whatever dies
     in between; without one, it counts by itself. Rank 0 waits here until the checkpoint before counts. Raises
-    `UsageError` for what cannot be pickled, and what writing the checkpoint before has raised.
+    `UsageError` for what cannot be pickled, and what writing the checkpoint before has raised. Outside a `Trainer`
+    nothing is kept.
     """
     session().save(state)
 
 
 def load_checkpoint(into: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """The state of the checkpoint that the run goes on from; None when it begins.
+    """The state of the checkpoint that the run goes on from; None when it begins, and outside a `Trainer`.
 
     Models, optimizers, schedulers and the like in `into` are changed to what was saved under their name, and plain
     values are returned::
@@ -92,8 +91,10 @@ def get_dataset_shard(
 
     It goes on where the checkpoint was saved that was resumed from, whatever the number of ranks was then: each sample
     of an epoch is used once. With `shuffle`, blocks of `block` samples and the samples in each are in a new order in
-    each epoch, the same for a `seed`. `otherwise` is the dataset in plain python. Raises `UsageError` when there is
-    none.
+    each epoch, the same for a `seed`. Each call for one dataset returns the same `Shard`, and has to ask for the same
+    order. `otherwise` is the dataset outside a `Trainer`, which each call begins anew.
+
+    Raises `UsageError` when there is no such dataset, and when a call before asked for another order.
     """
     return session().shard(name, otherwise=otherwise, shuffle=shuffle, seed=seed, block=block)
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 import tempfile
 from pathlib import Path
 
 import fsspec
 
 from unirun.errors import UsageError
+
+
+def absolute(url: str) -> str:
+    """A path as users write it, also with ``file://``, as an absolute one. Any other URL stays as it is."""
+    scheme, separator, path = url.partition("://")
+    if separator and scheme != "file":
+        return url
+    return os.path.abspath(os.path.expanduser(path if separator else url))
 
 
 def check_writable(url: str) -> None:
@@ -31,15 +41,17 @@ def check_writable(url: str) -> None:
 
 def next_run(logdir: str) -> tuple[str, str]:
     """Where the next run keeps what it writes, and where its callbacks do: in the same place, or in a directory of this
-    host if that is elsewhere. On a file system no two trainers get the same. Raises OSError."""
+    host if that is elsewhere. No two trainers get the same. Raises OSError."""
     files, root = fsspec.url_to_fs(logdir)
     found = files.ls(root, detail=False, refresh=True) if files.exists(root) else []
     names = (str(path).rstrip("/").rpartition("/")[2] for path in found)
-    number = max((int(name[4:]) for name in names if re.fullmatch(r"run_\d{3,}", name)), default=0) + 1
+    runs = (re.fullmatch(r"run_(\d{3,})(-[0-9a-f]{8})?", name) for name in names)
+    number = max((int(run[1]) for run in runs if run is not None), default=0) + 1
     while True:
         url = f"{logdir.rstrip('/')}/run_{number:03}"
         if "://" in logdir:
-            return url, tempfile.mkdtemp(prefix="unirun-run-")
+            # Most stores cannot make a directory only if there is none.
+            return f"{url}-{secrets.token_hex(4)}", tempfile.mkdtemp(prefix="unirun-run-")
         try:
             Path(url).mkdir()
             return url, url

@@ -15,7 +15,14 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from unirun.errors import InvocationTimeout, TrainingFailed, UnirunError, UsageError, WorkerLost
+from unirun.errors import (
+    InvocationTimeout,
+    RemoteTraceback,
+    TrainingFailed,
+    UnirunError,
+    UsageError,
+    WorkerLost,
+)
 from unirun.reporting import report
 from unirun.roles import InvocationRef, RoleGroup, wait
 from unirun.train.attempts import BACK, LOOK, Attempts
@@ -68,8 +75,8 @@ class TrainingIterator:
             print(results[0]["loss"])
         values = it.get_final_results()
 
-    Raises what the function raises, with the traceback of its worker, and `TrainingFailed`. Leaving the loop early ends
-    the run, at the latest when the iterator is closed or freed.
+    Raises what the function raises, with the traceback of its worker, and `TrainingFailed`. A loop that is left early
+    ends the run once the trainer is used for something else, or the iterator is closed.
     """
 
     def __init__(
@@ -86,6 +93,7 @@ class TrainingIterator:
         self._grown = now()
         self._held: tuple[Round, int] | None = None
         self._results: list[Any] | None = None
+        self._of_callback: Exception | None = None
         self._finished = False
         self._iterating = threading.RLock()
         self._closed = False
@@ -141,6 +149,21 @@ class TrainingIterator:
         finally:
             self._iterating.release()
 
+    def leave(self) -> None:
+        """End the run if it was not iterated to its end, unless another thread iterates at this moment.
+
+        Raises `UsageError` when a callback of the run calls this.
+        """
+        if self._iterating.acquire(blocking=False):
+            try:
+                if inspect.getgeneratorstate(self._rounds) == inspect.GEN_RUNNING:
+                    raise UsageError(
+                        "a callback uses the trainer whose run it follows", "use it after the run"
+                    )
+                self.close()
+            finally:
+                self._iterating.release()
+
     def _run(self) -> Generator[list[dict[str, Any]], None, None]:
         error: BaseException | None = None
         try:
@@ -168,7 +191,7 @@ class TrainingIterator:
     def _count(self, again: _Again) -> None:
         """Count a failure, and wait until all ranks are there again. Raises its cause when it is one too many."""
         self._check_open()
-        lost, most = isinstance(again.cause, WorkerLost | InvocationTimeout), self._request.max_failures
+        lost, most = _is_loss(again.cause), self._request.max_failures
         if lost and self._request.elastic:
             # A role that has become larger or smaller has started again as a whole: that is no failure.
             self._workers.wait_until_whole(BACK)
@@ -201,6 +224,7 @@ class TrainingIterator:
                 request.datasets,
                 request.url,
                 number,
+                self.checkpoints,
                 resume,
                 request.strategy,
             )
@@ -213,7 +237,8 @@ class TrainingIterator:
                 self._attempts.end(turn, f"the run has ended: {type(error).__name__}")
                 raise
         except Exception as error:
-            if isinstance(error, (WorkerLost, InvocationTimeout, *request.retry)):
+            retried = isinstance(error, request.retry) and error is not self._of_callback
+            if _is_loss(error) or retried:
                 raise _Again(error, len(group)) from error
             raise
 
@@ -304,7 +329,11 @@ class TrainingIterator:
         """A round, numbered, after the callbacks have had it."""
         self._iteration += 1
         found = [{**each, "_training_iteration": self._iteration} for each in results]
-        self._callbacks.handle(found)
+        try:
+            self._callbacks.handle(found)
+        except Exception as error:
+            self._of_callback = error
+            raise
         return found
 
     def _grow(self, committed: int | None) -> None:
@@ -313,6 +342,13 @@ class TrainingIterator:
         if self._request.elastic and committed is not None and due:
             self._grown = self._now()
             self._workers.grow()
+
+
+def _is_loss(error: Exception) -> bool:
+    """Whether workers of this run were lost. The function may have called others, and raise that these were."""
+    return isinstance(error, WorkerLost | InvocationTimeout) and not isinstance(
+        error.__cause__, RemoteTraceback
+    )
 
 
 def _closed() -> TrainingFailed:

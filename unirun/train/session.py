@@ -6,6 +6,7 @@ interrupt it. Outside a `Trainer` there is a session of one rank, so that it can
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from unirun.errors import UsageError
 from unirun.train.checkpoints import Folder, Info, Manifest, Writer, load, plain_state, put_into, snapshot
 from unirun.train.data import Loader, Progress, Shard, sharded
 from unirun.train.lockstep import Finished, Reported
+from unirun.train.nested import mapped
 from unirun.values import Value
 
 AHEAD = 2
@@ -67,12 +69,14 @@ class Session:
         wall: Callable[[], float] = time.time,
     ) -> None:
         """`resume` is the checkpoint that the function goes on from: one in a folder, or a state; `saves` is the number
-        of the last one of the run, 0 at first. Without a `writer`, what is saved stays in memory."""
+        of the last one of the run, 0 at first. Without a `writer` nothing that is saved is kept."""
         self.place, self.config, self.precision = place, dict(config or {}), Precision()
         self._deterministic: bool | None = None
         self._datasets, self._writer, self._resume = dict(datasets or {}), writer, resume
         self._now, self._wall = now, wall
         self._shards: dict[str, Shard] = {}
+        self._options: dict[str, dict[str, Any]] = {}
+        self._adopted: list[tuple[DataLoader[Any], Loader]] = []
         self._changed = threading.Condition()
         self._reports: deque[Reported] = deque()
         self._count = 0
@@ -80,18 +84,13 @@ class Session:
         self._interrupted = ""
         self._last = now()
         self._waited = 0.0
-        self._saved: dict[str, Any] | None = None
         self._reseed: Callable[[int], None] = lambda number: None
         self._saves = saves
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Hand `metrics` to the driver. Waits while it has not taken those before."""
         self.check()
-        for name in metrics:
-            if name.startswith(RESERVED):
-                raise UsageError(
-                    f"the metric {name!r} begins with an underscore", "such names are those that unirun adds"
-                )
+        check_names(metrics)
         values = {name: _plain(value) for name, value in metrics.items()}
         now = self._now()
         values |= {"_timestamp": self._wall(), "_time_this_iter_s": now - self._last}
@@ -158,8 +157,6 @@ class Session:
         progress = {name: shard.progress for name, shard in self._shards.items()}
         if self._writer is not None:
             self._writer.save(state, progress)
-        else:
-            self._saved = snapshot(plain_state(state))
         self._saves += 1
         self._reseed(self._saves)
 
@@ -176,12 +173,12 @@ class Session:
         """The state that the run goes on from; None at the beginning."""
         self.check()
         try:
-            found = self._resume if self._saved is None else self._saved
-            if found is None:
+            if self._resume is None:
                 return None
-            if isinstance(found, tuple):
-                return load(*found, into)
-            state = plain_state(found)
+            if isinstance(self._resume, tuple):
+                return load(*self._resume, into)
+            # A copy, as what loads it may change it.
+            state: dict[str, Any] = snapshot(plain_state(self._resume))
             put_into(into or {}, state)
             return state
         finally:
@@ -196,8 +193,9 @@ class Session:
         seed: int = 0,
         block: int = 1024,
     ) -> Shard:
-        """This rank's part of the dataset `name`."""
+        """This rank's part of the dataset `name`: each call with these options returns the same."""
         key = name if name is not None else ""
+        options = {"shuffle": shuffle, "seed": seed, "block": block}
         if key not in self._shards:
             dataset = self._dataset(name, otherwise)
             self._shards[key] = Shard(
@@ -209,6 +207,13 @@ class Session:
                 seed=seed,
                 block=block,
                 progress=self._progress(key),
+            )
+            self._options[key] = options
+        if (before := self._options.get(key, options)) != options:
+            raise UsageError(
+                f"dataset {key or 'dataset'!r} is asked for with {_shown(options)}, and was before "
+                f"with {_shown(before)}",
+                "pass the same each time, or keep what the first call has returned",
             )
         return self._shards[key]
 
@@ -224,10 +229,14 @@ class Session:
         )
 
     def adopt(self, loader: DataLoader[Any]) -> Loader:
-        """The part of a user's loader that this rank has."""
-        key = f"loader {sum(each.startswith('loader ') for each in self._shards)}"
+        """The part of a user's loader that this rank has: that of before for one that is made again in each epoch."""
+        for before, known in self._adopted:
+            if _are_alike(before, loader):
+                return known
+        key = f"loader {len(self._adopted)}"
         found = sharded(loader, key, self.place.rank, self.place.world, progress=self._progress(key))
         self._shards[key] = found.shard
+        self._adopted.append((loader, found))
         return found
 
     def _progress(self, key: str) -> Progress:
@@ -255,6 +264,29 @@ class Visit(Session):
         raise _no_run("save_checkpoint")
 
 
+def _are_alike(one: DataLoader[Any], other: DataLoader[Any]) -> bool:
+    """Whether both give the samples of one dataset in the same batches and order."""
+    return (
+        isinstance(other, DataLoader)
+        and one.dataset is other.dataset
+        and one.batch_size == other.batch_size
+        and type(one.sampler) is type(other.sampler)
+    )
+
+
+def check_names(metrics: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for a name of a metric that is reserved."""
+    for name in metrics:
+        if name.startswith(RESERVED):
+            raise UsageError(
+                f"the metric {name!r} begins with an underscore", "such names are those that unirun adds"
+            )
+
+
+def _shown(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
 def _no_run(what: str) -> UsageError:
     return UsageError(
         f"{what}() was called in a function that is no run", "use Trainer.run, or return the value"
@@ -262,9 +294,18 @@ def _no_run(what: str) -> UsageError:
 
 
 def _plain(value: Any) -> Any:
-    """A tensor or an array of one element as a number: its memory may change."""
+    """A copy of a metric, as the function goes on: tensors and arrays of one element as numbers, others in the memory
+    of the host."""
+    return mapped(_number_or_copy, value)
+
+
+def _number_or_copy(value: Any) -> Any:
     if hasattr(value, "item") and getattr(value, "numel", lambda: getattr(value, "size", 1))() == 1:
         return value.item()
     if hasattr(value, "detach"):
-        return value.detach().cpu().clone()
-    return value
+        return value.detach().to("cpu", copy=True)
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - classes raise what they like
+        # Whether it can be sent is told when it is.
+        return value

@@ -121,6 +121,7 @@ class Trainer:
         Raises `PlacementError` where there is no room, `UsageError`, `TrainingFailed`, and what the hook or the class
         raises.
         """
+        self._leave_run()
         if kind is not None or initialization_hook is not None:
             self._hook = initialization_hook
             self._kind = partial(kind, *args, **kwargs) if kind is not None else None
@@ -147,6 +148,11 @@ class Trainer:
             # An iterator over a run has the attempts, too, and may outlive this object.
             self._finalizer = weakref.finalize(self._attempts, workers.stop)
         return self._attempts
+
+    def _leave_run(self) -> None:
+        """End a run that was not iterated to its end, which would be in the way."""
+        if self._run is not None:
+            self._run.leave()
 
     def run(
         self,
@@ -230,25 +236,27 @@ class Trainer:
         """Call `function` in all ranks, and return the results in rank order. It gets the object of `start` first, if
         there is one. It finds its rank and the process group as in a run, but cannot report. Raises what it raises, and
         `WorkerLost`."""
+        self._leave_run()
         return self._started().execute(function, args, kwargs)
 
     def execute_async(
         self, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> InvocationRef[list[Any]]:
         """The same, without waiting: ``ref.result()`` does."""
+        self._leave_run()
         return self._started().execute_async(function, args, kwargs)
 
     def execute_single(self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `function` in one rank."""
+        self._leave_run()
         return self._started().execute_single(rank, function, args, kwargs)
 
     def shutdown(self) -> None:
         """End the workers, also those of its trainables. `run` would start others."""
         for trainable in tuple(self._trainables):
             trainable.close()
-        run, self._run = self._run, None
-        if run is not None:
-            run.close()
+        if self._run is not None:
+            self._run.close()
         finalizer, self._finalizer, self._attempts = self._finalizer, None, None
         if finalizer is not None:
             finalizer()

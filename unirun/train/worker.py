@@ -17,9 +17,10 @@ from unirun.roles import BaseWorkload, MasterHandle, init, trainer_invocation
 from unirun.roles.process_groups import process_groups
 from unirun.train.backends import find_backend
 from unirun.train.cells import Cell
-from unirun.train.checkpoints import CheckpointStrategy, Folder, Info, Writer
+from unirun.train.checkpoints import CheckpointStrategy, Folder, Info, Writer, unwrapped
 from unirun.train.functions import enter
 from unirun.train.lockstep import Finished, Reported
+from unirun.train.nested import mapped
 from unirun.train.session import Interrupted, Place, Session, Visit
 from unirun.values import Value
 
@@ -57,8 +58,8 @@ class Turn(Value):
 
 
 class Order(Value):
-    """What a run calls, as every rank gets it. Checkpoints go to `url`, from `number` on; `resume` is the number of the
-    one there to go on from, another folder and a number, or a state."""
+    """What a run calls, as every rank gets it. Checkpoints go to `url`, from `number` on; `kept` are there already.
+    `resume` is the number of the one there to go on from, another folder and a number, or a state."""
 
     function: Program
     cell: Cell | None
@@ -67,6 +68,7 @@ class Order(Value):
     datasets: Mapping[str | None, Any]
     url: str
     number: int
+    kept: list[Info]
     resume: int | tuple[str, int] | dict[str, Any] | None
     strategy: CheckpointStrategy
 
@@ -105,6 +107,7 @@ class TrainWorker(BaseWorkload):
             self._begun.notify_all()
         if session is not None:
             session.interrupt("the worker has ended")
+            session.close()
         self._backend.on_shutdown()
 
     # Called by the driver, one at a time.
@@ -117,7 +120,7 @@ class TrainWorker(BaseWorkload):
         return self._call(
             turn,
             lambda: self._session_of(order),
-            lambda: self._backend.encode_data(order.function(*args)),
+            lambda: self._backend.encode_data(_returned(order.function(*args))),
         )
 
     def idle(self) -> None:
@@ -135,7 +138,7 @@ class TrainWorker(BaseWorkload):
         """Call a function, with the object of `prepare` first if there is one: in all ranks, or in this one `alone`."""
         own = () if self._instance is None else (self._instance,)
         return self._call(
-            turn, lambda: Visit(self._place), lambda: function(*own, *args, **kwargs), alone=alone
+            turn, lambda: Visit(self._place), lambda: _returned(function(*own, *args, **kwargs)), alone=alone
         )
 
     def prepare(
@@ -190,13 +193,16 @@ class TrainWorker(BaseWorkload):
 
     @trainer_invocation(concurrency=CALLS)
     def checkpoints(self, url: str) -> tuple[Info | None, list[Info], int]:
-        """The last whole checkpoint of a run, all of them, and the number of the next one."""
+        """The last whole checkpoint of a run, all those until then, and the number of the next one."""
         folder = Folder(url)
-        infos = folder.infos()
-        return folder.latest(), infos, (infos[-1].number + 1 if infos else 1)
+        latest = folder.latest()
+        # Later ones are damaged.
+        whole = [info for info in folder.infos() if latest is not None and info.number <= latest.number]
+        return latest, whole, max(folder.numbers(), default=0) + 1
 
     def clear(self, url: str) -> None:
         """Delete checkpoints that were not finished. Nothing runs."""
+        self._clear()
         Folder(url).clear()
 
     @trainer_invocation(concurrency=CALLS)
@@ -223,7 +229,7 @@ class TrainWorker(BaseWorkload):
     def _session_of(self, order: Order) -> Session:
         place, folder = self._place, Folder(order.url)
         writer = Writer(
-            folder, order.strategy, place.rank, place.world, order.number, _gloo_group, _end_group
+            folder, order.strategy, place.rank, place.world, order.number, order.kept, _gloo_group, _end_group
         )
         resume: Any = order.resume
         if isinstance(resume, int):
@@ -326,6 +332,11 @@ class TrainWorker(BaseWorkload):
         # Once: what the function does to clean up is not interrupted.
         self._in_function = False
         session.check()
+
+
+def _returned(result: Any) -> Any:
+    """`result` without the wrappers of DistributedDataParallel, as the driver is in no process group."""
+    return mapped(unwrapped, result)
 
 
 def _imports(frame: FrameType | None) -> bool:

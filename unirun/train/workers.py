@@ -64,6 +64,7 @@ class Workers:
         self._handle = JobHandle(job_at(self.name))
         self._process: subprocess.Popen[bytes] | None = None
         self._visitor: Visitor | None = None
+        self._owner = os.getpid()
         self._said: deque[str] = deque(maxlen=30)
         self._readers: list[threading.Thread] = []
 
@@ -128,7 +129,8 @@ class Workers:
                 if out == "stderr" and line.startswith(NOTE):
                     self._said.append(line.rstrip())
                     continue
-                with contextlib.suppress(ValueError, OSError):
+                # It may be None, or an object of the user's that raises anything. The job goes on without it.
+                with contextlib.suppress(Exception):
                     stream = getattr(sys, out)
                     stream.write(line)
                     stream.flush()
@@ -216,7 +218,9 @@ class Workers:
         return self._handle.status()
 
     def stop(self) -> None:
-        """End the job, and wait for that."""
+        """End the job, and wait for that. Does nothing in a fork of the process that has started it."""
+        if os.getpid() != self._owner:
+            return
         visitor, self._visitor = self._visitor, None
         if visitor is not None:
             visitor.close()

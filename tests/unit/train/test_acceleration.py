@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import copy
+import pickle
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
+import cloudpickle
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers.modeling_outputs import CausalLMOutput
 
 from unirun import train
 from unirun.errors import UsageError
@@ -49,6 +55,15 @@ class Net(torch.nn.Module):
         return self.form(y)
 
 
+def itself(y: torch.Tensor) -> torch.Tensor:
+    return y
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: list[torch.Tensor]
+
+
 class TestAModel:
     def test_the_only_rank_has_it_as_it_is(self, alone: Session) -> None:
         model = torch.nn.Linear(1, 1)
@@ -79,8 +94,15 @@ class TestPrecision:
             (lambda y: (y, 3), lambda found: [found[0]]),
             (lambda y: [y, y], lambda found: found),
             (lambda y: {"y": [y], "mask": y > 0}, lambda found: found["y"]),
+            (lambda y: OrderedDict(y=y), lambda found: [found["y"]]),
+            (lambda y: Pair(y, [y]), lambda found: [found.first, *found.second]),
+            (lambda y: y.max(dim=-1), lambda found: [found.values]),
+            (
+                lambda y: CausalLMOutput(loss=y.sum(), logits=y, hidden_states=(y, y)),
+                lambda found: [found.loss, found.logits, found["logits"], found[1], *found.hidden_states],
+            ),
         ],
-        ids=["tensor", "tuple", "list", "dict"],
+        ids=["tensor", "tuple", "list", "dict", "dict in order", "named tuple", "torch's", "Hugging Face's"],
     )
     @pytest.mark.parametrize("amp", ["bf16", "fp16"])
     def test_what_comes_out_has_the_precision_of_the_parameters(
@@ -91,13 +113,40 @@ class TestPrecision:
         found = model(torch.ones(1, 2))
         assert model.dtype is {"bf16": torch.bfloat16, "fp16": torch.float16}[amp]
         assert [part.dtype for part in parts(found)] == [torch.float32] * len(parts(found))
-        assert type(found) is type(form(torch.ones(1)))
+        assert type(found) is type(form(torch.ones(1, 2)))
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)(torch.ones(1, 2))
+        assert [part.dtype for part in parts(compiled)] == [torch.float32] * len(parts(found))
 
     def test_what_is_no_floating_point_number_stays(self, alone: Session) -> None:
         train.accelerate("bf16")
         model = train.prepare_model(Net(lambda y: (y.argmax(), "text", None)))
         index, *others = model(torch.ones(1, 2))
         assert (index.dtype, others) == (torch.int64, ["text", None])
+
+    @pytest.mark.parametrize(
+        "copied",
+        [
+            copy.deepcopy,
+            lambda model: torch.optim.swa_utils.AveragedModel(model).module,
+            lambda model: pickle.loads(pickle.dumps(model)),  # noqa: S301
+            lambda model: pickle.loads(cloudpickle.dumps(model)),  # noqa: S301
+            lambda model: copy.deepcopy(train.prepare_model(model)),
+        ],
+        ids=["deepcopy", "AveragedModel", "pickle", "cloudpickle", "prepared twice"],
+    )
+    def test_a_copy_of_a_model_computes_with_its_own_parameters(
+        self, alone: Session, copied: Callable[[Net], Net]
+    ) -> None:
+        train.accelerate("bf16")
+        model = train.prepare_model(Net(itself))
+        other = copied(model)
+        with torch.no_grad():
+            for each, value in ((model, 1.0), (other, 5.0)):
+                each.linear.weight.fill_(value)
+                each.linear.bias.zero_()
+        assert [each(torch.ones(1, 2)).tolist() for each in (model, other)] == [[[2.0] * 2], [[10.0] * 2]]
+        assert model.dtype is other.dtype is torch.bfloat16
 
     def test_models_that_were_prepared_before_are_not_changed(self, alone: Session) -> None:
         before = train.prepare_model(Net(lambda y: y))
@@ -112,6 +161,28 @@ class TestPrecision:
         train.backward(weight.sum() * 0.25)
         optimizer.step()
         assert weight.tolist() == [0.75]
+
+    @pytest.mark.parametrize("order", ["optimizer first", "scheduler first"])
+    def test_an_optimizer_that_undoes_the_scaling_has_a_scheduler(self, alone: Session, order: str) -> None:
+        # A GPU scales so.
+        alone.precision.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        if order == "optimizer first":
+            train.prepare_optimizer(optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        if order == "scheduler first":
+            train.prepare_optimizer(optimizer)
+        found = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                optimizer.zero_grad()
+                train.backward(weight.sum() * 0.25)
+                optimizer.step()
+                scheduler.step()
+                found.append((weight.item(), scheduler.get_last_lr()))
+        assert found == [(0.75, [0.5]), (0.625, [0.25])]
 
 
 def test_a_loader_with_a_sampler_of_its_own_is_told(session: Session) -> None:

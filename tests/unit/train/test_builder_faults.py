@@ -42,10 +42,10 @@ RULES: list[tuple[str, Change, str, str, str]] = [
     ("a class for a function", function("algo:Plain"), "data.function", "is no function", ".workload"),
     ("a type that is none", lambda b: b.dl_type("PPO"), "dl_type", "found 'PPO'", "MULTIMODAL"),
     ("a type in lower case", lambda b: b.dl_type("rl"), "dl_type", "found 'rl'", "did you mean 'RL'?"),
-    ("a type that is no text", lambda b: b.dl_type(3), "dl_type", "found 3", "known"),
+    ("a type that is no text", lambda b: b.dl_type(3), "dl_type", "found 3", "known"),  # type: ignore[arg-type]
     ("no nodes", lambda b: b.node_num(0), "node_num", "greater than 0, found 0", ".node_num"),
-    ("half a node", lambda b: b.node_num(0.5), "node_num", "found 0.5", ".node_num"),
-    ("nodes in words", lambda b: b.node_num("1"), "node_num", "found '1'", ".node_num"),
+    ("half a node", lambda b: b.node_num(0.5), "node_num", "found 0.5", ".node_num"),  # type: ignore[arg-type]
+    ("nodes in words", lambda b: b.node_num("1"), "node_num", "found '1'", ".node_num"),  # type: ignore[arg-type]
     ("true nodes", lambda b: b.node_num(True), "node_num", "found True", ".node_num"),
     ("no devices", lambda b: b.device_per_node(-1), "device_per_node", "found -1", ".device_per_node"),
     ("a config that is a list", lambda b: b.config([1]), "config", "found [1]", "pass the training"),
@@ -87,7 +87,7 @@ RULES: list[tuple[str, Change, str, str, str]] = [
     ),
     (
         "a collocation of what are no names",
-        lambda b: b.with_collocation("actor", 7),
+        lambda b: b.with_collocation("actor", 7),  # type: ignore[arg-type]
         *("with_collocation[0]", "expected names of roles, found 7", ".with_collocation"),
     ),
     (
@@ -148,7 +148,7 @@ RULES: list[tuple[str, Change, str, str, str]] = [
     ),
     ("a module that leaves", lambda b: b.trainer("leaves", "T"), "trainer.class", "SystemExit: 3", "correct"),
     ("a module without a name", lambda b: b.trainer("", "T"), "trainer.module", "found ''", "name it"),
-    ("a class without a name", lambda b: b.trainer("algo", None), "trainer.class", "found None", "name it"),
+    ("a class without a name", lambda b: b.trainer("algo", None), "trainer.class", "found None", "name it"),  # type: ignore[arg-type]
     (
         "a variable that is unirun's",
         lambda b: b.global_env({"RANK": 1}),

@@ -30,7 +30,7 @@ def test_rounds_follow_each_other_and_end_when_all_ranks_have_finished() -> None
 @pytest.mark.parametrize("first", ["finished", "reported"])
 def test_ranks_that_report_unequally_often_are_named(first: str) -> None:
     lockstep = Lockstep(3)
-    said = [(0, Finished(5)), (2, Reported(6, {}))]
+    said: list[tuple[int, Reported | Finished]] = [(0, Finished(5)), (2, Reported(6, {}))]
     for rank, each in said if first == "finished" else reversed(said):
         if rank == (0 if first == "finished" else 2):
             assert lockstep.hear(rank, each) is None

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import UsageError
-from unirun.train.logdir import check_writable, next_run
+from unirun.train.logdir import absolute, check_writable, next_run
 
 
 @pytest.fixture
@@ -26,6 +26,26 @@ def elsewhere() -> Iterator[str]:
     files, root = fsspec.url_to_fs(url)
     if files.exists(root):
         files.rm(root, recursive=True)
+
+
+class TestWhereItIs:
+    def test_a_relative_path_is_that_of_the_present_directory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        for path in ("runs", "./runs/", "file://runs"):
+            assert absolute(path) == f"{tmp_path}/runs"
+
+    def test_the_home_directory_is_that_of_this_user(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", "/home/me")
+        assert absolute("~/runs") == "/home/me/runs"
+
+    def test_a_url_of_a_file_is_a_path(self) -> None:
+        assert absolute("file:///tmp/runs") == "/tmp/runs"
+
+    @pytest.mark.parametrize("url", ["s3://bucket/runs", "memory://~/runs/", "simplecache::file:///runs"])
+    def test_any_other_url_is_kept(self, url: str) -> None:
+        assert absolute(url) == url
 
 
 class TestWhetherItCanBeWritten:
@@ -98,8 +118,15 @@ class TestTheDirectoriesOfRuns:
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
         files, root = fsspec.url_to_fs(elsewhere)
         url, local = next_run(elsewhere)
-        assert url == f"{elsewhere}/run_001"
+        name = url.removeprefix(f"{elsewhere}/")
+        assert re.fullmatch("run_001-[0-9a-f]{8}", name)
         assert (Path(local).parent, os.listdir(local)) == (tmp_path, [])
         # What a run keeps there is what makes its directory.
-        files.pipe(f"{root}/run_001/checkpoints/000001/state.pt", b"")
-        assert next_run(elsewhere)[0] == f"{elsewhere}/run_002"
+        files.pipe(f"{root}/{name}/checkpoints/000001/state.pt", b"")
+        assert next_run(elsewhere)[0].startswith(f"{elsewhere}/run_002-")
+
+    def test_trainers_that_share_a_url_get_different_ones(
+        self, elsewhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        assert len({next_run(elsewhere)[0] for _ in range(20)}) == 20

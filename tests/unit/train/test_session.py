@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from unirun import train
 from unirun.errors import UsageError
 from unirun.train import functions
-from unirun.train.checkpoints import CheckpointStrategy, Folder, Writer
+from unirun.train.checkpoints import CheckpointStrategy, Folder, Manifest, Writer
+from unirun.train.data import Progress
 from unirun.train.lockstep import Finished, Reported
 from unirun.train.session import Interrupted, Place, Session
 
@@ -46,11 +48,6 @@ class TestInPlainPython:
         train.report(loss=0.5, epoch=1)
         assert capfd.readouterr().err == "report: loss=0.5, epoch=1\n"
 
-    def test_what_is_saved_is_loaded(self) -> None:
-        assert train.load_checkpoint() is None
-        train.save_checkpoint(epoch=3)
-        assert train.load_checkpoint() == {"epoch": 3}
-
     def test_a_dataset_is_the_one_that_is_given_for_that(self) -> None:
         assert [*train.get_dataset_shard(otherwise=range(3))] == [0, 1, 2]
         with pytest.raises(UsageError, match="this run has no dataset 'train'; it has none"):
@@ -79,10 +76,53 @@ class TestInAWorker:
         with pytest.raises(UsageError, match="it has None, 'other'"):
             train.get_dataset_shard("third")
 
+    @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "seed": 2, "block": 2}])
+    def test_it_cannot_have_a_dataset_in_two_orders(self, session: Session, options: dict[str, Any]) -> None:
+        shard = train.get_dataset_shard("other", shuffle=True, seed=2)
+        with pytest.raises(UsageError) as raised:
+            train.get_dataset_shard("other", **options)
+        wanted = {"shuffle": False, "seed": 0, "block": 1024, **options}
+        assert str(raised.value) == (
+            f"dataset 'other' is asked for with {', '.join(f'{name}={value}' for name, value in wanted.items())}, and "
+            "was before with shuffle=True, seed=2, block=1024; pass the same each time, or keep what the first call "
+            "has returned"
+        )
+        assert train.get_dataset_shard("other", shuffle=True, seed=2) is shard
+        assert train.get_dataset_shard() is not shard
+
+    def test_an_order_that_was_refused_does_not_count(self, session: Session) -> None:
+        with pytest.raises(UsageError, match="block: found 0"):
+            train.get_dataset_shard(block=0)
+        assert [*train.get_dataset_shard()] == [1, 5]
+
+    def test_another_dataset_than_that_of_the_checkpoint_begins_with_the_state_alone(
+        self, tmp_path: Path
+    ) -> None:
+        """As the error of `get_dataset_shard` says."""
+        folder, manifest = Folder(str(tmp_path)), Manifest(1, 1, False, {}, {"": Progress(prefix=4)})
+        datasets: dict[str | None, Any] = {None: [1, 2, 3]}
+        with pytest.raises(
+            UsageError, match="of another size than 3; .*in Trainer.run with a dict as the checkpoint"
+        ):
+            Session(Place(), datasets=datasets, resume=(folder, manifest)).shard(None)
+        session = Session(Place(), datasets=datasets, resume={"epoch": 1})
+        assert session.load(None) == {"epoch": 1}
+        assert [*session.shard(None)] == [1, 2, 3]
+
     def test_a_loader_is_split(self, session: Session) -> None:
         loader = DataLoader(TensorDataset(torch.arange(16)), batch_size=2)
         found = train.prepare_data_loader(loader)
         assert [batch.tolist() for (batch,) in found] == [[2, 3], [10, 11]]
+
+    def test_a_loader_that_is_made_in_each_epoch_goes_on(self, session: Session) -> None:
+        data = TensorDataset(torch.arange(16))
+        epochs = []
+        for _ in range(2):
+            loader = train.prepare_data_loader(DataLoader(data, batch_size=2, shuffle=True))
+            epochs.append(torch.cat([batch for (batch,) in loader]).tolist())
+        assert epochs[0] != epochs[1]
+        assert loader is not train.prepare_data_loader(DataLoader(data, batch_size=4, shuffle=True))
+        assert loader is not train.prepare_data_loader(DataLoader(data, batch_size=2))
 
 
 class TestReports:
@@ -110,6 +150,34 @@ class TestReports:
         said = session.take(1)
         assert isinstance(said, Reported)
         assert said.metrics["values"].tolist() == [0.0] * 3
+
+    def test_what_is_reported_is_that_of_the_moment_however_deep_it_is(self, session: Session) -> None:
+        losses, array, tensor, seen = [0], numpy.zeros(2), torch.zeros(2), {1}
+        train.report(losses=losses, array=array, deep={"tensors": [tensor]}, seen=seen)
+        losses.append(1)
+        array.fill(7)
+        tensor.fill_(7)
+        seen.add(2)
+        said = session.take(1)
+        assert isinstance(said, Reported)
+        found = said.metrics
+        assert (found["losses"], found["array"].tolist(), found["seen"]) == ([0], [0.0] * 2, {1})
+        assert found["deep"]["tensors"][0].tolist() == [0.0] * 2
+
+    def test_one_element_is_a_number_however_deep_it_is(self, session: Session) -> None:
+        train.report(losses={"train": [torch.tensor([2.5]), numpy.float32(0.5)]}, array=numpy.array([3]))
+        said = session.take(1)
+        assert isinstance(said, Reported)
+        assert (said.metrics["losses"], said.metrics["array"]) == ({"train": [2.5, 0.5]}, 3)
+
+    def test_what_cannot_be_copied_and_a_list_in_itself_are_reported_too(self, session: Session) -> None:
+        lock, circle = threading.Lock(), [1]
+        circle.append(circle)  # type: ignore[arg-type]
+        train.report(lock=lock, circle=circle)
+        said = session.take(1)
+        assert isinstance(said, Reported)
+        assert said.metrics["lock"] is lock
+        assert said.metrics["circle"][0] == 1
 
     def test_the_function_waits_when_it_is_two_ahead(self, session: Session) -> None:
         done = threading.Event()
@@ -149,9 +217,13 @@ class TestInterrupts:
             except Interrupted as error:
                 ended.append(str(error))
 
+        def report() -> None:
+            for _ in range(9):
+                session.report({})
+
         threads = [
             threading.Thread(target=wait, args=(lambda: session.take(9),)),
-            threading.Thread(target=wait, args=(lambda: [session.report({}) for _ in range(9)],)),
+            threading.Thread(target=wait, args=(report,)),
         ]
         for thread in threads:
             thread.start()

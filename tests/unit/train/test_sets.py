@@ -15,8 +15,8 @@ from unirun.collocation import Device, Inventory, Node, parse_fake
 from unirun.collocation.inventory import NEARNESS, NumaNode
 from unirun.errors import PlacementError, UsageError
 from unirun.train.sets import Part, _planned, another, inventory_of, setups, with_threads
-from unirun.train.setup import Setup
-from unirun.train.trainer import MANY, Trainer
+from unirun.train.setup import MANY, Setup
+from unirun.train.trainer import Trainer
 
 
 def asked(ranks: int, slots: int = 1, *, device: str | None = "cuda", least: int = 0) -> Setup:

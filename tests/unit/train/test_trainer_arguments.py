@@ -15,7 +15,7 @@ import pytest
 from unirun import train
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.train import CheckpointStrategy, Trainer, TrainingCallback
-from unirun.train.arguments import takes_config
+from unirun.train.arguments import checkpoint_of, directory, takes_config
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +152,25 @@ def test_a_function_takes_a_config_where_it_has_an_argument_for_it(
     train_func: Any, takes: tuple[bool, bool]
 ) -> None:
     assert (takes_config(train_func, given=False), takes_config(train_func, given=True)) == takes
+
+
+def test_paths_stay_the_same_when_the_program_goes_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert directory("runs") == f"{tmp_path}/runs"
+    assert directory(Path("~/runs")) == "/home/me/runs"
+    assert directory("file:///tmp/runs/") == "/tmp/runs"
+    assert checkpoint_of("runs/000001/", local=False) == f"{tmp_path}/runs/000001"
+    assert checkpoint_of(Path("~/runs/000001"), local=False) == "/home/me/runs/000001"
+
+
+def test_urls_and_what_is_left_out_stay_as_they_are() -> None:
+    assert directory("s3://bucket/runs") == "s3://bucket/runs"
+    assert directory(None) == directory("") == ""
+    assert checkpoint_of("s3://bucket/000001/", local=False) == "s3://bucket/000001"
+    assert checkpoint_of({"epoch": 1}, local=False) == {"epoch": 1}
 
 
 def test_a_checkpoint_that_is_not_there_is_told(tmp_path: Path) -> None:

@@ -70,6 +70,11 @@ def falls(config: Mapping[str, Any]) -> Reports:
         yield {"loss": config.get("start", 1.0) / 2**step, "pid": 7, "note": "-", "val": {"f1": 0.5 + step}}
 
 
+def fixed(parameters: dict[str, Any]) -> optuna.Trial:
+    """A trial without a study. Optuna has no type for what it has in common with one of a study."""
+    return FixedTrial(parameters)  # type: ignore[return-value]
+
+
 def space(trial: optuna.Trial) -> dict[str, float]:
     return {"start": trial.suggest_float("start", 0.0, 9.0)}
 
@@ -119,15 +124,15 @@ class TestATrial:
             return falls(config)
 
         config = {"start": lambda trial: trial.suggest_float("start", 2.0, 2.0), "kind": dict, "epochs": 3}
-        assert made([Set()], function, config)(FixedTrial({"start": 2.0})) == 0.5  # type: ignore[arg-type]
+        assert made([Set()], function, config)(fixed({"start": 2.0})) == 0.5
         assert seen == [{"start": 2.0, "kind": dict, "epochs": 3}]
 
     def test_it_is_tried_without_a_study(self) -> None:
-        assert made([Set()], falls, space)(FixedTrial({"start": 4.0})) == 1.0  # type: ignore[arg-type]
+        assert made([Set()], falls, space)(fixed({"start": 4.0})) == 1.0
 
     def test_the_dataset_and_the_strategy_go_to_the_run(self) -> None:
         workers = Set()
-        made([workers], falls, dataset=[1, 2])(FixedTrial({}))  # type: ignore[arg-type]
+        made([workers], falls, dataset=[1, 2])(fixed({}))
         assert workers.given[0]["dataset"] == [1, 2]
         assert isinstance(workers.given[0]["checkpoint_strategy"], CheckpointStrategy)
 
@@ -149,7 +154,7 @@ class TestATrial:
 
     def test_a_function_without_a_report_is_an_error(self) -> None:
         with pytest.raises(UsageError, match=r"reported nothing; call train.report\(loss=…\)"):
-            made([Set()], lambda config: iter(()))(FixedTrial({}))  # type: ignore[arg-type]
+            made([Set()], lambda config: iter(()))(fixed({}))
 
     def test_a_study_in_the_other_direction_is_an_error(self) -> None:
         study = optuna.create_study(direction="maximize")
@@ -182,7 +187,7 @@ class TestSets:
 
         workers = Set()
         trainable = made([workers], waits, wait=10)
-        threads = [threading.Thread(target=trainable, args=(FixedTrial({}),)) for _ in range(2)]
+        threads = [threading.Thread(target=trainable, args=(fixed({}),)) for _ in range(2)]
         for thread in threads:
             thread.start()
         assert begun.wait(10)
@@ -196,14 +201,14 @@ class TestSets:
         trainable = made([Set()], falls)
 
         def nested(config: Mapping[str, Any]) -> Reports:
-            trainable(FixedTrial({}))  # type: ignore[arg-type]
+            trainable(fixed({}))
             yield {}
 
         trainable._function = nested
         with pytest.raises(
             TrainingFailed, match="no workers were free within 0 s; max_concurrent is 1; pass"
         ):
-            trainable(FixedTrial({}))  # type: ignore[arg-type]
+            trainable(fixed({}))
 
     def test_one_whose_training_failed_starts_anew(self) -> None:
         def fails(config: Mapping[str, Any]) -> Reports:
@@ -218,19 +223,20 @@ class TestSets:
     def test_one_whose_function_raises_stays_warm(self) -> None:
         workers = Set()
         with pytest.raises(ZeroDivisionError):
-            made([workers], lambda config: 1 // 0)(FixedTrial({}))  # type: ignore[arg-type]
+            made([workers], lambda config: 1 // 0)(fixed({}))
         assert workers.shut_down == 0
 
     def test_closing_ends_all_but_the_first_and_those_of_trials_that_run(self) -> None:
         sets = [Set(), Set(), Set()]
+        first: object = sets[0]
         with made(sets, falls) as trainable:
             busy = trainable._free.get_nowait()
-            assert busy is sets[0]
+            assert busy is first
             trainable.close()
             assert [each.shut_down for each in sets] == [0, 1, 1]
             trainable._free.put(busy)
         assert [each.shut_down for each in sets] == [0, 2, 2]
-        assert trainable(FixedTrial({})) == 0.25  # type: ignore[arg-type]
+        assert trainable(fixed({})) == 0.25
         assert len(sets[0].runs) == 1
 
     def test_they_end_with_the_trainer(self) -> None:
@@ -245,7 +251,7 @@ class TestRayTune:
     def test_functions_of_a_trial_are_refused_unless_ray_tune_has_chosen(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setitem(sys.modules, "ray.tune", object())  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "ray.tune", object())
         trainer = Trainer(1, "none")
         with pytest.raises(
             UsageError, match="start is a function of a trial of Optuna; put it into param_sp"
@@ -255,13 +261,13 @@ class TestRayTune:
             trainer.to_trainable(falls, space)({"start": 1.0})
 
     def test_it_must_be_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "ray.tune", None)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "ray.tune", None)
         with pytest.raises(UsageError, match=r"no Ray Tune: .*; run: pip install 'ray\[tune\]'"):
             Trainer(1, "none").to_trainable(falls)({})
 
 
 def test_optuna_is_imported_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "optuna", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "optuna", None)
     spec = importlib.util.find_spec(tuning.__name__)
     assert spec is not None
     assert spec.loader is not None

@@ -2,7 +2,7 @@
 
 from unirun.train.checkpoints.folder import Folder, Manifest
 from unirun.train.checkpoints.loading import load, put_into
-from unirun.train.checkpoints.state import plain_state, snapshot
+from unirun.train.checkpoints.state import encode, is_sharded, plain_state, snapshot, unwrapped
 from unirun.train.checkpoints.strategy import CheckpointStrategy, Info
 from unirun.train.checkpoints.writer import Writer
 
@@ -12,8 +12,11 @@ __all__ = [
     "Info",
     "Manifest",
     "Writer",
+    "encode",
+    "is_sharded",
     "load",
     "plain_state",
     "put_into",
     "snapshot",
+    "unwrapped",
 ]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ from torch import nn
 
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.train.checkpoints.folder import Folder, Manifest
-from unirun.train.checkpoints.state import STATE, is_local, plain_state, unwrapped
+from unirun.train.checkpoints.state import STATE, is_local, listed, plain_state, unwrapped
+from unirun.train.nested import mapped
+
+ALIKE = "load it under the name with which save_checkpoint has saved it"
 
 
 def load(folder: Folder, manifest: Manifest, into: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -31,13 +35,9 @@ def load(folder: Folder, manifest: Manifest, into: Mapping[str, Any] | None) -> 
 
 
 def put_into(into: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Change models, optimizers and the like in `into` to what a plain state has. Raises `UsageError`."""
-    for name, value in into.items():
-        target = unwrapped(value)
-        if not hasattr(target, "load_state_dict"):
-            continue
-        _check(name, state)
-        own = state[name]
+    """Change models, optimizers and the like in `into`, also in its lists, tuples and mappings, to what a plain state
+    has in their places. Raises `UsageError`."""
+    for target, own in [*_matched(into, state)]:
         if isinstance(target, nn.Module):
             like = target.state_dict()
             own = {key: _part_of(each, like.get(key)) for key, each in own.items()}
@@ -53,11 +53,46 @@ def put_into(into: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         target.load_state_dict(own)
 
 
-def _check(name: str, names: Collection[str]) -> None:
+def _matched(into: Any, saved: Any, place: str = "") -> Iterator[tuple[Any, Any]]:
+    """Each model, optimizer and the like in `into`, with what `saved` has in its place. Raises `UsageError`."""
+    if _loads(into):
+        target = unwrapped(into)
+        if isinstance(target, nn.Module | torch.optim.Optimizer) and not isinstance(saved, Mapping):
+            raise UsageError(
+                f"the checkpoint has no state dict as {place}, it has {type(saved).__name__}", ALIKE
+            )
+        yield target, saved
+        return
+    there = _parts(saved)
+    if isinstance(into, list | tuple) and len(into) != len(there) and _has_targets(into):
+        raise UsageError(f"{place} has length {len(into)}, and {len(there)} in the checkpoint", ALIKE)
+    for key, each in _parts(into).items():
+        if _has_targets(each):
+            here = f"{place}[{key!r}]" if place else key
+            _check(key, there, here)
+            yield from _matched(each, there[key], here)
+
+
+def _has_targets(into: Any) -> bool:
+    return _loads(into) or any(map(_has_targets, _parts(into).values()))
+
+
+def _loads(value: Any) -> bool:
+    return not isinstance(value, type) and callable(getattr(unwrapped(value), "load_state_dict", None))
+
+
+def _parts(value: Any) -> Mapping[Any, Any]:
+    """The parts of a container, by key or index."""
+    if isinstance(value, Mapping):
+        return value
+    return dict(enumerate(value)) if isinstance(value, list | tuple) else {}
+
+
+def _check(name: Any, names: Collection[Any], place: str) -> None:
     if name not in names:
         raise UsageError(
-            f"the checkpoint has no {name!r}; it has {', '.join(map(repr, sorted(names))) or 'nothing'}",
-            "load it under the name with which save_checkpoint has saved it",
+            f"the checkpoint has no {place!r}; it has {', '.join(sorted(map(repr, names))) or 'nothing'}",
+            ALIKE,
         )
 
 
@@ -98,28 +133,35 @@ def _load_sharded(folder: Folder, version: int, into: Mapping[str, Any] | None) 
     reader = _reader(folder, version)
     saved = reader.read_metadata()
     paths = {name: saved.planner_data.get(name, (name,)) for name in saved.state_dict_metadata}
+
+    def empty(name: str, like: torch.Tensor | None = None) -> Any:
+        return _empty(saved.state_dict_metadata[name], like)
+
     if into is None:
-        flat = {name: _empty(saved.state_dict_metadata[name], None) for name in paths}
+        flat = {name: empty(name) for name in paths}
         _fill(flat, reader)
         nested: dict[str, Any] = {}
         for name, path in paths.items():
             _put(nested, path, flat[name])
         return {name: _shaped(value) for name, value in nested.items()}
-    state, names = plain_state(into), {path[0] for path in paths.values()}
-    for key, value in into.items():
-        _check(key, names)
-        if isinstance(value, torch.optim.Optimizer):
+    there: dict[Any, Any] = {}
+    for name, path in paths.items():
+        _put(there, path, name)
+    state: dict[str, Any] = listed(plain_state(into))
+    for key in into:
+        _check(key, there, key)
+    for (target, names), (_, own) in [*zip(_matched(into, there), _matched(into, state), strict=True)]:
+        if isinstance(target, torch.optim.Optimizer):
             # One that has made no step has no state yet, so nothing of it would be read.
-            parameters = _parameters(value)
-            for name, path in paths.items():
-                if path[:2] == (key, "state") and (number := int(path[2])) in parameters:
-                    empty = _empty(saved.state_dict_metadata[name], parameters[number])
-                    _put(state[key]["state"], (number, *path[3:]), empty)
+            parameters = _parameters(target)
+            for number, stats in names.get("state", {}).items():
+                if (like := parameters.get(int(number))) is not None:
+                    own["state"][int(number)] = mapped(partial(empty, like=like), stats)
     _fill(state, reader)
-    for key, value in into.items():
-        if hasattr(value, "load_state_dict") and not isinstance(value, nn.Module):
+    for target, own in [*_matched(into, state)]:
+        if not isinstance(target, nn.Module):
             # The tensors of a module were changed where they are.
-            value.load_state_dict(state[key])
+            target.load_state_dict(own)
     return state
 
 

@@ -6,9 +6,9 @@ DistributedDataParallel is taken off. When any tensor is a part (a DTensor, as w
 
 from __future__ import annotations
 
+import copy
 import io
 import sys
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,16 +17,25 @@ from torch import nn
 
 from unirun.errors import UsageError
 from unirun.train.checkpoints.folder import Folder
+from unirun.train.nested import mapped
 
 STATE = "state.pt"
 
 
 def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` with state dicts in place of modules and optimizers."""
-    stated = {name: unwrapped(value) for name, value in state.items()}
-    return {
-        name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in stated.items()
-    }
+    """`state` with state dicts in place of modules and optimizers, also of those in lists, tuples and mappings."""
+    plain: dict[str, Any] = mapped(_stated, dict(state), _has_state)
+    return plain
+
+
+def _stated(value: Any) -> Any:
+    if _has_state(value):
+        return unwrapped(value).state_dict()
+    return plain_state(value) if isinstance(value, Mapping) else value
+
+
+def _has_state(value: Any) -> bool:
+    return not isinstance(value, type) and callable(getattr(value, "state_dict", None))
 
 
 def unwrapped(value: Any) -> Any:
@@ -41,6 +50,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def _leaves(value: Any) -> list[Any]:
+    """What is in `value`, however deep in lists, tuples and mappings."""
     if isinstance(value, Mapping):
         return [leaf for each in value.values() for leaf in _leaves(each)]
     if isinstance(value, list | tuple):
@@ -49,20 +59,19 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def snapshot(value: Any) -> Any:
-    """A copy in the memory of the host, which does not change when training goes on."""
+    """A copy, of tensors in the memory of the host, which does not change when training goes on. Raises `UsageError`
+    for what cannot be pickled."""
+    return mapped(_copied, value)
+
+
+def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        copied = {key: snapshot(each) for key, each in value.items()}
-        return copied if type(value) is dict else _like(value, copied)
-    if type(value) in (list, tuple):
-        return type(value)(snapshot(each) for each in value)
-    return value
-
-
-def _like(value: Mapping[Any, Any], copied: dict[Any, Any]) -> Any:
-    """An OrderedDict, as state dicts are, becomes one again; any other mapping a dict."""
-    return OrderedDict(copied) if isinstance(value, OrderedDict) else copied
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - classes raise what they like
+        # An object with a tensor that has been computed. It can be pickled; what cannot be is told.
+        return torch.load(io.BytesIO(encode({"value": value})), weights_only=False)["value"]
 
 
 def encode(state: Mapping[str, Any]) -> bytes:
@@ -85,7 +94,25 @@ def save_sharded(folder: Folder, number: int, state: dict[str, Any], group: Any)
     """
     from torch.distributed.checkpoint.state_dict_saver import async_save
 
-    return async_save(state, storage_writer=_writer(folder, number), process_group=group, checkpoint_id=None)
+    return async_save(
+        listed(state), storage_writer=_writer(folder, number), process_group=group, checkpoint_id=None
+    )
+
+
+def listed(value: Any) -> Any:
+    """`value` with lists in place of tuples with tensors or mappings, in which torch.distributed.checkpoint does not
+    look for any."""
+    if isinstance(value, Mapping):
+        return {key: listed(each) for key, each in value.items()}
+    if isinstance(value, list) or (isinstance(value, tuple) and _has_more(value)):
+        return [listed(each) for each in value]
+    return value
+
+
+def _has_more(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_more, value))
+    return isinstance(value, torch.Tensor | Mapping)
 
 
 def _writer(folder: Folder, number: int) -> Any:

@@ -75,6 +75,11 @@ class CheckpointStrategy:
             "report it, or choose another checkpoint_score_attribute",
         )
 
+    def is_scored(self, *found: Mapping[str, Any]) -> bool:
+        """Whether one of these mappings has the score, or none is asked for."""
+        name = self.checkpoint_score_attribute
+        return name is None or any(name in values for values in found)
+
     def best(self, infos: Sequence[Info]) -> Info | None:
         """The best of `infos`, which are in ascending order; of equal ones the latest."""
         return max(infos, key=self._rank, default=None)

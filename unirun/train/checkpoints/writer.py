@@ -3,14 +3,15 @@
 A plain state is written by rank 0, a sharded one by all ranks. Each rank writes how far it has come in its datasets.
 Rank 0 *commits*: it waits until everything is written, and writes the manifest. That is done when the driver says so,
 who has the report that follows by then: so a report arrives once for each checkpoint, whatever dies in between. A
-checkpoint that no report follows within `HOLD` seconds, or after which another one is saved, is committed by rank 0.
+checkpoint that no report follows within `HOLD` seconds, or after which another one is saved, is committed by rank 0,
+and the driver is told with the next report. One whose score comes with its report waits for that.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -67,26 +68,23 @@ class Writer:
         rank: int,
         world: int,
         number: int,
+        kept: Sequence[Info] = (),
         group: Callable[[], Any] = lambda: None,
         ungroup: Callable[[Any], None] = lambda group: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`number` is that of the first checkpoint. `group` makes a process group for sharded states, and `ungroup`
-        ends it."""
+        """`number` is that of the first checkpoint, and `kept` are those before it. `group` makes a process group for
+        sharded states, and `ungroup` ends it."""
         self._folder, self._strategy, self._now = folder, strategy, now
         self._rank, self._world, self._number = rank, world, number
         self._group_of, self._ungroup, self._group = group, ungroup, None
         self._changed = threading.Condition(threading.RLock())
         self._closed = False
         self._pending: _Pending | None = None
-        self._kept: list[Info] | None = None
+        self._kept = [*kept]
+        self._told = number - 1
         # One thread writes and commits them, in the order in which they were saved.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unirun-checkpoints")
-
-    @property
-    def pending(self) -> int | None:
-        """The checkpoint of this rank that is to be committed with the next report; of rank 0 only."""
-        return self._pending.number if self._pending is not None and not self._rank else None
 
     def save(self, state: Mapping[str, Any], data: Mapping[str, Progress]) -> None:
         """Save `state`, of which a copy is made at once. Waits while the checkpoint before is still being written, and
@@ -137,23 +135,32 @@ class Writer:
                     future.set_exception(error)
 
     def _await_word(self, pending: _Pending) -> None:
-        """Wait until a checkpoint counts: by itself, if no report follows in time."""
+        """Wait until a checkpoint counts: by itself, if no report follows in time, unless its score is in that."""
+        alone = HOLD if self._strategy.is_scored(*pending.scores) else None
         with self._changed:
-            decided = lambda: pending.counts or self._closed  # noqa: E731 - for two waits
-            if not self._changed.wait_for(decided, HOLD) and pending.reported:
-                self._changed.wait_for(decided, PATIENCE)
+            self._changed.wait_for(lambda: pending.reported or pending.counts or self._closed, alone)
+            if pending.reported:
+                self._changed.wait_for(lambda: pending.counts or self._closed, PATIENCE)
             pending.counts = True
 
     def reported(self, metrics: Mapping[str, Any]) -> int | None:
-        """This rank makes a report. Returns the number of the checkpoint that is to be committed with it."""
+        """This rank makes a report. Returns the number of the checkpoint that is to be committed with it; of rank 0
+        only. It may count already, by itself."""
         with self._changed:
             pending = self._pending
-            if pending is None or self._rank or pending.counts:
-                return None
-            if not pending.reported:
+            if pending is not None and not pending.reported and not pending.counts:
                 pending.reported = True
                 pending.scores.insert(0, metrics)
-            return pending.number
+                self._changed.notify_all()
+            return self._untold()
+
+    def _untold(self) -> int | None:
+        """The last checkpoint, if the driver has not heard of it."""
+        last = self._number - 1
+        if self._rank or last == self._told:
+            return None
+        self._told = last
+        return last
 
     def commit(self, number: int) -> Future[list[Info]]:
         """Make the checkpoint with this number count, in the background. The future has all that are kept, this one is
@@ -163,7 +170,7 @@ class Writer:
             if pending is None or pending.number != number:
                 # It counts already.
                 done: Future[list[Info]] = Future()
-                done.set_result(self._kept or [])
+                done.set_result(self._kept)
                 return done
             pending.counts = True
             self._changed.notify_all()
@@ -177,11 +184,9 @@ class Writer:
             files = {name: files.get(name, (size, 0)) for name, size in sizes.items()}
         score = self._strategy.score(*pending.scores)
         manifest = Manifest(pending.number, self._world, pending.sharded, files, data, score)
-        # Read once only, as there may be many.
-        before = self._folder.infos() if self._kept is None else self._kept
         with self._changed:
             self._check_open(pending)
-            infos = [*before, self._folder.commit(manifest)]
+            infos = [*self._kept, self._folder.commit(manifest)]
         surplus = self._strategy.surplus(infos)
         for each in surplus:
             self._folder.remove(each.number)
@@ -231,7 +236,8 @@ class Writer:
         with self._changed:
             if self._pending is not None:
                 self._pending.reported = True
-            return self.pending
+                self._changed.notify_all()
+            return self._untold()
 
     def close(self) -> None:
         """Give up: what is not committed does not count."""

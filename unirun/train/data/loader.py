@@ -39,13 +39,23 @@ class Loader:
         # A DataLoader draws a seed when a loop begins: not from the numbers of the program, which a run that goes on
         # from a checkpoint would have drawn at another moment.
         options = {**options, "generator": options.get("generator") or Generator()}
-        self.shard = shard
+        self.shard, self._size = shard, batch_size
         self._feed: _Feed
         if isinstance(source, Indexed):
             self._feed, self._batch = _Batches(source, options), batch_size
         else:
             # Its samples are not known beforehand, so they are split one by one.
             self._feed, self._batch = _Items(source, batch_size, options), 1
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset, of which this rank has a part."""
+        return self.shard.source.dataset
+
+    @property
+    def batch_size(self) -> int:
+        """How many samples a batch has at most; 1 where a `DataLoader` has made none."""
+        return self._size
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of this rank that are left of the epoch.

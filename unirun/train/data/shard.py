@@ -129,7 +129,8 @@ class Shard:
             raise UsageError(
                 f"dataset {self.name!r}: the progress is of a dataset of another size"
                 + ("" if size is None else f" than {size}"),
-                "pass the dataset with which the job began, or begin with Progress()",
+                "pass the dataset with which the job began; or begin anew, with Progress(), in Trainer.run with a dict "
+                "as the checkpoint",
             )
         self._set(Progress(progress.epoch + 1) if progress.ended else progress)
 

@@ -55,8 +55,9 @@ Marked = tuple[tuple[Mark, ...], Any]
 
 
 class Source(Protocol):
-    """A dataset, as the share of a rank is read from it. `size` is its number of positions, None if it is unknown."""
+    """A `dataset`, as the share of a rank is read from it. `size` is its number of positions, None if it is unknown."""
 
+    dataset: Any
     size: int | None
 
     def read(self, progress: Progress, turn: Turn = ALL) -> Iterator[Marked]:
@@ -141,7 +142,7 @@ class FromFiles:
     """Files, of which each has items. A file is consumed when its last item is."""
 
     def __init__(self, files: Files, order: Order) -> None:
-        self._files, self._order = files, order
+        self.dataset, self._order = files, order
         self.size: int | None = order.n
 
     def read(self, progress: Progress, turn: Turn = ALL) -> Iterator[Marked]:
@@ -155,7 +156,7 @@ class FromFiles:
             at = int(position)
             (index,) = order.indices(at, at + 1).tolist()
             count = progress.partial.get(at, 0)
-            for item, last in _with_last(self._files.items(index, count)):
+            for item, last in _with_last(self.dataset.items(index, count)):
                 count += 1
                 yield (*passed, Mark(cell, at, count, last)), item
                 passed = ()

@@ -246,7 +246,7 @@ class Notebook:
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
     made = Notebook()
-    monkeypatch.setitem(sys.modules, "IPython.display", made)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "IPython.display", made)
     return made
 
 

@@ -61,17 +61,17 @@ def calls() -> list[Call]:
 def tensorboard(monkeypatch: pytest.MonkeyPatch, calls: list[Call]) -> None:
     library = Recorded(calls, SummaryWriter=Recorded(calls))
     monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", library)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", library)
 
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch, calls: list[Call]) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", Recorded(calls, init=Recorded(calls)))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", Recorded(calls, init=Recorded(calls)))
 
 
 @pytest.fixture
 def mlflow(monkeypatch: pytest.MonkeyPatch, calls: list[Call]) -> None:
-    monkeypatch.setitem(sys.modules, "mlflow", Recorded(calls))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "mlflow", Recorded(calls))
 
 
 def run(callback: TrainingCallback, *iterations: int, error: BaseException | None = None) -> None:
@@ -157,7 +157,7 @@ def test_no_run_of_mlflow_is_left_open_when_its_params_are_refused(
     monkeypatch: pytest.MonkeyPatch, calls: list[Call]
 ) -> None:
     refused = ValueError("a param has another value in this run")
-    monkeypatch.setitem(sys.modules, "mlflow", Recorded(calls, log_params=refused))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "mlflow", Recorded(calls, log_params=refused))
     with pytest.raises(ValueError, match="another value"):
         MLflowCallback().start_training("/logs", CONFIG)
     assert calls[-1] == ("end_run", ("FAILED",), {})
@@ -170,7 +170,7 @@ TRACKERS = [(TensorBoardCallback, "tensorboard"), (WandbCallback, "wandb"), (MLf
 def test_a_tracker_without_its_library_cannot_be_made(
     tracker: type[TrainingCallback], library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, library, None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, library, None)
     problem = f"{tracker.__name__} needs {library}, which is not installed; run: pip install {library}"
     with pytest.raises(UsageError, match=f"^{problem}$"):
         tracker()

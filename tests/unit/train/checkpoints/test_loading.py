@@ -73,6 +73,49 @@ def test_a_state_in_memory_is_put_in_in_the_same_way(folder: Folder) -> None:
     assert other.weights() == first.weights()
 
 
+def test_models_and_optimizers_in_lists_tuples_and_dicts_are_changed_too(folder: Folder) -> None:
+    def nested(training: Training) -> dict[str, Any]:
+        return {
+            "models": [training.model],
+            "deep": {"optimizers": (training.optimizer, 0), "epoch": 0},
+            "scheduler": training.scheduler,
+            "losses": [],
+        }
+
+    first, other = Training(1), Training(2)
+    first.step()
+    manifest = saved(folder, {**nested(first), "losses": [0.5]})
+    first.step()
+    assert load(folder, manifest, nested(other))["losses"] == [0.5]
+    other.step()
+    assert other.weights() == first.weights()
+
+
+@pytest.mark.parametrize(
+    ("into", "problem"),
+    [
+        (lambda net: {"models": [net]}, "models has length 1, and 2 in the checkpoint"),
+        (lambda net: {"models": net}, "the checkpoint has no state dict as models, it has list"),
+        (lambda net: {"models": {"g": net}}, """the checkpoint has no "models['g']"; it has 0, 1"""),
+        (lambda net: {"named": [net]}, "named has length 1, and 2 in the checkpoint"),
+        (lambda net: {"named": {"d": net}}, """the checkpoint has no "named['d']"; it has 'g', 'h'"""),
+        (lambda net: {"epoch": [net]}, "epoch has length 1, and 0 in the checkpoint"),
+    ],
+    ids=range(6),
+)
+def test_another_shape_than_the_saved_one_is_told_and_changes_nothing(
+    folder: Folder, into: Any, problem: str
+) -> None:
+    nets = [torch.nn.Linear(1, 1) for _ in range(2)]
+    manifest = saved(folder, {"models": nets, "named": dict(zip("gh", nets, strict=True)), "epoch": 1})
+    own = torch.nn.Linear(1, 1)
+    before = own.weight.item()
+    with pytest.raises(UsageError) as raised:
+        load(folder, manifest, {**into(own)})
+    assert str(raised.value) == f"{problem}; load it under the name with which save_checkpoint has saved it"
+    assert own.weight.item() == before
+
+
 def test_what_is_not_asked_for_is_returned_and_changes_nothing(folder: Folder) -> None:
     first, other = Training(1), Training(2)
     before = other.weights()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,22 +92,54 @@ def test_it_counts_by_itself_when_no_report_follows(folder: Folder, monkeypatch:
     monkeypatch.setattr(module, "HOLD", 0.01)
     counts = threading.Event()
     commit = folder.commit
-    monkeypatch.setattr(folder, "commit", lambda manifest: (commit(manifest), counts.set())[0])
+
+    def committed_now(manifest: Any) -> Any:
+        found = commit(manifest)
+        counts.set()
+        return found
+
+    monkeypatch.setattr(folder, "commit", committed_now)
     writer = rank(folder)
     writer.save({"epoch": 1}, {})
     assert counts.wait(SOON)
     assert [info.number for info in folder.infos()] == [1]
 
+    # The driver hears of it with the next report, once.
+    assert writer.reported({}) == 1
+    assert committed(writer, 1).number == 1
+    assert writer.reported({}) is None
+
+
+def test_one_whose_score_is_in_the_report_waits_for_that(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HOLD", 0.0)
+    writer = rank(folder, checkpoint_score_attribute="loss")
+    writer.save({"epoch": 1}, {})
+    assert writer.reported({"loss": 2.0}) == 1
+    assert committed(writer, 1).score == 2.0
+
+
+def test_those_that_were_there_are_kept_with_the_new_ones(folder: Folder) -> None:
+    first = rank(folder)
+    first.save({"epoch": 1}, {})
+    info = committed(first, 1)
+    then = Writer(folder, CheckpointStrategy(), 0, 1, 2, [info])
+    WRITERS.append(then)
+    then.save({"epoch": 2}, {})
+    assert [each.number for each in then.commit(2).result(SOON)] == [1, 2]
+
 
 class TestWhatIsInIt:
     def test_the_state_is_that_of_the_moment(self, folder: Folder) -> None:
-        writer, weights = rank(folder), torch.ones(3)
-        writer.save({"w": weights, "list": [weights], "n": 5}, {})
+        writer, weights, losses = rank(folder), torch.ones(3), deque([1.0])
+        writer.save({"w": weights, "list": [weights], "losses": losses, "array": weights.numpy(), "n": 5}, {})
         weights.fill_(7.0)
+        losses.append(7.0)
         committed(writer, 1)
         found = state(folder, 1)
-        assert found["w"].tolist() == found["list"][0].tolist() == [1.0] * 3
-        assert found["n"] == 5
+        assert found["w"].tolist() == found["list"][0].tolist() == found["array"].tolist() == [1.0] * 3
+        assert (found["n"], found["losses"]) == (5, deque([1.0]))
 
     def test_modules_and_optimizers_are_their_state_dicts(self, folder: Folder) -> None:
         writer, model = rank(folder), torch.nn.Linear(2, 1)
@@ -120,9 +153,13 @@ class TestWhatIsInIt:
 
     def test_a_state_that_cannot_be_saved_is_told_with_the_next_call(self, folder: Folder) -> None:
         writer = rank(folder)
-        writer.save({"lock": threading.Lock()}, {})
-        with pytest.raises(UsageError, match="this state cannot be saved: TypeError"):
+        writer.save({"function": lambda: 0}, {})
+        with pytest.raises(UsageError, match="this state cannot be saved: AttributeError"):
             writer.finish()
+
+    def test_an_object_that_cannot_be_copied_is_told_at_once(self, folder: Folder) -> None:
+        with pytest.raises(UsageError, match="this state cannot be saved: TypeError"):
+            rank(folder).save({"lock": threading.Lock()}, {})
 
     def test_a_directory_that_cannot_be_written_is_told(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +23,16 @@ from unirun.errors import UsageError
 from unirun.train.data import Shard, sharded
 
 
+def loader_of(dataset: Sequence[Any] | torch.Tensor, **options: Any) -> DataLoader[Any]:
+    """As users make one: torch takes whatever is indexed and has a length, though its types ask for a `Dataset`."""
+    return DataLoader(dataset, **options)  # type: ignore[arg-type]
+
+
+def sampler_of(numbers: range, *where: int, **options: Any) -> DistributedSampler[Any]:
+    """Likewise."""
+    return DistributedSampler(numbers, *where, **options)  # type: ignore[arg-type]
+
+
 def parts(loader: DataLoader[Any], world: int = 2, **options: Any) -> list[list[list[int]]]:
     ranks = [sharded(loader, "train", rank, world, **options) for rank in range(world)]
     return [[numbers(batch) for batch in rank] for rank in ranks]
@@ -33,10 +44,20 @@ def shards(dataset: Any, batch: int, **options: Any) -> list[list[list[int]]]:
 
 
 def test_the_dataset_the_size_and_the_order_are_kept() -> None:
-    assert parts(DataLoader(range(10), batch_size=3)) == shards(range(10), 3)
-    assert parts(DataLoader(range(10), batch_size=3, shuffle=True), seed=4) == shards(
+    assert parts(loader_of(range(10), batch_size=3)) == shards(range(10), 3)
+    assert parts(loader_of(range(10), batch_size=3, shuffle=True), seed=4) == shards(
         range(10), 3, shuffle=True, seed=4
     )
+
+
+@pytest.mark.parametrize(("options", "size"), [({"batch_size": 3}, 3), ({"batch_size": None}, 1)])
+def test_the_dataset_and_the_size_are_named_as_by_the_users_loader(
+    options: dict[str, Any], size: int
+) -> None:
+    data = range(10)
+    found = sharded(loader_of(data, **options), "train", 1, 2)
+    assert found.dataset is data
+    assert found.batch_size == size
 
 
 def test_a_stream_is_kept() -> None:
@@ -50,18 +71,16 @@ def test_files_may_be_in_a_dataloader() -> None:
 
 def test_a_distributed_sampler_is_replaced() -> None:
     for shuffle in (True, False):
-        sampler = DistributedSampler(
-            range(9), num_replicas=4, rank=3, shuffle=shuffle, seed=5, drop_last=True
-        )
-        assert parts(DataLoader(range(9), batch_size=2, sampler=sampler)) == shards(
+        sampler = sampler_of(range(9), num_replicas=4, rank=3, shuffle=shuffle, seed=5, drop_last=True)
+        assert parts(loader_of(range(9), batch_size=2, sampler=sampler)) == shards(
             range(9), 2, shuffle=shuffle, seed=5
         )
 
 
 def test_without_batches_each_item_is_one() -> None:
-    found = [*sharded(DataLoader([4, 5, 6], batch_size=None), "train", 0, 2)]
+    found = [*sharded(loader_of([4, 5, 6], batch_size=None), "train", 0, 2)]
     assert found == [4, 6]
-    (tensor, _) = sharded(DataLoader(torch.eye(2), batch_size=None), "train", 0, 1)
+    (tensor, _) = sharded(loader_of(torch.eye(2), batch_size=None), "train", 0, 1)
     assert torch.equal(tensor, torch.tensor([1.0, 0.0]))
 
 
@@ -72,18 +91,18 @@ def test_its_options_are_kept() -> None:
         made.append(len(items))
         return default_collate(items)
 
-    loader = DataLoader(
+    loader = loader_of(
         range(5), batch_size=2, num_workers=2, collate_fn=collate, prefetch_factor=3, persistent_workers=True
     )
-    kept = sharded(loader, "train", 0, 1)._feed._batches
+    kept = sharded(loader, "train", 0, 1)._feed._batches  # type: ignore[attr-defined]
     for option in ("num_workers", "collate_fn", "prefetch_factor", "persistent_workers"):
         assert getattr(kept, option) == getattr(loader, option)
-    assert len([*sharded(DataLoader(range(5), batch_size=2, collate_fn=collate), "train", 0, 1)]) == 3
+    assert len([*sharded(loader_of(range(5), batch_size=2, collate_fn=collate), "train", 0, 1)]) == 3
     assert made == [2, 2, 1]
 
 
 def test_it_goes_on_from_a_progress() -> None:
-    loader = DataLoader(range(10), batch_size=2)
+    loader = loader_of(range(10), batch_size=2)
     ranks = [sharded(loader, "train", rank, 2) for rank in range(2)]
     assert [numbers(next(iter(rank))) for rank in ranks] == [[0, 1], [2, 3]]
     progress = stored([rank.shard for rank in ranks])
@@ -91,14 +110,14 @@ def test_it_goes_on_from_a_progress() -> None:
 
 
 def with_sampler(sampler: Any) -> DataLoader[Any]:
-    return DataLoader(range(4), batch_size=2, sampler=sampler)
+    return loader_of(range(4), batch_size=2, sampler=sampler)
 
 
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
         (range(4), "expected a DataLoader, found a range; use Shard"),
-        (DataLoader(range(4), drop_last=True), "drop_last=True; leave it out"),
+        (loader_of(range(4), drop_last=True), "drop_last=True; leave it out"),
         (
             with_sampler(WeightedRandomSampler([1.0] * 4, 4)),
             "the sampler WeightedRandomSampler.*; pass shuffle",
@@ -110,13 +129,13 @@ def with_sampler(sampler: Any) -> DataLoader[Any]:
         (with_sampler(RandomSampler(range(4), replacement=True)), "the sampler RandomSampler"),
         (with_sampler(RandomSampler(range(4), num_samples=2)), "the sampler RandomSampler"),
         (with_sampler(SequentialSampler(range(3))), "the sampler SequentialSampler"),
-        (with_sampler(DistributedSampler(range(3), 2, 0)), "the sampler DistributedSampler"),
+        (with_sampler(sampler_of(range(3), 2, 0)), "the sampler DistributedSampler"),
         (
-            DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]),
+            loader_of(range(4), batch_sampler=[[0, 1], [2, 3]]),
             "the batch sampler list; pass batch_size",
         ),
         (DataLoader(Stream(4), num_workers=1, persistent_workers=True), "persistent_workers=True"),
-        (DataLoader(range(4), in_order=False), "in_order=False"),
+        (loader_of(range(4), in_order=False), "in_order=False"),
     ],
 )
 def test_what_may_lose_or_repeat_samples_is_refused(loader: Any, message: str) -> None:
@@ -127,7 +146,7 @@ def test_what_may_lose_or_repeat_samples_is_refused(loader: Any, message: str) -
 def test_torchs_own_batch_sampler_is_what_a_size_is() -> None:
     def loader(drop_last: bool) -> DataLoader[Any]:
         batches = BatchSampler(RandomSampler(range(9)), 2, drop_last)
-        return DataLoader(range(9), batch_sampler=batches)
+        return loader_of(range(9), batch_sampler=batches)
 
     assert parts(loader(False)) == shards(range(9), 2, shuffle=True)
     with pytest.raises(UsageError, match="drop_last=True"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -70,6 +71,16 @@ def test_a_batch_is_consumed_in_the_body_of_the_loop() -> None:
         assert stored([shard]).prefix == (4, 7, 10)[number - 1]
 
 
+@pytest.mark.parametrize("dataset", [range(5), Stream(5), in_files([5], "named")])
+def test_it_names_its_dataset_and_the_size_of_its_batches(dataset: Any) -> None:
+    loader = Shard("train", dataset, 0, 2).to_torch(4)
+    assert loader.dataset is dataset
+    assert loader.batch_size == 4
+    for name in ("dataset", "batch_size"):
+        with pytest.raises(AttributeError):
+            setattr(loader, name, 1)
+
+
 class TestLength:
     def test_it_is_the_number_of_batches_left_of_the_epoch(self) -> None:
         loader = Shard("train", range(20), 1, 2).to_torch(4)
@@ -90,7 +101,8 @@ class TestSizes:
         shard = Shard("train", range(10), 0, 2)
         next(iter(shard.to_torch(2)))
         message = r"'train': batches of 3 in an epoch that was begun with batches of 2; finish.*merged"
-        for wrong in (iter, len):
+        wrongs: list[Callable[[Any], Any]] = [iter, len]
+        for wrong in wrongs:
             with pytest.raises(UsageError, match=message):
                 next(wrong(shard.to_torch(3)))
         with pytest.raises(UsageError, match="batches of 1 in"):

@@ -16,7 +16,8 @@ worlds, batches, sizes = st.integers(1, 9), st.integers(1, 9), st.integers(0, 12
 
 
 def cell(split: Split, step: int, rank: int) -> list[int]:
-    return split.numbers(np.array([step * split.world + rank])).tolist()
+    found: list[int] = split.numbers(np.array([step * split.world + rank])).tolist()
+    return found
 
 
 def shares(split: Split) -> list[list[list[int]]]:

@@ -1,0 +1,117 @@
+"""What a user saves is copied at once, and models and optimizers in it stand for their states."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from unirun.errors import UsageError
+from unirun.train.checkpoints import plain_state
+from unirun.train.checkpoints.state import listed, snapshot
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Losses:
+    """A user's object."""
+
+    def __init__(self, *losses: Any) -> None:
+        self.losses = [*losses]
+
+    def __repr__(self) -> str:
+        return f"Losses{self.losses}"
+
+
+def fill(array: Any) -> None:
+    array.fill(7)
+
+
+CHANGES: list[tuple[Any, Callable[[Any], Any]]] = [
+    (numpy.zeros(2), fill),
+    (deque([1]), lambda value: value.append(2)),
+    ({1}, lambda value: value.add(2)),
+    (bytearray(b"a"), lambda value: value.extend(b"b")),
+    (Losses(1), lambda value: value.losses.append(2)),
+    (Pair([1], 2), lambda value: value.first.append(2)),
+    (OrderedDict(a=[1]), lambda value: value["a"].append(2)),
+    ((Losses(1),), lambda value: value[0].losses.append(2)),
+    (torch.zeros(2), lambda value: value.fill_(7)),
+    (torch.zeros(2).numpy(), fill),
+]
+
+
+@pytest.mark.parametrize(("value", "change"), CHANGES, ids=lambda value: type(value).__name__)
+def test_what_changes_later_is_not_in_the_copy(value: Any, change: Callable[[Any], Any]) -> None:
+    copied, before = snapshot({"deep": [value]})["deep"][0], repr(value)
+    change(value)
+    assert repr(copied) == before != repr(value)
+    assert type(copied) is type(value)
+
+
+@pytest.mark.parametrize("value", ["text", 3, None, torch.float32, nn.Linear, len, b"bytes"])
+def test_what_cannot_change_is_not_copied(value: Any) -> None:
+    assert snapshot([value])[0] is value
+
+
+def test_a_tensor_is_copied_once_and_without_its_graph() -> None:
+    tensor = torch.ones(2, requires_grad=True) * 2
+    copied = snapshot((tensor,))[0]
+    assert copied.tolist() == [2.0, 2.0]
+    assert not copied.requires_grad
+
+
+def test_an_object_with_a_tensor_that_was_computed_is_copied_too() -> None:
+    losses = Losses(torch.ones(1, requires_grad=True) * 2)
+    copied = snapshot(losses)
+    losses.losses.clear()
+    assert [loss.tolist() for loss in copied.losses] == [[2.0]]
+
+
+def test_an_object_that_cannot_be_pickled_is_told() -> None:
+    with pytest.raises(UsageError, match="this state cannot be saved: TypeError: cannot pickle"):
+        snapshot({"lock": threading.Lock()})
+
+
+def test_models_and_optimizers_are_their_states_wherever_they_are() -> None:
+    models = [nn.Linear(1, 1), nn.Linear(2, 1)]
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.5)
+    found = plain_state(
+        {
+            "models": models,
+            "pair": Pair(models[0], 1),
+            "deep": {"a": (optimizer,), "b": OrderedDict(c=models[1])},
+            "kinds": [nn.Linear, torch.optim.SGD],
+            "view": MappingProxyType({"net": models[0]}),
+        }
+    )
+    assert [{*each} for each in found["models"]] == [{"weight", "bias"}] * 2
+    assert found["models"][1]["weight"].shape == (1, 2)
+    assert (
+        {*found["pair"].first} == {*found["deep"]["b"]["c"]} == {*found["view"]["net"]} == {"weight", "bias"}
+    )
+    assert found["pair"].second == 1
+    assert found["deep"]["a"][0]["param_groups"][0]["lr"] == 0.5
+    assert found["kinds"] == [nn.Linear, torch.optim.SGD]
+
+
+def test_a_state_dict_keeps_the_versions_of_its_modules() -> None:
+    copied = snapshot(plain_state({"model": nn.BatchNorm1d(1)}))["model"]
+    assert type(copied) is OrderedDict
+    assert vars(copied) == {"_metadata": {"": {"version": 2}}}
+
+
+def test_tuples_with_tensors_or_states_are_lists_for_distributed_checkpoints() -> None:
+    tensor = torch.zeros(1)
+    state = {"models": ({"w": 1},), "betas": (0.9, [1]), "list": [(tensor, (1, 2))]}
+    assert listed(state) == {"models": [{"w": 1}], "betas": (0.9, [1]), "list": [[tensor, (1, 2)]]}
