@@ -221,13 +221,16 @@ class TestInterrupts:
             for _ in range(9):
                 session.report({})
 
+        # Of another one: it would take the reports of this one.
+        silent = Session(Place())
         threads = [
-            threading.Thread(target=wait, args=(lambda: session.take(9),)),
+            threading.Thread(target=wait, args=(lambda: silent.take(1),)),
             threading.Thread(target=wait, args=(report,)),
         ]
         for thread in threads:
             thread.start()
-        session.interrupt("another rank was lost")
+        for each in (session, silent):
+            each.interrupt("another rank was lost")
         for thread in threads:
             thread.join(SOON)
         assert ended == ["another rank was lost"] * 2
