@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,8 @@ def _module_option(parser: Any) -> None:
         "--module",
         action="append",
         default=[],
-        help="a module that registers experiments, as seen from the working directory; by default all of ./experiments",
+        help="a module or a file that registers experiments, as seen from the working directory; by default all of "
+        "./experiments",
     )
 
 
@@ -69,9 +72,9 @@ def _start_options(parser: Any) -> None:
     parser.add_argument(
         "--mode", choices=("local", "slurm", "ssh"), default="local", help="where it runs (local)"
     )
-    parser.add_argument("--partition", default="", help="with --mode slurm: the partition")
-    parser.add_argument("--nodes", type=int, default=1, help="with --mode slurm: nodes (1)")
-    parser.add_argument("--hosts", default="", help="with --mode ssh: hosts, as for unirun --hosts")
+    parser.add_argument("--partition", help="with --mode slurm: the partition")
+    parser.add_argument("--nodes", type=_count(1), help="with --mode slurm: nodes (1)")
+    parser.add_argument("--hosts", help="with --mode ssh: hosts, as for unirun --hosts")
     parser.add_argument(
         "--recover-mode",
         choices=("disabled", "auto", "resume", "fault"),
@@ -79,9 +82,9 @@ def _start_options(parser: Any) -> None:
         help="disabled: begin anew; auto: continue from the last one, if any; "
         "resume: continue, fail without one; fault: begin anew, continue after a failure (disabled)",
     )
-    parser.add_argument("--recover-retries", type=int, default=1, help="new starts after a failure (1)")
+    parser.add_argument("--recover-retries", type=_count(0), default=1, help="new starts after a failure (1)")
     parser.add_argument(
-        "--recover-after", type=float, default=10.0, help="seconds before each new start (10)"
+        "--recover-after", type=_seconds, default=10.0, help="seconds before each new start (10)"
     )
     parser.add_argument(
         "--ignore-worker-error",
@@ -94,66 +97,121 @@ def _start_options(parser: Any) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the experiment")
 
 
+def _count(least: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r:.80} is no whole number from {least}")
+        return int(text)
+
+    return read
+
+
+def _seconds(text: str) -> float:
+    """The type of an option that is a time."""
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no number of seconds, 0 or more")
+    return float(text)
+
+
 def _start(options: Any) -> int:
     from unirun.experiments import experiment, starting
     from unirun.experiments.orders import Trial
     from unirun.experiments.recovery import Recovery
 
+    _refuse_options(options)
     name, trial = options.experiment_name, options.trial_name
     experiment.check_names(name, trial)
     root = starting.root_of(options.root, name, trial)
     folder = os.getcwd()
-    experiment.import_modules(options.module, folder)
+    _import(options.module, folder)
     config = experiment.resolve(name, options.overrides)
     made = experiment.with_settings(name, options.overrides)
     scheduling = made.scheduling_setup()
-    recovery = Recovery(root)
-    resume = options.recover_mode in ("auto", "resume")
-    if options.recover_mode == "resume" and recovery.latest() is None:
+    resume, only = options.recover_mode in ("auto", "resume"), options.recover_mode == "resume"
+    if only and Recovery(root).latest() is None:
         raise UsageError(
             f"{name}/{trial} has no checkpoint in {root}", "use --recover-mode auto, or start without"
         )
-    about = Trial(name, trial, str(root), (*options.module,), (*options.overrides,), folder, resume)
+    about = Trial(name, trial, str(root), (*options.module,), (*options.overrides,), folder, resume, only)
     mapping = starting.job_mapping(about, config, scheduling, made.preload)
     if options.ignore_worker_error:
         mapping["roles"]["model_worker"]["max_restarts"] = mapping["trainer"]["max_restarts"] = 1_000_000
+    where = _where(options, scheduling, evaluator=config.auto_eval)
     if options.dry_run:
         from unirun.experiments.showing import show
 
         sys.stdout.write(show(config))
         return 0
-    starting.refuse_running(root)
-    warn(f"unirun: trial {name}/{trial}, files in {root}")
     retries = options.recover_retries if options.recover_mode in ("auto", "fault") else 0
-    while True:
-        run_id = f"{mapping['name']}-{secrets.token_hex(3)}"
-        path = starting.write_job(about, config, mapping, run_id)
-        code = _run(options, path, scheduling, evaluator=config.auto_eval)
-        if not code or code in FINAL or not retries:
-            return code
-        retries -= 1
-        warn(
-            f"unirun: {name}/{trial} has failed with {code}; it is started again in {options.recover_after:g} s"
-        )
-        time.sleep(options.recover_after)
-        mapping["config"]["resume"] = True
+    with starting.alone(root):
+        while True:
+            # A job may run without its command, too.
+            starting.refuse_running(root)
+            before = starting.started(root)
+            path = starting.write_job(about, config, mapping, f"{mapping['name']}-{secrets.token_hex(3)}")
+            warn(f"trial {name}/{trial}, files in {root}")
+            try:
+                code = _run(path, where)
+            except BaseException:
+                starting.take_back(root, before)
+                raise
+            if not code or code in FINAL or not retries:
+                return code
+            retries -= 1
+            after = f"{options.recover_after:g} s"
+            warn(f"{name}/{trial} has failed with {code}; it is started again in {after}")
+            time.sleep(options.recover_after)
+            mapping["config"]["resume"] = True
 
 
-def _run(options: Any, path: Path, scheduling: Any, *, evaluator: bool) -> int:
+def _refuse_options(options: Any) -> None:
+    """Raise `UsageError` for options that do not fit the mode."""
+    for option, mode in (("hosts", "ssh"), ("partition", "slurm"), ("nodes", "slurm")):
+        if getattr(options, option) is not None and options.mode != mode:
+            raise UsageError(
+                f"--{option} is for --mode {mode}, and the mode is {options.mode}",
+                f"add --mode {mode}, or leave out --{option}",
+            )
+    if options.mode == "ssh" and not options.hosts:
+        raise UsageError("--mode ssh needs hosts", "give --hosts h1:4,h2:4")
+
+
+def _import(modules: Sequence[str], folder: str) -> None:
+    """Import the modules of the experiments; show the traceback of an error in one of them."""
+    from unirun.experiments.experiment import import_modules
+
+    try:
+        import_modules(modules, folder)
+    except UsageError as error:
+        if error.__cause__ is not None:
+            warn("".join(traceback.format_exception(error.__cause__)))
+        raise
+
+
+def _where(options: Any, scheduling: Any, *, evaluator: bool) -> list[str]:
+    """The options of ``unirun --config`` that say where a trial runs. Raises `UsageError`, `SpecError`."""
+    if options.mode == "slurm":
+        from unirun.experiments.starting import options_of_slurm
+        from unirun.launcher.slurm.options import parse_slurm
+
+        needs = options_of_slurm(scheduling, options.partition or "", options.nodes or 1, evaluator=evaluator)
+        parse_slurm([needs])
+        return [f"--slurm={needs}"]
+    if options.mode == "ssh":
+        from unirun.launcher.hosts.hostlist import parse_hosts
+
+        parse_hosts(options.hosts)
+        return [f"--hosts={options.hosts}"]
+    return []
+
+
+def _run(path: Path, where: Sequence[str]) -> int:
     """Run the job file of a trial, as ``unirun --config`` does."""
     from unirun.cli.run import main as run
 
-    words = [f"--config={path}"]
-    if options.mode == "slurm":
-        from unirun.experiments.starting import options_of_slurm
-
-        needs = options_of_slurm(scheduling, options.partition, options.nodes, evaluator=evaluator)
-        words.append(f"--slurm={needs}")
-    elif options.mode == "ssh":
-        if not options.hosts:
-            raise UsageError("--mode ssh needs hosts", "give --hosts h1:4,h2:4")
-        words.append(f"--hosts={options.hosts}")
-    return run(words)
+    return run([f"--config={path}", *where])
 
 
 def _stop(options: Any) -> int:
@@ -184,7 +242,7 @@ def _list(options: Any) -> int:
 def _find(options: Any) -> int:
     from unirun.experiments import experiment
 
-    experiment.import_modules(options.module, os.getcwd())
+    _import(options.module, os.getcwd())
     try:
         wanted = re.compile(options.regex)
     except re.error as error:

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 from unirun.errors import Fault
 from unirun.experiments import derive
+from unirun.experiments.checks_of_calls import call_faults, malformed_faults
+from unirun.experiments.checks_of_servers import serving_faults
+from unirun.experiments.control import Every
 from unirun.experiments.graph import MFCDef, ModelInterfaceType, graph_faults
 from unirun.experiments.layout import ModelName, ProcessTopology
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS, Registry
@@ -32,68 +35,28 @@ def faults(config: ExperimentConfig) -> list[Fault]:
     found = [*config.exp_ctrl.faults()]
     if not config.model_worker:
         return [*found, Fault("model_worker", "there are no model workers", "one at least has shards")]
+    if malformed := malformed_faults(config):
+        return [*found, *malformed]
     found += _worker_faults(config)
     found += _registry_faults(config)
     found += graph_faults(config.model_rpcs, dataset_keys(config))
+    found += call_faults(config)
     found += _model_faults(config)
+    found += _network_faults(config)
     found += _role_faults(config)
     found += _data_faults(config)
-    found += _serving_faults(config)
+    found += serving_faults(config)
+    found += _held_out_faults(config)
     found += _evaluator_faults(config)
     return found
 
 
-def _serving_faults(config: ExperimentConfig) -> list[Fault]:
-    """Generation servers, their manager, and rollout workers."""
-    found = []
-    servers, managers, rollouts = config.generation_server, config.gserver_manager, config.rollout_worker
-    roles = {name.role for name in derive.model_names(config)}
-    if servers and len(managers) != 1:
-        found.append(
-            Fault("gserver_manager", f"there are {len(managers)}", "generation servers have one manager")
-        )
-    if rollouts and not managers:
-        found.append(
-            Fault("rollout_worker", "there is no gserver_manager to ask", "add one, and its servers")
-        )
-    for index, server in enumerate(servers):
-        if server.tp_size < 1:
-            found.append(Fault(f"generation_server.{index}.tp_size", f"{server.tp_size}", "it is 1 or more"))
-    for manager in managers:
-        if manager.n_servers != len(servers):
-            problem = f"n_servers is {manager.n_servers}, and there are {len(servers)} generation servers"
-            found.append(Fault("gserver_manager", problem, "make both the same"))
-        if manager.model_name.role not in roles:
-            problem = f"it serves {manager.model_name}, which no worker has"
-            found.append(Fault("gserver_manager", problem, f"there are: {', '.join(sorted(roles))}"))
-        found += [
-            Fault(f"gserver_manager.{name}", f"{getattr(manager, name)}", "it is 1 or more")
-            for name in ("train_batch_size", "flush_request_timeout", "max_concurrent_rollouts")
-            if getattr(manager, name) < 1
-        ]
-        if manager.max_head_offpolicyness < 0:
-            found.append(Fault("gserver_manager.max_head_offpolicyness", "it is negative", "0: on policy"))
-    for index, rollout in enumerate(rollouts):
-        where = f"rollout_worker.{index}"
-        if managers and rollout.model_name != managers[0].model_name:
-            found.append(
-                Fault(where, f"it asks for {rollout.model_name}", f"{managers[0].model_name} is served")
-            )
-        found += [
-            Fault(
-                where,
-                f"no dataset is registered as {each.type_!r}",
-                f"there are: {', '.join(DATASETS.names())}",
-            )
-            for each in rollout.datasets
-            if each.type_ not in DATASETS
-        ]
-        found += [
-            Fault(f"{where}.{name}", f"{getattr(rollout, name)}", "it is 1 or more")
-            for name in ("new_tokens_per_chunk", "rollout_request_timeout")
-            if getattr(rollout, name) < 1
-        ]
-    return found
+def _held_out_faults(config: ExperimentConfig) -> list[Fault]:
+    held_out = any(shard.eval_dataset for worker in config.model_worker for shard in worker.shards)
+    if held_out or config.exp_ctrl.every("eval") == Every():
+        return []
+    problem = "an eval_freq_… is set, and no shard has an eval_dataset"
+    return [Fault("exp_ctrl", problem, "give Allocation(…, eval_dataset=…), or leave eval_freq_… out")]
 
 
 def _evaluator_faults(config: ExperimentConfig) -> list[Fault]:
@@ -197,6 +160,21 @@ def _model_faults(config: ExperimentConfig) -> list[Fault]:
         for name in names
         if name not in called | hooked
     ]
+    return found
+
+
+def _network_faults(config: ExperimentConfig) -> list[Fault]:
+    """Backends that cannot have their model. Nothing is known of models and backends that are not built in."""
+    found = []
+    for name, (model, backend) in sorted(derive.types(config).items()):
+        if backend == "null" and model == "causal_lm":
+            remedy = "use 'ddp', 'fsdp2' or 'inference'"
+            found.append(
+                Fault(f"models.{name}", f"its backend 'null' cannot run its model {model!r}", remedy)
+            )
+        elif model == "null" and backend in ("ddp", "fsdp2", "inference"):
+            problem = f"its model 'null' has no network for its backend {backend!r}"
+            found.append(Fault(f"models.{name}", problem, "use the backend 'null'"))
     return found
 
 

@@ -25,6 +25,15 @@ def topologies(config: ExperimentConfig) -> dict[ModelName, ProcessTopology]:
     return dict(sorted(found.items()))
 
 
+def types(config: ExperimentConfig) -> dict[ModelName, tuple[str, str]]:
+    """The registered names of the network and the backend of each model."""
+    return {
+        shard.id.model_name: (shard.model.type_, shard.backend.type_)
+        for worker in config.model_worker
+        for shard in worker.shards
+    }
+
+
 def shard_workers(config: ExperimentConfig) -> dict[ModelShardID, int]:
     """The model worker of each shard."""
     return {shard.id: index for index, worker in enumerate(config.model_worker) for shard in worker.shards}

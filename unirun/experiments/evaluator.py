@@ -22,7 +22,14 @@ class EvaluatorProcess(BaseWorkload):
     """Makes the model once, whole, and gives it the parameters of each save."""
 
     def setup(self) -> None:
-        """Make the model and read the dataset."""
+        """Make the model and read the dataset. Errors are raised by `evaluate`: a restart would not mend them."""
+        self._fault: Exception | None = None
+        try:
+            self._prepare()
+        except Exception as error:  # noqa: BLE001 - raised by `evaluate`
+            self._fault = error
+
+    def _prepare(self) -> None:
         trial = trial_of(self.config)
         import_modules(trial.modules, trial.folder)
         config = resolve(trial.experiment, trial.overrides)
@@ -46,6 +53,8 @@ class EvaluatorProcess(BaseWorkload):
     @trainer_invocation(target="RANK0", idempotent=True, retries=10)
     def evaluate(self, path: str) -> dict[str, float]:
         """The figures of the model that was saved in this directory."""
+        if self._fault is not None:
+            raise self._fault
         load_whole(self._model, Path(path))
         return means([self._interface.evaluate(self._model, self._sample)])
 

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import re
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, ClassVar
 
 import msgspec
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from unirun.errors import UsageError
 from unirun.experiments.config import ExperimentConfig, ExperimentScheduling
+from unirun.experiments.layout import NAME_RULE, is_name
 from unirun.experiments.orders import Trial
 from unirun.experiments.registry import Registry
-
-NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?")
-"""What an experiment and a trial may be called: both are parts of a path, of a key and of a job's id."""
 
 LONGEST = 55
 """Characters of both names together: a job's id has eight more, and 63 at most."""
@@ -66,35 +65,69 @@ def check_names(experiment: str, trial: str) -> None:
             f"use {LONGEST} at most for both",
         )
     for what, name in (("experiment", experiment), ("trial", trial)):
-        if not NAME.fullmatch(name) or ".." in name:
+        if not is_name(name):
             raise UsageError(
-                f"{name!r} is no name for {'an' if what == 'experiment' else 'a'} {what}",
-                "use letters and digits, and '-' and '.' between them",
+                f"{name!r} is no name for {'an' if what == 'experiment' else 'a'} {what}", NAME_RULE
             )
 
 
 def import_modules(modules: Sequence[str], folder: str = "") -> None:
-    """Import the modules that register experiments, from `folder`. A module may be given as a relative file name, too.
-    Without `modules`, import all modules of the package ``experiments``, if it exists. Raises `UsageError` for a module
-    that does not exist."""
-    if folder and folder not in sys.path:
-        sys.path.insert(0, folder)
-    names = [name.removesuffix(".py").replace("/", ".") for name in modules]
-    package = Path(folder or ".") / "experiments"
-    if not names and package.is_dir():
-        names = [
-            f"experiments.{path.stem}" for path in sorted(package.glob("*.py")) if path.stem != "__init__"
-        ]
+    """Import the modules that register experiments, as seen from `folder`: each is the name of a module, or the path of
+    a file. Without `modules`, import all modules of the package ``experiments``, if it exists. Raises `UsageError` for
+    one that does not exist or cannot be imported."""
+    top = Path(folder or ".").resolve()
+    if folder and str(top) not in sys.path:
+        sys.path.insert(0, str(top))
     importlib.import_module("unirun.experiments.builtin")
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise
+    files = sorted((top / "experiments").glob("*.py")) if not modules else ()
+    for name in (*modules, *(str(path) for path in files if path.stem != "__init__")):
+        if name.endswith(".py") or "/" in name:
+            _import_file(name, top)
+        else:
+            _import(name)
+
+
+def _import_file(name: str, top: Path) -> None:
+    """Import a file. One below `top` keeps its whole name, ``experiments.ppo``, by which other modules import it."""
+    given = Path(os.path.abspath(top / (name if name.endswith(".py") else f"{name}.py")))
+    path = given.parent.resolve() / given.name
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}", "give --module a module's name, or the path of a file")
+    parts = path.relative_to(top).with_suffix("").parts if path.is_relative_to(top) else ()
+    if not parts or not all(map(str.isidentifier, parts)):
+        parts = (path.stem,)
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))
+    found = getattr(_import(".".join(parts), path), "__file__", None)
+    if found is None or not path.samefile(found):
+        raise UsageError(
+            f"{path} cannot be imported: there is another module {'.'.join(parts)}, {found or 'built in'}",
+            "rename one of them",
+        )
+
+
+def _import(name: str, path: Path | None = None) -> object:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001 - whatever a user's module raises
+        trace = _inside(error.__traceback__)
+        if path is None and trace is None and isinstance(error, ModuleNotFoundError):
             raise UsageError(
                 f"there is no module {name!r}", "give --module, as seen from the working directory"
-            ) from error
+            ) from None
+        raise UsageError(
+            f"{path or f'module {name!r}'} cannot be imported: {type(error).__name__}: {error}", "correct it"
+        ) from error.with_traceback(trace)
+
+
+def _inside(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of the import system that come first."""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file not in (__file__, importlib.__file__) and not file.startswith("<frozen importlib"):
+            break
+        trace = trace.tb_next
+    return trace
 
 
 def with_settings(name: str, overrides: Sequence[str]) -> Experiment:
@@ -110,14 +143,32 @@ def with_settings(name: str, overrides: Sequence[str]) -> Experiment:
             f"experiment {name!r} has no settings",
             f"make {type(experiment).__name__} a dataclass, with a field for each",
         )
+    override, merged = "", None
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(experiment), OmegaConf.from_dotlist(list(overrides)))
+        merged = OmegaConf.structured(experiment)
+        for override in overrides:
+            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([override]))
         found: Any = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, yaml.YAMLError, TypeError) as error:
         there = ", ".join(field.name for field in dataclasses.fields(experiment))
-        raise UsageError(f"{str(error).splitlines()[0]}", f"the settings of {name} are: {there}") from error
+        given = override.partition("=")[0].strip()
+        # What is wrong with an interpolation is found at the end.
+        key = getattr(error, "full_key", None) or given
+        where = override if key == given else key
+        remedy = f"{_quoting(merged, key, override, error)}the settings of {name} are: {there}"
+        raise UsageError(f"{where and f'{where}: '}{str(error).splitlines()[0]}", remedy) from error
     assert isinstance(found, Experiment)
     return found
+
+
+def _quoting(settings: Any, key: str, override: str, error: Exception) -> str:
+    """How the text that was meant is written, if a text was given as YAML's None."""
+    if not isinstance(error, ValidationError) or error.value is not None:
+        return ""
+    if not isinstance(OmegaConf.select(settings, key), str):
+        return ""
+    text = override.partition("=")[2].strip()
+    return f"{text or 'an empty value'} is YAML's None; for the text write {key}=\"'{text}'\"; "
 
 
 def trial_of(config: Any) -> Trial:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -12,6 +13,16 @@ from unirun.values import Value
 
 AXES = ("pipe", "data", "tensor")
 """The parallel axes of a model; this order is the usual one: ranks of one tensor-parallel group are neighbours."""
+
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?")
+
+NAME_RULE = "use letters and digits, and '-' and '.' between them"
+"""The rule in words, as the remedy of an error."""
+
+
+def is_name(value: object) -> bool:
+    """Whether an experiment, a trial, a role or a call may have this name: it is a part of a path, and of keys."""
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None and ".." not in value
 
 
 class ModelName(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import ModelInterfaceType
 from unirun.experiments.models.api import FinetuneSpec
 from unirun.experiments.records import CHECKPOINTS, EVALUATIONS, STEPS, Records, SavedModels, means
-from unirun.experiments.recovery import RecoverInfo, Recovery
+from unirun.experiments.recovery import RecoverInfo, Recovery, Settings
 from unirun.experiments.step import LOST, Step
 from unirun.reporting import report
 from unirun.roles import BaseTrainer
@@ -36,8 +36,6 @@ class MasterWorkerProcess(BaseTrainer):
 
     _failed = False
     _generation = -1
-    _latest: Mapping[str, float] = {}
-    """The evaluation after the last step, if there was one."""
 
     def is_recoverable(self) -> bool:
         """True, except after an error that a restart would meet again, such as an exception of an interface."""
@@ -67,7 +65,7 @@ class MasterWorkerProcess(BaseTrainer):
         self._source = self._graph.calls[self._graph.sources[0]]
         self._root = Path(self._trial.root)
         self._root.mkdir(parents=True, exist_ok=True)
-        self._recovery = Recovery(self._root)
+        self._recovery, self._settings = Recovery(self._root), Settings.of(config)
         self._group: Any = self.RG_MODEL_WORKER
         self._attempt = int(time.time() * 1000)
         self._records = Records(self._root)
@@ -83,11 +81,6 @@ class MasterWorkerProcess(BaseTrainer):
     def _fit(self) -> dict[str, float]:
         if not self._trial.resume and self.load_state() is None:
             self._recovery.clear()
-            self._records.set_aside()
-        # If this process dies, its successor continues from the last checkpoint.
-        self.save_state(b"begun")
-        evaluator: Any = getattr(self, "RG_EVALUATOR") if self._saved else None  # noqa: B009 - no type knows it
-        self._saves = SavedModels(self._records, self._root / CHECKPOINTS / self._saved, evaluator)
         failed, last = 0, -1
         figures: dict[str, float] = {}
         info: RecoverInfo | None = None
@@ -101,8 +94,8 @@ class MasterWorkerProcess(BaseTrainer):
                     info, figures = self._step(info)
                 self._save(info)
                 self._saves.follow(to_end=True)
-                return {**figures, **(self._latest or self._evaluate(info))}
-            except UsageError:
+                return {**figures, **self._evaluate(info)}
+            except (UsageError, CheckpointDamaged):
                 raise
             except Exception as error:
                 at = info.step if info is not None else last
@@ -117,7 +110,7 @@ class MasterWorkerProcess(BaseTrainer):
 
     def _begin(self) -> RecoverInfo:
         """Have all workers go on from the last checkpoint, or begin."""
-        group = self._group
+        group, info = self._group, self._last()
         samples = max(setup.samples for setup in group.about.options(idempotent=True, retries=10).call())
         n_seqs = self._source.n_seqs
         if samples < n_seqs:
@@ -131,22 +124,44 @@ class MasterWorkerProcess(BaseTrainer):
         while True:
             self._attempt += 1
             self._generation = self._generation_now()
-            info = self._recovery.latest()
             try:
                 found = restore.call(self._attempt, info.step if info is not None else None, spec)
             except CheckpointDamaged as error:
                 assert info is not None
                 report(f"unirun: {error}; an earlier checkpoint is used")
                 self._recovery.discard(info.step)
+                info = self._last()
                 continue
             # A worker that has died after it was ready is not ready, and the groups of the others have ended.
             if self._generation_now() == self._generation:
                 break
-        self._records.drop_after(info.step if info is not None else -1)
+        self._drop_what_is_made_again(info)
         if info is None:
             info = RecoverInfo(versions={name: v for each in found for name, v in each.items()})
         self._used = [*info.used_ids]
         return info
+
+    def _last(self) -> RecoverInfo | None:
+        """The last checkpoint, if there is one. Its settings are those of this trial."""
+        info = self._recovery.latest()
+        if info is not None:
+            self._recovery.check(info, self._settings)
+        elif self._trial.resume_only:
+            raise CheckpointDamaged(
+                f"no checkpoint of the trial in {self._root} can be read",
+                "start with --recover-mode auto to begin anew",
+            )
+        return info
+
+    def _drop_what_is_made_again(self, info: RecoverInfo | None) -> None:
+        """Records and saved models are those up to the checkpoint. Without one, those of a job before are set aside."""
+        if info is None and self.load_state() is None:
+            self._records.set_aside()
+        self._records.drop_after(info.step if info is not None else -1)
+        # If this process dies, its successor goes on from the last checkpoint, and what it finds is of this job.
+        self.save_state(b"begun")
+        evaluator: Any = getattr(self, "RG_EVALUATOR") if self._saved else None  # noqa: B009 - no type knows it
+        self._saves = SavedModels(self._records, self._root / CHECKPOINTS / self._saved, evaluator)
 
     def _generation_now(self) -> int:
         return int(self.master_handle.job_info()["roles"][WORKERS]["generation"])
@@ -168,7 +183,6 @@ class MasterWorkerProcess(BaseTrainer):
     def _step(self, info: RecoverInfo) -> tuple[RecoverInfo, dict[str, float]]:
         """Run all calls once, and what is due after them."""
         began, used = time.perf_counter(), time.process_time()
-        self._latest = {}
         n = self._source.n_seqs
         order = SampleOrder(self._samples, self._seed, info.epoch, self._shuffle)
         indices = order.indices(info.epoch_step * n, (info.epoch_step + 1) * n).tolist()
@@ -213,7 +227,7 @@ class MasterWorkerProcess(BaseTrainer):
         models = [str(name) for name in self._resolved.instantiated]
         self._recovery.prepare(info.step, models)
         self._group.checkpoint.call(self._attempt, info.step)
-        self._recovery.commit(replace(info, used_ids=tuple(self._used)))
+        self._recovery.commit(replace(info, used_ids=tuple(self._used), settings=self._settings))
 
     def _save(self, info: RecoverInfo) -> None:
         """Write all models that are trained, for others to use."""
@@ -229,14 +243,15 @@ class MasterWorkerProcess(BaseTrainer):
                 part.rename(path)
 
     def _evaluate(self, info: RecoverInfo) -> dict[str, float]:
-        """The figures of all models that are trained, of their held-out data."""
-        figures: dict[str, float] = {}
+        """The figures of all models that are trained, of their held-out data. A step is evaluated once."""
+        figures: dict[str, float] = self._records.of_step(EVALUATIONS, info.step)
+        if figures:
+            return figures
         for call in self._graph.calls.values():
             if call.interface_type is not ModelInterfaceType.TRAIN_STEP:
                 continue
             found = self._group.evaluate.call(self._attempt, call.name)
             figures |= {f"{call.name}/eval_{key}": value for key, value in means(filter(None, found)).items()}
-        self._latest = figures
         if figures:
             self._write(EVALUATIONS, info.step, figures)
             report(f"step {info.step}: " + ", ".join(f"{k} {v:.4g}" for k, v in figures.items()))

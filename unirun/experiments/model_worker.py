@@ -18,11 +18,12 @@ from unirun.experiments.data.datasets import Dataset, DatasetUtility, Joined, lo
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import MFCDef, ModelInterfaceType, OffloadHook, ParamReallocHook
-from unirun.experiments.layout import ModelName
+from unirun.experiments.layout import ModelName, ProcessTopology
 from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, ModelInterface, Place
 from unirun.experiments.orders import Answer, Order, Setup, Traffic
 from unirun.experiments.recovery import Recovery
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
+from unirun.experiments.results import data_of, figures_of
 from unirun.experiments.shelf import NAME, Getting, Shelf
 from unirun.roles import BaseWorkload, init, trainer_invocation
 from unirun.weights.hub import hub_of
@@ -61,20 +62,34 @@ class ModelWorkerProcess(BaseWorkload):
         self._shards: dict[ModelName, Shard] = {}
         self._interfaces: dict[str, ModelInterface] = {}
         self._held_out: dict[ModelName, SequenceSample] = {}
-        self._tokenizer = load_tokenizer(self._mine.tokenizer_name_or_path)
+        self._meshes: dict[ModelName, DeviceMesh] = {}
+        self._meshes_of: Any = None
+        self._tokenizer: Any = None
         self._dataset: Dataset | None = None
+        self._fault: Exception | None = None
+        try:
+            self._read()
+        except Exception as error:  # noqa: BLE001 - raised by `about`
+            # The same would happen again after a restart: the master is told, which ends the trial.
+            self._fault = error
+        self._attempt = -1
+        # Counts and figures are on the CPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo")
+
+    def _read(self) -> None:
+        """Read the tokenizer and the datasets."""
+        self._tokenizer = load_tokenizer(self._mine.tokenizer_name_or_path)
         source = self._resolved.graph.calls[self._resolved.graph.sources[0]].model_name
         if self._mine.datasets and any(shard.id.model_name == source for shard in self._mine.shards):
             util = DatasetUtility(self._tokenizer, self._mine.base_seed)
             made = [DATASETS.find(each.type_)(util, **each.args) for each in self._mine.datasets]
             self._dataset = made[0] if len(made) == 1 else Joined(made)
-        self._attempt = -1
-        # Counts and figures are on the CPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo")
 
     @trainer_invocation(target="ALL")
     def about(self) -> Setup:
-        """How many samples the dataset has; 0 without one."""
+        """How many samples the dataset has; 0 without one. Raises what reading it has raised."""
+        if self._fault is not None:
+            raise self._fault
         return Setup(0 if self._dataset is None else len(self._dataset))
 
     @trainer_invocation(target="ALL")
@@ -96,12 +111,7 @@ class ModelWorkerProcess(BaseWorkload):
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         for name, topo in sorted(self._resolved.topologies.items()):
-            workers = self._resolved.workers_of(name)
-            mesh = None
-            if len(workers) > 1:
-                # Making a mesh is collective: all workers take part, also those that are not in it.
-                grid = torch.tensor(workers).view(topo.dims)
-                mesh = DeviceMesh(self._device.type, grid, mesh_dim_names=topo.axes)
+            mesh = self._mesh(name, topo)
             about = next((shard for shard in self._mine.shards if shard.id.model_name == name), None)
             if about is None:
                 continue
@@ -120,6 +130,20 @@ class ModelWorkerProcess(BaseWorkload):
             if step is not None and shard.about.should_instantiate:
                 shard.backend.load(shard.model, self._recovery.folder(step, str(name)))
         return {str(name): shard.model.version for name, shard in self._shards.items()}
+
+    def _mesh(self, name: ModelName, topo: ProcessTopology) -> DeviceMesh | None:
+        """The mesh of a model. All workers make it, also those that are not in it, as that is collective.
+
+        There is one for as long as the process group lives. DTensor keeps results with the first of equal meshes, so a
+        worker that has come later would use other groups than the others.
+        """
+        if self._meshes_of is not dist.group.WORLD:
+            self._meshes_of, self._meshes = dist.group.WORLD, {}
+        workers = self._resolved.workers_of(name)
+        if len(workers) > 1 and name not in self._meshes:
+            grid = torch.tensor(workers).view(topo.dims)
+            self._meshes[name] = DeviceMesh(self._device.type, grid, mesh_dim_names=topo.axes)
+        return self._meshes.get(name)
 
     @trainer_invocation(target="ALL")
     def load(self, attempt: int, step: int, indices: Sequence[int]) -> SequenceSample:
@@ -144,19 +168,19 @@ class ModelWorkerProcess(BaseWorkload):
         self._fetch(shard)
         sample = self._getting.data(order.step, order.meta, order.where).remap(definition.input_key_remap)
         torch.manual_seed(order.seed)
-        found = self._run(definition, shard.model, sample)
-        meta, figures = None, {}
-        if isinstance(found, SequenceSample):
-            if shard.model.place.last_stage:
-                named = found.remap(definition.output_key_remap).select(definition.output_keys)
-                self._shelf.put(named)
-                meta = named.meta()
-        elif found is not None:
-            figures = found
+        found, place = self._run(definition, shard.model, sample), shard.model.place
+        meta, figures = None, dict[str, float]()
+        if definition.interface_type in (ModelInterfaceType.GENERATE, ModelInterfaceType.INFERENCE):
+            if place.last_stage and definition.output_keys:
+                made = data_of(definition, found, sample.ids, place.rank)
+                self._shelf.put(made)
+                meta = made.meta()
+        else:
+            figures = figures_of(definition, found, place.rank)
         for hook in definition.post_hooks:
             self._run_hook(hook, shard)
         traffic = self._getting.traffic - before
-        return Answer(meta, figures, traffic) if shard.model.place.speaks else Answer(None, {}, traffic)
+        return Answer(meta, figures, traffic) if place.speaks else Answer(None, {}, traffic)
 
     def _run(self, definition: MFCDef, model: Model, sample: SequenceSample) -> Any:
         interface = self._interface(definition)

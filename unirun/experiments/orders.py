@@ -18,6 +18,7 @@ class Trial(Value):
     """Which trial this is, how its experiment is made, and where its files are. It is the ``config:`` of the job.
 
     `resume`: continue from the last checkpoint, if there is one. Without `resume`, existing checkpoints are deleted.
+    `resume_only`: fail if no checkpoint can be read.
     """
 
     experiment: str
@@ -27,6 +28,7 @@ class Trial(Value):
     overrides: tuple[str, ...] = ()
     folder: str = ""
     resume: bool = False
+    resume_only: bool = False
 
 
 @dataclass(frozen=True)

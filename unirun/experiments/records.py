@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 STEPS, EVALUATIONS, SAVES = "steps.jsonl", "evaluations.jsonl", "saves.jsonl"
-CHECKPOINTS = "checkpoints"
-"""The directory of saved models."""
+CHECKPOINTS, SAVED = "checkpoints", "step"
+"""The directory of saved models; how the name of each one begins, which ends with its step."""
 
 
 class Records:
@@ -34,6 +36,11 @@ class Records:
                 continue
         return found
 
+    def of_step(self, name: str, step: int) -> dict[str, Any]:
+        """The figures of the line of `step`; none if there is no such line."""
+        found = [line for line in self.read(name) if line.pop("step") == step]
+        return found[-1] if found else {}
+
     def set_aside(self) -> None:
         """The trial begins anew: move these files and the saved models of the run before to ``earlier/1``, …"""
         there = [self._root / name for name in (STEPS, EVALUATIONS, SAVES, CHECKPOINTS)]
@@ -48,12 +55,26 @@ class Records:
                 path.rename(folder / path.name)
 
     def drop_after(self, step: int) -> None:
-        """Drop the lines of steps after `step`: the trial continues there and writes them again."""
-        for name in (STEPS, EVALUATIONS):
-            lines = [line for line in self.read(name) if line["step"] <= step]
-            part = self._root / f"{name}.partial"
-            part.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-            part.rename(self._root / name)
+        """Drop the lines and the saved models of steps after `step`: the trial goes on there and makes them again."""
+        for path in self._root.glob(f"{CHECKPOINTS}/*/{SAVED}*"):
+            if _number(path.name) > step:
+                shutil.rmtree(path)
+        for name in (STEPS, EVALUATIONS, SAVES):
+            if (self._root / name).exists():
+                lines = [line for line in self.read(name) if _step_of(line) <= step]
+                part = self._root / f"{name}.partial"
+                part.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+                part.rename(self._root / name)
+
+
+def _number(save: str) -> int:
+    """The step of a saved model: 12 of ``step000012``; -1 for a name that no trial gives."""
+    found = re.fullmatch(rf"{SAVED}(\d+)", save)
+    return int(found[1]) if found else -1
+
+
+def _step_of(line: Mapping[str, Any]) -> int:
+    return _number(line["save"]) if "save" in line else int(line["step"])
 
 
 class SavedModels:
@@ -68,7 +89,7 @@ class SavedModels:
         """Write what is known by now, and ask for the next one; with `to_end`, wait for all of them."""
         while self._evaluator is not None:
             if self._asked is None:
-                new = sorted(path for path in self._folder.glob("step*") if path.name not in self._known)
+                new = sorted(path for path in self._folder.glob(f"{SAVED}*") if path.name not in self._known)
                 if not new:
                     return
                 # One at a time, as the deadline of a call begins when it is made.

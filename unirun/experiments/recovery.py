@@ -15,8 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from unirun.errors import CheckpointDamaged
+from unirun.errors import CheckpointDamaged, UsageError
+from unirun.experiments.config import ExperimentConfig
 from unirun.experiments.control import Frequencies
+from unirun.experiments.layout import ProcessTopology
 from unirun.reporting import report
 from unirun.values import Value
 
@@ -25,9 +27,47 @@ KEPT = 2
 """Checkpoints that are kept: the last one, and the one before, which is used if recover.json is damaged."""
 
 
+class ModelSettings(Value):
+    """The layout of a model, and the type of its backend."""
+
+    topology: ProcessTopology
+    backend: str
+
+    def __str__(self) -> str:
+        return f"{self.backend} with {self.topology}"
+
+
+class Settings(Value):
+    """What must not change between a checkpoint and the trial that goes on from it. `models` are those that have files
+    in a checkpoint."""
+
+    n_seqs: int
+    models: dict[str, ModelSettings]
+
+    @staticmethod
+    def of(config: ExperimentConfig) -> Settings:
+        """Those of a configuration that is resolved. All of its calls have one `n_seqs`."""
+        models = {
+            str(shard.id.model_name): ModelSettings(shard.id.topo, shard.backend.type_)
+            for worker in config.model_worker
+            for shard in worker.shards
+            if shard.should_instantiate
+        }
+        return Settings(config.model_rpcs[0].n_seqs, models)
+
+    def changes(self, now: Settings) -> list[str]:
+        """What is different `now`, in words."""
+        found = [f"n_seqs was {self.n_seqs} and is {now.n_seqs}"] if self.n_seqs != now.n_seqs else []
+        for name in sorted({*self.models, *now.models}):
+            before, after = self.models.get(name), now.models.get(name)
+            if before != after:
+                found.append(f"{name} was {before or 'not there'} and is {after or 'not there'}")
+        return found
+
+
 class RecoverInfo(Value):
     """How far a trial has come: `step` steps are done in all, and `epoch_step` in the epoch. `used_ids` are the samples
-    of the epoch that were used. `versions` says how often each model was trained."""
+    of the epoch that were used. `versions` says how often each model was trained. `settings` are there in files."""
 
     step: int = 0
     epoch: int = 0
@@ -35,6 +75,7 @@ class RecoverInfo(Value):
     used_ids: tuple[str, ...] = ()
     frequencies: Frequencies = Frequencies()
     versions: dict[str, int] = {}  # noqa: RUF012
+    settings: Settings | None = None
 
 
 class Recovery:
@@ -97,6 +138,15 @@ class Recovery:
             return msgspec.json.decode(path.read_bytes(), type=RecoverInfo)
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointDamaged(f"{path} cannot be read: {error}") from error
+
+    def check(self, info: RecoverInfo, now: Settings) -> None:
+        """Raise `UsageError` if the settings of a checkpoint are not those of `now`."""
+        changes = info.settings.changes(now) if info.settings is not None else []
+        if changes:
+            raise UsageError(
+                f"{self.path(info.step)} was written with other settings: {'; '.join(changes)}",
+                "start with the settings of before, with another trial name, or with --recover-mode disabled",
+            )
 
     def discard(self, step: int) -> None:
         """A checkpoint cannot be read: it is none from now on."""

@@ -43,6 +43,11 @@ class Registry(Generic[T]):
             found = self._found[name] = getattr(importlib.import_module(module), attribute)
         return found
 
+    def at_hand(self, name: str) -> T | None:
+        """What has this name. None if nothing has, or if it is not imported yet."""
+        found = self._found.get(name)
+        return None if isinstance(found, str) else found
+
     def names(self) -> list[str]:
         """All names, sorted."""
         return sorted(self._found)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,14 @@ from unirun.experiments.orders import Trial
 from unirun.experiments.showing import picture
 from unirun.observe.status import ENDED, read_status
 from unirun.rendezvous.jobdir import job_at, unirun_home
+from unirun.reporting import report
 from unirun.values import Value
 
 TRIAL = "trial.json"
 JOB = "job.json"
 GRAPH = "graph.svg"
+LOCK = "lock"
+"""Held by the command of a trial, and by the agents and the master on its host."""
 
 CALL_TIMEOUT = 2 * 3600.0
 """Seconds that a call of a step may take; generation takes long."""
@@ -82,10 +88,46 @@ def refuse_running(root: Path) -> None:
     """Raise `UsageError` while the trial runs."""
     known = started(root)
     if known is not None and phase_of(known) not in (*ENDED, "gone"):
-        raise UsageError(
-            f"trial {known.trial!r} of {known.experiment!r} runs already, as job {known.job}",
-            f"wait for its end, or: unirun experiment stop -e {known.experiment} -f {known.trial}",
-        )
+        raise _runs_already(known.experiment, known.trial, f", as job {known.job}")
+
+
+def _runs_already(experiment: str, trial: str, job: str) -> UsageError:
+    return UsageError(
+        f"trial {trial!r} of {experiment!r} runs already{job}",
+        f"wait for its end, or: unirun experiment stop -e {experiment} -f {trial}",
+    )
+
+
+@contextlib.contextmanager
+def alone(root: Path) -> Iterator[None]:
+    """Hold the lock of a trial, whose directory is made. Raises `UsageError` while another command holds it."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        handle = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise UsageError(f"the trial's directory {root} cannot be written: {why}", "see --root") from error
+    try:
+        _lock(handle, root)
+        yield
+    finally:
+        # Processes that were forked meanwhile have the same lock, which would last as long as they do.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
+
+
+def _lock(handle: int, root: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        known = started(root)
+        job = f", its latest job is {known.job}" if known is not None else ""
+        raise _runs_already(root.parent.name, root.name, job) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+        report(f"unirun: the file system of {root} has no locks: do not start a trial twice at one moment")
 
 
 def job_mapping(
@@ -143,6 +185,17 @@ def write_job(trial: Trial, config: ExperimentConfig, mapping: dict[str, Any], r
     _replace(path, json.dumps({**mapping, "run_id": run_id}, indent=1).encode())
     _replace(root / TRIAL, msgspec.json.encode(Started(trial.experiment, trial.trial, run_id)))
     return path
+
+
+def take_back(root: Path, before: Started | None) -> None:
+    """If the latest start has made no job, the start before it is the latest again."""
+    latest = started(root)
+    if latest is None or phase_of(latest) != "gone":
+        return
+    if before is None:
+        (root / TRIAL).unlink()
+    else:
+        _replace(root / TRIAL, msgspec.json.encode(before))
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -44,11 +44,29 @@ def network(place: object) -> None:
     """A model, which no test of a configuration makes."""
 
 
+class Anything(ModelInterface):
+    """An interface for each type of call, which no test of a configuration makes."""
+
+    def generate(self, *args: Any) -> None:
+        """Nothing."""
+
+    def inference(self, *args: Any) -> None:
+        """Nothing."""
+
+    def train_step(self, *args: Any) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+    def evaluate(self, *args: Any) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+
 register_dataset("tests-prompts", Prompts)
 register_dataset("tests-answers", Answers)
 register_model("tests-network", network)
 register_backend("tests-backend", ModelBackend)
-register_interface("tests-interface", ModelInterface)
+register_interface("tests-interface", Anything)
 
 PROMPTS = DatasetAbstraction("tests-prompts")
 NETWORK, BACKEND = ModelAbstraction("tests-network"), ModelBackendAbstraction("tests-backend")

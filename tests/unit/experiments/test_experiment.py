@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -173,6 +174,40 @@ class TestSettings:
             changed(override)
         assert caught.value.exit_code == EXIT_USAGE
 
+    @pytest.mark.parametrize(
+        ("override", "told"),
+        [
+            ("steps=many", "steps=many: Value 'many' of type 'str' could not be converted to Integer"),
+            ("optimizer.lr=x", "optimizer.lr=x: Value 'x' of type 'str' could not be converted to Float"),
+            ("sizes=[a]", "sizes[0]: Value 'a' of type 'str'"),
+            ("optimizer=3", "optimizer=3: "),
+            ("steps=[1", "steps=[1: while parsing"),
+            ("optimizer.name=${nothing}", "optimizer.name=${nothing}: Interpolation key 'nothing' not found"),
+        ],
+    )
+    def test_the_setting_with_the_error_is_named_among_others(self, override: str, told: str) -> None:
+        with pytest.raises(UsageError, match=f"^{re.escape(told)}"):
+            changed("limit=3", override)
+
+    def test_an_interpolation_that_another_setting_follows_is_named_too(self) -> None:
+        with pytest.raises(UsageError, match="^optimizer.name: Interpolation key 'nothing' not found"):
+            changed("optimizer.name=${nothing}", "limit=3")
+
+    @pytest.mark.parametrize(
+        ("override", "told"),
+        [
+            ("optimizer.name=null", "null is YAML's None; for the text write optimizer.name=\"'null'\""),
+            ("optimizer.name=", "an empty value is YAML's None; for the text write optimizer.name=\"''\""),
+        ],
+    )
+    def test_how_a_text_is_written_that_yaml_takes_for_none(self, override: str, told: str) -> None:
+        with pytest.raises(UsageError, match=re.escape(told)):
+            changed(override)
+        assert changed("optimizer.name='null'").optimizer.name == "null"
+        with pytest.raises(UsageError) as caught:
+            changed("steps=null")
+        assert "YAML" not in str(caught.value)
+
     @given(st.text(max_size=20), st.text(max_size=20))
     def test_whatever_is_given_it_is_a_setting_or_told(self, name: str, value: str) -> None:
         for override in (f"{name}={value}", f"optimizer.name={value}", name):
@@ -252,7 +287,62 @@ class TestModules:
         with pytest.raises(UsageError, match=f"there is no module '{name}'; give --module"):
             import_modules([name], str(tmp_path))
 
-    def test_one_that_lacks_another_says_so_itself(self, tmp_path: Path) -> None:
-        (tmp_path / "tests_lacking.py").write_text("import tests_something_else")
-        with pytest.raises(ModuleNotFoundError, match="tests_something_else"):
+    def test_one_that_lacks_another_is_told_with_the_place(self, tmp_path: Path) -> None:
+        (tmp_path / "tests_lacking.py").write_text("\nimport tests_something_else")
+        with pytest.raises(UsageError, match="module 'tests_lacking' cannot be imported") as caught:
             import_modules(["tests_lacking"], str(tmp_path))
+        cause = caught.value.__cause__
+        assert isinstance(cause, ModuleNotFoundError)
+        assert cause.name == "tests_something_else"
+        trace = cause.__traceback__
+        # What the import system does is left out.
+        assert trace is not None
+        assert trace.tb_frame.f_code.co_filename == str(tmp_path / "tests_lacking.py")
+
+    @pytest.mark.parametrize(
+        "form", ["{0}/tests_file.py", "./tests_file.py", "tests_file.py", "x/../tests_file.py"]
+    )
+    def test_a_file_is_given_by_any_path(self, tmp_path: Path, form: str) -> None:
+        (tmp_path / "tests_file.py").write_text(REGISTERS.format(f"tests-file-{len(form)}"))
+        import_modules([form.format(tmp_path)], str(tmp_path))
+        assert f"tests-file-{len(form)}" in EXPERIMENTS
+        assert "tests_file" in sys.modules
+
+    @pytest.mark.parametrize("form", ["../tests_above.py", "{0}/tests_above.py"])
+    def test_a_file_outside_the_folder_may_import_those_beside_it(self, tmp_path: Path, form: str) -> None:
+        (tmp_path / "tests_beside.py").write_text("NAME = 'tests-above'")
+        (tmp_path / "tests_above.py").write_text("from tests_beside import NAME")
+        (tmp_path / "folder").mkdir()
+        import_modules([form.format(tmp_path)], str(tmp_path / "folder"))
+        assert "tests_beside" in sys.modules
+
+    def test_a_file_in_a_package_has_the_name_by_which_others_import_it(self, tmp_path: Path) -> None:
+        package = tmp_path / "experiments"
+        package.mkdir()
+        (package / "three.py").write_text(REGISTERS.format("tests-three"))
+        import_modules(["./experiments/three.py", "experiments.three", "experiments/three"], str(tmp_path))
+        assert "experiments.three" in sys.modules
+        assert "three" not in sys.modules
+
+    def test_a_file_that_is_not_there_is_told(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=f"there is no file {tmp_path}/nowhere.py; give --module"):
+            import_modules(["./nowhere.py"], str(tmp_path))
+
+    @pytest.mark.parametrize(
+        ("text", "problem"),
+        [("def f(:", "SyntaxError: invalid syntax"), ("1 / 0", "ZeroDivisionError: division")],
+    )
+    def test_a_file_that_cannot_be_imported_is_named_and_has_its_error_as_the_cause(
+        self, tmp_path: Path, text: str, problem: str
+    ) -> None:
+        (tmp_path / "tests_bad.py").write_text(text)
+        with pytest.raises(
+            UsageError, match=f"{tmp_path}/tests_bad.py cannot be imported: {problem}"
+        ) as caught:
+            import_modules(["tests_bad.py"], str(tmp_path))
+        assert type(caught.value.__cause__).__name__ == problem.partition(":")[0]
+
+    def test_a_file_with_the_name_of_another_module_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "json.py").write_text(REGISTERS.format("tests-json"))
+        with pytest.raises(UsageError, match="there is another module json, .*; rename one of them"):
+            import_modules(["json.py"], str(tmp_path))

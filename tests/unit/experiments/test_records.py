@@ -32,13 +32,30 @@ class TestRecords:
     def test_steps_that_are_made_again_are_dropped(self, records: Records) -> None:
         for step in range(1, 5):
             records.write(STEPS, {"step": step})
+            records.write(SAVES, {"save": f"step{step:06}"})
         records.write(EVALUATIONS, {"step": 4})
-        records.write(SAVES, {"save": "step000004"})
         records.drop_after(2)
         records.write(STEPS, {"step": 3})
         assert [line["step"] for line in records.read(STEPS)] == [1, 2, 3]
         assert records.read(EVALUATIONS) == []
-        assert records.read(SAVES) == [{"save": "step000004"}]
+        assert records.read(SAVES) == [{"save": "step000001"}, {"save": "step000002"}]
+
+    def test_models_that_are_saved_again_are_dropped(self, records: Records, tmp_path: Path) -> None:
+        for role in ("actor", "critic"):
+            for name in ("step000002", "step000003", "step1000000", "step000003.mine", "notes"):
+                (tmp_path / CHECKPOINTS / role / name).mkdir(parents=True)
+        records.drop_after(2)
+        for role in ("actor", "critic"):
+            there = sorted(path.name for path in (tmp_path / CHECKPOINTS / role).iterdir())
+            assert there == ["notes", "step000002", "step000003.mine"]
+        assert not (tmp_path / SAVES).exists()
+
+    def test_the_figures_of_a_step_are_found(self, records: Records) -> None:
+        assert records.of_step(EVALUATIONS, 2) == {}
+        for step in (1, 2):
+            records.write(EVALUATIONS, {"step": step, "right": 0.1 * step})
+        assert records.of_step(EVALUATIONS, 2) == {"right": 0.2}
+        assert records.of_step(EVALUATIONS, 3) == {}
 
     def test_what_was_cut_does_not_spoil_what_follows_when_the_trial_goes_on(
         self, records: Records, tmp_path: Path

@@ -8,13 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.errors import CheckpointDamaged
+from unirun.errors import CheckpointDamaged, UsageError
 from unirun.experiments.control import Frequencies, Since
-from unirun.experiments.recovery import FILE, RecoverInfo, Recovery
+from unirun.experiments.layout import topology
+from unirun.experiments.recovery import FILE, ModelSettings, RecoverInfo, Recovery, Settings
+
+from .setups import ppo
 
 MODELS = ["actor@0", "critic@0"]
+TWO = ModelSettings(topology(data=2), "ddp")
+SETTINGS = Settings(8, {"actor@0": TWO, "critic@0": TWO})
 INFO = RecoverInfo(
-    12, 2, 3, ("7", "id of a row", "ü"), Frequencies(Since(1, 2, 3.5), eval=Since(0, 4)), {"actor@0": 12}
+    12,
+    2,
+    3,
+    ("7", "id of a row", "ü"),
+    Frequencies(Since(1, 2, 3.5), eval=Since(0, 4)),
+    {"actor@0": 12},
+    SETTINGS,
 )
 
 
@@ -126,6 +137,33 @@ class TestDamage:
             assert recovery.latest() is None
         else:
             assert isinstance(found, RecoverInfo)
+
+
+class TestSettings:
+    def test_they_name_the_models_that_have_files_in_a_checkpoint(self) -> None:
+        config = ppo(separate=True)
+        config.lazy_init()
+        found = Settings.of(config)
+        assert found.n_seqs == 8
+        # The replica that generates gets its parameters from the other one.
+        assert sorted(found.models) == ["actor@0", "critic@0", "ref@0", "reward@0"]
+        assert found.models["critic@0"] == ModelSettings(topology(pipe=2), "tests-backend")
+
+    def test_the_same_are_right_and_an_old_file_has_none(self, recovery: Recovery) -> None:
+        recovery.check(INFO, Settings(8, {"critic@0": TWO, "actor@0": TWO}))
+        recovery.check(RecoverInfo(12), SETTINGS)
+
+    def test_all_that_is_different_is_told_at_once(self, recovery: Recovery) -> None:
+        now = Settings(4, {"actor@0": ModelSettings(topology(tensor=2), "fsdp2"), "ref@0": TWO})
+        with pytest.raises(UsageError) as caught:
+            recovery.check(INFO, now)
+        assert caught.value.problem == (
+            f"{recovery.path(12)} was written with other settings: n_seqs was 8 and is 4; "
+            "actor@0 was ddp with pipe 1 × data 2 × tensor 1 and is fsdp2 with pipe 1 × data 1 × tensor 2; "
+            "critic@0 was ddp with pipe 1 × data 2 × tensor 1 and is not there; "
+            "ref@0 was not there and is ddp with pipe 1 × data 2 × tensor 1"
+        )
+        assert "--recover-mode disabled" in caught.value.remedy
 
 
 class TestKeeping:

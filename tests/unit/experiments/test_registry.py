@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 
@@ -112,3 +113,16 @@ class TestDatasets:
 def test_an_experiment_that_is_not_registered_is_told() -> None:
     with pytest.raises(UsageError, match="no experiment is registered as 'tests-nothing'"):
         make_experiment("tests-nothing")
+
+
+def test_what_is_not_imported_yet_is_not_at_hand() -> None:
+    registry: Registry[object] = Registry("thing")
+    registry.register("number", 3)
+    registry.register("slow", "math:pi")
+    assert (registry.at_hand("number"), registry.at_hand("slow"), registry.at_hand("other")) == (
+        3,
+        None,
+        None,
+    )
+    registry.find("slow")
+    assert registry.at_hand("slow") == math.pi

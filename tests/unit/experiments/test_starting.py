@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import replace
@@ -27,15 +28,18 @@ from unirun.experiments.orders import Trial
 from unirun.experiments.starting import (
     GRAPH,
     JOB,
+    LOCK,
     PRELOAD,
     TRIAL,
     Started,
+    alone,
     job_mapping,
     options_of_slurm,
     phase_of,
     refuse_running,
     root_of,
     started,
+    take_back,
     trials,
     write_job,
 )
@@ -241,6 +245,93 @@ class TestHowItStands:
 
     def test_one_that_was_never_started_may_be(self) -> None:
         refuse_running(root_of("", "ppo", "first"))
+
+
+class TestTwoCommands:
+    def test_the_second_is_refused_until_the_first_ends(self, config: ExperimentConfig) -> None:
+        root = root_of("", "ppo", "first")
+        with (
+            alone(root),
+            pytest.raises(UsageError, match="trial 'first' of 'ppo' runs already; wait"),
+            alone(root),
+        ):
+            pass
+        with alone(root):
+            start(config, "ppo-first-1")
+            with pytest.raises(UsageError, match="runs already, its latest job is ppo-first-1"), alone(root):
+                pass
+            with alone(root_of("", "ppo", "second")):
+                pass
+
+    def test_one_that_fails_and_one_whose_children_live_on_give_it_back(self) -> None:
+        root = root_of("", "ppo", "first")
+        children: list[int] = []
+
+        def fail() -> None:
+            with alone(root):
+                # A process that is forked meanwhile has the same.
+                mine = [int(fd) for fd in os.listdir("/proc/self/fd") if points_to(fd, root / LOCK)]
+                children.extend(map(os.dup, mine))
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            fail()
+        assert len(children) == 1
+        with alone(root):
+            pass
+        os.close(children[0])
+
+    def test_a_directory_that_cannot_be_made_is_told(self, home: Path) -> None:
+        (home / "file").touch()
+        with (
+            pytest.raises(UsageError, match="cannot be written: not a directory; see --root"),
+            alone(home / "file" / "x"),
+        ):
+            pass
+
+    @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+    def test_without_locks_in_the_file_system_a_trial_starts_with_a_warning(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+    ) -> None:
+        def flock(handle: int, how: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr("fcntl.flock", flock)
+        with alone(root_of("", "ppo", "first")):
+            pass
+        assert "has no locks: do not start a trial twice" in capsys.readouterr().err
+
+
+def points_to(fd: str, path: Path) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}") == str(path)
+    except OSError:
+        return False
+
+
+class TestAStartThatMakesNoJob:
+    def test_the_one_before_counts(self, config: ExperimentConfig) -> None:
+        root = root_of("", "ppo", "first")
+        start(config, "one")
+        before = started(root)
+        start(config, "two")
+        take_back(root, before)
+        assert started(root) == before
+
+    def test_without_one_before_there_is_none(self, config: ExperimentConfig) -> None:
+        root = root_of("", "ppo", "first")
+        start(config, "one")
+        take_back(root, None)
+        take_back(root, None)
+        assert started(root) is None
+        assert trials("") == []
+
+    def test_one_that_has_made_its_job_stays(self, config: ExperimentConfig) -> None:
+        root = root_of("", "ppo", "first")
+        start(config, "ppo-first-1")
+        TestHowItStands.stands("failed", alive=False)
+        take_back(root, None)
+        assert started(root) == Started("ppo", "first", "ppo-first-1")
 
 
 class TestSlurm:

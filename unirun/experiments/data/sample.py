@@ -38,6 +38,8 @@ class SequenceSample:
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for parts that do not fit together."""
+        if not all(isinstance(each, str) for each in self.ids):
+            raise UsageError(f"the ids of a sample are no strings: {list(self.ids[:3])}", "give strings")
         if len(set(self.ids)) != len(self.ids):
             raise UsageError(f"a sample has an id twice: {sorted(self.ids)}", "give each its own")
         for what, found in (("seqlens", self.seqlens), ("metadata", self.metadata)):

@@ -314,14 +314,19 @@ class TorchEngine:
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
         """As `Engine` says."""
-        own = self.tensors()
-        if own.keys() != state["tensors"].keys():
-            raise UsageError(
-                f"the checkpoint of {self._place.name} has other parameters than its rank {self._place.rank}",
-                "go on with the layout and the backend with which the trial was begun",
+        own = {name: _local(tensor) for name, tensor in self.tensors().items()}
+        for name in sorted({*own, *state["tensors"]}):
+            there, here = (
+                list(some[name].shape) if name in some else "none" for some in (state["tensors"], own)
             )
+            if there != here:
+                raise UsageError(
+                    f"the checkpoint of {self._place.name} has other parameters than its rank {self._place.rank}: "
+                    f"the shape of {name} is {there} in the checkpoint and {here} in the model",
+                    "go on with the model, the layout and the backend with which the trial was begun",
+                )
         for name, tensor in state["tensors"].items():
-            _local(own[name]).copy_(tensor)
+            own[name].copy_(tensor)
         self._steps = state["steps"]
         if self._optimizer is not None:
             groups = self._optimizer.state_dict()["param_groups"]

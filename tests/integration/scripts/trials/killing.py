@@ -3,6 +3,7 @@
 ``KILL=PLACE:N:RANK,…`` kills the process of that rank when it is at that place for the N-th time or later. Places are
 the names of calls, ``load``, ``load on`` (a load after a valid checkpoint), ``checkpoint``, ``restore``, ``save``,
 ``evaluate`` and ``evaluator``. ``trainer@…`` kills the trainer instead. A file in the directory KILLED notes each kill.
+``LOST_AFTER=PLACE:N:RANK``: after that kill, the next load says once that a worker was lost, though all live.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from experiments.ppo import PPO, Actor, Critic, Verifier
 from experiments.sums import Questions
 from msgspec.structs import replace
 
+from unirun.errors import PeerLost
 from unirun.experiments import (
     DatasetAbstraction,
     ExperimentConfig,
@@ -166,6 +168,9 @@ class KillingQuestions(Questions):
         kill("load", rank)
         if any(Path(path.parent, "recover.json").exists() for path in _written):
             kill("load on", rank)
+        after = os.environ.get("LOST_AFTER")
+        if after and Path(os.environ["KILLED"], after).exists() and once("lost"):
+            raise PeerLost("another worker did not answer", worker="model_worker:9")
         return found
 
 

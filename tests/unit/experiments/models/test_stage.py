@@ -144,13 +144,25 @@ class TestWhatCannotBeCut:
 
 
 class TestTraining:
-    def test_a_checkpoint_of_other_layers_is_refused(self) -> None:
-        def engine(layers: int) -> Any:
-            stage = causal_lm(place(), config={**CONFIG, "num_hidden_layers": layers})
+    @pytest.mark.parametrize(
+        ("then", "now", "told"),
+        [
+            ({}, {"num_hidden_layers": 3}, r"2\S*.weight is none in the checkpoint and \[16\] in the model"),
+            ({"num_hidden_layers": 3}, {}, r"2\S*.weight is \[16\] in the checkpoint and none in the model"),
+            ({}, {"hidden_size": 8}, r"is \[32, 16\] in the checkpoint and \[32, 8\] in the model"),
+            # One row would be copied into each row.
+            ({"vocab_size": 1}, {}, r"is \[1, 16\] in the checkpoint and \[32, 16\] in the model"),
+        ],
+    )
+    def test_a_checkpoint_of_another_network_is_refused(
+        self, then: dict[str, Any], now: dict[str, Any], told: str
+    ) -> None:
+        def engine(more: dict[str, Any]) -> Any:
+            stage = causal_lm(place(), config={**CONFIG, **more})
             return TrainBackend().initialize(Model(place(), stage, None), SPEC).running()
 
-        with pytest.raises(UsageError, match="actor@0 has other parameters than its rank 0"):
-            engine(3).load_state(engine(2).state())
+        with pytest.raises(UsageError, match=f"actor@0 has other parameters than its rank 0: .*{told}"):
+            engine(now).load_state(engine(then).state())
 
     def test_a_checkpoint_that_was_cut_is_damaged(self, tmp_path: Path) -> None:
         model = TrainBackend().initialize(Model(place(), causal_lm(place(), config=CONFIG), None), SPEC)

@@ -1,0 +1,265 @@
+"""How the master goes on from a checkpoint. Its workers are in memory, and note what they are asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from omegaconf import OmegaConf
+
+from unirun.errors import CheckpointDamaged, UsageError, WorkerLost
+from unirun.experiments import master
+from unirun.experiments.config import (
+    AutomaticEvaluator,
+    ExperimentConfig,
+    ExperimentScheduling,
+    Scheduling,
+    TasksGroup,
+)
+from unirun.experiments.control import ExperimentSaveEvalControl
+from unirun.experiments.experiment import Experiment, register_experiment
+from unirun.experiments.layout import topology
+from unirun.experiments.master import MasterWorkerProcess
+from unirun.experiments.orders import Setup, Trial
+from unirun.experiments.recovery import Recovery
+
+from .setups import ACTOR, PROMPTS, TRAIN, at, call, config_of
+
+
+@dataclass
+class Trained(Experiment):
+    """One call, four steps of eight samples."""
+
+    data: int = 1
+    n_seqs: int = 8
+    steps: int = 4
+
+    def scheduling_setup(self) -> ExperimentScheduling:
+        """As many workers as ranks."""
+        return ExperimentScheduling(TasksGroup(self.data, Scheduling()))
+
+    def initial_setup(self) -> ExperimentConfig:
+        """A checkpoint each second step; all models are saved."""
+        control = ExperimentSaveEvalControl(self.steps, save_freq_steps=1, ckpt_freq_steps=2)
+        calls = [call("train", ["prompt"], (), ACTOR, TRAIN, self.n_seqs)]
+        config = config_of(calls, {ACTOR: at(topology(data=self.data))}, control=control)
+        config.auto_eval, config.evaluator = True, AutomaticEvaluator(PROMPTS)
+        return config
+
+
+register_experiment("tests-trained", Trained)
+
+
+class Method:
+    """A method of a group of workers."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.call = run
+
+    def options(self, **how: Any) -> Method:
+        return self
+
+    def call_async(self, *args: Any) -> Future[Any]:
+        found: Future[Any] = Future()
+        found.set_result(self.call(*args))
+        return found
+
+
+class Workers:
+    """The model workers and the evaluator of a run. Models that it saves have its name in them."""
+
+    def __init__(self, run: str, damaged: Sequence[int] = (), lost_in: int = 0) -> None:
+        self.asked: list[str] = []
+        self._damaged, self.lost_in = damaged, lost_in
+        self.about = Method(lambda: self._note("about", [Setup(8)]))
+        self.restore = Method(self._restore)
+        self.checkpoint = Method(lambda attempt, step: None)
+        self.save = Method(lambda attempt, name, path: Path(path, "model.pt").write_text(run))
+        self.evaluate = Method(lambda attempt, name: self._note("evaluate", [{"right": 1.0, "count": 2.0}]))
+
+    def _note(self, what: str, answer: Any) -> Any:
+        self.asked.append(what)
+        return answer
+
+    def _restore(self, attempt: int, step: int | None, spec: object) -> list[dict[str, int]]:
+        self.asked.append(f"restore {step}")
+        if step in self._damaged:
+            raise CheckpointDamaged(f"{step} cannot be read")
+        return [{"actor@0": step or 0}]
+
+
+class Steps:
+    """Steps without calls. A worker may be lost in one."""
+
+    workers: Workers
+
+    def __init__(self, group: object, resolved: object, attempt: int, number: int, seed: int) -> None:
+        self._number = number + 1
+
+    def load(self, model: object, indices: Sequence[int]) -> tuple[str, ...]:
+        return tuple(map(str, indices))
+
+    def walk(self) -> dict[str, float]:
+        if self.workers.lost_in == self._number:
+            self.workers.lost_in = 0
+            raise WorkerLost("a worker has died", worker="model_worker:0")
+        return {}
+
+
+class Handle:
+    """The job of a master."""
+
+    def __init__(self) -> None:
+        self._state: bytes | None = None
+
+    def job_info(self) -> dict[str, Any]:
+        return {"roles": {"model_worker": {"generation": 0}}}
+
+    def report(self, line: object) -> None: ...
+
+    def save_state(self, state: bytes) -> None:
+        self._state = state
+
+    def load_state(self) -> bytes | None:
+        return self._state
+
+
+Run = Callable[..., dict[str, float]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the trial to its end, with these workers and settings, in a job of its own or in that of `handle`."""
+
+    def start(workers: Workers, *overrides: str, handle: Handle | None = None, **how: Any) -> Any:
+        Steps.workers = workers
+        monkeypatch.setattr(master, "Step", Steps)
+        about = Trial("tests-trained", "one", str(tmp_path), (__name__,), overrides, **how)
+        trainer: Any = MasterWorkerProcess({}, {}, OmegaConf.create(msgspec.to_builtins(about)))
+        trainer.RG_MODEL_WORKER, trainer._master_handle = workers, handle or Handle()
+        trainer.RG_EVALUATOR = evaluator = Workers("")
+        evaluator.evaluate = Method(lambda path: {"of": Path(path, "model.pt").read_text()})
+        trainer.init()
+        return trainer.fit()
+
+    return start
+
+
+def models(root: Path) -> dict[int, str]:
+    """By which run each saved model was made."""
+    found = (root / "checkpoints" / "actor").glob("step*/model.pt")
+    return {int(path.parent.name.removeprefix("step")): path.read_text() for path in found}
+
+
+def lines(root: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (root / name).read_text().splitlines()]
+
+
+class TestOtherSettings:
+    def test_another_layout_is_refused_before_a_worker_is_asked_and_the_checkpoints_stay(
+        self, run: Run, tmp_path: Path
+    ) -> None:
+        run(Workers("first"))
+        workers = Workers("second")
+        with pytest.raises(UsageError) as caught:
+            run(workers, "data=2", resume=True)
+        assert (
+            "000004 was written with other settings: actor@0 was tests-backend with pipe 1 × data 1 × tensor 1 "
+            "and is tests-backend with pipe 1 × data 2 × tensor 1; start with the settings of before, "
+            "with another trial name, or with --recover-mode disabled"
+        ) in str(caught.value)
+        assert workers.asked == []
+        assert Recovery(tmp_path).steps() == [2, 4]
+        assert len(lines(tmp_path, "steps.jsonl")) == 4
+
+    def test_another_number_of_sequences_is_refused(self, run: Run) -> None:
+        run(Workers("first"))
+        with pytest.raises(UsageError, match="n_seqs was 8 and is 4"):
+            run(Workers("second"), "n_seqs=4", resume=True)
+
+    def test_a_trial_that_begins_anew_may_have_others(self, run: Run, tmp_path: Path) -> None:
+        run(Workers("first"))
+        run(Workers("second"), "data=2", "n_seqs=4")
+        assert set(models(tmp_path).values()) == {"second"}
+
+
+class TestDamage:
+    def test_with_resume_only_a_trial_whose_checkpoints_are_all_damaged_fails_and_its_records_stay(
+        self, run: Run, tmp_path: Path
+    ) -> None:
+        run(Workers("first"))
+        workers = Workers("second", damaged=[2, 4])
+        with pytest.raises(
+            CheckpointDamaged, match="no checkpoint of the trial in .* can be read; start with"
+        ):
+            run(workers, resume=True, resume_only=True)
+        assert workers.asked == ["about", "restore 4", "restore 2"]
+        assert len(lines(tmp_path, "steps.jsonl")) == 4
+        assert set(models(tmp_path).values()) == {"first"}
+
+    def test_otherwise_it_begins_anew_and_sets_aside_what_was_there(
+        self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run(Workers("first"))
+        run(Workers("second", damaged=[2, 4]), resume=True)
+        assert "4 cannot be read; an earlier checkpoint is used" in capsys.readouterr().err
+        assert models(tmp_path) == dict.fromkeys(range(1, 5), "second")
+        assert models(tmp_path / "earlier" / "1") == dict.fromkeys(range(1, 5), "first")
+        assert len(lines(tmp_path / "earlier" / "1", "steps.jsonl")) == 4
+
+
+class TestWhatIsMadeAgain:
+    def test_models_after_the_checkpoint_are_saved_and_evaluated_again(
+        self, run: Run, tmp_path: Path
+    ) -> None:
+        run(Workers("first"), "steps=3")
+        run(Workers("second"), "steps=4", resume=True)
+        assert models(tmp_path) == {1: "first", 2: "first", 3: "second", 4: "second"}
+        assert lines(tmp_path, "saves.jsonl") == [
+            {"save": "step000001", "of": "first"},
+            {"save": "step000002", "of": "first"},
+            {"save": "step000003", "of": "second"},
+            {"save": "step000004", "of": "second"},
+        ]
+
+    def test_each_line_is_there_once_though_a_worker_is_lost(self, run: Run, tmp_path: Path) -> None:
+        for lost_in in (1, 2, 4):
+            workers = Workers("first", lost_in=lost_in)
+            run(workers)
+            last = None if lost_in < 3 else 2
+            assert workers.asked == ["about", "restore None", "about", f"restore {last}", "evaluate"]
+            assert [line["step"] for line in lines(tmp_path, "steps.jsonl")] == [1, 2, 3, 4]
+            assert [line["save"][-1] for line in lines(tmp_path, "saves.jsonl")] == ["1", "2", "3", "4"]
+        # A run of a job sets aside what another job has left, and not what it has made itself.
+        assert sorted(path.name for path in (tmp_path / "earlier").iterdir()) == ["1", "2"]
+
+    def test_a_master_that_is_started_again_in_the_job_makes_the_rest_anew(
+        self, run: Run, tmp_path: Path
+    ) -> None:
+        handle = Handle()
+        run(Workers("first"), "steps=1", handle=handle)
+        run(Workers("second"), "steps=3", handle=handle)
+        run(Workers("third"), "steps=4", handle=handle)
+        assert models(tmp_path) == {1: "second", 2: "second", 3: "third", 4: "third"}
+        assert not (tmp_path / "earlier").exists()
+
+
+def test_a_trial_that_has_ended_is_evaluated_once_however_often_it_is_started(
+    run: Run, tmp_path: Path
+) -> None:
+    first = run(Workers("first"))
+    before = lines(tmp_path, "evaluations.jsonl")
+    assert before == [{"step": 4, "train/eval_right": 0.5}]
+    for _ in range(2):
+        workers = Workers("again")
+        assert run(workers, resume=True) == {"train/eval_right": 0.5}
+        assert workers.asked == ["about", "restore 4"]
+    assert first["train/eval_right"] == 0.5
+    assert lines(tmp_path, "evaluations.jsonl") == before
+    assert set(models(tmp_path).values()) == {"first"}
