@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from unirun.errors import Fault
 from unirun.experiments import derive
 from unirun.experiments.graph import MFCDef, ModelInterfaceType, ParamReallocHook
-from unirun.experiments.layout import AXES, NAME_RULE, ModelName, ProcessTopology, is_name
+from unirun.experiments.layout import AXES, PART_RULE, ModelName, ProcessTopology, is_part
 from unirun.experiments.models.api import ModelInterface
 from unirun.experiments.registry import INTERFACES
 
@@ -51,12 +51,12 @@ def call_faults(config: ExperimentConfig) -> list[Fault]:
         name.role: None for name in (*derive.model_names(config), *(c.model_name for c in config.model_rpcs))
     }
     found = [
-        Fault("models", f"{role!r} is no name for a role", NAME_RULE) for role in roles if not is_name(role)
+        Fault("models", f"{role!r} is no name for a role", PART_RULE) for role in roles if not is_part(role)
     ]
     for call in config.model_rpcs:
         where = f"model_rpcs.{call.name}"
-        if not is_name(call.name):
-            found.append(Fault("model_rpcs", f"{call.name!r} is no name for a call", NAME_RULE))
+        if not is_part(call.name):
+            found.append(Fault("model_rpcs", f"{call.name!r} is no name for a call", PART_RULE))
         if call.output_keys and call.interface_type in (
             ModelInterfaceType.TRAIN_STEP,
             ModelInterfaceType.EVALUATE,

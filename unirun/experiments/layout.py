@@ -16,13 +16,22 @@ AXES = ("pipe", "data", "tensor")
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?")
 
+_PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+
 NAME_RULE = "use letters and digits, and '-' and '.' between them"
 """The rule in words, as the remedy of an error."""
 
+PART_RULE = "use letters, digits and '_', and '-' and '.' between them"
+
 
 def is_name(value: object) -> bool:
-    """Whether an experiment, a trial, a role or a call may have this name: it is a part of a path, and of keys."""
+    """Whether an experiment or a trial may have this name: it is a part of a path, and of a job's id."""
     return isinstance(value, str) and _NAME.fullmatch(value) is not None and ".." not in value
+
+
+def is_part(value: object) -> bool:
+    """Whether a role or a call may have this name: it is a part of a path, and of keys."""
+    return isinstance(value, str) and _PART.fullmatch(value) is not None and ".." not in value
 
 
 class ModelName(NamedTuple):
