@@ -70,7 +70,7 @@ class ModelWorkerProcess(BaseWorkload):
         try:
             self._read()
         except Exception as error:  # noqa: BLE001 - raised by `about`
-            # The same would happen again after a restart: the master is told, which ends the trial.
+            # A restart would raise it again: `about` raises it in the master, and the trial ends.
             self._fault = error
         self._attempt = -1
         # Counts and figures are on the CPU.

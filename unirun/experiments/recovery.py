@@ -67,7 +67,8 @@ class Settings(Value):
 
 class RecoverInfo(Value):
     """How far a trial has come: `step` steps are done in all, and `epoch_step` in the epoch. `used_ids` are the samples
-    of the epoch that were used. `versions` says how often each model was trained. `settings` are there in files."""
+    of the epoch that were used. `versions` says how often each model was trained. `settings` is None until it is
+    written."""
 
     step: int = 0
     epoch: int = 0

@@ -307,5 +307,5 @@ def _number_or_copy(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
     except Exception:  # noqa: BLE001 - classes raise what they like
-        # Whether it can be sent is told when it is.
+        # If it cannot be pickled either, sending the report raises that.
         return value

@@ -70,7 +70,7 @@ def _copied(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
     except Exception:  # noqa: BLE001 - classes raise what they like
-        # An object with a tensor that has been computed. It can be pickled; what cannot be is told.
+        # deepcopy refuses tensors with a grad_fn, which pickle takes. `encode` raises `UsageError` for the rest.
         return torch.load(io.BytesIO(encode({"value": value})), weights_only=False)["value"]
 
 

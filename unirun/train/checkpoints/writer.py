@@ -4,7 +4,7 @@ A plain state is written by rank 0, a sharded one by all ranks. Each rank writes
 Rank 0 *commits*: it waits until everything is written, and writes the manifest. That is done when the driver says so,
 who has the report that follows by then: so a report arrives once for each checkpoint, whatever dies in between. A
 checkpoint that no report follows within `HOLD` seconds, or after which another one is saved, is committed by rank 0,
-and the driver is told with the next report. One whose score comes with its report waits for that.
+and the driver learns of it from the next report. A checkpoint whose score is in its report waits for that report.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ class Writer:
                     future.set_exception(error)
 
     def _await_word(self, pending: _Pending) -> None:
-        """Wait until a checkpoint counts: by itself, if no report follows in time, unless its score is in that."""
+        """Wait until a checkpoint counts: by itself, if no report follows in time, unless its score is in that. The next
+        report, the next `save`, `finish` or `close` ends the wait."""
         alone = HOLD if self._strategy.is_scored(*pending.scores) else None
         with self._changed:
             self._changed.wait_for(lambda: pending.reported or pending.counts or self._closed, alone)
