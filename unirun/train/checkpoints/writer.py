@@ -135,8 +135,8 @@ class Writer:
                     future.set_exception(error)
 
     def _await_word(self, pending: _Pending) -> None:
-        """Wait until a checkpoint counts: by itself, if no report follows in time, unless its score is in that. The next
-        report, the next `save`, `finish` or `close` ends the wait."""
+        """Wait until a checkpoint counts: by itself, if no report follows in time, unless its score is in that.
+        The next report, the next `save`, `finish` or `close` ends the wait."""
         alone = HOLD if self._strategy.is_scored(*pending.scores) else None
         with self._changed:
             self._changed.wait_for(lambda: pending.reported or pending.counts or self._closed, alone)
