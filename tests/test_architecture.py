@@ -68,7 +68,7 @@ MAY_READ_YAML = frozenset(
     }
 )
 
-MAX_LINES = 400
+MAX_LINES = 800
 
 
 @dataclass(frozen=True, eq=False)
