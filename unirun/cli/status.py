@@ -92,8 +92,13 @@ def _print(status: JobStatus, master: str, batch: str, logs: str) -> None:
         headers.append("METRICS")
         for row, (_, worker) in zip(rows, workers, strict=True):
             # What came from whom is shown by `unirun weights --plan`.
-            metrics = {name: float(value) for name, value in worker.metrics.items() if FROM not in name}
-            row.append(" ".join(f"{name}={value:.6g}" for name, value in metrics.items()))
+            metrics = {name: value for name, value in worker.metrics.items() if FROM not in name}
+            row.append(
+                " ".join(
+                    f"{name}={'nan' if value is None else format(value, '.6g')}"
+                    for name, value in metrics.items()
+                )
+            )
     print_table(headers, rows)
     if status.failures:
         shown, every = len(status.failures), status.failed

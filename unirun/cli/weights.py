@@ -62,8 +62,8 @@ def versions(status: JobStatus) -> dict[tuple[str, int], str]:
     for role in status.roles:
         for worker in role.workers:
             for name, value in worker.metrics.items():
-                if name.endswith(VERSION):
-                    found[name.removesuffix(VERSION), -int(float(value))][role.name].append(worker.rank)
+                if name.endswith(VERSION) and value is not None:
+                    found[name.removesuffix(VERSION), -int(value)][role.name].append(worker.rank)
     return {
         (channel, -older): ", ".join(
             f"{role}:{show_ranks(ranks)}" for role, ranks in found[channel, older].items()
@@ -80,8 +80,8 @@ def moves(status: JobStatus) -> list[Move]:
             for name, value in worker.metrics.items():
                 channel, separator, rest = name.partition(FROM)
                 source, _, path = rest.partition("/")
-                if separator and float(value):
-                    found.append(Move(channel, f"{role.name}:{worker.rank}", source, path, float(value)))
+                if separator and value:
+                    found.append(Move(channel, f"{role.name}:{worker.rank}", source, path, value))
     return sorted(found, key=lambda move: (move.channel, move.path))
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from unirun.wire.codec import finite
 
 STEPS, EVALUATIONS, SAVES = "steps.jsonl", "evaluations.jsonl", "saves.jsonl"
 CHECKPOINTS, SAVED = "checkpoints", "step"
@@ -21,9 +24,9 @@ class Records:
         self._root = root
 
     def write(self, name: str, line: Mapping[str, Any]) -> None:
-        """Add a line to one of the files."""
+        """Add a line to one of the files. A figure that is not finite is null in it."""
         with (self._root / name).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(_json(line))
 
     def read(self, name: str) -> list[dict[str, Any]]:
         """All lines of a file. One that was cut, as its process was killed, is left out."""
@@ -37,9 +40,11 @@ class Records:
         return found
 
     def of_step(self, name: str, step: int) -> dict[str, Any]:
-        """The figures of the line of `step`; none if there is no such line."""
+        """The figures of the line of `step`, nan for those that are null; none if there is no such line."""
         found = [line for line in self.read(name) if line.pop("step") == step]
-        return found[-1] if found else {}
+        return (
+            {key: math.nan if value is None else value for key, value in found[-1].items()} if found else {}
+        )
 
     def set_aside(self) -> None:
         """The trial begins anew: move these files and the saved models of the run before to ``earlier/1``, …"""
@@ -63,8 +68,12 @@ class Records:
             if (self._root / name).exists():
                 lines = [line for line in self.read(name) if _step_of(line) <= step]
                 part = self._root / f"{name}.partial"
-                part.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+                part.write_text("".join(map(_json, lines)))
                 part.rename(self._root / name)
+
+
+def _json(line: Mapping[str, Any]) -> str:
+    return json.dumps(finite(line), allow_nan=False) + "\n"
 
 
 def _number(save: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,4 +77,7 @@ def plain(value: Any) -> Any:
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | frozenset):
         return [plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        # JSON has no such number, and this one is a setting: null would be None.
+        return str(value)
     return value if isinstance(value, bool | int | float) or value is None else str(value)

@@ -43,7 +43,7 @@ class WorkerStatus(Value):
     memory: int | None = None
     cpu: float | None = None
     generation: int = 0
-    metrics: dict[str, float | str] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
 
 
 class RoleStatus(Value):

@@ -31,9 +31,12 @@ def encode(message: Message) -> dict[str, Any]:
     return payload
 
 
-def finite(values: Mapping[str, float]) -> dict[str, float | str]:
-    """Replace nan and infinities, which JSON cannot represent, by ``"nan"``, ``"inf"`` and ``"-inf"``."""
-    return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+def finite(values: Mapping[str, T]) -> dict[str, T | None]:
+    """Replace nan and infinities, which JSON does not have, by None: what reads figures, as pandas, knows null."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
 
 
 def decode(payload: dict[str, Any]) -> Message:
@@ -48,12 +51,11 @@ def decode(payload: dict[str, Any]) -> Message:
 
 
 def _with_floats(payload: dict[str, Any]) -> dict[str, Any]:
-    """Convert the strings that stand for nan and infinities in the payload of `Metrics` back to floats."""
+    """Make nan of the nulls in the payload of `Metrics`, which stand for values that are not finite."""
     values = payload.get("values")
     if payload.get("type") != "Metrics" or not isinstance(values, dict):
         return payload
-    texts = ("nan", "inf", "-inf")
-    return {**payload, "values": {k: float(v) if v in texts else v for k, v in values.items()}}
+    return {**payload, "values": {k: math.nan if v is None else v for k, v in values.items()}}
 
 
 def typed(kind: type[T], fields: dict[str, Any]) -> T:

@@ -80,7 +80,8 @@ class Stuck(Value, tag=True):
 
 
 class Metrics(Value, tag=True):
-    """Metrics of a worker by name, taken at `time` in seconds since the epoch. Values may be nan or infinite."""
+    """Metrics of a worker by name, taken at `time` in seconds since the epoch. Values may be nan, which stands for
+    infinities too."""
 
     values: dict[str, float]
     time: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,20 @@ class TestRecords:
         with (tmp_path / STEPS).open("a") as file:
             file.write('{"step": 2, "lo')
         assert records.read(STEPS) == [{"step": 1}]
+
+    def test_figures_that_are_not_finite_are_null_which_every_reader_of_json_knows(
+        self, records: Records, tmp_path: Path
+    ) -> None:
+        records.write(STEPS, {"step": 1, "loss": math.nan, "norm": math.inf, "lr": 0.5})
+        with (tmp_path / STEPS).open("a") as file:
+            file.write('{"step": 2, "loss": NaN}\n')
+        records.drop_after(2)
+        text = (tmp_path / STEPS).read_text()
+        assert text == '{"step": 1, "loss": null, "norm": null, "lr": 0.5}\n{"step": 2, "loss": null}\n'
+        found = records.of_step(STEPS, 1)
+        assert math.isnan(found.pop("loss"))
+        assert math.isnan(found.pop("norm"))
+        assert found == {"lr": 0.5}
 
     def test_steps_that_are_made_again_are_dropped(self, records: Records) -> None:
         for step in range(1, 5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from xml.etree import ElementTree
 
 import pytest
@@ -34,6 +35,10 @@ def test_the_configuration_is_json_of_which_nothing_is_left_out(config: Experime
     }
     assert shard["should_instantiate"] is False
     assert "resolved" not in found
+
+
+def test_a_setting_that_is_not_finite_is_text_as_json_has_no_such_number() -> None:
+    assert json.dumps(plain({"clip": math.inf, "lr": 0.5}), allow_nan=False) == '{"clip": "inf", "lr": 0.5}'
 
 
 def test_after_it_the_placement_the_calls_and_the_data_are_for_people(config: ExperimentConfig) -> None:

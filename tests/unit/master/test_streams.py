@@ -42,7 +42,7 @@ from unirun.wire.reports import (
     WorkerRunning,
 )
 
-METRICS = {"loss": 0.5, "norm": "nan"}
+METRICS = {"loss": 0.5, "norm": None}
 """As JSON has them."""
 
 

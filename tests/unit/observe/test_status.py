@@ -63,11 +63,11 @@ def test_a_running_job_is_as_it_was_written(job: tuple[JobDir, int]) -> None:
     os.close(job[1])
 
 
-def test_a_metric_that_is_not_finite_is_text(job: tuple[JobDir, int]) -> None:
-    worker = structs.replace(STATUS.roles[0].workers[0], metrics={"loss": "nan", "speed": 1.0})
+def test_a_metric_that_is_not_finite_is_null(job: tuple[JobDir, int]) -> None:
+    worker = structs.replace(STATUS.roles[0].workers[0], metrics={"loss": None, "speed": 1.0})
     role = structs.replace(STATUS.roles[0], workers=(worker,))
     write_status(job[0], structs.replace(STATUS, roles=(role,)))
-    assert read_status(job[0]).roles[0].workers[0].metrics == {"loss": "nan", "speed": 1.0}
+    assert read_status(job[0]).roles[0].workers[0].metrics == {"loss": None, "speed": 1.0}
     os.close(job[1])
 
 
