@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from unirun.errors import UsageError
+from unirun.train.checkpoints import unwrapped
 from unirun.train.data import Loader
 from unirun.train.functions import in_worker, session
 from unirun.train.nested import rebuilt
@@ -77,8 +78,9 @@ def prepare_model(model: M, parallel: Parallel = "ddp", *, move: bool = True, **
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel, or the model itself."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    """The model inside of DistributedDataParallel and torch.compile, or the model itself."""
+    inner: nn.Module = unwrapped(model)
+    return inner
 
 
 class _Autocast:

@@ -53,8 +53,9 @@ def save_checkpoint(**state: Any) -> None:
     """Save a checkpoint: tensors, state dicts, modules, optimizers, plain data. Every rank calls it.
 
     A copy is made at once and written beside training. Modules and optimizers stand for their state dicts, without the
-    wrapper of DistributedDataParallel. It is the state of rank 0 that is kept; when some tensor is a DTensor (FSDP2),
-    each rank saves its part, by ``torch.distributed.checkpoint``. The positions of datasets are saved with it.
+    wrappers of DistributedDataParallel and torch.compile. It is the state of rank 0 that is kept; when some tensor is a
+    DTensor (FSDP2), each rank saves its part, by ``torch.distributed.checkpoint``. The positions of datasets are saved
+    with it.
 
     It counts together with the report that follows within a second, so that each of these arrives once, whatever dies
     in between; without one, it counts by itself. Rank 0 waits here until the checkpoint before counts. Raises

@@ -16,8 +16,9 @@ from torch import nn
 
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.train.checkpoints.folder import Folder, Manifest
-from unirun.train.checkpoints.state import STATE, is_local, listed, plain_state, unwrapped
+from unirun.train.checkpoints.state import STATE, is_local, listed, named_as, plain_state, unwrapped
 from unirun.train.nested import mapped
+from unirun.weights.compiled import original_name
 
 ALIKE = "load it under the name with which save_checkpoint has saved it"
 
@@ -40,7 +41,7 @@ def put_into(into: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     for target, own in [*_matched(into, state)]:
         if isinstance(target, nn.Module):
             like = target.state_dict()
-            own = {key: _part_of(each, like.get(key)) for key, each in own.items()}
+            own = {key: _part_of(each, like.get(key)) for key, each in named_as(target, own).items()}
         elif isinstance(target, torch.optim.Optimizer):
             parameters = _parameters(target)
             own = {
@@ -157,6 +158,12 @@ def _load_sharded(folder: Folder, version: int, into: Mapping[str, Any] | None) 
             for number, stats in names.get("state", {}).items():
                 if (like := parameters.get(int(number))) is not None:
                     own["state"][int(number)] = mapped(partial(empty, like=like), stats)
+        elif isinstance(target, nn.Module):
+            # A user's state dict of a compiled model has been saved with its own names.
+            saved_as = {original_name(name): name for name in names}
+            tensors = {saved_as.get(name, name): tensor for name, tensor in own.items()}
+            own.clear()
+            own.update(tensors)
     _fill(state, reader)
     for target, own in [*_matched(into, state)]:
         if not isinstance(target, nn.Module):

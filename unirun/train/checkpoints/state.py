@@ -1,7 +1,8 @@
 """What a user saves, as bytes or by torch.distributed.checkpoint.
 
-A value may be anything that pickles. A module or an optimizer stands for its state dict; the wrapper of
-DistributedDataParallel is taken off. When any tensor is a part (a DTensor, as with FSDP2), all ranks write their own.
+A value may be anything that pickles. A module or an optimizer stands for its state dict; the wrappers of
+DistributedDataParallel and torch.compile are taken off, so names are those of the model alone. When any tensor is a
+part (a DTensor, as with FSDP2), all ranks write their own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import sys
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import nn
 from unirun.errors import UsageError
 from unirun.train.checkpoints.folder import Folder
 from unirun.train.nested import mapped
+from unirun.weights.compiled import COMPILED, by_original_name, original_name
 
 STATE = "state.pt"
 
@@ -30,8 +33,25 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _stated(value: Any) -> Any:
     if _has_state(value):
-        return unwrapped(value).state_dict()
+        inner = unwrapped(value)
+        return _of_model(inner) if isinstance(inner, nn.Module) else inner.state_dict()
     return plain_state(value) if isinstance(value, Mapping) else value
+
+
+def _of_model(model: nn.Module) -> Mapping[str, Any]:
+    """The state dict of a model, with the names that it has when no part of it is compiled."""
+    state: Any = model.state_dict()
+    if any(COMPILED in name for name in state):
+        versions = {original_name(path): each for path, each in getattr(state, "_metadata", {}).items()}
+        state = OrderedDict(by_original_name(state))
+        state._metadata = versions
+    return state  # type: ignore[no-any-return]
+
+
+def named_as(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict `saved` with the names that `model` has, whatever is compiled here and was compiled there."""
+    own = {original_name(name): name for name in model.state_dict()}
+    return {own.get(name, name): value for name, value in by_original_name(saved).items()}
 
 
 def _has_state(value: Any) -> bool:
@@ -39,8 +59,19 @@ def _has_state(value: Any) -> bool:
 
 
 def unwrapped(value: Any) -> Any:
-    """The model inside of DistributedDataParallel; any other value as it is."""
-    return value.module if isinstance(value, nn.parallel.DistributedDataParallel) else value
+    """The model inside of DistributedDataParallel and torch.compile, in any order; any other value as it is."""
+    while (inner := _inside(value)) is not None:
+        value = inner
+    return value
+
+
+def _inside(value: Any) -> Any:
+    """What one wrapper holds; None for anything else. Nothing is compiled where nobody has imported torch.compile's
+    module, which takes long."""
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is not None and isinstance(value, compiler.OptimizedModule):
+        return value._orig_mod
+    return value.module if isinstance(value, nn.parallel.DistributedDataParallel) else None
 
 
 def is_sharded(value: Any) -> bool:
