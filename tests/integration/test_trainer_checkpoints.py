@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -12,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integration.harness import Unirun
+from tests.integration.harness import Unirun, eventually
 from unirun import train
-from unirun.errors import UsageError
+from unirun.errors import CheckpointDamaged, TrainingFailed, UsageError
 from unirun.train import Trainer
 from unirun.train.checkpoints import writer
 
@@ -89,6 +90,58 @@ class TestCheckpoints:
         assert own.best_checkpoint_path is not None
         assert own.latest_checkpoint is not None
         assert (own.best_checkpoint_path[-1], own.latest_checkpoint[-1]) == ("1", "6")
+
+    def test_a_damaged_one_that_is_named_is_refused(self, trainer: Trainer, tmp_path: Path) -> None:
+        trainer.run(lambda: train.save_checkpoint(weights=torch.zeros(1000)))
+        assert trainer.latest_checkpoint is not None
+        copy = shutil.copytree(trainer.latest_checkpoint, tmp_path / "000005")
+        state = bytearray((copy / "state.pt").read_bytes())
+        state[len(state) // 2] ^= 255
+        (copy / "state.pt").write_bytes(state)
+        with pytest.raises(CheckpointDamaged, match=f"checkpoint 5 is damaged: {copy}/state.pt is not as it"):
+            trainer.run(train.load_checkpoint, checkpoint=copy)
+
+    def test_one_that_other_ranks_than_0_have_saved_is_an_error(self, trainer: Trainer) -> None:
+        def function() -> None:
+            if train.world_rank() == 1:
+                train.save_checkpoint(step=1)
+            train.report()
+            time.sleep(600.0)
+
+        with pytest.raises(TrainingFailed, match="rank 0 no checkpoints, rank 1 1 checkpoint"):
+            trainer.run(function)
+
+    def test_what_other_ranks_than_0_have_saved_is_told_once(
+        self, trainer: Trainer, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        def function() -> None:
+            for step in range(2):
+                train.save_checkpoint(step=step, model=torch.nn.Linear(1, 1), generator=train.world_rank())
+                train.report()
+
+        trainer.run(function)
+        assert capfd.readouterr().err.count("'generator' of ranks 1-2 is not as that of rank 0") == 1
+
+    def test_one_that_is_not_loaded_after_a_loss_is_told(
+        self, trainer: Trainer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        def function(config: dict[str, Path]) -> None:
+            for step in range(2):
+                train.save_checkpoint(step=step)
+                train.report(step=step)
+                dist.barrier()
+                if step == 0 and train.world_rank() == 1 and not config["mark"].exists():
+                    config["mark"].touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        trainer.run(function, {"mark": tmp_path / "mark"})
+        shown: list[str] = []
+
+        def told() -> bool:
+            shown.append(capfd.readouterr().err)
+            return "/checkpoints/000001, which the function has not loaded" in "".join(shown)
+
+        eventually(told, "it is told")
 
     def test_what_four_ranks_have_saved_in_parts_loads_on_two(self, home: Unirun) -> None:
         def function() -> Any:

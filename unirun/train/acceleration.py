@@ -38,12 +38,19 @@ def accelerate(amp: Literal["bf16", "fp16"] | bool | None = None) -> None:
     """Compute in mixed precision from now on, in models that `prepare_model` has prepared: ``"bf16"`` (also True), or
     ``"fp16"``, which scales gradients on a GPU. None or False: in the precision of the parameters.
 
-    Call it first. Raises `UsageError`.
+    Call it first; a later call is for what is prepared after that. Raises `UsageError`, also when the first call comes
+    after `prepare_model` or `prepare_optimizer`; not so outside a `Trainer`, where nothing says when a run begins.
     """
     kind = "bf16" if amp is True else amp
     if kind and kind not in DTYPES:
         raise UsageError(f"amp={amp!r}", "it is 'bf16', 'fp16' or None")
     precision = session().precision
+    if kind and precision.used and not precision.chosen and in_worker():
+        raise UsageError(
+            "accelerate was called after prepare_model or prepare_optimizer, and has no effect on what these returned",
+            "call it first",
+        )
+    precision.chosen = precision.chosen or not precision.used
     precision.dtype = DTYPES[kind] if kind else None
     needs_scale = kind == "fp16" and device().type == "cuda"
     precision.scaler = torch.amp.GradScaler(device().type) if needs_scale else None
@@ -60,6 +67,7 @@ def prepare_model(model: M, parallel: Parallel = "ddp", *, move: bool = True, **
         raise UsageError(f"parallel={parallel!r}", "it is 'ddp', 'fsdp' or None")
     if move:
         model = model.to(device())
+    session().precision.used = True
     if (dtype := session().precision.dtype) is not None:
         model.forward = _Autocast(model.forward, dtype)
     if parallel is None or session().place.world == 1:
@@ -113,6 +121,7 @@ def prepare_data_loader(loader: DataLoader[Any]) -> Loader | DataLoader[Any]:
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer, of which `step` undoes the scaling of gradients with ``accelerate("fp16")``."""
+    session().precision.used = True
     scaler = session().precision.scaler
     if scaler is not None:
         step = optimizer.step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unirun.errors import TrainingFailed
@@ -10,27 +10,42 @@ from unirun.graph import show_ranks
 from unirun.values import Value
 
 
+class Saved(Value):
+    """The checkpoints that a rank has saved in this attempt. `together`: each of them needs all ranks, as it has the
+    positions of datasets. `sharded`: each rank has written a part. `outline` is that of the first one (`outline` in
+    `checkpoints.state`), with the report that follows it."""
+
+    count: int = 0
+    together: bool = False
+    sharded: bool = False
+    outline: Mapping[str, int] = {}
+
+
 class Reported(Value):
-    """The report of a rank with this `number`, from 1 on. `pending` is the checkpoint that counts when it does."""
+    """The report of a rank with this `number`, from 1 on. `pending` is the checkpoint that counts when it does, `saved`
+    are those that the rank has saved before it."""
 
     number: int
     metrics: Mapping[str, Any]
     pending: int | None = None
+    saved: Saved = Saved()
 
 
 class Finished(Value):
-    """The function has returned in a rank, after `count` reports. `pending` is as in `Reported`."""
+    """The function has returned in a rank, after `count` reports. `pending` and `saved` are as in `Reported`."""
 
     count: int
     pending: int | None = None
+    saved: Saved = Saved()
 
 
 class Round(Value):
-    """What all ranks have said: their metrics in rank order, or None when all have finished; and the checkpoint that is
-    to be committed first."""
+    """What all ranks have said: their metrics in rank order, or None when all have finished; the checkpoint that is to
+    be committed first; and what it does not have of other ranks than 0, in words."""
 
     results: tuple[Mapping[str, Any], ...] | None
     pending: int | None
+    dropped: str = ""
 
 
 class Lockstep:
@@ -43,7 +58,8 @@ class Lockstep:
     def hear(self, rank: int, said: Reported | Finished) -> Round | None:
         """Take the next word of a rank. Returns the round when it is complete.
 
-        Raises `TrainingFailed` when some ranks have finished and others report once more.
+        Raises `TrainingFailed` when some ranks have finished and others report once more, and when a checkpoint would
+        not be kept, as ranks have saved unequally often.
         """
         self._said[rank] = said
         finished = {rank: each.count for rank, each in self._said.items() if isinstance(each, Finished)}
@@ -59,7 +75,41 @@ class Lockstep:
         if len(self._said) < self._world:
             return None
         said_by, self._said = self._said, {}
-        pending = said_by[0].pending
-        if finished:
-            return Round(None, pending)
-        return Round(tuple(said_by[rank].metrics for rank in range(self._world)), pending)  # type: ignore[union-attr]
+        saved = [said_by[rank].saved for rank in range(self._world)]
+        _check_saved(saved)
+        results = tuple(each.metrics for _, each in sorted(said_by.items()) if isinstance(each, Reported))
+        return Round(None if finished else results, said_by[0].pending, dropped(saved))
+
+
+def _check_saved(saved: Sequence[Saved]) -> None:
+    """What rank 0 saves counts. Without datasets it may do so alone."""
+    own = saved[0]
+    others = {rank: each.count for rank, each in enumerate(saved) if each.count > own.count}
+    others |= {rank: each.count for rank, each in enumerate(saved) if own.together and each.count < own.count}
+    if others:
+        ranks = [rank for rank, count in others.items() if count == next(iter(others.values()))]
+        raise TrainingFailed(
+            f"the ranks have saved unequally often: rank 0 {_checkpoints(own.count)}, rank{'s' * (len(ranks) > 1)} "
+            f"{show_ranks(ranks)} {_checkpoints(others[ranks[0]])}",
+            "every rank calls save_checkpoint, equally often: without rank 0 none is kept",
+        )
+
+
+def _checkpoints(count: int) -> str:
+    return f"{count or 'no'} checkpoint{'s' * (count != 1)}"
+
+
+def dropped(saved: Sequence[Saved]) -> str:
+    """What ranks have saved that is not in the checkpoint, in words; empty when that is nothing."""
+    own = saved[0]
+    found: dict[str, list[int]] = {}
+    for rank, each in enumerate(saved):
+        for name, mark in each.outline.items():
+            # A name that only other ranks have is kept in a sharded checkpoint.
+            if mark != own.outline.get(name, mark if own.sharded else None):
+                found.setdefault(name, []).append(rank)
+    if not own.count or not found:
+        return ""
+    names = ", ".join(f"{name!r} of rank{'s' * (len(r) > 1)} {show_ranks(r)}" for name, r in found.items())
+    kept = "one rank, as it is no part of a DTensor" if own.sharded else "rank 0, as none of it is a DTensor"
+    return f"{names} is not as that of rank 0: the checkpoint has that of {kept}"

@@ -94,7 +94,7 @@ class TrainingIterator:
         self._held: tuple[Round, int] | None = None
         self._results: list[Any] | None = None
         self._of_callback: Exception | None = None
-        self._finished = False
+        self._finished = self._dropped = False
         self._iterating = threading.RLock()
         self._closed = False
         self.latest: Info | None = None
@@ -252,6 +252,7 @@ class TrainingIterator:
         start = self._request.checkpoint
         if isinstance(start, str):
             url, _, name = start.rstrip("/").rpartition("/")
+            group[0].verify(url, int(name))
             return (url, int(name)), number
         return start, number
 
@@ -300,6 +301,9 @@ class TrainingIterator:
             if whole.results is not None:
                 number += 1
                 ask(number)
+            if whole.dropped and not self._dropped:
+                self._dropped = True
+                report(f"unirun: {whole.dropped}")
             if whole.pending is not None:
                 self._held = whole, whole.pending
                 self._keep(group, run, attempt, whole.pending)

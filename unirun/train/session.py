@@ -15,12 +15,25 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch.utils.data import DataLoader
 
 from unirun.errors import UsageError
-from unirun.train.checkpoints import Folder, Info, Manifest, Writer, load, plain_state, put_into, snapshot
+from unirun.reporting import report
+from unirun.train.checkpoints import (
+    Folder,
+    Info,
+    Manifest,
+    Writer,
+    is_sharded,
+    load,
+    outline,
+    plain_state,
+    put_into,
+    snapshot,
+)
 from unirun.train.data import Loader, Progress, Shard, sharded
-from unirun.train.lockstep import Finished, Reported
+from unirun.train.lockstep import Finished, Reported, Saved
 from unirun.train.nested import mapped
 from unirun.values import Value
 
@@ -47,8 +60,10 @@ class Place(Value):
 
 class Precision:
     """How the function computes (`accelerate`): in which `dtype`, None for that of the parameters, and what scales
-    gradients, which is there for float16 on a GPU only."""
+    gradients, which is there for float16 on a GPU only. `used`: something was prepared for
+    it; `chosen`: the function has said before that how it computes."""
 
+    chosen = used = False
     dtype: torch.dtype | None = None
     scaler: torch.amp.GradScaler | None = None
 
@@ -86,11 +101,14 @@ class Session:
         self._waited = 0.0
         self._reseed: Callable[[int], None] = lambda number: None
         self._saves = saves
+        self._saved = Saved()
+        self._loaded = resume is None
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Hand `metrics` to the driver. Waits while it has not taken those before."""
         self.check()
         check_names(metrics)
+        self._check_loaded()
         values = {name: _plain(value) for name, value in metrics.items()}
         now = self._now()
         values |= {"_timestamp": self._wall(), "_time_this_iter_s": now - self._last}
@@ -105,14 +123,15 @@ class Session:
                 self._changed.wait()
             self.check()
             self._count += 1
-            self._reports.append(Reported(self._count, values, pending))
+            self._reports.append(Reported(self._count, values, pending, self._saved))
+            self._saved = replace(self._saved, outline={})
             self._changed.notify_all()
 
     def finish(self) -> None:
         """The function has returned: wait for checkpoints that are being written."""
         pending = self._writer.finish() if self._writer is not None else None
         with self._changed:
-            self._finished = Finished(self._count, pending)
+            self._finished = Finished(self._count, pending, self._saved)
             self._changed.notify_all()
 
     def take(self, number: int) -> Reported | Finished:
@@ -154,11 +173,38 @@ class Session:
     def save(self, state: Mapping[str, Any]) -> None:
         """Save a checkpoint."""
         self.check()
+        if state:
+            # Without one it has nothing to load: the positions of datasets are all that it saves.
+            self._check_loaded()
+        else:
+            self._loaded = True
         progress = {name: shard.progress for name, shard in self._shards.items()}
         if self._writer is not None:
             self._writer.save(state, progress)
+            self._count_saved(state, together=bool(progress))
         self._saves += 1
         self._reseed(self._saves)
+
+    def _count_saved(self, state: Mapping[str, Any], *, together: bool) -> None:
+        count, shown = self._saved.count + 1, self._saved.outline
+        if count == 1 and self.place.world > 1:
+            whole = plain_state(state)
+            shown = outline(whole)
+            self._saved = replace(self._saved, sharded=is_sharded(whole))
+        self._saved = replace(self._saved, count=count, outline=shown, together=together)
+
+    def _check_loaded(self) -> None:
+        """Warn of a function that does not load what it goes on from, once, and not from each rank: one may load it for
+        all."""
+        if not self._loaded and not self.place.rank:
+            found = (
+                self._resume[0].path(self._resume[1].number) if isinstance(self._resume, tuple) else "a state"
+            )
+            report(
+                f"unirun: this run goes on from {found}, which the function has not loaded, so it begins anew; "
+                "call load_checkpoint first"
+            )
+        self._loaded = True
 
     def begin_seeds(self, reseed: Callable[[int], None]) -> None:
         """Call `reseed` with the number of each checkpoint that is saved or loaded, and now. Algorithms are
@@ -172,6 +218,7 @@ class Session:
     def load(self, into: dict[str, Any] | None) -> dict[str, Any] | None:
         """The state that the run goes on from; None at the beginning."""
         self.check()
+        self._loaded = True
         try:
             if self._resume is None:
                 return None

@@ -200,6 +200,12 @@ class TrainWorker(BaseWorkload):
         whole = [info for info in folder.infos() if latest is not None and info.number <= latest.number]
         return latest, whole, max(folder.numbers(), default=0) + 1
 
+    @trainer_invocation(concurrency=CALLS)
+    def verify(self, url: str, number: int) -> None:
+        """Raise `CheckpointDamaged` when a checkpoint is not as it was written, and `UsageError` when there is none."""
+        folder = Folder(url)
+        folder.verify(folder.require(number))
+
     def clear(self, url: str) -> None:
         """Delete checkpoints that were not finished. Nothing runs."""
         self._clear()

@@ -149,10 +149,26 @@ class TestPrecision:
         assert model.dtype is other.dtype is torch.bfloat16
 
     def test_models_that_were_prepared_before_are_not_changed(self, alone: Session) -> None:
-        before = train.prepare_model(Net(lambda y: y))
         train.accelerate("bf16")
-        before(torch.ones(1, 2))
-        assert before.dtype is torch.float32
+        before = train.prepare_model(Net(lambda y: y))
+        train.accelerate(None)
+        after = train.prepare_model(Net(lambda y: y))
+        for each in (before, after):
+            each(torch.ones(1, 2))
+        assert (before.dtype, after.dtype) == (torch.bfloat16, torch.float32)
+
+    @pytest.mark.parametrize("prepared", ["model", "optimizer"])
+    def test_it_is_refused_where_it_comes_too_late_to_have_an_effect(
+        self, alone: Session, prepared: str
+    ) -> None:
+        model = Net(itself)
+        if prepared == "model":
+            train.prepare_model(model)
+        else:
+            train.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        train.accelerate(None)
+        with pytest.raises(UsageError, match=r"accelerate was called after prepare_model .*; call it first"):
+            train.accelerate("bf16")
 
     def test_on_a_cpu_gradients_are_not_scaled(self, alone: Session) -> None:
         train.accelerate("fp16")

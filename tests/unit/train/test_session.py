@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,53 @@ class TestReports:
     def test_names_of_unirun_are_refused(self, session: Session, name: str) -> None:
         with pytest.raises(UsageError, match="begins with an underscore"):
             train.report(**{name: 1})
+
+
+class TestACheckpointThatIsNotLoaded:
+    """The function goes on from one, and begins anew."""
+
+    SAID = r"goes on from a state, which the function has not loaded, so it begins anew; call load_checkpoint first"
+
+    @pytest.fixture
+    def going_on(self, tmp_path: Path) -> Iterator[Session]:
+        made = Session(Place(), resume={"epoch": 1})
+        functions.enter(made)
+        yield made
+        functions.enter(None)
+        made.close()
+
+    @pytest.mark.parametrize(
+        "act", [lambda: train.report(), lambda: train.save_checkpoint(epoch=1)], ids=["report", "save"]
+    )
+    def test_it_is_told_once(
+        self, going_on: Session, capfd: pytest.CaptureFixture[str], act: Callable[[], None]
+    ) -> None:
+        act()
+        act()
+        assert re.findall(self.SAID, capfd.readouterr().err) == [self.SAID]
+
+    def test_its_path_is_told(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        resume = Folder(str(tmp_path)), Manifest(3, 1, False, {})
+        Session(Place(), resume=resume).report({})
+        assert f"goes on from {tmp_path}/000003, which" in capfd.readouterr().err
+
+    def test_nothing_is_told_when_it_was_loaded(
+        self, going_on: Session, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        train.load_checkpoint()
+        train.save_checkpoint(epoch=1)
+        train.report()
+        assert capfd.readouterr().err == ""
+
+    def test_nothing_is_told_where_there_is_nothing_to_load(
+        self, going_on: Session, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        train.save_checkpoint()
+        train.report()
+        Session(Place()).report({})
+        # Rank 0 may load it for all.
+        Session(Place(1, 2), resume={"epoch": 1}).report({})
+        assert capfd.readouterr().err == ""
 
 
 class TestInterrupts:

@@ -2,7 +2,7 @@
 
 from unirun.train.checkpoints.folder import Folder, Manifest
 from unirun.train.checkpoints.loading import load, put_into
-from unirun.train.checkpoints.state import encode, is_sharded, plain_state, snapshot, unwrapped
+from unirun.train.checkpoints.state import encode, is_sharded, outline, plain_state, snapshot, unwrapped
 from unirun.train.checkpoints.strategy import CheckpointStrategy, Info
 from unirun.train.checkpoints.writer import Writer
 
@@ -15,6 +15,7 @@ __all__ = [
     "encode",
     "is_sharded",
     "load",
+    "outline",
     "plain_state",
     "put_into",
     "snapshot",

@@ -4,8 +4,8 @@
 
     <url>/000012/state.pt             the state, if it is plain
                  *.distcp .metadata   that of all ranks, by torch.distributed.checkpoint, if it is sharded
-                 data.00003.json      how far rank 3 has come in its datasets
-                 checkpoint.json      written last, by one rename: which files there are, and how large
+                 rank.00003.json      which of these files rank 3 has written, and how far it has come in its datasets
+                 checkpoint.json      written last, by one rename: which files there are, how large, and their CRCs
 
 A checkpoint without its ``checkpoint.json`` is none. So a kill at any moment leaves the last whole one.
 """
@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import re
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 import fsspec
 import msgspec
+from msgspec.structs import replace
 
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.reporting import report
@@ -26,8 +28,15 @@ from unirun.train.data import Progress
 from unirun.values import Value
 
 MANIFEST = "checkpoint.json"
+STATE = "state.pt"
+INDEX = ".metadata"
+"""The file of torch.distributed.checkpoint that says what is in its others."""
+
 CHUNK = 16 << 20
 """Bytes that are read at a time."""
+
+READERS = 8
+"""Files that are read at a time to be verified."""
 
 
 class Manifest(Value):
@@ -132,13 +141,22 @@ class Folder:
     def manifest(self, number: int) -> Manifest:
         """What a checkpoint says of itself. Raises `CheckpointDamaged`, and FileNotFoundError for one that is not
         whole."""
-        path = self.inside(number, MANIFEST)
-        with self.files.open(path, "rb") as file:
-            raw = file.read()
         try:
-            return msgspec.json.decode(raw, type=Manifest)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise CheckpointDamaged(f"{self.path(number)}/{MANIFEST} cannot be read: {error}") from error
+            with self.open(number, MANIFEST) as file:
+                found = msgspec.json.decode(file.read(), type=Manifest)
+        except FileNotFoundError:
+            raise
+        except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise self.damaged(number, MANIFEST, f"cannot be read: {error}") from error
+        state = INDEX if found.sharded else STATE
+        if state not in found.files:
+            raise self.damaged(number, MANIFEST, f"cannot be right: it has no {state}")
+        # It may be a copy in another place.
+        return replace(found, number=number)
+
+    def damaged(self, number: int, name: str, problem: str) -> CheckpointDamaged:
+        """The error of a checkpoint with a file that has a `problem`."""
+        return CheckpointDamaged(f"checkpoint {number} is damaged: {self.path(number)}/{name} {problem}")
 
     def require(self, number: int) -> Manifest:
         """The same for one that a user has named. Raises `UsageError` when it is not there."""
@@ -151,15 +169,19 @@ class Folder:
 
     def verify(self, manifest: Manifest) -> None:
         """Read all files of a checkpoint. Raises `CheckpointDamaged`."""
-        for name, (size, crc) in manifest.files.items():
+
+        def check(name: str) -> None:
+            size, crc = manifest.files[name]
             try:
                 found, sum_ = self._measured(self.inside(manifest.number, name), summed=bool(crc))
             except OSError as error:
-                raise CheckpointDamaged(
-                    f"{self.path(manifest.number)}/{name} cannot be read: {error}"
-                ) from error
+                raise self.damaged(manifest.number, name, f"cannot be read: {error}") from error
             if found != size or sum_ != crc:
-                raise CheckpointDamaged(f"{self.path(manifest.number)}/{name} is not as it was written")
+                raise self.damaged(manifest.number, name, "is not as it was written")
+
+        with ThreadPoolExecutor(READERS) as pool:
+            for _ in pool.map(check, manifest.files):
+                continue
 
     def _measured(self, path: str, *, summed: bool) -> tuple[int, int]:
         if not summed:

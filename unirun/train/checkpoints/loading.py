@@ -5,6 +5,7 @@ Models whose parameters are shared out (DTensors, as with FSDP2) get their parts
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -14,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from unirun.errors import CheckpointDamaged, UsageError
-from unirun.train.checkpoints.folder import Folder, Manifest
-from unirun.train.checkpoints.state import STATE, is_local, listed, named_as, plain_state, unwrapped
+from unirun.errors import UsageError
+from unirun.train.checkpoints.folder import INDEX, STATE, Folder, Manifest
+from unirun.train.checkpoints.state import is_local, listed, named_as, plain_state, unwrapped
 from unirun.train.nested import mapped
 from unirun.weights.compiled import original_name
 
@@ -26,7 +27,7 @@ ALIKE = "load it under the name with which save_checkpoint has saved it"
 def load(folder: Folder, manifest: Manifest, into: Mapping[str, Any] | None) -> dict[str, Any]:
     """The state of a checkpoint; models, optimizers and the like in `into` are changed to what it has under their name.
 
-    Raises `CheckpointDamaged`, OSError, and `UsageError` for a name that it does not have.
+    Raises `CheckpointDamaged`, and `UsageError` for a name that it does not have.
     """
     if manifest.sharded:
         return _load_sharded(folder, manifest.number, into)
@@ -101,10 +102,8 @@ def _load_plain(folder: Folder, number: int) -> dict[str, Any]:
     try:
         with folder.open(number, STATE) as file:
             found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
-    except OSError:
-        raise
     except Exception as error:
-        raise CheckpointDamaged(f"{folder.path(number)} cannot be read: {error}") from error
+        raise folder.damaged(number, STATE, f"cannot be read: {error}") from error
     return found
 
 
@@ -130,9 +129,13 @@ def _parameters(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
     }
 
 
-def _load_sharded(folder: Folder, version: int, into: Mapping[str, Any] | None) -> dict[str, Any]:
-    reader = _reader(folder, version)
-    saved = reader.read_metadata()
+def _load_sharded(folder: Folder, number: int, into: Mapping[str, Any] | None) -> dict[str, Any]:
+    reader = _reader(folder, number)
+    try:
+        saved = reader.read_metadata()
+    except Exception as error:
+        # Bytes that are no pickle raise what they like.
+        raise folder.damaged(number, INDEX, f"cannot be read: {error}") from error
     paths = {name: saved.planner_data.get(name, (name,)) for name in saved.state_dict_metadata}
 
     def empty(name: str, like: torch.Tensor | None = None) -> Any:
@@ -140,7 +143,7 @@ def _load_sharded(folder: Folder, version: int, into: Mapping[str, Any] | None) 
 
     if into is None:
         flat = {name: empty(name) for name in paths}
-        _fill(flat, reader)
+        _fill(flat, reader, folder, number)
         nested: dict[str, Any] = {}
         for name, path in paths.items():
             _put(nested, path, flat[name])
@@ -164,7 +167,7 @@ def _load_sharded(folder: Folder, version: int, into: Mapping[str, Any] | None) 
             tensors = {saved_as.get(name, name): tensor for name, tensor in own.items()}
             own.clear()
             own.update(tensors)
-    _fill(state, reader)
+    _fill(state, reader, folder, number)
     for target, own in [*_matched(into, state)]:
         if not isinstance(target, nn.Module):
             # The tensors of a module were changed where they are.
@@ -181,14 +184,24 @@ def _empty(about: Any, like: torch.Tensor | None) -> Any:
     return torch.zeros(about.size, dtype=about.properties.dtype)
 
 
-def _fill(state: dict[str, Any], reader: Any) -> None:
+def _fill(state: dict[str, Any], reader: Any, folder: Folder, number: int) -> None:
     """Read what `state` needs; each rank reads for itself."""
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 
-    with warnings.catch_warnings():
-        # That is what is meant.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        load_parts(state, storage_reader=reader, no_dist=True)
+    try:
+        with warnings.catch_warnings():
+            # That is what is meant.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            load_parts(state, storage_reader=reader, no_dist=True)
+    except CheckpointException as error:
+        # It is no Exception, and holds those of the ranks, of which there is one.
+        ((cause, _),) = error.failures.values()
+        if isinstance(cause, OSError):
+            raise folder.damaged(
+                number, os.path.basename(cause.filename or ""), f"cannot be read: {cause}"
+            ) from error
+        raise cause from error
 
 
 def _reader(folder: Folder, number: int) -> Any:

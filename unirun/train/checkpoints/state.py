@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import sys
+import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -22,7 +27,11 @@ from unirun.train.checkpoints.folder import Folder
 from unirun.train.nested import mapped
 from unirun.weights.compiled import COMPILED, by_original_name, original_name
 
-STATE = "state.pt"
+SMALL = 1 << 14
+"""Bytes of a tensor that is compared between ranks. The state of a generator of random numbers has 5 000."""
+
+SHOWN = 1000
+"""Elements of a list that are compared between ranks."""
 
 
 def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,6 +83,36 @@ def _inside(value: Any) -> Any:
     return value.module if isinstance(value, nn.parallel.DistributedDataParallel) else None
 
 
+def outline(state: Mapping[str, Any]) -> dict[str, int]:
+    """For each name in a plain state a number, the same in two ranks if they have the same there: names and shapes, and
+    the values of small tensors and arrays under a name of their own, and of numbers and texts."""
+    return {
+        name: zlib.crc32(repr((_sketch(value), _small_bytes(value))).encode("utf-8", "backslashreplace"))
+        for name, value in state.items()
+    }
+
+
+def _sketch(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return sorted((repr(key), repr(_sketch(each))) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return [len(value), *map(_sketch, value[:SHOWN])]
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    return type(value).__name__, getattr(value, "dtype", None), tuple(getattr(value, "shape", ()))
+
+
+def _small_bytes(value: Any) -> bytes:
+    if isinstance(value, torch.Tensor) and not is_sharded(value):
+        small = value.numel() * value.element_size() <= SMALL and value.layout == torch.strided
+        return (
+            value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+            if small
+            else b""
+        )
+    return value.tobytes() if isinstance(value, numpy.ndarray) and value.nbytes <= SMALL else b""
+
+
 def is_sharded(value: Any) -> bool:
     """Whether some tensor in it is a part. There is none where nobody has imported DTensor, which takes long."""
     module: Any = sys.modules.get("torch.distributed.tensor")
@@ -118,16 +157,46 @@ def encode(state: Mapping[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def save_sharded(folder: Folder, number: int, state: dict[str, Any], group: Any) -> Any:
+def save_sharded(
+    folder: Folder, number: int, state: dict[str, Any], group: Any, files: dict[str, tuple[int, int]]
+) -> Any:
     """Begin to save what all ranks of `group` have, which all of them call. Returns a future: all of it is written.
+    Then `files` has the size and the CRC-32 of each file that this rank has written.
 
     The tensors are copied before this returns.
     """
     from torch.distributed.checkpoint.state_dict_saver import async_save
 
-    return async_save(
-        listed(state), storage_writer=_writer(folder, number), process_group=group, checkpoint_id=None
-    )
+    writer = _writer(folder, number)
+    writer.fs.create_stream = partial(_summed, writer.fs.create_stream, files)
+    return async_save(listed(state), storage_writer=writer, process_group=group, checkpoint_id=None)
+
+
+@contextmanager
+def _summed(
+    create: Callable[..., Any], files: dict[str, tuple[int, int]], path: str | os.PathLike[str], mode: str
+) -> Iterator[Any]:
+    """As `create`, a method of a file system of torch.distributed.checkpoint, with the sums of what is written."""
+    with create(path, mode) as stream:
+        file = _Summed(stream)
+        yield file
+    # The index gets its name when it is whole.
+    files[os.path.basename(path).removesuffix(".tmp")] = file.size, file.crc
+
+
+class _Summed:
+    """A file that is written from its beginning to its end, with its size and its CRC-32."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.size = self.crc = 0
+
+    def write(self, data: Any) -> Any:
+        self.size, self.crc = self.size + memoryview(data).nbytes, zlib.crc32(data, self.crc)
+        return self._stream.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def listed(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """`Writer`: saves checkpoints beside training, in each rank.
 
-A plain state is written by rank 0, a sharded one by all ranks. Each rank writes how far it has come in its datasets.
+A plain state is written by rank 0, a sharded one by all ranks. Each rank writes how far it has come in its datasets,
+and which files it has written.
 Rank 0 *commits*: it waits until everything is written, and writes the manifest. That is done when the driver says so,
 who has the report that follows by then: so a report arrives once for each checkpoint, whatever dies in between. A
 checkpoint that no report follows within `HOLD` seconds, or after which another one is saved, is committed by rank 0,
@@ -18,9 +19,8 @@ from typing import Any
 import msgspec
 
 from unirun.errors import TrainingFailed, UsageError
-from unirun.train.checkpoints.folder import Folder, Manifest
+from unirun.train.checkpoints.folder import STATE, Folder, Manifest
 from unirun.train.checkpoints.state import (
-    STATE,
     encode,
     is_sharded,
     plain_state,
@@ -29,6 +29,7 @@ from unirun.train.checkpoints.state import (
 )
 from unirun.train.checkpoints.strategy import CheckpointStrategy, Info
 from unirun.train.data import Progress, merged
+from unirun.values import Value
 
 HOLD = 1.0
 """Seconds in which the report that follows a checkpoint must be made for both to count together."""
@@ -43,15 +44,25 @@ LOOK = 0.02
 """Seconds between two looks whether they have."""
 
 
+class Part(Value):
+    """What one rank says of its part of a checkpoint: the size and the CRC-32 of each file that it has written, and how
+    far it has come in its datasets."""
+
+    files: dict[str, tuple[int, int]]
+    data: dict[str, Progress]
+
+
 class _Pending:
-    """A checkpoint that is not committed. `scores` are where its score is looked for."""
+    """A checkpoint that is not committed. `scores` are where its score is looked for, `files` are those that this rank
+    has written."""
 
     def __init__(self, number: int, state: Mapping[str, Any]) -> None:
         self.number = number
         self.scores: list[Mapping[str, Any]] = [state]
         self.files: dict[str, tuple[int, int]] = {}
         self.sharded = False
-        self.has_data = False
+        self.in_parts = False
+        """Whether each rank writes something of it."""
         self.written: Future[None] = Future()
         self.reported = self.counts = False
         self.committed: Future[list[Info]] = Future()
@@ -101,12 +112,13 @@ class Writer:
         pending = _Pending(self._number, state)
         self._number += 1
         whole = plain_state(state)
-        pending.sharded, pending.has_data = is_sharded(whole), bool(data)
+        pending.sharded = is_sharded(whole)
+        pending.in_parts = pending.sharded or bool(data)
         self._folder.make(pending.number)
         if pending.sharded:
             if self._group is None:
                 self._group = self._group_of()
-            saved = save_sharded(self._folder, pending.number, whole, self._group)
+            saved = save_sharded(self._folder, pending.number, whole, self._group, pending.files)
             write = lambda: saved.result(PATIENCE)  # noqa: E731 - the other branch has more to do
         elif not self._rank:
             copied = snapshot(whole)
@@ -116,15 +128,15 @@ class Writer:
         else:
             write = _nothing
         self._pending = pending
-        self._pool.submit(self._finish, pending, write, dict(data))
+        self._pool.submit(self._finish, pending, write, data)
 
     def _finish(self, pending: _Pending, write: Callable[[], Any], data: Mapping[str, Progress]) -> None:
         """Write a checkpoint, and commit it when it counts."""
         try:
             write()
-            if data:
-                raw = msgspec.json.encode(data)
-                self._folder.publish(pending.number, f"data.{self._rank:05}.json", raw)
+            if pending.in_parts:
+                raw = msgspec.json.encode(Part(pending.files, dict(data)))
+                self._folder.publish(pending.number, f"rank.{self._rank:05}.json", raw)
             pending.written.set_result(None)
             if not self._rank:
                 self._await_word(pending)
@@ -178,9 +190,12 @@ class Writer:
             return pending.committed
 
     def _commit(self, pending: _Pending) -> list[Info]:
-        files, data = pending.files, {}
-        if pending.sharded or pending.has_data:
-            data = self._gathered(pending)
+        files, data = dict(pending.files), {}
+        if pending.in_parts:
+            parts = self._gathered(pending)
+            data = _together([part.data for part in parts])
+            for part in parts:
+                files |= part.files
             sizes = self._folder.sizes(pending.number)
             files = {name: files.get(name, (size, 0)) for name, size in sizes.items()}
         score = self._strategy.score(*pending.scores)
@@ -197,11 +212,9 @@ class Writer:
                 self._pending = None
         return self._kept
 
-    def _gathered(self, pending: _Pending) -> dict[str, Progress]:
-        """How far all ranks together have come, once all of them have written it."""
-        if not pending.has_data:
-            return {}
-        names = {f"data.{rank:05}.json" for rank in range(self._world)}
+    def _gathered(self, pending: _Pending) -> list[Part]:
+        """The parts of all ranks in rank order, once all of them have written theirs."""
+        names = {f"rank.{rank:05}.json" for rank in range(self._world)}
         deadline = self._now() + TOGETHER
         while missing := names - self._folder.sizes(pending.number).keys():
             self._check_open(pending)
@@ -212,15 +225,11 @@ class Writer:
                     "every rank calls save_checkpoint, equally often",
                 )
             time.sleep(LOOK)
-        found: list[dict[str, Progress]] = []
+        found: list[Part] = []
         for name in sorted(names):
             with self._folder.open(pending.number, name) as file:
-                found.append(msgspec.json.decode(file.read(), type=dict[str, Progress]))
-        if any(each.keys() != found[0].keys() for each in found):
-            raise UsageError(
-                "ranks use different datasets", "every rank calls get_dataset_shard with the same names"
-            )
-        return {name: merged(each[name] for each in found) for name in found[0]}
+                found.append(msgspec.json.decode(file.read(), type=Part))
+        return found
 
     def _check_open(self, pending: _Pending) -> None:
         if self._closed:
@@ -248,6 +257,15 @@ class Writer:
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._group is not None:
             self._ungroup(self._group)
+
+
+def _together(found: Sequence[Mapping[str, Progress]]) -> dict[str, Progress]:
+    """How far all ranks together have come in each dataset. Raises `UsageError`."""
+    if any(each.keys() != found[0].keys() for each in found):
+        raise UsageError(
+            "ranks use different datasets", "every rank calls get_dataset_shard with the same names"
+        )
+    return {name: merged(each[name] for each in found) for name in found[0]}
 
 
 def _nothing() -> None:

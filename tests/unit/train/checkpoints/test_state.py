@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from unirun.errors import UsageError
-from unirun.train.checkpoints import plain_state
+from unirun.train.checkpoints import outline, plain_state
 from unirun.train.checkpoints.state import listed, snapshot
 
 
@@ -115,3 +115,40 @@ def test_tuples_with_tensors_or_states_are_lists_for_distributed_checkpoints() -
     tensor = torch.zeros(1)
     state = {"models": ({"w": 1},), "betas": (0.9, [1]), "list": [(tensor, (1, 2))]}
     assert listed(state) == {"models": [{"w": 1}], "betas": (0.9, [1]), "list": [[tensor, (1, 2)]]}
+
+
+class TestOutlines:
+    """Two ranks compare what they save."""
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            ({"a": 1, "b": 2.5}, {"b": 2.5, "a": 1}),
+            (nn.Linear(9, 9).state_dict(), nn.Linear(9, 9).state_dict()),
+            ([1, "x", None, float("nan")], [1, "x", None, float("nan")]),
+            (torch.zeros(100_000), torch.ones(100_000)),
+            (torch.arange(3), torch.arange(3)),
+            (threading.Event(), threading.Event()),
+        ],
+        ids=["order", "weights", "values", "large tensors", "small tensors", "objects"],
+    )
+    def test_they_are_alike(self, one: Any, other: Any) -> None:
+        assert outline({"it": one}) == outline({"it": other})
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            (1, 2),
+            ("\ud800", "\udfff"),
+            ({"a": 1}, {"a": 1, "b": 1}),
+            (nn.Linear(9, 9).state_dict(), nn.Linear(9, 8).state_dict()),
+            (torch.get_rng_state(), torch.get_rng_state() + 1),
+            (torch.tensor(1.0), torch.tensor(2.0)),
+            (torch.zeros(4, 2).t(), torch.ones(4, 2).t()),
+            (numpy.arange(3), numpy.arange(3) + 1),
+            ([1, [2]], [1, [3]]),
+        ],
+        ids=range(9),
+    )
+    def test_they_differ(self, one: Any, other: Any) -> None:
+        assert outline({"it": one, "same": 1})["it"] != outline({"it": other, "same": 1})["it"]
