@@ -53,6 +53,34 @@ CUT = """
     dist.barrier(group=ctx.group("actor", "rollout", "reference", backend="gloo"))
 """
 
+META = """
+    import torch
+    import unirun
+
+    class Rotary(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+            self.register_buffer("frequencies", torch.ones(2), persistent=False)
+
+    ctx = unirun.init()
+    channel = unirun.WeightsChannel("policy", publisher="actor", receivers=["rollout"])
+    if ctx.role == "actor":
+        channel.publish(Rotary(), 1)
+    else:
+        with torch.device("meta"):
+            model = Rotary()
+        try:
+            channel.receive(into=model)
+        except unirun.WeightsError as error:
+            print("refused:", [fault.where for fault in error.faults], flush=True)
+        model.to_empty(device="cpu")
+        for _ in range(2):
+            channel.receive(into=model)
+        print("received:", model.weight.tolist(), flush=True)
+    torch.distributed.barrier(group=ctx.group("actor", "rollout"))
+"""
+
 HELD = """
     import os, signal, time, torch
     import unirun
@@ -249,6 +277,17 @@ trainer: {class: "held:Trainer"}
 channels:
   policy: {publisher: actor, receivers: [rollout]}
 """
+
+
+def test_a_module_of_the_meta_device_is_refused_and_its_other_buffers_are_named_once(
+    unirun: Unirun, script: Script
+) -> None:
+    done = unirun("--roles", "actor=1,rollout=1", script(META, "meta.py"))
+    assert "refused: ['weight', 'frequencies']" in done.out
+    assert "received: [1.0, 1.0, 1.0]" in done.out
+    assert (done.out + done.err).count(
+        "do not have these buffers, as no state dict has them: frequencies"
+    ) == 1
 
 
 def test_fsdp_parameters_become_tensor_parallel_and_whole_ones_bit_for_bit(

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
+from torch import nn
 
 from unirun.errors import PeerLost, UsageError, WeightsTimeout, WireError
+from unirun.reporting import report
 from unirun.roles.context import Context, init
 from unirun.weights.fetching import Fetching
 from unirun.weights.holding import Holder
@@ -20,7 +22,7 @@ from unirun.weights.pairing import BACKENDS, Pair
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver
 from unirun.weights.sources import Source
-from unirun.weights.tensors import Piecewise, Weights, assigner, tensors_of
+from unirun.weights.tensors import Piecewise, Weights, assigner, targets_of, tensors_of, unsaved
 from unirun.wire.reports import FROM, VERSION, Metrics
 
 ANY = -(1 << 62)
@@ -93,6 +95,7 @@ class WeightsChannel:
         self.version: int | None = None
         """The version that was published or received last; None before the first."""
         self._weights: Weights | None = None
+        self._noted = False
 
     def publish(self, weights: Weights, version: int, *, delta: bool = False) -> None:
         """Make `weights` the version that receivers get from now on. Every rank of the publisher calls it.
@@ -131,6 +134,9 @@ class WeightsChannel:
         point, as ReaL's parameter reallocation has it (Mei et al. 2024, arXiv:2406.14088).
 
         All tensors are of that version when it returns. When it raises before it has begun to copy, none has changed.
+        Tensors that cannot be written are named before that: those on the meta device, sparse or quantized ones, those
+        that overlap, conjugates, memory that is mapped for reading.
+
         `timeout` is in seconds, by default that of calls. Raises `WeightsTimeout`, `WeightsError` with every tensor
         that does not fit, `PeerLost` when a publisher dies meanwhile; then the next call waits for its successor.
         """
@@ -145,7 +151,7 @@ class WeightsChannel:
         welcome = self._context.peers.welcome
         patience = timeout if timeout is not None else welcome.call_timeout if welcome else 0.0
         deadline = time.monotonic() + patience
-        tensors = tensors_of(into)
+        tensors = self._targets(into, eta)
         setter = assigner(into) if assign else None
         at_least = ANY if min_version is None else min_version
         have = self.version
@@ -228,7 +234,19 @@ class WeightsChannel:
         """
         from unirun.weights import disk
 
-        return disk.load(url, tensors_of(into), ANY if min_version is None else min_version)
+        return disk.load(url, self._targets(into), ANY if min_version is None else min_version)
+
+    def _targets(self, into: Weights, eta: float = 1.0) -> Mapping[str, Piecewise]:
+        """What is written, and once a line about what is not."""
+        found = targets_of(into, eta)
+        left = sorted(unsaved(into)) if isinstance(into, nn.Module) and not self._noted else []
+        if left:
+            self._noted = True
+            report(
+                f"unirun: versions of channel {self.name!r} do not have these buffers, as no state dict has them: "
+                f"{', '.join(left)}; where the module comes from to_empty(), compute them again"
+            )
+        return found
 
     def attach(self, weights: Weights) -> None:
         """`weights` are what ``trainer.sync_weights(name)`` publishes or receives in this worker."""

@@ -17,6 +17,7 @@ import torch
 
 from unirun.errors import Fault, FrameError, WeightsError
 from unirun.weights.layout import Layout, shared
+from unirun.weights.memory import untied
 from unirun.weights.packing import Packing, copy_all
 from unirun.weights.plan import Take, plan
 from unirun.weights.safetensors import Header, Param, header_of, length_of, read_header
@@ -72,6 +73,9 @@ def load(url: str, tensors: Mapping[str, Piecewise], at_least: int) -> int:
     into = [part_of(local(tensors[take.name]), mine[take.name], take.box) for take in takes]
     # All of it is read before anything changes.
     from_ = [_read(files, paths[t.source], headers[t.source], layouts[t.source], t) for t in takes]
+    tied = untied([*zip((take.name for take in takes), into, from_, strict=True)])
+    if tied:
+        raise WeightsError("the weights do not fit the receiver", faults=tied)
     copy_all(into, from_)
     return version
 

@@ -12,6 +12,7 @@ import torch
 
 from unirun.weights.blocks import Block
 from unirun.weights.layout import Box, Layout
+from unirun.weights.memory import geometry, same_bits, writing
 from unirun.weights.tensors import Piecewise, dtype_of, local, part_of
 
 ALIGN = 64
@@ -63,7 +64,7 @@ class Packing:
                 for piece in part.pieces
             ]
         pieces = [
-            part_of(local(tensors[name]), part, piece.box)
+            part_of(_resolved(tensors[name]), part, piece.box)
             for name, part in self.layout.items()
             for piece in part.pieces
         ]
@@ -78,8 +79,8 @@ class Packing:
         found = set()
         for name, part in self.layout.items():
             for piece in part.pieces:
-                mine = part_of(local(tensors[name]), part, piece.box)
-                if not _equal(mine, self.view(block.memory, name, piece.box)):
+                mine = part_of(_resolved(tensors[name]), part, piece.box)
+                if not same_bits(mine, self.view(block.memory, name, piece.box)):
                     found.add(name)
                     break
         return found
@@ -100,13 +101,9 @@ class Packing:
         raise ValueError(f"{box} of {name} is not in one piece")
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit; 0.0 is not -0.0. Values of 16 bytes are never equal."""
-    bits = _BITS.get(one.dtype.itemsize)
-    return bits is not None and torch.equal(one.view(bits), other.to(one.device).view(bits))
+def _resolved(tensor: Piecewise) -> torch.Tensor:
+    """The memory of this rank behind `tensor`, which has the elements themselves, not their conjugates or negatives."""
+    return local(tensor).resolve_conj().resolve_neg()
 
 
 def copy_all(into: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> None:
@@ -133,7 +130,8 @@ def copy_all(into: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> Non
     for helper in helpers:
         helper.join()
     if others:
-        torch._foreach_copy_([pair[0] for pair in others], [pair[1] for pair in others])
+        with writing(into):
+            torch._foreach_copy_([pair[0] for pair in others], [pair[1] for pair in others])
 
 
 def _copy(left: Iterator[tuple[Any, Any]]) -> None:
@@ -147,16 +145,14 @@ def blend(into: Sequence[torch.Tensor], from_: Sequence[torch.Tensor], eta: floa
 
     A tensor that is in `into` twice, as tied weights are, is blended once.
     """
-    seen: set[tuple[object, ...]] = set()
-    for target, source in zip(into, from_, strict=True):
-        key = (target.data_ptr(), target.dtype, target.shape, target.stride())
-        if key in seen:
-            continue
-        seen.add(key)
-        if not target.is_floating_point() and not target.is_complex():
-            target.copy_(source)
-        elif target.dtype.itemsize > 1:
-            target.lerp_(source.to(target.device), eta)
-        else:
-            # There is no arithmetic of float8.
-            target.copy_(torch.lerp(target.float(), source.float().to(target.device), eta))
+    # The tensors are distinct, or the same by two names.
+    pairs = {geometry(target): (target, source) for target, source in zip(into, from_, strict=True)}
+    with writing(into):
+        for target, source in pairs.values():
+            if not target.is_floating_point() and not target.is_complex():
+                target.copy_(source)
+            elif target.dtype.itemsize > 1:
+                target.lerp_(source.to(target.device), eta)
+            else:
+                # There is no arithmetic of float8.
+                target.copy_(torch.lerp(target.float(), source.float().to(target.device), eta))

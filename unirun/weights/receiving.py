@@ -14,6 +14,7 @@ from unirun.weights.devices.protocol import Device
 from unirun.weights.fetching import Fetching, Got, give_up, lasts, leases, remember
 from unirun.weights.holding import Holder
 from unirun.weights.layout import Layout, shared
+from unirun.weights.memory import untied, writing
 from unirun.weights.messages import (
     Describe,
     Described,
@@ -165,6 +166,7 @@ class Receiver:
             return version, False
         into: list[torch.Tensor] = []
         from_: list[torch.Tensor] = []
+        names: list[str] = []
         assigned: list[tuple[str, torch.Tensor]] = []
         for got in found:
             for take, view in zip(got.takes, got.views, strict=True):
@@ -173,13 +175,21 @@ class Receiver:
                 if keep and got.source.here and whole and take.box == target.layout[take.name].tensor.whole:
                     assigned.append((take.name, view))
                 else:
+                    names.append(take.name)
                     into.append(part_of(local(tensor), target.layout[take.name], take.box))
                     from_.append(view)
+        whole_ones = [(name, local(target.tensors[name]), view) for name, view in assigned]
+        tied = untied([*zip(names, into, from_, strict=True), *whole_ones])
+        if tied:
+            if not self._fetching.unchanged(found, deadline):
+                return at_least, False
+            raise WeightsError("the weights do not fit the receiver", faults=tied)
         if target.eta < 1.0:
             # It cannot be undone, so it begins when it is sure that no tensor is torn.
             from_ = [view.clone() for view in from_]
         elif device is not None:
-            device.copy(into, from_)
+            with writing(into):
+                device.copy(into, from_)
         else:
             copy_all(into, from_)
         if device is not None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from unirun.errors import Fault, UsageError, WeightsError
 from unirun.weights.layout import Box, Layout, Part, Piece, Tensor, shared
+from unirun.weights.memory import unblendable, unreadable, unwritable
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -48,7 +49,8 @@ Weights = nn.Module | Mapping[str, Piecewise]
 
 
 def tensors_of(weights: Weights) -> dict[str, Piecewise]:
-    """The tensors by name, detached; they share the memory of `weights`. Raises `WeightsError` for other values."""
+    """The tensors by name, detached; they share the memory of `weights`. Raises `WeightsError` for other values, and
+    for tensors that have no memory."""
     named: Mapping[str, Any] = weights.state_dict() if isinstance(weights, nn.Module) else weights
     faults = [
         Fault(name, f"a {type(value).__name__} is no tensor", "leave it out")
@@ -57,15 +59,54 @@ def tensors_of(weights: Weights) -> dict[str, Piecewise]:
     ]
     if faults:
         raise WeightsError("weights are tensors by name", faults=faults)
+    faults = [fault for name, value in named.items() if (fault := unreadable(name, local(value))) is not None]
+    if faults:
+        if isinstance(weights, nn.Module):
+            faults += [
+                Fault(name, "it is on the meta device, too, and in no state dict", COMPUTE)
+                for name, buffer in unsaved(weights).items()
+                if buffer.is_meta
+            ]
+        raise WeightsError("these tensors have no elements that could be copied", faults=faults)
     return {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in named.items()}
 
 
+COMPUTE = "after to_empty(), compute it again"
+
+
+def unsaved(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of `module` that are in no state dict, so that no version has them."""
+    saved = module.state_dict().keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name not in saved}
+
+
+def targets_of(weights: Weights, eta: float = 1.0) -> dict[str, Piecewise]:
+    """As `tensors_of`, where all of them can be written, or blended with `eta`. Raises `WeightsError` with every one
+    that cannot."""
+    tensors = tensors_of(weights)
+    mine = {name: local(tensor) for name, tensor in tensors.items()}
+    faults = unwritable(mine) + (unblendable(mine) if eta < 1.0 else [])
+    if faults:
+        raise WeightsError("nothing was received, as these tensors cannot be written", faults=faults)
+    return tensors
+
+
 def assigner(weights: Weights) -> Callable[[str, torch.Tensor], None]:
-    """What makes a tensor the one of this name in `weights`. Raises `UsageError` for a mapping that cannot change."""
+    """What makes a tensor the one of this name in `weights`. Raises `UsageError` for a mapping that cannot change, and
+    `WeightsError` for a module of which the state dict has names that no parameter or buffer has."""
     if isinstance(weights, nn.Module):
         own: dict[str, torch.Tensor] = {}
         own |= weights.named_parameters(remove_duplicate=False)
         own |= weights.named_buffers(remove_duplicate=False)
+        strange = [name for name in tensors_of(weights) if name not in own]
+        if strange:
+            raise WeightsError(
+                "assign=True replaces parameters and buffers, and the state dict has other names",
+                "receive without assign=True, or into a dict",
+                faults=[
+                    Fault(name, "the module has no parameter or buffer of this name") for name in strange
+                ],
+            )
 
         def assign(name: str, tensor: torch.Tensor) -> None:
             own[name].data = tensor

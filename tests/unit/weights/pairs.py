@@ -20,7 +20,7 @@ from unirun.weights.messages import Request
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver
 from unirun.weights.sources import Source
-from unirun.weights.tensors import Weights, assigner, tensors_of
+from unirun.weights.tensors import Weights, assigner, targets_of, tensors_of
 from unirun.wire import new_token
 
 SOON = 20.0
@@ -145,7 +145,7 @@ class Reader:
     ) -> int:
         """As `WeightsChannel.receive`."""
         deadline, setter = time.monotonic() + within, assigner(into) if assign else None
-        return self._receiver.receive(self.sources, tensors_of(into), at_least, deadline, setter, eta)
+        return self._receiver.receive(self.sources, targets_of(into, eta), at_least, deadline, setter, eta)
 
     def receive_held(self, holders: Sequence[Source], into: Weights, at_least: int = 0) -> int | None:
         """As `Receiver.receive_held`."""

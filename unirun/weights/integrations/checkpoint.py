@@ -15,6 +15,7 @@ from itertools import zip_longest
 import torch
 
 from unirun.errors import Fault, FrameError, UnirunError, UsageError, WeightsError
+from unirun.weights.memory import unreadable
 from unirun.weights.packing import copy_all
 from unirun.weights.safetensors import Param, header_of, length_of, read_header
 
@@ -44,13 +45,18 @@ class Checkpoint:
         """Copy the tensors, which come in the order of `params`. Raises `WeightsError` with all that are others."""
         faults = []
         for param, view, pair in zip_longest(self.params, self._views, tensors):
-            found = Param(pair[0], pair[1].dtype, tuple(pair[1].shape)) if pair is not None else None
-            if found is None or found != param:
+            empty = unreadable(*pair) if pair is not None else None
+            found = Param(pair[0], pair[1].dtype, tuple(pair[1].shape)) if pair and not empty else None
+            if empty is not None:
+                faults.append(empty)
+            elif found is None or found != param:
                 faults.append(Fault(str(param or "nothing"), f"then came {found or 'nothing'}"))
             else:
-                copy_all([view], [pair[1].detach()])
+                copy_all([view], [pair[1].detach().resolve_conj().resolve_neg()])
         if faults:
-            raise WeightsError("metadata() has declared other tensors than those that came", faults=faults)
+            raise WeightsError(
+                "these tensors cannot be sent, or metadata() has declared others", faults=faults
+            )
 
     def close(self) -> None:
         """Close the file. Its memory is freed when nobody reads it any more."""

@@ -1,0 +1,259 @@
+"""What is looked at before the first byte of a version is written: a version is received as a whole or not at all."""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.effort import examples
+from tests.unit.weights.pairs import place
+from unirun.errors import WeightsError
+from unirun.weights import disk
+from unirun.weights.memory import same_bits
+from unirun.weights.packing import Packing
+from unirun.weights.publishing import Publisher
+from unirun.weights.tensors import LocalShard, Piecewise, dtype_of, layout_of, targets_of, tensors_of, unsaved
+
+SHAPE = (4, 3)
+
+
+def fake() -> torch.Tensor:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.zeros(SHAPE)
+
+
+def freed() -> torch.Tensor:
+    made = torch.zeros(SHAPE)
+    made.untyped_storage().resize_(0)
+    return made
+
+
+def made_in_inference_mode() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(SHAPE)
+
+
+def mapped(*, writable: bool) -> torch.Tensor:
+    """A tensor over a mapping of its own, as of a file that `numpy.memmap` has opened."""
+    mode = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    pages = mmap.mmap(-1, mmap.PAGESIZE, prot=mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.frombuffer(pages, dtype=torch.float32, count=12).view(SHAPE)
+
+
+def lazy() -> torch.Tensor:
+    weight: torch.Tensor = torch.nn.LazyLinear(4).weight
+    return weight
+
+
+EMPTY: dict[str, Callable[[], torch.Tensor]] = {
+    "meta": lambda: torch.zeros(SHAPE, device="meta"),
+    "a meta parameter": lambda: torch.nn.Parameter(torch.zeros(SHAPE, device="meta")),
+    "fake": fake,
+    "freed": freed,
+    "lazy": lazy,
+    "sparse": lambda: torch.zeros(SHAPE).to_sparse(),
+    "rows of a sparse matrix": lambda: torch.eye(4, 3).to_sparse_csr(),
+    "of oneDNN": lambda: torch.zeros(SHAPE).to_mkldnn(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.zeros(SHAPE), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "less than a byte": lambda: torch.empty(SHAPE, dtype=dtype_of("uint4")),
+}
+"""What has no elements that could be copied, by what it is."""
+
+LOCKED: dict[str, Callable[[], torch.Tensor]] = {
+    "expanded": lambda: torch.zeros(1).expand(SHAPE),
+    "a sliding window": lambda: torch.zeros(6).unfold(0, 3, 1),
+    "strided over itself": lambda: torch.zeros(99).as_strided(SHAPE, (2, 4)),
+    "conjugate": lambda: torch.zeros(SHAPE, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.zeros(SHAPE, dtype=torch.complex64).conj().imag,
+    "mapped for reading": lambda: mapped(writable=False),
+}
+"""What can be read, and not written as itself."""
+
+GOOD: dict[str, Callable[[], torch.Tensor]] = {
+    "plain": lambda: torch.zeros(SHAPE),
+    "large": lambda: torch.zeros(600, 600),
+    "transposed": lambda: torch.zeros(3, 4).t(),
+    "every second column": lambda: torch.zeros(4, 6)[:, ::2],
+    "strided beside itself": lambda: torch.zeros(99).as_strided((2, 2), (2, 3)),
+    "a parameter": lambda: torch.nn.Parameter(torch.zeros(SHAPE)),
+    "computed": lambda: torch.nn.Parameter(torch.zeros(SHAPE)) * 1.0,
+    "made in inference mode": made_in_inference_mode,
+    "mapped for writing": lambda: mapped(writable=True),
+    "expanded, of no element": lambda: torch.zeros(1, 0).expand(4, 0),
+}
+
+
+def value(tensor: torch.Tensor, number: float) -> torch.Tensor:
+    return torch.full(tuple(tensor.shape), number, dtype=tensor.dtype)
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+def test_what_has_no_elements_is_refused_by_name_at_both_ends(kind: str) -> None:
+    weights: dict[str, Piecewise] = {"good": torch.zeros(2), "bad": EMPTY[kind]()}
+    for take in (tensors_of, targets_of):
+        with pytest.raises(WeightsError) as caught:
+            take(weights)
+        assert [fault.where for fault in caught.value.faults] == ["bad"]
+
+
+@pytest.mark.parametrize("kind", LOCKED)
+def test_what_cannot_be_written_is_refused_by_name_and_can_be_published(kind: str) -> None:
+    weights: dict[str, Piecewise] = {"good": torch.zeros(2), "bad": LOCKED[kind]()}
+    with pytest.raises(WeightsError) as caught:
+        targets_of(weights)
+    assert [fault.where for fault in caught.value.faults] == ["bad"]
+    publisher = Publisher("policy")
+    publisher.publish(tensors_of(weights), 1)
+    publisher.publish(tensors_of(weights), 2, delta=True)
+    publisher.close()
+
+
+def test_a_part_that_is_a_shard_by_hand_is_looked_at_too() -> None:
+    shard = LocalShard(torch.zeros(1).expand(2, 3), shape=(4, 3), start=(2, 0))
+    with pytest.raises(WeightsError, match="rows: several of its elements share memory"):
+        targets_of({"rows": shard})
+    with pytest.raises(WeightsError, match="rows: it has no memory"):
+        targets_of({"rows": LocalShard(torch.zeros(2, 3, device="meta"), shape=(4, 3), start=(2, 0))})
+
+
+def test_conjugates_are_published_as_the_numbers_that_they_are() -> None:
+    for size in (3, 400_000):
+        source = torch.randn(size, dtype=torch.complex64)
+        tensors = tensors_of({"c": source.conj(), "n": source.conj().imag})
+        publisher = Publisher("policy")
+        publisher.publish(tensors, 1)
+        with publisher.current() as (_, packing, block):
+            assert isinstance(packing, Packing)
+            for name, (_, part) in zip(tensors, layout_of(tensors).items(), strict=True):
+                sent = packing.view(block.memory, name, part.tensor.whole)
+                assert torch.equal(sent, (source.conj() if name == "c" else -source.imag))
+        publisher.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.uint8])
+def test_bits_are_compared_and_not_numbers(dtype: torch.dtype) -> None:
+    zeros = torch.zeros(3, dtype=dtype)
+    assert same_bits(zeros, zeros.clone())
+    if dtype is not torch.uint8:
+        assert not same_bits(zeros, -zeros)
+        assert same_bits(zeros / 0, zeros / 0)
+
+
+class TestTargetsOfOneMemory:
+    def test_columns_and_rows_of_a_fused_tensor_are_distinct(self) -> None:
+        fused, other = torch.zeros(6, 8), torch.zeros(8, 6)
+        targets_of(dict(enumerate((*fused.chunk(4, 1), *other.chunk(2)))))  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("rows", [slice(0, 3), slice(2, 6)])
+    def test_a_common_row_is_refused(self, rows: slice) -> None:
+        fused = torch.zeros(6, 8)
+        with pytest.raises(WeightsError, match="it has memory in common with"):
+            targets_of({"a": fused[:4], "b": fused[rows]})
+
+    def test_one_tensor_by_two_names_takes_one_value(self, tmp_path: Path) -> None:
+        tied = torch.zeros(SHAPE)
+        untied_weights = {"a": torch.ones(SHAPE), "b": torch.full(SHAPE, 2.0)}
+        with place(tmp_path) as here:
+            publisher, endpoint = here.publisher()
+            reader = here.reader(endpoint)
+            publisher.publish(tensors_of(untied_weights), 1)
+            for assign in (False, True):
+                with pytest.raises(WeightsError, match="b: it is tied to a"):
+                    reader.receive({"a": tied, "b": tied}, assign=assign)
+            assert tied.sum() == 0
+            publisher.publish(tensors_of(dict.fromkeys("ab", torch.ones(SHAPE))), 2)
+            reader.receive({"a": tied, "b": tied}, 2)
+            assert tied.sum() == tied.numel()
+
+
+KINDS = {**EMPTY, **LOCKED, **GOOD}
+PUBLISHED = {kind: make() for kind, make in {**LOCKED, **GOOD}.items()}
+
+
+def test_any_mix_of_targets_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    with place(tmp_path) as here:
+        publisher, endpoint = here.publisher()
+        publisher.publish({kind: value(tensor, 1) for kind, tensor in PUBLISHED.items()}, 1)
+        folder = str(tmp_path / "saved")
+        with publisher.current() as (version, packing, block):
+            disk.save(folder, version, 0, 1, packing, block.memory)
+        reader = here.reader(endpoint)
+
+        @examples(60)
+        @given(
+            st.lists(st.sampled_from(sorted(KINDS)), min_size=1, unique=True),
+            st.sampled_from(["copied", "assigned", "blended", "loaded"]),
+        )
+        def received(kinds: list[str], how: str) -> None:
+            into: dict[str, Piecewise] = {kind: KINDS[kind]() for kind in kinds}
+            bad = [kind for kind in kinds if kind not in GOOD]
+            told: list[str] = []
+            try:
+                if how == "loaded":
+                    disk.load(folder, targets_of(into), 0)
+                else:
+                    reader.receive(into, assign=how == "assigned", eta=0.5 if how == "blended" else 1.0)
+            except WeightsError as error:
+                told = [fault.where for fault in error.faults]
+            first = [kind for kind in bad if kind in EMPTY] or bad
+            assert sorted(told) == sorted(first)
+            expected = 0.0 if bad else 0.5 if how == "blended" else 1.0
+            for kind in kinds:
+                tensor = into[kind]
+                if kind in GOOD and isinstance(tensor, torch.Tensor):
+                    assert torch.equal(tensor.detach(), value(tensor, expected)), kind
+
+        received()
+
+
+class TestModulesOfTheMetaDevice:
+    class Rotary(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+            self.register_buffer("scale", torch.ones(1))
+            self.register_buffer("frequencies", torch.ones(2), persistent=False)
+
+    def test_all_of_it_is_refused_with_the_buffers_that_no_version_has(self) -> None:
+        with torch.device("meta"):
+            module = self.Rotary()
+        with pytest.raises(WeightsError, match="to_empty") as caught:
+            targets_of(module)
+        assert [fault.where for fault in caught.value.faults] == ["weight", "scale", "frequencies"]
+
+    def test_what_to_empty_leaves_is_known_by_name(self) -> None:
+        with torch.device("meta"):
+            module = self.Rotary()
+        module.to_empty(device="cpu")
+        assert [*targets_of(module)] == ["weight", "scale"]
+        assert [*unsaved(module)] == ["frequencies"]
+
+
+def test_a_dtype_without_arithmetic_has_no_moving_average() -> None:
+    targets = {"a": torch.zeros(2, dtype=torch.float4_e2m1fn_x2), "b": torch.zeros(2)}
+    targets_of(targets)
+    with pytest.raises(WeightsError, match="a: there is no moving average of float4_e2m1fn_x2"):
+        targets_of(targets, 0.5)
+
+
+def test_a_module_whose_state_dict_has_names_of_its_own_is_not_assigned_by_halves() -> None:
+    from unirun.weights.tensors import assigner
+
+    class Renamed(torch.nn.Linear):
+        def state_dict(self, *_: object, **__: object) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            return {"bias": self.bias, "kernel": self.weight}
+
+    with pytest.raises(WeightsError, match="kernel: the module has no parameter"):
+        assigner(Renamed(2, 2))
