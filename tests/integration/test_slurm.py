@@ -144,6 +144,22 @@ def test_a_preempted_job_begins_anew_and_finds_what_its_workers_had_saved(
     assert "found b'half' requeued 1" in result.out
 
 
+def test_a_step_of_several_tasks_on_one_node_starts_no_job(
+    command: Unirun, script: Script, cluster: Slurm
+) -> None:
+    done = command.start_program(["srun", "-N1", "-n4", UNIRUN, *EXEC, str(script("print('here')"))]).end()
+    assert (done.code, done.out) == (2, ""), done
+    assert done.err.count("more than one task on a node (4)") == 4
+
+
+def test_the_shell_of_an_allocation_says_that_its_nodes_are_not_used(
+    command: Unirun, script: Script, cluster: Slurm
+) -> None:
+    done = command.start_program(["salloc", "-N2", UNIRUN, *EXEC, str(script("print('here')"))]).end()
+    assert (done.code, done.lines) == (0, ["here"]), done
+    assert re.search(r"the allocation's nodes n\[\d-\d\] are not used; start the job with: srun", done.err)
+
+
 class TestJobsOnThreeNodes:
     """The head is n1, and each node has a part of the ranks."""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping
 
 from unirun.cli import SUBCOMMANDS
 from unirun.cli.commandline import CommandLine
+from unirun.cli.joboptions import several_nodes
 from unirun.errors import UsageError
 from unirun.spec import JobSpec
 from unirun.spec.overrides import is_override
@@ -82,20 +84,26 @@ def _refuse_assignment(word: str, line: CommandLine) -> None:
 
 def warnings(line: CommandLine, spec: JobSpec, environ: Mapping[str, str]) -> list[str]:
     """Warnings for the user. Raises `UsageError` for a variable of torchrun that asks for what unirun does not do."""
-    return [*environment_warnings(environ), *misplaced(line), *_endless(spec)]
+    elsewhere = "slurm" in line.options or several_nodes(line.options)
+    unused = () if elsewhere else unused_allocation(environ)
+    return [*environment_warnings(environ), *unused, *misplaced(line), *_endless(spec)]
 
 
 def environment_warnings(environ: Mapping[str, str]) -> Iterator[str]:
-    """Warnings about variables of torchrun and Slurm. Raises `UsageError` for one that cannot be honoured."""
+    """Warnings about variables of torchrun. Raises `UsageError` for one that cannot be honoured."""
     if _seconds(environ.get(SLEEP, "")) > 0:
         raise UsageError(f"{SLEEP}: unirun does not watch for workers in uninterruptible sleep", "unset it")
     if HEALTH in environ:
         yield f"{HEALTH} has no effect: torch comes without a health check server, and unirun has none"
+
+
+def unused_allocation(environ: Mapping[str, str]) -> Iterator[str]:
+    """A warning for an allocation of Slurm of whose nodes some are not used."""
     if "SLURM_JOB_NODELIST" in environ:
         from unirun.launcher.hosts.hostlist import compress
         from unirun.launcher.slurm.allocation import SRUN, unused_nodes
 
-        if unused := unused_nodes(environ):
+        if unused := unused_nodes(environ, socket.gethostname()):
             yield f"the allocation's nodes {compress(unused)} are not used; start the job with: {SRUN} unirun …"
 
 

@@ -18,6 +18,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the job that `argv` describes. Returns the exit code."""
     line = parse(argv)
     options = line.options
+    if "SLURM_STEP_ID" in os.environ:
+        from unirun.launcher.slurm.allocation import refuse_several_tasks
+
+        refuse_several_tasks(os.environ)
     if "slurm" in options:
         from unirun.cli.batch import submit_job
 

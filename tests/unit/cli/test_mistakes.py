@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.cli.conftest import Compose
 from unirun.cli.commandline import parse
-from unirun.cli.mistakes import misplaced
+from unirun.cli.mistakes import misplaced, warnings
 from unirun.errors import SpecError, UsageError
 
 
@@ -70,6 +70,25 @@ def test_a_word_in_the_place_of_the_script_that_is_a_mistake_is_refused(
 def test_an_option_after_the_script_is_warned_of(argv: list[str], says: str) -> None:
     words = [*misplaced(parse(argv))]
     assert [says in word for word in words] == [True] * bool(says)
+
+
+@pytest.mark.parametrize(
+    ("environ", "options", "nodes"),
+    [
+        ({"SLURMD_NODENAME": "n1", "SLURM_JOB_NODELIST": "n[1-3]"}, [], "n[2-3]"),
+        ({"SLURMD_NODENAME": "n1", "SLURM_JOB_NODELIST": "n1"}, [], ""),
+        ({"SLURM_JOB_NODELIST": "node-of-nobody[1-3]"}, [], "node-of-nobody[1-3]"),
+        ({"SLURM_JOB_NODELIST": "n[1-3]"}, ["--hosts", "n1,n2,n3"], ""),
+        ({"SLURM_JOB_NODELIST": "n[1-3]"}, ["--nnodes", "3", "--rdzv-endpoint", "n1"], ""),
+        ({"SLURM_JOB_NODELIST": "n[1-3]"}, ["--slurm", "nodes=2"], ""),
+    ],
+)
+def test_nodes_of_an_allocation_that_a_job_does_not_use_are_told(
+    compose: Compose, environ: dict[str, str], options: list[str], nodes: str
+) -> None:
+    told = warnings(parse([*options, "train.py"]), compose("train.py"), environ)
+    expected = f"the allocation's nodes {nodes} are not used; start the job with: srun "
+    assert [text.startswith(expected) for text in told] == [True] * bool(nodes)
 
 
 @pytest.mark.parametrize("name", ["a=1", "statsu", "status", "python", "run"])

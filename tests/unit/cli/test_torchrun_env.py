@@ -46,13 +46,6 @@ def test_a_health_check_that_nobody_serves_is_told() -> None:
     assert [*environment_warnings({"TORCHELASTIC_TIMER_FILE": "/tmp/x"})] == []
 
 
-def test_nodes_of_an_allocation_that_a_job_does_not_use_are_told() -> None:
-    script = {"SLURMD_NODENAME": "n1", "SLURM_JOB_NODELIST": "n[1-3]"}
-    (told,) = environment_warnings(script)
-    assert told.startswith("the allocation's nodes n[2-3] are not used; start the job with: srun ")
-    assert [*environment_warnings(script | {"SLURM_JOB_NODELIST": "n1"})] == []
-
-
 def test_a_watch_over_uninterruptible_sleep_is_refused() -> None:
     with pytest.raises(UsageError, match=f"{SLEEP}: unirun does not watch for .*; unset it"):
         [*environment_warnings({SLEEP: "30"})]

@@ -15,6 +15,9 @@ from unirun.values import Value
 SRUN = "srun --ntasks-per-node=1"
 """unirun wants one task on each node, which starts the node's workers."""
 
+_INTERACTIVE = "4294967290"
+"""The step of salloc's shell with ``use_interactive_step`` (SLURM_INTERACTIVE_STEP of slurm.h)."""
+
 _TASKS = re.compile(r"([0-9]+)(?:\(x[0-9]+\))?")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
@@ -52,15 +55,10 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
     """
     if not {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURMD_NODENAME"} <= environ.keys():
         return None
+    refuse_several_tasks(environ)
     nodes, node = expand_nodelist(environ["SLURM_STEP_NODELIST"]), environ["SLURMD_NODENAME"]
     if len(nodes) < 2:
         return None
-    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    if any(int(count) > 1 for count in _TASKS.findall(tasks)):
-        raise UsageError(
-            f"the step has more than one task on a node ({tasks}), and each would start a job",
-            f"unirun starts the processes of a node itself: {SRUN} unirun …",
-        )
     if node not in nodes or len(set(nodes)) < len(nodes):
         raise UsageError(
             f"this is node {node!r:.80}, and the step runs on {compress(nodes):.200}",
@@ -76,20 +74,34 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
     )
 
 
+def refuse_several_tasks(environ: Mapping[str, str]) -> None:
+    """Raise `UsageError` in a task of a step that has several on a node, each of which would start a job.
+
+    In a shell of ``srun --pty`` there is the first task alone: the others have no terminal, and have ended.
+    """
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1") if "SLURM_STEP_ID" in environ else "1"
+    shell = "SLURM_PTY_PORT" in environ and environ.get("SLURM_PROCID") == "0"
+    if not shell and any(int(count) > 1 for count in _TASKS.findall(tasks)):
+        raise UsageError(
+            f"the step has more than one task on a node ({tasks}), and each would start a job",
+            f"unirun starts the processes of a node itself: {SRUN} unirun …",
+        )
+
+
 def component_here(environ: Mapping[str, str]) -> int:
     """The component of a heterogeneous job that this node belongs to; 0 in another job and outside of any."""
     found = read_allocation(environ)
     return 0 if found is None else found.components[found.index]
 
 
-def unused_nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The other nodes of an allocation that has several, in whose shell or batch script this process runs without a
-    step: a job that it starts has only this node."""
-    names = [name for name in ("SLURM_JOB_NODELIST", "SLURMD_NODENAME") if name in environ]
-    if len(names) < 2 or "SLURM_STEP_ID" in environ:
+def unused_nodes(environ: Mapping[str, str], host: str) -> tuple[str, ...]:
+    """The nodes of an allocation that a job started by this process on `host` does not have: all but this one in a
+    shell or a batch script of the allocation, where no step of srun is. The shell of salloc may be on none of them."""
+    if "SLURM_JOB_NODELIST" not in environ or environ.get("SLURM_STEP_ID", _INTERACTIVE) != _INTERACTIVE:
         return ()
+    here = environ.get("SLURMD_NODENAME") or host
     nodes = component_lists(environ) or [expand_nodelist(environ["SLURM_JOB_NODELIST"])]
-    return tuple(node for part in nodes for node in part if node != environ["SLURMD_NODENAME"])
+    return tuple(node for part in nodes for node in part if node.partition(".")[0] != here.partition(".")[0])
 
 
 def _components(nodes: tuple[str, ...], environ: Mapping[str, str]) -> tuple[int, ...]:

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import UsageError
-from unirun.launcher.slurm.allocation import Allocation, component_here, read_allocation, unused_nodes
+from unirun.launcher.slurm.allocation import (
+    Allocation,
+    component_here,
+    read_allocation,
+    refuse_several_tasks,
+    unused_nodes,
+)
 
 STEP = {
     "SLURMD_NODENAME": "n2",
@@ -76,10 +82,30 @@ def test_a_requeued_job_knows_how_often() -> None:
     assert found.restarts == 2
 
 
-@pytest.mark.parametrize("tasks", ["2(x3)", "1,2,1", "1(x2),4"])
+@pytest.mark.parametrize("tasks", ["2(x3)", "1,2,1", "1(x2),4", "4"])
 def test_more_than_one_task_on_a_node_is_refused(tasks: str) -> None:
+    several = STEP | {"SLURM_STEP_TASKS_PER_NODE": tasks}
+    for look in (read_allocation, refuse_several_tasks):
+        with pytest.raises(UsageError, match="--ntasks-per-node=1"):
+            look(several)
     with pytest.raises(UsageError, match="--ntasks-per-node=1"):
-        read_allocation(STEP | {"SLURM_STEP_TASKS_PER_NODE": tasks})
+        read_allocation(several | {"SLURM_STEP_NODELIST": "n2", "SLURM_STEP_NUM_NODES": "1"})
+
+
+def test_tasks_of_an_allocation_in_which_no_step_runs_are_no_tasks() -> None:
+    """sbatch and salloc set SLURM_NTASKS; their script and shell run once."""
+    asked = {"SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_TASKS_PER_NODE": "4"}
+    refuse_several_tasks(BATCH_SCRIPT | asked)
+    refuse_several_tasks(BATCH_SCRIPT | asked | {"SLURM_STEP_TASKS_PER_NODE": "4"})
+    refuse_several_tasks(STEP | asked)
+    refuse_several_tasks({})
+
+
+def test_the_shell_of_a_step_with_a_terminal_is_its_only_task() -> None:
+    shell = STEP | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_PTY_PORT": "40001", "SLURM_PROCID": "0"}
+    refuse_several_tasks(shell)
+    with pytest.raises(UsageError):
+        refuse_several_tasks(shell | {"SLURM_PROCID": "1"})
 
 
 def test_a_node_that_is_not_of_the_step_is_refused() -> None:
@@ -93,13 +119,28 @@ def test_a_node_of_no_component_is_refused() -> None:
 
 
 def test_nodes_are_unused_in_a_batch_script_without_a_step() -> None:
-    assert unused_nodes(BATCH_SCRIPT) == ("n2", "n3")
-    assert unused_nodes(HETEROGENEOUS | BATCH_SCRIPT) == ()
+    assert unused_nodes(BATCH_SCRIPT, "n1") == ("n2", "n3")
+    assert unused_nodes(HETEROGENEOUS | BATCH_SCRIPT, "n1") == ()
     heterogeneous = {name: value for name, value in HETEROGENEOUS.items() if "STEP" not in name}
-    assert unused_nodes(heterogeneous | BATCH_SCRIPT | {"SLURM_JOB_NODELIST": "n1"}) == ("n2", "n3")
-    assert unused_nodes(BATCH_SCRIPT | {"SLURM_JOB_NODELIST": "n1"}) == ()
-    assert unused_nodes(STEP) == ()
-    assert unused_nodes({}) == ()
+    assert unused_nodes(heterogeneous | BATCH_SCRIPT | {"SLURM_JOB_NODELIST": "n1"}, "n1") == ("n2", "n3")
+    assert unused_nodes(BATCH_SCRIPT | {"SLURM_JOB_NODELIST": "n1"}, "n1") == ()
+    assert unused_nodes(STEP, "n1") == ()
+    assert unused_nodes({}, "n1") == ()
+
+
+@pytest.mark.parametrize(
+    ("host", "unused"),
+    [("login", ("n1", "n2", "n3")), ("n1", ("n2", "n3")), ("n1.cluster.example", ("n2", "n3"))],
+)
+def test_nodes_are_unused_in_the_shell_of_salloc(host: str, unused: tuple[str, ...]) -> None:
+    shell = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n[1-3]"}
+    assert unused_nodes(shell, host) == unused
+
+
+def test_nodes_are_unused_in_the_shell_of_salloc_that_is_a_step() -> None:
+    """Where LaunchParameters has use_interactive_step."""
+    interactive = STEP | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NODELIST": "n2"}
+    assert unused_nodes(interactive, "n2") == ("n1", "n3")
 
 
 VALUES = st.text(alphabet="n123[]-,(x)", max_size=8)
