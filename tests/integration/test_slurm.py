@@ -116,9 +116,22 @@ def test_a_pending_job_tells_why_and_can_be_stopped(command: Unirun, script: Scr
 def test_what_sbatch_refuses_leaves_nothing(command: Unirun, script: Script) -> None:
     result = command("--slurm", "nodes=1,partition=missing", script(WAIT))
     assert result.code == 2
-    assert "sbatch: " in result.err
-    assert "partition" in result.err
+    assert "sbatch: invalid partition specified: missing; Batch job submission failed: " in result.err
     assert [*(command.home / "jobs").iterdir()] == []
+
+
+def test_a_job_that_a_step_submits_has_its_own_processors_memory_options_and_setup(
+    command: Unirun, script: Script, cluster: Slurm
+) -> None:
+    train = script("import os; print(os.environ['SLURM_CPUS_ON_NODE'], os.environ['A'], flush=True)")
+    script("export A=1", "env.sh")
+    job = ("--slurm", "nodes=1,cpus_per_task=8,mem_per_cpu=100,without=open_mode")
+    more = ("--slurm-extra", "--comment='a b'", "--slurm-setup", "source ./env.sh")
+    step = ("srun", "-N1", "-n1", "-c2", "--mem=500", UNIRUN)
+    done = command.start_program([*step, *job, *more, *EXEC, str(train)]).end(2 * START)
+    assert (done.code, [line for line in done.lines if line == "8 1"]) == (0, ["8 1"]), done
+    (number,) = re.findall(r"is Slurm job (\d+)", done.err)
+    assert "Comment=a b " in cluster.run("scontrol", "--oneliner", "show", "job", number)
 
 
 def test_a_job_is_told_to_end_before_its_time_limit(command: Unirun, script: Script, cluster: Slurm) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from unirun.cli.commandline import CommandLine
 from unirun.cli.compose import job_spec
@@ -21,7 +22,7 @@ from unirun.launcher.slurm.submit import batch_of, submit
 from unirun.spec import JobSpec
 from unirun.spec.read import nearest
 
-_HERE = ("slurm", "dry_run", "detach", "rdzv_id")
+_HERE = ("slurm", "slurm_extra", "slurm_setup", "dry_run", "detach", "rdzv_id")
 """Options that are not passed on; the id of the job is, as the script has it."""
 
 
@@ -31,11 +32,10 @@ def submit_job(line: CommandLine) -> int:
     Raises `SpecError` and `UsageError` for what can be wrong before the nodes are known.
     """
     given = line.options
-    if "stdin" in given:
-        raise UsageError("--stdin: a batch job has no stdin", "leave out one of --stdin and --slurm")
-    if "inventory" in given:
-        raise UsageError("--inventory: the nodes are those of the allocation", "leave it out")
-    options = parse_slurm(given["slurm"])
+    _refuse(given)
+    options = parse_slurm(
+        given["slurm"], extra=given.get("slurm_extra", ()), setup=given.get("slurm_setup", ())
+    )
     spec = job_spec(line, _inventory(options.components[0]))
     _check_roles(spec, options)
     contained = any(component.container_image for component in options.components)
@@ -48,14 +48,41 @@ def submit_job(line: CommandLine) -> int:
         return 0
     for warning in warnings(line, spec, os.environ):
         warn(warning)
-    job, submitted = submit(spec, options, batch)
-    if not given.get("quiet"):
+    quiet = bool(given.get("quiet"))
+    job, submitted = submit(
+        spec, options, batch, tell=lambda text: None if quiet else warn(f"sbatch: {text}")
+    )
+    if not quiet:
         warn(f"job {spec.run_id} is Slurm job {submitted.id}")
     if given.get("detach"):
         say(spec.run_id)
         warn(f"submitted; follow it with: unirun status {spec.run_id}, unirun logs -f {spec.run_id}")
         return 0
-    return Follower(job, submitted, quiet=bool(given.get("quiet"))).run()
+    return Follower(job, submitted, quiet=quiet).run()
+
+
+_REFUSED = {
+    "hosts": "the nodes are those that Slurm gives the job",
+    "hostfile": "the nodes are those that Slurm gives the job",
+    "inventory": "the nodes are those of the allocation",
+    "node_name": "the nodes have Slurm's names",
+    "node_rank": "the nodes are in Slurm's order",
+    "nnodes": "the number of nodes is said by --slurm nodes=N",
+    "pre_check": "it is for hosts that are reached by ssh",
+    "stdin": "a batch job has no stdin",
+    "sync": "it is for hosts that are reached by ssh",
+}
+
+
+_HARMLESS = {"nnodes": "1", "node_rank": "0"}
+
+
+def _refuse(given: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for an option that a batch job cannot have."""
+    for dest, why in _REFUSED.items():
+        if given.get(dest) not in (None, _HARMLESS.get(dest)):
+            name = f"--{dest.replace('_', '-')}"
+            raise UsageError(f"{name}: {why}", f"leave out one of {name} and --slurm")
 
 
 def words_of(line: CommandLine) -> Iterator[str]:

@@ -74,6 +74,8 @@ def _start_options(parser: Any) -> None:
     )
     parser.add_argument("--partition", help="with --mode slurm: the partition")
     parser.add_argument("--nodes", type=_count(1), help="with --mode slurm: nodes (1)")
+    for name, what in (("extra", "another option of sbatch"), ("setup", "a line of bash before the job")):
+        parser.add_argument(f"--slurm-{name}", action="append", help=f"with --mode slurm: {what}")
     parser.add_argument("--hosts", help="with --mode ssh: hosts, as for unirun --hosts")
     parser.add_argument(
         "--recover-mode",
@@ -168,8 +170,9 @@ def _start(options: Any) -> int:
 
 def _refuse_options(options: Any) -> None:
     """Raise `UsageError` for options that do not fit the mode."""
-    for option, mode in (("hosts", "ssh"), ("partition", "slurm"), ("nodes", "slurm")):
-        if getattr(options, option) is not None and options.mode != mode:
+    of_slurm = ("partition", "nodes", "slurm-extra", "slurm-setup")
+    for option, mode in (("hosts", "ssh"), *((name, "slurm") for name in of_slurm)):
+        if getattr(options, option.replace("-", "_")) is not None and options.mode != mode:
             raise UsageError(
                 f"--{option} is for --mode {mode}, and the mode is {options.mode}",
                 f"add --mode {mode}, or leave out --{option}",
@@ -197,8 +200,10 @@ def _where(options: Any, scheduling: Any, *, evaluator: bool) -> list[str]:
         from unirun.launcher.slurm.options import parse_slurm
 
         needs = options_of_slurm(scheduling, options.partition or "", options.nodes or 1, evaluator=evaluator)
-        parse_slurm([needs])
-        return [f"--slurm={needs}"]
+        extra, setup = options.slurm_extra or [], options.slurm_setup or []
+        parse_slurm([needs], extra=extra, setup=setup)
+        more = [f"--slurm-extra={each}" for each in extra] + [f"--slurm-setup={each}" for each in setup]
+        return [f"--slurm={needs}", *more]
     if options.mode == "ssh":
         from unirun.launcher.hosts.hostlist import parse_hosts
 

@@ -133,6 +133,20 @@ OURS: tuple[Option, ...] = (
         many=True,
     ),
     Option(
+        "--slurm-extra",
+        NODES,
+        "another option of sbatch, as it stands in a batch script: --slurm-extra=--account=x",
+        "OPTION",
+        many=True,
+    ),
+    Option(
+        "--slurm-setup",
+        NODES,
+        "a line of bash that the batch script begins with: 'module load cuda', 'source env.sh'",
+        "LINE",
+        many=True,
+    ),
+    Option(
         "--component",
         NODES,
         "the role's ranks are on the nodes of this component of a heterogeneous Slurm job, counted from 0",

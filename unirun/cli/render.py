@@ -39,6 +39,12 @@ def main(argv: list[str]) -> int:
         help="what the batch script asks for, as for unirun --slurm",
         metavar="K=V,…",
     )
+    parser.add_argument(
+        "--slurm-extra", action="append", default=[], help="another option of sbatch", metavar="OPTION"
+    )
+    parser.add_argument(
+        "--slurm-setup", action="append", default=[], help="a line of bash before it", metavar="LINE"
+    )
     options = parser.parse_intermixed_args(argv)
     line = CommandLine({"config": options.job}, tuple(options.overrides), None, ())
     node = Node("node0", (0,), tuple(Device(str(index), "GPU") for index in range(options.gpus)))
@@ -46,7 +52,7 @@ def main(argv: list[str]) -> int:
     if options.form == "slurm":
         sys.stdout.write(_script(options, spec))
         return 0
-    if options.slurm:
+    if options.slurm or options.slurm_extra or options.slurm_setup:
         raise UsageError(
             "--slurm: only a batch script asks Slurm", f"leave it out of unirun render {options.form}"
         )
@@ -77,7 +83,10 @@ def _script(options: Any, spec: JobSpec) -> str:
     asked |= {"container_image": options.image}
     text = ",".join(f"{key}={value}" for key, value in asked.items() if value is not None)
     words = ("--config", options.job, *options.overrides)
-    return batch_script(parse_slurm(options.slurm or [text]), Batch(id_stem(spec.name), words))
+    asked_of_slurm = parse_slurm(
+        options.slurm or [text], extra=options.slurm_extra, setup=options.slurm_setup
+    )
+    return batch_script(asked_of_slurm, Batch(id_stem(spec.name), words))
 
 
 def _jobset(job: Containers) -> str:

@@ -26,6 +26,10 @@ def main(argv: Sequence[str]) -> int:
         from unirun.cli.batch import submit_job
 
         return submit_job(line)
+    for name in ("slurm_extra", "slurm_setup"):
+        if name in options:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} is for jobs that are submitted to Slurm", "add --slurm nodes=N,…")
     if "dry_run" in options:
         raise UsageError(
             "--dry-run prints the batch script of --slurm", "unirun plan shows what would run where"

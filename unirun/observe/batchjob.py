@@ -6,11 +6,11 @@ Slurm is asked by its own commands, as its protocol differs between versions.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from msgspec import to_builtins
 
-from unirun.errors import JobError, RendezvousError, UsageError
+from unirun.errors import JobError, RendezvousError, UnirunError, UsageError
 from unirun.rendezvous.jobdir import JobDir
 from unirun.values import Value
 from unirun.wire.codec import typed
@@ -163,32 +163,58 @@ def _exit_code(state: str, text: str) -> int | None:
     return 143 if state == "CANCELLED" else 1
 
 
-def ask_slurm(*command: str) -> str:
-    """What a command of Slurm prints. Raises `JobError` when it fails, `RendezvousError` when the controller does not
-    answer, `UsageError` when there is no such command."""
+def ask_slurm(
+    *command: str,
+    environ: Mapping[str, str] | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> str:
+    """What a command of Slurm prints, in another environment with `environ`. If it succeeds, `tell` is called with what
+    it says besides: the notes of a cluster's submit filter.
+
+    Raises `JobError` when it fails, `RendezvousError` when the controller does not answer, `UsageError` when there is
+    no such command or no cluster.
+    """
     # Imported here: most commands ask nobody.
     import subprocess
 
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=ANSWER, check=False, env=environ
+        )
     except FileNotFoundError as error:
-        problem = f"{command[0]} is not found"
-        raise UsageError(
-            problem, "is this a host of a Slurm cluster? call unirun where sbatch works"
-        ) from error
+        raise UsageError(f"{command[0]} is not found", _WHERE) from error
     except subprocess.TimeoutExpired as error:
+        said = (error.stderr or b"").decode(errors="replace")
+        if any(sign in said for sign in _NOWHERE):
+            raise failure(command[0], said) from error
         raise RendezvousError(f"{command[0]} has not answered within {ANSWER:g} s", "see sinfo") from error
-    if done.returncode == 0:
-        return done.stdout
-    said = _last_line(done.stderr)
-    if any(sign in done.stderr for sign in _AWAY):
-        raise RendezvousError(f"Slurm does not answer: {said}", "see sinfo")
-    raise JobError(f"{command[0]}: {said}", "see sinfo, and the options in docs/slurm.md")
+    if done.returncode != 0:
+        raise failure(command[0], done.stderr)
+    if done.stderr.strip():
+        tell(message(command[0], done.stderr))
+    return done.stdout
 
 
+_WHERE = "is this a host of a Slurm cluster? call unirun where sbatch works"
 _AWAY = ("Unable to contact", "Connection refused", "timed out", "Communication connection failure")
+_NOWHERE = (
+    "Could not establish a configuration source",
+    "Unable to process configuration file",
+    "unable to status file",
+)
 
 
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1].removeprefix("error: ") if lines else "it failed without a word"
+def failure(command: str, said: str) -> UnirunError:
+    """The error for a `command` of Slurm that has failed, and has `said` something on stderr."""
+    text = message(command, said) or "it failed without a word"
+    if any(sign in said for sign in _NOWHERE):
+        return UsageError(f"this host is in no Slurm cluster: {command}: {text}", _WHERE)
+    if any(sign in said for sign in _AWAY):
+        return RendezvousError(f"Slurm does not answer: {text}", "see sinfo")
+    return JobError(f"{command}: {text}", "see sinfo, and the options in docs/slurm.md")
+
+
+def message(command: str, said: str) -> str:
+    """All that a `command` of Slurm has `said`, in one line and without its name before each part."""
+    lines = (line.strip().removeprefix(f"{command}: ").removeprefix("error: ") for line in said.splitlines())
+    return "; ".join(line.strip() for line in lines if line.strip())

@@ -74,6 +74,17 @@ def test_dry_run_prints_the_script_and_leaves_nothing(
     assert not (script.parent / "home").exists()
 
 
+def test_extra_options_and_setup_lines_are_in_the_script(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = ["--slurm-extra", "--account=x", "--slurm-extra=-C a", "--slurm-setup", "module load 'a b'"]
+    run.main(["--slurm", "nodes=1", *extra, "--dry-run", "train.py"])
+    text = capsys.readouterr().out
+    assert "#SBATCH --account=x\n#SBATCH -C a\n" in text
+    assert "\neval 'module load '\"'\"'a b'\"'\"'' || failed " in text
+    assert "slurm" not in text.partition("unirun --rdzv-id")[2]
+
+
 def test_in_a_container_unirun_is_found_on_the_path(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run.main(["--slurm", "container_image=a:1", "--dry-run", "train.py"])
     assert " --container-image=a:1 unirun --rdzv-id " in capsys.readouterr().out
@@ -85,6 +96,16 @@ def test_in_a_container_unirun_is_found_on_the_path(script: Path, capsys: pytest
         ("--dry-run train.py", "--dry-run prints the batch script of --slurm"),
         ("--slurm nodes=1 --stdin a:0 train.py", "a batch job has no stdin"),
         ("--slurm nodes=1 --inventory fake: train.py", "the nodes are those of the allocation"),
+        (
+            "--slurm nodes=1 --hosts a train.py",
+            "--hosts: the nodes are those that Slurm gives the job; leave",
+        ),
+        ("--slurm nodes=1 --hostfile a train.py", "leave out one of --hostfile and --slurm"),
+        ("--slurm nodes=2 --nnodes 2 train.py", "the number of nodes is said by --slurm nodes=N"),
+        ("--slurm nodes=2 --node-rank 1 train.py", "the nodes are in Slurm's order"),
+        ("--slurm nodes=2 --sync train.py", "it is for hosts that are reached by ssh"),
+        ("--slurm-extra=--account=x train.py", "--slurm-extra is for jobs that are submitted to Slurm; add"),
+        ("--slurm-setup true train.py", "--slurm-setup is for jobs that are submitted to Slurm"),
     ],
 )
 def test_options_that_make_no_sense_in_a_batch_job_are_refused(script: Path, argv: str, problem: str) -> None:
@@ -116,5 +137,5 @@ def test_without_slurm_the_job_leaves_nothing(script: Path, monkeypatch: pytest.
     assert [*(script.parent / "home" / "jobs").iterdir()] == []
 
 
-def refuse(*command: str) -> str:
+def refuse(*command: str, **_: object) -> str:
     raise UsageError(f"{command[0]} is not found")

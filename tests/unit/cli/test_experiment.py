@@ -97,6 +97,8 @@ class TestOptions:
                 "--partition is for --mode slurm, and the mode is local; add --mode slurm",
             ),
             (("--nodes", "1"), "--nodes is for --mode slurm, and the mode is local; add --mode slurm"),
+            (("--slurm-setup", "true"), "--slurm-setup is for --mode slurm, and the mode is local"),
+            (("--mode", "slurm", "--slurm-extra=a"), "--slurm-extra: expected an option of sbatch"),
             (("--mode", "ssh"), "--mode ssh needs hosts; give --hosts h1:4,h2:4"),
             (("--mode", "ssh", "--hosts", "h1:none"), "--hosts: "),
             (("--mode", "slurm", "--partition", "a'b"), "partition"),

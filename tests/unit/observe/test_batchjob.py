@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.errors import JobError
+from unirun.errors import JobError, RendezvousError, UnirunError, UsageError
 from unirun.observe.batchjob import (
     BatchJob,
     BatchState,
+    ask_slurm,
+    failure,
     is_active,
     own_batch,
     parse_sacct,
@@ -88,6 +90,54 @@ def test_any_answer_is_a_state_or_refused(text: str) -> None:
             assert isinstance(parse(text), BatchState)
         except JobError:
             continue
+
+
+REFUSED = """\
+sbatch: error: ****************************
+sbatch: error: Please name an account.
+
+sbatch: error: Batch job submission failed: Unspecified error
+"""
+NOWHERE = """\
+sbatch: error: fetch_config: DNS SRV lookup failed
+sbatch: fatal: Could not establish a configuration source
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "shown"),
+    [
+        (
+            REFUSED,
+            JobError,
+            "***; Please name an account.; Batch job submission failed: Unspecified error; see",
+        ),
+        (
+            NOWHERE,
+            UsageError,
+            "this host is in no Slurm cluster: sbatch: fetch_config: DNS SRV lookup failed; fatal:",
+        ),
+        (
+            "sbatch: error: Unable to contact slurm controller (connect failure)",
+            RendezvousError,
+            "does not answer",
+        ),
+        ("", JobError, "sbatch: it failed without a word"),
+    ],
+)
+def test_all_that_sbatch_says_when_it_fails_is_shown(said: str, kind: type[UnirunError], shown: str) -> None:
+    error = failure("sbatch", said)
+    assert type(error) is kind
+    assert shown in str(error)
+
+
+@pytest.mark.starts_processes
+def test_what_a_command_says_besides_is_told() -> None:
+    told: list[str] = []
+    found = ask_slurm(
+        "sh", "-c", "echo $A; echo sh: note: low budget >&2", environ={"A": "12"}, tell=told.append
+    )
+    assert (found, told) == ("12\n", ["note: low budget"])
 
 
 def test_the_record_of_a_batch_job_is_in_the_jobs_directory(tmp_path: Path) -> None:

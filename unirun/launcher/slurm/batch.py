@@ -29,7 +29,9 @@ class Batch(Value):
     program: tuple[str, ...] = ("unirun",)
 
 
-_TOGETHER = ("--kill-on-bad-exit=0", "--wait=0", "--no-kill")
+_TOGETHER = ("--export=ALL", "--kill-on-bad-exit=0", "--wait=0", "--no-kill")
+"""Options of srun. The tasks have the script's variables also where sbatch was told to pass none on."""
+
 _DEFAULT_HOME = '"${UNIRUN_HOME:-${XDG_STATE_HOME:-$HOME/.local/state}/unirun}"'
 
 _WAIT = r"""step=$!
@@ -52,6 +54,10 @@ if [ "$code" -ne 0 ] && scontrol show job "$SLURM_JOB_ID" 2>/dev/null | grep -q 
 fi"""
 
 
+_FAILED = """\
+failed() { code=$?; echo "unirun: --slurm-setup has failed with $code: $1" >&2; exit "$code"; }"""
+
+
 def batch_script(options: BatchOptions, batch: Batch) -> str:
     """A script for sbatch, in the language of ``sh``, that runs the job and leaves with its exit code.
 
@@ -64,10 +70,13 @@ def batch_script(options: BatchOptions, batch: Batch) -> str:
     run_id = f'{batch.name}-"$SLURM_JOB_ID"' if batch.run_id is None else batch.run_id
     home = _DEFAULT_HOME if batch.home is None else quoted(str(batch.home))
     lines = [
-        "#!/bin/sh",
+        # A login shell has what clusters define for users: the function `module`.
+        "#!/bin/bash -l" if options.setup else "#!/bin/sh",
         *_directives(options, batch),
         "",
         *([] if batch.cwd is None else [f"cd {quoted(str(batch.cwd))} || exit"]),
+        *([_FAILED] if options.setup else []),
+        *(f"eval {quoted(line)} || failed {quoted(line)}" for line in options.setup),
         f"run_id={run_id}",
         f'export UNIRUN_HOME={home} {VARIABLE}="$run_id"',
         'job="$UNIRUN_HOME/jobs/$run_id"',
@@ -83,6 +92,15 @@ def batch_script(options: BatchOptions, batch: Batch) -> str:
 
 
 def _directives(options: BatchOptions, batch: Batch) -> Iterator[str]:
+    """The options of sbatch. Of two with one name the last one counts, so those of the user come last."""
+    left_out = tuple(f"#SBATCH --{name.replace('_', '-')}" for name in options.without)
+    left_out += ("#SBATCH --no-requeue",) if "requeue" in options.without else ()
+    for line in _all_directives(options, batch):
+        if line.partition("=")[0] not in left_out:
+            yield line
+
+
+def _all_directives(options: BatchOptions, batch: Batch) -> Iterator[str]:
     whole = {
         "job_name": batch.run_id or batch.name,
         **options.options,
@@ -98,6 +116,7 @@ def _directives(options: BatchOptions, batch: Batch) -> Iterator[str]:
         if number:
             yield "#SBATCH hetjob"
         yield from _of_component(component)
+        yield from (f"#SBATCH {option}" for option in options.extra)
 
 
 def _of_component(component: Component) -> Iterator[str]:

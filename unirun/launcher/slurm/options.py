@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from unirun.errors import Fault, SpecError
 from unirun.spec.read import nearest
@@ -13,12 +13,25 @@ from unirun.values import Value
 GRACE = 60
 """Seconds before the time limit at which the job is told to end, unless ``grace`` says otherwise."""
 
-_TEXT = r"[^\x00-\x1f\x7f\"'\\`$]+"
+
+class Form(Value):
+    """What a value must be: a regular expression, and the same in words."""
+
+    pattern: str
+    words: str
+
+
+_CONTROL = r"\x00-\x1f\x7f\x85\u2028\u2029"
+_TEXT = Form(rf"[^{_CONTROL}\"'\\`$]+", "a text without quotes, backslashes, ` and $")
 """No line ends, and nothing that a shell or sbatch interprets within double quotes."""
-_WORD = r"[A-Za-z0-9_.+:/@%,=\[\]|&*()~^-]+"
-_COUNT = r"[1-9][0-9]{0,5}"
-_SIZE = r"[0-9]{1,9}[KMGTkmgt]?"
-_TIME = r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|infinite"
+_WORD = Form(r"[A-Za-z0-9_.+:/@%,=\[\]|&*()~^-]+", "a word without blanks and quotes")
+_NUMBER = r"[1-9][0-9]{0,5}"
+_COUNT = Form(_NUMBER, "a number from 1")
+_SIZE = Form(r"[0-9]{1,9}[KMGTkmgt]?", "a size: 4000 (MB) or 64G")
+_TIME = Form(
+    r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|infinite",
+    "a time: 90 (minutes), 8:00:00 or 2-0 (days-hours)",
+)
 
 _OF_JOB = {
     "account": _WORD,
@@ -28,19 +41,19 @@ _OF_JOB = {
     "dependency": _WORD,
     "mail_type": _WORD,
     "mail_user": _WORD,
-    "nice": r"-?[0-9]{1,9}",
+    "nice": Form(r"-?[0-9]{1,9}", "a whole number"),
     "qos": _WORD,
     "time": _TIME,
 }
 """Options of sbatch for the whole job, with the form of their values."""
 
 _OF_COMPONENT = {
-    "nodes": rf"{_COUNT}(-{_COUNT})?",
+    "nodes": Form(rf"{_NUMBER}(-{_NUMBER})?", "a number of nodes, or MIN-MAX: nodes=4"),
     "constraint": _TEXT,
     "cpus_per_gpu": _COUNT,
     "cpus_per_task": _COUNT,
     "exclude": _WORD,
-    "exclusive": r"yes|user|mcs",
+    "exclusive": Form(r"yes|user|mcs", "yes, user or mcs"),
     "gpus_per_node": _WORD,
     "gres": _WORD,
     "licenses": _WORD,
@@ -54,18 +67,34 @@ _OF_COMPONENT = {
 }
 """Options of sbatch for each component of a job."""
 
+WITHOUT = (
+    *("job_name", "no_kill", "nodes", "ntasks_per_node"),
+    *("open_mode", "output", "requeue", "signal"),
+)
+"""Options of sbatch that a script has without being asked, and that can be left out."""
+_LEFT_OUT = "|".join(WITHOUT).replace("_", "[-_]")
+
 _OURS = {
-    "env_vars": rf"[A-Za-z_][A-Za-z0-9_]*=({_TEXT})?",
-    "grace": r"[0-9]{1,5}",
+    "env_vars": Form(
+        rf"[A-Za-z_][A-Za-z0-9_]*=({_TEXT.pattern})?", "NAME=VALUE, and the value " + _TEXT.words
+    ),
+    "grace": Form(r"[0-9]{1,5}", "a number of seconds"),
     "output": _TEXT,
-    "requeue": r"yes|no",
+    "requeue": Form(r"yes|no", "yes or no"),
+    "without": Form(
+        rf"({_LEFT_OUT})(\+({_LEFT_OUT}))*",
+        f"some of {', '.join(WITHOUT)}, with + between them",
+    ),
 }
 """For the whole job, and not passed on as they are."""
 
 _OURS_OF_COMPONENT = {
     "container_image": _TEXT,
     "container_mounts": _TEXT,
-    "roles": r"[A-Za-z][A-Za-z0-9_-]*(\+[A-Za-z][A-Za-z0-9_-]*)*",
+    "roles": Form(
+        r"[A-Za-z][A-Za-z0-9_-]*(\+[A-Za-z][A-Za-z0-9_-]*)*",
+        "names of roles, with + between them: actor+critic",
+    ),
 }
 
 _FORMS = _OF_JOB | _OURS | _OF_COMPONENT | _OURS_OF_COMPONENT
@@ -92,7 +121,8 @@ class Component(Value):
 
 class BatchOptions(Value):
     """A batch job. `options` are those of sbatch for the whole job, by name; `grace` is in seconds; `output` is None
-    for a file in the job's directory."""
+    for a file in the job's directory. `extra` are more options of sbatch, as they stand in a script, `setup` are lines
+    of bash that the script begins with, and `without` names options that it would have without being asked."""
 
     components: tuple[Component, ...]
     options: Mapping[str, str]
@@ -100,12 +130,18 @@ class BatchOptions(Value):
     requeue: bool = True
     grace: int = GRACE
     output: str | None = None
+    extra: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
 
-def parse_slurm(texts: Sequence[str]) -> BatchOptions:
+def parse_slurm(
+    texts: Sequence[str], *, extra: Sequence[str] = (), setup: Sequence[str] = ()
+) -> BatchOptions:
     """The batch job that the values of all ``--slurm`` describe, each with one component, or with several that have
-    blanks and a colon between them (``nodes=1 : nodes=4``). Raises `SpecError` with every fault."""
-    faults: list[Fault] = []
+    blanks and a colon between them (``nodes=1 : nodes=4``); `extra` and `setup` are the values of ``--slurm-extra`` and
+    ``--slurm-setup``. Raises `SpecError` with every fault."""
+    faults = [*_faulty("extra", extra, _EXTRA), *_faulty("setup", setup, _SETUP)]
     parts = [_pairs(part, faults) for text in texts for part in re.split(r"\s+:\s+", text)]
     first = parts[0]
     for number, pairs in enumerate(parts[1:], 2):
@@ -130,7 +166,25 @@ def parse_slurm(texts: Sequence[str]) -> BatchOptions:
         requeue=_one(first, "requeue") != "no",
         grace=int(_one(first, "grace") or GRACE),
         output=_one(first, "output"),
+        extra=tuple(extra),
+        setup=tuple(setup),
+        without=tuple(name.replace("-", "_") for name in _names(first, "without")),
     )
+
+
+_EXTRA = Form(
+    rf"(-[A-Za-z]|--[A-Za-z][A-Za-z0-9-]*)([= ][^{_CONTROL}]*)?",
+    "an option of sbatch in one line: --account=x",
+)
+_SETUP = Form(rf"[^{_CONTROL}]*[^{_CONTROL}\s][^{_CONTROL}]*", "a line of bash: module load cuda")
+
+
+def _faulty(option: str, values: Sequence[str], form: Form) -> Iterator[Fault]:
+    for value in values:
+        if not re.fullmatch(form.pattern, value):
+            yield Fault(
+                f"--slurm-{option}", f"expected {form.words}, found {value!r:.80}", "see docs/slurm.md"
+            )
 
 
 def _component(pairs: Pairs) -> Component:
@@ -141,7 +195,11 @@ def _component(pairs: Pairs) -> Component:
 
 
 def _roles(pairs: Pairs) -> tuple[str, ...]:
-    return tuple(filter(None, (_one(pairs, "roles") or "").split("+")))
+    return _names(pairs, "roles")
+
+
+def _names(pairs: Pairs, key: str) -> tuple[str, ...]:
+    return tuple(filter(None, (_one(pairs, key) or "").split("+")))
 
 
 def _one(pairs: Pairs, key: str) -> str | None:
@@ -163,8 +221,9 @@ def _pairs(text: str, faults: list[Fault]) -> dict[str, list[str]]:
             faults.append(Fault(where, "unknown key", nearest(name, [*_FORMS])))
         elif key in found and key not in _MANY:
             faults.append(Fault(where, f"it is there twice: {found[key][0]} and {value}", "leave one out"))
-        elif not re.fullmatch(_FORMS[key], value):
-            faults.append(Fault(where, f"{value!r:.80} is not of its form", "see docs/slurm.md"))
+        elif not re.fullmatch(_FORMS[key].pattern, value):
+            problem = f"expected {_FORMS[key].words}, found {value!r:.80}"
+            faults.append(Fault(where, problem, "see docs/slurm.md"))
         else:
             found.setdefault(key, []).append(value)
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from unirun.errors import JobError, UnirunError
@@ -36,8 +37,41 @@ def batch_of(spec: JobSpec, options: BatchOptions, words: tuple[str, ...], progr
     )
 
 
-def submit(spec: JobSpec, options: BatchOptions, batch: Batch) -> tuple[JobDir, BatchJob]:
-    """Make the directory of the job and give its batch script to sbatch, which passes this process's environment on.
+CLIENT = ("SLURM_CLUSTERS", "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+"""Variables that say how Slurm's commands reach the cluster."""
+
+_DIRECTIVES = ("job_name", "no_kill", "no_requeue", "open_mode", "output", "requeue", "signal")
+_MEMORY = frozenset(("mem", "mem_per_cpu", "mem_per_gpu"))
+_VARIABLES = {"mem": "MEM_PER_NODE", "switches": "REQ_SWITCH", "time": "TIMELIMIT"}
+"""Variables of sbatch that are not called as its options."""
+
+
+def environment_of(options: BatchOptions, environ: Mapping[str, str]) -> dict[str, str]:
+    """The part of `environ` that sbatch gets, and with it the job.
+
+    In an allocation, the variables of Slurm and of its process managers are about that one: the new job would have its
+    processors and memory. Elsewhere a variable of sbatch is the user's default. It goes before the script's own lines,
+    so those for what the script says are left out.
+    """
+    inside = "SLURM_JOB_ID" in environ
+    asked = {*_DIRECTIVES, *options.options, *(key for each in options.components for key in each.options)}
+    asked |= _MEMORY if asked & _MEMORY else set()
+    said = {f"SBATCH_{_VARIABLES.get(key, key.upper())}" for key in asked}
+
+    def stays(name: str) -> bool:
+        if name in CLIENT:
+            return True
+        of_slurm = name.startswith(("SLURM", "SBATCH_"))
+        return not (name.startswith("PMI") or name in said or (inside and of_slurm))
+
+    return {name: value for name, value in environ.items() if stays(name)}
+
+
+def submit(
+    spec: JobSpec, options: BatchOptions, batch: Batch, tell: Callable[[str], None]
+) -> tuple[JobDir, BatchJob]:
+    """Make the directory of the job and give its batch script to sbatch, with this process's environment. `tell` is
+    called with what sbatch says besides the job's id.
 
     Raises `JobError` when a job of this id runs or sbatch refuses the script, `RendezvousError` when Slurm does not
     answer, `UsageError` without Slurm. Then the directory is removed.
@@ -51,7 +85,8 @@ def submit(spec: JobSpec, options: BatchOptions, batch: Batch) -> tuple[JobDir, 
             "set UNIRUN_HOME to a directory that you may write",
         ) from error
     try:
-        told = ask_slurm("sbatch", "--parsable", str(job.batch / SCRIPT))
+        environ = environment_of(options, os.environ)
+        told = ask_slurm("sbatch", "--parsable", str(job.batch / SCRIPT), environ=environ, tell=tell)
         # With a cluster's name: 12;cluster.
         submitted = BatchJob(told.strip().partition(";")[0], time.time())
         write_batch(job, submitted)

@@ -55,6 +55,25 @@ def test_requeueing_the_grace_period_and_exclusive_nodes_can_be_chosen() -> None
     assert {"--no-requeue", "--signal=B:TERM@120", "--exclusive", "--qos=high"} <= {*found}
 
 
+def test_options_of_the_user_come_last_so_that_they_count() -> None:
+    """Of two with one name, sbatch takes the last."""
+    options = parse_slurm(["nodes=1,roles=a", "nodes=2"], extra=["--signal=B:USR1@30", "--comment='a b'"])
+    found = directives(batch_script(options, BATCH).splitlines())
+    assert found[found.index("hetjob") - 2 :] == [
+        "--signal=B:USR1@30",
+        "--comment='a b'",
+        *("hetjob", "--nodes=2", "--ntasks-per-node=1"),
+        "--signal=B:USR1@30",
+        "--comment='a b'",
+    ]
+
+
+def test_options_of_ours_can_be_left_out() -> None:
+    everything = "job_name+no_kill+nodes+ntasks_per_node+open_mode+output+requeue+signal"
+    assert directives(script(f"partition=debug,without={everything}")) == ["--partition=debug"]
+    assert directives(script(f"requeue=no,without={everything}")) == []
+
+
 def test_components_of_a_heterogeneous_job_are_started_as_one_step() -> None:
     lines = script(
         "nodes=1,roles=a,cpus_per_task=4", "nodes=2,roles=b,container_image=img:1,container_mounts=/a:/b"
@@ -70,7 +89,7 @@ def test_components_of_a_heterogeneous_job_are_started_as_one_step() -> None:
 def test_the_loss_of_a_task_or_a_node_does_not_end_the_step() -> None:
     (step,) = [line for line in script() if line.startswith("srun")]
     assert step == (
-        "srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --no-kill "
+        "srun --ntasks-per-node=1 --export=ALL --kill-on-bad-exit=0 --wait=0 --no-kill "
         'unirun --rdzv-id "$run_id" --roles actor=4 train.py &'
     )
 
@@ -84,13 +103,13 @@ scontrol() { case $1 in show) echo "JobId=1 PreemptTime=$PREEMPTED Power=";; *) 
 
 
 def run_with_stubs(
-    folder: Path, text: str, code: int = 0, environ: Mapping[str, str] | None = None
+    folder: Path, text: str, code: int = 0, environ: Mapping[str, str] | None = None, shell: str = "sh"
 ) -> subprocess.CompletedProcess[str]:
     """The script in a shell in which `srun` keeps its arguments."""
     head, _, body = text.partition("\n")
     (folder / "script").write_text(f"{head}\n{STUBS.replace('CODE', str(code))}{body}")
     return subprocess.run(
-        ["sh", folder / "script"],
+        [shell, folder / "script"],
         cwd=folder,
         env={"PATH": os.environ["PATH"], **(environ or {})},
         capture_output=True,
@@ -117,7 +136,28 @@ def test_arguments_and_variables_arrive_as_they_were_given(
     done = run_with_stubs(folder, batch_script(parse_slurm(["env_vars=A=1 & 2"]), batch))
     assert (done.returncode, done.stderr) == (0, "")
     expected = ["unirun", "--rdzv-id", "ppo-1", *words]
-    assert (folder / "words").read_bytes().decode().split("\0")[4:-1] == expected
+    assert (folder / "words").read_bytes().decode().split("\0")[5:-1] == expected
+
+
+@pytest.mark.starts_processes
+def test_setup_lines_run_before_the_job_and_in_one_shell(tmp_path: Path) -> None:
+    (tmp_path / "env.sh").write_text("export A=1; declare -x B='2 3'")
+    lines = ["source ./env.sh", "# 'only' a comment", 'export C="$A it\'s"']
+    text = batch_script(parse_slurm(["nodes=1"], setup=lines), of_job((), tmp_path))
+    assert text.startswith("#!/bin/bash -l\n")
+    text = text.replace("srun", "env >environ; srun")
+    assert run_with_stubs(tmp_path, text, shell="bash").returncode == 0
+    assert {"A=1", "B=2 3", "C=1 it's"} <= {*(tmp_path / "environ").read_text().splitlines()}
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("line", ["cd nowhere", "(exit 3)", "echo 'never closed"])
+def test_a_setup_line_that_fails_ends_the_job_before_it_starts(tmp_path: Path, line: str) -> None:
+    text = batch_script(parse_slurm(["nodes=1"], setup=[line]), of_job((), tmp_path))
+    done = run_with_stubs(tmp_path, text, shell="bash")
+    assert done.returncode > 0
+    assert f"unirun: --slurm-setup has failed with {done.returncode}: {line}\n" in done.stderr
+    assert not (tmp_path / "words").exists()
 
 
 @pytest.mark.starts_processes
@@ -155,7 +195,7 @@ def test_a_script_for_others_runs_where_it_is_submitted_and_is_called_after_its_
     done = run_with_stubs(tmp_path, text, environ={"SLURM_JOB_ID": "12", "HOME": str(tmp_path)})
     assert (done.returncode, done.stderr) == (0, "")
     words = (tmp_path / "words").read_text().split("\0")
-    assert words[4:-1] == ["unirun", "--rdzv-id", "ppo-12", "--config", "job.yaml"]
+    assert words[5:-1] == ["unirun", "--rdzv-id", "ppo-12", "--config", "job.yaml"]
 
 
 @pytest.mark.starts_processes

@@ -74,13 +74,17 @@ def test_later_components_have_the_partition_and_the_time_of_the_first() -> None
         (["node=4"], "--slurm node: unknown key; did you mean 'nodes'?"),
         (["nodes"], "--slurm nodes: it has no value; write nodes=…"),
         (["nodes="], "--slurm nodes: it has no value"),
-        (["nodes=0"], "--slurm nodes: '0' is not of its form"),
+        (["nodes=0"], "--slurm nodes: expected a number of nodes, or MIN-MAX: nodes=4, found '0'"),
         (["nodes=2,nodes=3"], "--slurm nodes: it is there twice: 2 and 3"),
-        (["time=soon"], "--slurm time: 'soon' is not of its form"),
-        (["partition=a b"], "--slurm partition: 'a b' is not of its form"),
-        (["constraint=a`id`"], "is not of its form"),
-        (["begin=now\n#SBATCH --uid=0"], "is not of its form"),
-        (["env_vars=1A=b"], "--slurm env_vars: '1A=b' is not of its form"),
+        (
+            ["time=soon"],
+            "--slurm time: expected a time: 90 (minutes), 8:00:00 or 2-0 (days-hours), found 'soon'",
+        ),
+        (["partition=a b"], "--slurm partition: expected a word without blanks and quotes, found 'a b'"),
+        (["constraint=a`id`"], "expected a text without quotes, backslashes, ` and $, found"),
+        (["begin=now\n#SBATCH --uid=0"], "expected a text without"),
+        (["env_vars=1A=b"], "--slurm env_vars: expected NAME=VALUE, and the value a text without"),
+        (["without=partition"], "--slurm without: expected some of job_name, no_kill, nodes, "),
         (
             ["nodes=1,roles=a", "begin=now"],
             "--slurm begin: it is for the whole job, and stands in component 2",
@@ -93,6 +97,32 @@ def test_what_is_wrong_is_said(texts: list[str], fault: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse_slurm(texts)
     assert fault in str(caught.value)
+
+
+def test_options_of_ours_can_be_left_out() -> None:
+    assert parse_slurm(["without=no-kill+open_mode"]).without == ("no_kill", "open_mode")
+
+
+@pytest.mark.parametrize(
+    "extra", ["-A x", "--account=x", "--exclusive", "--comment=a 'b' $c", "--mail-user x@y"]
+)
+def test_any_option_of_sbatch_may_be_an_extra_one(extra: str) -> None:
+    assert parse_slurm(["nodes=1"], extra=[extra]).extra == (extra,)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["", "account=x", "hetjob", "--", "--a b=c\n#SBATCH --uid=0", "--comment=a\rb", "--a=\0", "--a=b\x85c"],
+)
+def test_what_is_no_option_of_sbatch_in_one_line_is_refused(extra: str) -> None:
+    with pytest.raises(SpecError, match="--slurm-extra: expected an option of sbatch in one line"):
+        parse_slurm(["nodes=1"], extra=[extra])
+
+
+@pytest.mark.parametrize("line", ["", "  ", "a\nb", "a\0"])
+def test_a_setup_line_is_one_line(line: str) -> None:
+    with pytest.raises(SpecError, match="--slurm-setup: expected a line of bash"):
+        parse_slurm(["nodes=1"], setup=["module load cuda", line])
 
 
 def test_all_faults_are_reported_at_once() -> None:

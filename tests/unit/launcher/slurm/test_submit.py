@@ -1,0 +1,43 @@
+"""The environment in which a job is submitted."""
+
+from __future__ import annotations
+
+from unirun.launcher.slurm.options import parse_slurm
+from unirun.launcher.slurm.submit import environment_of
+
+OWN = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "UNIRUN_HOME": "/home"}
+
+
+def test_nothing_of_the_submitting_step_is_passed_on() -> None:
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_MEM_PER_NODE": "500",
+        "SLURM_CPUS_PER_TASK": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "4",
+        "SLURMD_NODENAME": "n1",
+        "SBATCH_CPU_BIND": "none",
+        "PMI_RANK": "0",
+        "PMI2_JOBID": "7",
+        "PMIX_NAMESPACE": "x",
+    }
+    assert environment_of(parse_slurm(["nodes=1"]), OWN | step) == OWN
+
+
+def test_outside_of_an_allocation_the_users_own_defaults_are_passed_on() -> None:
+    own = OWN | {"SBATCH_ACCOUNT": "ml", "SBATCH_PARTITION": "gpu", "SLURM_CPU_BIND": "none"}
+    assert environment_of(parse_slurm(["nodes=1"]), own) == own
+
+
+def test_a_default_that_would_replace_what_the_script_says_is_left_out() -> None:
+    """sbatch prefers its variables to the lines of a script."""
+    defaults = {
+        "SBATCH_PARTITION": "gpu",
+        "SBATCH_TIMELIMIT": "1",
+        "SBATCH_MEM_PER_CPU": "100",
+        "SBATCH_SIGNAL": "INT@1",
+        "SBATCH_OPEN_MODE": "truncate",
+        "SBATCH_NO_REQUEUE": "1",
+    }
+    kept = {"SBATCH_QOS": "high"}
+    options = parse_slurm(["partition=cpu,time=5,mem=1G"])
+    assert environment_of(options, OWN | defaults | kept) == OWN | kept
