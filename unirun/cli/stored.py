@@ -6,13 +6,13 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from unirun.errors import JobElsewhere, JobError, StoreRefused, UsageError
 from unirun.observe.choosing import choose_job
 from unirun.observe.index import read_index
 from unirun.observe.status import ENDED, JobStatus, Summary, read_status, runs
 from unirun.rendezvous.election import Leader, leader_of
+from unirun.rendezvous.home import expanded
 from unirun.rendezvous.jobdir import HOSTS, JobDir, all_jobs, job_at
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.address import SqliteAddress, parse_address
@@ -42,7 +42,7 @@ def opened(url: str) -> Iterator[Store]:
 def may_be_there(url: str) -> bool:
     """Whether a store exists at `url`; True where only a connection can tell."""
     address = parse_address(url)
-    return not isinstance(address, SqliteAddress) or Path(address.path).expanduser().exists()
+    return not isinstance(address, SqliteAddress) or expanded(address.path).exists()
 
 
 def store_to_ask(option: str | None, name: str | None) -> str | None:

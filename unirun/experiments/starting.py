@@ -19,7 +19,8 @@ from unirun.experiments.experiment import check_names
 from unirun.experiments.orders import Trial
 from unirun.experiments.showing import picture
 from unirun.observe.status import ENDED, read_status
-from unirun.rendezvous.jobdir import job_at, unirun_home
+from unirun.rendezvous.home import unirun_home
+from unirun.rendezvous.jobdir import job_at
 from unirun.reporting import report
 from unirun.values import Value
 

@@ -19,6 +19,7 @@ from unirun.launcher.local import RunningJob, first_words, start_processes
 from unirun.launcher.orders import on_host
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import adopt_orphans, spare_descriptors
+from unirun.launcher.requirements import check_host
 from unirun.launcher.warm.leaving import choices, leave_behind, leaves_behind, starts
 from unirun.master.persistence.context import changed_documents
 from unirun.master.status_views import status_of
@@ -98,12 +99,13 @@ def launch(
     of this host, with an agent each. Of a job on several hosts, only the agent of the `head` is started.
 
     Raises `PlacementError` for more than this host can take, `RendezvousError` when a port is taken, and `JobError`
-    when a job of this id runs or its directory cannot be written.
+    when a job of this id runs, its directory cannot be written, or this host lacks what a job needs.
     """
     spec, placement = planned.spec, planned.placement
     url = anchored(store) if store is not None else None
     inventory = _nodes_with_agents(planned, head)
     here = [each for each in placement.assignments if head is None or each.node == head.node]
+    check_host(spec)
     refuse_impossible(spec, ((each.role, each.node) for each in here), host_ceilings())
     job, lock = _create(spec, url, head)
     socket_path = job.master_socket(os.getpid())

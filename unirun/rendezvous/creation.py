@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from unirun.errors import JobError
+from unirun.rendezvous.home import expanded
 from unirun.rendezvous.jobdir import HEAD, UID_BEFORE, JobDir, job_at
 from unirun.rendezvous.logdir import make_log_dir
 from unirun.rendezvous.ownership import make_private
@@ -140,7 +141,7 @@ def _make_logs(job: JobDir, log_dir: str | None) -> None:
         if log_dir is None:
             make_private(job.logs)
         else:
-            target = Path(log_dir).expanduser().absolute() / job.run_id
+            target = expanded(log_dir).absolute() / job.run_id
             make_log_dir(target, job.uid)
             job.logs.symlink_to(target)
     except OSError as error:

@@ -16,6 +16,9 @@ from unirun.values import Value
 
 _BACKLOG = 4096
 
+REACHABLE = 5.0
+"""Seconds in which a host must reach itself."""
+
 GENERATION_KEY = "unirun/generation"
 """Key of the generation that a rendezvous store serves: all generations of a role have the same address."""
 
@@ -68,11 +71,28 @@ def hold_endpoint(addr: str, port: int = 0) -> Endpoint:
     return Endpoint(sock, addr, sock.getsockname()[1])
 
 
+def _check_reachable(addr: str) -> None:
+    """Connect to `addr` of this host, which goes through the loopback interface. Where that is down, torch would try
+    for half an hour. Raises `RendezvousError`."""
+    endpoint = hold_endpoint(addr)
+    try:
+        socket.create_connection((endpoint.addr, endpoint.port), REACHABLE).close()
+    except OSError as error:
+        raise RendezvousError(
+            f"{addr} cannot be reached from this host, which has it: {error.strerror or error}".lower(),
+            "is the loopback interface down? ip link set lo up",
+        ) from error
+    finally:
+        endpoint.close()
+
+
 def hold_endpoints(spec: JobSpec, addr: str, port: int) -> dict[str, Endpoint]:
     """Bind one listening socket per role at `addr`; that of the first role gets `port`, unless it is 0. Raises
-    `RendezvousError` when the port is taken."""
+    `RendezvousError` when the port is taken, or this host cannot connect to its own address."""
     held: dict[str, Endpoint] = {}
     try:
+        if any(role.entry.kind != "program" for role in spec.roles):
+            _check_reachable(addr)
         for role in spec.roles:
             held[role.name] = hold_endpoint(addr, 0 if held else port)
     except RendezvousError:

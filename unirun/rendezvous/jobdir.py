@@ -24,8 +24,7 @@
         logs/<role>/<rank>/<incarnation>/{stdout,stderr}.log, error.json
         slurm/                  of a job that was submitted to Slurm: batch script, record, output, token
 
-The root is ``$UNIRUN_HOME/jobs``, by default ``$XDG_STATE_HOME/unirun/jobs`` or
-``~/.local/state/unirun/jobs``. A node whose agent was started by a command on another host has its files in
+The root is ``jobs`` in `unirun_home`. A node whose agent was started by a command on another host has its files in
 ``nodes/<node>/<run id>`` beside ``jobs``, so that hosts which share a home directory do not meet in one.
 """
 
@@ -41,6 +40,7 @@ from typing import Any
 
 from unirun.errors import FrameError, JobError
 from unirun.names import RUN_ID_RULE, is_run_id
+from unirun.rendezvous.home import unirun_home
 from unirun.rendezvous.logdir import MARK
 from unirun.rendezvous.ownership import exposure, is_ours, owner
 from unirun.rendezvous.store.url import HERE
@@ -247,13 +247,6 @@ class JobDir(Value):
         finally:
             os.close(handle)
         return False
-
-
-def unirun_home() -> Path:
-    """Return the directory of everything that unirun keeps for this user, which need not exist."""
-    home = os.environ.get("UNIRUN_HOME")
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(home).expanduser().absolute() if home else Path(state, "unirun")
 
 
 def jobs_root(node: str = "") -> Path:

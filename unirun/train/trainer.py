@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from unirun.errors import UsageError, WorkerLost
-from unirun.rendezvous.jobdir import unirun_home
+from unirun.rendezvous.home import unirun_home
 from unirun.reporting import report
 from unirun.roles import InvocationRef
 from unirun.train import tuning

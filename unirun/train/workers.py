@@ -30,6 +30,7 @@ from unirun.errors import (
 )
 from unirun.observe.following import follow_to_end
 from unirun.observe.status import ENDED, JobStatus
+from unirun.rendezvous.home import temporary_directory
 from unirun.rendezvous.jobdir import job_at
 from unirun.roles.calls.group import RoleGroup
 from unirun.roles.visitor import Visitor
@@ -69,8 +70,9 @@ class Workers:
         self._readers: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start them, and wait until all are up. Raises `UsageError`, `PlacementError`, `TrainingFailed`."""
-        with tempfile.TemporaryDirectory(prefix="unirun-") as folder:
+        """Start them, and wait until all are up. Raises `UsageError`, `PlacementError`, `JobError`,
+        `TrainingFailed`."""
+        with tempfile.TemporaryDirectory(prefix="unirun-", dir=temporary_directory("the job file")) as folder:
             file = Path(folder, "job.json")
             file.write_text(json.dumps(self._setup.job_file(self.name)))
             self._process = subprocess.Popen(

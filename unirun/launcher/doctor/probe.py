@@ -77,7 +77,7 @@ class Probe:
     def _look(self, request: Look) -> Told:
         facts = read_facts(request.interface, request.head)
         self._address = facts.address
-        places = {"cwd": Path(request.cwd), "home": Path.home()}
+        places = {"cwd": Path(request.cwd), "home": Path(os.path.expanduser("~"))}
         self._places = {where: path for where, path in places.items() if path.is_dir()}
         return Told(facts)
 

@@ -16,6 +16,7 @@ from unirun.job.offers import AgentTask, versions
 from unirun.launcher.hosts.interfaces import choose, route_to
 from unirun.launcher.local import Member
 from unirun.launcher.orders import on_host
+from unirun.launcher.requirements import check_host
 from unirun.launcher.slurm.allocation import component_here
 from unirun.rendezvous import create_job
 from unirun.rendezvous.creation import discard_job
@@ -88,6 +89,7 @@ def settle(assigned: Assigned, node: str, token: Token, *, insecure: bool, inter
     cwd = task.cwd or os.getcwd()
     for problem, remedy in missing(needs(task.spec, cwd)):
         raise RendezvousError(problem, remedy)
+    check_host(task.spec)
     job, lock = create_job(
         assigned.run_id,
         token,

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from unirun.launcher.warm.likeness import (
     state_of,
     unlike,
 )
+from unirun.rendezvous.home import temporary
 from unirun.rendezvous.ownership import exposure, make_private
 from unirun.values import Value
 from unirun.wire.address import unix_address
@@ -61,8 +61,10 @@ def run_root() -> Path:
     """The directory of this user's warm processes, which need not exist. Raises `JobError` when it is not safe."""
     given = os.environ.get("UNIRUN_RUN_DIR")
     base = os.environ.get("XDG_RUNTIME_DIR")
-    shared = Path(tempfile.gettempdir(), f"unirun-{os.getuid()}")
-    root = Path(given) if given else Path(base, "unirun") if base and os.path.isdir(base) else shared
+    if given:
+        root = Path(given)
+    else:
+        root = Path(base, "unirun") if base and os.path.isdir(base) else temporary("warm processes")
     try:
         exposed = exposure(root)
     except OSError as error:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import socket
 import ssl
-from pathlib import Path
 
 from unirun.errors import StoreRefused
+from unirun.rendezvous.home import expanded
 from unirun.rendezvous.store._grpc import grpc
 from unirun.rendezvous.store.address import EtcdAddress
 
@@ -20,8 +20,7 @@ def credentials(address: EtcdAddress) -> grpc.ChannelCredentials | None:
         return None
     _context(address)
     cacert, key, cert = (
-        Path(name).expanduser().read_bytes() if name else None
-        for name in (address.cacert, address.key, address.cert)
+        expanded(name).read_bytes() if name else None for name in (address.cacert, address.key, address.cert)
     )
     return grpc.ssl_channel_credentials(cacert, key, cert)
 
@@ -30,7 +29,7 @@ def _context(address: EtcdAddress) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
     names = [name for name in (address.cacert, address.cert, address.key) if name]
-    files = [Path(name).expanduser() for name in names]
+    files = [expanded(name) for name in names]
     for file in files:
         try:
             file.read_bytes()

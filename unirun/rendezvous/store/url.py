@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path
 
 from msgspec.structs import replace
 
 from unirun.errors import UsageError
+from unirun.rendezvous.home import expanded
 from unirun.rendezvous.store.address import PASSWORD_VARIABLE, EtcdAddress, SqliteAddress, parse_address
 from unirun.rendezvous.store.protocol import Store
 
@@ -32,7 +32,7 @@ def anchored(url: str) -> str:
     address = parse_address(url)
     names = ("path",) if isinstance(address, SqliteAddress) else ("cacert", "cert", "key", "password_file")
     paths = {name: getattr(address, name) for name in names if getattr(address, name) is not None}
-    whole = {name: os.path.abspath(os.path.expanduser(path)) for name, path in paths.items()}
+    whole = {name: os.path.abspath(expanded(path)) for name, path in paths.items()}
     return url if whole == paths else str(replace(address, **whole))
 
 
@@ -46,7 +46,7 @@ def open_store(url: str, *, timeout: float | None = None) -> Store:
     if isinstance(address, SqliteAddress):
         from unirun.rendezvous.store.sqlite import SqliteStore
 
-        return SqliteStore(Path(address.path).expanduser())
+        return SqliteStore(expanded(address.path))
     password = _password(address)
     try:
         from unirun.rendezvous.store.etcd import EtcdStore
@@ -72,7 +72,7 @@ def _password(address: EtcdAddress) -> str | None:
             f"the store's user {address.user} has no password",
             f"set {PASSWORD_VARIABLE}, or add password_file=FILE to the store's URL",
         )
-    path = Path(address.password_file).expanduser()
+    path = expanded(address.password_file)
     try:
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
             raise UsageError(f"others may read the store's password in {path}", f"chmod 600 {path}")
