@@ -256,11 +256,15 @@ class TestStreams:
         assert subprocess.run(["/bin/sh", "-c", shell], timeout=60, check=False).returncode == 0
 
     @pytest.mark.starts_processes
-    def test_characters_that_an_encoding_lacks_are_escaped(self, scripts: Path) -> None:
+    def test_what_an_encoding_lacks_is_drawn_in_ascii_or_escaped(self, scripts: Path) -> None:
+        (scripts / "tést.py").touch()
         env = {**os.environ, "PYTHONIOENCODING": "ascii"}
-        done = unirun("plan", "--roles", "a=2", "train.py", capture_output=True, env=env)
+        argv = ("plan", "--inventory", "fake:nodes=2,devices=2", "tést.py")
+        done = unirun(*argv, capture_output=True, env=env)
         assert (done.returncode, done.stderr) == (0, b"")
-        assert b"role\\xd70" in done.stdout
+        assert b"node1  .          .       2" in done.stdout
+        assert b"rolex0" in done.stdout
+        assert rb"python t\xe9st.py" in done.stdout, "names are escaped, so that they can be told apart"
 
     @pytest.mark.starts_processes
     def test_a_closed_pipe_ends_the_command_quietly(self, scripts: Path) -> None:

@@ -13,6 +13,7 @@ from typing import BinaryIO, TextIO
 
 from unirun.launcher.foreground.live import LiveLine
 from unirun.launcher.foreground.terminal import (
+    IN_ASCII,
     columns,
     in_colour,
     in_foreground,
@@ -132,7 +133,7 @@ class Console:
         while (said := self._said.get()) is not None:
             lines, live = said
             if live is None:
-                data = lines.encode(self._err.encoding, "backslashreplace")
+                data = lines.encode(self._err.encoding, IN_ASCII)
                 self._write(self._err.buffer, data, own_row=True)
                 continue
             with self._lock:

@@ -6,6 +6,7 @@ workers, stores and other users' jobs. Only the output of workers is shown uncha
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import stat
@@ -14,6 +15,35 @@ from typing import TextIO
 from unicodedata import category
 
 _DUMB = ("dumb", "unknown")
+
+IN_ASCII = "unirun.in_ascii"
+"""An error handler of `codecs`: the drawing characters of tables and graphs in ASCII, any other one escaped."""
+
+_DRAWN = {
+    "·": ".",
+    "×": "x",
+    "─": "-",
+    "│": "|",
+    "├": "|",
+    "└": "`",
+    "…": "...",
+    "±": "+-",
+    "µ": "u",
+    "→": "->",
+    "⇢": "->",
+    "⟵": "<-",
+    "⟷": "<->",
+}
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    found = error.object[error.start : error.end]
+    return "".join(_DRAWN.get(character) or _escaped(character) for character in found), error.end
+
+
+codecs.register_error(IN_ASCII, _in_ascii)
 
 
 def say(line: str = "") -> None:
@@ -28,7 +58,7 @@ def warn(text: str) -> None:
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr escape characters that their encoding lacks.
+    """Make stdout and stderr replace characters that their encoding lacks (`IN_ASCII`).
 
     A closed standard stream (``>&-``) becomes ``/dev/null``: otherwise the next opened file would get its descriptor.
     """
@@ -40,7 +70,7 @@ def prepare_streams() -> None:
             stream = open(number, "w" if number else "r", closefd=False)  # noqa: SIM115 - lives as long as the process
             setattr(sys, name, stream)
         if number and isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors=IN_ASCII)
 
 
 def drop_output() -> None:
