@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from tests.integration.harness import Unirun, eventually
 from unirun import train
-from unirun.errors import CheckpointDamaged, TrainingFailed, UsageError
+from unirun.errors import CheckpointDamaged, TrainingFailed
 from unirun.train import Trainer
 from unirun.train.checkpoints import writer
 
@@ -52,13 +53,20 @@ class TestCheckpoints:
         assert trainer.latest_checkpoint is not None
         assert trainer.latest_checkpoint[-1] == "2"
 
-    def test_a_score_that_is_not_a_number_ends_the_run(self, trainer: Trainer) -> None:
+    def test_a_run_that_diverges_comes_to_its_end_and_keeps_its_best(self, trainer: Trainer) -> None:
         def function() -> None:
-            train.save_checkpoint(step=1)
-            train.report(loss=float("nan"))
+            for step, loss in enumerate((0.5, float("nan"), 0.7, float("inf"))):
+                train.save_checkpoint(step=step)
+                train.report(loss=loss)
 
-        with pytest.raises(UsageError, match="the score 'loss' of a checkpoint is nan"):
-            trainer.run(function, checkpoint_strategy=train.CheckpointStrategy(2, "loss"))
+        results = train.JsonLoggerCallback(ranks=[0])
+        trainer.run(function, None, [results], checkpoint_strategy=train.CheckpointStrategy(2, "loss", "min"))
+        assert trainer.best_checkpoint_path is not None
+        run = Path(trainer.best_checkpoint_path).parents[1]
+        assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["000001", "000004"]
+        assert trainer.best_checkpoint_path[-1] == "1"
+        losses = [json.loads(line)[0]["loss"] for line in (run / "results.json").read_text().splitlines()]
+        assert losses == [0.5, None, 0.7, None]
 
     def test_a_damaged_one_is_skipped(self, trainer: Trainer, tmp_path: Path) -> None:
         """The last two are damaged and a rank killed: the run goes on from the one before, and they are not the best."""

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Literal
 
 from unirun.errors import UsageError
 from unirun.train.callbacks.base import TrainingCallback
-from unirun.train.callbacks.plain import flat, json_of, plain
+from unirun.train.callbacks.plain import flat, json_of, readable
 
 _RANK = "_rank"
 
@@ -25,8 +25,8 @@ class JsonLoggerCallback(TrainingCallback):
     """Writes each report as one line of `filename` in the run's directory: a JSON list with the dict of each rank.
 
     ``ranks=[0, 2]`` writes those of ranks 0 and 2 only; one that the run does not have (an elastic run has fewer ranks
-    at times) is left out. Values that JSON does not have are written as its own: tensors and arrays as lists, nan as
-    ``"nan"``, infinities as ``"inf"`` and ``"-inf"``, all else as texts.
+    at times) is left out. Values that JSON does not have are written as its own: tensors and arrays as lists, nan and
+    the infinities as null, which pandas reads as NaN, all else as texts.
 
     A file that exists is continued after its last whole row. Raises OSError when it cannot be written.
     """
@@ -64,7 +64,7 @@ class CsvLoggerCallback(TrainingCallback):
     The first column is ``_rank``; the others are the metrics of the first report, those of nested dicts as
     ``outer/inner``. A metric that comes later gets a column at the right, and the file is written anew in one step:
     who reads it sees the old one or the new one. A metric that a rank does not report is an empty cell. Lists and
-    tensors are JSON, nan is ``nan``.
+    tensors are JSON, nan is ``nan``, the infinities are ``inf`` and ``-inf``.
 
     A file that exists is continued after its last whole row. Raises `UsageError` when that is another file, and
     OSError when it cannot be written.
@@ -176,7 +176,7 @@ def _quoted(cell: str) -> str:
 
 
 def _cell(value: object) -> str:
-    shown = plain(value)
+    shown = readable(value)
     if shown is None:
         return ""
     return json_of(shown) if isinstance(shown, list | dict) else str(shown)

@@ -24,10 +24,17 @@ _LONGEST = 1023
 def plain(value: object) -> Plain:
     """Return `value` as strict JSON has it.
 
-    Tensors and arrays become lists, and their scalars numbers; nan and the infinities become ``"nan"``, ``"inf"`` and
-    ``"-inf"``; keys become texts, sets sorted lists, and everything else a text.
+    Tensors and arrays become lists, and their scalars numbers; nan and the infinities become None, which is null; keys
+    become texts, sets sorted lists, and everything else a text.
     """
     return _plain(value, ())
+
+
+def readable(value: object) -> Plain:
+    """The same for what is no JSON: a figure that is not finite becomes ``"nan"``, ``"inf"`` or ``"-inf"``."""
+    found = plain(value)
+    figure = number(value) if found is None else None
+    return found if figure is None else str(figure)
 
 
 def _plain(value: object, within: tuple[int, ...]) -> Plain:
@@ -39,7 +46,7 @@ def _plain(value: object, within: tuple[int, ...]) -> Plain:
     if isinstance(value, int):
         return int(value) if value.bit_length() <= _LONGEST else hex(value)
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else str(float(value))
+        return float(value) if math.isfinite(value) else None
     if id(value) not in within and len(within) < _DEEPEST:
         inside = (*within, id(value))
         # A type of the user may raise anything; so may a tensor without data, and a DictConfig with values missing.

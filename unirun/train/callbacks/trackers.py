@@ -18,7 +18,7 @@ from typing import Any
 
 from unirun.errors import UsageError
 from unirun.train.callbacks.base import TrainingCallback
-from unirun.train.callbacks.plain import flat, numbers, plain, text
+from unirun.train.callbacks.plain import flat, numbers, plain, readable, text
 
 _ITERATION, _TIMESTAMP = "_training_iteration", "_timestamp"
 
@@ -112,7 +112,7 @@ class MLflowCallback(TrainingCallback):
             mlflow.set_experiment(self._experiment_name)
         mlflow.start_run(**self._start)
         try:
-            mlflow.log_params({_allowed(name): text(plain(value)) for name, value in flat(config).items()})
+            mlflow.log_params({_allowed(name): text(readable(value)) for name, value in flat(config).items()})
         except BaseException:
             mlflow.end_run("FAILED")
             raise

@@ -13,7 +13,7 @@ ORDERS = ("max", "min")
 
 
 class Info(Value):
-    """A checkpoint that is whole: its `number`, its `path` or URL, and its `score`, None without one."""
+    """A checkpoint that is whole: its `number`, its `path` or URL, and its `score`, None without a finite one."""
 
     number: int
     path: str
@@ -29,7 +29,8 @@ class CheckpointStrategy:
 
     It keeps the best `num_to_keep` (None: all), and always the latest, from which a run goes on. The score is the
     metric `checkpoint_score_attribute` of rank 0 in the report that follows the checkpoint, or a number of that name in
-    its state; without an attribute the latest is the best. `checkpoint_score_order` is ``"max"`` or ``"min"``.
+    its state; without an attribute the latest is the best. `checkpoint_score_order` is ``"max"`` or ``"min"``. One
+    whose score is not finite, as that of a run that has diverged, is worse than all others, and is deleted first.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class CheckpointStrategy:
         self.checkpoint_score_order = checkpoint_score_order
 
     def score(self, *found: Mapping[str, Any]) -> float | None:
-        """The score, from the first of these mappings that has it. Raises `UsageError` when none has, or when it is no
-        number that can be compared."""
+        """The score, from the first of these mappings that has it; None when that is not finite. Raises `UsageError`
+        when none has it, or when it is no number."""
         name = self.checkpoint_score_attribute
         if name is None:
             return None
@@ -62,14 +63,12 @@ class CheckpointStrategy:
             if name in values:
                 try:
                     score = float(values[name])
-                except (TypeError, ValueError):
-                    score = math.nan
-                if math.isnan(score):
+                except (TypeError, ValueError) as error:
                     raise UsageError(
                         f"the score {name!r} of a checkpoint is {values[name]!r}",
                         "report a number, or choose another checkpoint_score_attribute",
-                    )
-                return score
+                    ) from error
+                return score if math.isfinite(score) else None
         raise UsageError(
             f"neither the report after a checkpoint nor its state has the score {name!r}",
             "report it, or choose another checkpoint_score_attribute",

@@ -20,7 +20,7 @@ from tests.effort import examples
 from tests.unit.train.callbacks.values import RESULTS
 from unirun.errors import UsageError
 from unirun.train.callbacks import CsvLoggerCallback, JsonLoggerCallback, TrainingCallback
-from unirun.train.callbacks.plain import flat, plain
+from unirun.train.callbacks.plain import flat, plain, readable
 
 Results = list[dict[Any, Any]]
 
@@ -72,7 +72,7 @@ def test_json_has_values_of_its_own_for_what_it_does_not_know(logdir: Path) -> N
         "w": np.ones(2),
     }
     run(JsonLoggerCallback(), logdir, [result])
-    assert lines(logdir) == [[{"loss": 0.5, "lr": "nan", "at": str(logdir), "top": "inf", "w": [1.0, 1.0]}]]
+    assert lines(logdir) == [[{"loss": 0.5, "lr": None, "at": str(logdir), "top": None, "w": [1.0, 1.0]}]]
 
 
 def test_json_of_some_ranks_only(logdir: Path) -> None:
@@ -138,8 +138,8 @@ def cut(path: Path, share: float) -> bytes:
 
 
 def test_csv_has_one_row_per_rank_and_report(logdir: Path) -> None:
-    run(CsvLoggerCallback(), logdir, losses(1, 2), losses(0.5, math.nan))
-    assert (logdir / "results.csv").read_text() == "_rank,loss\n0,1\n1,2\n0,0.5\n1,nan\n"
+    run(CsvLoggerCallback(), logdir, losses(1, 2), losses(0.5, math.nan), losses(-math.inf))
+    assert (logdir / "results.csv").read_text() == "_rank,loss\n0,1\n1,2\n0,0.5\n1,nan\n0,-inf\n"
 
 
 def test_csv_has_nested_metrics_with_slashes_and_lists_as_json(logdir: Path) -> None:
@@ -232,7 +232,7 @@ def quoted(text: str) -> str:
 
 
 def cell(value: object) -> str:
-    shown = plain(value)
+    shown = readable(value)
     return "" if shown is None else json.dumps(shown) if isinstance(shown, list | dict) else str(shown)
 
 

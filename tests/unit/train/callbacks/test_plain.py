@@ -15,7 +15,7 @@ from hypothesis import given
 from omegaconf import OmegaConf
 
 from tests.unit.train.callbacks.values import RESULTS, VALUES, Hostile
-from unirun.train.callbacks.plain import flat, json_of, number, numbers, plain
+from unirun.train.callbacks.plain import flat, json_of, number, numbers, plain, readable
 
 
 def refuse(constant: str) -> None:
@@ -52,11 +52,11 @@ def test_what_is_plain_stays_as_it_is(value: object) -> None:
         (np.float32(0.5), 0.5),
         (np.longdouble("0.5"), 0.5),
         (np.bool_(True), True),
-        (np.array([math.nan, math.inf, 1.0]), ["nan", "inf", 1.0]),
-        (-math.inf, "-inf"),
+        (np.array([math.nan, math.inf, 1.0]), [None, None, 1.0]),
+        (-math.inf, None),
         (Path("/data"), "/data"),
         (decimal.Decimal("0.25"), 0.25),
-        (decimal.Decimal("Infinity"), "inf"),
+        (decimal.Decimal("Infinity"), None),
         (2**1023 - 1, 2**1023 - 1),
         (2**1023, f"0x8{'0' * 255}"),
         ({1: (2, 3), None: {"b", "a"}}, {"1": [2, 3], "None": ["a", "b"]}),
@@ -69,6 +69,22 @@ def test_values_of_libraries_become_those_of_json(value: object, expected: objec
     got = plain(value)
     assert got == expected
     assert type(got) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (math.nan, "nan"),
+        (torch.tensor(-math.inf), "-inf"),
+        (decimal.Decimal("NaN"), "nan"),
+        (np.array([math.inf, 1.0]), [None, 1.0]),
+        (None, None),
+        ("nan", "nan"),
+        (0.5, 0.5),
+    ],
+)
+def test_outside_of_json_a_figure_that_is_not_finite_is_a_text(value: object, expected: object) -> None:
+    assert readable(value) == expected
 
 
 def test_an_int_with_too_many_digits_for_python_is_a_text() -> None:

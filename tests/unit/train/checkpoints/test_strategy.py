@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,10 +63,22 @@ def test_a_score_comes_from_the_report_before_the_state() -> None:
     assert CheckpointStrategy().score({}, {}) is None
 
 
-@pytest.mark.parametrize("value", [float("nan"), "high", None, [1, 2]])
+@pytest.mark.parametrize("value", ["high", None, [1, 2]])
 def test_a_score_that_cannot_be_compared_is_told(value: object) -> None:
     with pytest.raises(UsageError, match="the score 'loss' of a checkpoint is"):
         CheckpointStrategy(None, "loss").score({"loss": value})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), torch.tensor(float("nan"))])
+@pytest.mark.parametrize("order", ["max", "min"])
+def test_one_whose_score_is_not_finite_is_the_worst_and_goes_first(value: Any, order: str) -> None:
+    strategy = CheckpointStrategy(2, "loss", order)
+    scores = [strategy.score({"loss": each}) for each in (1.0, value, -1.0, value)]
+    assert scores == [1.0, None, -1.0, None]
+    found = infos(*scores)
+    assert numbers(strategy.surplus(found[:3])) == [2]
+    assert strategy.best(found) == (found[0] if order == "max" else found[2])
+    assert strategy.best(found[1:2]) == found[1]
 
 
 def test_a_score_that_nobody_reports_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -204,15 +205,26 @@ class TestKeeping:
             committed(writer, number)
         assert [(info.number, info.score) for info in folder.infos()] == [(2, 0.1), (4, 0.3)]
 
-    def test_a_score_that_is_not_a_number_is_told_and_the_checkpoint_does_not_count(
+    def test_a_score_that_is_no_number_is_told_and_the_checkpoint_does_not_count(
         self, folder: Folder
     ) -> None:
         writer = rank(folder, checkpoint_score_attribute="loss")
         writer.save({"epoch": 1}, {})
-        writer.reported({"loss": float("nan")})
-        with pytest.raises(UsageError, match="the score 'loss' of a checkpoint is nan"):
+        writer.reported({"loss": "high"})
+        with pytest.raises(UsageError, match="the score 'loss' of a checkpoint is 'high'"):
             committed(writer, 1)
         assert folder.infos() == []
+
+    def test_one_that_is_not_finite_is_null_and_counts(self, folder: Folder) -> None:
+        writer = rank(folder, checkpoint_score_attribute="loss")
+        writer.save({"epoch": 1}, {})
+        writer.reported({"loss": float("nan")})
+        assert committed(writer, 1).score is None
+        with folder.open(1, "checkpoint.json") as file:
+            assert json.loads(file.read())["score"] is None
+        latest = folder.latest()
+        assert latest is not None
+        assert latest.score is None
 
 
 def test_one_whose_report_was_made_counts_only_when_the_driver_has_that(folder: Folder) -> None:
