@@ -42,7 +42,7 @@ SECTIONS = {
         "wait",
     ],
     "Weights": ["WeightsChannel", "LocalShard", "WeightsError", "WeightsTimeout", "PeerLost"],
-    "Queues": ["Queue", "Item", "QueueTimeout", "QueueEnded"],
+    "Queues": ["Queue", "Admission", "Item", "QueueTimeout", "QueueEnded"],
     "Jobs from Python": [
         "DLJobBuilder",
         "RLJobBuilder",

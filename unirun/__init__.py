@@ -42,9 +42,10 @@ if TYPE_CHECKING:
         wait,
     )
     from unirun.train import DLJobBuilder, JobBuilder, JobHandle, RLJobBuilder, attach
-    from unirun.weights import Item, LocalShard, Queue, WeightsChannel
+    from unirun.weights import Admission, Item, LocalShard, Queue, WeightsChannel
 
 __all__ = [
+    "Admission",
     "BaseTrainer",
     "BaseWorkload",
     "CallError",
@@ -107,7 +108,7 @@ _ERRORS = frozenset(
 
 _TRAIN = frozenset({"DLJobBuilder", "JobBuilder", "JobHandle", "RLJobBuilder", "attach"})
 
-_WEIGHTS = frozenset({"Item", "LocalShard", "Queue", "WeightsChannel"})
+_WEIGHTS = frozenset({"Admission", "Item", "LocalShard", "Queue", "WeightsChannel"})
 
 
 def __dir__() -> list[str]:

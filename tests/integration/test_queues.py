@@ -66,6 +66,44 @@ AGED = """
     torch.distributed.barrier(group=ctx.group("actor", "rollout", backend="gloo"))
 """
 
+HELD = """
+    import contextlib, os, time, torch, unirun
+
+    ctx = unirun.init()
+    queue = unirun.Queue(
+        "experience", producer="rollout", consumer="actor", batch=2, max_head_offpolicyness=0
+    )
+    if ctx.role == "actor":
+        queue.advance(0)
+        print("batch", sorted(item.value for item in queue.get_batch(2, timeout=90)), flush=True)
+        queue.advance(1)
+        print("batch", sorted(item.value for item in queue.get_batch(2, timeout=90)), flush=True)
+        queue.done()
+    elif ctx.incarnation == 0:
+        # Both admissions of the first batch, and no item.
+        if ctx.rank == 0:
+            queue.admit(), queue.admit()
+            try:
+                queue.admit(timeout=0.1)
+            except unirun.QueueTimeout as error:
+                print(error, flush=True)
+            print("pid", os.getpid(), flush=True)
+        time.sleep(600)
+    elif ctx.rank == 1:
+        for version in range(2):
+            for _ in range(3):
+                with contextlib.suppress(ValueError), queue.admit():
+                    raise ValueError
+                queue.admit().reject()
+            for number in range(2):
+                with queue.admit():
+                    queue.put(number, version=version)
+        queue.join()
+        with contextlib.suppress(unirun.QueueTimeout):
+            queue.admit(timeout=0.2)
+    torch.distributed.barrier(group=ctx.group("actor", "rollout", backend="gloo"))
+"""
+
 
 def test_every_item_is_used_though_a_consumer_is_killed_with_some(unirun: Unirun, script: Script) -> None:
     job = unirun.start("--roles", "rollout=2,actor=2", "--max-restarts", "1", script(DYING))
@@ -93,3 +131,15 @@ def test_nothing_is_trained_on_that_is_too_old_and_producers_are_held_back(
     for version, made_with in batches:
         assert all(int(version) - int(each) <= 1 for each in made_with.split(", ")), batches
     assert [int(count) > 0 for count in re.findall(r"held back (\d+)", result.out)] == [True, True]
+
+
+def test_an_admission_is_given_back_by_an_exception_a_rejection_and_the_death_of_its_process(
+    unirun: Unirun, script: Script
+) -> None:
+    job = unirun.start("--roles", "rollout=2,actor=1", "--max-restarts", "1", script(HELD))
+    (pid,) = job.lines(r"pid (\d+)")
+    os.kill(int(pid), signal.SIGKILL)
+    result = job.end(within=2 * START)
+    assert result.code == 0, result.err
+    assert result.out.count("batch [0, 1]") == 2
+    assert "this process has 2 admissions for which it has put nothing" in result.out

@@ -22,23 +22,23 @@ from unirun.weights.messages import Ask, Request
 from unirun.weights.pairing import Pair
 from unirun.weights.publishing import Publisher
 from unirun.weights.queues.admission import Gate
-from unirun.weights.queues.messages import Demand, Enter
+from unirun.weights.queues.messages import Begun, Demand, Enter
 from unirun.weights.queues.producing import Producer
 from unirun.wire.reports import Listening
 
 WEIGHTS: Final = "weights"
 """The name of the listener among the addresses of a worker."""
 
-_demands = msgspec.json.Decoder(Request | Demand | Enter | Ask)
+_demands = msgspec.json.Decoder(Request | Demand | Enter | Begun | Ask)
 
 Answering = Callable[[bytes, Reply], None]
 """Answers a question, now or later, with one parcel."""
 
 
-def request_of(head: bytes) -> Request | Demand | Enter | Ask:
+def request_of(head: bytes) -> Request | Demand | Enter | Begun | Ask:
     """What a parcel asks for. Raises `FrameError` for anything else."""
     try:
-        found: Request | Demand | Enter | Ask = _demands.decode(head)
+        found: Request | Demand | Enter | Begun | Ask = _demands.decode(head)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise FrameError(f"this is no request: {error}") from error
     return found
@@ -145,7 +145,7 @@ class Hub:
         except FrameError:
             reply(Parcel(b""))
             return
-        if isinstance(request, Enter):
+        if isinstance(request, Enter | Begun):
             self.gate(request.queue).handle(request, reply)
         elif isinstance(request, Demand):
             self.producer(request.queue).handle(request, reply)

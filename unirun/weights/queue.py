@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ from unirun.values import WorkerId
 from unirun.weights.hub import hub_of
 from unirun.weights.lines import Line
 from unirun.weights.queues.admission import Bound
+from unirun.weights.queues.admitting import Admission, Admissions
 from unirun.weights.queues.consuming import Consumer, Feed, Item
-from unirun.weights.queues.messages import Enter, encode
+from unirun.weights.queues.messages import Begun, Enter, encode
 from unirun.wire.reports import Metrics
 
 EVERY = 1.0
@@ -39,7 +41,7 @@ class Queue:
 
     With ``batch=512, max_head_offpolicyness=4``, no item is trained on more than four versions after the weights that
     it was made with: consumers say ``advance(version)`` after each batch of 512 items, all of them together, and an
-    older item is not given out. Producers call `admit` before they make an item, which waits as long as that would be
+    older item is not given out. Producers make an item ``with queue.admit():``, which waits as long as that would be
     too old when its turn comes; and ``put(..., version=...)``. Versions count from 0 by one.
     """
 
@@ -83,7 +85,10 @@ class Queue:
         self._told = 0.0
         self._feeds: dict[int, Feed] = {}
         self._gate: Line | None = None
-        self._begun = 0
+        self._admissions = Admissions(self._given_back)
+        # A question has the count of all threads, so one is asked at a time.
+        self._asking = threading.Lock()
+        self._untold = False
         self._consumer = Consumer(name, self._bound)
         if self._context.role == producer:
             self._items = self._hub.producer(name)
@@ -108,27 +113,71 @@ class Queue:
             )
         with self._waiting("full_s"):
             self._items.put(value, version, self.maxsize, self._deadline(timeout))
+        self._admissions.put()
 
-    def admit(self, *, timeout: float | None = None) -> None:
+    def admit(self, *, timeout: float | None = None) -> Admission:
         """Wait until the next item may be made, so that it will not be too old when it is trained on. Call it once for
-        each item, before it is made.
+        each item, before it is made::
+
+            with queue.admit():
+                queue.put(generate(), version=version)
+
+        The admission is given back when the block ends without a `put`, by an exception or otherwise, and when this
+        process ends; without a block, by `Admission.reject`. As long as it is neither used nor given back, it counts as
+        an item, and may hold all producers back.
 
         Returns at once without `max_head_offpolicyness`. Raises `QueueTimeout` after `timeout` seconds, by default
         those of calls; `PeerLost` when the consumer's rank 0 has ended for good.
         """
         self._must_be(self.producer, "admit")
         if self._bound is None:
-            return
+            return Admission()
         deadline = self._deadline(timeout)
         with self._waiting("held_back_s"):
-            while not self._admitted(deadline):
-                if time.monotonic() >= deadline:
-                    raise QueueTimeout(
-                        f"no item of queue {self.name!r} may be made until {self.consumer} has trained on more",
-                        "does it call advance(version) after each batch? else wait longer",
-                        queue=self.name,
-                    )
-        self._begun += 1
+            if not self._asking.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+                raise self._held_back()
+            try:
+                while not self._admitted(deadline):
+                    if time.monotonic() >= deadline:
+                        raise self._held_back()
+                return self._admissions.admit()
+            except BaseException:
+                # The gate may have let this process in when it did not wait any more.
+                self._untold = True
+                raise
+            finally:
+                self._asking.release()
+                self._tell_gate()
+
+    def _held_back(self) -> QueueTimeout:
+        problem = f"no item of queue {self.name!r} may be made until {self.consumer} has trained on more"
+        remedy = "does it call advance(version) after each batch? else wait longer"
+        if self._admissions.open:
+            problem += f"; this process has {self._admissions.open} admissions for which it has put nothing"
+            remedy = "put an item for each, or give them back: with queue.admit(): …"
+        return QueueTimeout(problem, remedy, queue=self.name)
+
+    def _given_back(self) -> None:
+        """Others may be let in. A question that is asked now tells it itself, as it is repeated soon."""
+        self._untold = True
+        self._tell_gate()
+
+    def _tell_gate(self) -> None:
+        """Tell the gate how many items were begun, if it may think otherwise."""
+        while self._untold and self._asking.acquire(blocking=False):
+            try:
+                self._untold = False
+                with contextlib.suppress(PeerLost):
+                    # One that is gone has a successor, which learns it with the next question.
+                    self._gate = self._hub.line(self.consumer, 0, self._gate)
+                    if self._gate is not None:
+                        self._gate.ask(encode(Begun(self.name, self._context.session.me, *self._counts())))
+            finally:
+                self._asking.release()
+
+    def _counts(self) -> tuple[int, int]:
+        """Items that this process has begun, without those that were dropped; and those that were used."""
+        return self._admissions.begun - self._items.dropped, self._items.delivered
 
     def _admitted(self, deadline: float) -> bool:
         """Whether the gate has let this process in. It may be another one the next time."""
@@ -139,8 +188,7 @@ class Queue:
         if self._gate is None:
             self._context.peers.wait(updates, left)
             return False
-        made = self._begun - self._items.dropped
-        request = Enter(self.name, self._context.session.me, made, self._items.delivered, left)
+        request = Enter(self.name, self._context.session.me, *self._counts(), left)
         try:
             self._gate.ask(encode(request)).result(left)
         except TimeoutError:
@@ -184,6 +232,9 @@ class Queue:
         """Producer: give the memory back, with all items that nobody has taken. Consumer: all items were used."""
         if self._context.role == self.producer:
             self._items.close()
+            self._admissions.close(self._items.delivered + self._items.dropped)
+            if self._bound is not None:
+                self._given_back()
         else:
             self.done()
         for line in (self._gate, *(feed.line for feed in self._feeds.values())):
@@ -251,6 +302,8 @@ class Queue:
         figures = {f"{self.name}/{what}": seconds for what, seconds in self._waits.items()}
         if self._context.role == self.producer:
             figures[f"{self.name}/items"] = float(len(self._items))
+            if self._bound is not None:
+                figures[f"{self.name}/admitted"] = float(self._admissions.open)
         elif self._bound is not None:
             figures[f"{self.name}/too_old"] = float(self._consumer.dropped)
         self._context.peers.tell(Metrics(figures, time.time()))

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import Value, WorkerId
-from unirun.weights.queues.messages import Enter, Heard, encode
+from unirun.weights.queues.messages import Begun, Enter, Heard, encode
 
 
 class Bound(Value):
@@ -86,15 +86,20 @@ class Gate:
             self._waiting = [each for each in self._waiting if each.producer in alive]
         self._let_in()
 
-    def handle(self, request: Enter, reply: Reply) -> None:
-        """Answer when the producer may begin."""
+    def handle(self, request: Enter | Begun, reply: Reply) -> None:
+        """Answer when the producer may begin; at once when it does not want to."""
         with self._lock:
             # What was delivered before this gate was there is in the batches of earlier versions.
             known = self._counts.get(request.producer)
             base = known.base if known is not None else request.delivered
             self._counts[request.producer] = _Count(base, request.count - base, request.delivered - base)
-            self._waiting.append(_Waiting(request.producer, reply, self._now() + request.patience))
+            # It asks once at a time: an earlier question, if it waits yet, is one that it has given up.
+            self._waiting = [each for each in self._waiting if each.producer != request.producer]
+            if isinstance(request, Enter):
+                self._waiting.append(_Waiting(request.producer, reply, self._now() + request.patience))
         self._let_in()
+        if isinstance(request, Begun):
+            reply(Parcel(encode(Heard())))
 
     def _let_in(self) -> None:
         replies = []

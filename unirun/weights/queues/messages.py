@@ -56,6 +56,16 @@ class Enter(Value, tag=True):
     patience: float
 
 
+class Begun(Value, tag=True):
+    """As `Enter`, of a producer that does not want to begin another one: it has given an admission back, or waits no
+    longer. Answered with `Heard` at once."""
+
+    queue: str
+    producer: WorkerId
+    count: int
+    delivered: int
+
+
 class Offered(Value, tag=True):
     """An item of `version`; `sizes` are those of its pickle and of each buffer, in bytes. Number 0: there is none."""
 
@@ -74,7 +84,7 @@ Supply = Offered | Heard
 _supplies = msgspec.json.Decoder(Supply)
 
 
-def encode(message: Demand | Enter | Supply) -> bytes:
+def encode(message: Demand | Enter | Begun | Supply) -> bytes:
     """The head of a parcel."""
     return msgspec.json.encode(message)
 

@@ -212,8 +212,9 @@ class Producer:
                 self._changed.wait(left)
 
     def close(self) -> None:
-        """Give the memory back, with all items."""
+        """Give the memory back, with all items; those that consumers have count as used."""
         with self._changed:
+            self.delivered += len(self._taken)
             self._items.clear()
             self._taken.clear()
             self._waiting.clear()

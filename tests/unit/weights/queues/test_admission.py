@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
 from unirun.weights.queues.admission import Bound, Gate
-from unirun.weights.queues.messages import Enter
+from unirun.weights.queues.messages import Begun, Enter
 
 
 class Asking:
@@ -28,6 +28,12 @@ class Asking:
         answers: list[Parcel] = []
         who = WorkerId("rollout", rank, incarnation)
         self.gate.handle(Enter("q", who, made, delivered, 10.0), answers.append)
+        return answers
+
+    def tell(self, rank: int = 0, *, made: int, delivered: int = 0) -> list[Parcel]:
+        """Tell how many were begun, without a question."""
+        answers: list[Parcel] = []
+        self.gate.handle(Begun("q", WorkerId("rollout", rank, 0), made, delivered), answers.append)
         return answers
 
     def begins(self, count: int, rank: int = 0) -> int:
@@ -80,6 +86,24 @@ def test_who_has_stopped_waiting_is_not_let_in() -> None:
     assert (len(late), len(other)) == (0, 1)
 
 
+def test_what_is_given_back_lets_others_in_at_once() -> None:
+    asking = Asking(Bound(2, 0))
+    assert asking.begins(2, rank=0) == 2
+    waiting = asking.ask(1)
+    assert (len(asking.tell(0, made=2)), len(waiting)) == (1, 0)
+    assert (len(asking.tell(0, made=1)), len(waiting)) == (1, 1)
+
+
+def test_a_producer_that_waits_no_longer_is_not_let_in_by_its_earlier_question() -> None:
+    asking = Asking(Bound(1, 0))
+    assert asking.begins(1, rank=0) == 1
+    early = asking.ask(1)
+    asking.tell(1, made=0)
+    other = asking.ask(2)
+    asking.gate.advance(1)
+    assert (len(early), len(other)) == (0, 1)
+
+
 def test_items_that_died_with_their_producer_are_made_by_others() -> None:
     asking = Asking(Bound(4, 0))
     assert asking.begins(4, rank=0) == 4
@@ -106,7 +130,8 @@ def test_a_gate_that_is_new_counts_what_producers_have_and_the_batches_before_it
 def test_nothing_too_old_is_trained_on_and_producers_never_stand_still_for_ever(
     batch: int, off: int, ranks: int, choices: list[int]
 ) -> None:
-    """Producers of any speed die and begin anew; consumers take from any of them, and drop what is too old."""
+    """Producers of any speed die and begin anew, and give admissions back; consumers take from any of them, and drop
+    what is too old."""
     bound = Bound(batch, off)
     asking = Asking(bound)
     version = trained = 0
@@ -120,6 +145,13 @@ def test_nothing_too_old_is_trained_on_and_producers_never_stand_still_for_ever(
             return True
         asking.now += 11.0
         return False
+
+    def begin_nothing(rank: int) -> None:
+        if asking.ask(rank, incarnation[rank], made=made[rank], delivered=delivered[rank]):
+            who = WorkerId("rollout", rank, incarnation[rank])
+            asking.gate.handle(Begun("q", who, made[rank], delivered[rank]), lambda _: None)
+        else:
+            asking.now += 11.0
 
     def take(rank: int) -> None:
         nonlocal trained, version
@@ -142,8 +174,10 @@ def test_nothing_too_old_is_trained_on_and_producers_never_stand_still_for_ever(
 
     for choice in choices:
         rank = choice % ranks
-        if choice < 45:
+        if choice < 35:
             begin(rank)
+        elif choice < 45:
+            begin_nothing(rank)
         elif choice < 95 or ranks == 1:
             take(rank)
         else:

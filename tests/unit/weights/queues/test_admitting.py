@@ -1,0 +1,112 @@
+"""Admissions of one producer: used by an item, or given back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import suppress
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirun.weights.queues.admitting import Admission, Admissions
+
+
+class Told:
+    """Admissions, and what was begun whenever one was given back."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.admissions = Admissions(lambda: self.begun.append(self.admissions.begun))
+
+    def state(self) -> tuple[int, int]:
+        return self.admissions.begun, self.admissions.open
+
+
+def test_an_admission_counts_until_its_item_is_put_or_it_is_given_back() -> None:
+    told = Told()
+    first, second = told.admissions.admit(), told.admissions.admit()
+    told.admissions.put()
+    assert told.state() == (2, 1)
+    first.reject()
+    assert told.state() == (2, 1), "it has an item"
+    second.reject()
+    second.reject()
+    assert told.state() == (1, 0)
+    assert told.begun == [1]
+
+
+def test_a_block_that_puts_nothing_gives_its_admission_back() -> None:
+    told = Told()
+    with suppress(ZeroDivisionError), told.admissions.admit():
+        raise ZeroDivisionError
+    with told.admissions.admit():
+        pass
+    with told.admissions.admit():
+        told.admissions.put()
+    assert told.state() == (1, 0)
+    assert told.begun == [0, 0]
+
+
+def test_an_item_belongs_to_its_block_and_not_to_another_thread_or_task() -> None:
+    told = Told()
+    other = told.admissions.admit()
+    with told.admissions.admit(), told.admissions.admit():
+        told.admissions.put()
+        assert told.state() == (3, 2)
+    assert told.state() == (2, 1), "the outer block has put nothing"
+
+    async def one(puts: bool, both: asyncio.Barrier) -> None:
+        with told.admissions.admit():
+            await both.wait()
+            if puts:
+                told.admissions.put()
+            await both.wait()
+
+    async def tasks() -> None:
+        both = asyncio.Barrier(2)
+        await asyncio.gather(one(False, both), one(True, both))
+
+    asyncio.run(tasks())
+    assert told.state() == (3, 1)
+    thread = threading.Thread(target=told.admissions.put)
+    thread.start()
+    thread.join()
+    other.reject()
+    assert told.state() == (3, 0), "a thread without a block uses the oldest one"
+
+
+def test_an_item_without_an_admission_counts_too() -> None:
+    told = Told()
+    told.admissions.put()
+    assert told.state() == (1, 0)
+
+
+def test_a_producer_that_is_closed_keeps_what_consumers_have() -> None:
+    told = Told()
+    left = told.admissions.admit()
+    for _ in range(5):
+        told.admissions.put()
+    told.admissions.close(3)
+    left.reject()
+    assert (told.state(), told.begun) == ((3, 0), [])
+
+
+@given(st.lists(st.sampled_from(["admit", "put", "reject"]), max_size=60))
+def test_what_was_begun_is_what_was_put_and_what_may_yet_be(actions: list[str]) -> None:
+    told = Told()
+    admitted: list[Admission] = []
+    put = rejected = 0
+    for action in actions:
+        if action == "admit":
+            admitted.append(told.admissions.admit())
+        elif action == "put":
+            told.admissions.put()
+            put += 1
+        elif admitted:
+            before = told.admissions.open
+            admitted.pop().reject()
+            rejected += before - told.admissions.open
+        begun, still_open = told.state()
+        assert begun == put + still_open
+        assert len(told.begun) == rejected

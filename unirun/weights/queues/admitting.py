@@ -1,0 +1,91 @@
+"""What a producer has been let in for: items that it has begun, and admissions for which it has put none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import TracebackType
+
+_blocks: ContextVar[tuple[Admission, ...]] = ContextVar("unirun_admissions", default=())
+"""The admissions in whose blocks the code of this thread or task is, the innermost last."""
+
+
+class Admission:
+    """Leave to make one item of a queue, which `Queue.admit` returns. The next `put` uses it.
+
+    As a context manager it is given back at the end of the block if that has put nothing, so also when an exception has
+    ended it; and within its block a `put` uses this one.
+    """
+
+    def __init__(self, end: Callable[[Admission], None] | None = None) -> None:
+        """`end` is called with it when it is given back; None: of a queue that admits everybody."""
+        self._end = end
+
+    def reject(self) -> None:
+        """Give it back: no item will be put for it. Does nothing when one was, or after another call."""
+        if self._end is not None:
+            self._end(self)
+
+    def __enter__(self) -> Admission:
+        _blocks.set((*_blocks.get(), self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _blocks.set(tuple(each for each in _blocks.get() if each is not self))
+        self.reject()
+
+
+class Admissions:
+    """Those of one producer. Thread-safe."""
+
+    def __init__(self, given_back: Callable[[], None]) -> None:
+        """`given_back` is called when an admission was."""
+        self._given_back = given_back
+        self._lock = threading.Lock()
+        self._made = 0
+        # Which have no item, the oldest first.
+        self._open: list[Admission] = []
+
+    @property
+    def begun(self) -> int:
+        """Items that were put, and admissions without one."""
+        with self._lock:
+            return self._made + len(self._open)
+
+    @property
+    def open(self) -> int:
+        """Admissions without an item."""
+        return len(self._open)
+
+    def admit(self) -> Admission:
+        """The next one."""
+        made = Admission(self._reject)
+        with self._lock:
+            self._open.append(made)
+        return made
+
+    def put(self) -> None:
+        """An item was put: by the admission of the innermost block, else by the oldest one, else without one."""
+        mine = _blocks.get()
+        with self._lock:
+            inner = [each for each in mine if each in self._open]
+            used = inner[-1] if inner else next(iter(self._open), None)
+            if used is not None:
+                self._open.remove(used)
+            self._made += 1
+
+    def _reject(self, admission: Admission) -> None:
+        with self._lock:
+            if admission not in self._open:
+                return
+            self._open.remove(admission)
+        self._given_back()
+
+    def close(self, kept: int) -> None:
+        """The producer puts no more; all but `kept` of its items are gone."""
+        with self._lock:
+            self._made = kept
+            self._open.clear()
