@@ -155,6 +155,11 @@ def test_a_preempted_job_begins_anew_and_finds_what_its_workers_had_saved(
     assert result.code == 0, result.err
     assert "found None requeued 0" in result.out
     assert "found b'half' requeued 1" in result.out
+    for options, state in (((), "b'half'"), (("--attempt", 1), "b'half'"), (("--attempt", 0), "None")):
+        logs = command("logs", *options, command.status()["run_id"], "trainer").out
+        assert re.findall(r"found (\S+)", logs) == [state]
+    missing = command("logs", "--attempt", 2)
+    assert (missing.code, "has no attempt 2; it has 0, 1" in missing.err) == (2, True)
 
 
 def test_a_step_of_several_tasks_on_one_node_starts_no_job(

@@ -28,6 +28,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--stdout", action="store_true", help="only stdout")
     parser.add_argument("--stderr", action="store_true", help="only stderr")
     parser.add_argument("--all", action="store_true", help="earlier incarnations too")
+    parser.add_argument(
+        "--attempt",
+        type=int,
+        help="those of an earlier run of a job that Slurm has requeued, counted from 0",
+        metavar="N",
+    )
     parser.add_argument("--store", help=STORE_HELP, metavar="URL")
     options = parser.parse_args(argv)
     if options.lines is not None and options.lines < 0:
@@ -36,9 +42,11 @@ def main(argv: list[str]) -> int:
     both = options.stdout == options.stderr
     names = ["stdout.log"] * (both or options.stdout) + ["stderr.log"] * (both or options.stderr)
     if options.follow:
+        if options.attempt is not None:
+            raise UsageError("--attempt: a run that has ended does not go on", "leave out --follow")
         _follow(job, who, names, options.lines)
         return 0
-    files = list(_files(job, who, names, every=options.all))
+    files = list(_files(job, who, names, every=options.all, attempt=options.attempt))
     if not files:
         raise JobError(f"job {job.run_id} has no logs of {who or 'any worker'}", "see unirun status")
     for path, prefix in files:
@@ -76,15 +84,30 @@ def _put(data: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def _files(job: JobDir, who: str | None, names: list[str], *, every: bool) -> Iterator[tuple[Path, bytes]]:
+def _folders(job: JobDir, attempt: int | None) -> tuple[JobDir, ...]:
+    """The directories with the logs of the last run, or of another `attempt`; the first has the status. Raises
+    `JobError`."""
+    kept = job.attempts
+    last = kept[-1] + 1 if kept else 0
+    if attempt is None or attempt == last:
+        # In a step of Slurm each node writes into a directory of its own.
+        return (job, *directories_of_nodes(job))
+    if attempt not in kept:
+        known = ", ".join(map(str, (*kept, last)))
+        raise JobError(f"job {job.run_id} has no attempt {attempt}", f"it has {known}")
+    return (job.attempt(attempt), *directories_of_nodes(job, attempt))
+
+
+def _files(
+    job: JobDir, who: str | None, names: list[str], *, every: bool, attempt: int | None = None
+) -> Iterator[tuple[Path, bytes]]:
     """Log files in the order of roles, ranks and incarnations, each with the prefix of its lines."""
-    status = read_status(job)
+    folders = _folders(job, attempt)
+    status = read_status(folders[0])
     role_wanted, _, rank_wanted = (who or "").partition(":")
     known = [role.name for role in status.roles]
     if role_wanted and role_wanted not in known:
         raise UsageError(f"job {job.run_id} has no role {role_wanted!r}", f"it has {', '.join(known)}")
-    # In a step of Slurm each node writes into a directory of its own.
-    folders = (job, *directories_of_nodes(job))
     for role in status.roles:
         for worker in role.workers:
             if (role_wanted and role_wanted != role.name) or (

@@ -147,18 +147,18 @@ def launch(
 
 
 def _create(spec: JobSpec, store: str | None, head: Head | None) -> tuple[JobDir, int]:
-    batch, requeued = own_batch(spec.run_id, os.environ)
+    batch, restarts = own_batch(spec.run_id, os.environ)
     if not batch and is_active(job_at(spec.run_id)):
         raise JobError(f"job {spec.run_id} is Slurm's", f"stop it with: unirun stop {spec.run_id}")
     logs = spec.log.dir
     if head is None:
-        return create_job(spec.run_id, new_token(), logs, store, batch=batch, requeued=requeued)
+        return create_job(spec.run_id, new_token(), logs, store, batch=batch, restarts=restarts)
     made = create_job(
         *(spec.run_id, head.token, logs, store),
         uid=head.uid,
         node=head.folder,
         batch=batch and not head.folder,
-        requeued=requeued and not head.folder,
+        restarts=0 if head.folder else restarts,
     )
     addrs = {head.address.addr, *(each.addr for each in head.etcd if each.node == head.node)}
     make_tls(made[0].path, head.token, head.node, insecure=head.insecure, addrs=tuple(addrs))

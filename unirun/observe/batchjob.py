@@ -87,10 +87,11 @@ def write_batch(job: JobDir, batch: BatchJob) -> None:
     job.write_json(f"{job.batch.name}/{_RECORD}", to_builtins(batch))
 
 
-def own_batch(run_id: str, environ: Mapping[str, str]) -> tuple[bool, bool]:
-    """Whether this process is in the batch job of the job `run_id`, and whether Slurm has requeued that."""
+def own_batch(run_id: str, environ: Mapping[str, str]) -> tuple[bool, int]:
+    """Whether this process is in the batch job of the job `run_id`, and how often Slurm has requeued that."""
     batch = environ.get(VARIABLE) == run_id
-    return batch, batch and environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    count = environ.get("SLURM_RESTART_COUNT", "")
+    return batch, int(count) if batch and count.isascii() and count.isdecimal() else 0
 
 
 def batch_state(batch: BatchJob) -> BatchState:

@@ -51,9 +51,11 @@ def clear_here(job: JobDir) -> int:
 
 
 def _directories(job: JobDir) -> tuple[Path, ...]:
-    logs = job.own_logs()
+    # The logs of the first run have those of later ones in them.
+    runs = (job, *(job.attempt(number) for number in reversed(job.attempts)))
+    logs = [found for run in runs if (found := run.own_logs())]
     nodes = [each.path for each in directories_of_nodes(job) if each != job]
-    return (*nodes, *([logs] if logs else []), job.path)
+    return (*nodes, *logs, job.path)
 
 
 def _size(path: Path) -> int:

@@ -6,12 +6,12 @@ import fcntl
 import os
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from unirun.errors import JobError
 from unirun.rendezvous.home import expanded
-from unirun.rendezvous.jobdir import HEAD, UID_BEFORE, JobDir, job_at
+from unirun.rendezvous.jobdir import ATTEMPT, HEAD, UID_BEFORE, JobDir, job_at
 from unirun.rendezvous.logdir import make_log_dir
 from unirun.rendezvous.ownership import make_private
 from unirun.wire.address import TcpAddress
@@ -29,14 +29,14 @@ def create_job(
     store: str | None = None,
     *,
     batch: bool = False,
-    requeued: bool = False,
+    restarts: int = 0,
     uid: str | None = None,
     node: str = "",
     head: TcpAddress | None = None,
 ) -> tuple[JobDir, int]:
     """Create the directory of a new job, with its token and its log directory; `store` is a URL. What a finished job
-    of the same id has left is removed, but for the files of the `batch` job that runs this one. When that is
-    `requeued`, the store is kept too.
+    of the same id has left is removed, but for the files of the `batch` job that runs this one. When Slurm has requeued
+    that, `restarts` times, the store is kept too, and what the run before has written is moved to ``attempt_N``.
 
     With `node` it is the directory of that node of a job which was launched elsewhere, with the `uid` from there. Its
     masters are found at `head`, or by the store.
@@ -51,16 +51,16 @@ def create_job(
         # Checked again: another user may have created it in the meantime.
         job = job_at(run_id, node)
         with one_at_a_time(job.path.parent):
-            lock = _make(
-                job, token, uid or new_uid(), store or job.own_store, head, batch=batch, requeued=requeued
-            )
+            if os.path.lexists(job.path):
+                _make_room(job, batch=batch, restarts=restarts, node=bool(node))
+            lock = _make(job, token, uid or new_uid(), store or job.own_store, head)
     except OSError as error:
         raise JobError(
             f"the job's directory {job.path} cannot be made: {(error.strerror or str(error)).lower()}",
             "set UNIRUN_HOME to a directory that you may write",
         ) from error
     try:
-        _make_logs(job, log_dir)
+        _make_logs(job, log_dir, restarts)
     except JobError:
         discard_job(job, lock)
         raise
@@ -68,9 +68,11 @@ def create_job(
 
 
 def discard_job(job: JobDir, lock: int) -> None:
-    """Undo `create_job`, of a job that does not start. `lock` is closed."""
-    for folder in filter(None, (job.own_logs(), job.path)):
-        shutil.rmtree(folder, ignore_errors=True)
+    """Undo `create_job`, of a job that does not start. `lock` is closed. Earlier runs of a requeued job are kept."""
+    if logs := job.own_logs():
+        shutil.rmtree(logs, ignore_errors=True)
+    with suppress(OSError):
+        _clear(job.path, (*_OF_REQUEUED, *_attempts(job)) if job.attempts else ())
     os.close(lock)
 
 
@@ -85,23 +87,40 @@ def one_at_a_time(root: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _make(
-    job: JobDir,
-    token: bytes,
-    uid: str,
-    store: str,
-    head: TcpAddress | None,
-    *,
-    batch: bool,
-    requeued: bool,
-) -> int:
-    if os.path.lexists(job.path):
-        if job.alive():
-            raise JobError(f"job {job.run_id} is running", f"stop it with: unirun stop {job.run_id}")
-        if requeued and (job.path / "uid").exists():
-            (job.path / "uid").replace(job.path / UID_BEFORE)
-        _clear(job.path, ("slurm", *_OF_STORE) if requeued else _OF_BATCH if batch else ())
-    job.path.mkdir(0o700, exist_ok=batch)
+def _make_room(job: JobDir, *, batch: bool, restarts: int, node: bool) -> None:
+    """Remove what a finished job of the same id has left, but for what a batch job keeps."""
+    if job.alive():
+        raise JobError(f"job {job.run_id} is running", f"stop it with: unirun stop {job.run_id}")
+    if not restarts or job.path.is_symlink():
+        _clear(job.path, _OF_BATCH if batch else ())
+        return
+    _keep_attempt(job, restarts - 1)
+    if not node and (job.path / "uid").exists():
+        (job.path / "uid").replace(job.path / UID_BEFORE)
+    _clear(job.path, (*_attempts(job), *(() if node else _OF_REQUEUED)))
+
+
+def _keep_attempt(job: JobDir, number: int) -> None:
+    """Move the files of the last run to ``attempt_N``, unless that is there: it was in the same start of the batch
+    job."""
+    kept = job.attempt(number)
+    if not (job.path / "uid").exists() or kept.path.exists():
+        return
+    kept.path.mkdir(0o700)
+    shutil.copyfile(job.path / "uid", kept.path / "uid")
+    written = (job.logs, job.events, job.metrics, job.state, job.master_log, *job.path.glob("agent.*.log"))
+    for path in written:
+        # With --log-dir, the logs are a link, and what it names stays.
+        if os.path.lexists(path):
+            path.rename(kept.path / path.name)
+
+
+def _attempts(job: JobDir) -> tuple[str, ...]:
+    return tuple(job.attempt(number).path.name for number in job.attempts)
+
+
+def _make(job: JobDir, token: bytes, uid: str, store: str, head: TcpAddress | None) -> int:
+    job.path.mkdir(0o700, exist_ok=True)
     # The umask may have removed permissions of the owner.
     job.path.chmod(0o700)
     handle = os.open(job.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -122,7 +141,7 @@ def _make(
 _OF_BATCH = ("slurm", "state.json")
 """What submitted the job has written that it is pending, which is its state until its master writes one."""
 
-_OF_STORE = (UID_BEFORE, "store.db", "store.db-wal", "store.db-shm")
+_OF_REQUEUED = ("slurm", UID_BEFORE, "store.db", "store.db-wal", "store.db-shm")
 
 
 def _clear(path: Path, keep: Collection[str]) -> None:
@@ -135,13 +154,15 @@ def _clear(path: Path, keep: Collection[str]) -> None:
         remove(entry.path)
 
 
-def _make_logs(job: JobDir, log_dir: str | None) -> None:
-    """Create the log directory, or with ``--log-dir`` a link to one there."""
+def _make_logs(job: JobDir, log_dir: str | None, restarts: int) -> None:
+    """Create the log directory, or with ``--log-dir`` a link to one there: of a requeued job, one in that of the first
+    run."""
     try:
         if log_dir is None:
             make_private(job.logs)
         else:
             target = expanded(log_dir).absolute() / job.run_id
+            target = target / f"{ATTEMPT}{restarts}" if restarts else target
             make_log_dir(target, job.uid)
             job.logs.symlink_to(target)
     except OSError as error:

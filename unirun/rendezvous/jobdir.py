@@ -23,6 +23,7 @@
         master.log agent.<node>.log  stderr of these processes
         logs/<role>/<rank>/<incarnation>/{stdout,stderr}.log, error.json
         slurm/                  of a job that was submitted to Slurm: batch script, record, output, token
+        attempt_N/              of a job that Slurm has requeued: logs, events, metrics and state of an earlier run
 
 The root is ``jobs`` in `unirun_home`. A node whose agent was started by a command on another host has its files in
 ``nodes/<node>/<run id>`` beside ``jobs``, so that hosts which share a home directory do not meet in one.
@@ -49,6 +50,7 @@ from unirun.wire.address import TcpAddress
 
 _FIRST = "context.json"
 UID_BEFORE = "uid.before"
+ATTEMPT = "attempt_"
 HEAD = "head"
 HOSTS = "hosts.json"
 """Files that not every job has."""
@@ -171,6 +173,16 @@ class JobDir(Value):
         return self.path / "slurm"
 
     @property
+    def attempts(self) -> tuple[int, ...]:
+        """The numbers of the runs, counted from 0, of which files are kept since Slurm has requeued the job."""
+        names = (path.name.removeprefix(ATTEMPT) for path in self.path.glob(f"{ATTEMPT}*"))
+        return tuple(sorted(int(name) for name in names if name.isascii() and name.isdecimal()))
+
+    def attempt(self, number: int) -> JobDir:
+        """The files that are kept of an earlier run."""
+        return JobDir(self.path / f"{ATTEMPT}{number}")
+
+    @property
     def lock(self) -> Path:
         """Locked as long as an agent or the master of the job lives."""
         return self.path / "alive.lock"
@@ -280,11 +292,16 @@ def job_at(run_id: str, node: str = "") -> JobDir:
     return JobDir(jobs_root(node) / run_id)
 
 
-def directories_of_nodes(job: JobDir) -> list[JobDir]:
-    """Return the directories that the nodes of `job` have beside its own, where hosts share the home directory."""
+def directories_of_nodes(job: JobDir, attempt: int | None = None) -> list[JobDir]:
+    """Return the directories that the nodes of `job` have beside its own, where hosts share the home directory; with
+    `attempt`, what they keep of that run."""
     root = unirun_home() / "nodes"
-    found = [JobDir(path) for path in sorted(root.glob(f"*/{job.run_id}"))]
-    return [each for each in found if (each.path / "uid").exists() and each.uid == job.uid]
+    run = job if attempt is None else job.attempt(attempt)
+    # A node that the runs since then did not have keeps it in the place of the last run.
+    found = (*root.glob(f"*/{job.run_id}"), *root.glob(f"*/{job.run_id}/{ATTEMPT}*"))
+    return [
+        each for each in map(JobDir, sorted(found)) if (each.path / "uid").exists() and each.uid == run.uid
+    ]
 
 
 def jobs_of_nodes() -> Iterator[JobDir]:

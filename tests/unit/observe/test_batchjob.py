@@ -152,13 +152,13 @@ def test_the_record_of_a_batch_job_is_in_the_jobs_directory(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("environ", "found"),
     [
-        ({}, (False, False)),
-        ({"UNIRUN_BATCH": "job-2"}, (False, False)),
-        ({"UNIRUN_BATCH": "job-2", "SLURM_RESTART_COUNT": "1"}, (False, False)),
-        ({"UNIRUN_BATCH": "job-1"}, (True, False)),
-        ({"UNIRUN_BATCH": "job-1", "SLURM_RESTART_COUNT": "0"}, (True, False)),
-        ({"UNIRUN_BATCH": "job-1", "SLURM_RESTART_COUNT": "2"}, (True, True)),
+        ({}, (False, 0)),
+        ({"UNIRUN_BATCH": "job-2"}, (False, 0)),
+        ({"UNIRUN_BATCH": "job-2", "SLURM_RESTART_COUNT": "1"}, (False, 0)),
+        ({"UNIRUN_BATCH": "job-1"}, (True, 0)),
+        ({"UNIRUN_BATCH": "job-1", "SLURM_RESTART_COUNT": "0"}, (True, 0)),
+        ({"UNIRUN_BATCH": "job-1", "SLURM_RESTART_COUNT": "2"}, (True, 2)),
     ],
 )
-def test_a_process_knows_its_own_batch_job(environ: dict[str, str], found: tuple[bool, bool]) -> None:
+def test_a_process_knows_its_own_batch_job(environ: dict[str, str], found: tuple[bool, int]) -> None:
     assert own_batch("job-1", environ) == found

@@ -14,6 +14,8 @@ import pytest
 from tests.unit.rendezvous.jobdirs import Create, create, home, locks
 from unirun.errors import JobError
 from unirun.rendezvous import JobDir, all_jobs, create_job, jobs_root
+from unirun.rendezvous.clearing import clear_here
+from unirun.rendezvous.creation import discard_job
 from unirun.rendezvous.jobdir import directories_of_nodes, job_at
 from unirun.values import WorkerId
 from unirun.wire import load_token, new_token
@@ -73,14 +75,58 @@ class TestCreateJob:
         os.close(lock)
         (job.path / "store.db").touch()
         before = job.uid
-        for _ in range(2):
+        for restarts in (1, 2):
             job.state.touch()
-            job, lock = create_job("run-1", new_token(), batch=True, requeued=True)
+            job, lock = create_job("run-1", new_token(), batch=True, restarts=restarts)
             os.close(lock)
             assert not job.state.exists(), "that was the state before"
             assert (job.path / "store.db").exists()
             assert job.uid_before == before != job.uid
             before = job.uid
+
+    @pytest.mark.parametrize("log_dir", [None, "logs"])
+    def test_a_requeued_job_keeps_what_the_runs_before_have_written(
+        self, tmp_path: Path, log_dir: str | None
+    ) -> None:
+        where = log_dir and str(tmp_path / log_dir)
+        for restarts in range(3):
+            job, lock = create_job("run-1", new_token(), where, batch=True, restarts=restarts)
+            node, other = create_job("run-1", new_token(), uid=job.uid, node="n2", restarts=restarts)
+            (node.logs / "there").write_text(str(restarts))
+            (job.logs / "here").write_text(str(restarts))
+            for path in (job.state, job.metrics, job.master_log, job.agent_log("n1")):
+                path.write_text(str(restarts))
+            os.close(lock)
+            os.close(other)
+        assert job.attempts == (0, 1)
+        for number in job.attempts:
+            kept = job.attempt(number)
+            for path in (kept.logs / "here", kept.state, kept.metrics, kept.master_log, kept.agent_log("n1")):
+                assert path.read_text() == str(number)
+            assert kept.events.exists()
+            (there,) = directories_of_nodes(job, number)
+            assert (there.logs / "there").read_text() == str(number)
+        assert (job.logs / "here").read_text() == "2"
+        (there,) = directories_of_nodes(job)
+        assert (there.logs / "there").read_text() == "2"
+        clear_here(job)
+        assert [*tmp_path.rglob("*here")] == []
+
+    def test_a_requeued_job_that_does_not_start_loses_nothing_of_the_run_before(self) -> None:
+        job, lock = create_job("run-1", new_token(), batch=True)
+        os.close(lock)
+        (job.path / "store.db").touch()
+        (job.logs / "here").touch()
+        discard_job(*create_job("run-1", new_token(), batch=True, restarts=1))
+        assert (job.path / "store.db").exists()
+        assert (job.attempt(0).logs / "here").exists()
+        assert not job.logs.exists()
+
+    def test_a_new_job_keeps_no_attempts_of_a_finished_one(self) -> None:
+        for restarts in (0, 1, 0):
+            job, lock = create_job("run-1", new_token(), batch=True, restarts=restarts)
+            os.close(lock)
+        assert job.attempts == ()
 
     def test_the_directories_of_a_jobs_nodes_are_found_beside_its_own(self, create: Create) -> None:
         job = create()

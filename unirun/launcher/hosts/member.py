@@ -18,6 +18,7 @@ from unirun.launcher.local import Member
 from unirun.launcher.orders import on_host
 from unirun.launcher.requirements import check_host
 from unirun.launcher.slurm.allocation import component_here
+from unirun.observe.batchjob import own_batch
 from unirun.rendezvous import create_job
 from unirun.rendezvous.creation import discard_job
 from unirun.rendezvous.endpoints import hold_endpoints
@@ -97,6 +98,7 @@ def settle(assigned: Assigned, node: str, token: Token, *, insecure: bool, inter
         assigned.store or None,
         uid=assigned.uid,
         node=node,
+        restarts=own_batch(assigned.run_id, os.environ)[1],
         head=None if assigned.store else assigned.head,
     )
     task = on_host(task, addr, cwd)
