@@ -8,6 +8,7 @@ import os
 import re
 import select
 import signal
+import socket
 import struct
 import subprocess
 import termios
@@ -121,8 +122,13 @@ class TestTheConsole:
 
     def test_the_console_uses_torchruns_template_for_the_prefix(self, unirun: Unirun, script: Script) -> None:
         template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name}/${local_rank}> "}
-        result = unirun(*EXEC, "--role", "a", "--nproc-per-node", 2, script("print('x')"), env=template)
+        options = (*EXEC, "--role", "a", "--nproc-per-node", 2)
+        result = unirun(*options, script("print('x')"), env=template)
         assert sorted(result.out.splitlines()) == ["<a/0> x", "<a/1> x"]
+        own = ("--log-line-prefix-template", "${hostname}:${rank}: ")
+        result = unirun(*options, *own, script("print('x')"), env=template)
+        host = socket.gethostname()
+        assert sorted(result.out.splitlines()) == [f"{host}:0: x", f"{host}:1: x"]
 
     def test_the_console_on_a_terminal_has_colours_and_a_live_line_without_a_trace(
         self, unirun: Unirun, script: Script

@@ -182,7 +182,7 @@ def node_count(options: Mapping[str, Any]) -> NodeCount:
 
 
 def _nodes(options: Mapping[str, Any], job: dict[str, Any], *, alone: bool) -> None:
-    for item in items([options.get("rdzv_conf", "")]):
+    for item in rendezvous_settings(options)[0]:
         _rendezvous_setting(item, job, alone=alone)
     if not alone:
         return
@@ -221,6 +221,19 @@ ONE_NODE = {"is_host": ("1", "true", "t", "yes", "y"), "store_type": ("tcp",), "
 """Settings that must have these values on one node: it hosts the rendezvous in a TCPStore, and has rank 0."""
 
 
+def rendezvous_settings(options: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The items ``key=value`` of ``--rdzv-conf``, and those that are ignored.
+
+    In a list of arguments quotes are not removed, as they are by a shell. Then they are part of the first key and of
+    the last value, which torchrun does not know and ignores.
+    """
+    text = str(options.get("rdzv_conf", "")).strip()
+    found = items([text])
+    if text[:1] not in ("'", '"') or text[-1:] != text[:1]:
+        return found, []
+    return found[1:-1], [*found[:1], *found[1:][-1:]]
+
+
 def _rendezvous_setting(item: str, job: dict[str, Any], *, alone: bool) -> None:
     """One ``key=value`` of ``--rdzv-conf``."""
     key, equals, value = (part.strip() for part in item.partition("="))
@@ -241,15 +254,19 @@ def _rendezvous_setting(item: str, job: dict[str, Any], *, alone: bool) -> None:
 
 
 def _output(options: Mapping[str, Any], job: dict[str, Any]) -> None:
-    if "logs_specs" in options:
+    if options.get("logs_specs", "default") != "default":
         raise UsageError(
             "--logs-specs: unirun keeps all output in <job>/logs, a LogsSpecs class has nothing to decide",
             "use --log-dir, --redirects, --tee or the filters",
         )
     names = {"log_dir": "dir", "redirects": "redirects", "tee": "tee"}
     log: dict[str, Any] = {key: options[option] for option, key in names.items() if option in options}
-    if options.get("local_ranks_filter"):
-        log["local_ranks_filter"] = options["local_ranks_filter"]
+    for option, key in (
+        ("local_ranks_filter", "local_ranks_filter"),
+        ("log_line_prefix_template", "line_prefix_template"),
+    ):
+        if options.get(option):
+            log[key] = options[option]
     for option in ("duplicate_stdout_filters", "duplicate_stderr_filters"):
         if option in options:
             text = options[option].replace(",,", "\0")

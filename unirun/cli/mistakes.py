@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from unirun.cli import SUBCOMMANDS
 from unirun.cli.commandline import CommandLine
-from unirun.cli.joboptions import several_nodes
+from unirun.cli.joboptions import rendezvous_settings, several_nodes
 from unirun.errors import UsageError
 from unirun.spec import JobSpec
 from unirun.spec.overrides import is_override
@@ -86,7 +86,7 @@ def warnings(line: CommandLine, spec: JobSpec, environ: Mapping[str, str]) -> li
     """Warnings for the user. Raises `UsageError` for a variable of torchrun that asks for what unirun does not do."""
     elsewhere = "slurm" in line.options or several_nodes(line.options)
     unused = () if elsewhere else unused_allocation(environ)
-    return [*environment_warnings(environ), *unused, *misplaced(line), *_endless(spec)]
+    return [*environment_warnings(environ), *unused, *misplaced(line), *_quoted(line), *_endless(spec)]
 
 
 def environment_warnings(environ: Mapping[str, str]) -> Iterator[str]:
@@ -122,6 +122,15 @@ def misplaced(line: CommandLine) -> Iterator[str]:
         yield (
             f"{found[0]} stands behind {line.script}, so it is an argument of that; "
             "unirun's options stand before it"
+        )
+
+
+def _quoted(line: CommandLine) -> Iterator[str]:
+    """A warning for quotes that no shell has removed."""
+    if ignored := rendezvous_settings(line.options)[1]:
+        yield (
+            f"--rdzv-conf: {' and '.join(ignored)} {'are' if len(ignored) > 1 else 'is'} ignored, as by torchrun: "
+            "the quotes are part of it; write it without them"
         )
 
 

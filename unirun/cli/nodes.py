@@ -11,9 +11,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from unirun.cli.commandline import CommandLine, items
+from unirun.cli.commandline import CommandLine
 from unirun.cli.compose import job_spec, tell_mistakes
-from unirun.cli.joboptions import node_count, several_nodes
+from unirun.cli.joboptions import node_count, rendezvous_settings, several_nodes
 from unirun.cli.run import tell_started
 from unirun.collocation import Inventory, local_inventory
 from unirun.collocation.numa import told_topology
@@ -158,7 +158,7 @@ def meeting_of(options: Mapping[str, Any], spec: JobSpec, count: NodeCount) -> M
     if backend not in ("static", "c10d"):
         raise UsageError(f"--rdzv-backend {backend}: only static and c10d apply", "leave it out")
     rank = _node_rank(options, count[1])
-    conf = dict(item.partition("=")[::2] for item in items([options.get("rdzv_conf", "")]))
+    conf = dict(item.partition("=")[::2] for item in rendezvous_settings(options)[0])
     name = options.get("node_name", socket.gethostname())
     if not is_run_id(name):
         raise UsageError(

@@ -219,6 +219,13 @@ TORCHRUN: tuple[Option, ...] = (
         short="-r",
     ),
     Option("--tee", OUTPUT, "streams that go to files and the console", "STD", short="-t"),
+    Option(
+        "--log-line-prefix-template",
+        OUTPUT,
+        "the prefix of the lines on the console, of ${role_name}, ${rank}, ${local_rank} and ${hostname} (default: "
+        "$TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, else '[ROLE:RANK] ')",
+        "TEXT",
+    ),
     Option("--local-ranks-filter", OUTPUT, "show only these local ranks on the console", "N,…"),
     Option(
         "--duplicate-stdout-filters",
@@ -241,7 +248,7 @@ TORCHRUN: tuple[Option, ...] = (
         "PORT",
     ),
     Option("--local-addr", NODES, "the same as --master-addr on one node", "ADDR"),
-    Option("--logs-specs", OUTPUT, "refused: unirun keeps all output itself", "NAME"),
+    Option("--logs-specs", OUTPUT, "default: unirun keeps all output itself, others are refused", "NAME"),
     Option(
         "--numa-binding",
         START,
@@ -262,10 +269,17 @@ TORCHRUN: tuple[Option, ...] = (
         "SECONDS",
     ),
     Option("--virtual-local-rank", START, "LOCAL_RANK is 0 everywhere; each worker sees its device only"),
+    Option(
+        "--print-completion",
+        OUTPUT,
+        "the same as unirun completion: print completions for a shell",
+        "SHELL",
+        choices=("bash", "zsh"),
+    ),
 )
 
 OPTIONS = OURS + TORCHRUN
-WITHOUT_VARIABLE = ("logs_specs", "numa_binding")
+WITHOUT_VARIABLE = ("logs_specs", "numa_binding", "print_completion")
 """Options of torchrun that have no ``PET_*`` variable, there as here."""
 
 PLAN_OPTIONS = (

@@ -18,6 +18,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the job that `argv` describes. Returns the exit code."""
     line = parse(argv)
     options = line.options
+    if "print_completion" in options:
+        from unirun.cli import completion
+
+        return completion.main([options["print_completion"]])
     if "SLURM_STEP_ID" in os.environ:
         from unirun.launcher.slurm.allocation import refuse_several_tasks
 

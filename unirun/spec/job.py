@@ -76,6 +76,8 @@ class LogSpec(Value):
 
     `redirects` and `tee` are torchrun's ``-r`` and ``-t``: a bit set (1 stdout, 2 stderr) for all local
     ranks or by local rank; a redirected stream is not shown on the console unless it is also teed.
+    `line_prefix_template` is the prefix of each line on the console, with ``${role_name}``, ``${rank}``,
+    ``${local_rank}`` and ``${hostname}``.
     """
 
     dir: str | None = None
@@ -84,6 +86,7 @@ class LogSpec(Value):
     local_ranks_filter: tuple[int, ...] | None = None
     duplicate_stdout_filters: tuple[str, ...] = ()
     duplicate_stderr_filters: tuple[str, ...] = ()
+    line_prefix_template: str | None = None
 
 
 class JobSpec(Value):

@@ -184,5 +184,6 @@ def _log(log: Section) -> LogSpec:
         local_ranks_filter=numbers,
         duplicate_stdout_filters=log.texts("duplicate_stdout_filters"),
         duplicate_stderr_filters=log.texts("duplicate_stderr_filters"),
+        line_prefix_template=log.text("line_prefix_template") or None,
         **streams,
     )

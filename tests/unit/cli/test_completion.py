@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unirun.cli import SUBCOMMANDS
+from unirun.cli import SUBCOMMANDS, run
 from unirun.cli.completion import bash, zsh
 from unirun.cli.options import OPTIONS
 from unirun.rendezvous import create_job
@@ -38,6 +38,11 @@ HOSTILE = (
     "\\x",
 )
 """Names that do something, or become others, where a shell expands them."""
+
+
+def test_torchruns_option_prints_the_completions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--print-completion", "bash"]) == 0
+    assert capsys.readouterr().out == bash()
 
 
 @pytest.mark.starts_processes

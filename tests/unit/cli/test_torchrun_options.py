@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.elastic.rendezvous import RendezvousParameters, static_tcp_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.run import get_args_parser
 
 from tests.unit.cli.conftest import GPUS, Compose, same
+from tests.unit.cli.torchrun_parsers import NEWEST, options_of
+from unirun.cli.commandline import parse
 from unirun.cli.joboptions import BETWEEN_NODES, ONE_NODE
+from unirun.cli.mistakes import warnings
 from unirun.errors import SpecError, UsageError
 
 LANDS: dict[str, tuple[str | None, Callable[[Any], bool]]] = {
@@ -48,14 +52,19 @@ LANDS: dict[str, tuple[str | None, Callable[[Any], bool]]] = {
     "signals_to_handle": ("SIGTERM,SIGUSR1", lambda s: s.signals == ("SIGTERM", "SIGUSR1")),
     "shutdown_timeout": ("9", lambda s: s.shutdown_timeout == 9.0),
     "virtual_local_rank": (None, lambda s: s.virtual_local_rank),
+    "log_line_prefix_template": ("${rank}: ", lambda s: s.log.line_prefix_template == "${rank}: "),
 }
-NOT_HERE = {"logs_specs", "numa_binding", "help"}
+NOT_HERE = {"logs_specs", "numa_binding", "print_completion"}
+INSTALLED = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 class TestEveryTorchrunOption:
-    def test_every_torchrun_option_has_a_case_here(self) -> None:
-        dests = {action.dest for action in get_args_parser()._actions if action.option_strings}
-        assert dests == LANDS.keys() | NOT_HERE
+    def test_every_torchrun_option_of_every_version_has_a_case_here(self) -> None:
+        assert options_of(NEWEST) == LANDS.keys() | NOT_HERE
+
+    def test_the_record_of_the_installed_version_is_true(self) -> None:
+        dests = {action.dest for action in get_args_parser()._actions if action.option_strings} - {"help"}
+        assert dests == options_of(INSTALLED)
 
     @pytest.mark.parametrize("dest", LANDS)
     def test_a_torchrun_option_sets_its_field_of_the_spec(
@@ -95,6 +104,21 @@ class TestEveryTorchrunOption:
         mixed = compose("--rdzv-conf", f" {value} , join_timeout = 7 ", "train.py")
         assert mixed.join_timeout == 7.0
 
+    @pytest.mark.parametrize(
+        ("value", "ignored"),
+        [
+            ("'join_timeout=5,last_call_timeout=1,timeout=5'", "'join_timeout=5 and timeout=5' are ignored"),
+            ('"join_timeout=5"', '"join_timeout=5" is ignored'),
+        ],
+    )
+    def test_settings_with_quotes_that_no_shell_has_removed_are_ignored_with_a_warning(
+        self, compose: Compose, value: str, ignored: str
+    ) -> None:
+        plain = compose("train.py")
+        assert same(compose("--rdzv-conf", value, "train.py"), plain)
+        (warning,) = warnings(parse(["--rdzv-conf", value, "train.py"]), plain, {})
+        assert ignored in warning
+
     def test_every_setting_that_torch_asks_for_is_known(self) -> None:
         """Of the backends that apply on one node. torch asks by name; whatever it asks for is in this record."""
         asked: set[str] = set()
@@ -118,6 +142,13 @@ class TestEveryTorchrunOption:
             theirs = get_args_parser().parse_args(["--duplicate-stdout-filters", text, "train.py"])
             ours = compose("--duplicate-stdout-filters", text, "train.py").log.duplicate_stdout_filters
             assert [*ours] == theirs.duplicate_stdout_filters
+
+    def test_the_default_of_logs_specs_may_be_written(self, compose: Compose) -> None:
+        assert same(compose("--logs-specs", "default", "train.py"), compose("train.py"))
+
+    def test_an_empty_template_is_none(self, compose: Compose) -> None:
+        """As in torchrun, of which it is the default."""
+        assert compose("--log-line-prefix-template=", "train.py").log.line_prefix_template is None
 
     def test_numa_binding_lands_on_a_host_with_devices(self, compose: Compose) -> None:
         assert compose("--numa-binding", "node", "train.py", inventory=GPUS).numa_binding == "node"

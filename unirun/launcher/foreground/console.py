@@ -24,6 +24,7 @@ from unirun.launcher.foreground.terminal import (
     printable_lines,
 )
 from unirun.spec import JobSpec, LogSpec
+from unirun.values import WorkerId
 
 COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
 """ANSI colour codes, for roles in their order."""
@@ -51,13 +52,14 @@ class Prefixer:
         self._colour = colour
         self._template = template
 
-    def __call__(self, role: str, rank: int, local_rank: int) -> bytes:
-        """The prefix of a worker; empty when the job has only one worker."""
+    def __call__(self, worker: WorkerId, local_rank: int, node: str) -> bytes:
+        """The prefix of a worker on `node`; empty when the job has only one worker and no template."""
         if self._alone:
             return b""
+        role, rank = worker.role, worker.rank
         text = f"[{role}:{rank}] "
         if self._template is not None:
-            values = {"role_name": role, "rank": rank, "local_rank": local_rank}
+            values = {"role_name": role, "rank": rank, "local_rank": local_rank, "hostname": node}
             text = Template(self._template).safe_substitute(values)
         if self._colour:
             text = f"\x1b[{COLOURS[self._roles[role] % len(COLOURS)]}m{text}\x1b[0m"

@@ -23,7 +23,7 @@ class Display:
         self._job, self._spec, self._console = running.job, running.spec, console
         self._node, self._member, self._copied = running.node, running.member, running.copied
         spec = running.spec
-        template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+        template = spec.log.line_prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         self._prefix = Prefixer(spec, console.colour, template)
         self._follower = LogFollower()
         self._followed: set[WorkerOutput] = set()
@@ -81,7 +81,7 @@ class Display:
         self._followed.add(output)
         worker = output.worker
         logs = self._job.worker_logs(worker)
-        prefix = self._prefix(worker.role, worker.rank, output.local_rank)
+        prefix = self._prefix(worker, output.local_rank, output.node)
         for stream, name in ((1, "stdout"), (2, "stderr")):
             if (before := worker.before) is not None:
                 self._follower.release(self._job.worker_logs(before) / f"{name}.log")

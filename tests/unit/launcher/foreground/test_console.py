@@ -12,6 +12,7 @@ import pytest
 from unirun.cli.output import age, megabytes, print_table
 from unirun.launcher.foreground.console import Console, Prefixer, shown
 from unirun.spec import Entry, JobSpec, LogSpec, RoleSpec
+from unirun.values import WorkerId
 
 
 @pytest.mark.parametrize(
@@ -46,20 +47,23 @@ def spec(*counts: int) -> JobSpec:
 
 class TestAPrefix:
     def test_a_prefix_names_role_and_rank(self) -> None:
-        assert Prefixer(spec(2, 1), False, None)("actor", 1, 0) == b"[actor:1] "
+        assert Prefixer(spec(2, 1), False, None)(WorkerId("actor", 1, 0), 0, "n1") == b"[actor:1] "
 
     def test_a_prefix_is_omitted_for_a_single_worker(self) -> None:
-        assert Prefixer(spec(1), True, None)("actor", 0, 0) == b""
-        assert Prefixer(spec(1, 1), False, None)("actor", 0, 0) == b"[actor:0] "
+        assert Prefixer(spec(1), True, None)(WorkerId("actor", 0, 0), 0, "n1") == b""
+        assert Prefixer(spec(1, 1), False, None)(WorkerId("actor", 0, 0), 0, "n1") == b"[actor:0] "
 
     def test_a_prefix_has_the_colour_of_its_role(self) -> None:
         prefix = Prefixer(spec(2, 2), True, None)
-        assert prefix("actor", 0, 0)[:5] == prefix("actor", 1, 1)[:5] != prefix("rollout", 0, 0)[:5]
-        assert prefix("actor", 0, 0).endswith(b"\x1b[0m")
+        one, two, other = (
+            prefix(WorkerId(*who, 0), 0, "n1") for who in (("actor", 0), ("actor", 1), ("rollout", 0))
+        )
+        assert one[:5] == two[:5] != other[:5]
+        assert one.endswith(b"\x1b[0m")
 
     def test_a_prefix_follows_torchruns_template(self) -> None:
-        prefix = Prefixer(spec(1), False, "${role_name}/$rank/$local_rank/$other|")
-        assert prefix("actor", 3, 1) == b"actor/3/1/$other|"
+        prefix = Prefixer(spec(1), False, "${hostname}/${role_name}/$rank/$local_rank/$other|")
+        assert prefix(WorkerId("actor", 3, 0), 1, "n1") == b"n1/actor/3/1/$other|"
 
 
 @contextmanager
