@@ -212,6 +212,10 @@ def test_a_copy_on_the_same_workers_has_the_parameters_of_what_is_trained_and_a_
     assert result.code == 0, result.err
     found = steps(home.home / "experiments" / "hooked" / "first")
     assert [each["actorTrain/compared"] for each in found] == [1.0] * 4
+    # Of both data-parallel ranks: the sum, the largest one, and the mean.
+    assert [each["actorTrain/samples"] for each in found] == [8.0] * 4
+    assert [each["actorTrain/last"] for each in found] == [1.0] * 4
+    assert all(0.0 < each["actorTrain/each"] < 1.0 for each in found)
     assert all(0.0 <= each["actorEval/accuracy"] <= 1.0 for each in found)
 
 

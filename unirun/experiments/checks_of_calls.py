@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from unirun.errors import Fault
+from unirun.errors import Fault, UsageError
 from unirun.experiments import derive
 from unirun.experiments.graph import MFCDef, ModelInterfaceType, ParamReallocHook
 from unirun.experiments.layout import AXES, PART_RULE, ModelName, ProcessTopology, is_part
 from unirun.experiments.models.api import ModelInterface
 from unirun.experiments.registry import INTERFACES
+from unirun.experiments.results import check_reductions
 
 if TYPE_CHECKING:
     from unirun.experiments.config import ExperimentConfig
@@ -66,6 +67,10 @@ def call_faults(config: ExperimentConfig) -> list[Fault]:
         if _lacks_method(call):
             problem = f"interface {call.interface_impl.type_!r} does not define {call.interface_type.value}()"
             found.append(Fault(where, problem, "define it, or correct interface_type or interface_impl"))
+        try:
+            check_reductions(getattr(INTERFACES.at_hand(call.interface_impl.type_), "reductions", {}))
+        except UsageError as error:
+            found.append(Fault(where, error.problem, error.remedy))
     return found + _hook_faults(config)
 
 

@@ -13,23 +13,22 @@ from unirun.experiments.graph import MFCDef, ModelInterfaceType
 from unirun.experiments.layout import topology
 from unirun.experiments.models.api import FinetuneSpec, Model, Place
 from unirun.experiments.models.saving import load_whole
-from unirun.experiments.records import means
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
+from unirun.experiments.results import means
 from unirun.roles import BaseWorkload, trainer_invocation
+from unirun.train.repeats import LIMIT
 
 
 class EvaluatorProcess(BaseWorkload):
     """Makes the model once, whole, and gives it the parameters of each save."""
 
-    def setup(self) -> None:
-        """Make the model and read the dataset. Errors are raised by `evaluate`: a restart would not mend them."""
-        self._fault: Exception | None = None
-        try:
-            self._prepare()
-        except Exception as error:  # noqa: BLE001 - raised by `evaluate`
-            self._fault = error
+    _sample: SequenceSample | None = None
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> SequenceSample:
+        """Make the model and read the dataset, once. This is done in the first call, so that the master hears of
+        errors: a restart would not mend them."""
+        if self._sample is not None:
+            return self._sample
         trial = trial_of(self.config)
         import_modules(trial.modules, trial.folder)
         config = resolve(trial.experiment, trial.overrides)
@@ -49,14 +48,15 @@ class EvaluatorProcess(BaseWorkload):
         assert chosen is not None
         dataset = DATASETS.find(chosen.type_)(DatasetUtility(tokenizer, worker.base_seed), **chosen.args)
         self._sample = SequenceSample.gather([dataset[index] for index in range(len(dataset))])
+        return self._sample
 
-    @trainer_invocation(target="RANK0", idempotent=True, retries=10)
+    @trainer_invocation(target="RANK0", idempotent=True, retries=LIMIT - 1)
     def evaluate(self, path: str) -> dict[str, float]:
         """The figures of the model that was saved in this directory."""
-        if self._fault is not None:
-            raise self._fault
+        sample = self._prepare()
         load_whole(self._model, Path(path))
-        return means([self._interface.evaluate(self._model, self._sample)])
+        found = self._interface.evaluate(self._model, sample)
+        return means([found], self._interface.reductions)
 
 
 def trained(role: str, calls: list[MFCDef]) -> MFCDef:

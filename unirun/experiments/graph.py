@@ -74,7 +74,8 @@ class MFCDef(Value):
     It needs `input_keys` of each id and adds `output_keys`. The interface may call them by other names
     (`input_key_remap`: name of the data → name in the interface; `output_key_remap`: the reverse). `pre_hooks` and
     `post_hooks` run before and after it. With `balanced_dp`, data-parallel ranks get equally many ids instead of
-    equally many tokens. `log_return_value`: what a train step returns is printed.
+    equally many tokens. `log_return_value`: what a train step returns is printed. Data that it makes and that is not
+    finite is an error, unless `error_if_nonfinite` is False: then it is passed on as it is.
     """
 
     name: str
@@ -91,6 +92,7 @@ class MFCDef(Value):
     log_return_value: bool = False
     pre_hooks: tuple[Hook, ...] = ()
     post_hooks: tuple[Hook, ...] = ()
+    error_if_nonfinite: bool = True
 
     @property
     def role(self) -> str:

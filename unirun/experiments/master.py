@@ -11,31 +11,72 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from unirun.errors import CheckpointDamaged, TrainingFailed, UsageError
+from unirun.errors import (
+    CheckpointDamaged,
+    RemoteTraceback,
+    SpecError,
+    TrainingFailed,
+    UnirunError,
+    UsageError,
+)
 from unirun.experiments.control import Every
 from unirun.experiments.evaluator import trained
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import ModelInterfaceType
 from unirun.experiments.models.api import FinetuneSpec
-from unirun.experiments.records import CHECKPOINTS, EVALUATIONS, STEPS, Records, SavedModels, means
+from unirun.experiments.records import CHECKPOINTS, EVALUATIONS, STEPS, Records, SavedModels
 from unirun.experiments.recovery import RecoverInfo, Recovery, Settings
-from unirun.experiments.step import LOST, Step
+from unirun.experiments.results import means
+from unirun.experiments.step import LOST, Step, reductions_of
 from unirun.reporting import report
 from unirun.roles import BaseTrainer
 from unirun.train.data.order import Order as SampleOrder
+from unirun.train.repeats import LIMIT, Repeats
+from unirun.values import Value
 
 WORKERS = "model_worker"
 """The role of the model workers."""
 
+MOST = 10
+"""Losses of workers that a trial survives without a new step."""
+
 NEWS = 2.0
 """Seconds to wait for the news that a worker was lost."""
+
+
+STARTS = "at its start"
+"""While a trial reads the configuration, the data and a checkpoint, and makes its models."""
+
+
+class Losses(Value):
+    """The losses of workers since a step was done for the first time: `number` in all, and how often the last one came
+    in the same place. `step` is the furthest step that was done."""
+
+    number: int = 0
+    repeats: Repeats = Repeats()
+    step: int = -1
+
+    def after(self, doing: str, step: int, tries: int = 1) -> Losses:
+        """One more, while the trial was `doing` this, `tries` times, and `step` steps were done."""
+        progress = step > self.step
+        number = 1 if progress else self.number + 1
+        repeats = self.repeats.after(doing, progress=progress)
+        for _ in range(1, tries):
+            repeats = repeats.after(doing, progress=False)
+        return Losses(number, repeats, max(step, self.step))
+
+    def over(self) -> str:
+        """Why the trial does not go on; empty if it does."""
+        if self.repeats.hopeless:
+            return f"that is the same end {self.repeats.count} times, without a new step between them"
+        return f"that is loss {self.number} without a new step" if self.number > MOST else ""
 
 
 class MasterWorkerProcess(BaseTrainer):
     """The master of a trial. When a worker dies, all go on from the last checkpoint, in the processes that live."""
 
     _failed = False
-    _generation = -1
+    _doing = ""
 
     def is_recoverable(self) -> bool:
         """True, except after an error that a restart would meet again, such as an exception of an interface."""
@@ -81,9 +122,9 @@ class MasterWorkerProcess(BaseTrainer):
     def _fit(self) -> dict[str, float]:
         if not self._trial.resume and self.load_state() is None:
             self._recovery.clear()
-        failed, last = 0, -1
         figures: dict[str, float] = {}
         info: RecoverInfo | None = None
+        losses = Losses()
         while True:
             try:
                 if info is None:
@@ -95,23 +136,40 @@ class MasterWorkerProcess(BaseTrainer):
                 self._save(info)
                 self._saves.follow(to_end=True)
                 return {**figures, **self._evaluate(info)}
-            except (UsageError, CheckpointDamaged):
-                raise
             except Exception as error:
-                at = info.step if info is not None else last
                 if not isinstance(error, LOST) and not self._lost_meanwhile():
-                    raise TrainingFailed(f"the trial has failed in step {at + 1}: {error}") from error
-                failed = failed + 1 if at == last else 1
-                last = at
-                if failed > 10:
-                    raise
-                report(f"unirun: {error}: the trial goes on from its last checkpoint")
+                    if (
+                        isinstance(error, UsageError | SpecError | CheckpointDamaged)
+                        and self._doing == STARTS
+                    ):
+                        raise
+                    raise self._failure(error) from _cause(error)
+                problem = error.problem if isinstance(error, UnirunError) else str(error)
+                tries = LIMIT if self._doing == STARTS and isinstance(error, LOST) else 1
+                losses = losses.after(self._doing, info.step if info is not None else 0, tries)
+                if why := losses.over():
+                    raise TrainingFailed(
+                        f"a worker was lost {self._doing}: {problem}; {why}",
+                        f"unirun logs {getattr(error, 'worker', WORKERS)} shows what it wrote",
+                    ) from None
+                report(f"unirun: {self._doing}: {problem}: the trial goes on from its last checkpoint")
                 info = None
+
+    def _failure(self, error: Exception) -> TrainingFailed:
+        """The end of the trial by an error that would come again, with the call, the step and the worker."""
+        remote = error.__cause__
+        where = f" ({remote.worker})" if isinstance(remote, RemoteTraceback) else ""
+        return TrainingFailed(f"the trial has failed {self._doing}{where}: {error}")
 
     def _begin(self) -> RecoverInfo:
         """Have all workers go on from the last checkpoint, or begin."""
+        self._doing = STARTS
+        # A worker that is lost from now on is news; an error without news comes again.
+        self._generation = self._generation_now()
         group, info = self._group, self._last()
-        samples = max(setup.samples for setup in group.about.options(idempotent=True, retries=10).call())
+        samples = max(
+            setup.samples for setup in group.about.options(idempotent=True, retries=LIMIT - 1).call()
+        )
         n_seqs = self._source.n_seqs
         if samples < n_seqs:
             raise UsageError(
@@ -120,7 +178,7 @@ class MasterWorkerProcess(BaseTrainer):
             )
         self._samples, self._steps = samples, samples // n_seqs
         spec = FinetuneSpec(self._control.total_train_epochs, samples, n_seqs)
-        restore = group.restore.options(idempotent=True, retries=10)
+        restore = group.restore.options(idempotent=True, retries=LIMIT - 1)
         while True:
             self._attempt += 1
             self._generation = self._generation_now()
@@ -187,8 +245,11 @@ class MasterWorkerProcess(BaseTrainer):
         order = SampleOrder(self._samples, self._seed, info.epoch, self._shuffle)
         indices = order.indices(info.epoch_step * n, (info.epoch_step + 1) * n).tolist()
         step = Step(self._group, self._resolved, self._attempt, info.step, self._seed)
-        ids = step.load(self._source.model_name, indices)
-        figures = step.walk()
+        try:
+            ids = step.load(self._source.model_name, indices)
+            figures = step.walk()
+        finally:
+            self._doing = f"in step {info.step + 1}, {step.at}"
         seconds = time.perf_counter() - began
         epoch_step = info.epoch_step + 1
         ended = epoch_step >= self._steps
@@ -222,8 +283,26 @@ class MasterWorkerProcess(BaseTrainer):
                 self._checkpoint(info)
         return info, figures
 
+    def _refuse_not_finite(self, info: RecoverInfo) -> None:
+        """Nothing is written of a model that has diverged: the checkpoint before is the one to go on from."""
+        names = [
+            call.model_name
+            for call in self._graph.calls.values()
+            if call.interface_type is ModelInterfaceType.TRAIN_STEP
+        ]
+        found = self._group.not_finite.call(self._attempt, names)
+        wrong = [f"{each} in {WORKERS}:{rank}" for rank, some in enumerate(found) for each in some]
+        if wrong:
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise TrainingFailed(
+                f"parameters are not finite: {'; '.join(wrong[:3])}{more}",
+                "the checkpoints and models that were written before are whole: lower the learning rate",
+            )
+
     def _checkpoint(self, info: RecoverInfo) -> None:
         """Write a checkpoint from which the trial can go on."""
+        self._doing = f"in the checkpoint after step {info.step}"
+        self._refuse_not_finite(info)
         models = [str(name) for name in self._resolved.instantiated]
         self._recovery.prepare(info.step, models)
         self._group.checkpoint.call(self._attempt, info.step)
@@ -231,6 +310,8 @@ class MasterWorkerProcess(BaseTrainer):
 
     def _save(self, info: RecoverInfo) -> None:
         """Write all models that are trained, for others to use."""
+        self._doing = f"in the save after step {info.step}"
+        self._refuse_not_finite(info)
         for call in self._graph.calls.values():
             if call.interface_type is ModelInterfaceType.TRAIN_STEP:
                 path = self._root / CHECKPOINTS / call.role / f"step{info.step:06}"
@@ -247,11 +328,13 @@ class MasterWorkerProcess(BaseTrainer):
         figures: dict[str, float] = self._records.of_step(EVALUATIONS, info.step)
         if figures:
             return figures
+        self._doing = f"in the evaluation after step {info.step}"
         for call in self._graph.calls.values():
             if call.interface_type is not ModelInterfaceType.TRAIN_STEP:
                 continue
             found = self._group.evaluate.call(self._attempt, call.name)
-            figures |= {f"{call.name}/eval_{key}": value for key, value in means(filter(None, found)).items()}
+            told = means([*filter(None, found)], reductions_of(call))
+            figures |= {f"{call.name}/eval_{key}": value for key, value in told.items()}
         if figures:
             self._write(EVALUATIONS, info.step, figures)
             report(f"step {info.step}: " + ", ".join(f"{k} {v:.4g}" for k, v in figures.items()))
@@ -269,3 +352,10 @@ class MasterWorkerProcess(BaseTrainer):
                 own = {k.partition("/")[2]: v for k, v in figures.items() if k.startswith(f"{call.name}/")}
                 shown = ", ".join(f"{key} {value:.4g}" for key, value in own.items())
                 report(f"step {step}: {call.name}: {shown}")
+
+
+def _cause(error: Exception) -> BaseException | None:
+    """What is shown of an error: its traceback in a worker, if it is from one. Errors of our own say all."""
+    if isinstance(error.__cause__, RemoteTraceback):
+        return error.__cause__
+    return None if isinstance(error, TrainingFailed) else error

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from unirun.errors import PeerLost, UnirunError, UsageError
 from unirun.experiments.config import ExperimentConfig, Resolved, StandaloneModelShardAbstraction
@@ -45,7 +46,7 @@ class ModelWorkerProcess(BaseWorkload):
     """One of the model workers of a trial. Its methods are called by the master, one at a time."""
 
     def setup(self) -> None:
-        """Join the other workers; read the configuration and the dataset."""
+        """Join the other workers; read the configuration."""
         self._trial = trial_of(self.config)
         import_modules(self._trial.modules, self._trial.folder)
         self._experiment: ExperimentConfig = resolve(self._trial.experiment, self._trial.overrides)
@@ -66,36 +67,35 @@ class ModelWorkerProcess(BaseWorkload):
         self._meshes_of: Any = None
         self._tokenizer: Any = None
         self._dataset: Dataset | None = None
-        self._fault: Exception | None = None
-        try:
-            self._read()
-        except Exception as error:  # noqa: BLE001 - raised by `about`
-            # A restart would raise it again: `about` raises it in the master, and the trial ends.
-            self._fault = error
+        self._has_read = False
         self._attempt = -1
         # Counts and figures are on the CPU.
         dist.init_process_group("cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo")
 
     def _read(self) -> None:
-        """Read the tokenizer and the datasets."""
+        """Read the tokenizer and the datasets, once. This is done in calls of the master, which hears of errors and
+        ends, and not in `setup`, after whose errors the worker would be started again."""
+        if self._has_read:
+            return
         self._tokenizer = load_tokenizer(self._mine.tokenizer_name_or_path)
         source = self._resolved.graph.calls[self._resolved.graph.sources[0]].model_name
         if self._mine.datasets and any(shard.id.model_name == source for shard in self._mine.shards):
             util = DatasetUtility(self._tokenizer, self._mine.base_seed)
             made = [DATASETS.find(each.type_)(util, **each.args) for each in self._mine.datasets]
             self._dataset = made[0] if len(made) == 1 else Joined(made)
+        self._has_read = True
 
     @trainer_invocation(target="ALL")
     def about(self) -> Setup:
         """How many samples the dataset has; 0 without one. Raises what reading it has raised."""
-        if self._fault is not None:
-            raise self._fault
+        self._read()
         return Setup(0 if self._dataset is None else len(self._dataset))
 
     @trainer_invocation(target="ALL")
     def restore(self, attempt: int, step: int | None, spec: FinetuneSpec) -> dict[str, int]:
         """Make all models anew, in the process groups that there are now, and go on from a checkpoint, if one is given.
         Returns the versions of the models."""
+        self._read()
         self._attempt = attempt
         self._shelf.begin(-1)
         self._getting.forget()
@@ -172,7 +172,7 @@ class ModelWorkerProcess(BaseWorkload):
         meta, figures = None, dict[str, float]()
         if definition.interface_type in (ModelInterfaceType.GENERATE, ModelInterfaceType.INFERENCE):
             if place.last_stage and definition.output_keys:
-                made = data_of(definition, found, sample.ids, place.rank)
+                made = data_of(definition, found, sample, place.rank)
                 self._shelf.put(made)
                 meta = made.meta()
         else:
@@ -221,6 +221,20 @@ class ModelWorkerProcess(BaseWorkload):
         if shard.offloaded:
             shard.model.running().fetch()
             shard.offloaded = False
+
+    @trainer_invocation(target="ALL")
+    def not_finite(self, attempt: int, models: Sequence[ModelName]) -> list[str]:
+        """The parameters and buffers of `models` in this worker with values that are not finite."""
+        self._check(attempt)
+        found = []
+        for name in models:
+            shard = self._shards.get(name)
+            engine = shard.model.engine if shard is not None else None
+            for tensor_name, tensor in engine.tensors().items() if engine is not None else ():
+                own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                if own.is_floating_point() and not bool(own.isfinite().all()):
+                    found.append(f"{name}: {tensor_name}")
+        return found
 
     @trainer_invocation(target="ALL")
     def checkpoint(self, attempt: int, step: int) -> None:

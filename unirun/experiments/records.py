@@ -6,10 +6,12 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from unirun.errors import TrainingFailed, WorkerLost
+from unirun.train.repeats import LIMIT
 from unirun.wire.codec import finite
 
 STEPS, EVALUATIONS, SAVES = "steps.jsonl", "evaluations.jsonl", "saves.jsonl"
@@ -106,16 +108,14 @@ class SavedModels:
             name, ref = self._asked
             if not to_end and not ref.done():
                 return
-            self._records.write(SAVES, {"save": name, **ref.result()})
+            try:
+                found = ref.result()
+            except WorkerLost as error:
+                # The call was made again already.
+                raise TrainingFailed(
+                    f"{error.problem}; that is the same end {LIMIT} times while it evaluated {name}",
+                    f"unirun logs {error.worker} shows what it wrote",
+                ) from error
+            self._records.write(SAVES, {"save": name, **found})
             self._known.add(name)
             self._asked = None
-
-
-def means(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The sums of all ranks, divided by the sum of their ``count``."""
-    sums: dict[str, float] = {}
-    for some in found:
-        for key, value in some.items():
-            sums[key] = sums.get(key, 0.0) + value
-    count = sums.pop("count", 1.0)
-    return {key: value / max(count, 1.0) for key, value in sums.items()}

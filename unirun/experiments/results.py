@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from unirun.errors import UsageError
 from unirun.experiments.data.sample import SequenceSample
-from unirun.experiments.graph import MFCDef
+from unirun.experiments.graph import MFCDef, ModelInterfaceType
 
 
-def data_of(call: MFCDef, found: Any, ids: Sequence[str], rank: int) -> SequenceSample:
-    """The data that `rank` of the last stage has made of the sequences `ids`, under the names of the graph. Raises
+def data_of(call: MFCDef, found: Any, given: SequenceSample, rank: int) -> SequenceSample:
+    """The data that `rank` of the last stage has made of the sample `given`, under the names of the graph. Raises
     `UsageError`."""
+    ids = given.ids
     if not isinstance(found, SequenceSample):
         raise _wrong(
             call, rank, f"a {type(found).__name__}", "return a SequenceSample in all ranks of the last stage"
@@ -28,7 +31,51 @@ def data_of(call: MFCDef, found: Any, ids: Sequence[str], rank: int) -> Sequence
             f"data of {_shown(named.ids)}, and got {_shown(ids)}",
             "return data of each id of the sample that was passed",
         )
-    return named.select(call.output_keys)
+    named = named.select(call.output_keys)
+    if call.interface_type is ModelInterfaceType.INFERENCE:
+        _check_counts(call, named, given, rank)
+    if call.error_if_nonfinite:
+        _check_finite(call, named, rank)
+    return named
+
+
+def _check_counts(call: MFCDef, named: SequenceSample, given: SequenceSample, rank: int) -> None:
+    """Data of sequences has as many of them as what was passed; one for a whole group of sequences, or a whole number
+    of them for each one, is right too."""
+    there = {each: at for at, each in enumerate(given.ids)}
+    for key in named.keys:
+        for each, lengths in zip(named.ids, named.seqlens[key], strict=True):
+            counts = {other: len(given.seqlens[other][there[each]]) for other in given.keys}
+            if not any(_fits(len(lengths), count) for count in counts.values()):
+                passed = ", ".join(f"{other} has {count}" for other, count in counts.items())
+                raise _wrong(
+                    call,
+                    rank,
+                    f"{len(lengths)} sequences of {key!r} for id {each!r}",
+                    f"return as many as were passed: {passed}",
+                )
+
+
+def _fits(found: int, passed: int) -> bool:
+    return found == passed or (min(found, passed) > 0 and max(found, passed) % min(found, passed) == 0)
+
+
+def _check_finite(call: MFCDef, named: SequenceSample, rank: int) -> None:
+    for key in named.keys:
+        values = named[key]
+        if not values.is_floating_point() or bool(values.isfinite().all()):
+            continue
+        bad = [
+            each
+            for each, part in zip(named.ids, values.split(named.sizes(key)), strict=True)
+            if not bool(part.isfinite().all())
+        ]
+        raise _wrong(
+            call,
+            rank,
+            f"values of {key!r} that are not finite, for {_shown(bad)}",
+            "correct them, or pass them on with error_if_nonfinite=False in its MFCDef",
+        )
 
 
 def figures_of(call: MFCDef, found: Any, rank: int) -> dict[str, float]:
@@ -47,6 +94,64 @@ def figures_of(call: MFCDef, found: Any, rank: int) -> dict[str, float]:
                 call, rank, f"the figure {name!r}, a {type(value).__name__}", "return numbers"
             ) from error
     return figures
+
+
+REDUCTIONS = ("mean", "sum", "max", "min")
+"""How the figures of several ranks become one, by the name of the figure in `ModelInterface.reductions`."""
+
+
+def check_reductions(reductions: Mapping[str, str]) -> None:
+    """Raise `UsageError` for a reduction that there is not."""
+    for name, kind in reductions.items():
+        if kind not in REDUCTIONS:
+            raise UsageError(
+                f"the reduction of {name!r} is {kind!r}", f"it is one of {', '.join(REDUCTIONS)}"
+            )
+
+
+def reduced(
+    told: Sequence[tuple[Mapping[str, float], float]], reductions: Mapping[str, str]
+) -> dict[str, float]:
+    """The figures of a call: each of `told` are those of a data-parallel rank, and its number of samples, by which
+    means are weighted. A figure that some ranks have not told is that of the others."""
+    names = dict.fromkeys(name for figures, _ in told for name in figures)
+    found = {}
+    for name in names:
+        some = [(figures[name], count) for figures, count in told if name in figures]
+        values = [value for value, _ in some]
+        kind = reductions.get(name, "mean")
+        if kind != "mean":
+            found[name] = combined(kind, values)
+        elif len(set(values)) == 1:
+            # An engine has the same in all ranks, to the bit.
+            found[name] = values[0]
+        else:
+            found[name] = sum(v * count for v, count in some) / max(sum(count for _, count in some), 1.0)
+    return found
+
+
+def combined(kind: str, values: Sequence[float]) -> float:
+    """One figure of several: their ``max`` or ``min``, or their sum. nan if any is nan."""
+    if kind in ("max", "min") and not any(map(math.isnan, values)):
+        return max(values) if kind == "max" else min(values)
+    return sum(values)
+
+
+def means(
+    found: Sequence[Mapping[str, float]], reductions: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, float]:
+    """The figures of an evaluation: the sums of all ranks, divided by the sum of their ``count``, unless another of
+    the `REDUCTIONS` is named."""
+    names = dict.fromkeys(name for some in found for name in some)
+    sums = {
+        name: combined(reductions.get(name, "sum"), [some[name] for some in found if name in some])
+        for name in names
+    }
+    count = sums.pop("count", 1.0)
+    return {
+        name: value / max(count, 1.0) if reductions.get(name, "mean") == "mean" else value
+        for name, value in sums.items()
+    }
 
 
 def _wrong(call: MFCDef, rank: int, what: str, remedy: str) -> UsageError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from unirun.errors import PeerLost, WorkerLost
@@ -11,12 +11,19 @@ from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.graph import Hook, MFCDef, ModelInterfaceType, ParamReallocHook
 from unirun.experiments.layout import ModelName
 from unirun.experiments.orders import Answer, Order, Traffic, dispatch, seed_of
-from unirun.experiments.records import means
+from unirun.experiments.registry import INTERFACES
+from unirun.experiments.results import means, reduced
 from unirun.experiments.walking import startable
 from unirun.roles import wait
 
 LOST = (WorkerLost, PeerLost)
 """What a call raises when a worker has died: its own, or one from which it needs something."""
+
+
+def reductions_of(call: MFCDef) -> Mapping[str, str]:
+    """How the figures of a call's ranks become one, where its interface names it."""
+    found: Mapping[str, str] = getattr(INTERFACES.find(call.interface_impl.type_), "reductions", {})
+    return found
 
 
 class Step:
@@ -28,10 +35,14 @@ class Step:
         self._workers = {name: resolved.workers_of(name) for name in resolved.topologies}
         self._traffic = Traffic()
         self._where: dict[str, dict[str, tuple[int, ...]]] = {}
+        self._counts: dict[str, list[float]] = {}
         self._batch: SequenceSample | None = None
+        self.at = ""
+        """The call that has ended last, or has failed; the reading of samples comes before all calls."""
 
     def load(self, model: ModelName, indices: Sequence[int]) -> tuple[str, ...]:
         """Have the workers of `model` read these samples, each data-parallel rank some. Returns their ids."""
+        self.at = "the reading of samples"
         topo, workers = self._resolved.topologies[model], self._workers[model]
         ranks = topo.get_dim("data")
         heads = [workers[topo.rank(pipe=0, data=rank, tensor=0)] for rank in range(ranks)]
@@ -59,9 +70,10 @@ class Step:
         figures: dict[str, float] = {}
         while len(done) < len(self._graph.calls):
             for name in startable(self._graph, sets, done, running.values()):
+                self.at = name
                 running[self._start(name)] = name
             for ref in wait([*running])[0]:
-                name = running.pop(ref)
+                name = self.at = running.pop(ref)
                 found = self._finish(self._graph.calls[name], ref.result())
                 figures |= {f"{name}/{key}": value for key, value in found.items()}
                 done.add(name)
@@ -76,6 +88,7 @@ class Step:
         topo = self._resolved.topologies[call.model_name]
         wanted = self._batch.select(call.input_keys)
         places = dispatch(wanted.sizes(wanted.largest()), topo.get_dim("data"), equal=call.balanced_dp)
+        self._counts[name] = [float(len(some)) for some in places]
         parts = []
         for rank, some in enumerate(places):
             meta = wanted.reorder(some)
@@ -107,10 +120,14 @@ class Step:
                 metas.append(answer.meta)
         if metas and self._batch is not None:
             self._batch = self._batch.update(SequenceSample.gather(metas))
-        told = [answer.figures for answer in answers if answer.figures]
+        told = [
+            (answer.figures, self._counts[call.name][topo.coordinates(rank)["data"]])
+            for rank, answer in zip(self._ranks(call), answers, strict=True)
+            if answer.figures
+        ]
         if call.interface_type is ModelInterfaceType.EVALUATE:
-            return means(told)
-        return dict(told[0]) if told else {}
+            return means([figures for figures, _ in told], reductions_of(call))
+        return reduced(told, reductions_of(call))
 
     def _reallocate(self, call: MFCDef, hooks: Sequence[Hook]) -> None:
         """Run hooks that have a `target`: its workers copy the parameters. All other hooks are run by the workers."""

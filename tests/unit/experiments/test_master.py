@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from omegaconf import OmegaConf
 
-from unirun.errors import CheckpointDamaged, UsageError, WorkerLost
+from unirun.errors import CheckpointDamaged, TrainingFailed, UsageError, WorkerLost
 from unirun.experiments import master
 from unirun.experiments.config import (
     AutomaticEvaluator,
@@ -25,7 +25,7 @@ from unirun.experiments.config import (
 from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.experiment import Experiment, register_experiment
 from unirun.experiments.layout import topology
-from unirun.experiments.master import MasterWorkerProcess
+from unirun.experiments.master import Losses, MasterWorkerProcess
 from unirun.experiments.orders import Setup, Trial
 from unirun.experiments.recovery import Recovery
 
@@ -39,6 +39,7 @@ class Trained(Experiment):
     data: int = 1
     n_seqs: int = 8
     steps: int = 4
+    saves: bool = True
 
     def scheduling_setup(self) -> ExperimentScheduling:
         """As many workers as ranks."""
@@ -46,10 +47,11 @@ class Trained(Experiment):
 
     def initial_setup(self) -> ExperimentConfig:
         """A checkpoint each second step; all models are saved."""
-        control = ExperimentSaveEvalControl(self.steps, save_freq_steps=1, ckpt_freq_steps=2)
+        every = 1 if self.saves else None
+        control = ExperimentSaveEvalControl(self.steps, save_freq_steps=every, ckpt_freq_steps=2)
         calls = [call("train", ["prompt"], (), ACTOR, TRAIN, self.n_seqs)]
         config = config_of(calls, {ACTOR: at(topology(data=self.data))}, control=control)
-        config.auto_eval, config.evaluator = True, AutomaticEvaluator(PROMPTS)
+        config.auto_eval, config.evaluator = self.saves, AutomaticEvaluator(PROMPTS)
         return config
 
 
@@ -74,14 +76,30 @@ class Method:
 class Workers:
     """The model workers and the evaluator of a run. Models that it saves have its name in them."""
 
-    def __init__(self, run: str, damaged: Sequence[int] = (), lost_in: int = 0) -> None:
+    def __init__(
+        self,
+        run: str,
+        damaged: Sequence[int] = (),
+        lost_in: int = 0,
+        times: int = 1,
+        diverged: Sequence[str] = (),
+        unreadable: Exception | None = None,
+    ) -> None:
         self.asked: list[str] = []
-        self._damaged, self.lost_in = damaged, lost_in
-        self.about = Method(lambda: self._note("about", [Setup(8)]))
+        self._damaged, self.lost_in, self.times = damaged, lost_in, times
+        self._unreadable = unreadable
+        self.about = Method(self._about)
+        self.not_finite = Method(lambda attempt, names: [[], list(diverged)])
         self.restore = Method(self._restore)
         self.checkpoint = Method(lambda attempt, step: None)
         self.save = Method(lambda attempt, name, path: Path(path, "model.pt").write_text(run))
         self.evaluate = Method(lambda attempt, name: self._note("evaluate", [{"right": 1.0, "count": 2.0}]))
+
+    def _about(self) -> Any:
+        self.asked.append("about")
+        if self._unreadable is not None:
+            raise self._unreadable
+        return [Setup(8)]
 
     def _note(self, what: str, answer: Any) -> Any:
         self.asked.append(what)
@@ -99,6 +117,8 @@ class Steps:
 
     workers: Workers
 
+    at = "train"
+
     def __init__(self, group: object, resolved: object, attempt: int, number: int, seed: int) -> None:
         self._number = number + 1
 
@@ -106,8 +126,8 @@ class Steps:
         return tuple(map(str, indices))
 
     def walk(self) -> dict[str, float]:
-        if self.workers.lost_in == self._number:
-            self.workers.lost_in = 0
+        if self.workers.lost_in == self._number and self.workers.times:
+            self.workers.times -= 1
             raise WorkerLost("a worker has died", worker="model_worker:0")
         return {}
 
@@ -212,6 +232,60 @@ class TestDamage:
         assert models(tmp_path) == dict.fromkeys(range(1, 5), "second")
         assert models(tmp_path / "earlier" / "1") == dict.fromkeys(range(1, 5), "first")
         assert len(lines(tmp_path / "earlier" / "1", "steps.jsonl")) == 4
+
+
+class TestErrorsThatComeAgain:
+    def test_a_worker_that_is_lost_three_times_in_one_call_of_one_step_ends_the_trial(
+        self, run: Run, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        workers = Workers("first", lost_in=2, times=5)
+        with pytest.raises(TrainingFailed) as caught:
+            run(workers)
+        assert str(caught.value) == (
+            "a worker was lost in step 2, train: a worker has died; that is the same end 3 times, without a new step "
+            "between them; unirun logs model_worker:0 shows what it wrote"
+        )
+        assert workers.asked.count("restore None") == 3
+        assert capsys.readouterr().err.count("goes on from its last checkpoint") == 2
+
+    def test_two_losses_in_a_call_are_survived(self, run: Run, tmp_path: Path) -> None:
+        run(Workers("first", lost_in=2, times=2))
+        assert [line["step"] for line in lines(tmp_path, "steps.jsonl")] == [1, 2, 3, 4]
+
+    def test_an_error_before_the_first_step_is_no_lost_worker(self, run: Run, tmp_path: Path) -> None:
+        workers = Workers("first", unreadable=FileNotFoundError("there is no train.jsonl"))
+        with pytest.raises(TrainingFailed, match="has failed at its start: there is no train.jsonl"):
+            run(workers)
+        assert workers.asked == ["about"]
+
+    def test_other_losses_end_a_trial_when_there_are_too_many_of_them_without_a_new_step(self) -> None:
+        losses = Losses()
+        for number in range(10):
+            losses = losses.after(f"in step 3, call {number % 2}", 2)
+            assert not losses.over()
+        assert losses.after("in step 3, another", 3).over() == ""
+        assert losses.after("in step 3, another", 2).over() == "that is loss 11 without a new step"
+
+
+class TestDiverged:
+    def test_parameters_that_are_not_finite_are_never_saved(self, run: Run, tmp_path: Path) -> None:
+        with pytest.raises(TrainingFailed) as caught:
+            run(
+                Workers(
+                    "first", diverged=["actor@0: lm_head.weight", "actor@0: a", "actor@0: b", "actor@0: c"]
+                )
+            )
+        assert (
+            "the trial has failed in the save after step 1: parameters are not finite: "
+            "actor@0: lm_head.weight in model_worker:1; actor@0: a in model_worker:1; "
+            "actor@0: b in model_worker:1 and 1 more"
+        ) in str(caught.value)
+        assert models(tmp_path) == {}
+
+    def test_nor_written_to_a_checkpoint(self, run: Run, tmp_path: Path) -> None:
+        with pytest.raises(TrainingFailed, match="in the checkpoint after step 2: parameters are not finite"):
+            run(Workers("first", diverged=["actor@0: lm_head.weight"]), "saves=False")
+        assert Recovery(tmp_path).steps() == []
 
 
 class TestWhatIsMadeAgain:

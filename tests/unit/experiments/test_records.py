@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from unirun.experiments.records import CHECKPOINTS, EVALUATIONS, SAVES, STEPS, Records, SavedModels, means
+from unirun.experiments.records import CHECKPOINTS, EVALUATIONS, SAVES, STEPS, Records, SavedModels
 
 
 @pytest.fixture
@@ -92,16 +92,6 @@ class TestRecords:
             assert (folder / CHECKPOINTS / "actor" / f"step{number}").is_dir()
         records.set_aside()
         assert len([*(tmp_path / "earlier").iterdir()]) == 2
-
-
-def test_sums_of_ranks_are_divided_by_their_counts() -> None:
-    assert means([{"loss": 6.0, "count": 1.0}, {"loss": 2.0, "right": 3.0, "count": 3.0}]) == {
-        "loss": 2.0,
-        "right": 0.75,
-    }
-    assert means([{"loss": 2.0}]) == {"loss": 2.0}
-    assert means([{"loss": 0.0, "count": 0.0}]) == {"loss": 0.0}
-    assert means([]) == {}
 
 
 class Evaluator:

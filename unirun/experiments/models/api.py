@@ -8,7 +8,8 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -129,10 +130,20 @@ class Engine(Protocol):
     order, each with the sequences of its data-parallel rank. `key` is the key of a sample's tokens."""
 
     def train_batch(
-        self, sample: SequenceSample, key: str, spec: MicroBatchSpec, loss: Loss, weight: Weight
+        self,
+        sample: SequenceSample,
+        key: str,
+        spec: MicroBatchSpec,
+        loss: Loss,
+        weight: Weight,
+        reductions: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, float]:
         """One step of the optimizer. The loss is summed over all data-parallel ranks and divided by the sum of weights.
-        Returns the means of what `loss` logs, ``loss`` itself, ``grad_norm`` and ``lr``; the same on all ranks."""
+
+        Returns what `loss` logs, ``loss`` itself, ``grad_norm`` and ``lr``; the same on all ranks. What is logged in
+        micro-batches is added up over all of them and divided by the sum of weights, a mean, unless `reductions` says
+        ``sum``, ``max`` or ``min`` for its name.
+        """
         ...
 
     def forward(self, sample: SequenceSample, key: str, spec: MicroBatchSpec) -> torch.Tensor | None:
@@ -236,8 +247,11 @@ class ModelInterface:
     """What an algorithm does with a model. Registered with `register_interface`; one defines what it needs.
 
     Each method is called in all ranks of the model, with the sequences of its data-parallel rank. All tensor-parallel
-    ranks of the last stage must return the same sample. Metrics are taken from ranks with `Place.speaks`.
+    ranks of the last stage must return the same sample. Metrics are taken from ranks with `Place.speaks`: the mean over
+    data-parallel ranks, weighted by samples, unless `reductions` says ``sum``, ``max`` or ``min`` for a name.
     """
+
+    reductions: ClassVar[Mapping[str, str]] = {}
 
     def generate(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> SequenceSample | None:
         """New sequences."""
@@ -248,12 +262,12 @@ class ModelInterface:
         raise NotImplementedError(f"{type(self).__name__} has no inference()")
 
     def train_step(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> dict[str, float]:
-        """Train on these sequences. Returns figures, the same in all ranks."""
+        """Train on these sequences. Returns figures of them, which become one for all data-parallel ranks."""
         raise NotImplementedError(f"{type(self).__name__} has no train_step()")
 
     def evaluate(self, model: Model, sample: SequenceSample) -> dict[str, float]:
         """Sums over data that is held out, ``count`` among them; the master adds those of all ranks that speak, and
-        divides by the count. Nothing by default."""
+        divides by the count, unless `reductions` says otherwise. Nothing by default."""
         return {}
 
     def save(self, model: Model, path: Path) -> None:

@@ -28,6 +28,10 @@ class TrainBackend(ModelBackend):
     further arguments. `lr` rises linearly in the fraction `warmup` of all steps. Then it is ``constant``, or falls to
     `min_lr` times `lr`, ``linear`` or ``cosine`` (`schedule`). `updates` tells the schedule how often the interface
     calls `train_batch` in each step. Gradients are clipped to the norm `clip`; 0: never.
+
+    A step whose loss or gradient norm is not finite in any rank changes nothing in any: it is an error, or, with
+    ``error_if_nonfinite=False``, it is skipped, and the figure ``skipped_steps`` counts such steps. A skipped step does
+    not advance the schedule.
     """
 
     sharded = False
@@ -42,6 +46,7 @@ class TrainBackend(ModelBackend):
         min_lr: float = 0.0,
         clip: float = 1.0,
         updates: int = 1,
+        error_if_nonfinite: bool = True,
     ) -> None:
         if optimizer not in OPTIMIZERS:
             raise UsageError(f"optimizer {optimizer!r}", f"it is one of {', '.join(OPTIMIZERS)}")
@@ -52,6 +57,7 @@ class TrainBackend(ModelBackend):
                 f"clip={clip}, warmup={warmup}, updates={updates}",
                 "clip is 0 or more, warmup 0 to 1, updates 1 or more",
             )
+        self._error_if_nonfinite = error_if_nonfinite
         self._lr, self._clip, self._updates, self._make = lr, clip, updates, OPTIMIZERS[optimizer]
         self._options, self._shape, self._warmup, self._least = dict(options or {}), schedule, warmup, min_lr
         if optimizer == "adam":
@@ -76,6 +82,7 @@ class TrainBackend(ModelBackend):
             self._make(stage.parameters(), lr=self._lr, foreach=False, **self._options),
             lambda step: rate(step, total, self._shape, self._warmup, self._least),
             self._clip,
+            error_if_nonfinite=self._error_if_nonfinite,
         )
         return model
 

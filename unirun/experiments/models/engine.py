@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,17 +18,21 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 
-from unirun.errors import UsageError
+from unirun.errors import TrainingFailed, UsageError
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.graph import MicroBatchSpec
 from unirun.experiments.models.api import Generated, GenerationConfig, Loss, Place, Weight
 from unirun.experiments.models.generation import generate
 from unirun.experiments.models.stage import Stage, whole
+from unirun.experiments.results import check_reductions, combined
+from unirun.graph import show_ranks
+from unirun.reporting import report
 
 
 class TorchEngine:
     """A `Stage` with its optimizer; without one it is only run. `schedule` gives the factor of the learning rate for
-    each step."""
+    each step. A step whose loss or gradient norm is not finite changes nothing: it raises `TrainingFailed`, or, without
+    `error_if_nonfinite`, it is counted as skipped."""
 
     def __init__(
         self,
@@ -36,9 +41,12 @@ class TorchEngine:
         optimizer: torch.optim.Optimizer | None = None,
         schedule: Callable[[int], float] = lambda step: 1.0,
         clip: float = 1.0,
+        *,
+        error_if_nonfinite: bool = True,
     ) -> None:
         self._place, self._stage, self._clip = place, stage, clip
         self._optimizer, self._schedule, self._steps = optimizer, schedule, 0
+        self._error_if_nonfinite, self._skipped = error_if_nonfinite, 0
         self._rates = [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
         self._dropped: dict[str, torch.Size] = {}
         self._remember()
@@ -48,10 +56,17 @@ class TorchEngine:
         self._named = self._stage.named(self._stage.state_dict(keep_vars=True))
 
     def train_batch(
-        self, sample: SequenceSample, key: str, spec: MicroBatchSpec, loss: Loss, weight: Weight
+        self,
+        sample: SequenceSample,
+        key: str,
+        spec: MicroBatchSpec,
+        loss: Loss,
+        weight: Weight,
+        reductions: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, float]:
         """As `Engine` says."""
         assert self._optimizer is not None, f"{self._place.name} is not trained: its backend has no optimizer"
+        check_reductions(reductions)
         self._stage.train()
         self._optimizer.zero_grad()
         batches = [part.to(self._place.device) for part, _ in sample.split(self._split(spec))]
@@ -63,29 +78,70 @@ class TorchEngine:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=data)
             count[1] = most[1]
         total = max(count[0].item(), 1e-9)
-        logged = self._gradients(batches, int(count[1]), key, loss, total)
-        norm = self._norm()
+        logged = self._gradients(batches, int(count[1]), key, loss, total, reductions)
+        figures = {
+            name: value / total if reductions.get(name, "mean") == "mean" else value
+            for name, value in self._shared(logged, reductions).items()
+        }
+        norm, factor = self._norm(), self._schedule(self._steps)
+        figures |= {"grad_norm": norm, "lr": self._rates[0] * factor}
+        wrong = self._not_finite(logged.get("loss", 0.0), figures.get("loss", 0.0), norm)
+        if wrong:
+            self._optimizer.zero_grad()
+            if self._error_if_nonfinite:
+                raise TrainingFailed(wrong, "error_if_nonfinite=False of its backend skips such steps")
+            if self._place.speaks and self._place.data == 0:
+                report(f"unirun: {wrong}: the step is skipped")
+            self._skipped += 1
+        else:
+            self._update(norm, factor)
+        return figures if self._error_if_nonfinite else {**figures, "skipped_steps": float(self._skipped)}
+
+    def _update(self, norm: float, factor: float) -> None:
+        """A step of the optimizer, with gradients of this norm."""
+        assert self._optimizer is not None
         scale = min(self._clip / (norm + 1e-6), 1.0) if self._clip else 1.0
         for parameter in self._parameters():
             if parameter.grad is not None and scale < 1.0:
                 parameter.grad.mul_(scale)
-        factor = self._schedule(self._steps)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._steps += 1
-        figures = {name: value / total for name, value in self._summed(logged).items()}
-        return {**figures, "grad_norm": norm, "lr": self._rates[0] * factor}
+
+    def _not_finite(self, own: float, loss: float, norm: float) -> str:
+        """What is not finite, and in which ranks of the model; empty if all is. `own` is the loss of this rank's
+        sequences, on the last stage. All ranks of the model find the same, whatever each of them has seen."""
+        place = self._place
+        flags = torch.zeros(3, place.topo.world_size(), dtype=torch.int32)
+        flags[:, place.rank] = torch.tensor([not math.isfinite(value) for value in (own, norm, loss)])
+        for axis in place.topo.axes:
+            group = place.group(axis)
+            if group is not None:
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+        for kind, (what, value) in enumerate((("loss", own), ("gradient norm", norm), ("loss", loss))):
+            ranks = flags[kind].nonzero().flatten().tolist()
+            if ranks:
+                shown = f" ({value})" if not math.isfinite(value) else ""
+                where = f"rank{'s' * (len(ranks) > 1)} {show_ranks(ranks)} of {place.name}"
+                return f"the {what} is not finite{shown} in {where}"
+        return ""
 
     def _split(self, spec: MicroBatchSpec) -> MicroBatchSpec:
         """A pipeline has as many micro-batches as stages at least, so that all of them work."""
         return MicroBatchSpec(max(spec.n_mbs, self._place.topo.get_dim("pipe")), spec.max_tokens_per_mb)
 
     def _gradients(
-        self, batches: Sequence[SequenceSample], rounds: int, key: str, loss: Loss, total: float
+        self,
+        batches: Sequence[SequenceSample],
+        rounds: int,
+        key: str,
+        loss: Loss,
+        total: float,
+        reductions: Mapping[str, str],
     ) -> dict[str, float]:
-        """Run all micro-batches forward and backward. Returns sums of what was logged, on the last stage.
+        """Run all micro-batches forward and backward. Returns what was logged in all of them, on the last stage.
 
         All data-parallel ranks run the same number of `rounds`, because each one is a collective with FSDP2.
         """
@@ -99,7 +155,8 @@ class TorchEngine:
             value, more = loss(_packed(output, batch.lengths(key)), batch)
             for name, figure in {**more, "loss": value}.items():
                 found = figure.item() if isinstance(figure, torch.Tensor) else figure
-                logged[name] = logged.get(name, 0.0) + found
+                before = [logged[name]] if name in logged else []
+                logged[name] = combined(reductions.get(name, "sum"), [*before, found])
             return value * (factor / total)
 
         padded: list[SequenceSample | None] = [*batches, *[None] * (rounds - len(batches))]
@@ -216,25 +273,25 @@ class TorchEngine:
             dist.all_reduce(squares, group=pipe)
         return math.sqrt(squares.item())
 
-    def _summed(self, logged: Mapping[str, float]) -> dict[str, float]:
-        """Sums over data-parallel ranks, from the last stage to all."""
+    def _shared(self, logged: Mapping[str, float], reductions: Mapping[str, str]) -> dict[str, float]:
+        """What was logged in all data-parallel ranks, from the last stage to all."""
         pipe, data = self._place.group("pipe"), self._place.group("data")
-        names = sorted(logged)
+        # One without sequences has logged nothing.
+        each: list[Any] = [dict(logged)]
         if data is not None:
-            # One without sequences has logged nothing.
-            each: list[Any] = [None] * self._place.topo.get_dim("data")
-            dist.all_gather_object(each, names, group=data)
-            names = sorted({name for some in each for name in some})
+            each = [None] * self._place.topo.get_dim("data")
+            dist.all_gather_object(each, dict(logged), group=data)
+        names = sorted({name for some in each for name in some})
+        found: list[Any] = [
+            {
+                name: combined(reductions.get(name, "sum"), [some[name] for some in each if name in some])
+                for name in names
+            }
+        ]
         if pipe is not None:
-            found: list[Any] = [names]
             dist.broadcast_object_list(found, group=pipe, group_src=self._place.topo.get_dim("pipe") - 1)
-            names = found[0]
-        values = torch.tensor([logged.get(name, 0.0) for name in names], dtype=torch.float64)
-        if data is not None:
-            dist.all_reduce(values, group=data)
-        if pipe is not None:
-            dist.broadcast(values, group=pipe, group_src=self._place.topo.get_dim("pipe") - 1)
-        return dict(zip(names, values.tolist(), strict=True))
+        shared: dict[str, float] = found[0]
+        return shared
 
     @torch.no_grad()
     def forward(self, sample: SequenceSample, key: str, spec: MicroBatchSpec) -> torch.Tensor | None:
@@ -302,6 +359,7 @@ class TorchEngine:
         found: dict[str, Any] = {
             "tensors": {name: _local(tensor).cpu() for name, tensor in self.tensors().items()},
             "steps": self._steps,
+            "skipped": self._skipped,
         }
         if self._optimizer is not None:
             saved = self._optimizer.state_dict()["state"]
@@ -327,7 +385,7 @@ class TorchEngine:
                 )
         for name, tensor in state["tensors"].items():
             own[name].copy_(tensor)
-        self._steps = state["steps"]
+        self._steps, self._skipped = state["steps"], state["skipped"]
         if self._optimizer is not None:
             groups = self._optimizer.state_dict()["param_groups"]
             parameters = [p for group in self._optimizer.param_groups for p in group["params"]]

@@ -6,8 +6,9 @@ the bit, and the reference is a moving average of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from experiments.ppo import PPO, Actor
@@ -24,6 +25,7 @@ from unirun.experiments import (
     ModelInterfaceType,
     ModelName,
     ParamReallocHook,
+    SequenceSample,
     model_workers,
     register_experiment,
     register_interface,
@@ -50,6 +52,8 @@ def whole(model: Model) -> dict[str, torch.Tensor]:
 class Watching(Actor):
     """An actor that looks at parameters before and after it uses them."""
 
+    reductions: ClassVar[Mapping[str, str]] = {"samples": "sum", "last": "max"}
+
     def generate(self, model: Model, *args: Any) -> Any:
         """The copy has what the actor has."""
         mine = whole(model)
@@ -67,11 +71,12 @@ class Watching(Actor):
         _seen["ref@0"] = mine
         return super().inference(model, *args)
 
-    def train_step(self, model: Model, *args: Any) -> Any:
+    def train_step(self, model: Model, sample: SequenceSample, *args: Any) -> Any:
         """Train, and keep the parameters, with which the copy and the reference are compared."""
-        found = super().train_step(model, *args)
+        found = super().train_step(model, sample, *args)
         _seen["actor@0"] = whole(model)
-        return {**found, "compared": float("ref@0" in _seen)}
+        figures = {"samples": len(sample), "last": model.place.data, "each": model.place.data}
+        return {**found, **figures, "compared": float("ref@0" in _seen)}
 
 
 @dataclass

@@ -9,12 +9,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 
+from unirun.errors import TrainingFailed
 from unirun.experiments import (
+    Engine,
     FinetuneSpec,
     GenerationConfig,
     MicroBatchSpec,
@@ -27,6 +30,7 @@ from unirun.experiments import (
 from unirun.experiments.models.backends import ShardedBackend, TrainBackend
 from unirun.experiments.models.saving import save_whole
 from unirun.experiments.models.stage import causal_lm
+from unirun.graph import show_ranks
 
 SEQUENCES = 7
 CONFIG = {
@@ -54,13 +58,34 @@ def loss(logits: torch.Tensor, part: SequenceSample) -> tuple[torch.Tensor, dict
     """The cross entropy of all tokens but the first ones, as a sum."""
     pairs = zip(logits.split(part.lengths("tokens")), part.sequences("tokens"), strict=True)
     found = [cross_entropy(out[:-1], tokens[1:], reduction="sum") for out, tokens in pairs]
-    return torch.stack(found).sum(), {"sequences": float(len(part))}
+    most = float(max(part.lengths("tokens"), default=0))
+    return torch.stack(found).sum(), {"sequences": float(len(part)), "longest": most}
+
+
+LONGEST = {"longest": "max"}
 
 
 def same(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool:
     return all(
         map(torch.equal, [row for rows in one for row in rows], [row for rows in other for row in rows])
     )
+
+
+def refused(engine: Engine, place: Place, mine: SequenceSample) -> None:
+    """A step whose loss is not finite in one data-parallel rank is an error in all ranks, and changes nothing."""
+    last = place.topo.get_dim("data") - 1
+
+    def broken(logits: torch.Tensor, part: SequenceSample) -> tuple[torch.Tensor, dict[str, float]]:
+        found, more = loss(logits, part)
+        return found * (float("nan") if place.data == last else 1.0), more
+
+    before = {name: tensor.clone() for name, tensor in engine.state()["tensors"].items()}
+    ranks = place.topo.matching(data=last, pipe=place.topo.get_dim("pipe") - 1)
+    with pytest.raises(TrainingFailed, match="the loss is not finite") as caught:
+        engine.train_batch(mine, "tokens", MicroBatchSpec(2), broken, lambda part: float(len(part)))
+    where = f"rank{'s' * (len(ranks) > 1)} {show_ranks(ranks)} of actor@0"
+    assert where in caught.value.problem, caught.value
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.state()["tensors"].items())
 
 
 def main(folder: Path, data: int, tensor: int, pipe: int, backend: str, tied: str) -> None:
@@ -83,7 +108,7 @@ def main(folder: Path, data: int, tensor: int, pipe: int, backend: str, tied: st
     outputs = engine.forward(mine, "tokens", spec)
     weight = lambda part: float(part.total("tokens") - len(part))  # noqa: E731 - one line says it
     before = {name: tensor.clone() for name, tensor in engine.state()["tensors"].items()}
-    figures = [engine.train_batch(mine, "tokens", spec, loss, weight) for _ in range(2)]
+    figures = [engine.train_batch(mine, "tokens", spec, loss, weight, LONGEST) for _ in range(2)]
     how = GenerationConfig(greedy=True, max_new_tokens=5)
     made = engine.generate(mine, "tokens", spec, how, stop=0, pad=0, seed=0)
     at_once = engine.generate(mine, "tokens", MicroBatchSpec(), how, stop=0, pad=0, seed=0)
@@ -92,11 +117,12 @@ def main(folder: Path, data: int, tensor: int, pipe: int, backend: str, tied: st
     single = sample(place.data, data, 1)
     alone = engine.forward(single, "tokens", spec)
     engine.generate(single, "tokens", spec, how, stop=0, pad=0, seed=0)
-    figures.append(engine.train_batch(single, "tokens", spec, loss, weight))
+    figures.append(engine.train_batch(single, "tokens", spec, loss, weight, LONGEST))
     assert alone is None or alone.shape == (single.total("tokens"), CONFIG["vocab_size"])
     state = engine.state()
     assert any(not torch.equal(before[name], tensor) for name, tensor in state["tensors"].items())
     engine.load_state(state)
+    refused(engine, place, mine)
     save_whole(model, folder)
     if outputs is not None and made is not None and place.speaks:
         parts = outputs.split(mine.sizes("tokens"))

@@ -1,0 +1,107 @@
+"""Steps whose loss or gradients are not finite change nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from unirun.errors import TrainingFailed, UsageError
+from unirun.experiments import MicroBatchSpec, Model, SequenceSample
+from unirun.experiments.models.api import Engine
+from unirun.experiments.models.backends import TrainBackend
+from unirun.experiments.models.stage import causal_lm
+
+from .test_stage import CONFIG, SPEC, place, tokens
+
+
+def engine(**how: Any) -> Engine:
+    stage = causal_lm(place(), config=CONFIG)
+    schedule: dict[str, Any] = {"lr": 0.1, "schedule": "linear", "updates": 10}
+    return TrainBackend(**schedule, **how).initialize(Model(place(), stage, None), SPEC).running()
+
+
+def step(engine: Engine, factor: float = 1.0, *, gradients: float = 1.0) -> dict[str, float]:
+    """A step whose loss is multiplied by `factor`, and whose gradients by `gradients`."""
+
+    def loss(outputs: torch.Tensor, part: SequenceSample) -> tuple[torch.Tensor, dict[str, float]]:
+        outputs.register_hook(lambda gradient: gradient * gradients)
+        return outputs.float().square().mean() * factor, {}
+
+    return engine.train_batch(tokens(), "tokens", MicroBatchSpec(2), loss, lambda part: float(len(part)))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states are equal to the bit."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def copied(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: copied(value) for key, value in state.items()}
+    return state.clone() if isinstance(state, torch.Tensor) else state
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"factor": math.nan}, r"the loss is not finite \(nan\) in rank 0 of actor@0"),
+        ({"factor": math.inf}, r"the loss is not finite \(inf\) in rank 0 of actor@0"),
+        ({"gradients": math.nan}, r"the gradient norm is not finite \(nan\) in rank 0 of actor@0"),
+        ({"gradients": math.inf}, r"the gradient norm is not finite \((nan|inf)\) in rank 0 of actor@0"),
+    ],
+)
+class TestNotFinite:
+    def test_it_is_an_error_and_nothing_has_changed(self, wrong: dict[str, float], told: str) -> None:
+        trained = engine()
+        step(trained)
+        before = copied(trained.state())
+        with pytest.raises(TrainingFailed, match=f"{told}; error_if_nonfinite=False"):
+            step(trained, **wrong)
+        assert same(trained.state(), before)
+
+    def test_or_it_is_skipped_and_counted_and_the_schedule_waits(
+        self, wrong: dict[str, float], told: str, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        skipping, other = engine(error_if_nonfinite=False), engine(error_if_nonfinite=False)
+        assert step(skipping)["skipped_steps"] == 0.0
+        step(other)
+        found = step(skipping, **wrong)
+        assert found["skipped_steps"] == 1.0
+        assert not (math.isfinite(found["loss"]) and math.isfinite(found["grad_norm"]))
+        assert same(skipping.state(), {**other.state(), "skipped": 1})
+        last = step(skipping)
+        assert {**step(other), "skipped_steps": 1.0} == last
+        assert "is not finite" in capfd.readouterr().err
+
+
+def test_the_count_of_skipped_steps_is_in_a_checkpoint() -> None:
+    one, other = engine(error_if_nonfinite=False), engine(error_if_nonfinite=False)
+    step(one)
+    step(one, math.nan)
+    other.load_state(copied(one.state()))
+    assert step(other)["skipped_steps"] == 1.0
+
+
+def test_figures_of_micro_batches_are_means_or_what_their_reduction_says() -> None:
+    def loss(outputs: torch.Tensor, part: SequenceSample) -> tuple[torch.Tensor, dict[str, float]]:
+        length = float(part.total("tokens"))
+        return outputs.float().square().sum(), dict.fromkeys(("mean", "sum", "max", "min"), length)
+
+    def train(**more: Any) -> dict[str, float]:
+        weight = lambda part: float(part.total("tokens"))  # noqa: E731 - one line says it
+        return engine().train_batch(tokens(), "tokens", MicroBatchSpec(2), loss, weight, **more)
+
+    kinds = ("mean", "sum", "max", "min")
+    found = train(reductions={kind: kind for kind in kinds})
+    # Two micro-batches with 3 and 2 tokens.
+    assert {kind: found[kind] for kind in kinds} == {"mean": 1.0, "sum": 5.0, "max": 3.0, "min": 2.0}
+    assert {kind: train()[kind] for kind in kinds} == dict.fromkeys(kinds, 1.0)
+    with pytest.raises(
+        UsageError, match="the reduction of 'sum' is 'total'; it is one of mean, sum, max, min"
+    ):
+        train(reductions={"sum": "total"})
