@@ -4,6 +4,7 @@ most tests share, as they stay warm."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -323,6 +325,53 @@ class TestKills:
                 trainer.run(fails)
             assert trainer.run(train.world_rank) == [0, 1]
 
+    def test_a_loss_says_how_the_process_ended(
+        self, trainer: Trainer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        def function(config: dict[str, Any]) -> None:
+            for end in range(3):
+                if train.world_rank() == 1 and not (mark := Path(config["marks"], str(end))).exists():
+                    mark.touch()
+                    if end == 2:
+                        os._exit(7)
+                    os.kill(os.getpid(), signal.SIGSEGV if end else signal.SIGKILL)
+
+        trainer.run(function, {"marks": tmp_path})
+        shown = capfd.readouterr().err
+        assert "failure 1 of 20: worker:1 was killed by SIGKILL, perhaps for lack of memory; the run" in shown
+        assert "failure 2 of 20: worker:1 was killed by SIGSEGV; the run goes on" in shown
+        assert "failure 3 of 20: worker:1 ended with exit code 7; the run goes on" in shown
+
+        def dies() -> None:
+            os.kill(os.getpid(), signal.SIGABRT)
+
+        with pytest.raises(WorkerLost, match=r"^worker:2 was killed by SIGABRT; see unirun logs train-\w+$"):
+            trainer.execute_single(2, dies)
+
+    def test_a_process_of_a_loader_that_dies_is_a_loss_of_its_rank(
+        self, trainer: Trainer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        def function(config: dict[str, Path]) -> list[int]:
+            train.load_checkpoint()
+            for batch in train.get_dataset_shard().to_torch(2, num_workers=1, prefetch_factor=1):
+                train.save_checkpoint()
+                train.report(samples=batch.tolist())
+                if train.world_rank() == 1 and not config["mark"].exists():
+                    config["mark"].touch()
+                    (loader,) = psutil.Process().children()
+                    loader.kill()
+                    time.sleep(60.0)
+            return [train.world_rank()]
+
+        heard = Heard()
+        assert trainer.run(function, {"mark": tmp_path / "mark"}, [heard], range(60)) == [[0], [1], [2]]
+        used = [sample for results in heard.rounds for each in results for sample in each["samples"]]
+        assert sorted(used) == [*range(60)]
+        assert (
+            "failure 1 of 20: worker:1 lost a process of a DataLoader, which was killed by SIGKILL, perhaps for lack of "
+            "memory; the run goes on" in capfd.readouterr().err
+        )
+
     def test_a_rank_that_dies_between_two_runs_costs_nothing(self, trainer: Trainer) -> None:
         pids = trainer.execute(os.getpid)
         os.kill(pids[0], signal.SIGKILL)
@@ -339,6 +388,71 @@ class TestKills:
         latest = trainer.latest_checkpoint
         assert trainer.run(step_by_step, config={**config, "steps": 5}, checkpoint=latest) == [3, 3, 3]
         assert trainer.run(step_by_step, config={**config, "steps": 5}, checkpoint={"step": 3}) == [4, 4, 4]
+
+
+class TestEqualEnds:
+    """Three of them without progress between are the end, and are told in one place."""
+
+    def test_of_the_function(self, trainer: Trainer) -> None:
+        def function() -> None:
+            if train.world_rank():
+                os._exit(3)
+            dist.barrier()
+
+        with pytest.raises(TrainingFailed) as raised:
+            trainer.run(function)
+        assert re.fullmatch(
+            r"worker:[12] ended with exit code 3; 3 times in a row in function, without a report or a checkpoint "
+            r"between; see unirun logs train-\w+ for what they wrote",
+            str(raised.value),
+        )
+        assert trainer.run(train.world_rank) == [0, 1, 2]
+
+    def test_of_an_exception_that_is_retried(self, home: Unirun) -> None:
+        def function() -> None:
+            raise OSError("no data")
+
+        with Trainer(1, "none", max_failures=-1, retry_exceptions=[OSError]) as own:
+            with pytest.raises(OSError, match="no data") as raised:
+                own.run(function)
+            assert raised.value.__notes__[-1] == (
+                "unirun: 3 times in a row in function, without a report or a checkpoint between"
+            )
+            own.start(initialization_hook=lambda: None)
+            assert own.run(train.world_rank) == [0]
+
+            def leaves() -> None:
+                os._exit(4)
+
+            with pytest.raises(
+                TrainingFailed,
+                match="worker:0 ended with exit code 4, 3 times in a row, in the initialization hook leaves; see unirun",
+            ):
+                own.start(initialization_hook=leaves)
+
+    def test_of_a_backend(self, home: Unirun, script: Script, tmp_path: Path) -> None:
+        script(
+            """
+            import os
+            from unirun.train import NoBackend
+
+            class Leaves(NoBackend):
+                def on_start(self, rank, world_size):
+                    os._exit(5)
+            """,
+            "leaving.py",
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(tmp_path)
+            with (
+                Trainer(1, "leaving:Leaves") as own,
+                pytest.raises(
+                    TrainingFailed,
+                    match="a rank was started 3 times and does not come up: on_start or on_failure of the backend "
+                    "'leaving:Leaves' ends it: worker:0 ended with exit code 5; see unirun logs",
+                ),
+            ):
+                own.start()
 
 
 class TestBeforeWorkersStart:

@@ -192,7 +192,7 @@ def test_each_worker_ends_its_own_though_that_fails_and_the_traceback_is_shown(
 def test_a_worker_that_does_not_come_up_as_a_hook_fails_is_told_with_the_traceback_of_the_hook(
     home: Unirun, tmp_path: Path, capfd: pytest.CaptureFixture[str], hook: str
 ) -> None:
-    message = f"worker:[01] exit code 1: LookupError: a bug in {hook}"
+    message = rf"worker:[01] ended with exit code 1 \(LookupError: a bug in {hook}\)"
     with (
         Trainer(2, backend="hookedbackend:Hooked", env={"FAIL": hook}) as own,
         pytest.raises(TrainingFailed, match=message),

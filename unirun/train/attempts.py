@@ -8,9 +8,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from unirun.errors import InvocationTimeout, UnirunError, WorkerLost
+from unirun.errors import InvocationTimeout, TrainingFailed, UnirunError, WorkerLost
 from unirun.reporting import report
 from unirun.roles import InvocationRef, RoleGroup, wait
+from unirun.train.arguments import name_of
+from unirun.train.losses import Loss, is_loss
+from unirun.train.repeats import Repeats
 from unirun.train.worker import Program, Turn
 from unirun.train.workers import Workers
 
@@ -35,6 +38,7 @@ class Attempts:
         self._hook: Program | None = None
         self._kind: Program | None = None
         self._prepared: dict[int, int] = {}
+        self._called: tuple[int, ...] = ()
 
     def prepare_with(self, hook: Program | None, kind: Program | None) -> None:
         """Call `hook` in each process, also in one that comes in the place of another, and make the object ``kind()``
@@ -46,7 +50,7 @@ class Attempts:
 
         Raises `TrainingFailed`, `WorkerLost`, `InvocationTimeout`, and what the hook and the class raise.
         """
-        deadline = self._now() + BACK
+        deadline, repeats = self._now() + BACK, Repeats()
         while left := self._running():
             if not idle:
                 break
@@ -54,12 +58,13 @@ class Attempts:
             wait(left, timeout=LOOK)
         while True:
             self.workers.wait_until_whole(BACK)
-            group = self.workers.group
+            group, self._called = self.workers.group, self.workers.incarnations
             try:
                 # Losses until now are told here: they are none of what begins.
                 (group.idle if idle else group.describe).options(timeout=UNWIND).call()
-                self._prepare(group)
-                return group
+                repeats = self._prepared_after(group, repeats, deadline)
+                if not repeats.failure:
+                    return group
             except WorkerLost:
                 if self._now() >= deadline:
                     raise
@@ -69,6 +74,30 @@ class Attempts:
                 for who in error.missing if idle else ():
                     report(f"unirun: {who} does not end what it runs, and is killed")
                     group[int(who.rpartition(":")[2])].kill.call_async()
+
+    def _prepared_after(self, group: RoleGroup, repeats: Repeats, deadline: float) -> Repeats:
+        """Prepare the workers. Returns no failure, or one more when one of them was lost. Raises `TrainingFailed` when
+        they would be lost each time, and after the deadline."""
+        try:
+            self._prepare(group)
+        except WorkerLost as error:
+            if not is_loss(error):
+                raise
+            loss = self.loss(error)
+            repeats = repeats.after(loss.kind, progress=False)
+            if repeats.hopeless or self._now() >= deadline:
+                parts = (("the initialization hook", self._hook), ("the class", self._kind))
+                what = " or ".join(f"{name} {name_of(each)}" for name, each in parts if each is not None)
+                raise TrainingFailed(
+                    f"{loss}, {repeats.count} times in a row, in {what}",
+                    f"see unirun logs {self.workers.name} for what it wrote",
+                ) from error
+            return repeats
+        return Repeats()
+
+    def loss(self, error: WorkerLost) -> Loss:
+        """How the worker that was called and lost has ended."""
+        return self.workers.loss(error, self._called)
 
     def _prepare(self, group: RoleGroup) -> None:
         """Call the hook and make the object, where that has not been done."""
@@ -109,7 +138,7 @@ class Attempts:
     def execute(self, function: Program, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Call a function in all ranks. It is interrupted in the others when one fails, and by Ctrl-C."""
         group, turn = self.ready(idle=False), self.next()
-        (results,) = self._finish(turn, [group.execute.call_async(turn, function, args, kwargs)])
+        (results,) = self._told(turn, [group.execute.call_async(turn, function, args, kwargs)])
         return list(results)
 
     def execute_single(
@@ -117,7 +146,7 @@ class Attempts:
     ) -> Any:
         """Call a function in one rank."""
         worker, turn = self.ready(idle=False)[rank], self.next()
-        return self._finish(turn, [worker.execute.call_async(turn, function, args, kwargs, alone=True)])[0]
+        return self._told(turn, [worker.execute.call_async(turn, function, args, kwargs, alone=True)])[0]
 
     def execute_async(
         self, function: Program, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -145,6 +174,17 @@ class Attempts:
             if ref.done():
                 self._over(turn, ref)
         return [ref for _, ref in self._open.values()]
+
+    def _told(self, turn: Turn, refs: Sequence[InvocationRef[Any]]) -> list[Any]:
+        """As `_finish`. A loss says how the process ended."""
+        try:
+            return self._finish(turn, refs)
+        except WorkerLost as error:
+            if not is_loss(error):
+                raise
+            raise WorkerLost(
+                str(self.loss(error)), f"see unirun logs {self.workers.name}", worker=error.worker
+            ) from error
 
     def _finish(self, turn: Turn, refs: Sequence[InvocationRef[Any]]) -> list[Any]:
         """The results of all of `refs`, or the first error. Ctrl-C ends this also when another thread has received the

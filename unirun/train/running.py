@@ -15,21 +15,17 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from unirun.errors import (
-    InvocationTimeout,
-    RemoteTraceback,
-    TrainingFailed,
-    UnirunError,
-    UsageError,
-    WorkerLost,
-)
+from unirun.errors import TrainingFailed, UnirunError, UsageError, WorkerLost
 from unirun.reporting import report
 from unirun.roles import InvocationRef, RoleGroup, wait
+from unirun.train.arguments import name_of
 from unirun.train.attempts import BACK, LOOK, Attempts
 from unirun.train.callbacks import Callbacks
 from unirun.train.cells import cell_of
 from unirun.train.checkpoints import CheckpointStrategy, Info
 from unirun.train.lockstep import Lockstep, Round
+from unirun.train.losses import is_loss
+from unirun.train.repeats import Repeats
 from unirun.train.worker import Order, Stopped
 from unirun.values import Value
 
@@ -90,6 +86,7 @@ class TrainingIterator:
         self._attempts, self._workers, self._request = attempts, attempts.workers, request
         self._callbacks, self._decode, self._now = callbacks, decode, now
         self._failures, self._iteration = 0, 0
+        self._repeats, self._reached = Repeats(), (0, 0)
         self._grown = now()
         self._held: tuple[Round, int] | None = None
         self._results: list[Any] | None = None
@@ -191,7 +188,7 @@ class TrainingIterator:
     def _count(self, again: _Again) -> None:
         """Count a failure, and wait until all ranks are there again. Raises its cause when it is one too many."""
         self._check_open()
-        lost, most = _is_loss(again.cause), self._request.max_failures
+        lost, most = is_loss(again.cause), self._request.max_failures
         if lost and self._request.elastic:
             # A role that has become larger or smaller has started again as a whole: that is no failure.
             self._workers.wait_until_whole(BACK)
@@ -200,12 +197,29 @@ class TrainingIterator:
                 return
         self._failures += 1
         what = again.cause.problem if isinstance(again.cause, UnirunError) else repr(again.cause)
+        kind = what
+        if lost and isinstance(again.cause, WorkerLost):
+            loss = self._attempts.loss(again.cause)
+            what, kind = str(loss), loss.kind
+        reached = self._iteration, self.latest.number if self.latest is not None else 0
+        self._repeats = self._repeats.after(kind, progress=reached != self._reached)
+        self._reached = reached
+        problem = ""
         if 0 <= most < self._failures:
+            problem = f"that is failure {self._failures}, and max_failures is {most}"
+        elif self._repeats.hopeless:
+            problem = (
+                f"{self._repeats.count} times in a row in {name_of(self._request.function)}, without a report or a "
+                "checkpoint between"
+            )
+        if problem:
             if not lost:
+                again.cause.add_note(f"unirun: {problem}")
                 raise again.cause
             raise TrainingFailed(
-                f"{what}; that is failure {self._failures}, and max_failures is {most}",
-                f"see unirun logs {self._workers.name} for what they wrote, or allow more",
+                f"{what}; {problem}",
+                f"see unirun logs {self._workers.name} for what they wrote"
+                + ", or allow more" * (not self._repeats.hopeless),
             ) from again.cause
         limit = f" of {most}" if most >= 0 else ""
         report(f"unirun: failure {self._failures}{limit}: {what}; the run goes on")
@@ -238,7 +252,7 @@ class TrainingIterator:
                 raise
         except Exception as error:
             retried = isinstance(error, request.retry) and error is not self._of_callback
-            if _is_loss(error) or retried:
+            if is_loss(error) or retried:
                 raise _Again(error, len(group)) from error
             raise
 
@@ -346,13 +360,6 @@ class TrainingIterator:
         if self._request.elastic and committed is not None and due:
             self._grown = self._now()
             self._workers.grow()
-
-
-def _is_loss(error: Exception) -> bool:
-    """Whether workers of this run were lost. The function may have called others, and raise that these were."""
-    return isinstance(error, WorkerLost | InvocationTimeout) and not isinstance(
-        error.__cause__, RemoteTraceback
-    )
 
 
 def _closed() -> TrainingFailed:

@@ -20,6 +20,7 @@ from unirun.train.cells import Cell
 from unirun.train.checkpoints import CheckpointStrategy, Folder, Info, Writer, unwrapped
 from unirun.train.functions import enter
 from unirun.train.lockstep import Finished, Reported
+from unirun.train.losses import loader_loss
 from unirun.train.nested import mapped
 from unirun.train.session import Interrupted, Place, Session, Visit
 from unirun.values import Value
@@ -289,6 +290,9 @@ class TrainWorker(BaseWorkload):
             ) from error
         except BaseException as error:
             session.interrupt(f"rank {self.rank} has failed: {type(error).__name__}")
+            lost = loader_loss(f"{self.role}:{self.rank}", error)
+            if lost is not None and not isinstance(session, Visit):
+                raise lost from error
             raise
         finally:
             enter(None)

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -22,11 +23,13 @@ from unirun.errors import (
     EXIT_USAGE,
     JobError,
     PlacementError,
+    RemoteTraceback,
     RendezvousError,
     StoreError,
     TrainingFailed,
     UsageError,
     WireError,
+    WorkerLost,
 )
 from unirun.observe.following import follow_to_end
 from unirun.observe.status import ENDED, JobStatus
@@ -36,14 +39,19 @@ from unirun.roles.calls.group import RoleGroup
 from unirun.roles.visitor import Visitor
 from unirun.train.handle import JobHandle
 from unirun.train.loading import python_path
+from unirun.train.losses import Loss, loss_of
+from unirun.train.repeats import LIMIT
 from unirun.train.setup import ROLE, Setup
 from unirun.wire.messages import Stop
 
 START = 120.0
 """Seconds in which the workers must be up."""
 
-TRIES = 3
-"""Starts of one rank after which no more are awaited."""
+TOLD = 2.0
+"""Seconds in which the job says how a worker has ended."""
+
+LOOK = 0.02
+"""Seconds between two looks whether it has."""
 
 STOP = 30.0
 """Seconds in which the job must end."""
@@ -188,7 +196,7 @@ class Workers:
             """Whether a rank ends as often as it is started: what it does first, a hook of its backend, fails."""
             found = self.incarnations
             return any(
-                new - old >= TRIES for old, new in zip(before or [0] * len(found), found, strict=False)
+                new - old >= LIMIT for old, new in zip(before or [0] * len(found), found, strict=False)
             )
 
         before = self.incarnations
@@ -198,7 +206,10 @@ class Workers:
         if self._over():
             raise self.failure("the workers have ended")
         if not settled():
-            raise self.failure(f"a rank was started {TRIES} times and does not come up")
+            raise self.failure(
+                f"a rank was started {LIMIT} times and does not come up: on_start or on_failure of the backend "
+                f"{self._setup.backend!r} ends it"
+            )
 
     def failure(self, problem: str) -> TrainingFailed:
         """The error of workers that are gone, with what the job has to say."""
@@ -208,8 +219,25 @@ class Workers:
                 problem = f"{problem}: {status.reason}"
             elif status.failures:
                 last = status.failures[-1]
-                problem = f"{problem}: {last.role}:{last.rank} {last.exit}: {last.message}"
+                problem = f"{problem}: {loss_of(last.who, last.exit, last.message)}"
         return TrainingFailed(problem, f"see unirun logs {self.name}")
+
+    def loss(self, error: WorkerLost, called: Sequence[int]) -> Loss:
+        """How the worker of which `error` says that it was lost has ended. `called` are the incarnations of the ranks
+        that were called."""
+        if isinstance(error.__cause__, RemoteTraceback):
+            # It has said so itself.
+            return Loss(error.worker, error.problem.removeprefix(f"{error.worker} "))
+        rank, deadline = int(error.worker.rpartition(":")[2]), time.monotonic() + TOLD
+        while True:
+            updates = self.visitor.peers.updates
+            with contextlib.suppress(JobError):
+                for each in reversed(self._handle.status().failures):
+                    if each.who == error.worker and each.incarnation >= (*called, *[0] * (rank + 1))[rank]:
+                        return loss_of(each.who, each.exit, each.message)
+            if time.monotonic() >= deadline:
+                return loss_of(error.worker, "")
+            self.visitor.peers.wait(updates, LOOK)
 
     def grow(self) -> None:
         """Have more ranks, if there is room for some."""

@@ -1,0 +1,63 @@
+"""Losses of workers: which errors are one, and how a process ended, in words. Pure functions."""
+
+from __future__ import annotations
+
+import re
+
+from unirun.errors import InvocationTimeout, RemoteTraceback, WorkerLost
+from unirun.values import Value
+
+LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (.*)", re.DOTALL)
+"""The errors of torch for a process of a DataLoader that has ended. They have no type of their own."""
+
+KILLED = "killed by SIGKILL"
+
+
+class Loss(Value):
+    """A worker that was lost (``worker:1``), and its `end`: what follows its name in a sentence."""
+
+    worker: str
+    end: str
+
+    def __str__(self) -> str:
+        return f"{self.worker} {self.end}"
+
+    @property
+    def kind(self) -> str:
+        """Equal for losses with one cause. What ends every rank ends any of them first; SIGKILL comes from outside, and
+        to another rank for another reason."""
+        return str(self) if KILLED in self.end else self.end
+
+
+def loss_of(worker: str, exit_: str, message: str = "") -> Loss:
+    """The loss of a worker of which the job says how it ended (``exit code 3``, ``killed by SIGSEGV``), and the first
+    line of its error. Both may be empty."""
+    if not exit_:
+        return Loss(worker, "was lost")
+    end = f"was {exit_}" if exit_.startswith("killed") else f"ended with {exit_}"
+    if KILLED in end:
+        end += ", perhaps for lack of memory"
+    return Loss(worker, f"{end} ({message})" if message else end)
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether workers of this run were lost. The function may have called others, and raise that these were: then the
+    error is of another worker than has raised it."""
+    cause = error.__cause__
+    if isinstance(error, WorkerLost) and isinstance(cause, RemoteTraceback):
+        return error.worker == cause.worker
+    return isinstance(error, WorkerLost | InvocationTimeout) and not isinstance(cause, RemoteTraceback)
+
+
+def loader_loss(worker: str, error: BaseException) -> WorkerLost | None:
+    """The loss of `worker` when `error` says that a process of its DataLoader has ended: the kernel kills these first
+    where memory is short. None for any other error."""
+    said = LOADER.match(str(error)) if type(error) is RuntimeError else None
+    if said is None:
+        return None
+    end = said[1].strip().rstrip(".")
+    if end == "is killed by signal: Killed":
+        end = f"was {KILLED}, perhaps for lack of memory"
+    return WorkerLost(
+        f"{worker} lost a process of a DataLoader, which {end}", "see the log of that rank", worker=worker
+    )
