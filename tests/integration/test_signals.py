@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from .harness import SOON, Script, Unirun
+from .harness import SOON, START, Script, Unirun
 
 PAUSE = "import signal; print('up', flush=True); signal.pause()"
 
@@ -71,7 +71,20 @@ class TestASignalToTheCommand:
         assert result.code == 143
         assert result.err.count("did not end in its grace period and is killed") == 2
 
-    def test_a_second_signal_kills_at_once(self, unirun: Unirun, script: Script) -> None:
+    def test_sigterm_that_comes_again_leaves_the_grace_period_and_ctrl_c_ends_it(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        job = unirun.start("--shutdown-timeout", 600, "--start-method", "exec", script(STUBBORN))
+        job.lines("up$")
+        job.signal(signal.SIGTERM)
+        job.lines("SIGTERM: stopping; SIGKILL follows")
+        job.signal(signal.SIGTERM)
+        job.lines("SIGTERM: stopping already")
+        job.signal(signal.SIGINT)
+        result = job.end(SOON)
+        assert (result.code, result.err.count("SIGINT: killing")) == (143, 1)
+
+    def test_a_second_ctrl_c_kills_at_once(self, unirun: Unirun, script: Script) -> None:
         job = unirun.start(
             "--roles", "a=2", "--shutdown-timeout", 600, "--start-method", "exec", script(STUBBORN)
         )
@@ -135,13 +148,22 @@ class TestASignalToTheCommand:
         job.signal(signal.SIGTERM)
         assert job.end(SOON).code == 143
 
-    def test_handled_signals_can_be_chosen(self, unirun: Unirun, script: Script) -> None:
+    def test_a_users_signal_is_passed_on_when_it_is_named_and_the_job_goes_on(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         train = script(
-            "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(print('saved')));"
-            "sys.stdout.write('up\\n'); signal.pause()"
+            """
+            import signal, sys
+            signal.signal(signal.SIGUSR1, lambda *_: sys.exit(print("saved")))
+            print("up", flush=True)
+            while True:
+                signal.pause()
+            """
         )
         job = unirun.start("--signals-to-handle", "SIGUSR1,SIGTERM", "--start-method", "exec", train)
         job.lines("up$")
+        job.signal(signal.SIGUSR2)
         job.signal(signal.SIGUSR1)
-        result = job.end(SOON)
-        assert (result.code, result.lines) == (128 + signal.SIGUSR1, ["saved", "up"])
+        result = job.end(START)
+        assert (result.code, result.lines) == (0, ["saved", "up"])
+        assert unirun.status()["phase"] == "succeeded"

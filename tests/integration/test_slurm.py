@@ -211,6 +211,35 @@ class TestJobsOnThreeNodes:
         assert found["code"] == 143
         assert found["phase"] == "stopped" or "killed by SIGTERM" in found["reason"]
 
+    def test_workers_on_all_nodes_have_time_to_save_when_it_is_cancelled(
+        self, command: Unirun, script: Script, cluster: Slurm
+    ) -> None:
+        saves = script(
+            """
+            import os, signal, time
+            asked = []
+            signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+            signal.signal(signal.SIGUSR1, lambda *_: print("got SIGUSR1", flush=True))
+            print("here", flush=True)
+            while not asked:
+                time.sleep(0.01)
+            print("asked", flush=True)
+            while not os.path.exists("go"):
+                time.sleep(0.01)
+            print("saved", flush=True)
+            """
+        )
+        job = command.start("--slurm", "nodes=2", *EXEC, "--nproc-per-node", 1, saves)
+        job.lines("here", 2)
+        cluster.run("scancel", "--full", "--signal=USR1", slurm_id(job))
+        job.lines("got SIGUSR1", 2)
+        cluster.run("scancel", slurm_id(job))
+        job.lines("asked", 2)
+        (command.root / "go").touch()
+        result = job.end()
+        assert (result.code, result.out.count("saved")) == (143, 2), result.err
+        assert command.status()["phase"] == "stopped"
+
     def test_a_trainer_with_workloads_is_submitted(self, command: Unirun, tmp_path: Path) -> None:
         short = ("config.solved=40", "config.bar=20", f"config.out={tmp_path / 'reward.png'}")
         job = ("--slurm", "nodes=3,cpus_per_task=2", "--config", "job.yaml", *short)

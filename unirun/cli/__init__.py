@@ -8,7 +8,13 @@ import signal
 import sys
 
 from unirun.errors import EXIT_FAILURE, UnirunError, UsageError
-from unirun.launcher.foreground.terminal import drop_output, prepare_streams, say, warn
+from unirun.launcher.foreground.terminal import (
+    drop_output,
+    outlast_user_signals,
+    prepare_streams,
+    say,
+    warn,
+)
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -35,6 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     """Entry point; leaves with the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     prepare_streams()
+    outlast_user_signals()
     try:
         code = _dispatch_and_flush(arguments)
     except UnirunError as error:

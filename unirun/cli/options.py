@@ -259,7 +259,7 @@ TORCHRUN: tuple[Option, ...] = (
     Option(
         "--signals-to-handle",
         LIFE,
-        "signals that are passed on to the workers (default SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
+        "signals that are passed on to the workers; others than SIGTERM,SIGINT,SIGHUP,SIGQUIT (default) end nothing",
         "SIG,…",
     ),
     Option(

@@ -196,7 +196,9 @@ def abort_step(state: JobState, event: Event, now: float) -> tuple[JobState, lis
             transition.state = _with_exit(state, event)
         case Stop() | OwnerLost():
             # As in `step`, the first request to stop a job that is ending changes nothing unless it has a grace period.
-            patient = isinstance(event, Stop) and event.grace is None and not state.asked_to_stop
+            patient = (
+                isinstance(event, Stop) and event.grace is None and not event.hurries(state.asked_to_stop)
+            )
             transition.state = replace(state, asked_to_stop=True)
             for node in () if patient else sorted(state.agents.keys() - state.away):
                 transition.order(node, Shutdown())

@@ -8,7 +8,18 @@ from unirun.graph import show_ranks
 from unirun.job.state import Verdict
 from unirun.values import Value
 from unirun.wire.lobby import Offer
-from unirun.wire.messages import Drain, Grow, Message, OpenStore, Shutdown, StartRole, Stop, StopWorkers, View
+from unirun.wire.messages import (
+    Drain,
+    Grow,
+    Message,
+    OpenStore,
+    PassOn,
+    Shutdown,
+    StartRole,
+    Stop,
+    StopWorkers,
+    View,
+)
 from unirun.wire.reports import (
     FromWorker,
     Join,
@@ -71,6 +82,7 @@ Event = (
     | StoreEnded
     | Notice
     | Stop
+    | PassOn
     | Drain
     | Grow
     | Arrived
@@ -164,6 +176,8 @@ def order_text(node: str, message: Message) -> tuple[str, ...] | None:
         case StopWorkers(role, ranks, signum, grace):
             who = f"{role}:{show_ranks(ranks)}"
             return f"{node} ends {who} with signal {signum}, and SIGKILL after {grace:g} s", who
+        case PassOn(signum):
+            return (f"{node} passes signal {signum} on to its workers",)
         case Shutdown():
             return (f"{node} ends its workers and leaves",)
     return None

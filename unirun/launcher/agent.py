@@ -50,6 +50,7 @@ from unirun.wire.messages import (
     Hello,
     Message,
     OpenStore,
+    PassOn,
     Shutdown,
     StartRole,
     StopWorkers,
@@ -102,7 +103,8 @@ class Agent:
         self._descriptors = spare_descriptors()
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, lambda: self._apply(events.Abandon("the agent got a signal")))
+            told = events.Abandon("the agent got a signal", self._spec.shutdown_timeout, signum)
+            loop.add_signal_handler(signum, self._apply, told)
         self._warm_up()
         listener = listen(self._job.agent_socket(self._state.node))
         server = Server(listener, load_credentials(self._job.path), self._serve_worker, self._refused)
@@ -161,7 +163,7 @@ class Agent:
         report(f"unirun-agent: {reason}")
         if self._master is not None:
             self._master.abort()
-        self._apply(events.Abandon(reason, at_once=True))
+        self._apply(events.Abandon(reason, grace=0.0))
 
     def _warm_up(self) -> None:
         """Start the spawners before the master connects, as importing torch dominates the start of a job."""
@@ -280,7 +282,7 @@ class Agent:
                     case OpenStore(role):
                         handle = self._endpoints[role].socket.fileno()
                         self._apply(events.Order(epoch, self._orders.store(message, handle)))
-                    case StopWorkers() | View() | ExitAck() | ToWorker() | Shutdown():
+                    case StopWorkers() | PassOn() | View() | ExitAck() | ToWorker() | Shutdown():
                         self._apply(events.Order(epoch, message))
         except WireError:
             return

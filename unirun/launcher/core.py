@@ -30,6 +30,7 @@ from unirun.launcher.events import (
     LinkMessage,
     Order,
     Phase,
+    Signal,
     SpawnerDown,
     StartSpawner,
     StillEnding,
@@ -52,7 +53,7 @@ from unirun.launcher.worker_messages import (
     timer_expired,
 )
 from unirun.wire.asking import ToWorker
-from unirun.wire.messages import ExitAck, Shutdown, StopWorkers, View
+from unirun.wire.messages import ExitAck, PassOn, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     Cause,
     Notice,
@@ -72,9 +73,6 @@ from unirun.wire.spawning import (
 )
 from unirun.wire.views import updated
 
-LOST_GRACE = 0.4
-"""Seconds between SIGTERM and SIGKILL when the command is gone: workers must end within one second."""
-
 
 def step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
     """Apply `event`. Returns the next state and the commands to carry out. Raises `Refused`."""
@@ -84,10 +82,8 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
         case Order(epoch, what):
             # The last orders of an earlier term may arrive late; they are ignored.
             return _obey(state, what) if epoch >= state.epoch else (state, [])
-        case Abandon(at_once=True):
-            return _leave(state, state.workers.values(), signal.SIGKILL, 0.0)
-        case Abandon():
-            return _leave(state, state.workers.values(), signal.SIGTERM, LOST_GRACE)
+        case Abandon(grace=grace, signal=signum):
+            return _leave(state, state.workers.values(), signum if grace else signal.SIGKILL, grace)
         case FromSpawner():
             return _from_spawner(state, event)
         case SpawnerDown():
@@ -115,6 +111,10 @@ def _obey(state: AgentState, what: Instruction) -> tuple[AgentState, list[Comman
         case StopWorkers():
             who = [(what.role, rank) for rank in what.ranks]
             return _stop(state, who, what.signal, what.grace, "order")
+        case PassOn(signum):
+            # Only to workers in the user's code, which alone may have a handler, and not to their children.
+            pids = [each.pid for each in state.workers.values() if each.running and each.pid is not None]
+            return state, [Signal(pid, signum) for pid in pids]
         case ExitAck(kept):
             return replace(state, ended={who: held for who, held in state.ended.items() if who != kept}), []
         case ToWorker():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from signal import SIGTERM
 
 from msgspec import field
 
 from unirun.launcher.environment import SpawnerKey
 from unirun.values import Value, WorkerId
 from unirun.wire.asking import ToWorker
-from unirun.wire.messages import ExitAck, Message, Shutdown, StopWorkers, View
+from unirun.wire.messages import ExitAck, Message, PassOn, Shutdown, StopWorkers, View
 from unirun.wire.reports import CallCount, Cause, Serving, WorkerError
 from unirun.wire.spawning import ServeStore, Spawn, StoreEnded
 
@@ -136,7 +137,7 @@ class Led(Value):
     epoch: int
 
 
-Instruction = Launch | Store | StopWorkers | ExitAck | View | ToWorker | Shutdown
+Instruction = Launch | Store | StopWorkers | PassOn | ExitAck | View | ToWorker | Shutdown
 """Instructions of a master."""
 
 
@@ -147,12 +148,17 @@ class Order(Value):
     what: Instruction
 
 
+LOST_GRACE = 0.4
+"""Seconds between SIGTERM and SIGKILL when the command is gone: workers must end within one second."""
+
+
 class Abandon(Value):
-    """The agent must end: the owner of the job is gone, or the agent has failed. With `at_once` its workers are killed
-    without a grace period."""
+    """The agent must end: the owner of the job is gone, or the agent has failed or was told to. Its workers get
+    `signal`, and SIGKILL after `grace` seconds; with 0 they are killed at once."""
 
     reason: str
-    at_once: bool = False
+    grace: float = LOST_GRACE
+    signal: int = SIGTERM
 
 
 Event = (

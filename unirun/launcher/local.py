@@ -19,7 +19,7 @@ from unirun.errors import RendezvousError, UnirunError
 from unirun.job.offers import AgentTask
 from unirun.launcher.agent import Agent
 from unirun.launcher.etcd_member import running_member
-from unirun.launcher.process import kill_children, set_title
+from unirun.launcher.process import ignore_signals, kill_children, set_title
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.creation import discard_job
 from unirun.rendezvous.endpoints import Endpoint, hold_endpoints
@@ -191,8 +191,7 @@ def _become(title: str, log: Path, run: Callable[[int | None], None], stdin: boo
         kept = os.dup(0) if stdin else None
         os.setsid()
         set_title(title)
-        for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(signum, signal.SIG_IGN)
+        ignore_signals(signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (file, 1), (file, 2)):

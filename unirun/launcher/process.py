@@ -42,6 +42,13 @@ def outlive_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, 0)
 
 
+def ignore_signals(*signums: signal.Signals) -> None:
+    """Ignore `signums`, and those that are for users' programs: a batch system may send them to all processes of a job,
+    and by default they kill."""
+    for signum in (*signums, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)
+
+
 def set_title(title: str) -> None:
     """Set the name of this process in ps and top; the kernel keeps 15 bytes."""
     _prctl(_PR_SET_NAME, title.encode()[:_TITLE_LENGTH] + b"\0")

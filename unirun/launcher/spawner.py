@@ -28,6 +28,7 @@ from unirun.launcher.process import (
     die_with_parent,
     environment_of,
     group_of,
+    ignore_signals,
     kill_children,
     kill_group,
     outlive_parent,
@@ -300,8 +301,7 @@ def work(
     set_title("unirun-spawner")
     adopt_orphans()
     # A batch system may signal all processes of a job; workers still get their grace period.
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
+    ignore_signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     for name in names:
         try:
             modules.load(name)

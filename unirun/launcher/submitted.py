@@ -10,7 +10,7 @@ import signal
 import sys
 
 from unirun.errors import UnirunError
-from unirun.launcher.foreground.terminal import prepare_streams, warn
+from unirun.launcher.foreground.terminal import outlast_user_signals, prepare_streams, warn
 from unirun.launcher.launch import run
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import die_with_parent
@@ -21,6 +21,7 @@ def main(argv: list[str]) -> int:
     """Run the job on stdin. Returns the exit code."""
     die_with_parent(int(argv[0]), signal.SIGTERM)
     prepare_streams()
+    outlast_user_signals()
     try:
         planned = PlannedJob.from_json(sys.stdin.read())
         return run(planned, store=store_url(None), detach="--detach" in argv)

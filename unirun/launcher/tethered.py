@@ -13,8 +13,11 @@ import runpy
 import select
 import signal
 import sys
+from contextlib import suppress
+from functools import partial
+from types import FrameType
 
-from unirun.launcher.process import die_with_parent
+from unirun.launcher.process import die_with_parent, ignore_signals
 
 
 def main(argv: list[str]) -> int:
@@ -31,6 +34,10 @@ def main(argv: list[str]) -> int:
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         return 0
     child = os.pidfd_open(pid)
+    # The module decides what follows; this process ends after it, with its code. Of what is sent to both, only SIGTERM
+    # may come twice.
+    signal.signal(signal.SIGTERM, partial(_pass_on, child))
+    ignore_signals(signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     poll = select.poll()
     for handle in (owner, child):
         poll.register(handle, select.POLLIN)
@@ -38,6 +45,11 @@ def main(argv: list[str]) -> int:
         os.kill(pid, signal.SIGTERM)
     _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status) % 256
+
+
+def _pass_on(child: int, signum: int, _: FrameType | None) -> None:
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(child, signum)
 
 
 if __name__ == "__main__":

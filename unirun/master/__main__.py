@@ -20,7 +20,7 @@ from unirun.wire.sockets import listen
 
 def main() -> int:
     """Returns the exit code."""
-    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     job = JobDir(Path(sys.argv[1]))
     path = job.master_socket(os.getpid())

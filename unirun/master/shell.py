@@ -49,7 +49,7 @@ from unirun.wire.aio import Server, Stream, frame_of
 from unirun.wire.asking import Ask
 from unirun.wire.codec import finite
 from unirun.wire.lobby import Offer
-from unirun.wire.messages import Appointed, Attach, Beat, Drain, Message, Shutdown, Stop, Visit
+from unirun.wire.messages import Appointed, Attach, Beat, Drain, Message, PassOn, Shutdown, Stop, Visit
 from unirun.wire.reports import FromWorker, Join, Notice, Sample
 
 GOODBYE = 5.0
@@ -124,9 +124,9 @@ class Master:
         loop = asyncio.get_running_loop()
         if self._state.owned:
             self._owner_due = loop.call_later(OWNER_TIMEOUT, self._owner_left, None)
-        loop.add_signal_handler(
-            signal.SIGTERM, lambda: self._apply(Stop(signal.SIGTERM, "the master got SIGTERM"))
-        )
+        # Who signals all processes of a job has asked once, though the command and agents on other hosts got it too.
+        stop = Stop(signal.SIGTERM, "the master got SIGTERM", urgent=False)
+        loop.add_signal_handler(signal.SIGTERM, self._apply, stop)
         if self._credentials.tls is not None:
             self._beats.begin()
         self._take(lambda: self._core.begin(self._state, time.time()))
@@ -366,7 +366,7 @@ class Master:
                 stream.send(end)
             while True:
                 message = await stream.receive()
-                if isinstance(message, Stop | Drain):
+                if isinstance(message, Stop | PassOn | Drain):
                     self._apply(message)
                 elif isinstance(message, Notice):
                     self._log.write("notice", message.text)

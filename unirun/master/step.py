@@ -42,7 +42,7 @@ from unirun.job.state import (
 )
 from unirun.job.transition import Transition, output_of
 from unirun.values import WorkerId
-from unirun.wire.messages import Drain, Grow, Stop
+from unirun.wire.messages import Drain, Grow, PassOn, Stop
 from unirun.wire.reports import (
     Calls,
     FromWorker,
@@ -121,6 +121,8 @@ def _handle(transition: Transition, event: Event) -> None:
             transition.send(ToWatchers(event))
         case Stop():
             _stop(transition, event)
+        case PassOn():
+            _pass_on(transition, event)
         case Drain(node):
             drain(transition, node)
         case Grow(role):
@@ -283,13 +285,27 @@ def _store_opened(transition: Transition, event: StoreOpened) -> None:
         settle(transition, transition.role(role.name))
 
 
+def _refuse_unknown(signum: int) -> None:
+    if not 1 <= signum < signal.NSIG:
+        raise Refused(f"there is no signal {signum}")
+
+
+def _pass_on(transition: Transition, event: PassOn) -> None:
+    """Pass a signal on to the workers. It is not repeated when this master dies: they get it once or not at all."""
+    _refuse_unknown(event.signal)
+    where = f" of {event.node}" if event.node else ""
+    transition.record("signal", f"signal {event.signal} is passed on to the workers{where}")
+    for node in transition.state.agents:
+        if event.node in ("", node):
+            transition.order(node, event)
+
+
 def _stop(transition: Transition, event: Stop) -> None:
-    if not 1 <= event.signal < signal.NSIG:
-        raise Refused(f"there is no signal {event.signal}")
+    _refuse_unknown(event.signal)
     if not 1 <= event.exit_code <= 255:
         raise Refused(f"a job that is stopped does not end with {event.exit_code}")
     transition.record("stop", event.reason)
-    again = transition.state.asked_to_stop if event.urgent is None else event.urgent
+    again = event.hurries(transition.state.asked_to_stop)
     transition.state = replace(transition.state, asked_to_stop=True)
     if transition.state.phase is JobPhase.STOPPING:
         # A second request means "now": it ends the grace period. A first request for a job that is ending by itself

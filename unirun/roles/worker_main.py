@@ -155,8 +155,9 @@ def make(kind: type[Made], base: type, **arguments: Any) -> Made:
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    """End the current call with SystemExit, so that `teardown` runs. The next signal kills."""
-    signal.signal(signum, signal.SIG_DFL)
+    """End the current call with SystemExit, so that `teardown` runs. The signal may come again, from a batch system and
+    by order of the master: it must not end `teardown`, which has the grace period."""
+    signal.signal(signum, signal.SIG_IGN)
     raise SystemExit(128 + signum)
 
 

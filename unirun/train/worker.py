@@ -281,7 +281,7 @@ class TrainWorker(BaseWorkload):
         except Interrupted as error:
             raise TrainingFailed(str(error)) from None
         except SystemExit as error:
-            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
                 # The worker is told to end.
                 raise
             session.interrupt(f"rank {self.rank} has left")

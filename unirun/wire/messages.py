@@ -3,10 +3,10 @@
 ============  =======================================================================
 agent→master  Join Beat SpawnerReady StoreOpened StoreEnded Notice Sample ViewWanted
               WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Metrics Calls Ask)
-master→agent  Appointed Beat OpenStore StartRole StopWorkers ExitAck View ToWorker Shutdown
+master→agent  Appointed Beat OpenStore StartRole StopWorkers PassOn ExitAck View ToWorker Shutdown
 worker→agent  Hello Serving Listening GroupMeets GroupFormed Stuck Metrics Calls Ask WorkerError ViewWanted
 agent→worker  Welcome View Answer
-CLI→master    Attach Stop Drain Beat
+CLI→master    Attach Stop PassOn Drain Beat
 master→CLI    Beat WorkerOutput RoleChanged Notice Drained Ended
 visitor→master Visit ViewWanted Grow
 master→visitor Welcome View Ended
@@ -248,6 +248,17 @@ class Stop(Value, tag=True):
         """Exit code of the job."""
         return 128 + self.signal if self.code is None else self.code
 
+    def hurries(self, asked: bool) -> bool:
+        """Whether the workers are killed now; `asked`: there was a request before."""
+        return asked if self.urgent is None else self.urgent
+
+
+class PassOn(Value, tag=True):
+    """Asks that the workers of `node`, or all if it is empty, get `signal`, which ends nothing by itself."""
+
+    signal: int
+    node: str = ""
+
 
 class Drain(Value, tag=True):
     """Asks that `node` leaves the job."""
@@ -335,6 +346,7 @@ Message = (
     | Visit
     | Grow
     | Stop
+    | PassOn
     | Drain
     | Drained
     | RoleChanged

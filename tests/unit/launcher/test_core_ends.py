@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.launcher.agent import INT, KILL, OTHER, TERM, TORCH, Agent, launch, spawn, store, worker
-from unirun.launcher.core import LOST_GRACE
 from unirun.launcher.environment import FRESH
 from unirun.launcher.events import (
+    LOST_GRACE,
     Abandon,
     After,
     GraceOver,
@@ -15,6 +15,7 @@ from unirun.launcher.events import (
     Launch,
     Leave,
     LinkMessage,
+    Signal,
     SpawnerDown,
     StartSpawner,
     StillEnding,
@@ -23,7 +24,7 @@ from unirun.launcher.events import (
 )
 from unirun.launcher.worker_messages import EXIT_LIMIT
 from unirun.values import WorkerId
-from unirun.wire.messages import Shutdown, StopWorkers
+from unirun.wire.messages import PassOn, Shutdown, StopWorkers
 from unirun.wire.reports import (
     Ending,
     Notice,
@@ -179,10 +180,31 @@ class TestLeaving:
         assert agent.commands == [ToSpawner(TORCH, Kill(1, TERM)), After(LOST_GRACE, GraceOver(1))]
         assert LOST_GRACE < 1.0
 
+    def test_leaving_by_a_signal_passes_it_on_once_with_the_jobs_grace(self) -> None:
+        told = Abandon("the agent got a signal", 30.0, INT)
+        agent = Agent().alive(1).on(told)
+        assert agent.commands == [ToSpawner(TORCH, Kill(1, INT)), After(30.0, GraceOver(1))]
+        assert agent.on(told).sent(Kill) == []
+        assert agent.on(StopWorkers("actor", (0,), INT, 30.0)).sent(Kill) == []
+
+    def test_leaving_without_a_grace_kills(self) -> None:
+        agent = Agent().alive(1).on(Abandon("given up", grace=0.0))
+        assert agent.commands == [ToSpawner(TORCH, Kill(1, KILL))]
+
     def test_leaving_drops_queued_workers(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(launch(), Abandon("gone"))
         assert len(agent.told(WorkerExited)) == 2
         assert agent.commands[-1] == Leave()
+
+
+class TestASignalThatEndsNothing:
+    def test_workers_in_the_users_code_get_it_alone(self) -> None:
+        agent = Agent().alive(1).on(launch(role="rollout", first=2, count=1)).spawner(Forked(2, 102))
+        assert agent.on(PassOn(10)).commands == [Signal(101, 10)]
+
+    def test_it_is_not_the_signal_of_a_stop(self) -> None:
+        agent = Agent().alive(1).on(PassOn(TERM), StopWorkers("actor", (0,), TERM, 5.0))
+        assert agent.sent(Kill) == [Kill(1, TERM)]
 
 
 class TestAStoreThatDies:

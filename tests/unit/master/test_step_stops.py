@@ -13,7 +13,7 @@ from unirun.job.events import (
 )
 from unirun.job.state import JobPhase
 from unirun.master.step import OWNER_LOST_GRACE
-from unirun.wire.messages import StartRole, Stop, StopWorkers
+from unirun.wire.messages import PassOn, StartRole, Stop, StopWorkers
 from unirun.wire.reports import (
     WorkerError,
 )
@@ -45,6 +45,13 @@ class TestAStop:
         assert job.orders(StopWorkers) == [StopWorkers("actor", (1,), KILL, 0.0)]
         job.obey()
         assert job.end == (143, "one")
+
+    def test_a_stop_that_does_not_hurry_changes_nothing_when_it_comes_again(self) -> None:
+        job = Job({"actor": 2}).running().on(Stop(TERM, "got SIGTERM", urgent=False))
+        for _ in range(3):
+            assert job.on(Stop(TERM, "the master got SIGTERM", urgent=False)).orders(StopWorkers) == []
+        job.exits("actor", 0, by=TERM, asked=TERM).exits("actor", 1, by=TERM, asked=TERM)
+        assert job.end == (143, "got SIGTERM")
 
     def test_a_stop_of_a_job_that_ends_by_itself_kills_only_when_it_comes_again(self) -> None:
         job = Job({"actor": 1, "rollout": 1}, primary=("actor",)).running().exits("actor", 0)
@@ -79,6 +86,23 @@ class TestAStop:
         job = Job({"actor": 1}).running().on(OwnerLost())
         assert job.orders(StopWorkers) == [StopWorkers("actor", (0,), TERM, OWNER_LOST_GRACE)]
         assert job.obey().end == (143, "the unirun command was killed")
+
+
+class TestASignalThatIsPassedOn:
+    def test_all_agents_pass_it_on_and_the_job_goes_on(self) -> None:
+        job = Job({"actor": 2}).running().on(PassOn(10))
+        assert job.orders(PassOn) == [PassOn(10)]
+        assert (job.state.phase, job.state.asked_to_stop) == (JobPhase.RUNNING, False)
+
+    def test_only_the_agent_of_the_named_node_passes_it_on(self) -> None:
+        job = Job({"actor": 2}).running()
+        (node,) = job.state.agents
+        assert job.on(PassOn(10, "elsewhere")).orders(PassOn) == []
+        assert job.on(PassOn(10, node)).orders(PassOn) == [PassOn(10, node)]
+
+    def test_one_that_does_not_exist_is_refused(self) -> None:
+        with pytest.raises(Refused, match="no signal"):
+            Job({"actor": 1}).running().on(PassOn(0))
 
 
 @pytest.mark.parametrize("signum", [0, -9, 65, 10_000])

@@ -23,7 +23,7 @@ from unirun.rendezvous.election import Leader
 from unirun.rendezvous.masters import Masters
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.aio import Stream
-from unirun.wire.messages import Attach, Beat, Ended, Message, Stop
+from unirun.wire.messages import Attach, Beat, Ended, Message, PassOn, Stop
 
 LOOK_AGAIN = 0.03
 """Seconds between two attempts to reach a master while there is none."""
@@ -32,8 +32,15 @@ CHECK = 1.0
 """Seconds of silence after which the agents are checked, once the user has sent a second signal."""
 
 PATIENCE = 2.0
-"""Seconds that the master has after the second signal. Then the agents on this host are told to end, and killed after
-another `FAREWELL` seconds."""
+"""Seconds that the master has after the second signal. Then the agents on this host are killed, and their workers with
+them."""
+
+STOPS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
+"""Signals that stop the job. Others that the user names are passed on, and the job goes on."""
+
+KEYS = frozenset((signal.SIGINT, signal.SIGQUIT))
+"""Signals of the keyboard. Only they say "now" when they come after another: batch systems, service managers and
+closing terminals send SIGTERM and SIGHUP more than once, and to a group as well as to each of its processes."""
 
 _NO_READER = 128 + signal.SIGPIPE
 """The exit code when the reader of stdout is gone: a shell's code for a program ended by SIGPIPE."""
@@ -48,11 +55,12 @@ QUIET = 3.0
 class StopRequests:
     """The user's requests to stop. They are kept for the next master, as one may die before it has written them.
 
-    The first stops the job with its grace period, the second at once.
+    The first stops the job with its grace period; one of `KEYS` after it at once.
     """
 
     def __init__(self) -> None:
         self._asked: list[Stop] = []
+        self._hurry: Stop | None = None
 
     @property
     def first(self) -> Stop | None:
@@ -62,23 +70,29 @@ class StopRequests:
     @property
     def urgent(self) -> bool:
         """Whether the job should end at once."""
-        return len(self._asked) > 1
+        return self._hurry is not None
 
     def add(self, stop: Stop) -> Stop:
         """Add a request. Returns it as it is sent."""
-        self._asked.append(replace(stop, urgent=self.first is not None))
-        return self._asked[-1]
+        stop = replace(stop, urgent=self.first is not None and stop.signal in KEYS)
+        self._asked.append(stop)
+        if stop.urgent and self._hurry is None:
+            self._hurry = stop
+        return stop
 
     def answer(self, name: str, grace: float) -> str:
         """The message to the user after the signal `name`; `grace` is in seconds."""
         if self.urgent:
             return f"{name}: killing the workers now"
-        return f"{name}: stopping; SIGKILL follows after {grace:g} s, or at once when it comes again"
+        if len(self._asked) > 1:
+            return f"{name}: stopping already; SIGINT (Ctrl-C) kills the workers now"
+        now = "when it comes again" if self._asked[0].signal in KEYS else "at SIGINT (Ctrl-C)"
+        return f"{name}: stopping; SIGKILL follows after {grace:g} s, or at once {now}"
 
     @property
     def for_next(self) -> list[Stop]:
         """The requests to send to the next master. One that it knows changes nothing."""
-        return self._asked[:2]
+        return [stop for stop in (self.first, self._hurry) if stop is not None]
 
 
 def follow(running: RunningJob, *, quiet: bool) -> int:
@@ -91,11 +105,12 @@ class Session:
 
     def __init__(self, running: RunningJob, console: Console) -> None:
         self._job, self._spec, self._processes = running.job, running.spec, running.processes
-        self._member, self._console = running.member, console
+        self._member, self._node, self._console = running.member, running.node, console
         self._display = Display(running, console)
         self._masters = Masters(self._job)
         self._master: Stream | None = None
         self._requests = StopRequests()
+        self._to_pass_on: list[PassOn] = []
         self._forcing: asyncio.Task[None] | None = None
         self._led, self._epoch = False, 0
         self._heard = 0.0
@@ -167,8 +182,10 @@ class Session:
             # Not before, as the end of the owner's stream ends the job.
             await self._silent.close()
             self._silent = None
-        for stop in self._requests.for_next:
-            master.send(stop)
+        requests: list[Message] = [*self._requests.for_next, *self._to_pass_on]
+        for request in requests:
+            master.send(request)
+        self._to_pass_on.clear()
         self._master = master
         leaving = asyncio.create_task(self._leave_when_replaced(master, leader))
         try:
@@ -224,8 +241,6 @@ class Session:
     async def _force(self) -> None:
         """End the job on this host without its master."""
         await asyncio.sleep(PATIENCE)
-        self._processes.stop_agents()
-        await asyncio.sleep(FAREWELL)
         self._processes.kill_agents()
 
     def _end_in_store(self) -> Ended | None:
@@ -246,7 +261,7 @@ class Session:
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
 
-        def passed_on(signum: signal.Signals) -> None:
+        def asked_to_stop(signum: signal.Signals) -> None:
             if self._over is not None:
                 self._over.set()
                 return
@@ -262,12 +277,23 @@ class Session:
             signum = signal.Signals[name]
             # Signals ignored by nohup or a shell's & stay ignored.
             if signal.getsignal(signum) != signal.SIG_IGN:
-                loop.add_signal_handler(signum, passed_on, signum)
+                answer = asked_to_stop if signum in STOPS else self._pass_on
+                loop.add_signal_handler(signum, answer, signum)
 
     def _stop(self, stop: Stop) -> None:
         stop = self._requests.add(stop)
         if self._master is not None:
             self._master.send(stop)
+
+    def _pass_on(self, signum: signal.Signals) -> None:
+        """Pass a signal on that ends nothing. In a job with a command on each host, each does that for its host, as a
+        batch system signals all of them."""
+        message = PassOn(int(signum), self._node)
+        if self._master is not None:
+            self._master.send(message)
+        else:
+            self._to_pass_on.append(message)
+        self._console.note(f"{signum.name}: passed on to the workers")
 
     def _output_lost(self, error: OSError) -> None:
         """Stdout cannot be written. Stop the job when its reader is gone (``| head``), but not on a full disk, as all

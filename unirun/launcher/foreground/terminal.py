@@ -1,4 +1,4 @@
-"""Print messages safely, and inspect terminals.
+"""Prepare a command's streams and signals, print messages safely, and inspect terminals.
 
 All messages of the commands are printed by this module, which escapes unprintable characters, as texts may come from
 workers, stores and other users' jobs. Only the output of workers is shown unchanged, with its colours, as by torchrun.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import io
 import os
+import signal
 import stat
 import sys
 from typing import TextIO
@@ -71,6 +72,16 @@ def prepare_streams() -> None:
             setattr(sys, name, stream)
         if number and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=IN_ASCII)
+
+
+def outlast_user_signals() -> None:
+    """Let SIGUSR1 and SIGUSR2, which a batch system may send to all processes of a job, do nothing instead of killing.
+
+    Ignored ones stay ignored; by this a signal that the user's shell ignores can be told from others.
+    """
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(signum) is signal.SIG_DFL:
+            signal.signal(signum, lambda *_: None)
 
 
 def drop_output() -> None:

@@ -22,6 +22,7 @@ from unirun.errors import JobError
 from unirun.launcher.hosts.connection import Remote
 from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.mirror import Mirror
+from unirun.launcher.process import ignore_signals
 from unirun.observe.status import ENDED, read_summary
 from unirun.rendezvous.jobdir import HOSTS, JobDir, job_at
 from unirun.reporting import report
@@ -139,6 +140,7 @@ def _start(job: JobDir, lock: int | None = None) -> int:
 
 def main(run_id: str, told: int, lock: int | None = None) -> int:
     """Copy until everything is here, or the job has ended and its hosts do not answer. Returns the exit code."""
+    ignore_signals()
     job = job_at(run_id)
     if lock is None:
         lock = os.open(job.lock, os.O_RDONLY)

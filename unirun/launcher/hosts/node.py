@@ -19,6 +19,7 @@ from unirun.launcher.hosts.member import ANSWER, await_go, missing, offer, take_
 from unirun.launcher.hosts.stdio import over_stdio
 from unirun.launcher.local import first_words, start_agent
 from unirun.launcher.planned import PlannedJob
+from unirun.launcher.process import ignore_signals
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.jobdir import job_at
 from unirun.wire.address import TcpAddress
@@ -34,6 +35,7 @@ LOST_GO = 128 + signal.SIGHUP
 
 def main() -> int:
     """Take part in the job that stdin tells of. Returns the exit code."""
+    ignore_signals()
     stream = over_stdio()
     try:
         first = stream.receive(ANSWER)

@@ -36,6 +36,7 @@ _DEFAULT_HOME = '"${UNIRUN_HOME:-${XDG_STATE_HOME:-$HOME/.local/state}/unirun}"'
 
 _WAIT = r"""step=$!
 trap 'again=yes; scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null' TERM
+trap again=yes USR1 USR2
 again=yes
 while [ -n "$again" ]; do
   again=

@@ -141,11 +141,15 @@ class Follower:
 
     @contextlib.contextmanager
     def _catching(self) -> Iterator[None]:
-        """Keep SIGINT and SIGTERM as requests to cancel the job. SIGHUP ends this process, and the job goes on."""
+        """Keep SIGINT and SIGTERM as requests to cancel the job. SIGHUP ends this process, and the job goes on.
+
+        As for a job that runs here, SIGTERM that comes after a request does not hurry.
+        """
 
         def keep(signum: int, _: FrameType | None) -> None:
-            self._signals.append(signal.Signals(signum))
-            self._woken.set()
+            if signum == signal.SIGINT or not self._signals:
+                self._signals.append(signal.Signals(signum))
+                self._woken.set()
 
         before = {each: signal.signal(each, keep) for each in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -55,8 +55,8 @@ _IN_C = (
 )
 """Prefixes of variables that libraries of torch and numpy read in C when loaded, besides `counts_at_import`."""
 
-_OWN_SIGNALS = sum(1 << (number - 1) for number in (1, 2, 3, 13, 15, 25))
-"""HUP, INT, QUIT, PIPE, TERM, XFSZ: unirun and Python decide whether these are ignored."""
+_OWN_SIGNALS = sum(1 << (number - 1) for number in (1, 2, 3, 10, 12, 13, 15, 25))
+"""HUP, INT, QUIT, USR1, USR2, PIPE, TERM, XFSZ: unirun and Python decide whether these are ignored."""
 
 _STAT = {"priority": 15, "nice": 16, "scheduling policy": 38}
 """Fields of ``/proc/PID/stat``, counted from the one after the name."""

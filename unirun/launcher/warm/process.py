@@ -24,7 +24,7 @@ from msgspec import to_builtins
 
 from unirun.launcher.environment import for_workers
 from unirun.launcher.preloaded import PreloadedModules
-from unirun.launcher.process import set_title, spare_descriptors
+from unirun.launcher.process import ignore_signals, set_title, spare_descriptors
 from unirun.launcher.warm import searchpath
 from unirun.launcher.warm.files import LoadedFiles, imported
 from unirun.launcher.warm.lending import STALE, lend
@@ -161,8 +161,7 @@ def main(argv: list[str]) -> None:
     modules = PreloadedModules()
     folder, idle, until = Path(argv[0]), float(argv[1]), int(argv[2])
     set_title("unirun-warm")
-    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(signum, signal.SIG_IGN)
+    ignore_signals(signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     spare_descriptors()
     env: Any = os.environ
     before = for_workers(env)

@@ -22,7 +22,8 @@ from unirun.spec import Entry, JobSpec, RoleSpec
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop
 
-FIRST, SECOND, THIRD = (Stop(number, f"got {number}") for number in (2, 15, 3))
+FIRST, SECOND, THIRD = (Stop(number, f"got {number}") for number in (15, 2, 3))
+HANGUP = Stop(1, "got 1")
 
 
 class TestStopRequests:
@@ -43,16 +44,35 @@ class TestStopRequests:
     def test_stop_requests_are_answered_with_what_follows(self) -> None:
         requests = StopRequests()
         requests.add(FIRST)
-        assert requests.answer("SIGINT", 30.0) == (
-            "SIGINT: stopping; SIGKILL follows after 30 s, or at once when it comes again"
+        assert requests.answer("SIGTERM", 30.0) == (
+            "SIGTERM: stopping; SIGKILL follows after 30 s, or at once at SIGINT (Ctrl-C)"
+        )
+        requests.add(HANGUP)
+        assert requests.answer("SIGHUP", 30.0) == (
+            "SIGHUP: stopping already; SIGINT (Ctrl-C) kills the workers now"
         )
         for _ in range(2):
             requests.add(SECOND)
-            assert requests.answer("SIGTERM", 30.0) == "SIGTERM: killing the workers now"
+            assert requests.answer("SIGINT", 30.0) == "SIGINT: killing the workers now"
 
-    def test_stop_requests_after_the_second_are_not_sent(self) -> None:
+    def test_ctrl_c_is_answered_with_what_the_next_one_does(self) -> None:
         requests = StopRequests()
-        for stop in (FIRST, SECOND, THIRD):
+        requests.add(SECOND)
+        assert requests.answer("SIGINT", 30.0) == (
+            "SIGINT: stopping; SIGKILL follows after 30 s, or at once when it comes again"
+        )
+
+    def test_only_signals_of_the_keyboard_hurry(self) -> None:
+        requests = StopRequests()
+        for stop in (FIRST, FIRST, HANGUP, FIRST):
+            assert requests.add(stop) == replace(stop, urgent=False)
+        assert not requests.urgent
+        assert requests.for_next == [replace(FIRST, urgent=False)]
+        assert requests.add(THIRD) == replace(THIRD, urgent=True)
+
+    def test_the_next_master_gets_the_first_request_and_the_first_that_hurries(self) -> None:
+        requests = StopRequests()
+        for stop in (FIRST, HANGUP, SECOND, THIRD):
             requests.add(stop)
         assert requests.for_next == [replace(FIRST, urgent=False), replace(SECOND, urgent=True)]
 

@@ -163,7 +163,7 @@ CHANGES = {
     "I/O priority": "libc.syscall({'x86_64': 251}.get(os.uname().machine, 30), 1, 0, 3 << 13)",
     "memory policy": "libc.syscall({'x86_64': 238}.get(os.uname().machine, 237), 3, (ctypes.c_ulong * 1)(1), 2)",
     "scheduling policy": "os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))",
-    "ignored signals": "signal.signal(signal.SIGUSR1, signal.SIG_IGN)",
+    "ignored signals": "signal.signal(signal.SIGALRM, signal.SIG_IGN)",
     "SigBlk": "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])",
     "Seccomp_filters": """
         libc.prctl(38, 1, 0, 0, 0)
