@@ -282,6 +282,33 @@ class TestJobsOnThreeNodes:
         finally:
             cluster.start_node(lost)
 
+    def test_a_job_that_has_lost_its_first_node_is_requeued(
+        self, command: Unirun, script: Script, cluster: Slurm
+    ) -> None:
+        train = script(
+            """
+            import os, time
+            print("rank", os.environ["RANK"], "on", os.environ["UNIRUN_NODE"], flush=True)
+            if "SLURM_RESTART_COUNT" not in os.environ:
+                time.sleep(600)
+            """
+        )
+        job = command.start("--slurm", "nodes=2", *EXEC, "--nproc-per-node", "1", train)
+        job.lines(r"rank \d on (n\d)", 2)
+        number = slurm_id(job)
+        first = cluster.job(number)["BatchHost"]
+        cluster.kill_node(first)
+        try:
+            job.lines(r"PENDING .*requeued once", within=2 * START)
+            cluster.start_now(number)
+            result = job.end(2 * START)
+            assert result.code == 0, result.err
+            assert {worker["node"] for worker in command.workers().values()} == {"n1", "n2", "n3"} - {first}
+            (before,) = command.home.glob("jobs/*/attempt_0/state.json")
+            assert "its first node is lost" in before.read_text()
+        finally:
+            cluster.start_node(first)
+
 
 @pytest.mark.timeout(300)
 def test_a_trial_runs_on_three_nodes_and_has_its_exit_code(

@@ -24,6 +24,7 @@ from unirun.launcher.hosts.hostlist import Host, parse_hosts, read_hostfile
 from unirun.launcher.hosts.token import shared_secret, token_of_job
 from unirun.launcher.planned import PlannedJob, plan
 from unirun.launcher.slurm.allocation import SRUN, Allocation, read_allocation
+from unirun.launcher.slurm.firstnode import outliving_the_script
 from unirun.launcher.slurm.meeting import Place, address_here, find, published
 from unirun.names import is_run_id
 from unirun.rendezvous.store.url import store_url
@@ -84,10 +85,13 @@ def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
         return found if step else replace(found, spec=replace(found.spec, most_nodes=count[1]))
 
     store = store_url(options.get("store"))
+    if step is not None and step.index > 0:
+        with outliving_the_script(spec.run_id, os.environ):
+            # srun shows the output of all nodes together, so that the head's notes are enough.
+            return run_member(step_meeting(options, spec, step), quiet=True)
     meeting = meeting_of(options, spec, count) if step is None else step_meeting(options, spec, step)
     if not meeting.head:
-        # srun shows the output of all nodes together, so that the head's notes are enough.
-        return run_member(meeting, quiet=quiet or step is not None, detach=detach)
+        return run_member(meeting, quiet=quiet, detach=detach)
     if step is None:
         code = run_head(meeting, make_plan, store=store, quiet=quiet, detach=detach)
         return _left(code, spec.run_id) if detach else code

@@ -18,6 +18,10 @@ from unirun.wire.codec import typed
 ANSWER = 30.0
 """Seconds in which a command of Slurm must answer; a busy controller takes its time."""
 
+AWAY = 900.0
+"""Seconds without an answer of Slurm after which it is not asked any more, and between two questions until then:"""
+ASKED_AGAIN = 5.0
+
 VARIABLE = "UNIRUN_BATCH"
 """Tells a process the job whose batch job it is in."""
 
@@ -38,7 +42,7 @@ _ACTIVE = frozenset(
     )
 )
 _FIELD = re.compile(
-    r"(?:^|\s)(JobState|Reason|ExitCode|NodeList|Restarts|StdOut)=(.*?)(?=\s+[A-Z][A-Za-z:/_]*=|$)"
+    r"(?:^|\s)(JobState|Reason|ExitCode|NodeList|Requeue|Restarts|StdOut)=(.*?)(?=\s+[A-Z][A-Za-z:/_]*=|$)"
 )
 _CODE = re.compile(r"([0-9]{1,3}):([0-9]{1,3})")
 
@@ -52,7 +56,8 @@ class BatchJob(Value):
 
 class BatchState(Value):
     """How a batch job stands: Slurm's word for its `state`, the `reason` why it is pending, its nodes, how often it was
-    requeued, and the file with its output. `code` is its exit code once it has ended; None where Slurm tells none."""
+    requeued and whether it may be, and the file with its output. `code` is its exit code once it has ended; None where
+    Slurm tells none."""
 
     state: str
     reason: str = ""
@@ -60,6 +65,7 @@ class BatchState(Value):
     restarts: int = 0
     output: str = ""
     code: int | None = None
+    requeues: bool = False
 
     @property
     def active(self) -> bool:
@@ -135,6 +141,7 @@ def parse_scontrol(text: str) -> BatchState:
         restarts=int(restarts) if restarts.isdecimal() else 0,
         output=_said(fields.get("StdOut")),
         code=_exit_code(fields["JobState"], fields.get("ExitCode", "")),
+        requeues=fields.get("Requeue") == "1",
     )
 
 

@@ -22,7 +22,7 @@
         timer.<node>            0600; a named pipe for torch's timers, when they are enabled
         master.log agent.<node>.log  stderr of these processes
         logs/<role>/<rank>/<incarnation>/{stdout,stderr}.log, error.json
-        slurm/                  of a job that was submitted to Slurm: batch script, record, output, token
+        slurm/                  of a job that was submitted to Slurm: batch script, record, output, token, beat
         attempt_N/              of a job that Slurm has requeued: logs, events, metrics and state of an earlier run
 
 The root is ``jobs`` in `unirun_home`. A node whose agent was started by a command on another host has its files in

@@ -38,8 +38,9 @@ PENDING = (
 
 def test_a_batch_job_that_has_ended_has_an_exit_code() -> None:
     assert parse_scontrol(ENDED) == BatchState(
-        "FAILED", "NonZeroExitCode", "n[1-2]", output="/tmp/a b/t.out", code=137
+        "FAILED", "NonZeroExitCode", "n[1-2]", output="/tmp/a b/t.out", code=137, requeues=True
     )
+    assert not parse_scontrol(ENDED.replace("Requeue=1", "Requeue=0")).requeues
     assert not parse_scontrol(ENDED).active
 
 

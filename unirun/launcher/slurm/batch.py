@@ -34,6 +34,13 @@ _TOGETHER = ("--export=ALL", "--kill-on-bad-exit=0", "--wait=0", "--no-kill")
 
 _DEFAULT_HOME = '"${UNIRUN_HOME:-${XDG_STATE_HOME:-$HOME/.local/state}/unirun}"'
 
+_BEAT = """\
+(umask 077; mkdir -p "$job/slurm")
+# The other nodes learn from it that this script lives.
+while kill -0 "$$"; do n=$((n+1)); echo "$n" >"$job/slurm/beat"; sleep 3; done >/dev/null 2>&1 &
+beat=$!
+"""
+
 _WAIT = r"""step=$!
 trap 'again=yes; scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null' TERM
 trap again=yes USR1 USR2
@@ -84,9 +91,11 @@ def batch_script(options: BatchOptions, batch: Batch) -> str:
         *(f"export {name}={quoted(value)}" for name, value in options.env.items()),
         'rm -f "$job/summary.json"',
         "",
+        _BEAT,
         f"{_srun(options, batch)} &",
         _WAIT,
         *([_REQUEUE] if options.requeue else []),
+        'kill "$beat" 2>/dev/null',
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"

@@ -14,15 +14,12 @@ from types import FrameType
 from unirun.errors import EXIT_FAILURE, JobError, RendezvousError
 from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.logs import LogFollower
-from unirun.observe.batchjob import BatchJob, BatchState, ask_slurm, batch_state
+from unirun.observe.batchjob import AWAY, BatchJob, BatchState, ask_slurm, batch_state
 from unirun.observe.status import read_summary
 from unirun.rendezvous.jobdir import JobDir
 
 FIRST_LOOK, LAST_LOOK = 1.0, 5.0
 """Seconds between two looks at a batch job: the longer nothing has changed the longer, up to the second."""
-
-AWAY = 900.0
-"""Seconds without an answer of Slurm after which a job is not followed any more."""
 
 
 def cancel(batch: BatchJob, *, now: bool = False) -> None:
@@ -123,11 +120,12 @@ class Follower:
             self._woken.set()
 
     def _code(self, state: BatchState) -> int:
-        if state.code is not None:
-            return state.code
+        """The job's own exit code; where it has left none, that of Slurm."""
         with contextlib.suppress(JobError):
             if (told := read_summary(self._job).code) is not None:
                 return told
+        if state.code is not None:
+            return state.code
         warn(f"Slurm does not tell how job {self._batch.id} has ended")
         return EXIT_FAILURE
 

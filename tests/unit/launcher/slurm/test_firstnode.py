@@ -1,0 +1,140 @@
+"""What the other nodes of a batch job do when its script is gone; Slurm's commands are programs that write down calls."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from unirun.launcher.slurm.firstnode import outliving_the_script, script_is_gone
+from unirun.observe import JobStatus, write_status
+from unirun.observe.status import read_summary
+from unirun.rendezvous import JobDir, create_job
+from unirun.wire import new_token
+
+RUNNING = JobStatus("run-1", "run", "running", "", 1.0, None, None, ())
+BATCH = {"UNIRUN_BATCH": "run-1", "SLURM_JOB_ID": "12"}
+AT_ONCE = 0.001
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobDir:
+    """A batch job that runs, and whose script has written."""
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
+    made, lock = create_job("run-1", new_token())
+    os.close(lock)
+    made.batch.mkdir()
+    (made.batch / "beat").write_text("7\n")
+    write_status(made, RUNNING)
+    return made
+
+
+Calls = Callable[[], list[str]]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Calls]:
+    """Slurm's commands for a job in a given state. What is called gives the calls that change something."""
+
+    def make(state: str = "RUNNING", requeue: int = 1) -> Calls:
+        for name in ("scontrol", "scancel"):
+            told = f"JobId=12 JobState={state} Requeue={requeue} Restarts=0"
+            program = tmp_path / "bin" / name
+            program.parent.mkdir(exist_ok=True)
+            program.write_text(
+                f'#!/bin/sh\ncase "$1" in show) echo "{told}";; *) echo {name} "$@" >>{tmp_path}/calls;; esac\n'
+            )
+            program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        calls = tmp_path / "calls"
+        return lambda: calls.read_text().splitlines() if calls.exists() else []
+
+    return make
+
+
+class TestTheScript:
+    def test_one_that_has_written_nothing_for_long_is_gone(self, job: JobDir) -> None:
+        assert script_is_gone(job, AT_ONCE)
+
+    def test_one_that_writes_lives(self, job: JobDir) -> None:
+        writer = threading.Timer(0.05, (job.batch / "beat").write_text, ["8\n"])
+        writer.start()
+        assert not script_is_gone(job, 0.01)
+        writer.join()
+
+    def test_one_that_has_told_the_end_of_the_job_is_not_waited_for(self, job: JobDir) -> None:
+        write_status(job, replace(RUNNING, phase="failed", ended=2.0, code=4))
+        assert not script_is_gone(job, 3600.0)
+
+    def test_one_that_never_writes_is_not_missed(self, job: JobDir) -> None:
+        (job.batch / "beat").unlink()
+        assert not script_is_gone(job, 3600.0)
+
+
+@pytest.mark.starts_processes
+class TestWithoutTheScript:
+    def test_the_batch_job_is_requeued(self, job: JobDir, slurm: Callable[..., Calls]) -> None:
+        calls = slurm()
+        with outliving_the_script("run-1", BATCH, AT_ONCE):
+            pass
+        assert calls() == ["scontrol requeue 12"]
+        assert read_summary(job).phase == "failed", "that is kept as the end of this attempt"
+
+    def test_also_when_the_part_of_this_node_ends_with_an_error(
+        self, job: JobDir, slurm: Callable[..., Calls]
+    ) -> None:
+        calls = slurm()
+        with pytest.raises(OSError, match="x"), outliving_the_script("run-1", BATCH, AT_ONCE):
+            raise OSError("x")
+        assert calls() == ["scontrol requeue 12"]
+
+    def test_all_components_of_a_heterogeneous_job_are_requeued(
+        self, job: JobDir, slurm: Callable[..., Calls]
+    ) -> None:
+        calls = slurm()
+        with outliving_the_script("run-1", BATCH | {"SLURM_HET_JOB_ID": "11"}, AT_ONCE):
+            pass
+        assert calls() == ["scontrol requeue 11"]
+
+    def test_a_batch_job_that_must_not_be_requeued_ends_with_4(
+        self, job: JobDir, slurm: Callable[..., Calls]
+    ) -> None:
+        calls = slurm(requeue=0)
+        with outliving_the_script("run-1", BATCH, AT_ONCE):
+            pass
+        assert calls() == ["scancel 12"]
+        found = read_summary(job)
+        assert (found.phase, found.code) == ("failed", 4)
+
+    def test_a_job_that_other_nodes_have_brought_to_its_end_is_not_begun_anew(
+        self, job: JobDir, slurm: Callable[..., Calls]
+    ) -> None:
+        calls = slurm()
+        node, lock = create_job("run-1", new_token(), uid=job.uid, node="n2")
+        os.close(lock)
+        write_status(node, replace(RUNNING, phase="succeeded", ended=2.0, code=0))
+        with outliving_the_script("run-1", BATCH, AT_ONCE):
+            pass
+        assert calls() == ["scancel 12"]
+        found = read_summary(job)
+        assert (found.phase, found.code) == ("succeeded", 0)
+
+    @pytest.mark.parametrize("state", ["PENDING", "COMPLETING", "CANCELLED"])
+    def test_a_batch_job_that_another_node_has_requeued_is_left_alone(
+        self, job: JobDir, slurm: Callable[..., Calls], state: str
+    ) -> None:
+        calls = slurm(state)
+        with outliving_the_script("run-1", BATCH, AT_ONCE):
+            pass
+        assert calls() == []
+
+    def test_a_job_of_another_kind_is_left_alone(self, job: JobDir, slurm: Callable[..., Calls]) -> None:
+        calls = slurm()
+        for environ in ({}, {"SLURM_JOB_ID": "12"}, BATCH | {"UNIRUN_BATCH": "run-2"}):
+            with outliving_the_script("run-1", environ, AT_ONCE):
+                pass
+        assert calls() == []

@@ -1,0 +1,111 @@
+"""A batch job that has lost its first node, and with it its script.
+
+Slurm keeps the other nodes for a job with ``--no-kill``, and nothing on them ends it. So each node, when its part of
+the job is over, looks whether the script still lives, which writes to a file all the time; if not, the batch job is
+requeued or ended from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from msgspec.structs import replace
+
+from unirun.errors import EXIT_RENDEZVOUS, JobError, RendezvousError, UnirunError
+from unirun.launcher.foreground.terminal import warn
+from unirun.observe import write_status
+from unirun.observe.batchjob import ASKED_AGAIN, AWAY, BatchJob, ask_slurm, batch_state, own_batch
+from unirun.observe.status import ENDED, JobStatus, read_status
+from unirun.rendezvous.jobdir import JobDir, directories_of_nodes, job_at
+
+LOOK = 1.0
+"""Seconds between two looks at the file. Looks are counted, so that a file system that hangs costs nothing."""
+
+LOOKS = 30
+"""Looks without a change after which the script is gone; it writes once in three seconds."""
+
+
+@contextmanager
+def outliving_the_script(run_id: str, environ: Mapping[str, str], look: float = LOOK) -> Iterator[None]:
+    """The part of a node, not the first, in the job `run_id`. At its end, when this is a batch job whose script is gone
+    and the job has not ended on the first node, requeue the batch job, or end it where it may not be requeued or the
+    job has ended on other nodes. Takes three seconds where the script lives."""
+    try:
+        yield
+    finally:
+        if own_batch(run_id, environ)[0] and script_is_gone(job := job_at(run_id), look):
+            _end(job, _batch_id(environ))
+
+
+def script_is_gone(job: JobDir, look: float = LOOK) -> bool:
+    """Whether the batch script of `job` does not live any more, and has not told the end of the job."""
+    before = _beat(job)
+    for _ in range(LOOKS):
+        if _has_ended(job) or not before:
+            return False
+        time.sleep(look)
+        if (now := _beat(job)) != before and now:
+            return False
+    return True
+
+
+def _beat(job: JobDir) -> str:
+    try:
+        return (job.batch / "beat").read_text()
+    except OSError:
+        return ""
+
+
+def _has_ended(job: JobDir) -> bool:
+    try:
+        return job.read_json(job.summary.name).get("ended") is not None
+    except JobError:
+        return False
+
+
+def _batch_id(environ: Mapping[str, str]) -> str:
+    """The id of the batch job; of a heterogeneous one, that of its first component."""
+    names = ("SLURM_HET_JOB_ID", "SLURM_PACK_JOB_ID", "SLURM_JOB_ID")
+    return next(environ[name] for name in names if environ.get(name))
+
+
+def _end(job: JobDir, number: str) -> None:
+    """Requeue the batch job `number` or end it, unless another node has done so."""
+    deadline = time.monotonic() + AWAY
+    while True:
+        try:
+            state = batch_state(BatchJob(number, 0.0))
+            if state.state != "RUNNING":
+                return
+            ended = _end_elsewhere(job)
+            write_status(job, ended or _lost(read_status(job)))
+            again = ended is None and state.requeues
+            ask_slurm(*(("scontrol", "requeue") if again else ("scancel",)), number)
+            return
+        except RendezvousError as error:
+            if time.monotonic() > deadline:
+                warn(f"{error}; end it with: scancel {number}")
+                return
+            time.sleep(ASKED_AGAIN)
+        except (UnirunError, OSError) as error:
+            # Another node may have been quicker.
+            warn(f"{error}; if Slurm job {number} still runs, end it with: scancel {number}")
+            return
+
+
+def _end_elsewhere(job: JobDir) -> JobStatus | None:
+    """The status of a job that other nodes have brought to its end, which a store on several hosts makes possible."""
+    for node in directories_of_nodes(job):
+        try:
+            if (status := JobStatus.from_json(node.read_json(node.state.name))).phase in ENDED:
+                return status
+        except (JobError, ValueError):
+            continue
+    return None
+
+
+def _lost(status: JobStatus) -> JobStatus:
+    reason = "its first node is lost, and with it the batch script and the state of the job"
+    return replace(status, phase="failed", reason=reason, ended=time.time(), code=EXIT_RENDEZVOUS)
