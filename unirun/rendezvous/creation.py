@@ -11,7 +11,7 @@ from pathlib import Path
 
 from unirun.errors import JobError
 from unirun.rendezvous.home import expanded
-from unirun.rendezvous.jobdir import ATTEMPT, HEAD, UID_BEFORE, JobDir, job_at
+from unirun.rendezvous.jobdir import ATTEMPT, HEAD, NO_LOCKS, UID_BEFORE, JobDir, job_at
 from unirun.rendezvous.logdir import make_log_dir
 from unirun.rendezvous.ownership import make_private
 from unirun.wire.address import TcpAddress
@@ -55,16 +55,31 @@ def create_job(
                 _make_room(job, batch=batch, restarts=restarts, node=bool(node))
             lock = _make(job, token, uid or new_uid(), store or job.own_store, head)
     except OSError as error:
-        raise JobError(
-            f"the job's directory {job.path} cannot be made: {(error.strerror or str(error)).lower()}",
-            "set UNIRUN_HOME to a directory that you may write",
-        ) from error
+        raise cannot_be_made(job, error) from error
     try:
         _make_logs(job, log_dir, restarts)
     except JobError:
         discard_job(job, lock)
         raise
     return job, lock
+
+
+def cannot_be_made(job: JobDir, error: OSError) -> JobError:
+    """The error of a directory that cannot be made, or not be locked."""
+    if error.errno in NO_LOCKS:
+        return no_locks(job.path.parent, error)
+    return JobError(
+        f"the job's directory {job.path} cannot be made: {(error.strerror or str(error)).lower()}",
+        "set UNIRUN_HOME to a directory that you may write",
+    )
+
+
+def no_locks(root: Path, error: OSError) -> JobError:
+    """The error of a file system in which nothing can be locked."""
+    return JobError(
+        f"jobs cannot be kept in {root}, whose file system has no locks: {(error.strerror or str(error)).lower()}",
+        "set UNIRUN_HOME to a directory on a local disk",
+    )
 
 
 def discard_job(job: JobDir, lock: int) -> None:
@@ -78,10 +93,16 @@ def discard_job(job: JobDir, lock: int) -> None:
 
 @contextmanager
 def one_at_a_time(root: Path) -> Iterator[None]:
-    """Exclusive lock on `root`: commands must not create or remove a job of the same id concurrently."""
+    """Exclusive lock on `root`: commands must not create or remove a job of the same id concurrently. Raises
+    `JobError` where the file system has no locks."""
     handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                raise no_locks(root, error) from error
+            raise
         yield
     finally:
         os.close(handle)
@@ -89,7 +110,7 @@ def one_at_a_time(root: Path) -> Iterator[None]:
 
 def _make_room(job: JobDir, *, batch: bool, restarts: int, node: bool) -> None:
     """Remove what a finished job of the same id has left, but for what a batch job keeps."""
-    if job.alive():
+    if job.is_locked():
         raise JobError(f"job {job.run_id} is running", f"stop it with: unirun stop {job.run_id}")
     if not restarts or job.path.is_symlink():
         _clear(job.path, _OF_BATCH if batch else ())
@@ -134,7 +155,11 @@ def _make(job: JobDir, token: bytes, uid: str, store: str, head: TcpAddress | No
     else:
         job.write_json(HEAD, {"type": "tcp", "addr": head.addr, "port": head.port, "node": head.node})
     lock = os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:
+        discard_job(job, lock)
+        raise
     return lock
 
 

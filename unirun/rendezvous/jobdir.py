@@ -31,7 +31,9 @@ The root is ``jobs`` in `unirun_home`. A node whose agent was started by a comma
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -45,8 +47,12 @@ from unirun.rendezvous.home import unirun_home
 from unirun.rendezvous.logdir import MARK
 from unirun.rendezvous.ownership import exposure, is_ours, owner
 from unirun.rendezvous.store.url import HERE
+from unirun.reporting import report
 from unirun.values import Value, WorkerId
 from unirun.wire.address import TcpAddress
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of ``flock`` in file systems without locks: NFS whose lock service does not run, Lustre without ``flock``."""
 
 _FIRST = "context.json"
 UID_BEFORE = "uid.before"
@@ -244,14 +250,26 @@ class JobDir(Value):
         return value
 
     def alive(self) -> bool:
-        """Whether an agent or a master of this job lives, judged by its lock and so independent of reused pids. Raises
-        `JobError` when the lock cannot be opened."""
+        """Whether an agent or a master of this job lives, judged by its lock and so independent of reused pids.
+
+        Where the file system has no locks, that is not known: the job counts as alive, so that nothing of it is
+        removed.
+        Raises `JobError` when the lock cannot be opened.
+        """
+        try:
+            return self.is_locked()
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                _tell_unknown(self.path.parent)
+                return True
+            raise JobError(f"{self.lock} cannot be opened: {error.strerror}") from error
+
+    def is_locked(self) -> bool:
+        """Whether a process holds the job's lock. Raises OSError, one of `NO_LOCKS` where there are no locks."""
         try:
             handle = os.open(self.lock, os.O_RDONLY)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError as error:
-            raise JobError(f"{self.lock} cannot be opened: {error.strerror}") from error
         try:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -259,6 +277,11 @@ class JobDir(Value):
         finally:
             os.close(handle)
         return False
+
+
+@functools.cache
+def _tell_unknown(root: Path) -> None:
+    report(f"unirun: the file system of {root} has no locks: it is not known which jobs there have died")
 
 
 def jobs_root(node: str = "") -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import resource
@@ -16,7 +17,7 @@ from unirun.errors import JobError
 from unirun.rendezvous import JobDir, all_jobs, create_job, jobs_root
 from unirun.rendezvous.clearing import clear_here
 from unirun.rendezvous.creation import discard_job
-from unirun.rendezvous.jobdir import directories_of_nodes, job_at
+from unirun.rendezvous.jobdir import NO_LOCKS, _tell_unknown, directories_of_nodes, job_at
 from unirun.values import WorkerId
 from unirun.wire import load_token, new_token
 
@@ -361,3 +362,48 @@ def test_a_job_whose_lock_cannot_be_opened_is_an_error(
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert not job.alive()
+
+
+def fail_locks(monkeypatch: pytest.MonkeyPatch, number: int, *, of_directories: bool = False) -> None:
+    """Let ``flock`` fail. NFS locks a directory in the host itself, also when its lock service does not run."""
+
+    def flock(handle: int, how: int) -> None:
+        if of_directories or not stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+
+    _tell_unknown.cache_clear()
+    monkeypatch.setattr("fcntl.flock", flock)
+
+
+class TestAFileSystemWithoutLocks:
+    @pytest.mark.parametrize("of_directories", [False, True])
+    @pytest.mark.parametrize("number", NO_LOCKS)
+    def test_no_job_is_made_in_it(
+        self, home: Path, monkeypatch: pytest.MonkeyPatch, number: int, of_directories: bool
+    ) -> None:
+        fail_locks(monkeypatch, number, of_directories=of_directories)
+        expected = f"jobs cannot be kept in {home}/jobs, .* has no locks: .*; set UNIRUN_HOME"
+        with pytest.raises(JobError, match=expected):
+            create_job("mine", new_token())
+        assert not list(jobs_root().iterdir())
+
+    def test_no_job_in_it_is_replaced_or_removed(
+        self, create: Create, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        job = create("mine", running=False)
+        fail_locks(monkeypatch, errno.ENOLCK)
+        with pytest.raises(JobError, match="has no locks"):
+            create_job("mine", new_token())
+        fail_locks(monkeypatch, errno.ENOLCK, of_directories=True)
+        with pytest.raises(JobError, match="has no locks"):
+            clear_here(job)
+        assert job.token.exists()
+
+    def test_jobs_in_it_count_as_alive_which_is_told_once(
+        self, create: Create, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        jobs = [create(name, running=False) for name in ("one", "two")]
+        fail_locks(monkeypatch, errno.ENOLCK)
+        assert all(job.alive() for job in jobs)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith("has no locks: it is not known which jobs there have died")

@@ -14,7 +14,7 @@ from unirun.launcher.slurm.options import BatchOptions
 from unirun.observe import JobStatus, RoleStatus, WorkerStatus, write_status
 from unirun.observe.batchjob import BatchJob, ask_slurm, write_batch
 from unirun.observe.status import PENDING, is_alive
-from unirun.rendezvous.creation import one_at_a_time
+from unirun.rendezvous.creation import cannot_be_made, one_at_a_time
 from unirun.rendezvous.jobdir import JobDir, job_at
 from unirun.rendezvous.ownership import make_private
 from unirun.spec import JobSpec
@@ -80,10 +80,7 @@ def submit(
     try:
         _make_directory(job, spec, batch_script(options, batch))
     except OSError as error:
-        raise JobError(
-            f"the job's directory {job.path} cannot be made: {(error.strerror or str(error)).lower()}",
-            "set UNIRUN_HOME to a directory that you may write",
-        ) from error
+        raise cannot_be_made(job, error) from error
     try:
         environ = environment_of(options, os.environ)
         told = ask_slurm("sbatch", "--parsable", str(job.batch / SCRIPT), environ=environ, tell=tell)

@@ -179,7 +179,8 @@ def _explain(error: sqlite3.Error, path: Path) -> StoreError:
     if _is_busy(error):
         return StoreAway(
             f"{path} has been locked by another process for too long",
-            "see which processes have it open (fuser), and whether one of them is stopped",
+            "see which processes have it open (fuser), and whether one of them is stopped; a network file system"
+            " without locks fails like this, too",
         )
     match _code(error):
         case sqlite3.SQLITE_FULL:
