@@ -9,7 +9,7 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from unirun.errors import RendezvousError, UnirunError
 from unirun.launcher.hosts.hostlist import Host
@@ -51,7 +51,10 @@ BY_SSH = (
 BY_HOST = (
     (r"no module named '?unirun", "install unirun there, in the environment of {python}"),
     (r"permission denied", "may {target} run {python} there?"),
-    (r"no such file|not found", "install the same environment there: {python}"),
+    (
+        r"no such file|not found|unknown command|does not exist",
+        "install the same environment there: {python}",
+    ),
 )
 """What ssh itself, or the host's shell about Python, say, and what to do about it."""
 
@@ -147,7 +150,31 @@ def on_host(host: Host, module: str) -> list[str]:
     path = os.environ.get("PYTHONPATH")
     prefix = ["env", f"PYTHONPATH={path}"] if path else []
     command = [*prefix, sys.executable, "-P", "-m", module]
-    return command if is_local(host) else ["ssh", *OPTIONS, host.target, shlex.join(command)]
+    return command if is_local(host) else ["ssh", *OPTIONS, host.target, for_any_shell(command)]
+
+
+def for_any_shell(command: Sequence[str]) -> str:
+    """Join the words of `command` to a line that the login shell of a host takes apart again, whichever it is.
+
+    ssh gives the line to that shell: sh, bash and zsh, but also tcsh, in which ``!`` has a meaning between quotes, and
+    fish, in which ``\\`` has. So both stand outside of quotes. What needs the language of one shell goes to ``sh -c``.
+    A newline cannot be quoted in tcsh.
+    """
+    return " ".join(map(_quoted, command))
+
+
+def _quoted(word: str) -> str:
+    if _PLAIN.fullmatch(word):
+        return word
+    parts = re.split(r"(['\\!])", word)
+    return (
+        "".join(f"\\{part}" if number % 2 else f"'{part}'" for number, part in enumerate(parts) if part)
+        or "''"
+    )
+
+
+_PLAIN = re.compile(r"(?!=)[A-Za-z0-9_/.,:@%+=-]+")
+"""Words without a character that a shell expands; ``=word`` is a program's path in zsh."""
 
 
 def explain(host: Host, code: int | None, said: str) -> RendezvousError:

@@ -19,7 +19,7 @@ from typing import IO
 
 from unirun.errors import RendezvousError, UsageError
 from unirun.job.offers import Unfit
-from unirun.launcher.hosts.connection import OPTIONS, explain, is_local
+from unirun.launcher.hosts.connection import OPTIONS, explain, for_any_shell, is_local
 from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.lobby import refusal
 
@@ -94,7 +94,7 @@ async def _send(host: Host, top: Path, mark: Path, packed: Path) -> None:
     )
     with packed.open("rb") as source:
         process = await asyncio.create_subprocess_exec(
-            *("ssh", *OPTIONS, host.target, script),
+            *("ssh", *OPTIONS, host.target, for_any_shell(["sh", "-c", script])),
             stdin=source,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,

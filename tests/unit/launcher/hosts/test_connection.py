@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
 import sys
 
 import pytest
 
-from unirun.launcher.hosts.connection import explain, on_host
+from unirun.launcher.hosts.connection import explain, for_any_shell, on_host
 from unirun.launcher.hosts.hostlist import Host, parse_hosts
 
 SAID = [
@@ -49,6 +52,40 @@ def test_ssh_never_asks_and_gets_the_target_of_the_user(monkeypatch: pytest.Monk
 def test_the_search_path_of_modules_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/a dir:/b")
     assert on_host(HOST, "a.module")[-1].startswith("env 'PYTHONPATH=/a dir:/b' ")
+
+
+WORDS = (
+    "a b",
+    "it's",
+    'say "x"',
+    "wow!",
+    "!!",
+    "back\\slash",
+    "\\n",
+    "$HOME",
+    "`id`",
+    "$(id)",
+    "~",
+    "*",
+    "{a,b}",
+    "=ls",
+)
+MORE = ("-x", "%1", "a;b", "a|b>c&d", "(x)", "#x", "[a]", "", "é ü", "\t", "'\\!'", "a=b c", "x%sy", "^a^b")
+SHELLS = [shell for shell in ("sh", "bash", "dash", "tcsh", "fish", "zsh", "ksh") if shutil.which(shell)]
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("shell", SHELLS)
+def test_every_login_shell_takes_a_command_apart_as_it_was(shell: str) -> None:
+    code = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    for command in (
+        [sys.executable, "-S", "-c", code],
+        ["sh", "-c", 'exec "$0" -S -c "$@"', sys.executable, code],
+    ):
+        line = for_any_shell([*command, *WORDS, *MORE])
+        done = subprocess.run([shell, "-c", line], capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == [*WORDS, *MORE]
 
 
 def test_this_host_needs_no_ssh() -> None:
