@@ -194,7 +194,7 @@ def test_a_trial_that_has_failed_is_started_again_from_its_checkpoint(home: Unir
 
 def test_an_error_of_an_interface_ends_the_trial_at_once_with_its_traceback(home: Unirun) -> None:
     result = home(
-        "experiment", "start", *SMALL, "-f", "wrong", "failing=always", env=environment(home), within=START
+        "experiment", "start", *SMALL, "-f", "wrong", "failing=always", env=environment(home), within=120
     )
     assert result.code == 1, result.err
     assert "ValueError: this is wrong" in result.err
@@ -232,6 +232,11 @@ def test_a_second_start_sets_the_files_of_the_first_aside_and_a_damaged_checkpoi
     assert any(not torch.equal(models[0][name], models[1][name]) for name in models[0])
     assert len((path / "earlier" / "1" / "steps.jsonl").read_text().splitlines()) == 4
     before = steps(path)
+    other = (*how, "lr=3e-3", "--recover-mode", "auto")
+    refused = home(*other, env=environment(home), cwd=ROOT / "examples", within=START)
+    assert refused.code == 2, refused.err
+    assert "models.default@0.backend.lr: 0.002 → 0.003" in refused.err
+    assert "unirun: job" not in refused.err
     (path / "recover" / "000004" / "default@0" / "00001.pt").write_bytes(b"damaged")
     resumed = home(
         *how,
@@ -250,7 +255,7 @@ def test_a_second_start_sets_the_files_of_the_first_aside_and_a_damaged_checkpoi
 
 def test_what_would_go_wrong_again_is_told_once(home: Unirun) -> None:
     how = ("experiment", "start", *SMALL, "-f", "tiny", "samples=4", "--ignore-worker-error")
-    result = home(*how, env=environment(home), within=START)
+    result = home(*how, env=environment(home), within=120)
     assert result.code != 0
     assert "the dataset has 4 samples, and actorGen needs 8 in each step" in result.err
     assert "restart" not in result.err

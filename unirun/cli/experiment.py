@@ -84,6 +84,14 @@ def _start_options(parser: Any) -> None:
         help="disabled: begin anew; auto: continue from the last one, if any; "
         "resume: continue, fail without one; fault: begin anew, continue after a failure (disabled)",
     )
+    parser.add_argument(
+        "--accept-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="with --recover-mode auto or resume: go on though this setting is not what it was, as "
+        "models.actor@0.backend.lr; what is refused names the keys; may be repeated",
+    )
     parser.add_argument("--recover-retries", type=_count(0), default=1, help="new starts after a failure (1)")
     parser.add_argument(
         "--recover-after", type=_seconds, default=10.0, help="seconds before each new start (10)"
@@ -120,7 +128,7 @@ def _seconds(text: str) -> float:
 def _start(options: Any) -> int:
     from unirun.experiments import experiment, starting
     from unirun.experiments.orders import Trial
-    from unirun.experiments.recovery import Recovery
+    from unirun.experiments.recovery import Recovery, Settings
 
     _refuse_options(options)
     name, trial = options.experiment_name, options.trial_name
@@ -132,11 +140,18 @@ def _start(options: Any) -> int:
     made = experiment.with_settings(name, options.overrides)
     scheduling = made.scheduling_setup()
     resume, only = options.recover_mode in ("auto", "resume"), options.recover_mode == "resume"
-    if only and Recovery(root).latest() is None:
+    recovery = Recovery(root)
+    last = recovery.latest() if resume else None
+    if only and last is None:
         raise UsageError(
             f"{name}/{trial} has no checkpoint in {root}", "use --recover-mode auto, or start without"
         )
-    about = Trial(name, trial, str(root), (*options.module,), (*options.overrides,), folder, resume, only)
+    accept = (*options.accept_change,)
+    if last is not None:
+        recovery.check(last, Settings.of(config), accept)
+    about = Trial(
+        name, trial, str(root), (*options.module,), (*options.overrides,), folder, resume, only, accept
+    )
     mapping = starting.job_mapping(about, config, scheduling, made.preload)
     if options.ignore_worker_error:
         mapping["roles"]["model_worker"]["max_restarts"] = mapping["trainer"]["max_restarts"] = 1_000_000
@@ -177,6 +192,11 @@ def _refuse_options(options: Any) -> None:
                 f"--{option} is for --mode {mode}, and the mode is {options.mode}",
                 f"add --mode {mode}, or leave out --{option}",
             )
+    if options.accept_change and options.recover_mode not in ("auto", "resume"):
+        raise UsageError(
+            f"--accept-change is for trials that go on, and the recover mode is {options.recover_mode}",
+            "add --recover-mode auto or resume, or leave it out",
+        )
     if options.mode == "ssh" and not options.hosts:
         raise UsageError("--mode ssh needs hosts", "give --hosts h1:4,h2:4")
 

@@ -107,6 +107,7 @@ class MasterWorkerProcess(BaseTrainer):
         self._root = Path(self._trial.root)
         self._root.mkdir(parents=True, exist_ok=True)
         self._recovery, self._settings = Recovery(self._root), Settings.of(config)
+        self._told: set[str] = set()
         self._group: Any = self.RG_MODEL_WORKER
         self._attempt = int(time.time() * 1000)
         self._records = Records(self._root)
@@ -167,9 +168,12 @@ class MasterWorkerProcess(BaseTrainer):
         # A worker that is lost from now on is news; an error without news comes again.
         self._generation = self._generation_now()
         group, info = self._group, self._last()
-        samples = max(
-            setup.samples for setup in group.about.options(idempotent=True, retries=LIMIT - 1).call()
-        )
+        setups = group.about.options(idempotent=True, retries=LIMIT - 1).call()
+        samples = max(setup.samples for setup in setups)
+        content = next((setup.content for setup in setups if setup.samples), "")
+        self._settings = self._settings.with_data(content)
+        if info is not None:
+            self._check_settings(info)
         n_seqs = self._source.n_seqs
         if samples < n_seqs:
             raise UsageError(
@@ -203,13 +207,20 @@ class MasterWorkerProcess(BaseTrainer):
         """The last checkpoint, if there is one. Its settings are those of this trial."""
         info = self._recovery.latest()
         if info is not None:
-            self._recovery.check(info, self._settings)
+            self._check_settings(info)
         elif self._trial.resume_only:
             raise CheckpointDamaged(
                 f"no checkpoint of the trial in {self._root} can be read",
                 "start with --recover-mode auto to begin anew",
             )
         return info
+
+    def _check_settings(self, info: RecoverInfo) -> None:
+        """Raise `UsageError` when the trial would go on as another one than it was; tell each change once."""
+        for change in self._recovery.check(info, self._settings, self._trial.accept):
+            if change not in self._told:
+                self._told.add(change)
+                report(f"unirun: the trial goes on with a change: {change}")
 
     def _drop_what_is_made_again(self, info: RecoverInfo | None) -> None:
         """Records and saved models are those up to the checkpoint. Without one, those of a job before are set aside."""

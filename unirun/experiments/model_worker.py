@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from unirun.errors import PeerLost, UnirunError, UsageError
 from unirun.experiments.config import ExperimentConfig, Resolved, StandaloneModelShardAbstraction
-from unirun.experiments.data.datasets import Dataset, DatasetUtility, Joined, load_tokenizer
+from unirun.experiments.data.datasets import Dataset, DatasetUtility, Joined, content_of, load_tokenizer
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import MFCDef, ModelInterfaceType, OffloadHook, ParamReallocHook
@@ -67,7 +67,7 @@ class ModelWorkerProcess(BaseWorkload):
         self._meshes_of: Any = None
         self._tokenizer: Any = None
         self._dataset: Dataset | None = None
-        self._has_read = False
+        self._has_read, self._content = False, ""
         self._attempt = -1
         # Counts and figures are on the CPU.
         dist.init_process_group("cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo")
@@ -83,13 +83,14 @@ class ModelWorkerProcess(BaseWorkload):
             util = DatasetUtility(self._tokenizer, self._mine.base_seed)
             made = [DATASETS.find(each.type_)(util, **each.args) for each in self._mine.datasets]
             self._dataset = made[0] if len(made) == 1 else Joined(made)
+            self._content = content_of(self._dataset)
         self._has_read = True
 
     @trainer_invocation(target="ALL")
     def about(self) -> Setup:
-        """How many samples the dataset has; 0 without one. Raises what reading it has raised."""
+        """How many samples the dataset has, and its content; 0 without one. Raises what reading it raises."""
         self._read()
-        return Setup(0 if self._dataset is None else len(self._dataset))
+        return Setup(0 if self._dataset is None else len(self._dataset), self._content)
 
     @trainer_invocation(target="ALL")
     def restore(self, attempt: int, step: int | None, spec: FinetuneSpec) -> dict[str, int]:

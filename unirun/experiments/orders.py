@@ -18,7 +18,7 @@ class Trial(Value):
     """Which trial this is, how its experiment is made, and where its files are. It is the ``config:`` of the job.
 
     `resume`: continue from the last checkpoint, if there is one. Without `resume`, existing checkpoints are deleted.
-    `resume_only`: fail if no checkpoint can be read.
+    `resume_only`: fail if no checkpoint can be read. `accept` are settings that may be others than in the checkpoint.
     """
 
     experiment: str
@@ -29,6 +29,7 @@ class Trial(Value):
     folder: str = ""
     resume: bool = False
     resume_only: bool = False
+    accept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,10 @@ class Answer:
 
 
 class Setup(Value):
-    """What the workers of a trial have found out: the samples of the dataset."""
+    """What the workers of a trial have found out: the samples of the dataset, and its content (`content_of`)."""
 
     samples: int
+    content: str = ""
 
 
 def seed_of(base: int, step: int, call: str, rank: int) -> int:

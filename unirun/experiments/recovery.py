@@ -8,17 +8,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from unirun.errors import CheckpointDamaged, UsageError
-from unirun.experiments.config import ExperimentConfig
+from unirun.experiments.config import DatasetAbstraction, ExperimentConfig
 from unirun.experiments.control import Frequencies
-from unirun.experiments.layout import ProcessTopology
+from unirun.experiments.graph import Abstraction
+from unirun.experiments.registry import INTERFACES
+from unirun.experiments.showing import plain
 from unirun.reporting import report
 from unirun.values import Value
 
@@ -27,42 +34,117 @@ KEPT = 2
 """Checkpoints that are kept: the last one, and the one before, which is used if recover.json is damaged."""
 
 
-class ModelSettings(Value):
-    """The layout of a model, and the type of its backend."""
+DATA = "datasets.content"
+"""The setting for what the datasets have in them. Workers know it, as they read them."""
 
-    topology: ProcessTopology
-    backend: str
+
+class Change(Value):
+    """A setting that decides the numbers, and is not what it was when the checkpoint was written. One that is not
+    there is empty."""
+
+    key: str
+    before: str
+    now: str
 
     def __str__(self) -> str:
-        return f"{self.backend} with {self.topology}"
+        return f"{self.key}: {self.before or 'none'} → {self.now or 'none'}"
+
+    @property
+    def may_be_accepted(self) -> bool:
+        """Whether a trial can go on with it: not with files of other ranks, nor from a place in other batches."""
+        return self.key != "n_seqs" and ".layout." not in self.key
 
 
 class Settings(Value):
-    """What must not change between a checkpoint and the trial that goes on from it. `models` are those that have files
-    in a checkpoint."""
+    """What decides the numbers of a trial, in JSON, by names as ``models.actor@0.backend.lr``. Of a long value there is
+    a digest. `code` has digests of the files with the interfaces: a change there is told, and not refused."""
 
-    n_seqs: int
-    models: dict[str, ModelSettings]
+    values: dict[str, str]
+    code: dict[str, str] = {}  # noqa: RUF012
 
     @staticmethod
     def of(config: ExperimentConfig) -> Settings:
-        """Those of a configuration that is resolved. All of its calls have one `n_seqs`."""
-        models = {
-            str(shard.id.model_name): ModelSettings(shard.id.topo, shard.backend.type_)
-            for worker in config.model_worker
-            for shard in worker.shards
-            if shard.should_instantiate
+        """Those of a configuration that is resolved, without `DATA`. All of its calls have one `n_seqs`."""
+        first = config.model_worker[0]
+        found: dict[str, Any] = {
+            "n_seqs": config.model_rpcs[0].n_seqs,
+            "seed": first.base_seed,
+            "shuffle_dataset": config.master_worker[0].shuffle_dataset,
+            "tokenizer": first.tokenizer_name_or_path,
+            "datasets": {str(at): _named(each) for at, each in enumerate(_datasets(config))},
         }
-        return Settings(config.model_rpcs[0].n_seqs, models)
+        for worker in config.model_worker:
+            for shard in worker.shards:
+                if shard.should_instantiate:
+                    found[f"models.{shard.id.model_name}"] = {
+                        "layout": {**plain(shard.id.topo), "order": shard.id.topo.axes},
+                        "backend": _named(shard.backend),
+                        "model": _named(shard.model),
+                        "eval_dataset": _named(shard.eval_dataset) if shard.eval_dataset else {},
+                    }
+                    if shard.backend.args.get("schedule", "constant") != "constant":
+                        found["total_train_epochs"] = config.exp_ctrl.total_train_epochs
+        for call in config.model_rpcs:
+            named = {name: getattr(call, name) for name in _OF_CALLS}
+            found[f"model_rpcs.{call.name}"] = {**named, "interface": _named(call.interface_impl)}
+        return Settings(dict(_flat("", plain(found))), _code(config))
 
-    def changes(self, now: Settings) -> list[str]:
-        """What is different `now`, in words."""
-        found = [f"n_seqs was {self.n_seqs} and is {now.n_seqs}"] if self.n_seqs != now.n_seqs else []
-        for name in sorted({*self.models, *now.models}):
-            before, after = self.models.get(name), now.models.get(name)
-            if before != after:
-                found.append(f"{name} was {before or 'not there'} and is {after or 'not there'}")
-        return found
+    def with_data(self, content: str) -> Settings:
+        """The same, with the content of the datasets."""
+        return Settings({**self.values, DATA: json.dumps(content)}, self.code)
+
+    def changes(self, now: Settings) -> list[Change]:
+        """The settings that are different `now`. The content of datasets counts when both know it."""
+        names = sorted({*self.values, *now.values})
+        if DATA in names and not (DATA in self.values and DATA in now.values):
+            names.remove(DATA)
+        found = [Change(name, self.values.get(name, ""), now.values.get(name, "")) for name in names]
+        return [change for change in found if change.before != change.now]
+
+
+_OF_CALLS = (
+    "interface_type", "model_name", "input_keys", "output_keys", "input_key_remap", "output_key_remap", "mb_spec",
+    "balanced_dp", "error_if_nonfinite", "pre_hooks", "post_hooks",
+)  # fmt: skip
+"""What a call computes follows from these, its interface and its data."""
+
+_LONGEST = 160
+"""Characters of a setting that is written as it is."""
+
+
+def _datasets(config: ExperimentConfig) -> list[DatasetAbstraction]:
+    """Those of the first worker that reads any."""
+    return next((worker.datasets for worker in config.model_worker if worker.datasets), [])
+
+
+def _named(chosen: Abstraction) -> dict[str, Any]:
+    """The arguments of something that is registered, and its name there."""
+    return {"type": chosen.type_, **chosen.args}
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """The settings in a mapping of mappings, each with its whole name."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            # An abstraction is there under its own name: ``train.interface`` is its type.
+            yield from _flat(name if key == "type" else f"{name}.{key}".lstrip("."), inner)
+        return
+    # The place of an object in memory is another one in each process.
+    text = re.sub(r" at 0x[0-9a-f]+", "", json.dumps(value, sort_keys=True))
+    if len(text) > _LONGEST:
+        text = f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}, {len(text)} characters"
+    yield name, text
+
+
+def _code(config: ExperimentConfig) -> dict[str, str]:
+    """A digest of the file of each interface."""
+    found = {}
+    for call in config.model_rpcs:
+        kind = call.interface_impl.type_
+        file = getattr(sys.modules.get(getattr(INTERFACES.at_hand(kind), "__module__", "")), "__file__", None)
+        if file is not None and Path(file).is_file():
+            found[kind] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+    return found
 
 
 class RecoverInfo(Value):
@@ -140,14 +222,28 @@ class Recovery:
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointDamaged(f"{path} cannot be read: {error}") from error
 
-    def check(self, info: RecoverInfo, now: Settings) -> None:
-        """Raise `UsageError` if the settings of a checkpoint are not those of `now`."""
-        changes = info.settings.changes(now) if info.settings is not None else []
-        if changes:
+    def check(self, info: RecoverInfo, now: Settings, accepted: Sequence[str] = ()) -> list[str]:
+        """What is different `now`, in words, and `accepted`: by the names of settings, or by their beginnings up to a
+        dot. Raises `UsageError` if anything else that decides the numbers is different."""
+        if info.settings is None:
+            return []
+        told: list[Change] = []
+        refused: list[Change] = []
+        for change in info.settings.changes(now):
+            named = any(change.key == key or change.key.startswith(f"{key}.") for key in accepted)
+            (told if named and change.may_be_accepted else refused).append(change)
+        if refused:
             raise UsageError(
-                f"{self.path(info.step)} was written with other settings: {'; '.join(changes)}",
-                "start with the settings of before, with another trial name, or with --recover-mode disabled",
+                f"{self.path(info.step)} was written with other settings: {'; '.join(map(str, refused))}",
+                "start with the settings of before, with another trial name, or with --recover-mode disabled"
+                + _accepting(refused),
             )
+        code = [
+            f"the code of interface {kind!r} has changed"
+            for kind in sorted(info.settings.code.keys() & now.code.keys())
+            if info.settings.code[kind] != now.code[kind]
+        ]
+        return [*map(str, told), *code]
 
     def discard(self, step: int) -> None:
         """A checkpoint cannot be read: it is none from now on."""
@@ -156,3 +252,10 @@ class Recovery:
     def clear(self) -> None:
         """The trial begins anew."""
         shutil.rmtree(self._root, ignore_errors=True)
+
+
+def _accepting(refused: Sequence[Change]) -> str:
+    """How these changes are accepted, if all of them can be."""
+    if not all(change.may_be_accepted for change in refused):
+        return ""
+    return "; to go on all the same: " + " ".join(f"--accept-change {change.key}" for change in refused)

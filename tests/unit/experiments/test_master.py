@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from unirun.errors import CheckpointDamaged, TrainingFailed, UsageError, WorkerLost
 from unirun.experiments import master
+from unirun.experiments.allocation import model_workers
 from unirun.experiments.config import (
     AutomaticEvaluator,
     ExperimentConfig,
@@ -29,7 +30,7 @@ from unirun.experiments.master import Losses, MasterWorkerProcess
 from unirun.experiments.orders import Setup, Trial
 from unirun.experiments.recovery import Recovery
 
-from .setups import ACTOR, PROMPTS, TRAIN, at, call, config_of
+from .setups import ACTOR, PROMPTS, TRAIN, at, call, config_with
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Trained(Experiment):
     n_seqs: int = 8
     steps: int = 4
     saves: bool = True
+    seed: int = 1
 
     def scheduling_setup(self) -> ExperimentScheduling:
         """As many workers as ranks."""
@@ -50,7 +52,8 @@ class Trained(Experiment):
         every = 1 if self.saves else None
         control = ExperimentSaveEvalControl(self.steps, save_freq_steps=every, ckpt_freq_steps=2)
         calls = [call("train", ["prompt"], (), ACTOR, TRAIN, self.n_seqs)]
-        config = config_of(calls, {ACTOR: at(topology(data=self.data))}, control=control)
+        models = {ACTOR: at(topology(data=self.data))}
+        config = config_with(calls, model_workers(models, seed=self.seed, datasets=[PROMPTS]), control)
         config.auto_eval, config.evaluator = self.saves, AutomaticEvaluator(PROMPTS)
         return config
 
@@ -84,10 +87,11 @@ class Workers:
         times: int = 1,
         diverged: Sequence[str] = (),
         unreadable: Exception | None = None,
+        content: str = "",
     ) -> None:
         self.asked: list[str] = []
         self._damaged, self.lost_in, self.times = damaged, lost_in, times
-        self._unreadable = unreadable
+        self._unreadable, self._content = unreadable, content
         self.about = Method(self._about)
         self.not_finite = Method(lambda attempt, names: [[], list(diverged)])
         self.restore = Method(self._restore)
@@ -99,7 +103,7 @@ class Workers:
         self.asked.append("about")
         if self._unreadable is not None:
             raise self._unreadable
-        return [Setup(8)]
+        return [Setup(8, self._content)]
 
     def _note(self, what: str, answer: Any) -> Any:
         self.asked.append(what)
@@ -190,8 +194,7 @@ class TestOtherSettings:
         with pytest.raises(UsageError) as caught:
             run(workers, "data=2", resume=True)
         assert (
-            "000004 was written with other settings: actor@0 was tests-backend with pipe 1 × data 1 × tensor 1 "
-            "and is tests-backend with pipe 1 × data 2 × tensor 1; start with the settings of before, "
+            "000004 was written with other settings: models.actor@0.layout.data: 1 → 2; start with the settings of before, "
             "with another trial name, or with --recover-mode disabled"
         ) in str(caught.value)
         assert workers.asked == []
@@ -200,8 +203,27 @@ class TestOtherSettings:
 
     def test_another_number_of_sequences_is_refused(self, run: Run) -> None:
         run(Workers("first"))
-        with pytest.raises(UsageError, match="n_seqs was 8 and is 4"):
+        with pytest.raises(UsageError, match="n_seqs: 8 → 4"):
             run(Workers("second"), "n_seqs=4", resume=True)
+
+    def test_another_seed_is_refused_and_accepted_by_its_name(
+        self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run(Workers("first"), "steps=2")
+        with pytest.raises(UsageError, match="seed: 1 → 2; .*--accept-change seed"):
+            run(Workers("second"), "seed=2", resume=True)
+        run(Workers("third", lost_in=4), "seed=2", resume=True, accept=("seed",))
+        assert capsys.readouterr().err.count("the trial goes on with a change: seed: 1 → 2") == 1
+        # The last checkpoint has the new seed.
+        assert run(Workers("fourth"), "seed=2", resume=True)
+        assert [line["step"] for line in lines(tmp_path, "steps.jsonl")] == [1, 2, 3, 4]
+
+    def test_other_samples_are_refused_when_the_workers_have_read_them(self, run: Run) -> None:
+        run(Workers("first", content="a"))
+        workers = Workers("second", content="b")
+        with pytest.raises(UsageError, match='datasets.content: "a" → "b"'):
+            run(workers, resume=True)
+        assert workers.asked == ["about"]
 
     def test_a_trial_that_begins_anew_may_have_others(self, run: Run, tmp_path: Path) -> None:
         run(Workers("first"))

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from unirun.errors import CheckpointDamaged, UsageError
-from unirun.experiments.control import Frequencies, Since
+from unirun.experiments.allocation import Allocation, model_workers
+from unirun.experiments.config import DatasetAbstraction, ModelBackendAbstraction
+from unirun.experiments.control import ExperimentSaveEvalControl, Frequencies, Since
+from unirun.experiments.graph import MicroBatchSpec
 from unirun.experiments.layout import topology
-from unirun.experiments.recovery import FILE, ModelSettings, RecoverInfo, Recovery, Settings
+from unirun.experiments.recovery import FILE, RecoverInfo, Recovery, Settings, _flat
 
-from .setups import ppo
+from .setups import ACTOR, NETWORK, TRAIN, call, config_with, ppo
 
 MODELS = ["actor@0", "critic@0"]
-TWO = ModelSettings(topology(data=2), "ddp")
-SETTINGS = Settings(8, {"actor@0": TWO, "critic@0": TWO})
+SETTINGS = Settings({"n_seqs": "8", "models.actor@0.backend.lr": "0.1"}, {"ppo": "ab"})
 INFO = RecoverInfo(
     12,
     2,
@@ -139,31 +144,122 @@ class TestDamage:
             assert isinstance(found, RecoverInfo)
 
 
+def settings(lr: float = 0.1, seed: int = 1, tensor: int = 1, **more: Any) -> Settings:
+    """Those of an experiment with one call and one model."""
+    schedule = more.pop("schedule", "constant")
+    backend = ModelBackendAbstraction("tests-backend", {"lr": lr, "schedule": schedule})
+    model = Allocation(NETWORK, backend, topology(tensor=tensor))
+    rows = [{"prompt": str(number)} for number in range(more.pop("rows", 100))]
+    workers = model_workers(
+        {ACTOR: model}, seed=seed, datasets=[DatasetAbstraction("tests-prompts", {"rows": rows})]
+    )
+    control = ExperimentSaveEvalControl(more.pop("epochs", 1), save_freq_steps=more.pop("saves", None))
+    config = config_with([call("train", ["prompt"], kind=TRAIN, **more)], workers, control)
+    config.lazy_init()
+    return Settings.of(config)
+
+
+def changes(before: Settings, now: Settings) -> list[str]:
+    return [*map(str, before.changes(now))]
+
+
 class TestSettings:
-    def test_they_name_the_models_that_have_files_in_a_checkpoint(self) -> None:
+    def test_they_are_of_the_models_that_have_files_in_a_checkpoint(self) -> None:
         config = ppo(separate=True)
         config.lazy_init()
-        found = Settings.of(config)
-        assert found.n_seqs == 8
+        found = Settings.of(config).values
+        assert found["n_seqs"] == "8"
         # The replica that generates gets its parameters from the other one.
-        assert sorted(found.models) == ["actor@0", "critic@0", "ref@0", "reward@0"]
-        assert found.models["critic@0"] == ModelSettings(topology(pipe=2), "tests-backend")
+        models = {name.split(".")[1] for name in found if name.startswith("models.")}
+        assert models == {"actor@0", "critic@0", "ref@0", "reward@0"}
+        assert found["models.critic@0.layout.pipe"] == "2"
+        assert found["models.critic@0.layout.order"] == '["pipe", "data", "tensor"]'
+        assert found["models.critic@0.backend"] == '"tests-backend"'
+        assert found["model_rpcs.refInf.output_key_remap.logprobs"] == '"ref_logprobs"'
 
-    def test_the_same_are_right_and_an_old_file_has_none(self, recovery: Recovery) -> None:
-        recovery.check(INFO, Settings(8, {"critic@0": TWO, "actor@0": TWO}))
-        recovery.check(RecoverInfo(12), SETTINGS)
+    def test_what_decides_the_numbers_is_told_by_name_with_both_values(self) -> None:
+        assert changes(settings(), settings()) == []
+        assert changes(settings(), settings(lr=0.2)) == ["models.actor@0.backend.lr: 0.1 → 0.2"]
+        assert changes(settings(), settings(seed=2)) == ["seed: 1 → 2"]
+        assert changes(settings(), settings(balanced_dp=True)) == [
+            "model_rpcs.train.balanced_dp: false → true"
+        ]
+        more = changes(settings(), settings(mb_spec=MicroBatchSpec(2)))
+        assert more == ["model_rpcs.train.mb_spec.n_mbs: 1 → 2"]
 
-    def test_all_that_is_different_is_told_at_once(self, recovery: Recovery) -> None:
-        now = Settings(4, {"actor@0": ModelSettings(topology(tensor=2), "fsdp2"), "ref@0": TWO})
-        with pytest.raises(UsageError) as caught:
-            recovery.check(INFO, now)
-        assert caught.value.problem == (
-            f"{recovery.path(12)} was written with other settings: n_seqs was 8 and is 4; "
-            "actor@0 was ddp with pipe 1 × data 2 × tensor 1 and is fsdp2 with pipe 1 × data 1 × tensor 2; "
-            "critic@0 was ddp with pipe 1 × data 2 × tensor 1 and is not there; "
-            "ref@0 was not there and is ddp with pipe 1 × data 2 × tensor 1"
+    def test_long_values_are_known_by_their_digests(self) -> None:
+        (found,) = changes(settings(rows=100), settings(rows=101))
+        assert re.fullmatch(
+            r"datasets.0.rows: sha256 \w{16}, \d+ characters → sha256 \w{16}, \d+ characters", found
         )
-        assert "--recover-mode disabled" in caught.value.remedy
+
+    def test_how_often_something_is_saved_decides_nothing_nor_how_long_a_trial_is_without_a_schedule(
+        self,
+    ) -> None:
+        assert changes(settings(), settings(epochs=2, saves=3)) == []
+        told = changes(settings(schedule="cosine"), settings(schedule="cosine", epochs=2))
+        assert told == ["total_train_epochs: 1 → 2"]
+
+    def test_the_content_of_datasets_counts_once_it_is_known(self) -> None:
+        one, other = settings().with_data("8 samples, a"), settings().with_data("8 samples, b")
+        assert changes(one, other) == ['datasets.content: "8 samples, a" → "8 samples, b"']
+        assert changes(one, settings()) == []
+
+    def test_an_address_in_memory_is_no_setting(self) -> None:
+        assert dict(_flat("args", "<Thing at 0x7f00>")) == {"args": '"<Thing>"'}
+
+
+class TestChecks:
+    @pytest.fixture
+    def info(self) -> RecoverInfo:
+        return RecoverInfo(12, settings=settings())
+
+    def test_the_same_are_right_and_an_old_file_has_none(self, recovery: Recovery, info: RecoverInfo) -> None:
+        assert recovery.check(info, settings()) == []
+        assert recovery.check(RecoverInfo(12), settings()) == []
+
+    def test_all_that_is_different_is_refused_at_once(self, recovery: Recovery, info: RecoverInfo) -> None:
+        with pytest.raises(UsageError) as caught:
+            recovery.check(info, settings(lr=0.2, seed=2))
+        assert caught.value.problem == (
+            f"{recovery.path(12)} was written with other settings: models.actor@0.backend.lr: 0.1 → 0.2; seed: 1 → 2"
+        )
+        assert caught.value.remedy == (
+            "start with the settings of before, with another trial name, or with --recover-mode disabled; "
+            "to go on all the same: --accept-change models.actor@0.backend.lr --accept-change seed"
+        )
+
+    def test_a_change_is_accepted_by_its_name_or_the_beginning_of_it(
+        self, recovery: Recovery, info: RecoverInfo
+    ) -> None:
+        now = settings(lr=0.2, seed=2)
+        for accepted in (["models.actor@0.backend.lr", "seed"], ["models", "seed"]):
+            told = recovery.check(info, now, accepted)
+            assert told == ["models.actor@0.backend.lr: 0.1 → 0.2", "seed: 1 → 2"]
+        for accepted in (["seed"], ["models.actor@0.back", "seed"]):
+            with pytest.raises(UsageError, match="other settings: models.actor@0.backend.lr"):
+                recovery.check(info, now, accepted)
+
+    def test_another_layout_and_other_batches_are_never_accepted(
+        self, recovery: Recovery, info: RecoverInfo
+    ) -> None:
+        for now, told in (
+            (settings(tensor=2), "layout.tensor: 1 → 2"),
+            (settings(n_seqs=4), "n_seqs: 8 → 4"),
+        ):
+            with pytest.raises(UsageError, match=told) as caught:
+                recovery.check(info, now, ["models", "n_seqs"])
+            assert "--accept-change" not in caught.value.remedy
+
+    def test_other_code_of_an_interface_is_told_and_not_refused(self, recovery: Recovery) -> None:
+        before, now = (
+            replace(settings(), code={"ppo": "1", "old": "1"}),
+            replace(settings(), code={"ppo": "2"}),
+        )
+        assert recovery.check(RecoverInfo(12, settings=before), now) == [
+            "the code of interface 'ppo' has changed"
+        ]
+        assert [*settings().code] == ["tests-interface"]
 
 
 class TestKeeping:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +67,8 @@ class DatasetUtility:
 
 
 class Dataset(Protocol):
-    """Samples by their number: each is a `SequenceSample` of one id, with the keys that the class names."""
+    """Samples by their number: each is a `SequenceSample` of one id, with the keys that the class names. It may have a
+    text `fingerprint`, by which other content is known (`content_of`)."""
 
     keys: tuple[str, ...]
 
@@ -75,12 +77,43 @@ class Dataset(Protocol):
     def __getitem__(self, index: int) -> SequenceSample: ...
 
 
+SAMPLES = 16
+"""Samples of a dataset without a fingerprint that are compared."""
+
+
+def content_of(dataset: Dataset) -> str:
+    """A text that is another one for other content: the number of samples, with the `fingerprint` of the dataset, or
+    with a digest of some samples that are spread over it."""
+    count = len(dataset)
+    known = getattr(dataset, "fingerprint", None)
+    if known is not None:
+        return f"{count} samples, {known}"
+    digest = hashlib.sha256()
+    for at in sorted({number * (count - 1) // (SAMPLES - 1) for number in range(SAMPLES)} if count else ()):
+        sample = dataset[at]
+        shape = {key: [list(lengths) for lengths in some] for key, some in sorted(sample.seqlens.items())}
+        digest.update(_as_text([sample.ids, shape, sample.metadata]))
+        for key in sorted(sample.data or ()):
+            digest.update(sample[key].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return f"{count} samples, sha256 {digest.hexdigest()[:16]}"
+
+
+def _as_text(value: Any) -> bytes:
+    # What JSON does not have, as a picture, is known by its type.
+    return json.dumps(value, sort_keys=True, default=lambda each: type(each).__qualname__).encode()
+
+
 class Joined:
     """Datasets with the same keys, one after the other. The ids of each begin with its number, so they do not meet."""
 
     def __init__(self, parts: Sequence[Dataset]) -> None:
         self.keys = parts[0].keys
         self._parts, self._ends = parts, [*accumulate(map(len, parts))]
+
+    @property
+    def fingerprint(self) -> str:
+        """The contents of all parts."""
+        return " + ".join(map(content_of, self._parts))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -143,6 +176,14 @@ class _Rows:
         self._util, self._max = util, max_length
         self._rows = read_rows(f"dataset {type(self).__name__}", self.needs, **source)
 
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all rows."""
+        digest = hashlib.sha256()
+        for row in self._rows:
+            digest.update(_as_text(row))
+        return f"sha256 {digest.hexdigest()[:16]}"
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -162,7 +203,7 @@ class _Rows:
 class PromptDataset(_Rows):
     """``{"prompt": …}``: `packed_prompts`. The other values of a row are `row` in the metadata."""
 
-    keys = ("packed_prompts",)
+    keys: tuple[str, ...] = ("packed_prompts",)
     needs: ClassVar[Mapping[str, type]] = {"prompt": str}
 
     def __getitem__(self, index: int) -> SequenceSample:
@@ -175,7 +216,7 @@ class PromptDataset(_Rows):
 class PromptAnswerDataset(_Rows):
     """``{"prompt": …, "answer": …}``: `packed_input_ids` of both, and `prompt_mask`, true for tokens of the prompt."""
 
-    keys = ("packed_input_ids", "prompt_mask")
+    keys: tuple[str, ...] = ("packed_input_ids", "prompt_mask")
     needs: ClassVar[Mapping[str, type]] = {"prompt": str, "answer": str}
 
     def __getitem__(self, index: int) -> SequenceSample:
@@ -190,7 +231,7 @@ class PairedDataset(_Rows):
     """``{"prompt": …, "pos_answers": [..], "neg_answers": [..]}``: `packed_input_ids` with the pairs one after the
     other, the better one first, and `prompt_lens`, the tokens of the prompt."""
 
-    keys = ("packed_input_ids", "prompt_lens")
+    keys: tuple[str, ...] = ("packed_input_ids", "prompt_lens")
     needs: ClassVar[Mapping[str, type]] = {"prompt": str, "pos_answers": list, "neg_answers": list}
 
     def __init__(self, util: DatasetUtility, **source: Any) -> None:

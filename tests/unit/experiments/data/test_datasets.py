@@ -22,6 +22,7 @@ from unirun.experiments.data.datasets import (
     PairedDataset,
     PromptAnswerDataset,
     PromptDataset,
+    content_of,
     load_tokenizer,
     read_rows,
     register_tokenizer,
@@ -249,3 +250,32 @@ def test_datasets_are_joined_one_after_the_other_and_their_ids_do_not_meet(sizes
     assert whole.ids == tuple(f"{number}:{index}" for number, index in places)
     assert whole.lengths("packed_prompts") == [index + 1 for _, index in places]
     assert whole["packed_prompts"].tolist() == [sizes[n] for n, index in places for _ in range(index + 1)]
+
+
+class Plain:
+    """A dataset without a fingerprint, of 100 samples."""
+
+    keys: tuple[str, ...] = ("tokens",)
+
+    def __init__(self, last: int = 0) -> None:
+        self._last = last
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> SequenceSample:
+        value = self._last if index == 99 else index
+        return SequenceSample.of({"tokens": [torch.tensor([value, 0.5])]}, [str(index)], row=[{"at": index}])
+
+
+class TestContent:
+    def test_rows_are_known_by_all_that_is_in_them(self) -> None:
+        one, same, other = (PromptDataset(UTIL, rows=rows) for rows in (PROMPTS, [*PROMPTS], PROMPTS[::-1]))
+        assert content_of(one) == content_of(same)
+        assert content_of(one).startswith("2 samples, sha256 ")
+        assert content_of(one) != content_of(other)
+        assert content_of(Joined([one, one])) != content_of(Joined([one, other]))
+
+    def test_other_datasets_by_samples_that_are_spread_over_them(self) -> None:
+        assert content_of(Plain()) == content_of(Plain())
+        assert content_of(Plain()) != content_of(Plain(last=1))
