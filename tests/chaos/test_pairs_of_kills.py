@@ -1,5 +1,6 @@
 """500 pairs of kills, 0 to 200 ms apart: roles of 2, 3, 4 and 8 workloads over both transports, and scripts that meet in
-``ctx.group``. It takes a quarter of an hour, and wants a machine that does nothing else: ``make chaos``.
+``ctx.group``; and 100 kills of a rendezvous store. It takes a quarter of an hour, and wants a machine that does nothing
+else: ``make chaos``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ import pytest
 
 from tests.integration.conftest import script, unirun, warm
 from tests.integration.harness import SOON, Script, Unirun
-from tests.integration.kills import SCRIPTS, WORKLOADS, kill_pairs, scripts_up, workloads_up
+from tests.integration.kills import (
+    COLLECTIVES,
+    SCRIPTS,
+    WORKLOADS,
+    calls_of,
+    kill_pairs,
+    kill_stores,
+    scripts_up,
+    workloads_up,
+)
 
 __all__ = ["script", "unirun", "warm"]
 
@@ -67,3 +77,21 @@ def test_scripts_meet_again_after_two_deaths(
     job.signal(signal.SIGTERM)
     job.end(SOON)
     judge(f"2 and {count} scripts in one group", seconds, capsys)
+
+
+def test_a_hundred_killed_stores_cost_no_idempotent_call(
+    unirun: Unirun, script: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = script(COLLECTIVES, "reducing.py").parent
+    roles = ("--roles", "w=3@reducing:Worker", "--max-restarts", 10 * PAIRS)
+    job = unirun.start(*roles, "--trainer", "reducing:Trainer", "--cwd", folder)
+    job.lines("call once right")
+    kill_stores(unirun, 2 * PAIRS, random.Random(SEED))
+    (folder / "enough").touch()
+    result = job.end(SOON)
+    again, once = (calls_of(result.out, name) for name in ("again", "once"))
+    with capsys.disabled():
+        print(f"\n{2 * PAIRS} stores killed: idempotent calls {dict(again)}, others {dict(once)}")
+    assert result.code == 0, result.err
+    assert set(again) == {"right"}
+    assert set(once) <= {"right", "WorkerLost"}

@@ -122,6 +122,13 @@ class Generations:
             self.generation = generation
             self._say(("formed", generation))
 
+    def explain(self, error: BaseException) -> bool:
+        """There are no collectives that could fail."""
+        return False
+
+    def kept_away(self, by: Callable[[], bool]) -> None:
+        """Nobody waits for it."""
+
 
 def work(
     kind: str, me: WorkerId, folder: Path, token: Token, control: Connection, generation: int = 0

@@ -1,4 +1,4 @@
-"""Two ranks of a job are killed within a moment, repeatedly; each time all ranks must soon be up again."""
+"""Two ranks of a job, or its rendezvous store, are killed repeatedly; each time all ranks must soon be up again."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .harness import START, Running, Unirun
+from .harness import START, Running, Unirun, eventually
 
 GAP = 0.2
 """Maximum seconds between the two kills of a pair."""
@@ -112,3 +114,66 @@ def _state(job: Running) -> str:
         return "\n".join([(folder / "state.json").read_text(), *events[-20:]])
     except (OSError, ValueError):
         return "it has just been started"
+
+
+COLLECTIVES = """
+import os
+import torch, torch.distributed as dist, unirun
+
+class Worker(unirun.BaseWorkload):
+    def setup(self):
+        dist.init_process_group("gloo")
+
+    @unirun.trainer_invocation(idempotent=True)
+    def again(self):
+        total = torch.ones(8)
+        for _ in range(50):
+            dist.all_reduce(total)
+            total /= self.world_size
+        return float(total.sum())
+
+    def once(self):
+        return self.again()
+
+class Trainer(unirun.BaseTrainer):
+    def init(self):
+        pass
+
+    def fit(self):
+        while not os.path.exists("enough"):
+            for name in ("again", "once"):
+                try:
+                    found = getattr(self.RG_W, name)()
+                    said = "right" if found == [8.0] * 3 else f"wrong {found}"
+                except Exception as error:
+                    said = f"{type(error).__name__} {error}"
+                print("call", name, said.splitlines()[0], flush=True)
+"""
+"""A trainer that calls a method of three ranks with many collectives, by a name that is idempotent and one that is not."""
+
+
+def kill_stores(unirun: Unirun, kills: int, rng: random.Random) -> None:
+    """Kill the rendezvous store of the role ``w`` so many times, each time in a call of the generation before."""
+    for _ in range(kills):
+        before = eventually(lambda: _generation(unirun), "all ranks are in one generation", START)
+        time.sleep(rng.random() * 0.3)  # at any moment of a call
+        os.kill(unirun.pid_of("store:w"), signal.SIGKILL)
+        eventually(
+            lambda before=before: (_generation(unirun) or 0) > before,  # type: ignore[misc]
+            "the next generation is formed",
+            START,
+        )
+
+
+def _generation(unirun: Unirun) -> int | None:
+    """That of the role ``w``, counted from 1, when it runs."""
+    with contextlib.suppress(OSError, ValueError):
+        for role in json.loads((unirun.job_dir() / "state.json").read_text())["roles"]:
+            if role["name"] == "w" and role["phase"] == "running":
+                return int(role["generation"]) + 1
+    return None
+
+
+def calls_of(text: str, name: str) -> Counter[str]:
+    """What the calls of `COLLECTIVES` by this name have given, by the first word."""
+    return Counter(re.findall(rf"call {name} (\w+)", text))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.integration.harness import SCRIPTS, Result, Unirun, command_in
+from tests.integration.harness import SCRIPTS, START, Result, Script, Unirun, command_in
+from tests.integration.kills import COLLECTIVES, calls_of, kill_stores
 
 Played = tuple[Unirun, dict[str, Any]]
 """The finished command, and the output of the job's trainer."""
@@ -187,3 +189,15 @@ def test_a_script_that_serves_an_object_ends_when_no_caller_is_left(unirun: Unir
 def test_files_of_a_job_with_calls_are_private(plain: Played) -> None:
     command, _ = plain
     assert (command.job_dir() / "calls").stat().st_mode & 0o077 == 0
+
+
+def test_a_rendezvous_store_that_is_killed_costs_no_idempotent_call(unirun: Unirun, script: Script) -> None:
+    folder = script(COLLECTIVES, "reducing.py").parent
+    job = unirun.start("--roles", "w=3@reducing:Worker", "--trainer", "reducing:Trainer", "--cwd", folder)
+    job.lines("call once right")
+    kill_stores(unirun, 4, random.Random(0))
+    (folder / "enough").touch()
+    result = job.end(within=2 * START)
+    assert result.code == 0, result.err
+    assert set(calls_of(result.out, "again")) == {"right"}
+    assert set(calls_of(result.out, "once")) <= {"right", "WorkerLost"}

@@ -107,3 +107,58 @@ def test_a_script_that_waits_for_ever_in_a_group_with_a_role_that_died_is_starte
     )
     assert job.end(SOON).code == 0
     assert "restart 1 of 3 of role v" in job.text
+
+
+SLEEPING = """
+import os
+import time
+import torch, torch.distributed as dist, unirun
+import unirun.roles.waits
+
+class Worker(unirun.BaseWorkload):
+    def setup(self):
+        unirun.roles.waits.IDLE = 1.0
+        dist.init_process_group("gloo")
+
+    def reduce(self):
+        print("begun", flush=True)
+        if self.rank == 0:
+            time.sleep(600)
+        if self.rank == 1:
+            while not os.path.exists("enough"):
+                sum(range(1000))
+        if self.rank == 2:
+            time.sleep(600)
+
+    def pid(self):
+        dist.barrier()
+        return os.getpid()
+
+class Trainer(unirun.BaseTrainer):
+    def init(self):
+        pass
+
+    def fit(self):
+        try:
+            self.RG_W.reduce()
+        except unirun.WorkerLost as error:
+            print("lost", error.worker, flush=True)
+        print("pids", *self.RG_W.pid.options(idempotent=True).call(), flush=True)
+"""
+
+
+def test_a_rank_that_sleeps_in_a_call_that_was_lost_is_killed_and_one_that_computes_is_not(
+    unirun: Unirun, script: Script
+) -> None:
+    folder = script(textwrap.dedent(SLEEPING), "sleeping.py").parent
+    job = unirun.start("--roles", "w=3@sleeping:Worker", "--trainer", "sleeping:Trainer", "--cwd", folder)
+    job.lines(r"^\[w:\d\] begun", 3)
+    before = [unirun.pid_of(f"w:{rank}") for rank in range(3)]
+    os.kill(before[2], signal.SIGKILL)
+    job.lines(r"w:0: is killed: generation 1 could not be formed without it")
+    (folder / "enough").touch()
+    (pids,) = job.lines(r"pids (.*)")
+    after = [int(pid) for pid in pids.split()]
+    assert job.end(SOON).code == 0
+    assert "lost w:2" in job.text
+    assert [one == other for one, other in zip(before, after, strict=True)] == [False, True, False]

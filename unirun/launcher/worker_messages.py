@@ -133,7 +133,7 @@ def _is_replaced_alone(state: AgentState, worker: Worker) -> bool:
 
 
 def _end_stuck(state: AgentState, worker: Worker, told: Stuck) -> tuple[AgentState, list[Command]]:
-    """Kill a worker that is blocked in a process group that has ended; the master restarts it."""
+    """Kill a worker that waits and keeps its role from being formed; the master restarts it."""
     if worker.sent is not None or worker.cause != "own":
         return state, []
     state = state.with_worker(replace(worker, cause="stuck", doom=told.why))

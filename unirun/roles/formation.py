@@ -13,7 +13,7 @@ from typing import Any
 from unirun.rendezvous.endpoints import GENERATION_KEY, split_endpoint
 from unirun.roles.peers import Peers
 from unirun.roles.process_groups import c10d, dist, process_groups
-from unirun.roles.waits import in_group, wait_until_stuck
+from unirun.roles.waits import IDLE, in_group, wait_until_idle, wait_until_stuck
 from unirun.wire.reports import GroupFormed, GroupMeets, Stuck
 
 NEWS = 5.0
@@ -37,7 +37,7 @@ class Formation:
         self._told = -1
         self._groups = process_groups()
         self._groups.begin, self._groups.forgot = self._begin, forgot(peers)
-        self._watching = threading.Lock()
+        self._watching, self._idling = threading.Lock(), threading.Lock()
 
     @property
     def generation(self) -> int:
@@ -81,6 +81,33 @@ class Formation:
         """Form the group of `generation`, of which a caller has heard before this worker's agent."""
         self._peers.wait_for(lambda: self._wanted() >= generation, NEWS)
         self.follow()
+
+    def explain(self, error: BaseException) -> bool:
+        """Whether `error`, of a call, has come because the group has ended: the role has a later generation, or gets
+        one within `NEWS` seconds. A peer may have died, or left the group as it has heard of that before.
+
+        Waits for the news only if a connection of the default group has ended, or torch says that one to a store has.
+        """
+        broken = isinstance(error, dist.DistError) or self._groups.broken()
+        return self.outdated or (broken and self._changes(self._peers.generation))
+
+    def kept_away(self, by: Callable[[], bool]) -> None:
+        """The main thread is in a call that nobody waits for, as long as `by` returns True. If it only waits there
+        while the others form a group, the agent is told."""
+        if self._idling.acquire(blocking=False):
+            threading.Thread(target=self._watch_idle, args=(by,), name="unirun-idle", daemon=True).start()
+
+    def _watch_idle(self, by: Callable[[], bool]) -> None:
+        try:
+            stack = wait_until_idle(by, lambda: self.outdated)
+            if stack is not None:
+                why = (
+                    f"generation {self._wanted()} could not be formed without it, and it waited for {IDLE:g} s in a "
+                    "call that nobody waits for any more"
+                )
+                self._peers.tell(Stuck(why, stack))
+        finally:
+            self._idling.release()
 
     def follow(self) -> None:
         """Form the group of the present generation, again when another loss comes meanwhile.

@@ -72,6 +72,15 @@ class ProcessGroups:
     def _block(self) -> tuple[Callable[[], bool], list[GlooGroup]] | None:
         return getattr(self._mine, "block", None)
 
+    def broken(self) -> bool:
+        """Whether a connection of the present default group, if that is over gloo, has ended."""
+        if not dist.is_initialized():
+            return False
+        name = c10d._get_process_group_name(c10d._get_default_group())
+        with self._lock:
+            mine = [group for group in self._groups if group.name == name and group.formed]
+        return any(not group.intact() for group in mine[-1:])
+
     def end_outdated(self) -> None:
         """End the groups whose generation is over. May be called from any thread."""
         with self._lock:

@@ -6,8 +6,10 @@ ends (`gloo`): who waits for it waits until the timeout of the group.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import resource
 import sys
 import sysconfig
 import threading
@@ -18,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 import torch
 from torch._C import _distributed_c10d
 
@@ -29,6 +32,11 @@ STUCK = 1.0
 """Seconds after which a wait is stuck."""
 ASK = 5.0
 """Seconds after which it is asked again whether a wait still matters."""
+
+IDLE = 30.0
+"""Seconds without work after which a worker is not waited for, if nobody waits for what it does."""
+BUSY = 0.02
+"""The part of that time in which a worker that works uses a processor at least."""
 
 _OWN = f"{Path(__file__).parent}/process_groups.py"
 _TORCH = tuple(
@@ -90,6 +98,44 @@ class Stillness:
             self._call, self._since = call, now
             return False
         return now - self._since > STUCK
+
+
+class Idleness:
+    """Tells when a process has used almost no processor time for `IDLE` seconds."""
+
+    def __init__(self) -> None:
+        self._since, self._used = math.inf, 0.0
+
+    def lasts(self, used: float, now: float) -> bool:
+        """Take a sample: the processor time that was used so far, and the time, in seconds."""
+        if now < self._since or used - self._used > BUSY * IDLE:
+            self._since, self._used = now, used
+        return now - self._since > IDLE
+
+
+def processor_time() -> float:
+    """Seconds of processor time that this process, without the calling thread, and its descendants have used."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = time.process_time() - time.thread_time() + ended.ru_utime + ended.ru_stime
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            times = child.cpu_times()
+            used += times.user + times.system
+    return used
+
+
+def wait_until_idle(relevant: Callable[[], bool], counts: Callable[[], bool]) -> str | None:
+    """Watch this process as long as `relevant` returns True. Returns the stack of the main thread when it has been idle
+    for `IDLE` seconds, of which only those are counted in which `counts` returns True."""
+    idleness = Idleness()
+    while relevant():
+        if not counts():
+            idleness = Idleness()
+        elif idleness.lasts(processor_time(), time.monotonic()):
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            return "".join(traceback.format_stack(frame)) if relevant() else None
+        time.sleep(IDLE / 30)
+    return None
 
 
 def wait_until_stuck(relevant: Callable[[], bool], call_of: Callable[[FrameType], object]) -> str | None:

@@ -96,6 +96,15 @@ class Worker:
             if len(here) == self.role.size and (self.told == wanted or self.role.rng.random() < 0.5):
                 self.generation, self.steps = wanted, 0
 
+    def explain(self, error: BaseException) -> bool:
+        """A collective fails when the news of a loss are there, or on their way."""
+        if str(error) == "connection closed by peer":
+            self.actor.wait(lambda: self.told > self.generation)
+        return self.told > self.generation
+
+    def kept_away(self, by: Callable[[], bool]) -> None:
+        """No call of this role waits for anything but a collective."""
+
     def _met(self, wanted: int, here: dict[int, Worker]) -> bool:
         """Whether all are in `wanted`, or it is over."""
         return len(here) == self.role.size or self.told > wanted

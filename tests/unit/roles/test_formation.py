@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -220,6 +221,51 @@ class TestFollowing:
         with pytest.raises(LookupError):
             formation.follow()
         assert GroupFormed(1) not in worker.told
+
+
+class TestExplaining:
+    """An error of a call, and news that come after it."""
+
+    @pytest.fixture
+    def entered(self, alone: tuple[Worker, Formation]) -> tuple[Worker, Formation]:
+        worker, formation = alone
+        worker.role_has(0)
+        formation.enter(worker.setup)
+        return alone
+
+    def test_an_error_while_all_connections_stand_is_the_users_own_at_once(
+        self, entered: tuple[Worker, Formation]
+    ) -> None:
+        began = time.monotonic()
+        assert not entered[1].explain(ValueError("mine"))
+        assert time.monotonic() < began + unirun.roles.formation.NEWS
+
+    @pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), ValueError("wrapped")])
+    def test_where_a_connection_has_ended_the_news_are_waited_for(
+        self, entered: tuple[Worker, Formation], groups: ProcessGroups, error: Exception
+    ) -> None:
+        worker, formation = entered
+        for group in groups._groups:
+            group.end()
+        agent = threading.Timer(0.05, worker.role_has, [1])
+        agent.start()
+        assert formation.explain(error)
+        agent.join()
+
+    def test_an_error_of_a_store_is_explained_by_its_end(self, entered: tuple[Worker, Formation]) -> None:
+        worker, formation = entered
+        agent = threading.Timer(0.05, worker.role_has, [1])
+        agent.start()
+        assert formation.explain(distributed.DistNetworkError("recvValue failed"))
+        agent.join()
+
+    def test_a_timeout_of_gloo_that_no_news_follow_is_told_as_it_is(
+        self, entered: tuple[Worker, Formation], groups: ProcessGroups, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(unirun.roles.formation, "NEWS", 0.05)
+        for group in groups._groups:
+            group.end()
+        assert not entered[1].explain(RuntimeError("Timed out waiting 1800000ms for recv operation"))
 
 
 class TestForming:

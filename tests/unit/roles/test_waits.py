@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -17,7 +18,19 @@ from hypothesis import strategies as st
 import unirun.roles.waits
 from unirun.roles.gloo import GlooGroup
 from unirun.roles.process_groups import dist, process_groups
-from unirun.roles.waits import STUCK, Stillness, blocked, forgotten, in_group, wait_until_stuck
+from unirun.roles.waits import (
+    BUSY,
+    IDLE,
+    STUCK,
+    Idleness,
+    Stillness,
+    blocked,
+    forgotten,
+    in_group,
+    processor_time,
+    wait_until_idle,
+    wait_until_stuck,
+)
 
 SOON = 10.0
 
@@ -35,6 +48,50 @@ class TestStillness:
             same = [*takewhile(lambda each: each == call, reversed(calls[: number + 1]))]  # noqa: B023 - used at once
             lasts = call is not None and (len(same) - 1) * 0.3 > STUCK
             assert stillness.lasts(call, number * 0.3) == lasts
+
+
+class TestIdleness:
+    def test_a_process_that_does_nothing_is_idle_after_its_time(self) -> None:
+        idleness = Idleness()
+        told = [idleness.lasts(5.0, now) for now in range(round(IDLE) + 3)]
+        assert told == [now > IDLE for now in range(round(IDLE) + 3)]
+
+    def test_one_that_computes_is_not_however_long_it_takes(self) -> None:
+        idleness = Idleness()
+        assert not any(idleness.lasts(now * 0.1, now) for now in range(1000))
+
+    def test_its_time_begins_anew_when_it_has_computed(self) -> None:
+        idleness = Idleness()
+        idleness.lasts(0.0, 0.0)
+        assert not idleness.lasts(BUSY * IDLE * 2, IDLE - 1)
+        assert not idleness.lasts(BUSY * IDLE * 2, 2 * IDLE - 2)
+        assert idleness.lasts(BUSY * IDLE * 2, 2 * IDLE)
+
+
+@pytest.mark.starts_processes
+def test_the_processor_time_of_a_child_counts() -> None:
+    before = processor_time()
+    code = "import time\nwhile time.process_time() < 0.3: pass"
+    subprocess.run([sys.executable, "-S", "-c", code], check=True)
+    assert processor_time() >= before + 0.3
+
+
+@pytest.mark.parametrize("relevant", [True, False])
+def test_a_main_thread_that_keeps_its_role_waiting_is_found_with_its_stack(
+    monkeypatch: pytest.MonkeyPatch, relevant: bool
+) -> None:
+    monkeypatch.setattr(unirun.roles.waits, "IDLE", 0.2)
+    monkeypatch.setattr(unirun.roles.waits, "BUSY", 1.0)
+    found: list[str | None] = []
+    deadline = time.monotonic() + SOON
+    watcher = threading.Thread(
+        target=lambda: found.append(
+            wait_until_idle(lambda: relevant and time.monotonic() < deadline, lambda: True)
+        )
+    )
+    watcher.start()
+    watcher.join(SOON)
+    assert [stack is not None and "watcher.join" in stack for stack in found] == [relevant]
 
 
 @pytest.fixture

@@ -202,6 +202,9 @@ class Caller:
         if call.joint and call.generation != peer.generation:
             self._settle(call, index, self._outdated(call, peer))
             return
+        if call.joint and call.lost:
+            self._settle(call, index, lost(str(peer.address), "another worker of the call was lost"))
+            return
         self._losses.called(peer.address)
         channel = call.channels[index] = self._channel(peer)
         if not channel.send(call, index):
@@ -310,6 +313,11 @@ class Caller:
 
     def _settle(self, call: OpenCall, index: int, outcome: Parcel | CallError) -> None:
         call.settle(index, outcome)
+        if isinstance(outcome, WorkerLost) and call.retries > 0:
+            # The call is made again when the others have left it.
+            for other, channel in enumerate(call.channels):
+                if channel is not None and not call.has(other):
+                    channel.give_up(call.seq, lost=True)
         if call.settled:
             if call.failed and call.retries > 0 and call.interrupted:
                 self._scheduler.soon(partial(self._again, call, call.attempt))
@@ -353,7 +361,7 @@ class Caller:
             return
         for channel in call.channels:
             if channel is not None:
-                channel.forget(call)
+                channel.forget(call, lost=call.lost)
 
 
 def _ready(peer: Peer, call: OpenCall) -> bool:

@@ -8,7 +8,7 @@ import inspect
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,15 @@ from typing import Any, Protocol
 
 from unirun.errors import CallError, EncodingError, FrameError, UnirunError, WorkerLost
 from unirun.roles.calls.codec import dump, load
-from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, Request, decode_request, encode_refusal
+from unirun.roles.calls.envelope import (
+    ERROR,
+    INTERRUPTED,
+    OK,
+    Request,
+    decode_giving_up,
+    decode_request,
+    encode_refusal,
+)
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote_errors import dump_error
 from unirun.roles.transport.protocol import Inbox, Parcel, Reply, own
@@ -40,6 +48,11 @@ ACK = b"__ack__"
 
 _ACK = ACK.decode()
 
+GIVE_UP = b"__give_up__"
+"""The method of a request which says that nobody waits for the result of another one, whose number it has."""
+
+_GIVE_UP = GIVE_UP.decode()
+
 
 @dataclass(eq=False, slots=True)
 class _Run:
@@ -49,6 +62,8 @@ class _Run:
     buffers: tuple[memoryview, ...]
     replies: list[Reply]
     outcome: Parcel | None = None
+    given_up: bool = False
+    lost: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -69,6 +84,12 @@ class Generations(Protocol):
 
     def catch_up(self, generation: int) -> None:
         """Form the group of `generation`, or a later one, if that has not been done. In the main thread."""
+
+    def explain(self, error: BaseException) -> bool:
+        """Whether a call that this process ran has failed with `error` as the group has ended. Waits for the news."""
+
+    def kept_away(self, by: Callable[[], bool]) -> None:
+        """The serving thread runs a call that nobody waits for, as long as `by` returns True."""
 
 
 class Dispatcher:
@@ -96,6 +117,8 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._callers: dict[tuple[str, int], _CallerState] = {}
         self._inbox = queue.SimpleQueue() if inbox is None else inbox
+        # What the serving thread runs.
+        self._running: _Run | None = None
         self._first: list[Callable[[], None]] = []
         self._stopped = self._closed = False
         self._disturbed = 0
@@ -107,6 +130,7 @@ class Dispatcher:
         """Take a request from a transport. A request that came before is not run again and gets the same answer."""
         try:
             request = decode_request(parcel.head)
+            given_up = decode_giving_up(request.body) if request.method == _GIVE_UP else None
         except FrameError as error:
             reply(self._error(error))
             return
@@ -117,13 +141,16 @@ class Dispatcher:
                 return
             for seq in request.acks:
                 caller.runs.pop(seq, None)
+            if given_up is not None and (other := caller.runs.get(given_up[0])) is not None:
+                other.lost = other.lost or given_up[1]
+                self._give_up([other])
             known = caller.runs.get(request.seq)
             if known is not None and known.outcome is None:
                 known.replies.append(reply)
                 return
-            if known is None and request.method != _ACK:
+            if known is None and request.method not in (_ACK, _GIVE_UP):
                 run = caller.runs[request.seq] = _Run(request, parcel.buffers, [reply])
-        if request.method == _ACK:
+        if request.method in (_ACK, _GIVE_UP):
             reply(_NONE)
         elif known is not None and known.outcome is not None:
             reply(known.outcome)
@@ -138,9 +165,26 @@ class Dispatcher:
         if caller is None or caller.incarnation < incarnation:
             if role.startswith(VISITOR):
                 self._forget_visitors(now)
+            if caller is not None:
+                self._give_up(caller.runs.values())
             caller = self._callers[role, rank] = _CallerState(incarnation, now)
         caller.heard = now
         return caller
+
+    def _give_up(self, runs: Iterable[_Run]) -> None:
+        """Nobody waits for these. They run to their ends; but if the serving thread waits in one while the process
+        group is to be formed, that is told."""
+        for run in runs:
+            run.given_up = True
+        self._look_at_running()
+
+    def _look_at_running(self) -> None:
+        if self._generations is not None and self._runs_for_nobody():
+            self._generations.kept_away(self._runs_for_nobody)
+
+    def _runs_for_nobody(self) -> bool:
+        run = self._running
+        return run is not None and run.given_up
 
     def _forget_visitors(self, now: float) -> None:
         """Drop what is kept for visitors that have left without a word."""
@@ -201,7 +245,12 @@ class Dispatcher:
             if run is not None and not self._stopped:
                 if self._generations is not None:
                     self._generations.catch_up(run.request.generation)
-                self._run(run)
+                self._running = run
+                self._look_at_running()
+                try:
+                    self._run(run)
+                finally:
+                    self._running = None
 
     def run_first(self, action: Callable[[], None]) -> None:
         """Run `action` in the serving thread before the next call. Calls that run now and fail are `INTERRUPTED`."""
@@ -224,12 +273,12 @@ class Dispatcher:
             await_end(self._looping)
 
     def _refused(self, run: _Run) -> bool:
-        """Refuse a joint call that was made for an earlier generation: the other workers of that generation do not
-        run it any more."""
+        """Refuse a joint call that was made for an earlier generation, or has lost another worker: not all of its
+        workers will run it."""
         if self._generations is None or not run.request.joint:
             return False
         generation = self._generations.generation
-        if run.request.generation >= generation:
+        if run.request.generation >= generation and not run.lost:
             return False
         self._finish(run, Parcel(encode_refusal(generation)))
         return True
@@ -246,10 +295,13 @@ class Dispatcher:
             del args, kwargs
             outcome = self._encoded(result, run.request.method)
         except Exception as error:  # noqa: BLE001 - the caller gets it
-            outcome = self._error(error, disturbed=self._disturbed != before)
+            outcome = self._error(error, disturbed=self._disturbed != before or self._explained(error))
             # The frames of the exception hold the arguments of the call.
             error.__traceback__ = None
         self._finish(run, outcome)
+
+    def _explained(self, error: BaseException) -> bool:
+        return self._generations is not None and self._generations.explain(error)
 
     def _run_beside(self, run: _Run) -> None:
         """The same in a thread of a pool, from which an exception cannot end the program."""
@@ -276,7 +328,8 @@ class Dispatcher:
                 await getattr(self._target, run.request.method)(*args, **kwargs), run.request.method
             )
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the caller gets it
-            outcome = self._error(error, disturbed=self._disturbed != before)
+            explained = await asyncio.to_thread(self._explained, error)
+            outcome = self._error(error, disturbed=self._disturbed != before or explained)
         except BaseException as leave:  # noqa: BLE001 - it ends the program, not the task
             self._leave(leave)
             return

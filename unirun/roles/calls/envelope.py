@@ -19,10 +19,11 @@ from unirun.values import WorkerId
 
 _PREFIX = struct.Struct("<QI?HHH")
 _GENERATION = struct.Struct("<I")
+_GIVEN_UP = struct.Struct("<Q?")
 
 OK, ERROR, INTERRUPTED, REFUSED = b"\0", b"\1", b"\2", b"\3"
 """`INTERRUPTED`: the method raised while its role lost a worker, so its error is a consequence. `REFUSED`: the method
-did not run, as the call was made for an earlier generation than that of the worker."""
+did not run, as the call was made for an earlier generation than that of the worker, or had lost another one."""
 
 MAX_ACKS = 0xFFFF
 
@@ -67,6 +68,19 @@ def decode_request(head: bytes) -> Request:
     except (struct.error, ValueError) as error:
         raise FrameError(f"a request of {len(head)} bytes is malformed: {error}") from error
     return Request(sender, seq, generation, joint, acked, name, memoryview(head)[at + method :])
+
+
+def encode_giving_up(seq: int, *, lost: bool) -> bytes:
+    """The body of a request that gives the call `seq` up, perhaps as it has `lost` another worker."""
+    return _GIVEN_UP.pack(seq, lost)
+
+
+def decode_giving_up(body: memoryview) -> tuple[int, bool]:
+    """The inverse. Raises `FrameError`."""
+    if len(body) != _GIVEN_UP.size:
+        raise FrameError(f"a call is given up with {len(body)} bytes")
+    seq, lost = _GIVEN_UP.unpack(body)
+    return seq, lost
 
 
 def encode_refusal(generation: int) -> bytes:

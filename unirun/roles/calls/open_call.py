@@ -137,6 +137,11 @@ class OpenCall:
         return self._bad > 0
 
     @property
+    def lost(self) -> bool:
+        """Whether a worker was lost, so that this attempt of a joint call cannot succeed."""
+        return self.failed and any(isinstance(o, WorkerLost) for o in list(self._outcomes.values()))
+
+    @property
     def interrupted(self) -> bool:
         """Whether a worker was lost, or an error is the consequence of a loss."""
         return any(
@@ -210,15 +215,29 @@ class OpenCall:
     def _error(self) -> BaseException:
         """The root cause: a loss before what follows from one, else the first error that came."""
         ranked: list[tuple[int, BaseException]] = []
-        for outcome in self._outcomes.values():
+        for index, outcome in self._outcomes.items():
             if isinstance(outcome, WorkerLost):
                 ranked.append((0, outcome))
             elif isinstance(outcome, BaseException):
                 ranked.append((1, outcome))
             elif outcome.head[:1] != OK:
                 kind, body = outcome_of(outcome)
-                ranked.append((2 if kind == INTERRUPTED else 1, load_error(body, outcome.buffers)))
+                error = load_error(body, outcome.buffers)
+                if kind == INTERRUPTED and isinstance(error, RuntimeError):
+                    error = self._interruption(index, error)
+                ranked.append((2 if kind == INTERRUPTED else 1, error))
         return min(ranked, key=lambda pair: pair[0])[1]
+
+    def _interruption(self, index: int, error: RuntimeError) -> WorkerLost:
+        """What torch's `error` in a collective means, which follows from a loss that is none of this call's workers."""
+        interrupted = WorkerLost(
+            f"{self.method} was interrupted in {self.worker(index)}: its role forms another generation, as another of "
+            "its ranks, or its rendezvous store, was lost",
+            "call it again, or mark it idempotent=True to have that done",
+            worker=self.worker(index),
+        )
+        interrupted.__cause__ = error
+        return interrupted
 
     def _timeout(self, when: str) -> InvocationTimeout:
         outcomes = dict(self._outcomes)

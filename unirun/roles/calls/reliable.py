@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import partial
 
 from unirun.errors import CallError, ChannelError
-from unirun.roles.calls.dispatcher import ACK
-from unirun.roles.calls.envelope import MAX_ACKS, encode_request
+from unirun.roles.calls.dispatcher import ACK, GIVE_UP
+from unirun.roles.calls.envelope import MAX_ACKS, encode_giving_up, encode_request
 from unirun.roles.calls.open_call import OpenCall
 from unirun.roles.transport.protocol import Channel, Parcel, Transport
 from unirun.roles.transport.scheduler import Scheduler
@@ -70,11 +70,17 @@ class ReliableChannel:
                 self._connect()
         return True
 
-    def forget(self, call: OpenCall) -> None:
+    def forget(self, call: OpenCall, *, lost: bool = False) -> None:
         """Do not send a call again; its answer is acked and dropped. Whoever made it may change its arguments."""
         channel = self._channel
         if self._parts.pop(call.seq, None) is not None and channel is not None:
             channel.keep()
+            self.give_up(call.seq, lost=lost)
+
+    def give_up(self, seq: int, *, lost: bool) -> None:
+        """Tell the worker that nobody waits for its result of a call; `lost`: as another worker of the call was lost,
+        so that it need not begin it. While the worker cannot be reached, it is not told."""
+        self._scheduler.soon(partial(self._tell, GIVE_UP, encode_giving_up(seq, lost=lost)))
 
     def lose(self) -> list[Part]:
         """The worker is gone: close the connection. Returns the calls that were not answered."""
@@ -150,9 +156,14 @@ class ReliableChannel:
             self._scheduler.soon(self._ack)
 
     def _ack(self) -> None:
+        if self._acks:
+            self._tell(ACK, b"")
+
+    def _tell(self, method: bytes, body: bytes) -> None:
+        """Send a request of the channel's own, whose answer says nothing."""
         with self._lock:
-            if self._acks and self._channel is not None:
-                head = encode_request(self._me, 0, 0, False, self._due_acks(), ACK, b"")
+            if self._channel is not None:
+                head = encode_request(self._me, 0, 0, False, self._due_acks(), method, body)
                 self._channel.call(Parcel(head), lambda parcel: None)
 
     def _due_acks(self) -> list[int]:

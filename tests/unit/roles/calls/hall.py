@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from unirun.roles import trainer_invocation
 from unirun.roles.calls.codec import dump
-from unirun.roles.calls.dispatcher import Dispatcher
-from unirun.roles.calls.envelope import encode_address, encode_request
+from unirun.roles.calls.dispatcher import GIVE_UP, Dispatcher
+from unirun.roles.calls.envelope import encode_address, encode_giving_up, encode_request
 from unirun.roles.calls.policy import invocations
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
@@ -58,6 +59,15 @@ class Generations:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self.generation = 0
+        self.away: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
+
+    def explain(self, error: BaseException) -> bool:
+        """The word "closed" is one of a peer that has left."""
+        return "closed" in str(error)
+
+    def kept_away(self, by: Callable[[], bool]) -> None:
+        """Note it."""
+        self.away.put(by)
 
     def catch_up(self, generation: int) -> None:
         """Form it."""
@@ -103,6 +113,12 @@ class Hall:
         answers: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
         self.dispatcher.handle(Parcel(head, buffers), answers.put)
         return answers
+
+    def give_up(self, seq: int, *, lost: bool = False) -> None:
+        """Nobody waits for this call."""
+        body = encode_giving_up(seq, lost=lost)
+        head = encode_request(encode_address(TRAINER), 0, 0, False, [], GIVE_UP, body)
+        self.dispatcher.handle(Parcel(head), lambda answer: None)
 
     def close(self) -> None:
         """End the thread."""

@@ -250,6 +250,47 @@ class TestTheServingThread:
         hall.dispatcher.run_first(done.set)
         assert done.wait(SOON)
 
+    def test_says_that_it_is_kept_away_by_a_call_that_was_given_up_until_that_is_over(self) -> None:
+        desk = Desk()
+        generations = Generations(desk)
+        hall = Hall(desk, generations=generations)
+        held = hall.send(1, "hold")
+        desk.begun.wait(SOON)
+        for seq, away in ((7, False), (1, True)):
+            hall.give_up(seq)
+            assert generations.away.empty() is not away
+        by = generations.away.get(timeout=SOON)
+        assert by()
+        desk.gate.set()
+        assert value_of(held) is not None
+        assert value_of(hall.send(2, "note", "next")) == "next"
+        assert not by()
+        hall.close()
+
+    @pytest.mark.parametrize(("lost", "joint"), [(True, True), (True, False), (False, True)])
+    def test_does_not_begin_a_joint_call_that_has_lost_another_worker(self, lost: bool, joint: bool) -> None:
+        desk = Desk()
+        hall = Hall(desk, generations=Generations(desk))
+        hall.send(1, "hold")
+        desk.begun.wait(SOON)
+        waiting = hall.send(2, "note", "run", joint=joint)
+        hall.give_up(2, lost=lost)
+        desk.gate.set()
+        refused = refused_for(waiting.get(timeout=SOON).head)
+        assert (refused is not None) is (lost and joint)
+        assert ("run" in desk.ran) is not (lost and joint)
+        hall.close()
+
+    def test_is_kept_away_by_a_call_of_a_trainer_that_has_a_successor(self) -> None:
+        desk = Desk()
+        generations = Generations(desk)
+        hall = Hall(desk, generations=generations)
+        hall.send(1, "hold")
+        desk.begun.wait(SOON)
+        hall.send(1, "note", "next", caller=TRAINER._replace(incarnation=1))
+        assert generations.away.get(timeout=SOON)()
+        hall.close()
+
     def test_an_error_during_a_loss_is_marked_as_interrupted(self, hall: Hall) -> None:
         for loss in (1, 2):
             hall.desk.begun.clear()
@@ -260,6 +301,25 @@ class TestTheServingThread:
             hall.desk.gate.set()
             assert "connection reset" in str(error_of(disturbed, INTERRUPTED))
         assert "connection reset" in str(error_of(hall.send(3, "hold_and_fail"), ERROR))
+
+    @pytest.mark.parametrize("method", ["fail", "fail_beside", "fail_later"])
+    def test_an_error_that_a_loss_explains_is_marked_before_the_loss_is_told(self, method: str) -> None:
+        class Failing(Desk):
+            def fail(self, text: str) -> None:
+                raise RuntimeError(text)
+
+            @trainer_invocation(concurrency=2)
+            def fail_beside(self, text: str) -> None:
+                raise RuntimeError(text)
+
+            async def fail_later(self, text: str) -> None:
+                raise RuntimeError(text)
+
+        desk = Failing()
+        hall = Hall(desk, generations=Generations(desk))
+        assert "closed" in str(error_of(hall.send(1, method, "connection closed"), INTERRUPTED))
+        assert "of my own" in str(error_of(hall.send(2, method, "of my own"), ERROR))
+        hall.close()
 
     def test_a_result_that_came_in_spite_of_a_loss_is_a_result(self, hall: Hall) -> None:
         held = hall.send(1, "hold")

@@ -170,7 +170,13 @@ class TestErrors:
         followed, plain = failure(RuntimeError("connection reset"), INTERRUPTED), failure(ValueError("mine"))
         assert finished(followed, plain, lost).exception() is lost
         assert isinstance(finished(followed, plain, 3).exception(), ValueError)
-        assert isinstance(finished(followed, 3).exception(), RuntimeError)
+        assert isinstance(finished(failure(ValueError("mine"), INTERRUPTED), 3).exception(), ValueError)
+
+    def test_an_error_of_a_collective_that_a_loss_elsewhere_has_ended_is_a_loss(self) -> None:
+        interrupted = finished(3, failure(RuntimeError("connection closed"), INTERRUPTED)).exception()
+        assert isinstance(interrupted, WorkerLost)
+        assert interrupted.worker == "actor:1"
+        assert isinstance(interrupted.__cause__, RuntimeError)
 
     def test_the_first_of_several_errors_is_raised(self) -> None:
         ref = ref_of(2)

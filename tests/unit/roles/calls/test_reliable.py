@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.effort import examples
 from tests.sim.calls.actors import Clock, FakeScheduler
 from unirun.errors import CallError, ChannelError, EncodingError
-from unirun.roles.calls.dispatcher import ACK
-from unirun.roles.calls.envelope import Request, decode_request, encode_address
+from unirun.roles.calls.dispatcher import ACK, GIVE_UP
+from unirun.roles.calls.envelope import Request, decode_giving_up, decode_request, encode_address
 from unirun.roles.calls.reliable import LARGE, MAX_RECONNECT, ReliableChannel
 from unirun.roles.transport.protocol import Channel, Parcel, Transport
 from unirun.values import WorkerId
@@ -48,7 +48,7 @@ class Line:
         if not self.open:
             return
         self.requests.append(request)
-        if request.method != ACK.decode():
+        if request.method not in (ACK.decode(), GIVE_UP.decode()):
             self.waiting[request.seq] = done
 
     def keep(self) -> None:
@@ -93,6 +93,32 @@ def call_of(seq: int, joint: bool = False, generation: int = 0, body: bytes = b"
         patience=None,
         fetch=None,
     )
+
+
+def test_a_worker_is_told_which_call_nobody_waits_for() -> None:
+    clock, network = Clock(), Network()
+    transport: Any = network
+    channel = ReliableChannel(
+        WORKER,
+        "there",
+        me=encode_address(ME),
+        transport=transport,
+        scheduler=FakeScheduler(clock),
+        answered=lambda *_: None,
+        failed=lambda *_: None,
+    )
+    call = call_of(7)
+    channel.send(call, 0)
+    channel.forget(call, lost=True)
+    channel.forget(call)
+    while clock.turn():
+        pass
+    told = [
+        decode_giving_up(request.body)
+        for request in network.lines[0].requests
+        if request.method == GIVE_UP.decode()
+    ]
+    assert told == [(7, True)]
 
 
 class Calls(RuleBasedStateMachine):
