@@ -32,7 +32,7 @@ demo: $(VENV)/.installed
 # Three tests at a time on two cores: some wait for a process most of the time. With four it takes as long.
 JOBS ?= 3
 test: $(VENV)/.dev $(VENV)/.system
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations 20
+	$(BIN)/python -m pytest -q -p tests.flaky -n $(JOBS) --dist worksteal --durations 20
 
 # All that starts no process, with fewer examples of each property: about a minute.
 quick: $(VENV)/.dev

@@ -1,0 +1,92 @@
+"""A plugin of pytest: what a run could not pass is run once more, alone, and what passes then is named as flaky.
+
+``-p tests.flaky`` remembers how a run ended. ``-p tests.flaky --again --last-failed --last-failed-no-failures none`` is
+the second run. It passes when each test that had failed passes. It runs nothing, and ends with `NOTHING_RUN`, when tests
+have not just failed: after an error of the collection, an interruption, or a worker of xdist that has crashed.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+NOTHING_RUN = 9
+"""An exit code that pytest does not have."""
+
+_ENDED, _FAILED = "flaky/ended", "cache/lastfailed"
+"""Keys in pytest's cache; the second one is that of ``--last-failed``."""
+
+_PHASES = ("setup", "call", "teardown")
+"""xdist's report of a test in which a worker has crashed is of none of them."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option."""
+    parser.addoption("--again", action="store_true", help="the second run of tests.flaky")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose between the two runs."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Second(config) if config.getoption("again") else First(config))
+
+
+class First:
+    """Writes down how the run ended."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config, self._crashed = config, False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """See a worker that has crashed."""
+        self._crashed |= str(report.when) not in _PHASES
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """Write the end down."""
+        self._cache().set(_ENDED, {"status": int(exitstatus), "crashed": self._crashed})
+
+    def _cache(self) -> pytest.Cache:
+        assert self._config.cache is not None, "it is the cache that says what has failed"
+        return self._config.cache
+
+
+class Second:
+    """Fails unless all that had failed passes; names what passes."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        assert config.cache is not None, "it is the cache that says what has failed"
+        self._ended = config.cache.get(_ENDED, {"status": None, "crashed": False})
+        self._wanted = {*config.cache.get(_FAILED, {})}
+        self._passed: set[str] = set()
+        self._failed: set[str] = set()
+
+    def pytest_sessionstart(self) -> None:
+        """End at once when running again would prove nothing."""
+        status = self._ended["status"]
+        if self._ended["crashed"]:
+            pytest.exit("not run again: a worker of xdist has crashed", NOTHING_RUN)
+        if status != pytest.ExitCode.TESTS_FAILED or not self._wanted:
+            pytest.exit(f"not run again: the first run has ended with {status}", NOTHING_RUN)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep what has passed and what has not."""
+        if report.when == "call" and report.passed:
+            self._passed.add(report.nodeid)
+        elif report.failed:
+            self._failed.add(report.nodeid)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Fail for a test that was not run again, too."""
+        if exitstatus == pytest.ExitCode.OK and self._wanted - self._flaky:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Name them before the line with which pytest closes."""
+        for nodeid in sorted(self._flaky):
+            terminalreporter.write_line(f"flaky: {nodeid} has failed, and passes alone")
+        for nodeid in sorted(self._wanted - self._passed - self._failed):
+            terminalreporter.write_line(f"failed, and not found again: {nodeid}")
+
+    @property
+    def _flaky(self) -> set[str]:
+        return self._passed - self._failed
