@@ -1,4 +1,4 @@
-"""How much the tests try: less in `make test` than in `make chaos` and `make properties`."""
+"""How much the tests try, less in `make test` than in `make chaos` and `make properties`, and how long they wait."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import TypeVar
 from hypothesis import settings
 
 T = TypeVar("T")
+
+SOON = 120.0
+"""Deadline in seconds for whatever a test waits for and does not measure. A busy machine takes its time, and no test that
+passes waits for its end."""
 
 CHAOS = "UNIRUN_CHAOS" in os.environ
 """Whether tests try all moments and all variants, for any time: `make chaos`."""

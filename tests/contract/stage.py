@@ -25,6 +25,7 @@ import torch
 from tests.contract.board import Board
 from tests.contract.desk import Desk, Gates
 from tests.effort import CHAOS
+from tests.effort import SOON as SOON
 from tests.unit.wire.places import credentials_in
 from unirun.errors import WorkerLost
 from unirun.roles.calls.caller import Caller
@@ -45,8 +46,6 @@ from unirun.wire.reports import CallCount, Calls
 KINDS = ("inproc", "socket", "tls", "torch", *(["insecure"] if CHAOS else []))
 """Over TLS and TCP (``insecure``) every process is on a node of its own."""
 
-SOON = 30.0
-"""Seconds in which everything must have happened that nothing holds up, on a busy machine."""
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "torch.distributed.rpc", "unirun.roles", __name__])

@@ -22,7 +22,7 @@ def test_a_call_ends_at_its_deadline(stage: Stage, method: str) -> None:
         InvocationTimeout, match=f"{method} was not answered within its deadline of 0.4 s"
     ) as caught:
         getattr(cast.group, method)("never")
-    assert 0.35 < time.monotonic() - began < 2.0
+    assert 0.35 < time.monotonic() - began < SOON
     assert caught.value.missing == (f"{cast.role}:0",)
     assert caught.value.results == {}
     assert isinstance(caught.value, TimeoutError)
@@ -65,7 +65,7 @@ def test_a_worker_that_hangs_does_not_delay_calls_of_others(stage: Stage) -> Non
     with pytest.raises(InvocationTimeout) as caught:
         cast.group.hold_if_briefly(2, "")
     assert caught.value.missing == (f"{cast.role}:0",), "it still hangs"
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < SOON
     cast[0].open("hang")
     assert cast.group.echo(1) == [1, 1]
 
@@ -114,7 +114,7 @@ def test_a_call_for_a_worker_that_is_not_there_ends_at_its_deadline_too(stage: S
     began = time.monotonic()
     with pytest.raises(InvocationTimeout):
         cast.group.hold_briefly("")
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < SOON
 
 
 def test_many_deadlines_at_once_are_kept(stage: Stage) -> None:
@@ -126,7 +126,7 @@ def test_many_deadlines_at_once_are_kept(stage: Stage) -> None:
     ended = threading.Event()
     refs[-1].add_done_callback(lambda _: ended.set())
     assert ended.wait(SOON)
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < SOON
     assert all(isinstance(ref.exception(0), InvocationTimeout) for ref in refs)
     for gate in ("dam", ""):
         cast[0].open(gate)
@@ -141,11 +141,11 @@ def test_a_call_to_a_worker_that_is_stopped_and_was_never_called_ends_at_its_dea
     other[0].signal(STOP)
     began = time.monotonic()
     ref = stopped.hold_briefly.call_async("frozen")
-    assert time.monotonic() - began < 1.0, "a call that does not wait returns at once"
+    assert time.monotonic() - began < SOON, "a call that does not wait returns at once"
     with pytest.raises(InvocationTimeout, match=r"within its deadline of 0.4 s by"):
         stopped.hold_briefly("frozen")
     assert ref.exception(SOON) is not None
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < SOON
     other[0].signal(GO_ON)
     other[0].open("frozen")
     assert stopped.echo("back") == ["back"], "it was late, not lost"

@@ -93,7 +93,7 @@ def test_the_first_error_of_a_group_call_ends_it_soon(stage: Stage) -> None:
     began = time.monotonic()
     with pytest.raises(ValueError, match=f"{cast.role}:1 fails"):
         cast.group.fail_if(1)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < SOON
     assert cast.group.echo(1) == [1, 1]
 
 

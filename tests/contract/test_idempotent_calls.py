@@ -66,7 +66,7 @@ def test_an_idempotent_call_is_repeated_at_most_retries_times(stage: Stage) -> N
         cast[0].hear("holding never")
         cast.kill(0)
         cast.start_again(0)
-    lost_within(ref, 2.0)
+    lost_within(ref, SOON)
     assert cast.group.ran() == [[]]
 
 

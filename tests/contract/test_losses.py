@@ -20,8 +20,8 @@ def test_a_worker_that_dies_during_a_call_raises_worker_lost_at_once(stage: Stag
     behind = cast.group[0].note.call_async("behind it")
     cast[0].hear("holding doomed")
     cast.kill(0)
-    assert lost_within(ref, 2.0).worker == f"{cast.role}:0"
-    assert lost_within(behind, 2.0).worker == f"{cast.role}:0"
+    assert lost_within(ref, SOON).worker == f"{cast.role}:0"
+    assert lost_within(behind, SOON).worker == f"{cast.role}:0"
     assert cast.group[1].echo(1) == 1
 
 
@@ -32,7 +32,7 @@ def test_the_death_of_a_called_worker_writes_nothing_on_stderr(
     ref = cast.group.hold.call_async("doomed")
     cast[0].hear("holding doomed")
     cast.kill(0)
-    lost_within(ref, 2.0)
+    lost_within(ref, SOON)
     assert capfd.readouterr().err == ""
 
 
@@ -42,7 +42,7 @@ def test_a_death_that_only_the_master_reports_raises_worker_lost(stage: Stage) -
     ref = cast.group.hold.call_async("silent")
     cast[0].hear("holding silent")
     cast.tell_gone(0)
-    lost_within(ref, 2.0)
+    lost_within(ref, SOON)
     cast[0].open("silent")
 
 
@@ -52,7 +52,7 @@ def test_a_group_call_ends_when_one_of_the_group_dies(stage: Stage) -> None:
     for player in cast:
         player.hear("holding together")
     cast.kill(1)
-    assert lost_within(ref, 2.0).worker == f"{cast.role}:1"
+    assert lost_within(ref, SOON).worker == f"{cast.role}:1"
     cast[0].open("together")
     cast[2].open("together")
     assert [cast.group[rank].echo(1) for rank in (0, 2)] == [1, 1]
@@ -65,7 +65,7 @@ def test_what_was_answered_before_a_death_has_its_result(stage: Stage) -> None:
     cast[0].hear("holding last")
     wait(refs, len(refs), SOON)
     cast.kill(0)
-    lost_within(last, 2.0)
+    lost_within(last, SOON)
     assert [ref.result(0) for ref in refs] == [[number] for number in range(100)]
 
 
@@ -75,7 +75,7 @@ def test_a_method_that_ends_its_process_is_a_loss_and_not_repeated(stage: Stage)
     ref = cast.group.die.call_async()
     cast[0].await_end()
     cast.kill(0)
-    lost_within(ref, 5.0)
+    lost_within(ref, SOON)
     cast.start_again(0)
     assert cast.group.ran() == [[]]
 
@@ -98,7 +98,7 @@ def test_calls_wait_for_a_worker_that_is_starting(stage: Stage) -> None:
     ref = cast.group.hold.call_async("first")
     cast[0].hear("holding first")
     cast.kill(0)
-    lost_within(ref, 2.0)
+    lost_within(ref, SOON)
     cast.prepare_again(0)
     refs = [cast.group.note.call_async(number) for number in range(50)]
     assert not any(ref.done() for ref in refs)
@@ -115,7 +115,7 @@ def test_a_group_call_waits_for_the_successor_while_calls_of_single_workers_go_o
     ref = cast.group.hold_if.call_async(0, "gone")
     cast[0].hear("holding gone")
     cast.kill(0)
-    lost_within(ref, 2.0)
+    lost_within(ref, SOON)
     assert cast.group[1].echo("alone") == "alone"
     together = cast.group.number.call_async()
     cast.prepare_again(0)
@@ -138,7 +138,7 @@ def test_twenty_deaths_in_a_row_do_not_disturb_calls_of_other_workers(stage: Sta
         doomed = group[0].hold.call_async("doomed")
         cast[0].hear("holding doomed")
         cast.kill(0)
-        lost_within(doomed, 2.0)
+        lost_within(doomed, SOON)
         cast.start_again(0)
     assert not any(ref.done() for ref in (*long, *queued))
     cast.open("long")
@@ -155,7 +155,7 @@ def test_a_worker_that_has_ended_for_good_is_lost_at_once(stage: Stage) -> None:
     cast[0].hear("holding over")
     cast[0].kill()
     cast.tell_over(0)
-    lost_within(ref, 2.0)
+    lost_within(ref, SOON)
     with pytest.raises(WorkerLost):
         cast.group[0].echo()
     with pytest.raises(WorkerLost):
@@ -193,7 +193,7 @@ def test_calls_from_many_threads_survive_deaths_of_others(stage: Stage) -> None:
             ref = cast.group[0].hold.call_async("x")
             cast[0].hear("holding x")
             cast.kill(0)
-            lost_within(ref, 2.0)
+            lost_within(ref, SOON)
             cast.start_again(0)
     finally:
         stop.set()
@@ -230,7 +230,7 @@ def test_a_broken_connection_is_no_death(stage: Stage) -> None:
     with pytest.raises(InvocationTimeout):
         ref.result(0.3)
     cast.tell_gone(0)
-    lost_within(ref, 2.0)
+    lost_within(ref, SOON)
 
 
 def test_a_worker_whose_connections_are_cut_again_and_again_is_not_lost(stage: Stage) -> None:
@@ -256,7 +256,7 @@ def test_each_death_raises_worker_lost_once(stage: Stage) -> None:
         ref = cast.group.hold_if.call_async(0, "doomed")
         cast[0].hear("holding doomed")
         cast.kill(0)
-        assert lost_within(ref, 2.0).worker == f"{cast.role}:0"
+        assert lost_within(ref, SOON).worker == f"{cast.role}:0"
         cast.start_again(0)
         assert cast.group.echo(life) == [life, life], "and not again by the next call"
 
@@ -271,7 +271,7 @@ def test_queued_calls_of_a_group_do_not_run_in_the_next_generation(stage: Stage)
     cast[1].hear("holding slow")
     cast.kill(0)
     for ref in (first, *behind):
-        assert lost_within(ref, 2.0).worker == f"{cast.role}:0"
+        assert lost_within(ref, SOON).worker == f"{cast.role}:0"
     cast.start_again(0)
     together = cast.group.note.call_async("together")
     cast[1].open("slow")
@@ -291,7 +291,7 @@ def test_a_group_call_that_a_worker_refuses_is_lost_and_says_why(stage: Stage) -
     assert not wait([ref], timeout=0.3)[0], "who was lost is not known yet"
     cast.kill(0)
     cast.start_again(0)
-    assert lost_within(ref, 2.0).worker == f"{cast.role}:0"
+    assert lost_within(ref, SOON).worker == f"{cast.role}:0"
     assert cast.group.note("next") == ["next", "next"], "that loss was told"
     assert cast.group.ran()[1] == ["next"]
 
@@ -306,7 +306,7 @@ def test_a_group_call_of_one_generation_is_not_sent_in_the_next(stage: Stage) ->
     eventually(lambda: "1 of 2" in repr(ref), "one has answered")
     cast.kill(0)
     cast.start_again(0)
-    error = lost_within(ref, 2.0)
+    error = lost_within(ref, SOON)
     assert error.worker == f"{cast.role}:0"
     assert "its role has formed generation 2, and the call was made for 1" in str(error)
     assert cast.group.note("whole") == ["whole", "whole"]

@@ -21,16 +21,15 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.effort import SOON as SOON
 from unirun.cli import status
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound="Unirun")
 
-START = 60.0
+START = 120.0
 """Deadline in seconds for everything that imports torch on a busy machine."""
 
-SOON = 20.0
-"""Deadline in seconds for everything else."""
 
 UNIRUN = str(Path(sys.executable).with_name("unirun"))
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
@@ -312,7 +311,7 @@ class Unirun:
 
         return eventually(only, f"one process is called {title}")
 
-    def assert_nothing_left(self, within: float = 15.0) -> None:
+    def assert_nothing_left(self, within: float = SOON) -> None:
         """Fail unless all processes of all jobs are gone within `within` seconds."""
         deadline = time.monotonic() + within
         while (left := self.processes()) and time.monotonic() < deadline:

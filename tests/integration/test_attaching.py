@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import unirun as package
+from tests.effort import SOON
 from tests.integration.harness import Script, Unirun, command_in, eventually
 from unirun.errors import InvocationTimeout, JobError, RemoteTraceback, UsageError, WorkerLost
 from unirun.train import JobHandle
@@ -127,12 +128,12 @@ def test_calls_go_on_over_the_death_of_the_master_and_what_follows_is_heard(
     (pid, _) = rollout.pid()
     open_call = rollout.sleep.call_async(0.5)
     os.kill(command.pid_of("unirun-master"), signal.SIGKILL)
-    assert rollout[0].echo.options(timeout=30).call("meanwhile") == "meanwhile"
-    assert open_call.result(30) == [0, 1]
+    assert rollout[0].echo.options(timeout=SOON).call("meanwhile") == "meanwhile"
+    assert open_call.result(SOON) == [0, 1]
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerLost, match="rollout:0"):
-        rollout.pid.options(timeout=30).call()
-    assert rollout.pid.options(timeout=30).call()[0] != pid
+        rollout.pid.options(timeout=SOON).call()
+    assert rollout.pid.options(timeout=SOON).call()[0] != pid
 
 
 def test_each_call_of_several_visitors_runs_once(job: JobHandle) -> None:
@@ -175,8 +176,8 @@ def test_who_waits_is_told_that_the_job_has_ended(unirun: Unirun, script: Script
             waits = job["rollout"].sleep.call_async(60)
             running.signal(signal.SIGTERM)
             with pytest.raises(WorkerLost):
-                waits.result(30)
-            assert job.wait(30) == 143
+                waits.result(SOON)
+            assert job.wait(SOON) == 143
             running.end()
             with pytest.raises(WorkerLost, match="has ended"):
                 job["rollout"].echo(1)

@@ -250,7 +250,7 @@ class TestAWorkerThatClosesItsLink:
         )
         (pid,) = job.lines(r"up (\d+)")
         os.kill(unirun.pid_of("unirun-agent"), signal.SIGKILL)
-        assert gone(int(pid), 1.0)
+        assert gone(int(pid), SOON)
         assert job.end().code == 137
 
 

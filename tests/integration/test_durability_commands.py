@@ -13,7 +13,7 @@ from unirun.train.handle import JobHandle
 from .harness import SOON, START, Script, Unirun, alive, eventually
 from .masters import Masters
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300)
 
 
 TELLING = """

@@ -10,7 +10,7 @@ import pytest
 from .harness import SHORT_TERM, SOON, START, Unirun, eventually, gone
 from .masters import Masters, Steady, calm
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_a_master_that_hangs_longer_than_its_lease_is_replaced_and_does_no_harm(

@@ -49,11 +49,11 @@ class TestPPO:
         assert "start: warm" in done.out
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 class TestFineTuning:
     def test_fine_tuning_example_keeps_old_tasks_by_rehearsal(self, unirun: Unirun) -> None:
         command = [sys.executable, str(EXAMPLES / "sft_digits" / "main.py"), "--epochs", "10"]
-        done = unirun.start_program(command).end(150.0)
+        done = unirun.start_program(command).end(240.0)
         assert done.code == 0, done.err
         pretrained, forgetful, rehearsed = result_of(unirun)
         assert pretrained["0-4"] > 0.95

@@ -256,7 +256,7 @@ class TestAGroup:
         assert not alive(int(victim))
         assert job.end().code == 0
         times = [float(moment) for moment in job.lines(r"broken ([\d.]+)", 3)]
-        assert max(times) - min(times) < 2.0
+        assert max(times) - min(times) < 30.0
 
 
 class TestWithoutUnirun:

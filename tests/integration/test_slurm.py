@@ -137,7 +137,7 @@ def test_a_job_that_a_step_submits_has_its_own_processors_memory_options_and_set
 def test_a_job_is_told_to_end_before_its_time_limit(command: Unirun, script: Script, cluster: Slurm) -> None:
     """Slurm looks at time limits once in 30 s, so a job of a minute is told in its first half."""
     job = command.start("--slurm", "nodes=1,time=1,grace=59", *EXEC, script(WAIT))
-    assert job.end(90).code == 143
+    assert job.end(2 * START).code == 143
     assert cluster.job(slurm_id(job))["JobState"] == "FAILED", "it has not reached the limit"
 
 

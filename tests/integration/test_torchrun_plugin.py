@@ -24,7 +24,7 @@ from tests.effort import variants
 
 from .harness import START, TORCHRUN, Running, Unirun, alive, eventually, gone
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.cold]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.cold]
 
 LONG = 150.0
 """Deadline in seconds for several imports of torch in sequence on a busy machine."""

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.effort import SOON
 from tests.integration.harness import Script, Unirun, gone
 from unirun import train
 from unirun.errors import PlacementError, RemoteTraceback, TrainingFailed, UsageError, WorkerLost
@@ -145,7 +146,7 @@ class TestErrors:
         heard, began = Heard(), time.monotonic()
         with pytest.raises(LookupError, match="this rank has no data") as raised:
             trainer.run(function, callbacks=[heard])
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < SOON
         assert heard.error is raised.value
         assert isinstance(raised.value.__cause__, RemoteTraceback)
         assert 'raise LookupError("this rank has no data")' in str(raised.value.__cause__)
@@ -156,7 +157,7 @@ class TestErrors:
         def function() -> None:
             if train.world_rank() == 2:
                 sys.exit(code)
-            time.sleep(60)
+            time.sleep(600)
 
         with pytest.raises(TrainingFailed, match=rf"called sys.exit\({code}\) in rank 2"):
             trainer.run(function)
@@ -473,7 +474,7 @@ class TestBeforeWorkersStart:
             Trainer().run(lambda: None, checkpoint="nowhere")
         with pytest.raises(UsageError, match="there is no checkpoint .*/000001"):
             Trainer().run(lambda: None, checkpoint=tmp_path / "000001")
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < SOON
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     def test_gpus_that_are_not_there_are_told(self, home: Unirun) -> None:
@@ -503,4 +504,4 @@ def test_a_driver_that_is_killed_leaves_no_worker(unirun: Unirun, script: Script
     os.kill(driver.pid, signal.SIGKILL)
     for pid in map(int, line.split()):
         assert gone(pid, 5)
-    unirun.assert_nothing_left(within=10)
+    unirun.assert_nothing_left()

@@ -306,7 +306,7 @@ def test_fsdp_parameters_become_tensor_parallel_and_whole_ones_bit_for_bit(
 def test_on_a_gpu_versions_are_whole_in_the_order_of_streams_and_their_memory_is_freed(
     unirun: Unirun, script: Script
 ) -> None:
-    result = unirun("--roles", "actor=1,rollout=1", script(ON_A_GPU), within=3 * START)
+    result = unirun("--roles", "actor=1,rollout=1", script(ON_A_GPU), within=2 * START)
     assert result.code == 0, result.err
     assert re.findall(r"version (\d) before (\S+) after (\S+)", result.out) == [
         (str(n), f"[{n - 1:.1f}]", f"[{n:.1f}]") for n in range(1, 6)

@@ -108,7 +108,7 @@ class Host:
         argv: Sequence[object],
         *,
         check: bool = True,
-        within: float = 60.0,
+        within: float = 120.0,
         stdin: str | None = None,
         **popen: Any,
     ) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 BASE = Path("/run/unirun-testbed")
 """Everything of a test bed lies here: short paths, outside of the directories that each host has for itself."""
 
-DEADLINE = 20.0
+DEADLINE = 120.0
 
 
 class Unavailable(Exception):
@@ -50,7 +50,12 @@ def require(*programs: str) -> None:
 def run(*argv: object, stdin: str | None = None) -> str:
     """Standard output of a command that must succeed."""
     done = subprocess.run(
-        [str(each) for each in argv], input=stdin, capture_output=True, text=True, timeout=60, check=False
+        [str(each) for each in argv],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
     )
     if done.returncode != 0:
         raise RuntimeError(

@@ -150,7 +150,7 @@ class Slurm:
         kept = {name: value for name, value in around.items() if not name.startswith("SLURM")}
         return {**kept, "SLURM_CONF": str(self.conf), **(extra or {})}
 
-    def run(self, *argv: object, within: float = 60.0, **popen: Any) -> str:
+    def run(self, *argv: object, within: float = 120.0, **popen: Any) -> str:
         """Standard output of ``sbatch``, ``srun``, ``scontrol`` … on this machine; a failure raises `RuntimeError`."""
         command = [str(each) for each in argv]
         how = {"env": self.environment(), "stdin": subprocess.DEVNULL, **popen}
@@ -177,7 +177,7 @@ class Slurm:
         words = self.run("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, job: str, within: float = 60.0) -> dict[str, str]:
+    def wait(self, job: str, within: float = 120.0) -> dict[str, str]:
         """Its fields at its end. ``sbatch --wait`` looks ever more seldom, half a minute apart in the end."""
         found: dict[str, str] = {}
 

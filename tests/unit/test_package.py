@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import unirun
+from tests.effort import SOON
 
 
 def test_dir_of_unirun_lists_names_before_they_are_imported() -> None:
@@ -17,6 +18,10 @@ def test_dir_of_unirun_lists_names_before_they_are_imported() -> None:
 @pytest.mark.starts_processes
 def test_python_m_unirun_is_the_command() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "unirun", "--version"], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-m", "unirun", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=SOON,
+        check=False,
     )
     assert (done.returncode, done.stdout[:7], done.stderr) == (0, "unirun ", "")

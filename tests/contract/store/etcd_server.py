@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.effort import SOON
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -116,7 +118,7 @@ class Servers:
         where = endpoint or ",".join(member.endpoint for member in self.members)
         command = [program("etcdctl"), "--endpoints", where, *arguments]
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SOON, check=False
         )
         assert done.returncode == 0, f"{arguments}: {done.stderr}"
         return done.stdout

@@ -15,7 +15,7 @@ from unirun.rendezvous.store.url import open_store
 
 KINDS = ("memory", "sqlite", "etcd")
 
-PATIENCE = 40.0
+PATIENCE = 120.0
 """Deadline of a test's waits in seconds, ample on a busy machine."""
 
 

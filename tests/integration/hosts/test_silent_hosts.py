@@ -49,7 +49,7 @@ def goes_on_elsewhere(job: Ticking, began: float) -> None:
     for rank in (2, 3):
         last, first = job.ticks(job.hosts[1], rank, 0)[-1], job.ticks(job.hosts[2], rank, 1)[0]
         assert last < first
-        assert first - began < 15.0
+        assert first - began < 60.0
     (silence, *_) = job.events("silence")
     assert silence.startswith("node h2 has been silent for 4.8 s")
     assert any("h2: it has been silent for more than 6.8 s" in text for text in job.events("agent_lost"))
@@ -72,7 +72,7 @@ def test_the_ranks_of_a_host_that_hangs_run_elsewhere_and_its_workers_end_when_i
     began = time.monotonic()
     job.hosts[1].freeze()
     job.until_up(job.hosts[2], 1, 2, 3)
-    assert job.ticks(job.hosts[2], 2, 1)[0] - began < 15.0
+    assert job.ticks(job.hosts[2], 2, 1)[0] - began < 60.0
     thawed = time.monotonic()
     job.hosts[1].thaw()
     job.nothing_runs_on(job.hosts[1])

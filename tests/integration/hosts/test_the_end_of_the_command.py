@@ -14,7 +14,7 @@ from unirun.rendezvous import JobDir
 from ..harness import eventually
 from .cluster import LIVING, OnHosts, since, starts
 
-GONE = 10.0
+GONE = 60.0
 """Seconds after which nothing of a job may be left on any host."""
 
 STUBBORN = """

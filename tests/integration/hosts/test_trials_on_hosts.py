@@ -38,12 +38,12 @@ def test_a_trial_is_the_same_on_hosts_though_a_host_is_lost(cluster: OnHosts, sh
     cluster.root.mkdir(exist_ok=True)
     environment = {**trials.environment(cluster), "KILLED": str(shared)}
     trial = ("experiment", "start", *trials.SMALL, "--root", shared)
-    here = cluster(*trial, "-f", "here", env=environment, cwd=shared, within=120)
+    here = cluster(*trial, "-f", "here", env=environment, cwd=shared, within=240)
     assert here.code == 0, here.err
     hosts = ("--mode", "ssh", "--hosts", "h1:1,h2:1,h3:1")
     running = cluster.start(*trial, "-f", "there", *hosts, env=environment, cwd=shared)
     running.lines(r"step 3: criticTrain")
     cluster.hosts[1].kill_all()
-    result = running.end(120)
+    result = running.end(240)
     assert result.code == 0, result.err
     trials.equal(shared / "killing" / "there", shared / "killing" / "here")

@@ -172,7 +172,7 @@ class TestAPartOfAJob:
                 os.kill(victim, signal.SIGKILL)
         result = job.end()
         assert result.code in (0, 1, 137, -9), result.err
-        unirun.assert_nothing_left(within=10.0)
+        unirun.assert_nothing_left()
 
 
 class TestTheGuardOfASpawner:

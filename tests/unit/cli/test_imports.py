@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import SOON
 from unirun.observe import JobStatus, write_status
 from unirun.rendezvous import create_job
 from unirun.rendezvous.store.url import open_store
@@ -39,7 +40,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def imported(*argv: str) -> set[str]:
     probe = subprocess.run(
-        [sys.executable, "-c", PROBE, *argv], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", PROBE, *argv], capture_output=True, text=True, timeout=SOON, check=True
     )
     code, modules = json.loads(probe.stderr.splitlines()[-1])
     assert code == 0, probe.stderr
@@ -98,7 +99,7 @@ def test_a_plan_of_a_job_file_imports_no_torch(home: Path, scripts: Path) -> Non
 def test_run_does_not_import_the_master_the_console_and_the_explanations() -> None:
     code = "import sys, unirun.cli.run; print(*sys.modules)"
     output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=True
     ).stdout
     later = {
         "master.lead",
@@ -114,7 +115,7 @@ def test_run_does_not_import_the_master_the_console_and_the_explanations() -> No
 def test_a_stream_on_one_host_imports_nothing_of_tls() -> None:
     code = "import sys, unirun.wire.link; print(*sys.modules)"
     output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=True
     ).stdout
     assert {"unirun.wire.credentials", "unirun.wire.blocking"} <= set(output.split())
     assert {"ssl", "cryptography", "asyncio", "unirun.wire.certificates"} & set(output.split()) == set()
@@ -124,7 +125,7 @@ def test_a_stream_on_one_host_imports_nothing_of_tls() -> None:
 def test_the_package_itself_imports_nothing() -> None:
     code = "import sys; before = set(sys.modules); import unirun; print(sorted(set(sys.modules) - before))"
     output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=True
     ).stdout
     assert "torch" not in output
     assert "unirun.roles" not in output

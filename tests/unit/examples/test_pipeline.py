@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline import pipelined
 
+from tests.effort import SOON
 from unirun import InvocationRef
 from unirun.roles.calls.codec import dump
 from unirun.roles.calls.envelope import ERROR, OK
@@ -20,8 +21,6 @@ from unirun.roles.calls.open_call import Method
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote_errors import dump_error
 from unirun.roles.transport.protocol import Parcel
-
-SOON = 10.0
 
 
 class Promise(InvocationRef[Any]):

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.effort import SOON
+
 
 @pytest.mark.starts_processes
 def test_a_graph_is_drawn_without_torch_and_without_networkx() -> None:
@@ -15,7 +17,9 @@ def test_a_graph_is_drawn_without_torch_and_without_networkx() -> None:
         "from unirun.graph.text import tree; graph = Graph((Role('actor', 2),)); "
         "svg(graph); tree(graph); print(*sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=True
+    )
     assert (
         set(run.stdout.split()) & {"torch", "numpy", "networkx", "asyncio", "rich", "yaml", "omegaconf"}
         == set()

@@ -26,7 +26,7 @@ from unirun.wire.aio import Server, Stream, connect
 from unirun.wire.messages import Beat
 from unirun.wire.sockets import listen_tcp, tcp_address
 
-PATIENCE = 20.0
+PATIENCE = 120.0
 
 
 class Hall:

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from tests.effort import SOON
 from unirun.failover.silence import FENCE, UNMARKED
 from unirun.launcher.fence import Fence, KillTimer, clock
 
@@ -122,7 +123,7 @@ while True: pass
         process.stdout.readline()
         if stopped:
             process.send_signal(signal.SIGSTOP)
-        assert process.wait(20.0) == -signal.SIGKILL
+        assert process.wait(SOON) == -signal.SIGKILL
 
 
 def test_a_timer_that_is_set_to_never_or_removed_does_not_kill() -> None:

@@ -15,7 +15,7 @@ import pytest
 from unirun.errors import RendezvousError
 from unirun.launcher import local
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 PRELUDE = """
 import os, signal, sys, time
@@ -28,7 +28,7 @@ def child(code):
     return os.posix_spawn("/bin/sh", ["sh", "-c", code], os.environ)
 
 def until(true):
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not true():
         assert time.monotonic() < end, "it does not come"
         time.sleep(0.005)
@@ -158,7 +158,7 @@ def test_ending_the_processes_does_not_wait_for_a_stranger() -> None:
         found = Processes(1 << 22, (1 << 22,))
         began = time.monotonic()
         assert found.end() is None
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5
     """)
 
 

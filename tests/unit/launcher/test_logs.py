@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import SOON
 from unirun.launcher import logs
 from unirun.launcher.logs import MAX_LINE, LogFollower
-
-SOON = 20.0
 
 
 @pytest.fixture

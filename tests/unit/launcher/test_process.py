@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import SOON
 from unirun.launcher import process
-
-SOON = 20.0
 
 
 def run(code: str, *args: str) -> str:
@@ -80,7 +79,7 @@ assert spare_descriptors() == 200
 assert resource.getrlimit(limit) == (hard, hard)
 assert spare_descriptors() == hard
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=SOON)
 
 
 @pytest.mark.starts_processes

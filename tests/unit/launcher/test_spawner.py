@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import pytest
 
+from tests.effort import SOON
 from unirun.errors import ConnectionLost
 from unirun.launcher import spawner as spawner_module
 from unirun.launcher.preloaded import PreloadedModules
@@ -37,7 +38,6 @@ from unirun.wire.spawning import (
 )
 
 M = TypeVar("M")
-SOON = 20.0
 DESCRIPTORS = 250
 """The workers' limit of descriptors."""
 

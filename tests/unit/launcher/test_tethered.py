@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-SOON = 20.0
+from tests.effort import SOON
 
 pytestmark = pytest.mark.starts_processes
 

@@ -11,14 +11,13 @@ from pathlib import Path
 
 from torch.distributed.elastic.timer import FileTimerClient, FileTimerRequest  # type: ignore[attr-defined]
 
+from tests.effort import SOON
 from tests.unit.launcher.agent import KILL, TERM, Agent
 from unirun.launcher.events import Signal, TimerExpired
 from unirun.launcher.timers import MANY, Expiry, Request, TimerPipe, Timers
 from unirun.wire.codec import from_json
 from unirun.wire.reports import Notice, WorkerExited
 from unirun.wire.spawning import Reaped
-
-SOON = 20.0
 
 
 def request(scope: str, expires: float, *, pid: int = 7, signum: int = KILL) -> Request:

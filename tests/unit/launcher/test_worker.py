@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from tests.effort import SOON
 from unirun.launcher.worker import wait_for_threads
 
 WORK = 50_000
@@ -28,7 +29,7 @@ class TestTheEnd:
 
         thread = threading.Thread(target=work)
         thread.start()
-        began.wait(5)
+        began.wait(SOON)
         wait_for_threads(limit=30)
         ended = bool(done)
         thread.join()

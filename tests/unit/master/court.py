@@ -30,7 +30,7 @@ from unirun.wire.messages import Appointed, Message, StartRole
 from unirun.wire.reports import WorkerRunning, WorkerStarted
 from unirun.wire.sockets import listen, listen_tcp, tcp_address
 
-PATIENCE = 20.0
+PATIENCE = 120.0
 SEAT = "jobs/job-1/"
 
 

@@ -10,6 +10,7 @@ import pytest
 from msgspec import to_builtins
 from msgspec.json import encode as to_json
 
+from tests.effort import SOON
 from tests.unit.failover.losses import scripts
 from unirun.collocation import Node
 from unirun.job.events import Arrived, Event
@@ -53,7 +54,7 @@ class Desk:
 
 
 async def answer(stream: Stream) -> Message:
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(SOON):
         return await stream.receive()
 
 
@@ -67,7 +68,7 @@ def test_a_node_gets_its_task_and_is_let_in_when_it_is_ready_and_that_is_written
         task = from_json(AgentTask, word.task)
         assert (task.spec, task.node, task.nodes) == (desk.state.spec, "n9", ("n0", "n1", "n2", "n9"))
         node.send(Ready())
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(SOON):
             while not desk.applied:
                 await asyncio.sleep(0)
         assert desk.applied == [Arrived(offer("n9"))]

@@ -7,9 +7,8 @@ import subprocess
 
 import pytest
 
+from tests.effort import SOON
 from unirun.rendezvous import ProcessWatch
-
-SOON = 20.0
 
 
 @pytest.mark.starts_processes

@@ -139,7 +139,7 @@ class TestAMasterThatIsGone:
         started = time.monotonic()
         with listen(place.job.path / "first.sock"), pytest.raises(WireError, match="in time"):
             reach(place, says(place, 1))
-        assert time.monotonic() - started < DEADLINE / 2
+        assert time.monotonic() - started < DEADLINE
 
     def test_a_master_that_does_not_lead_yet_is_not_taken_for_gone(self, place: Place) -> None:
         place.master(first=Appointed(2))
@@ -206,7 +206,7 @@ class TestACall:
         started = time.monotonic()
         with listen(path), pytest.raises(WireError, match="in time"):
             call_master(place.job)
-        assert time.monotonic() - started < DEADLINE / 2
+        assert time.monotonic() - started < DEADLINE
 
     def test_a_call_with_another_token_fails(self, place: Place) -> None:
         place.master(token=new_token()).lead(place.store)

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 import unirun.roles.formation
 import unirun.roles.waits
+from tests.effort import SOON
 from unirun.errors import GroupError
 from unirun.rendezvous.endpoints import GENERATION_KEY
 from unirun.roles.formation import Formation
@@ -27,8 +28,6 @@ from unirun.wire.messages import Message
 from unirun.wire.reports import GroupFormed, GroupMeets, Stuck
 
 distributed: Any = dist
-SOON = 10.0
-"""Seconds in which everything must have happened that nothing holds up, on a busy machine."""
 LONG = timedelta(minutes=30)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+from tests.effort import SOON
 from unirun.errors import GroupError
 from unirun.roles.groups import GroupForge, missing_for_good
 from unirun.roles.parties import Party
@@ -22,8 +23,6 @@ from unirun.roles.process_groups import process_groups
 from unirun.wire.messages import RoleView, WorkerView
 
 distributed: Any = dist
-SOON = 10.0
-"""Seconds in which everything must have happened that nothing holds up, on a busy machine."""
 LONG = timedelta(minutes=30)
 ROLES = ("actor", "rollout")
 

@@ -23,12 +23,11 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+from tests.effort import SOON
 from unirun.errors import GroupError
 from unirun.roles.gloo import GlooGroup, Published, parse_published
 from unirun.roles.process_groups import ProcessGroups, process_groups
 
-SOON = 10.0
-"""Seconds in which everything must have happened that nothing holds up, on a busy machine."""
 LONG = timedelta(minutes=30)
 
 
@@ -195,11 +194,9 @@ class TestAWaitInAGroupThatIsOver:
     @staticmethod
     def ends(meeting: Meeting, waiting: Future[Any]) -> None:
         assert not waiting.done()
-        began = time.monotonic()
         meeting.end()
         with pytest.raises((GroupError, RuntimeError)):
             waiting.result(SOON)
-        assert time.monotonic() - began < 5.0
 
 
 class TestAGroup:

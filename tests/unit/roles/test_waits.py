@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unirun.roles.waits
+from tests.effort import SOON
 from unirun.roles.gloo import GlooGroup
 from unirun.roles.process_groups import dist, process_groups
 from unirun.roles.waits import (
@@ -31,8 +32,6 @@ from unirun.roles.waits import (
     wait_until_idle,
     wait_until_stuck,
 )
-
-SOON = 10.0
 
 
 class TestStillness:

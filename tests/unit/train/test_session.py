@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.effort import SOON
 from unirun import train
 from unirun.errors import UsageError
 from unirun.train import functions
@@ -20,8 +21,6 @@ from unirun.train.checkpoints import CheckpointStrategy, Folder, Manifest, Write
 from unirun.train.data import Progress
 from unirun.train.lockstep import Finished, Reported
 from unirun.train.session import Interrupted, Place, Session
-
-SOON = 20.0
 
 
 @pytest.fixture

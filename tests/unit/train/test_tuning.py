@@ -12,6 +12,7 @@ import optuna
 import pytest
 from optuna.trial import FixedTrial, TrialState
 
+from tests.effort import SOON
 from unirun.errors import TrainingFailed, UsageError
 from unirun.train import Trainer, tuning
 from unirun.train.checkpoints import CheckpointStrategy
@@ -167,7 +168,7 @@ class TestSets:
         together = threading.Barrier(2)
 
         def meets(config: Mapping[str, Any]) -> Reports:
-            together.wait(10)
+            together.wait(SOON)
             yield {"loss": 0.0}
 
         sets = [Set(), Set(), Set()]
@@ -182,7 +183,7 @@ class TestSets:
 
         def waits(config: Mapping[str, Any]) -> Reports:
             begun.set()
-            end.wait(10)
+            end.wait(SOON)
             yield {"loss": 0.0}
 
         workers = Set()
@@ -190,11 +191,11 @@ class TestSets:
         threads = [threading.Thread(target=trainable, args=(fixed({}),)) for _ in range(2)]
         for thread in threads:
             thread.start()
-        assert begun.wait(10)
+        assert begun.wait(SOON)
         assert len(workers.runs) == 1
         end.set()
         for thread in threads:
-            thread.join(10)
+            thread.join(SOON)
         assert len(workers.runs) == 2
 
     def test_the_wait_for_one_has_a_deadline(self) -> None:

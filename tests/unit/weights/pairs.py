@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tests.effort import SOON as SOON
 from tests.unit.wire.places import credentials_in
 from unirun.roles.transport.protocol import Handler, Parcel, Reply
 from unirun.roles.transport.sockets import SocketTransport
@@ -23,7 +24,6 @@ from unirun.weights.sources import Source
 from unirun.weights.tensors import Weights, assigner, targets_of, tensors_of
 from unirun.wire import new_token
 
-SOON = 20.0
 _numbers = itertools.count()
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from tests.effort import examples
+from tests.effort import SOON, examples
 from tests.unit.weights.meshes import Cut, cuts
 from tests.unit.weights.pairs import Place, place
 from unirun.errors import PeerLost, UsageError, WeightsError, WeightsTimeout
@@ -235,11 +235,11 @@ class TestMemory:
         from unirun.weights.messages import Describe, Described, Fetched, answer_of
         from unirun.weights.plan import Take
 
-        described = answer_of(source.ask(Describe("policy", 1.0)).result(5.0).head)
+        described = answer_of(source.ask(Describe("policy", 1.0)).result(SOON).head)
         assert isinstance(described, Described)
         source.describe(Packing(described.layout, described.number, described.offsets))
         take = Take(0, "w", Box((0,), (1000,)))
-        parcel = source.fetch(0, (take,), 1.0, keep=False).result(5.0)
+        parcel = source.fetch(0, (take,), 1.0, keep=False).result(SOON)
         fetched = answer_of(parcel.head)
         assert isinstance(fetched, Fetched)
         (view,) = source.mapped(fetched, parcel, keep=False).views((take,))

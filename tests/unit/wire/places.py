@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.effort import SOON as SOON
 from unirun.wire import Credentials, encode, encode_frame, load_credentials, new_token
 from unirun.wire.address import Address, UnixAddress, unix_address
 from unirun.wire.certificates import make_tls
@@ -20,7 +21,6 @@ from unirun.wire.sockets import listen, listen_tcp, tcp_address
 
 KINDS = ("unix", "long path", "tls", "insecure")
 NODE = "node_0.Example"
-SOON = 20.0
 
 
 def credentials_in(

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.effort import SOON
 from tests.unit.launcher.foreground.screen import Screen
 from unirun.launcher.foreground.console import Console
 from unirun.launcher.foreground.live import LiveLine
@@ -172,7 +173,7 @@ class Window:
 
     def await_lines(self, look: Callable[[list[str]], bool]) -> list[str]:
         """Wait until `look` accepts what is shown, and return it."""
-        end = time.monotonic() + 20.0
+        end = time.monotonic() + SOON
         with self._changed:
             while not look(lines := self.screen.lines()):
                 assert self._changed.wait(end - time.monotonic()), lines
@@ -180,7 +181,7 @@ class Window:
 
     def close(self) -> None:
         self.stream.close()
-        self._reader.join(20.0)
+        self._reader.join(SOON)
         os.close(self._ours)
 
     def _read(self) -> None:

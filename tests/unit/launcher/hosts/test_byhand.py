@@ -11,6 +11,7 @@ from queue import SimpleQueue
 
 import pytest
 
+from tests.effort import SOON
 from unirun.collocation import Inventory
 from unirun.errors import RendezvousError
 from unirun.job.offers import AgentTask
@@ -23,8 +24,6 @@ from unirun.wire import new_token
 from unirun.wire.address import TcpAddress
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.lobby import Assigned, Dismissed, Offer, Ready
-
-SOON = 20.0
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.effort import SOON
 from unirun.errors import FrameError
 from unirun.launcher.hosts.feed import MOST, feed
 from unirun.launcher.hosts.mirror import write
@@ -26,7 +27,7 @@ def sent(job: JobDir, offsets: dict[str, int]) -> list[Chunk]:
     with BlockingStream(here) as node, BlockingStream(there) as command:
         feed(job, node, dict(offsets))
         chunks = []
-        while not isinstance(message := command.receive(5.0), Complete):
+        while not isinstance(message := command.receive(SOON), Complete):
             assert isinstance(message, Chunk)
             chunks.append(message)
     return chunks

@@ -15,7 +15,7 @@ from unirun.master.persistence.writer import Writer
 from unirun.rendezvous.election import campaign
 from unirun.wire.address import UnixAddress
 
-PATIENCE = 20.0
+PATIENCE = 120.0
 
 
 SEAT = "jobs/job-1/"

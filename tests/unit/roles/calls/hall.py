@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tests.effort import SOON as SOON
 from unirun.roles import trainer_invocation
 from unirun.roles.calls.codec import dump
 from unirun.roles.calls.dispatcher import GIVE_UP, Dispatcher
@@ -15,7 +16,6 @@ from unirun.roles.calls.policy import invocations
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
 
-SOON = 10.0
 ME, TRAINER = WorkerId("desk", 0, 0), WorkerId("trainer", 0, 0)
 
 

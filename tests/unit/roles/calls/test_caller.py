@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.effort import SOON
 from tests.sim.calls.actors import Clock, FakeScheduler
 from unirun.errors import ChannelError, WorkerLost
 from unirun.roles import InvocationRef
@@ -22,7 +23,6 @@ from unirun.roles.peers import Peer, Peers
 from unirun.roles.transport.protocol import Channel, Parcel
 from unirun.values import WorkerId
 
-SOON = 10.0
 OLD, NEW = WorkerId("actor", 0, 0), WorkerId("actor", 0, 1)
 RESULT = Parcel(OK + dump(42, "a result")[0])
 
@@ -67,7 +67,7 @@ def test_a_call_to_a_worker_that_was_replaced_meanwhile_fails_at_once() -> None:
     try:
         ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False), [0]), (), {})
         with pytest.raises(WorkerLost, match="started again"):
-            ref.result(10.0)
+            ref.result(SOON)
     finally:
         caller.close()
 
@@ -295,10 +295,10 @@ def test_a_call_that_is_sent_to_a_worker_just_when_it_is_lost_fails_and_is_not_w
         with pytest.raises(
             WorkerLost, match="it died; mark the method idempotent=True to have it called again$"
         ):
-            first.result(10.0)
+            first.result(SOON)
         directory.place = Peer(OLD, "old")
         with pytest.raises(WorkerLost, match="actor:0 was lost before it answered: it is gone; ") as lost:
-            caller.invoke(method, (), {}).result(10.0)
+            caller.invoke(method, (), {}).result(SOON)
         assert lost.value.worker == "actor:0"
     finally:
         caller.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import SOON
 from tests.unit.wire.places import credentials_in
 from unirun.roles.transport.channel import SocketChannel
 from unirun.roles.transport.connection import Connection
@@ -19,7 +20,6 @@ from unirun.values import WorkerId
 from unirun.wire import new_token
 from unirun.wire.address import unix_address
 
-SOON = 20.0
 LATE = "a thread that is late"
 
 

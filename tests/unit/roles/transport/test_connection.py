@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.effort import SOON
 from tests.unit.wire.places import credentials_in
 from unirun.errors import FrameError
 from unirun.roles.transport.connection import BATCH, Connection
@@ -23,9 +24,6 @@ from unirun.roles.transport.tls import TlsConnection
 from unirun.wire import new_token
 from unirun.wire.credentials import server_name
 from unirun.wire.sockets import listen_tcp
-
-SOON = 10.0
-
 
 KINDS = ("unix", "tcp", "tls")
 

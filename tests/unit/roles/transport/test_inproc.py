@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.effort import SOON
 from unirun.errors import ChannelError
 from unirun.roles.transport import inproc
 from unirun.roles.transport.inproc import InprocTransport
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
 
-SOON = 10.0
 ME = WorkerId("desk", 0, 0)
 
 

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.effort import SOON
 from unirun.roles.transport import listener_guard
 from unirun.roles.transport.listener_guard import ListenerGuard, listeners
-
-SOON = 20.0
 
 
 @pytest.fixture(autouse=True)

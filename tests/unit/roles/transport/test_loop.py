@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.effort import SOON
 from unirun.errors import ChannelError
 from unirun.roles.transport.loop import PAUSE, SPIN, STOLEN, Loop, RequestInbox, SpinningPoll
-
-SOON = 10.0
 
 
 class Line:

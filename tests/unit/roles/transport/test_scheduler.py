@@ -11,9 +11,8 @@ from functools import partial
 
 import pytest
 
+from tests.effort import SOON
 from unirun.roles.transport.scheduler import Scheduler
-
-SOON = 10.0
 
 
 @pytest.fixture

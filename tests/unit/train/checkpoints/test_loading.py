@@ -11,10 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.effort import SOON
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.train.checkpoints import CheckpointStrategy, Folder, Manifest, Writer, load, put_into
-
-SOON = 20.0
 
 
 @pytest.fixture

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.effort import SOON
 from unirun.errors import TrainingFailed, UsageError
 from unirun.train.checkpoints import CheckpointStrategy, Folder, Info, Writer, load
 from unirun.train.checkpoints import writer as module
 from unirun.train.data import Progress
-
-SOON = 20.0
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.effort import SOON
 from tests.unit.weights.integrations import standins
 from tests.unit.weights.test_moving import noise, same
 from unirun.errors import ServerError, ServerTimeout, UsageError, WeightsError
@@ -22,7 +23,6 @@ from unirun.weights.integrations.checkpoint import Checkpoint, read
 from unirun.weights.safetensors import DTYPES, Param
 
 KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
-SOON = 20.0
 
 
 class Place:
@@ -217,7 +217,7 @@ def test_a_server_that_breaks_off_is_told_at_once(kind: str, place: Place) -> No
     began = time.monotonic()
     with pytest.raises(ServerError, match="did not answer: .*does it still run there") as caught, pause:
         sender.send_weights()
-    assert time.monotonic() - began < SOON / 2
+    assert time.monotonic() - began < SOON
     assert caught.value.status == 0
     # With the next one it goes on.
     server.before, server.updating = lambda path: None, False
@@ -348,10 +348,10 @@ def test_a_server_that_is_killed_in_the_middle_is_told_long_before_the_deadline(
             assert process.stdout is not None
             url = process.stdout.readline().strip()
             weights = {"a": torch.ones(4)}
-            sender, pause = place.sender(kind, url, weights, timeout=60)
+            sender, pause = place.sender(kind, url, weights, timeout=2 * SOON)
             with pause:
                 sender.send_weights()
-            _, pause = place.sender(kind, url, weights, timeout=60)
+            _, pause = place.sender(kind, url, weights, timeout=2 * SOON)
             began = time.monotonic()
             with pytest.raises(ServerError, match="did not answer") as caught, pause:
                 sender.send_weights()
