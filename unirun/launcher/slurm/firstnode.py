@@ -17,7 +17,7 @@ from unirun.errors import EXIT_RENDEZVOUS, JobError, RendezvousError, UnirunErro
 from unirun.launcher.foreground.terminal import warn
 from unirun.observe import write_status
 from unirun.observe.batchjob import ASKED_AGAIN, AWAY, BatchJob, ask_slurm, batch_state, own_batch
-from unirun.observe.status import ENDED, JobStatus, read_status
+from unirun.observe.status import ENDED, PENDING, JobStatus, read_status
 from unirun.rendezvous.jobdir import JobDir, directories_of_nodes, job_at
 
 LOOK = 1.0
@@ -80,8 +80,8 @@ def _end(job: JobDir, number: str) -> None:
             if state.state != "RUNNING":
                 return
             ended = _end_elsewhere(job)
-            write_status(job, ended or _lost(read_status(job)))
             again = ended is None and state.requeues
+            write_status(job, ended or _lost(read_status(job), again=again))
             ask_slurm(*(("scontrol", "requeue") if again else ("scancel",)), number)
             return
         except RendezvousError as error:
@@ -106,6 +106,8 @@ def _end_elsewhere(job: JobDir) -> JobStatus | None:
     return None
 
 
-def _lost(status: JobStatus) -> JobStatus:
+def _lost(status: JobStatus, *, again: bool) -> JobStatus:
     reason = "its first node is lost, and with it the batch script and the state of the job"
+    if again:
+        return replace(status, phase=PENDING, reason=reason)
     return replace(status, phase="failed", reason=reason, ended=time.time(), code=EXIT_RENDEZVOUS)

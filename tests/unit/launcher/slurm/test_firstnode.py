@@ -82,7 +82,7 @@ class TestWithoutTheScript:
         with outliving_the_script("run-1", BATCH, AT_ONCE):
             pass
         assert calls() == ["scontrol requeue 12"]
-        assert read_summary(job).phase == "failed", "that is kept as the end of this attempt"
+        assert (job.read_json("summary.json")["phase"], read_summary(job).code) == ("pending", None)
 
     def test_also_when_the_part_of_this_node_ends_with_an_error(
         self, job: JobDir, slurm: Callable[..., Calls]
