@@ -37,6 +37,7 @@ _DEFAULT_HOME = '"${UNIRUN_HOME:-${XDG_STATE_HOME:-$HOME/.local/state}/unirun}"'
 _BEAT = """\
 (umask 077; mkdir -p "$job/slurm")
 # The other nodes learn from it that this script lives.
+n=0
 while kill -0 "$$"; do n=$((n+1)); echo "$n" >"$job/slurm/beat"; sleep 3; done >/dev/null 2>&1 &
 beat=$!
 """
