@@ -239,6 +239,15 @@ INSIDE: tuple[Callable[[Target], None], ...] = (
 """By a process that has the token, at a listener of messages."""
 
 
+def flood(target: Target, count: int, origins: int) -> list[socket.socket]:
+    """So many silent connections from so many addresses of this host, which the listener may close."""
+    found = []
+    for number in range(count):
+        origin = f"127.7.{number % origins // 250}.{1 + number % origins % 250}"
+        found.append(socket.create_connection((target.addr, target.port), target.patience, (origin, 0)))
+    return found
+
+
 def silence(target: Target, count: int) -> list[socket.socket]:
     """Connections that say nothing, half of them after the handshake of TLS."""
     return [target.connect_tls() if number % 2 else target.connect() for number in range(count)]

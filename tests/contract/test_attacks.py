@@ -7,23 +7,25 @@ import os
 import queue
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.contract.attacks import INSIDE, OUTSIDE, SOON, Target, noise_after_the_token, silence
+from tests.contract.attacks import INSIDE, OUTSIDE, SOON, Target, flood, noise_after_the_token, silence
 from tests.unit.master.court import Court
 from tests.unit.master.streams import ends_well
 from tests.unit.wire.places import credentials_in
 from unirun.observe import read_events
-from unirun.roles.transport import listener as listening
 from unirun.roles.transport.protocol import Parcel
 from unirun.roles.transport.sockets import Endpoint, SocketTransport
 from unirun.values import WorkerId
-from unirun.wire import aio, new_token
+from unirun.wire import new_token, strangers
 
 ME = WorkerId("desk", 0, 0)
+LET_IN = 8.0
+"""Seconds in which a peer that proves the token is let in and served, whoever else connects; mostly one."""
 REFUSED = "a connection from 127.0.0.1 was refused: "
 
 
@@ -122,11 +124,26 @@ def test_a_worker_ends_the_connection_of_who_sends_anything_but_frames(tmp_path:
 def test_silent_connections_keep_nobody_out(
     place: AtMaster | AtWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (aio, listening):
-        monkeypatch.setattr(module, "STRANGERS", 4)
-        monkeypatch.setattr(module, "GRACE", 0.1)
+    monkeypatch.setattr(strangers, "EACH", 4)
+    monkeypatch.setattr(strangers, "GRACE", 0.1)
     held = []
-    place.during(lambda target: held.extend(silence(target, 4)))
+    place.during(lambda target: held.extend(silence(target, 6)))
+    assert place.refused() != []
+    for sock in held:
+        sock.close()
+
+
+@pytest.mark.parametrize("origins", [1, 40])
+def test_floods_from_other_addresses_keep_nobody_waiting(place: AtMaster | AtWorker, origins: int) -> None:
+    held, began = [], 0.0
+
+    def attack(target: Target) -> None:
+        nonlocal began
+        held.extend(flood(target, 600, origins))
+        began = time.monotonic()
+
+    place.during(attack)
+    assert time.monotonic() - began < LET_IN
     assert place.refused() != []
     for sock in held:
         sock.close()

@@ -26,10 +26,13 @@ Other masters, and other ways to know that nobody has given the node up:
   the renewal was before the new term. ``(AUTHORITY + FENCE) / (1 - d) < 15 / (1 + d)``: 11.6 s < 14.9 s.
 - An agent that gets no answer may read in the store (etcd) that its node is not *marked*. It has `UNMARKED` seconds
   from the beginning of that read, because a node is given up `GIVE_UP` seconds after its mark was written.
-- Where the store is a file on the head, no other host can read it, and masters run on the head only. When the head's
-  kernel takes a connection and its bytes, and no master answers, the agent has `FENCE` seconds from the beginning of
-  that attempt. A master that runs accepts the connection, which counts as hearing all nodes at that address; one that
-  was stopped gives silent nodes `GIVE_UP` seconds anew, and accepts it in that time.
+- Where the store is a file on the head, no other host can read it, and masters run on the head only. An agent that gets
+  no answer connects there, and has `FENCE` seconds from the beginning of an attempt in which both ends have proved the
+  token, and over TLS their nodes. A master counts that as a message of the node, before the node can know of it. While
+  no master accepts, because it is stopped or its successor is on the way, the head's agent does
+  (`unirun.launcher.witness`), and tells the master that it follows: one that goes on hears of it before it gives a
+  node up, as that takes `GIVE_UP` seconds more; a new one waits 15 s for nodes in any case. That a connection is made
+  proves nothing: a machine that has taken over the address of the head, or of a node, can make one.
 
 The time in which the master itself does not run is not held against the nodes: a look that comes late moves every
 deadline by the delay.

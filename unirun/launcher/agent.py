@@ -38,7 +38,9 @@ from unirun.launcher.standby import following
 from unirun.launcher.state import AgentState, holdings
 from unirun.launcher.timers import Expiry, TimerPipe, session_of
 from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
+from unirun.launcher.witness import Witness
 from unirun.rendezvous import Endpoint, JobDir, ProcessWatch
+from unirun.rendezvous.store.address import SqliteAddress, parse_address
 from unirun.reporting import report, report_error
 from unirun.values import WorkerId
 from unirun.wire import load_credentials
@@ -56,7 +58,7 @@ from unirun.wire.messages import (
     StopWorkers,
     View,
 )
-from unirun.wire.reports import FromWorker, Join, Metrics, Notice, WorkerStarted
+from unirun.wire.reports import FromWorker, Join, Knock, Metrics, Notice, WorkerStarted
 from unirun.wire.sockets import listen
 from unirun.wire.spawning import Borrow, SpawnFailed
 
@@ -85,6 +87,9 @@ class Agent:
         self._state = AgentState(task.node, in_place=self._orders.in_place)
         self._master: Stream | None = None
         self._masters = following(job, lock, task, tcp)
+        self._witness: Witness | None = None
+        if tcp is not None and isinstance(parse_address(job.store_url), SqliteAddress):
+            self._witness = Witness(tcp, load_credentials(job.path), self._tell, self._refused)
         self._contact = Contact(job, task.node, self._masters.again, self._fenced)
         self._silent: list[Stream] = []
         self._unsent = Backlog()
@@ -118,6 +123,8 @@ class Agent:
         try:
             self._background(self._be_led())
             self._background(self._sample())
+            if self._witness is not None:
+                self._background(self._witness.watch())
             await self._left.wait()
         finally:
             server.close()
@@ -217,7 +224,7 @@ class Agent:
             self._filters.follow(message.worker)
         if self._master is not None:
             self._master.send(message)
-        elif isinstance(message, Notice) or (
+        elif isinstance(message, Notice | Knock) or (
             isinstance(message, FromWorker) and isinstance(message.message, Metrics)
         ):
             # A new master gets everything else with `Join`.

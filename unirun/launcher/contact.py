@@ -12,10 +12,12 @@ from unirun.errors import RendezvousError, StoreError, WireError
 from unirun.failover.silence import BEAT, LOOK
 from unirun.launcher.fence import Fence, KillTimer, clock
 from unirun.rendezvous import JobDir
-from unirun.rendezvous.signs import is_marked, takes_bytes
+from unirun.rendezvous.signs import is_marked
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
-from unirun.wire.aio import Stream, frame_of
+from unirun.wire.address import TcpAddress
+from unirun.wire.aio import Stream, connect, frame_of
+from unirun.wire.credentials import Credentials, load_credentials
 from unirun.wire.messages import Beat
 
 QUIET = 2.0
@@ -25,6 +27,10 @@ old stream may be silent for as long again as the cable was out."""
 ATTEMPT = 0.5
 """Seconds that an attempt has, and between the beginnings of two. Each third one has twice as long, as the master may
 be busy."""
+
+ENTRY = 3.0
+"""Seconds in which a process on the head must let this node in: the agent there takes one until it sees that no master
+does, and the handshakes take some time on a busy host."""
 
 ANSWER = 0.9
 """Seconds in which the store must answer whether the node is marked: a member of etcd on a dead host takes a third."""
@@ -121,7 +127,7 @@ class Contact:
 
     async def _look_for_signs(self) -> None:
         """While the master does not answer, look for other signs that the node has not been given up."""
-        head = self._job.head
+        head, credentials = self._job.head, load_credentials(self._job.path)
         while True:
             await asyncio.sleep(LOOK)
             if self._fence.quiet_for(clock()) < QUIET:
@@ -129,8 +135,8 @@ class Contact:
             began = clock()
             if head is not None:
                 # The store is on the head, and so is every master.
-                if await asyncio.to_thread(takes_bytes, head, ATTEMPT):
-                    self._fence.nobody_leads(began, clock())
+                if await _lets_in(head, credentials):
+                    self._fence.let_in(began, clock())
             else:
                 with contextlib.suppress(StoreError):
                     if not await asyncio.to_thread(self._is_marked):
@@ -140,3 +146,15 @@ class Contact:
     def _is_marked(self) -> bool:
         self._store = self._store or open_store(self._job.store_url, timeout=ANSWER)
         return is_marked(self._store, self._job.run_id, self._node)
+
+
+async def _lets_in(head: TcpAddress, credentials: Credentials) -> bool:
+    """Whether a process of the job at `head` lets this node in: both have proved the token, and over TLS their nodes.
+    It is a master, or the agent there that tells the masters (`unirun.launcher.witness`); so none of them gives this
+    node up now."""
+    try:
+        stream = await connect(head, credentials, timeout=ENTRY)
+    except (RendezvousError, WireError):
+        return False
+    stream.abort()
+    return True

@@ -44,8 +44,9 @@ class Fence:
             if sure:
                 self._renew(began + FENCE, now)
 
-    def nobody_leads(self, began: float, now: float) -> None:
-        """No master has answered on the only host where one can be; what shows that has begun at `began`."""
+    def let_in(self, began: float, now: float) -> None:
+        """A process of the job on the only host where a master can be has let this node in; the node has begun to
+        connect at `began`."""
         self._renew(began + FENCE, now)
 
     def unmarked(self, began: float, now: float) -> None:

@@ -224,7 +224,7 @@ class Processes:
         first = self._first_exit()
         return first if not led and first is not None and 0 < first < 128 else None
 
-    def given_up(self, led: bool) -> bool:
+    def given_up(self, led: bool, accepts: bool = False) -> bool:
         """Whether no master will be found any more: nobody is left to start one, or the first has refused to lead
         (`led`: one has led already)."""
         if self.refusal(led) is not None:
@@ -314,8 +314,9 @@ class JobProcesses(Protocol):
         """The exit code of the first master when it has refused to lead (`led`: one has led already)."""
         ...
 
-    def given_up(self, led: bool) -> bool:
-        """Whether no master will be found any more."""
+    def given_up(self, led: bool, accepts: bool = False) -> bool:
+        """Whether no master will be found any more; `accepts`: the last attempt to reach one was taken by the kernel
+        at its address."""
         ...
 
     def taken_up(self, job: JobDir) -> bool:

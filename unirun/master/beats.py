@@ -60,11 +60,12 @@ class Beats:
         """Whether the agent of `node` beats."""
         return self._silence.watches(node)
 
-    def knocked(self, origin: str) -> None:
-        """A host has connected, and may not come to say more: nodes there take it for a sign that nobody leads."""
-        for node, known in self._origins.items():
-            if known == origin and self._silence.watches(node):
-                self._silence.heard(node, time.monotonic())
+    def knocked(self, node: str, origin: str) -> None:
+        """`node` has connected and proved the token, and may not come to say more: it takes that for a sign that nobody
+        leads. Without TLS only its address `origin` is known."""
+        for each, known in self._origins.items():
+            if (each == node if node else known == origin) and self._silence.watches(each):
+                self._silence.heard(each, time.monotonic())
 
     def forget(self, node: str) -> None:
         """The agent of `node` is gone."""

@@ -42,6 +42,7 @@ from unirun.master.visitors import Visitors, tell_all
 from unirun.observe import EventLog, JobStatus, LineLog, led_to
 from unirun.rendezvous import JobDir, ProcessWatch
 from unirun.rendezvous.election import Term
+from unirun.rendezvous.endpoints import split_endpoint
 from unirun.reporting import report
 from unirun.values import Value
 from unirun.wire import load_credentials
@@ -50,7 +51,7 @@ from unirun.wire.asking import Ask
 from unirun.wire.codec import finite
 from unirun.wire.lobby import Offer
 from unirun.wire.messages import Appointed, Attach, Beat, Drain, Message, PassOn, Shutdown, Stop, Visit
-from unirun.wire.reports import FromWorker, Join, Notice, Sample
+from unirun.wire.reports import FromWorker, Join, Knock, Notice, Sample
 
 GOODBYE = 5.0
 """Seconds that agents and watchers have to close their streams at the end."""
@@ -110,6 +111,8 @@ class Master:
         self._story: deque[Event] = deque(maxlen=STORY)
         self._shutdown: Shutdown | None = None
         self._told_trouble = False
+        # The agents, and the addresses of their hosts.
+        self._hosts: tuple[Mapping[str, Join], frozenset[str]] = ({}, frozenset())
         self._memory: dict[str, int] = {}
         self._cpu: dict[str, float] = {}
         self._status_file = StatusFile(job, self._status, lambda problem: self._log.write("error", problem))
@@ -134,7 +137,14 @@ class Master:
             self._over.set()
         await self._status_file.write()
         servers = [
-            Server(listener, self._credentials, self._serve, self._refused, knocked=self._beats.knocked)
+            Server(
+                listener,
+                self._credentials,
+                self._serve,
+                self._refused,
+                known=self._is_host,
+                proved=self._knocked,
+            )
             for listener in self._listeners
         ]
         try:
@@ -268,6 +278,17 @@ class Master:
             status_of, self._writer.certain, memory, cpu, epoch=self._term.epoch, trouble=self._writer.trouble
         )
 
+    def _is_host(self, addr: str) -> bool:
+        """Whether an agent of the job is at `addr`."""
+        if self._hosts[0] is not self._state.agents:
+            endpoints = (each for join in self._state.agents.values() for each in join.endpoints.values())
+            self._hosts = self._state.agents, frozenset(split_endpoint(each)[0] for each in endpoints)
+        return addr in self._hosts[1]
+
+    def _knocked(self, stream: Stream) -> None:
+        if stream.remote:
+            self._beats.knocked(stream.peer, stream.origin)
+
     def _refused(self, text: str, count: int) -> None:
         self._log.write("refused", text, count=count)
 
@@ -343,6 +364,8 @@ class Master:
                     self._memory.update(message.memory)
                     self._cpu.update(message.cpu)
                     self._status_file.write_soon()
+                elif isinstance(message, Knock):
+                    self._beats.knocked(message.node, message.origin)
                 elif isinstance(message, FromWorker) and isinstance(message.message, Ask):
                     self._writer.ask(message.worker, message.message, stream.send)
                 elif isinstance(message, Event):

@@ -7,11 +7,12 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unirun.errors import ChannelError, UsageError, WireError
+from unirun.rendezvous.endpoints import split_endpoint
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import Dispatcher, Generations
 from unirun.roles.calls.group import RoleGroup, role_group
@@ -21,6 +22,7 @@ from unirun.roles.transport.protocol import LendingTransport, Transport
 from unirun.roles.workload import BaseWorkload
 from unirun.values import WorkerId
 from unirun.wire.credentials import load_credentials
+from unirun.wire.messages import RoleView
 from unirun.wire.reports import Notice, Serving
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ class Session:
         self._caller: Caller | None = None
         self._groups: dict[str, RoleGroup] = {}
         self._pid = os.getpid()
+        # The addresses of the job's hosts, and the number of the update that they were in.
+        self._hosts: tuple[int, frozenset[str]] = (-1, frozenset())
         self.synced: dict[str, Callable[[int, float | None], int]] = {}
         """By the name of a channel, what publishes or receives a version of its weights in this worker."""
 
@@ -84,7 +88,15 @@ class Session:
             raise UsageError("this process has no peers", "start it with unirun --roles …")
         from unirun.roles.transport.sockets import SocketTransport
 
-        return SocketTransport(self.folder / name, load_credentials(self.folder), self._addr, self._refused)
+        credentials = load_credentials(self.folder)
+        return SocketTransport(self.folder / name, credentials, self._addr, self._refused, self._is_host)
+
+    def _is_host(self, addr: str) -> bool:
+        """Whether a role's store or a worker of the job is at `addr`."""
+        updates = self._peers.updates
+        if self._hosts[0] != updates:
+            self._hosts = updates, frozenset(_hosts_in(self._peers.views()))
+        return addr in self._hosts[1]
 
     def _refused(self, text: str, count: int) -> None:
         """Connections for calls are refused in threads; the end of this process must not show."""
@@ -170,3 +182,15 @@ class Session:
             return self._rpc_agent().known(address, endpoint)
         except RuntimeError as error:
             raise ChannelError(f"{address} cannot be reached: {error}") from error
+
+
+def _hosts_in(views: Iterable[RoleView]) -> Iterator[str]:
+    from unirun.roles.transport.sockets import Endpoint
+
+    for view in views:
+        if view.endpoint:
+            yield split_endpoint(view.endpoint)[0]
+        for worker in view.workers:
+            for text in worker.addresses.values():
+                if text.startswith("{") and (tcp := Endpoint.parse(text).tcp) is not None:
+                    yield tcp.addr

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import ssl
+import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from unirun.errors import ConnectionLost, WireError
@@ -27,6 +28,7 @@ from unirun.wire.handshake import (
 from unirun.wire.messages import Message
 from unirun.wire.refusals import Refusals
 from unirun.wire.sockets import handshake_error, keep_alive, nobody_answers, not_the_node
+from unirun.wire.strangers import LOOK, Strangers
 
 
 class Stream:
@@ -98,17 +100,21 @@ def frame_of(message: Message) -> bytes:
 async def connect(address: Address, credentials: Credentials, *, timeout: float = DEADLINE) -> Stream:
     """Connect to who listens at `address` and prove the token, within `timeout` seconds.
 
-    Raises `RendezvousError` when nobody listens, `AuthError` when a token or a certificate is wrong.
+    Raises `RendezvousError` when no kernel takes the connection, `AuthError` when a token or a certificate is wrong,
+    another `WireError` when a connection was made and comes to nothing.
     """
-    reader = None
+    connected = False
     try:
         async with asyncio.timeout(timeout):
             try:
-                reader, writer = await _open(address, credentials)
-            except ssl.SSLError as error:
-                raise not_the_node(address, error) from error
+                sock = await _reach(address)
             except OSError as error:
                 raise nobody_answers(address, error) from error
+            connected = True
+            try:
+                reader, writer = await _streams(sock, address, credentials)
+            except ssl.SSLError as error:
+                raise not_the_node(address, error) from error
             try:
                 handshake = ClientHandshake(credentials.token)
                 writer.write(handshake.answer(await reader.readexactly(HELLO_SIZE)))
@@ -117,26 +123,58 @@ async def connect(address: Address, credentials: Credentials, *, timeout: float 
                 writer.transport.abort()
                 raise
     except (TimeoutError, OSError, EOFError) as error:
-        if reader is None:
+        if not connected:
             raise nobody_answers(address, f"no answer within {timeout:g} s") from error
         raise handshake_error(error) from error
     return Stream(reader, writer)
 
 
-async def _open(
-    address: Address, credentials: Credentials
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _reach(address: Address) -> socket.socket:
+    """A socket that is connected to `address`, by the kernel there. Raises OSError."""
+    loop = asyncio.get_running_loop()
     if isinstance(address, UnixAddress):
-        with unix_address(address.local_path()) as path:
-            return await asyncio.open_unix_connection(path)
-    tls = credentials.client_context(any_node=not address.node)
-    name = server_name(address.node) if tls is not None else None
-    reader, writer = await asyncio.open_connection(address.addr, address.port, ssl=tls, server_hostname=name)
-    keep_alive(writer.get_extra_info("socket"))
-    return reader, writer
+        sock = socket.socket(socket.AF_UNIX)
+    else:
+        family, kind, _, _, place = socket.getaddrinfo(
+            address.addr, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
+        sock = socket.socket(family, kind)
+    sock.setblocking(False)
+    try:
+        if isinstance(address, UnixAddress):
+            with unix_address(address.local_path()) as path:
+                await loop.sock_connect(sock, path)
+        else:
+            await loop.sock_connect(sock, place)
+            keep_alive(sock)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
-async def _accept(sock: socket.socket, token: Token, tls: ssl.SSLContext | None, timeout: float) -> Stream:
+async def _streams(
+    sock: socket.socket, address: Address, credentials: Credentials
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Over a connected socket; with TLS to another host, unless the job is `insecure`."""
+    try:
+        if isinstance(address, UnixAddress):
+            return await asyncio.open_unix_connection(sock=sock)
+        tls = credentials.client_context(any_node=not address.node)
+        name = server_name(address.node) if tls is not None else None
+        return await asyncio.open_connection(sock=sock, ssl=tls, server_hostname=name)
+    except BaseException:
+        sock.close()
+        raise
+
+
+async def _accept(
+    sock: socket.socket,
+    token: Token,
+    tls: ssl.SSLContext | None,
+    timeout: float,
+    proved: Callable[[Stream], None],
+) -> Stream:
     """The server's end of a connection that was just made. Raises `WireError`, and the socket is closed."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
@@ -148,66 +186,83 @@ async def _accept(sock: socket.socket, token: Token, tls: ssl.SSLContext | None,
             try:
                 handshake = ServerHandshake(token)
                 writer.write(handshake.hello())
-                writer.write(handshake.proof(await reader.readexactly(ANSWER_SIZE)))
+                proof = handshake.proof(await reader.readexactly(ANSWER_SIZE))
+                stream = Stream(reader, writer)
+                proved(stream)
+                writer.write(proof)
             except BaseException:
                 transport.abort()
                 raise
     except (TimeoutError, OSError, EOFError) as error:
         raise handshake_error(error) from error
-    return Stream(reader, writer)
+    return stream
 
-
-STRANGERS = 512
-"""Connections to one listener that may be without proof of the token."""
-
-GRACE = 1.0
-"""Seconds that each of these has at least."""
 
 AGAIN = 0.1
 """Seconds until a listener that is out of descriptors accepts again."""
+
+AT_ONCE = 16
+"""Connections that are accepted before other work of the event loop has its turn."""
 
 
 class Server:
     """Accepts connections on `listener`, a unix or a TCP socket, and calls `handler` with each that has proved the
     token. `refused` gets a text for those that have not, and their number so far (`Refusals`).
 
-    A connection has `timeout` seconds to prove the token. At most `STRANGERS` may be about to; beyond these the oldest
-    makes room. So whoever connects and remains silent cannot keep others out. `knocked` gets the address of each host
-    that connects over TCP, at once.
+    A connection has `timeout` seconds to prove the token. `Strangers` says which of them may begin to: so whoever
+    connects, and however often, cannot keep others out. `known` says whether an address is one of the job's hosts.
+    `proved` gets each stream on which the token was proved, before the peer can know that it has been let in.
     """
 
     def __init__(
         self,
         listener: socket.socket,
         credentials: Credentials,
-        handler: Callable[[Stream], Awaitable[None]],
+        handler: Callable[[Stream], Coroutine[Any, Any, None]],
         refused: Callable[[str, int], None],
         *,
         timeout: float = DEADLINE,
-        knocked: Callable[[str], None] = lambda origin: None,
+        known: Callable[[str], bool] = lambda origin: False,
+        proved: Callable[[Stream], None] = lambda stream: None,
     ) -> None:
         self._listener, self._token = listener, credentials.token
-        self._handler, self._timeout, self._knocked = handler, timeout, knocked
+        self._handler, self._timeout, self._proved = handler, timeout, proved
         self._tls = credentials.server_context() if listener.family != socket.AF_UNIX else None
         self._refusals = Refusals(refused)
-        self._strangers: dict[asyncio.Task[None], float] = {}
-        self._fewer = asyncio.Event()
-        self._known: set[asyncio.Task[None]] = set()
+        self._clock = asyncio.get_running_loop().time
+        self._strangers: Strangers[socket.socket] = Strangers(known, self._clock())
+        self._origins: dict[socket.socket, str] = {}
+        self._entering: dict[socket.socket, asyncio.Task[Stream]] = {}
+        self._look: asyncio.TimerHandle | None = None
+        self._known: set[asyncio.Future[None]] = set()
         listener.setblocking(False)
         self._accepting = asyncio.ensure_future(self._accept_all())
 
     def close(self) -> None:
         """Stop listening, and end the connections that have not proved the token."""
-        for task in (self._accepting, *self._strangers):
+        for task in (self._accepting, *self._entering.values()):
             task.cancel()
+        if self._look is not None:
+            self._look.cancel()
+        for sock in self._strangers:
+            if sock not in self._entering:
+                sock.close()
+
+    async def closed(self) -> None:
+        """Wait, after `close`, until nothing of it is left but the streams."""
+        await asyncio.wait({self._accepting, *self._entering.values()})
 
     async def _accept_all(self) -> None:
         loop = asyncio.get_running_loop()
+        number = 0
         try:
             while True:
-                await self._make_room()
+                number += 1
+                if number % AT_ONCE == 0:
+                    # While connections are there, accepting them would never let anything else run.
+                    await asyncio.sleep(0)
                 try:
-                    sock, origin = await loop.sock_accept(self._listener)
+                    sock, place = await loop.sock_accept(self._listener)
                 except ConnectionError:
                     # The peer has gone already.
                     continue
@@ -216,41 +271,65 @@ class Server:
                     self._refusals.add(error)
                     await asyncio.sleep(AGAIN)
                     continue
-                if origin:
-                    self._knocked(origin[0])
-                task = asyncio.ensure_future(self._admit(sock, origin[0] if origin else ""))
-                self._strangers[task] = loop.time()
+                origin = self._origins[sock] = place[0] if place else ""
+                out = self._strangers.arrives(sock, origin, self._clock())
+                if out is not None:
+                    self._turn_away(out, "too many connections of its kind wait")
+                self._go_on()
         finally:
             self._listener.close()
 
-    async def _make_room(self) -> None:
-        """Wait until another connection can be accepted."""
-        clock = asyncio.get_running_loop().time
-        while len(self._strangers) >= STRANGERS:
-            oldest, since = next(iter(self._strangers.items()))
-            if (left := since + GRACE - clock()) <= 0:
-                del self._strangers[oldest]
-                oldest.cancel()
-                self._refusals.add("it has not proved the token yet, and others wait")
-                continue
-            self._fewer.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await self._fewer.wait()
+    def _go_on(self) -> None:
+        """Let connections begin whose turn it is."""
+        while (begins := self._strangers.next(self._clock())) is not None:
+            task = self._entering[begins] = asyncio.ensure_future(self._admit(begins))
+            task.add_done_callback(partial(self._entered, begins))
+        if self._strangers.waiting and self._look is None:
+            self._look = asyncio.get_running_loop().call_later(LOOK, self._look_again)
 
-    async def _admit(self, sock: socket.socket, origin: str) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        try:
-            if sock.family != socket.AF_UNIX:
-                keep_alive(sock)
-            stream = await _accept(sock, self._token, self._tls, self._timeout)
-        except WireError as error:
-            self._refusals.add(error, origin)
-            return
-        finally:
-            self._strangers.pop(task, None)
-            self._fewer.set()
-        self._known.add(task)
-        task.add_done_callback(self._known.discard)
-        await self._handler(stream)
+    def _look_again(self) -> None:
+        """End the connections that make room for others."""
+        self._look = None
+        for sock in self._strangers.overdue(self._clock()):
+            if (task := self._entering.get(sock)) is not None:
+                task.cancel()
+            self._turn_away(sock, "it has not proved the token yet, and others wait")
+        self._go_on()
+
+    def _turn_away(self, sock: socket.socket, why: str) -> None:
+        self._refusals.add(why, self._origins.pop(sock, ""))
+        if sock not in self._entering:
+            sock.close()
+
+    async def _admit(self, sock: socket.socket) -> Stream:
+        if sock.family != socket.AF_UNIX:
+            keep_alive(sock)
+        return await _accept(sock, self._token, self._tls, self._timeout, self._proved)
+
+    def _entered(self, sock: socket.socket, task: asyncio.Task[Stream]) -> None:
+        """A connection has proved the token, or has not."""
+        origin = self._origins.pop(sock, "")
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        del self._entering[sock]
+        self._strangers.ends(sock, proved=error is None)
+        if error is None:
+            serving = asyncio.ensure_future(self._handler(task.result()))
+            self._known.add(serving)
+            serving.add_done_callback(self._known.discard)
+        else:
+            sock.close()
+            if isinstance(error, WireError | OSError):
+                self._refusals.add(error, origin)
+            _free(error)
+        if not self._accepting.done():
+            self._go_on()
+        if error is not None and not isinstance(error, WireError | OSError | asyncio.CancelledError):
+            raise error
+
+
+def _free(error: BaseException | None) -> None:
+    """Forget the variables in the frames of an error and of those that have led to it. In a handshake of TLS they form
+    cycles, with a buffer of 256 KiB, that only a full collection would find."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

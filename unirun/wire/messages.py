@@ -1,7 +1,7 @@
 """All messages between the processes of a job, as frozen values; `unirun.wire.codec` encodes them.
 
 ============  =======================================================================
-agent→master  Join Beat SpawnerReady StoreOpened StoreEnded Notice Sample ViewWanted
+agent→master  Join Beat SpawnerReady StoreOpened StoreEnded Notice Sample Knock ViewWanted
               WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Metrics Calls Ask)
 master→agent  Appointed Beat OpenStore StartRole StopWorkers PassOn ExitAck View ToWorker Shutdown
 worker→agent  Hello Serving Listening GroupMeets GroupFormed Stuck Metrics Calls Ask WorkerError ViewWanted
@@ -28,6 +28,7 @@ from unirun.wire.reports import (
     GroupFormed,
     GroupMeets,
     Join,
+    Knock,
     Listening,
     Metrics,
     Notice,
@@ -328,6 +329,7 @@ Message = (
     | WorkerExited
     | Notice
     | Sample
+    | Knock
     | Ask
     | FromWorker
     | Answer

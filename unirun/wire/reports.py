@@ -229,6 +229,14 @@ class Notice(Value, tag=True):
     kind: Literal["notice", "refused"] = "notice"
 
 
+class Knock(Value, tag=True):
+    """`node`, at the address `origin`, has proved the token to the agent on the head while no master let it in. Without
+    TLS the node is not known."""
+
+    node: str
+    origin: str
+
+
 class Sample(Value, tag=True):
     """Memory (resident, bytes) and processor time (seconds) of the workers, by ``role:rank``."""
 

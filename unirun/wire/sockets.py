@@ -84,8 +84,13 @@ def nobody_answers(address: Address, error: OSError | str) -> RendezvousError:
     return RendezvousError(f"nobody answers at {address}: {error}", "has the job ended?")
 
 
-def not_the_node(address: Address, error: ssl.SSLError) -> AuthError:
-    """The error that who listens at `address` is not the node of this job that should."""
+def not_the_node(address: Address, error: ssl.SSLError) -> WireError:
+    """The error that who listens at `address` is not the node of this job that should; or has closed the connection,
+    which says nothing of who it is."""
+    import ssl
+
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return handshake_error(error)
     return AuthError(
         f"what listens at {address} is not node {address.host} of this job: {_in_words(error)}",
         "does something else use the port?",
@@ -98,7 +103,8 @@ def handshake_error(error: Exception) -> WireError:
 
     if isinstance(error, TimeoutError):
         return WireError("the peer did not finish the handshake in time")
-    if isinstance(error, ssl.SSLError):
+    closed = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)
+    if isinstance(error, ssl.SSLError) and not closed:
         return AuthError(f"TLS failed: {_in_words(error)}", "the peer may belong to another job")
     return ConnectionLost("the peer closed the stream during the handshake", "is the token right?")
 

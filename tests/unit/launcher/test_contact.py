@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+import socket
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.unit.rendezvous.standin import Place as Job
-from tests.unit.wire.places import Place
+from tests.unit.wire.places import NODE, Place, unexpected
 from unirun.errors import RendezvousError
 from unirun.failover import silence
 from unirun.launcher import contact as contacts
 from unirun.launcher import fence as fences
 from unirun.launcher.contact import Contact
+from unirun.launcher.witness import Witness
 from unirun.rendezvous import create_job
 from unirun.rendezvous.keys import silent_key
-from unirun.rendezvous.signs import is_marked, takes_bytes
+from unirun.rendezvous.signs import is_marked
 from unirun.rendezvous.store.protocol import Put
-from unirun.wire import new_token
-from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Server, Stream, connect
+from unirun.wire.certificates import make_tls
 from unirun.wire.messages import Beat
-from unirun.wire.sockets import listen_tcp, tcp_address
+from unirun.wire.reports import Knock
+from unirun.wire.sockets import tcp_address
 
 PATIENCE = 120.0
 
@@ -175,27 +177,63 @@ def test_an_agent_that_is_not_answered_may_go_on_while_its_node_is_not_marked(
     hall.run(play)
 
 
-def test_an_agent_without_the_store_may_go_on_while_the_heads_kernel_answers_for_nobody(
-    hall: Hall, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The master is stopped: the kernel takes connections until the listener is closed."""
-    monkeypatch.setattr(fences, "FENCE", 0.5)
-    head = listen_tcp("127.0.0.1")
-    job, lock = create_job("run-2", new_token(), head=tcp_address(head, "head"))
-    os.close(lock)
-    hall.contact = Contact(job, "n0", hall.again, hall.expired.set)
+@pytest.fixture
+def away(hall: Hall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """The head's address, for an agent on another host that has no store."""
+    monkeypatch.setattr(fences, "FENCE", 1.0)
+    place = Place("tls", tmp_path / "head")
+    with place.listen() as head:
+        job, lock = create_job("run-2", place.token, head=tcp_address(head, NODE))
+        os.close(lock)
+        make_tls(job.path, place.token, "n0")
+        hall.contact = Contact(job, "n0", hall.again, hall.expired.set)
+        yield place
+
+
+def test_an_agent_without_the_store_goes_on_while_the_heads_agent_lets_it_in(hall: Hall, away: Place) -> None:
+    """The master is stopped: it accepts nothing. The agent on the head has the same socket."""
+    told: list[Knock] = []
+    witness = Witness(away.listener, away.credentials, told.append, unexpected)
 
     async def play() -> None:
+        watching = asyncio.ensure_future(witness.watch())
         stream = await hall.stream()
         hall.begin(stream)
         first = hall.contact._fence.until
-        while hall.contact._fence.until < first + 0.5:
+        while hall.contact._fence.until < first + 1.0:
             await asyncio.sleep(0.01)
-        head.close()
+        assert {(knock.node, knock.origin) for knock in told} == {("n0", "127.0.0.1")}
+        watching.cancel()
         await hall.expired.wait()
         stream.abort()
 
     hall.run(play)
+
+
+def test_a_machine_that_has_taken_the_heads_address_keeps_no_worker_alive(hall: Hall, away: Place) -> None:
+    """That its kernel takes connections and bytes is no sign of the job."""
+    accepted: list[socket.socket] = []
+    away.listener.setblocking(False)
+
+    async def play() -> None:
+        accepting = asyncio.ensure_future(accept())
+        stream = await hall.stream()
+        hall.begin(stream)
+        first = hall.contact._fence.until
+        await hall.expired.wait()
+        assert accepted != []
+        assert hall.contact._fence.until == first
+        accepting.cancel()
+        stream.abort()
+
+    async def accept() -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            accepted.append((await loop.sock_accept(away.listener))[0])
+
+    hall.run(play)
+    for sock in accepted:
+        sock.close()
 
 
 def test_a_mark_is_that_of_one_node(hall: Hall) -> None:
@@ -204,14 +242,6 @@ def test_a_mark_is_that_of_one_node(hall: Hall) -> None:
     store.txn([], [Put(silent_key("run-1", "a/b"), "1")])
     assert is_marked(store, "run-1", "a/b")
     assert not is_marked(store, "run-1", "a")
-
-
-def test_a_kernel_takes_a_byte_for_a_process_that_does_nothing(tmp_path: Path) -> None:
-    place = Place("insecure", tmp_path)
-    with place.listen():
-        assert isinstance(place.address, TcpAddress)
-        assert takes_bytes(place.address, 5.0)
-    assert not takes_bytes(place.address, 5.0)
 
 
 def test_a_beat_has_time_in_which_an_agent_may_miss_one_and_connect_anew() -> None:

@@ -63,7 +63,7 @@ def test_an_agent_that_was_stopped_is_not_saved_by_what_waits_in_its_sockets() -
     fence = joined()
     fence.beats(START + 1.0)
     fence.answered(START + 60.0, sure=True)
-    fence.nobody_leads(START + 60.0, START + 60.0)
+    fence.let_in(START + 60.0, START + 60.0)
     fence.unmarked(START + 60.0, START + 60.0)
     assert fence.over(START + 60.0)
 
@@ -88,7 +88,7 @@ def test_what_shows_that_the_node_is_not_given_up_counts_from_its_beginning() ->
     fence = joined()
     fence.unmarked(START + 5.0, START + 5.2)
     assert fence.until == START + 5.0 + UNMARKED
-    fence.nobody_leads(START + 5.5, START + 6.0)
+    fence.let_in(START + 5.5, START + 6.0)
     assert fence.until == START + 5.5 + FENCE
 
 

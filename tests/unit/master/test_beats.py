@@ -21,12 +21,11 @@ from unirun.job.events import RejoinTimedOut
 from unirun.master import beats
 from unirun.master.beats import unheard
 from unirun.rendezvous.keys import silent_key
-from unirun.rendezvous.signs import takes_bytes
 from unirun.values import WorkerId
 from unirun.wire import Credentials
-from unirun.wire.aio import Stream
+from unirun.wire.aio import Stream, connect
 from unirun.wire.messages import Attach, Beat, Ended, Message, Shutdown
-from unirun.wire.reports import Held, Notice
+from unirun.wire.reports import Held, Knock, Notice
 
 TWO = Inventory(tuple(Node(name, (0,), (Device("0", ""), Device("1", ""))) for name in ("n0", "n1")))
 
@@ -170,8 +169,10 @@ class TestSilence:
         ]
         assert court.status()["phase"] == "succeeded"
 
-    def test_a_host_that_connects_and_says_nothing_is_not_silent(self, court: Court, n0: Credentials) -> None:
-        """Its agent takes what the kernel does for a sign that nobody has given it up."""
+    def test_a_node_that_proves_the_token_and_says_nothing_is_not_silent(
+        self, court: Court, n0: Credentials
+    ) -> None:
+        """Its agent takes that for a sign that nobody has given it up."""
 
         async def play() -> None:
             agent = await court.agent(n0)
@@ -179,11 +180,48 @@ class TestSilence:
             assert court.tcp is not None
             for _ in range(10):
                 await asyncio.sleep(silence.SILENT / 4)
-                assert await asyncio.to_thread(takes_bytes, court.tcp, 5.0)
+                (await connect(court.tcp, n0)).abort()
             assert court.events("silence") == []
             await ends_well(agent)
 
         assert court.run(play) == []
+
+    def test_a_node_is_not_silent_that_has_come_to_the_agent_on_the_head(
+        self, court: Court, n0: Credentials
+    ) -> None:
+        async def play() -> None:
+            agent = await court.agent(n0)
+            await answer(agent)
+            for _ in range(10):
+                await asyncio.sleep(silence.SILENT / 4)
+                agent.send(Knock("n0", "192.0.2.1"))
+            assert court.events("silence") == []
+            await ends_well(agent)
+
+        assert court.run(play) == []
+
+    @pytest.mark.parametrize("who", ["nobody", "another node"])
+    def test_a_connection_from_the_address_of_a_lost_node_does_not_stop_its_failover(
+        self, court: Court, n0: Credentials, tmp_path: Path, who: str
+    ) -> None:
+        n1 = credentials_in(tmp_path / "n1", court.token, "n1")
+
+        async def play() -> None:
+            agent = await court.agent(n0)
+            await answer(agent)
+            assert court.tcp is not None
+            while not court.events("silence"):
+                if who == "nobody":
+                    _, writer = await asyncio.open_connection(court.tcp.addr, court.tcp.port)
+                    writer.transport.abort()
+                else:
+                    (await connect(court.tcp, n1)).abort()
+                await asyncio.sleep(silence.SILENT / 4)
+            agent.abort()
+
+        assert court.run(play) == []
+        (text, *_) = court.events("silence")
+        assert text.startswith("node n0 has been silent")
 
     def test_a_command_that_beats_gets_beats_until_it_is_silent(
         self, court: Court, n0: Credentials, monkeypatch: pytest.MonkeyPatch

@@ -55,6 +55,8 @@ class Place:
             self.path = folder / "agent.sock"
             self.address = UnixAddress.here(self.path)
         self._port = 0
+        self.listener: socket.socket
+        """The latest that was made."""
 
     def on(self, node: str, token: Token | None = None) -> Credentials:
         """Those of a process on `node`, of this job unless another `token` is given."""
@@ -65,7 +67,7 @@ class Place:
     def listen(self, *, backlog: int = 64) -> socket.socket:
         """Listen, where nobody does now."""
         if self.tcp:
-            listener = listen_tcp("127.0.0.1", self._port, backlog=backlog)
+            listener = self.listener = listen_tcp("127.0.0.1", self._port, backlog=backlog)
             self.address = tcp_address(listener, NODE)
             self._port = self.address.port
             return listener

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import stat
@@ -16,7 +17,8 @@ import pytest
 
 from tests.unit.wire.places import NODE, SOON, Place, raw, serving, unexpected
 from unirun.errors import AuthError, ConnectionLost, RendezvousError, UsageError, WireError
-from unirun.wire import BlockingStream, aio, frames, new_token
+from unirun.wire import BlockingStream, frames, new_token, strangers
+from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Server, Stream, connect
 from unirun.wire.handshake import HELLO_SIZE, ClientHandshake, ServerHandshake
 from unirun.wire.messages import Shutdown, Stop
@@ -218,8 +220,9 @@ class TestAServer:
     def test_silent_connections_make_room_for_others(
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(aio, "STRANGERS", 3)
-        monkeypatch.setattr(aio, "GRACE", 0.05)
+        for limit in ("KNOWN", "EACH"):
+            monkeypatch.setattr(strangers, limit, 3)
+        monkeypatch.setattr(strangers, "GRACE", 0.05)
 
         async def main() -> None:
             server = Refusing(place)
@@ -233,10 +236,55 @@ class TestAServer:
 
         asyncio.run(main())
 
+    def test_connections_that_came_to_nothing_leave_no_tls_in_memory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each has a buffer of 256 KiB. The collector of cycles may come late for them."""
+        monkeypatch.setattr(strangers, "EACH", 40)
+        place = Place("tls", tmp_path)
+
+        def left() -> int:
+            return sum(type(each).__name__ == "SSLProtocol" for each in gc.get_objects())
+
+        async def main() -> None:
+            server = Refusing(place)
+            assert isinstance(place.address, TcpAddress)
+            before = left()
+            for said in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\xa5\x01", b""):
+                for _ in range(6):
+                    with socket.create_connection((place.address.addr, place.address.port)) as sock:
+                        await asyncio.sleep(0.005)
+                        sock.sendall(said)
+                    await server.reason()
+            await asyncio.sleep(0)
+            assert left() - before <= 1
+            server.close()
+
+        gc.disable()
+        try:
+            asyncio.run(main())
+        finally:
+            gc.enable()
+
+    def test_a_server_that_is_closed_leaves_no_task(self, place: Place) -> None:
+        async def main() -> None:
+            server = Server(place.listen(), place.credentials, serve, unexpected)
+            _, writer = await place.open()
+            server.close()
+            await server.closed()
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+            writer.transport.abort()
+
+        async def serve(stream: Stream) -> None:
+            raise AssertionError(stream)
+
+        asyncio.run(main())
+
     def test_many_honest_connections_at_once_are_all_accepted(
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(aio, "STRANGERS", 4)
+        for limit in ("KNOWN", "EACH"):
+            monkeypatch.setattr(strangers, limit, 4)
 
         async def main() -> None:
             server = Refusing(place)

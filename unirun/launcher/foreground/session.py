@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, RendezvousError, StoreError, WireError
+from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, AuthError, RendezvousError, StoreError, WireError
 from unirun.failover.silence import SILENT
 from unirun.launcher.foreground.console import Console
 from unirun.launcher.foreground.display import Display, pass_on_error
@@ -147,15 +147,17 @@ class Session:
     async def _follow_to_end(self) -> Ended | None:
         """Follow one master after another. Returns None when there is no other and the store has no end of the job."""
         while True:
-            seat = self._masters.seat
+            seat, accepts = self._masters.seat, False
             self._trouble = seat.trouble or self._trouble
             if seat.leader is not None:
                 try:
                     return await self._follow_master(seat.leader)
                 except (RendezvousError, WireError) as error:
                     self._trouble = str(error)
+                    # Its kernel has taken the connection: it may be busy, or its place may be taken by strangers.
+                    accepts = isinstance(error, WireError) and not isinstance(error, AuthError)
             self._tell_why()
-            if self._processes.given_up(self._led):
+            if self._processes.given_up(self._led, accepts):
                 known = self._led and not self._requests.urgent
                 return await asyncio.to_thread(self._end_in_store) if known else None
             await self._masters.news(LOOK_AGAIN)

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from msgspec.structs import replace
 
 from unirun.collocation import Inventory
-from unirun.errors import RendezvousError, WireError
+from unirun.errors import AuthError, RendezvousError, WireError
 from unirun.job.offers import inventory_of, misfits, versions
 from unirun.launcher.foreground.terminal import drop_input, warn
 from unirun.launcher.hosts.interfaces import choose, is_own, resolve, route_to
@@ -166,6 +166,7 @@ async def _gather(lobby: Lobby, meeting: Meeting, listener: socket.socket, crede
         await lobby.gather(meeting.least, meeting.timeout, meeting.last_call)
     finally:
         server.close()
+        await server.closed()
 
 
 def _reach_head(meeting: Meeting, credentials: Credentials) -> BlockingStream:
@@ -176,7 +177,9 @@ def _reach_head(meeting: Meeting, credentials: Credentials) -> BlockingStream:
         try:
             return BlockingStream.connect(TcpAddress(resolve(meeting.host), meeting.port, ""), credentials)
         except (RendezvousError, WireError) as error:
-            if isinstance(error, WireError) and not isinstance(error.__cause__, OSError):
+            # Another secret does not become the right one; a connection that was cut may be made the next time.
+            refused = isinstance(error, WireError) and not isinstance(error.__cause__, OSError)
+            if refused or isinstance(error, AuthError):
                 raise
             if time.monotonic() > end:
                 raise RendezvousError(

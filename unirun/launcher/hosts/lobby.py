@@ -112,10 +112,9 @@ class Lobby:
             await stream.close()
             return
         assert isinstance(first, Offer)
+        # Who lets the nodes go closes their streams.
         self._guests[first.node] = Guest(stream, first)
         self._news.set()
-        # Who lets the nodes go closes their streams.
-        await asyncio.Event().wait()
 
     async def gather(self, least: int, timeout: float, last_call: float) -> None:
         """Wait until all have come; or, once `least` are there, `last_call` seconds for the others.

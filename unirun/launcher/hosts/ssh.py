@@ -55,6 +55,9 @@ LOST_STORE = 60.0
 """The same when masters may run on several hosts: one whose host falls silent has a successor when its term is over and
 the hosts have noticed."""
 
+LOST_BUSY = 300.0
+"""The same while connections to the master's address are made, but come to nothing: its host is there, and busy."""
+
 REST = 10.0
 """Seconds that hosts have to send the rest of their output after the job's end."""
 
@@ -288,10 +291,12 @@ class RemoteProcesses:
         """A master that refuses to lead is told by its host."""
         return None
 
-    def given_up(self, led: bool) -> bool:
-        """Whether no master will be found any more."""
+    def given_up(self, led: bool, accepts: bool = False) -> bool:
+        """Whether no master will be found any more; `accepts` as for `JobProcesses`."""
         self._alone_since = self._alone_since or time.monotonic()
         limit = LOST if self._job.head is not None else LOST_STORE
+        if accepts:
+            limit = LOST_BUSY
         return not self._nodes or time.monotonic() > self._alone_since + limit
 
     def taken_up(self, job: JobDir) -> bool:

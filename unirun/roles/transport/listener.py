@@ -20,19 +20,16 @@ from unirun.wire.credentials import Credentials
 from unirun.wire.handshake import ANSWER_SIZE, DEADLINE, ServerHandshake
 from unirun.wire.refusals import Refusals
 from unirun.wire.sockets import handshake_error, keep_alive
-
-STRANGERS = 64
-"""Connections that may be without proof of the token. Each has a thread."""
-
-GRACE = 1.0
-"""Seconds that each of these has at least, before it makes room for another."""
+from unirun.wire.strangers import LOOK, Strangers
 
 AGAIN = 0.1
 """Seconds until a listener that is out of descriptors accepts again."""
 
 
 class Listener:
-    """Accepts connections on `sock` in a thread. Those that prove the token within `DEADLINE` are served."""
+    """Accepts connections on `sock` in a thread. Those that prove the token within `DEADLINE` are served; `Strangers`
+    says which of them may begin to, each in a thread of its own. `known` says whether an address is one of the job's
+    hosts."""
 
     def __init__(
         self,
@@ -41,6 +38,7 @@ class Listener:
         handler: Handler,
         inbox: RequestInbox,
         refused: Callable[[str, int], None],
+        known: Callable[[str], bool] = lambda origin: False,
     ) -> None:
         self._socket, self._token = sock, credentials.token
         self._handler, self._inbox = handler, inbox
@@ -51,69 +49,85 @@ class Listener:
 
             self._kind = TlsConnection
         self._refusals = Refusals(refused)
-        self._strangers: dict[socket.socket, float] = {}
-        self._changed = threading.Condition()
+        self._strangers: Strangers[_Stranger] = Strangers(known, time.monotonic())
+        self._looked = time.monotonic()
+        self._changing = threading.Lock()
         self._closed = False
         threading.Thread(target=self._accept_all, name="unirun-accept", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening, and end the connections that have not proved the token."""
-        self._closed = True
-        with self._changed:
+        with self._changing:
+            self._closed = True
             strangers = list(self._strangers)
-            self._changed.notify_all()
-        for sock in (self._socket, *strangers):
-            _shut(sock)
+        for each in strangers:
+            _shut(each.sock)
+        _shut(self._socket)
         self._socket.close()
 
     def _accept_all(self) -> None:
-        while self._make_room():
+        while not self._closed:
             try:
-                sock, origin = self._socket.accept()
+                self._socket.settimeout(LOOK if self._strangers.waiting else None)
+                sock, place = self._socket.accept()
+            except TimeoutError:
+                self._go_on()
+                continue
             except ConnectionError:
                 # The peer has gone already.
                 continue
             except OSError as error:
-                if self._closed:
-                    return
-                # Out of descriptors or memory: connections wait in the listener's queue.
-                self._refusals.add(error)
-                time.sleep(AGAIN)
+                if not self._closed:
+                    # Out of descriptors or memory: connections wait in the listener's queue.
+                    self._refusals.add(error)
+                    time.sleep(AGAIN)
                 continue
-            whence = origin[0] if origin else ""
-            try:
-                sock.settimeout(DEADLINE)
-                if sock.family != socket.AF_UNIX:
-                    keep_alive(sock)
-                if self._tls is not None:
-                    sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-                with self._changed:
-                    self._strangers[sock] = time.monotonic()
-                admit = partial(self._admit, sock, whence)
-                threading.Thread(target=admit, name="unirun-handshake", daemon=True).start()
-            except (OSError, RuntimeError) as error:
-                # The peer has gone, or there can be no more threads.
-                self._refuse(sock, error, whence)
+            came = _Stranger(sock, place[0] if place else "")
+            with self._changing:
+                out = self._strangers.arrives(came, came.origin, time.monotonic())
+            if out is not None:
+                self._refuse(out, WireError("too many connections of its kind wait"))
+            self._go_on()
+        for each in list(self._strangers):
+            if not each.entering:
+                each.sock.close()
 
-    def _make_room(self) -> bool:
-        """Wait until another connection can be accepted. False when the listener is closed."""
-        with self._changed:
-            while len(self._strangers) >= STRANGERS and not self._closed:
-                oldest, since = next(iter(self._strangers.items()))
-                if (left := since + GRACE - time.monotonic()) > 0:
-                    self._changed.wait(left)
-                    continue
-                del self._strangers[oldest]
+    def _go_on(self) -> None:
+        """Let connections begin whose turn it is, and end those that make room for others."""
+        with self._changing:
+            now, out, begin = time.monotonic(), [], []
+            if now >= self._looked + LOOK:
+                self._looked, out = now, self._strangers.overdue(now)
+            while not self._closed and (begins := self._strangers.next(now)) is not None:
+                begins.entering = True
+                begin.append(begins)
+        for each in out:
+            if each.entering:
                 # Its thread sees the end of it, and tells of that.
-                _shut(oldest)
-        return not self._closed
+                _shut(each.sock)
+            else:
+                self._refuse(each, WireError("it has waited for its turn too long"))
+        for each in begin:
+            try:
+                threading.Thread(
+                    target=partial(self._admit, each), name="unirun-handshake", daemon=True
+                ).start()
+            except RuntimeError as error:
+                # There can be no more threads.
+                self._refuse(each, error)
 
-    def _admit(self, sock: socket.socket, origin: str) -> None:
+    def _admit(self, stranger: _Stranger) -> None:
         """Let a peer prove the token, and take its requests then."""
         handshake, answer, end = ServerHandshake(self._token), b"", time.monotonic() + DEADLINE
         try:
+            sock = stranger.sock
+            sock.settimeout(DEADLINE)
+            if sock.family != socket.AF_UNIX:
+                keep_alive(sock)
             if self._tls is not None:
-                sock.do_handshake()  # type: ignore[attr-defined]
+                tls = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                stranger.sock = sock = tls
+                tls.do_handshake()
             sock.send(handshake.hello())
             while len(answer) < ANSWER_SIZE:
                 sock.settimeout(max(end - time.monotonic(), 0.001))
@@ -124,23 +138,31 @@ class Listener:
             sock.send(handshake.proof(answer))
             self._inbox.add(_Served(self._kind, sock, self._handler, self._inbox))
         except (OSError, EOFError) as error:
-            self._refuse(sock, handshake_error(error), origin)
+            self._refuse(stranger, handshake_error(error))
         except (WireError, ChannelError) as error:
             # A wrong proof, or this process serves no longer.
-            self._refuse(sock, error, origin)
+            self._refuse(stranger, error)
         else:
-            self._forget(sock)
+            self._forget(stranger, proved=True)
+        finally:
+            self._go_on()
 
-    def _forget(self, sock: socket.socket) -> None:
-        with self._changed:
-            self._strangers.pop(sock, None)
-            self._changed.notify_all()
+    def _forget(self, stranger: _Stranger, *, proved: bool = False) -> None:
+        with self._changing:
+            self._strangers.ends(stranger, proved=proved)
 
-    def _refuse(self, sock: socket.socket, error: Exception, origin: str) -> None:
-        self._forget(sock)
-        sock.close()
+    def _refuse(self, stranger: _Stranger, error: Exception) -> None:
+        stranger.sock.close()
         if not self._closed:
-            self._refusals.add(error, origin)
+            self._refusals.add(error, stranger.origin)
+        self._forget(stranger)
+
+
+class _Stranger:
+    """A connection that has not proved the token; `entering`: a thread is in the handshake with it."""
+
+    def __init__(self, sock: socket.socket, origin: str) -> None:
+        self.sock, self.origin, self.entering = sock, origin, False
 
 
 def _shut(sock: socket.socket) -> None:

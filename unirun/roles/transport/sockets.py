@@ -43,7 +43,7 @@ class Endpoint(Value):
 class SocketTransport:
     """One per process. `folder`, of mode 0700, has the unix sockets of the job's workers on this node. With `addr`, an
     address of this host, workers on other hosts can call. `refused` gets a text for connections that were refused, and
-    their number."""
+    their number; `known` says whether an address is one of the job's hosts."""
 
     name = "socket"
 
@@ -53,8 +53,10 @@ class SocketTransport:
         credentials: Credentials,
         addr: str = "",
         refused: Callable[[str, int], None] = lambda text, count: None,
+        known: Callable[[str], bool] = lambda origin: False,
     ) -> None:
-        self._folder, self._credentials, self._addr, self._refused = folder, credentials, addr, refused
+        self._folder, self._credentials, self._addr = folder, credentials, addr
+        self._refused, self._known = refused, known
         self._loop = Loop()
         self._inbox = RequestInbox(self._loop)
         self._listeners: list[Listener] = []
@@ -73,7 +75,8 @@ class SocketTransport:
             sockets.append(listen_tcp(self._addr))
             tcp = tcp_address(sockets[-1], self._credentials.node)
         for sock in sockets:
-            self._listeners.append(Listener(sock, self._credentials, handler, self._inbox, self._refused))
+            listener = Listener(sock, self._credentials, handler, self._inbox, self._refused, self._known)
+            self._listeners.append(listener)
         return str(Endpoint(str(path), tcp))
 
     def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Channel:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,16 +15,20 @@ from queue import SimpleQueue
 import pytest
 
 from tests.effort import SOON
+from tests.unit.wire.places import Place
 from unirun.collocation import Inventory
-from unirun.errors import RendezvousError
+from unirun.errors import RendezvousError, WireError
 from unirun.job.offers import AgentTask
+from unirun.launcher.hosts import ssh
 from unirun.launcher.hosts.byhand import Meeting, run_head, run_member
 from unirun.launcher.hosts.member import offer, take_part
 from unirun.launcher.planned import PlannedJob
+from unirun.rendezvous import create_job
 from unirun.rendezvous.jobdir import job_at
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire import new_token
 from unirun.wire.address import TcpAddress
+from unirun.wire.aio import Server, Stream
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.lobby import Assigned, Dismissed, Offer, Ready
 
@@ -56,6 +63,48 @@ def test_nodes_that_have_come_are_told_why_the_head_gives_up(home: Path) -> None
             leading.result(SOON)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((place.addr, place.port))
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_a_node_with_another_secret_fails_at_once(tmp_path: Path, insecure: bool) -> None:
+    place = Place("insecure" if insecure else "tls", tmp_path)
+
+    async def head(told: SimpleQueue[TcpAddress], over: threading.Event) -> None:
+        server = Server(place.listen(), place.credentials, Stream.close, lambda *_: None)
+        assert isinstance(place.address, TcpAddress)
+        told.put(place.address)
+        await asyncio.to_thread(over.wait, SOON)
+        server.close()
+        await server.closed()
+
+    told: SimpleQueue[TcpAddress] = SimpleQueue()
+    over = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        leading = pool.submit(asyncio.run, head(told, over))
+        there, long = told.get(timeout=SOON), 600.0
+        node = Meeting(
+            "n1", 1, False, there.addr, there.port, 2, 2, long, long, new_token(), insecure=insecure
+        )
+        try:
+            with pytest.raises(WireError, match="is not node|is the token right"):
+                run_member(node, quiet=True)
+        finally:
+            over.set()
+        leading.result(SOON)
+
+
+def test_a_command_waits_long_for_a_master_whose_host_takes_connections(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is busy, or strangers have its places."""
+    monkeypatch.setattr(ssh, "LOST", -1.0)
+    job, lock = create_job("run-1", new_token(), head=TcpAddress("127.0.0.1", 1, "n0"))
+    os.close(lock)
+    processes = ssh.RemoteProcesses(job, ["n0"])
+    assert not processes.given_up(True, accepts=True)
+    assert processes.given_up(True)
+    monkeypatch.setattr(ssh, "LOST_BUSY", -1.0)
+    assert processes.given_up(True, accepts=True)
 
 
 def test_a_node_that_is_ready_and_then_dismissed_keeps_no_directory_of_the_job(tmp_path: Path) -> None:

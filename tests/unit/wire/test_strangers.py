@@ -1,0 +1,212 @@
+"""Which connections may prove the token: addresses take turns, known ones come first, and each takes no more than its part."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirun.wire import strangers
+from unirun.wire.strangers import (
+    EACH,
+    GRACE,
+    KNOWN,
+    LOOK,
+    QUEUE,
+    QUEUE_KNOWN,
+    QUEUE_TOGETHER,
+    RATE,
+    RATE_TOGETHER,
+    TOGETHER,
+    WAIT,
+    Strangers,
+)
+
+OURS = "10.0.0.1"
+
+
+class Listener:
+    """A listener whose connections are numbers, and whose handshakes end when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.strangers: Strangers[int] = Strangers(lambda address: address == OURS, 0.0)
+        self.numbers = itertools.count()
+        self.begun: dict[int, str] = {}
+        self.came: dict[int, str] = {}
+        self.out: list[int] = []
+
+    def connect(self, origin: str, count: int = 1) -> list[int]:
+        """`count` connections from an address. Returns those of them that have begun their handshakes at once."""
+        numbers = [next(self.numbers) for _ in range(count)]
+        for number in numbers:
+            self.came[number] = origin
+            if (out := self.strangers.arrives(number, origin, self.now)) is not None:
+                self.out.append(out)
+            self.look()
+        return [number for number in numbers if number in self.begun]
+
+    def look(self) -> None:
+        for number in self.strangers.overdue(self.now):
+            self.begun.pop(number, None)
+            self.out.append(number)
+        while (begins := self.strangers.next(self.now)) is not None:
+            self.begun[begins] = self.came[begins]
+
+    def pass_time(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(self.now + LOOK, end)
+            self.look()
+
+    def end(self, *numbers: int, proved: bool = False) -> None:
+        for number in numbers:
+            del self.begun[number]
+            self.strangers.ends(number, proved=proved)
+        self.look()
+
+    def begun_by(self, origin: str) -> int:
+        return sum(each == origin for each in self.begun.values())
+
+
+def test_an_address_has_so_many_handshakes_at_once_and_the_rest_waits() -> None:
+    listener = Listener()
+    assert len(listener.connect("1.1.1.1", EACH + 3)) == EACH
+    assert listener.strangers.waiting
+    assert listener.out == []
+
+
+def test_what_waits_begins_when_a_handshake_has_ended_in_proof() -> None:
+    """An address from which the token was proved is known from then on."""
+    listener = Listener()
+    first = listener.connect("1.1.1.1", EACH + KNOWN)
+    listener.end(first[0], proved=True)
+    assert listener.begun_by("1.1.1.1") == KNOWN
+
+
+def test_an_address_that_is_not_known_begins_so_many_a_second() -> None:
+    listener = Listener()
+    for _ in range(100):
+        listener.end(*listener.connect("1.1.1.1", 10))
+        listener.pass_time(LOOK)
+        listener.end(*listener.begun)
+    assert next(listener.numbers) == 1000
+    left = len([*listener.strangers])
+    assert 1000 - len(listener.out) - left <= EACH + RATE * listener.now + 1
+
+
+def test_a_flood_from_one_address_leaves_another_its_place() -> None:
+    listener = Listener()
+    listener.connect("1.1.1.1", 10 * QUEUE)
+    assert len(listener.connect("2.2.2.2", 2)) == 2
+
+
+def test_floods_from_many_addresses_leave_the_jobs_own_hosts_their_places() -> None:
+    listener = Listener()
+    for number in range(500):
+        listener.connect(f"1.1.{number // 250}.{number % 250}", 10)
+    assert len(listener.connect(OURS, KNOWN)) == KNOWN
+
+
+def test_an_address_that_is_new_has_its_turn_among_many_that_wait() -> None:
+    listener = Listener()
+    for number in range(40):
+        listener.connect(f"1.1.1.{number}", 20)
+    listener.connect("2.2.2.2")
+    mine = max(listener.came)
+    for _ in range(200):
+        if mine in listener.begun:
+            break
+        listener.pass_time(LOOK)
+    assert mine in listener.begun
+    assert listener.now < 3 * GRACE
+
+
+def test_a_handshake_that_has_had_its_time_makes_room_for_another_of_its_address() -> None:
+    listener = Listener()
+    old = listener.connect("1.1.1.1", EACH)
+    listener.pass_time(GRACE / 2)
+    assert listener.connect("1.1.1.1") == []
+    listener.pass_time(GRACE)
+    assert listener.out == old[:1]
+
+
+def test_a_silent_handshake_for_which_no_other_waits_goes_on() -> None:
+    listener = Listener()
+    listener.connect("1.1.1.1", EACH)
+    listener.pass_time(2 * GRACE)
+    assert listener.out == []
+
+
+def test_a_connection_that_waits_too_long_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strangers, "TOGETHER", 1)
+    monkeypatch.setattr(strangers, "RATE_TOGETHER", 0.0)
+    listener = Listener()
+    assert len(listener.connect("1.1.1.1")) == 1
+    assert listener.connect("2.2.2.2") == []
+    listener.pass_time(WAIT - LOOK)
+    late = max(listener.came)
+    assert late not in listener.out
+    listener.pass_time(2 * LOOK)
+    assert late in listener.out
+
+
+def test_hosts_of_one_network_of_ipv6_are_one_address() -> None:
+    listener = Listener()
+    begun = [listener.connect(f"2001:db8::{number:x}%eth0") for number in range(EACH + 1)]
+    assert sum(map(len, begun)) == EACH
+    assert len(listener.connect("2001:db8:0:1::1")) == 1
+    assert len(listener.connect("::ffff:1.1.1.1")) == len(listener.connect("::ffff:1.1.1.2")) == 1
+
+
+def test_how_often_addresses_connect_is_remembered_of_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strangers, "ORIGINS", 100)
+    listener = Listener()
+    for number in range(1000):
+        listener.end(*listener.connect(f"1.{number // 250}.1.{number % 250}"))
+        listener.pass_time(LOOK)
+    assert len(listener.strangers._origins) <= 101
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("connect"), st.sampled_from([OURS, "", *"abcdefgh"]), st.integers(1, 300)),
+        st.tuples(st.just("end"), st.booleans(), st.integers(0, 100)),
+        st.tuples(st.just("wait"), st.floats(0, 2), st.just(0)),
+    ),
+    max_size=30,
+)
+
+
+@given(STEPS)
+def test_whatever_happens_limits_hold_and_no_connection_is_forgotten(steps: list[tuple]) -> None:  # type: ignore[type-arg]
+    listener = Listener()
+    ended = []
+    for kind, what, count in steps:
+        if kind == "connect":
+            listener.connect(what, count)
+        elif kind == "end":
+            some = list(listener.begun)[:count]
+            ended += some
+            listener.end(*some, proved=what)
+        else:
+            listener.pass_time(what)
+        inside = [*listener.strangers]
+        assert sorted([*inside, *listener.out, *ended]) == sorted(listener.came)
+        assert listener.begun.keys() <= {*inside}
+        trusted = {name for name, each in listener.strangers._origins.items() if each.known}
+        for name in {*listener.came.values()}:
+            waiting = sum(listener.came[each] == name for each in inside) - listener.begun_by(name)
+            assert listener.begun_by(name) <= (KNOWN if name in trusted else EACH)
+            assert waiting <= (QUEUE_KNOWN if name in trusted else QUEUE)
+        unknown = [each for each in inside if listener.came[each] not in trusted]
+        begun = [each for each in unknown if each in listener.begun]
+        assert len(begun) <= TOGETHER
+        assert len(unknown) - len(begun) <= QUEUE_TOGETHER
+        assert listener.strangers._begun == len(begun)
+        assert listener.strangers._queued == len(unknown) - len(begun)
+    unknown_begun = [each for each in (*listener.begun, *ended) if listener.came[each] not in ("", OURS)]
+    if not listener.strangers._proved:
+        assert len(unknown_begun) <= TOGETHER + RATE_TOGETHER * listener.now + 1

@@ -1,0 +1,209 @@
+"""Which connections to a listener may prove the token now. They are strangers until they have; there is no I/O here.
+
+Anybody who can send packets to a listener can connect, and a handshake of TLS takes processor time and memory. So what
+one address can take is limited, before there is any TLS: connections that wait, those that are in a handshake, and for
+an address that is not known, handshakes in a second. Addresses take turns. Those of the job's own hosts are *known*,
+and come first: their places are their own. An address from which the token was proved once is known from then on. On a
+unix socket all connections are this user's; they have no address, and are known.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+KNOWN, EACH, TOGETHER = 64, 16, 64
+"""Handshakes at the same time: from one known address, from one that is not known, from all that are not known."""
+
+RATE, RATE_TOGETHER = 10.0, 100.0
+"""Handshakes a second from one address that is not known, and from all of these; `EACH` and `TOGETHER` at once."""
+
+QUEUE_KNOWN, QUEUE, QUEUE_TOGETHER = 4096, 64, 512
+"""Connections that wait: from one known address, from one that is not known, from all that are not known."""
+
+GRACE = 1.0
+"""Seconds that a handshake has at least, before it makes room for another."""
+
+WAIT = 10.0
+"""Seconds after which a connection that waits is refused."""
+
+LOOK = 0.05
+"""Seconds until the next look at who is `overdue`, while connections wait."""
+
+ORIGINS = 4096
+"""Addresses that are not known of which is remembered how often they have connected."""
+
+C = TypeVar("C", bound=Hashable)
+
+
+class _Bucket:
+    """Tokens that come at a `rate` a second, up to `most`."""
+
+    def __init__(self, most: float, rate: float, now: float) -> None:
+        self._most, self._rate, self._left, self._since = most, rate, most, now
+
+    def left(self, now: float) -> float:
+        self._left = min(self._left + (now - self._since) * self._rate, self._most)
+        self._since = now
+        return self._left
+
+    def full(self, now: float) -> bool:
+        return self.left(now) >= self._most
+
+    def take(self, now: float) -> None:
+        self._left = self.left(now) - 1
+
+
+class _Origin(Generic[C]):
+    """The connections from one address: those that wait, and those in a handshake, each with when that has begun."""
+
+    def __init__(self, name: str, known: bool, now: float) -> None:
+        self.name, self.known = name, known
+        self.waiting: deque[tuple[C, float]] = deque()
+        self.begun: dict[C, float] = {}
+        self.bucket = _Bucket(EACH, RATE, now)
+
+    def may_begin(self, now: float) -> bool:
+        if self.known:
+            return len(self.begun) < KNOWN
+        return len(self.begun) < EACH and self.bucket.left(now) >= 1
+
+
+class Strangers(Generic[C]):
+    """The connections of one listener that have not proved the token. `known` says whether an address is one of the
+    job's hosts. Times are seconds of a monotonic clock."""
+
+    def __init__(self, known: Callable[[str], bool], now: float) -> None:
+        self._is_known = known
+        self._origins: dict[str, _Origin[C]] = {}
+        self._of: dict[C, _Origin[C]] = {}
+        # Origins with connections that wait, in the order of their turns.
+        self._turns: dict[str, _Origin[C]] = {}
+        self._proved: set[str] = set()
+        self._begun = self._queued = 0  # of addresses that are not known
+        self._together = _Bucket(TOGETHER, RATE_TOGETHER, now)
+
+    def __iter__(self) -> Iterator[C]:
+        return iter(tuple(self._of))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any connection waits."""
+        return bool(self._turns)
+
+    def arrives(self, connection: C, origin: str, now: float) -> C | None:
+        """A connection from the address `origin` was made. Returns one that is to be closed, this one or another."""
+        found = self._origin(origin, now)
+        if len(found.waiting) >= (QUEUE_KNOWN if found.known else QUEUE):
+            return connection
+        out = None
+        if not found.known and self._queued >= QUEUE_TOGETHER:
+            if found.waiting:
+                return connection
+            others = (each for each in self._turns.values() if not each.known)
+            longest = max(others, key=lambda each: len(each.waiting))
+            if len(longest.waiting) == 1:
+                return connection
+            out = self._leave(longest)
+        found.waiting.append((connection, now))
+        self._of[connection] = found
+        self._queued += not found.known
+        self._turns.setdefault(found.name, found)
+        return out
+
+    def next(self, now: float) -> C | None:
+        """A connection that may begin its handshake now; None when none may."""
+        room = self._begun < TOGETHER and self._together.left(now) >= 1
+        for known in (True, False):
+            if not known and not room:
+                break
+            for found in self._turns.values():
+                if found.known == known and found.may_begin(now):
+                    connection = self._leave(found)
+                    self._of[connection], found.begun[connection] = found, now
+                    if not known:
+                        self._begun += 1
+                        self._together.take(now)
+                        found.bucket.take(now)
+                    if found.waiting:
+                        self._turns[found.name] = self._turns.pop(found.name)
+                    return connection
+        return None
+
+    def overdue(self, now: float) -> list[C]:
+        """Connections that have to go: those that have waited too long, and handshakes that make room for others. They
+        are forgotten."""
+        found = []
+        for each in tuple(self._turns.values()):
+            while each.waiting and each.waiting[0][1] + WAIT <= now:
+                found.append(self._leave(each))
+            if len(each.begun) >= (KNOWN if each.known else EACH):
+                found += self._make_room(each.begun.items(), len(each.waiting), now)
+        if self._begun >= TOGETHER:
+            begun = (pair for each in self._origins.values() if not each.known for pair in each.begun.items())
+            found += self._make_room(sorted(begun, key=lambda pair: pair[1]), self._queued, now)
+        return found
+
+    def _make_room(self, begun: Iterable[tuple[C, float]], count: int, now: float) -> list[C]:
+        """End the first `count` of the handshakes in `begun` that have had their time."""
+        out = [connection for connection, since in begun if since + GRACE <= now][:count]
+        for connection in out:
+            self.ends(connection)
+        return out
+
+    def ends(self, connection: C, *, proved: bool = False) -> None:
+        """A handshake has ended; `proved`: the token was proved in it. Nothing for one that is forgotten."""
+        found = self._of.pop(connection, None)
+        if found is None:
+            return
+        del found.begun[connection]
+        self._begun -= not found.known
+        if proved and not found.known:
+            self._trust(found)
+
+    def _trust(self, found: _Origin[C]) -> None:
+        self._begun -= len(found.begun)
+        self._queued -= len(found.waiting)
+        found.known = True
+        self._proved.add(found.name)
+
+    def _leave(self, found: _Origin[C]) -> C:
+        """Take the first that waits."""
+        connection, _ = found.waiting.popleft()
+        del self._of[connection]
+        self._queued -= not found.known
+        if not found.waiting:
+            del self._turns[found.name]
+        return connection
+
+    def _origin(self, address: str, now: float) -> _Origin[C]:
+        known = not address or self._is_known(address)
+        name = address if known else _network(address)
+        found = self._origins.get(name)
+        if found is None:
+            if len(self._origins) >= ORIGINS:
+                self._forget(now)
+            found = self._origins[name] = _Origin(name, known or name in self._proved, now)
+        elif known and not found.known:
+            self._trust(found)
+        return found
+
+    def _forget(self, now: float) -> None:
+        """Forget addresses without connections: all that could not be told from new ones, or else the oldest."""
+        idle = [each for each in self._origins.values() if not each.waiting and not each.begun]
+        for each in [each for each in idle if each.known or each.bucket.full(now)] or idle[: ORIGINS // 2]:
+            del self._origins[each.name]
+
+
+def _network(address: str) -> str:
+    """What one host has: an address, or of IPv6 all that begin with the same 64 bits."""
+    import ipaddress
+
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if not isinstance(parsed, ipaddress.IPv6Address):
+        return address
+    return str(parsed.ipv4_mapped or ipaddress.IPv6Address(int(parsed) >> 64 << 64))
