@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from .harness import EXEC, UNIRUN, Script, Unirun
+from .harness import EXEC, START, UNIRUN, Running, Script, Unirun, eventually
 
 NOBODYS_UID = 4321
 """A user without an entry in ``/etc/passwd``. Of root's rights it keeps that of reading, as Python may be root's."""
@@ -50,6 +53,54 @@ def test_a_user_without_a_passwd_entry_runs_jobs_in_the_temporary_directory(
     assert "job mine: succeeded" in found.out, found.err
     assert f"logs: {own}/jobs/mine/logs" in found.out
     assert (own.stat().st_uid, own.stat().st_mode & 0o777) == (NOBODYS_UID, 0o700)
+
+
+class TestTheFirstProcessOfAContainer:
+    """For which the kernel has no default actions, and which is the parent of all orphans."""
+
+    CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", UNIRUN)
+
+    @pytest.fixture
+    def start(self, unirun: Unirun) -> Callable[..., tuple[Running, int]]:
+        """Starts a command as the first process of a pid namespace. Returns it with its pid outside."""
+
+        def started(*argv: object) -> tuple[Running, int]:
+            job = unirun.start_program([*self.CONTAINER, *map(str, argv)])
+            children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
+            return job, eventually(lambda: int(children.read_text() or 0), "the command is there")
+
+        return started
+
+    def test_ends_by_a_signal_that_comes_before_its_job(
+        self, start: Callable[..., tuple[Running, int]], tmp_path: Path
+    ) -> None:
+        os.mkfifo(tmp_path / "job.yaml")
+        job, pid = start("--config", "job.yaml")
+        eventually(lambda: handles(pid, signal.SIGTERM), "it has begun", START)
+        os.kill(pid, signal.SIGTERM)
+        assert job.end().code == 128 + signal.SIGTERM
+
+    def test_stops_its_job_and_leaves_no_zombies(
+        self, start: Callable[..., tuple[Running, int]], script: Script
+    ) -> None:
+        job, pid = start(*EXEC, script("import time; print('up', flush=True); time.sleep(600)"))
+        job.lines("^up$")
+        # As `docker exec` does: the parent of the orphan ends before it.
+        enter = ["nsenter", "--target", str(pid), "--pid", "--mount", "sh", "-c"]
+        subprocess.run([*enter, "(sleep 0.1 &)"], check=True)
+        orphans = [*enter, "ps -o comm= --ppid 1"]
+        eventually(lambda: b"sleep" not in subprocess.check_output(orphans), "the orphan is collected")
+        os.kill(pid, signal.SIGTERM)
+        assert job.end().code == 128 + signal.SIGTERM
+        assert "SIGTERM: stopping" in job.text
+
+
+def handles(pid: int, signum: int) -> bool:
+    """Whether the process has a handler for a signal."""
+    (caught,) = (
+        line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")
+    )
+    return bool(int(caught.split()[1], 16) & 1 << signum - 1)
 
 
 def test_without_loopback_the_job_is_refused_in_one_sentence(unirun: Unirun, script: Script) -> None:

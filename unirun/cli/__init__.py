@@ -40,6 +40,8 @@ SUBCOMMANDS = (
 def main(argv: list[str] | None = None) -> None:
     """Entry point; leaves with the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    if os.getpid() == 1:
+        _end_by_signals()
     prepare_streams()
     outlast_user_signals()
     try:
@@ -50,6 +52,16 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     sys.exit(code)
+
+
+def _end_by_signals() -> None:
+    """Let signals end this process as they end any other, until a job has handlers of its own.
+
+    The first process of a container has no default action: a signal that it does not handle yet is lost.
+    """
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(signum) == signal.SIG_DFL:
+            signal.signal(signum, lambda number, _: os._exit(128 + number))
 
 
 def _dispatch_and_flush(argv: list[str]) -> int:

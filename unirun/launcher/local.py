@@ -19,7 +19,7 @@ from unirun.errors import RendezvousError, UnirunError
 from unirun.job.offers import AgentTask
 from unirun.launcher.agent import Agent
 from unirun.launcher.etcd_member import running_member
-from unirun.launcher.process import ignore_signals, kill_children, set_title
+from unirun.launcher.process import collect_orphans, ignore_signals, kill_children, set_title
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.creation import discard_job
 from unirun.rendezvous.endpoints import Endpoint, hold_endpoints
@@ -244,9 +244,12 @@ class Processes:
         return True
 
     def reap(self) -> None:
-        """Leave no zombie of an agent that is gone while the job goes on without it."""
-        for agent in self._agents:
-            self._wait(agent, 0.0)
+        """Leave no zombie: of an agent that is gone while the job goes on without it, of the first master, of processes
+        that were adopted. The first process of a container adopts those of ``docker exec``."""
+        for pid in (*self._agents, self._first):
+            if pid is not None:
+                self._wait(pid, 0.0)
+        collect_orphans({*self._agents, self._first or 0})
 
     def stop_agents(self) -> None:
         """Let the agents end their workers and themselves."""

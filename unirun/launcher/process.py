@@ -102,6 +102,18 @@ def children() -> list[int]:
     return found
 
 
+def collect_orphans(ours: Collection[int]) -> None:
+    """Collect children that have ended and are none of `ours`: adopted ones, for which nobody waits.
+
+    Where one of `ours` has ended, those behind it are collected by the next call, after it has been waited for.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while (
+            end := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ) is not None and end.si_pid not in ours:
+            os.waitid(os.P_PID, end.si_pid, os.WEXITED | os.WNOHANG)
+
+
 def environment_of(pid: int) -> dict[str, str]:
     """The initial environment of `pid`; empty when it is gone or not readable."""
     try:

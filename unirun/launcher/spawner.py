@@ -25,6 +25,7 @@ from unirun.launcher.preloaded import PreloadedModules
 from unirun.launcher.process import (
     adopt_orphans,
     children,
+    collect_orphans,
     die_with_parent,
     environment_of,
     group_of,
@@ -94,13 +95,18 @@ class Spawner:
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, _Child] = {}
         self._stores: dict[str, _Store] = {}
+        self._wake: tuple[int, ...] = ()
 
     def serve(self) -> child.Task | None:
         """Serve until the agent is gone, then return None; in a new child return its task."""
         self._selector.register(self._stream.socket, selectors.EVENT_READ, None)
+        self._wake_on_deaths()
         while True:
             for key, _ in self._selector.select():
                 try:
+                    if key.fileobj in self._wake:
+                        os.read(key.fd, 4096)
+                        continue
                     if isinstance(key.data, _Child):
                         self._reap(key.data)
                         continue
@@ -114,6 +120,19 @@ class Spawner:
                     return None
                 if task is not None:
                     return task
+            collect_orphans(self._pids())
+
+    def _wake_on_deaths(self) -> None:
+        """Let each SIGCHLD end the wait for events: of an adopted process there is no pidfd."""
+        self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._selector.register(self._wake[0], selectors.EVENT_READ, None)
+        signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def _pids(self) -> set[int]:
+        return {known.pid for known in self._children.values()} | {
+            store.pid for store in self._stores.values()
+        }
 
     def _obey(self) -> child.Task | None:
         """Carry out the agent's requests that have arrived. In a new child, return its task."""
@@ -188,11 +207,13 @@ class Spawner:
 
     def _forget(self, keep: int | None) -> None:
         """In a child: close the spawner's descriptors. Those of modules stay open, as objects refer to them."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
         self._selector.close()
         self._stream.close()
         workers = (worker.handle for worker in self._children.values())
         stores = (store.handle for store in self._stores.values())
-        for handle in (*workers, *stores, *self._inherited.values()):
+        for handle in (*workers, *stores, *self._wake, *self._inherited.values()):
             if handle != keep:
                 os.close(handle)
 
@@ -246,7 +267,8 @@ class Spawner:
 
         One that has lost both marks is killed when the spawner exits.
         """
-        ours = {known.pid for known in self._children.values()} | {s.pid for s in self._stores.values()}
+        ours = self._pids()
+        collect_orphans(ours)
         strays = {pid for pid in children() if pid not in ours and ended.is_ancestor_of(pid)}
         for pid in strays:
             if group_of(pid) != ended.pid:

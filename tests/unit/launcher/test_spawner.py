@@ -204,6 +204,22 @@ def test_a_spawner_kills_a_workers_group_before_it_reports_the_exit(spawner: Spa
 
 
 @pytest.mark.starts_processes
+def test_a_spawner_collects_what_its_workers_have_left_while_they_run(spawner: Spawner) -> None:
+    os.mkfifo(spawner.folder / "go")
+    # Read and write, so that a line waits for a reader that opens it late.
+    go = os.open(spawner.folder / "go", os.O_RDWR)
+    orphans = "for n in 1 2 3; do (setsid sh -c 'read line' < go &) ; done; exec sleep 60"
+    spawner.send(spawner.program(1, "sh", "-c", orphans))
+    worker = spawner.next(Forked).pid
+    assert eventually(lambda: len(spawner.children()) == 4), "they are adopted"
+    os.write(go, b"\n\n\n")
+    assert eventually(lambda: spawner.children() == [worker]), "no zombie is left"
+    os.close(go)
+    spawner.send(Kill(1, signal.SIGKILL))
+    assert spawner.next(Reaped).signal == signal.SIGKILL
+
+
+@pytest.mark.starts_processes
 def test_a_spawner_leaves_no_process_when_the_agent_is_gone(spawner: Spawner) -> None:
     spawner.send(spawner.program(1, "sleep", "100"), spawner.program(2, "setsid", "sleep", "100"))
     pids = [spawner.next(Forked).pid, spawner.next(Forked).pid]
