@@ -15,7 +15,7 @@ from typing import Any
 
 from unirun.cli.commandline import Parser
 from unirun.cli.output import print_table
-from unirun.errors import EXIT_USAGE, UsageError
+from unirun.errors import EXIT_USAGE, SpecError, UsageError
 from unirun.launcher.foreground.terminal import say, warn
 
 FINAL = (EXIT_USAGE, 130, 143)
@@ -139,6 +139,7 @@ def _start(options: Any) -> int:
     config = experiment.resolve(name, options.overrides)
     made = experiment.with_settings(name, options.overrides)
     scheduling = made.scheduling_setup()
+    _check_files(config, options.mode)
     resume, only = options.recover_mode in ("auto", "resume"), options.recover_mode == "resume"
     recovery = Recovery(root)
     last = recovery.latest() if resume else None
@@ -199,6 +200,17 @@ def _refuse_options(options: Any) -> None:
         )
     if options.mode == "ssh" and not options.hosts:
         raise UsageError("--mode ssh needs hosts", "give --hosts h1:4,h2:4")
+
+
+def _check_files(config: Any, mode: str) -> None:
+    """Raise `SpecError` for files that are not there. Other hosts may have what this one lacks: then it is told."""
+    from unirun.experiments.checks_of_arguments import file_faults
+
+    faults = file_faults(config)
+    if faults and mode == "local":
+        raise SpecError(faults)
+    for fault in faults:
+        warn(f"on this host: {fault}")
 
 
 def _import(modules: Sequence[str], folder: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
 from unirun.errors import Fault
 from unirun.experiments import derive
+from unirun.experiments.checks_of_arguments import argument_faults
 from unirun.experiments.checks_of_calls import call_faults, malformed_faults
 from unirun.experiments.checks_of_servers import serving_faults
 from unirun.experiments.control import Every
@@ -33,12 +35,19 @@ def _keys_of_datasets(config: ExperimentConfig) -> dict[str, frozenset[str]]:
 def faults(config: ExperimentConfig) -> list[Fault]:
     """All errors that can be found without making models or datasets, with hints. Empty if there are none."""
     found = [*config.exp_ctrl.faults()]
+    if (
+        isinstance(config.call_timeout, bool)
+        or not isinstance(config.call_timeout, int | float)
+        or not (0 < config.call_timeout < math.inf)
+    ):
+        found.append(Fault("call_timeout", f"{config.call_timeout!r} is not a number of seconds above 0"))
     if not config.model_worker:
         return [*found, Fault("model_worker", "there are no model workers", "one at least has shards")]
     if malformed := malformed_faults(config):
         return [*found, *malformed]
     found += _worker_faults(config)
     found += _registry_faults(config)
+    found += argument_faults(config)
     found += graph_faults(config.model_rpcs, dataset_keys(config))
     found += call_faults(config)
     found += _model_faults(config)

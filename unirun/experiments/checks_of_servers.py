@@ -12,12 +12,21 @@ if TYPE_CHECKING:
     from unirun.experiments.config import ExperimentConfig
 
 
+BACKENDS = ("sglang", "torch", "vllm")
+"""What a generation server may be."""
+
+POLICIES = ("round_robin", "least_requests", "least_token_usage")
+"""How a manager chooses the server of a request."""
+
+
 def serving_faults(config: ExperimentConfig) -> list[Fault]:
     """Generation servers, their manager, and rollout workers."""
     found = []
     servers, managers, rollouts = config.generation_server, config.gserver_manager, config.rollout_worker
     roles = {name.role for name in derive.model_names(config)}
-    if servers and len(managers) != 1:
+    if managers and not servers:
+        found.append(Fault("gserver_manager", "there are no generation servers to manage", "add them"))
+    if (servers or managers) and len(managers) != 1:
         found.append(
             Fault("gserver_manager", f"there are {len(managers)}", "generation servers have one manager")
         )
@@ -26,8 +35,20 @@ def serving_faults(config: ExperimentConfig) -> list[Fault]:
             Fault("rollout_worker", "there is no gserver_manager to ask", "add one, and its servers")
         )
     for index, server in enumerate(servers):
+        where = f"generation_server.{index}"
         if server.tp_size < 1:
-            found.append(Fault(f"generation_server.{index}.tp_size", f"{server.tp_size}", "it is 1 or more"))
+            found.append(Fault(f"{where}.tp_size", f"{server.tp_size}", "it is 1 or more"))
+        if server.backend_type not in BACKENDS:
+            there = ", ".join(BACKENDS)
+            found.append(Fault(f"{where}.backend_type", f"{server.backend_type!r}", f"it is one of {there}"))
+        if not server.model_path:
+            found.append(
+                Fault(f"{where}.model_path", "it is empty", "give a path, or a name of Hugging Face's")
+            )
+    alike = {(server.backend_type, server.model_path, server.tp_size) for server in servers}
+    if len(alike) > 1:
+        problem = "they differ in backend_type, model_path or tp_size"
+        found.append(Fault("generation_server", problem, "servers of one model are alike"))
     for manager in managers:
         if manager.n_servers != len(servers):
             problem = f"n_servers is {manager.n_servers}, and there are {len(servers)} generation servers"
@@ -40,6 +61,17 @@ def serving_faults(config: ExperimentConfig) -> list[Fault]:
             for name in ("train_batch_size", "flush_request_timeout", "max_concurrent_rollouts")
             if getattr(manager, name) < 1
         ]
+        if manager.schedule_policy not in POLICIES:
+            there = ", ".join(POLICIES)
+            found.append(
+                Fault(
+                    "gserver_manager.schedule_policy", f"{manager.schedule_policy!r}", f"it is one of {there}"
+                )
+            )
+        sizes = {call.n_seqs for call in config.model_rpcs}
+        if manager.train_batch_size >= 1 and manager.train_batch_size not in sizes:
+            problem = f"it is {manager.train_batch_size}, and calls have n_seqs {', '.join(map(str, sorted(sizes)))}"
+            found.append(Fault("gserver_manager.train_batch_size", problem, "make both the same"))
         if manager.max_head_offpolicyness < 0:
             found.append(Fault("gserver_manager.max_head_offpolicyness", "it is negative", "0: on policy"))
     for index, rollout in enumerate(rollouts):
@@ -48,6 +80,10 @@ def serving_faults(config: ExperimentConfig) -> list[Fault]:
             found.append(
                 Fault(where, f"it asks for {rollout.model_name}", f"{managers[0].model_name} is served")
             )
+        if not rollout.datasets:
+            found.append(Fault(where, "it has no datasets", "give it one at least"))
+        if not rollout.tokenizer_path:
+            found.append(Fault(f"{where}.tokenizer_path", "it is empty", "give the tokenizer of the model"))
         found += [
             Fault(
                 where,

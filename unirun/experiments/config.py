@@ -227,7 +227,8 @@ class Resolved:
 
 @dataclass
 class ExperimentConfig:
-    """An experiment: its calls, and what each of its workers has."""
+    """An experiment: its calls, and what each of its workers has. `call_timeout` is how many seconds a call of a step,
+    an evaluation, a save or a checkpoint may take; after it the trial has failed."""
 
     exp_ctrl: ExperimentSaveEvalControl
     model_rpcs: list[MFCDef]
@@ -238,6 +239,7 @@ class ExperimentConfig:
     master_worker: list[MasterWorker] = field(default_factory=list)
     auto_eval: bool = False
     evaluator: AutomaticEvaluator = field(default_factory=AutomaticEvaluator)
+    call_timeout: float = 2 * 3600.0
     resolved: Resolved | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:

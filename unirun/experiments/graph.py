@@ -262,6 +262,9 @@ def _call_faults(
             for name, count in _counts(names).items()
             if count > 1
         ]
+    if any(isinstance(hook, OffloadHook) for hook in call.pre_hooks):
+        problem = "an OffloadHook is in its pre_hooks: the call would fetch the parameters again at once"
+        faults.append(Fault(where, problem, "put it into post_hooks"))
     for hook in (*call.pre_hooks, *call.post_hooks):
         if isinstance(hook, ParamReallocHook):
             faults += _hook_faults(call, hook)

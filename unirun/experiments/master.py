@@ -27,6 +27,7 @@ from unirun.experiments.models.api import FinetuneSpec
 from unirun.experiments.records import CHECKPOINTS, EVALUATIONS, STEPS, Records, SavedModels
 from unirun.experiments.recovery import RecoverInfo, Recovery, Settings
 from unirun.experiments.results import means
+from unirun.experiments.starting import make_root
 from unirun.experiments.step import LOST, Step, reductions_of
 from unirun.reporting import report
 from unirun.roles import BaseTrainer
@@ -105,7 +106,7 @@ class MasterWorkerProcess(BaseTrainer):
         self._seed, self._shuffle = config.master_worker[0].base_seed, config.master_worker[0].shuffle_dataset
         self._source = self._graph.calls[self._graph.sources[0]]
         self._root = Path(self._trial.root)
-        self._root.mkdir(parents=True, exist_ok=True)
+        make_root(self._root)
         self._recovery, self._settings = Recovery(self._root), Settings.of(config)
         self._told: set[str] = set()
         self._group: Any = self.RG_MODEL_WORKER

@@ -14,12 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from unirun.errors import PeerLost, UnirunError, UsageError
-from unirun.experiments.config import ExperimentConfig, Resolved, StandaloneModelShardAbstraction
+from unirun.experiments.config import (
+    DatasetAbstraction,
+    ExperimentConfig,
+    Resolved,
+    StandaloneModelShardAbstraction,
+)
 from unirun.experiments.data.datasets import Dataset, DatasetUtility, Joined, content_of, load_tokenizer
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import MFCDef, ModelInterfaceType, OffloadHook, ParamReallocHook
-from unirun.experiments.layout import ModelName, ProcessTopology
+from unirun.experiments.layout import ModelName, ModelShardID, ProcessTopology
 from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, ModelInterface, Place
 from unirun.experiments.orders import Answer, Order, Setup, Traffic
 from unirun.experiments.recovery import Recovery
@@ -84,7 +89,28 @@ class ModelWorkerProcess(BaseWorkload):
             made = [DATASETS.find(each.type_)(util, **each.args) for each in self._mine.datasets]
             self._dataset = made[0] if len(made) == 1 else Joined(made)
             self._content = content_of(self._dataset)
+        for shard in self._mine.shards:
+            if shard.eval_dataset is not None:
+                self._held_out[shard.id.model_name] = self._read_held_out(shard.id, shard.eval_dataset)
         self._has_read = True
+
+    def _read_held_out(self, shard: ModelShardID, chosen: DatasetAbstraction) -> SequenceSample:
+        """The part of the held-out data that the data-parallel rank of a shard has."""
+        util = DatasetUtility(self._tokenizer, self._seed(shard.model_name))
+        dataset = DATASETS.find(chosen.type_)(util, **chosen.args)
+        ranks = shard.topo.get_dim("data")
+        if len(dataset) < ranks:
+            raise UsageError(
+                f"the held-out dataset of {shard.model_name} has {len(dataset)} samples, and the model has {ranks} "
+                "data-parallel ranks",
+                "make it larger",
+            )
+        indices = range(shard.place["data"], len(dataset), ranks)
+        return SequenceSample.gather([dataset[index] for index in indices])
+
+    def _seed(self, model: ModelName) -> int:
+        """The seed of a model. Replicas of a role begin with the same parameters."""
+        return self._mine.base_seed + sum(map(ord, model.role))
 
     @trainer_invocation(target="ALL")
     def about(self) -> Setup:
@@ -117,9 +143,7 @@ class ModelWorkerProcess(BaseWorkload):
             if about is None:
                 continue
             rank = about.id.parallelism_rank
-            # Replicas of a role begin with the same parameters.
-            seed = self._mine.base_seed + sum(map(ord, name.role))
-            place = Place(name, topo, rank, self._device, mesh, seed)
+            place = Place(name, topo, rank, self._device, mesh, self._seed(name))
             module = MODELS.find(about.model.type_)(place, **about.model.args)
             backend: ModelBackend = BACKENDS.find(about.backend.type_)(**about.backend.args)
             model = backend.initialize(Model(place, module, self._tokenizer), spec)
@@ -263,18 +287,6 @@ class ModelWorkerProcess(BaseWorkload):
         if shard is None or shard.about.eval_dataset is None:
             return None
         place = shard.model.place
-        if definition.model_name not in self._held_out:
-            chosen = shard.about.eval_dataset
-            dataset = DATASETS.find(chosen.type_)(DatasetUtility(self._tokenizer, place.seed), **chosen.args)
-            ranks = place.topo.get_dim("data")
-            if len(dataset) < ranks:
-                raise UsageError(
-                    f"the held-out dataset of {definition.model_name} has {len(dataset)} samples, and the model "
-                    f"has {ranks} data-parallel ranks",
-                    "make it larger",
-                )
-            indices = range(place.data, len(dataset), ranks)
-            self._held_out[definition.model_name] = SequenceSample.gather([dataset[i] for i in indices])
         self._fetch(shard)
         found = self._interface(definition).evaluate(shard.model, self._held_out[definition.model_name])
         return found if place.speaks else None

@@ -21,6 +21,7 @@ from unirun.experiments.showing import picture
 from unirun.observe.status import ENDED, read_status
 from unirun.rendezvous.home import unirun_home
 from unirun.rendezvous.jobdir import job_at
+from unirun.rendezvous.ownership import exposure, make_private
 from unirun.reporting import report
 from unirun.values import Value
 
@@ -29,9 +30,6 @@ JOB = "job.json"
 GRAPH = "graph.svg"
 LOCK = "lock"
 """Held by the command of a trial, and by the agents and the master on its host."""
-
-CALL_TIMEOUT = 2 * 3600.0
-"""Seconds that a call of a step may take; generation takes long."""
 
 PRELOAD = ("transformers.models.llama.modeling_llama", "unirun.experiments.models.backends")
 """What is imported once, in the spawner, and not by each worker."""
@@ -99,12 +97,27 @@ def _runs_already(experiment: str, trial: str, job: str) -> UsageError:
     )
 
 
+def make_root(root: Path) -> None:
+    """Make the directory of a trial, for this user only. Raises `UsageError` when another user could replace what is in
+    it, from which the trial goes on; OSError."""
+    for _ in range(2):
+        exposed = exposure(root)
+        if exposed is not None:
+            raise UsageError(
+                f"the trial is not safe in {root}: {exposed.problem}",
+                f"{exposed.remedy}; --root says where trials are",
+            )
+        # Checked again: another user may have made it meanwhile.
+        make_private(root)
+
+
 @contextlib.contextmanager
 def alone(root: Path) -> Iterator[None]:
-    """Hold the lock of a trial, whose directory is made. Raises `UsageError` while another command holds it."""
+    """Hold the lock of a trial, whose directory is made. Raises `UsageError` while another command holds it, or when
+    the directory is not safe."""
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        handle = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        make_root(root)
+        handle = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         why = (error.strerror or str(error)).lower()
         raise UsageError(f"the trial's directory {root} cannot be written: {why}", "see --root") from error
@@ -163,7 +176,7 @@ def job_mapping(
         },
         "config": msgspec.to_builtins(trial),
         "preload": [*PRELOAD, *preload],
-        "call_timeout": CALL_TIMEOUT,
+        "call_timeout": config.call_timeout,
     }
 
 
@@ -179,7 +192,7 @@ def _role(count: int, workload: str, needs: Scheduling) -> dict[str, Any]:
 def write_job(trial: Trial, config: ExperimentConfig, mapping: dict[str, Any], run_id: str) -> Path:
     """Write the files of a start: the picture of the graph, the job file. Returns the job file."""
     root = Path(trial.root)
-    root.mkdir(parents=True, exist_ok=True)
+    make_root(root)
     assert config.resolved is not None
     _replace(root / GRAPH, picture(config.resolved).encode())
     path = root / JOB

@@ -29,9 +29,11 @@ GENERATE, INFERENCE, TRAIN, EVALUATE = ModelInterfaceType
 
 
 class Prompts:
-    """A dataset, of which the configuration needs the keys only."""
+    """A dataset, of which the configuration needs the keys and the arguments only."""
 
     keys: tuple[str, ...] = ("prompt",)
+
+    def __init__(self, util: object, *, rows: object = ()) -> None: ...
 
 
 class Answers(Prompts):
@@ -40,7 +42,13 @@ class Answers(Prompts):
     keys = ("prompt", "answer")
 
 
-def network(place: object) -> None:
+class Backend(ModelBackend):
+    """A backend with some arguments."""
+
+    def __init__(self, *, lr: float = 0.1, schedule: str = "constant") -> None: ...
+
+
+def network(place: object, *, layers: int = 2) -> None:
     """A model, which no test of a configuration makes."""
 
 
@@ -65,7 +73,7 @@ class Anything(ModelInterface):
 register_dataset("tests-prompts", Prompts)
 register_dataset("tests-answers", Answers)
 register_model("tests-network", network)
-register_backend("tests-backend", ModelBackend)
+register_backend("tests-backend", Backend)
 register_interface("tests-interface", Anything)
 
 PROMPTS = DatasetAbstraction("tests-prompts")

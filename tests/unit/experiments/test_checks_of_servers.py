@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.unit.experiments.setups import ACTOR, COPY, TRAIN, at, call, config_of, faults_of, said
+from tests.unit.experiments.setups import ACTOR, COPY, PROMPTS, TRAIN, at, call, config_of, faults_of, said
 from unirun.experiments.config import (
     AgentAbstraction,
     DatasetAbstraction,
@@ -30,7 +30,7 @@ def manager(**changes: Any) -> GserverManager:
 
 def rollout(**changes: Any) -> RolloutWorker:
     env, agent = EnvServiceAbstraction("env"), AgentAbstraction("agent")
-    return replace(RolloutWorker(1, ACTOR, "", 8, 10, env, agent, []), **changes)
+    return replace(RolloutWorker(1, ACTOR, "letters", 8, 10, env, agent, [PROMPTS]), **changes)
 
 
 def with_servers(
@@ -40,7 +40,7 @@ def with_servers(
     tp_size: int = 1,
 ) -> ExperimentConfig:
     config = config_of([call("train", ["prompt"], kind=TRAIN)], {ACTOR: at()})
-    config.generation_server = [GenerationServer(1, "torch", {}, "", tp_size)] * servers
+    config.generation_server = [GenerationServer(1, "torch", {}, "model", tp_size)] * servers
     config.gserver_manager = [manager()] if managers is None else managers
     config.rollout_worker = [rollout()] if rollouts is None else rollouts
     return config
@@ -88,3 +88,30 @@ def test_numbers_that_are_none_are_told_at_once() -> None:
         "rollout_worker.0: no dataset is registered as 'tests-missing'",
         "rollout_worker.0.new_tokens_per_chunk: 0",
     ]
+
+
+def test_what_servers_managers_and_workers_lack_is_told_at_once() -> None:
+    config = with_servers(
+        managers=[manager(schedule_policy="fair", train_batch_size=4)],
+        rollouts=[rollout(datasets=[], tokenizer_path="")],
+    )
+    config.generation_server = [GenerationServer(1, "engine", {}, "", 1)]
+    assert said(faults_of(config)) == [
+        "generation_server.0.backend_type: 'engine'",
+        "generation_server.0.model_path: it is empty",
+        "gserver_manager.schedule_policy: 'fair'",
+        "gserver_manager.train_batch_size: it is 4, and calls have n_seqs 8",
+        "rollout_worker.0: it has no datasets",
+        "rollout_worker.0.tokenizer_path: it is empty",
+    ]
+
+
+def test_servers_of_one_model_that_differ() -> None:
+    config = with_servers(servers=2, managers=[manager(n_servers=2)])
+    config.generation_server[1] = replace(config.generation_server[0], tp_size=2)
+    assert only(config) == "generation_server: they differ in backend_type, model_path or tp_size"
+
+
+def test_a_manager_without_servers() -> None:
+    config = with_servers(servers=0, managers=[manager(n_servers=0)], rollouts=[])
+    assert only(config) == "gserver_manager: there are no generation servers to manage"

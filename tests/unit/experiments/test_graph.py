@@ -229,7 +229,13 @@ class TestWhatIsWrong:
 
     @pytest.mark.parametrize("eta", [1e-6, 0.5, 1.0])
     def test_a_weight_above_0_and_1_at_most_is_right(self, eta: float) -> None:
-        assert found([call("a", ["prompt"], pre_hooks=(realloc(COPY, eta), OffloadHook()))]) == []
+        assert (
+            found([call("a", ["prompt"], pre_hooks=(realloc(COPY, eta),), post_hooks=(OffloadHook(),))]) == []
+        )
+
+    def test_parameters_are_offloaded_before_a_call_that_needs_them(self) -> None:
+        (told,) = found([call("a", ["prompt"], pre_hooks=(OffloadHook(),))])
+        assert "model_rpcs.a: an OffloadHook is in its pre_hooks" in told
 
     def test_all_of_it_is_told_at_once(self) -> None:
         calls = [

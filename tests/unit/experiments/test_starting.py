@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -364,3 +365,39 @@ class TestSlurm:
         assert component.options["nodelist"] == "n[1-3],n7"
         assert component.options["exclude"] == "n2,n9"
         assert component.options["nodes"] == "2"
+
+
+class TestWhoseTheDirectoryIs:
+    def test_it_is_for_this_user_only_whatever_the_umask_says(self, tmp_path: Path) -> None:
+        before = os.umask(0)
+        try:
+            with alone(root_of(str(tmp_path / "runs"), "ppo", "first")):
+                pass
+        finally:
+            os.umask(before)
+        for path in (tmp_path / "runs", tmp_path / "runs" / "ppo", tmp_path / "runs" / "ppo" / "first"):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        assert stat.S_IMODE((tmp_path / "runs" / "ppo" / "first" / LOCK).stat().st_mode) == 0o600
+
+    @pytest.mark.parametrize("which", ["runs", "runs/ppo", "runs/ppo/first"])
+    def test_one_that_others_may_write_is_refused_and_nothing_is_made_in_it(
+        self, tmp_path: Path, which: str
+    ) -> None:
+        root = root_of(str(tmp_path / "runs"), "ppo", "first")
+        root.mkdir(parents=True)
+        (tmp_path / which).chmod(0o777)
+        told = f"the trial is not safe in {root}: {tmp_path / which} may be written by all users; chmod go-w .*--root"
+        with pytest.raises(UsageError, match=told), alone(root):
+            pass
+        assert not any(root.iterdir())
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+    def test_one_of_another_user_is_refused(self, tmp_path: Path) -> None:
+        root = root_of(str(tmp_path / "runs"), "ppo", "first")
+        root.mkdir(parents=True)
+        os.chown(root, 65534, 65534)
+        with (
+            pytest.raises(UsageError, match=f"{root} belongs to user .*; name a directory of your own"),
+            alone(root),
+        ):
+            pass

@@ -1,0 +1,192 @@
+"""Arguments of what is registered, and files that a trial needs, are checked before anything starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unirun.experiments import builtin as builtin
+from unirun.experiments.allocation import Allocation, model_workers
+from unirun.experiments.checks_of_arguments import file_faults
+from unirun.experiments.config import (
+    AutomaticEvaluator,
+    DatasetAbstraction,
+    ExperimentConfig,
+    ModelAbstraction,
+    ModelBackendAbstraction,
+)
+from unirun.experiments.control import ExperimentSaveEvalControl
+from unirun.experiments.graph import MFCDef, ModelInterfaceAbstraction, ModelInterfaceType
+from unirun.experiments.layout import topology
+from unirun.experiments.models.api import GenerationConfig, ModelInterface
+from unirun.experiments.registry import register_interface
+
+from .setups import ACTOR, GENERATE, TRAIN, config_with, faults_of, said
+
+ROWS = [{"prompt": "a"}] * 3
+LLAMA = {"config": {"model_type": "llama", "max_position_embeddings": 64}}
+
+
+class Clipping(ModelInterface):
+    """An interface with arguments."""
+
+    def __init__(self, clip: float, how: Any = None, max_new_tokens: int = 0) -> None: ...
+
+    def train_step(self, *args: Any) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+    def generate(self, *args: Any) -> None:
+        """Nothing."""
+
+
+register_interface("tests-clipping", Clipping)
+
+
+def of(
+    *,
+    interface: dict[str, Any] | None = None,
+    backend: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    dataset: dict[str, Any] | None = None,
+    held_out: dict[str, Any] | None = None,
+    kind: ModelInterfaceType = TRAIN,
+    tokenizer: str = "",
+    data: int = 1,
+) -> ExperimentConfig:
+    """One call of one model, with these arguments."""
+    made = ModelInterfaceAbstraction("tests-clipping", {"clip": 0.2} if interface is None else interface)
+    call = MFCDef("train", 8, kind, made, ACTOR, ("packed_prompts",))
+    place = Allocation(
+        ModelAbstraction("causal_lm", model or LLAMA),
+        ModelBackendAbstraction("ddp", backend or {}),
+        topology(data=data),
+        eval_dataset=None if held_out is None else DatasetAbstraction("prompt", held_out),
+    )
+    source = DatasetAbstraction("prompt", {"rows": ROWS} if dataset is None else dataset)
+    return config_with([call], model_workers({ACTOR: place}, tokenizer=tokenizer, datasets=[source]))
+
+
+def only(config: ExperimentConfig) -> str:
+    (fault,) = said(faults_of(config))
+    return fault
+
+
+def files(config: ExperimentConfig) -> list[str]:
+    return said(file_faults(config))
+
+
+class TestArguments:
+    def test_all_that_is_taken_is_right(self) -> None:
+        assert faults_of(of(held_out={"rows": ROWS, "max_length": 3})) == ()
+
+    @pytest.mark.parametrize(
+        ("config", "told"),
+        [
+            (
+                of(interface={}),
+                "model_rpcs.train: interface 'tests-clipping' cannot be made with these arguments: missing a required "
+                "argument: 'clip'",
+            ),
+            (
+                of(interface={"clip": 0.1, "klip": 1}),
+                "model_rpcs.train: .* unexpected keyword argument 'klip'",
+            ),
+            (of(backend={"learning_rate": 0.1}), "models.actor@0: backend 'ddp' .* 'learning_rate'"),
+            (of(backend={"optimizer": "adamw"}), "models.actor@0: backend 'ddp': optimizer 'adamw'"),
+            (of(backend={"warmup": 2.0}), "models.actor@0: backend 'ddp': clip=1.0, warmup=2.0, updates=1"),
+            (of(backend={"lr": "high", "clip": "x"}), "models.actor@0: backend 'ddp': .*"),
+            (of(backend={"lr": -1.0}), "models.actor@0: backend 'ddp': Invalid learning rate: -1.0"),
+            (of(backend={"options": {"beta": 1}}), "models.actor@0: backend 'ddp': .*'beta'"),
+            (of(model={"layers": 3}), "models.actor@0: model 'causal_lm' .* 'layers'"),
+            (of(dataset={"rows": ROWS, "maximum": 3}), "datasets.0: dataset 'prompt' .* 'maximum'"),
+            (of(held_out={"file": "x"}), "models.actor@0.eval_dataset: dataset 'prompt' .* 'file'"),
+        ],
+    )
+    def test_what_is_not_taken_or_is_missing_is_told(self, config: ExperimentConfig, told: str) -> None:
+        assert re.fullmatch(told, only(config)), only(config)
+
+    def test_the_arguments_that_there_are_are_told(self) -> None:
+        (fault,) = faults_of(of(dataset={"rows": ROWS, "maximum": 3}))
+        assert fault.remedy == "it takes: max_length, path, hugging_face, split, rows"
+
+    def test_the_dataset_of_the_evaluator_is_checked_too(self) -> None:
+        config = of()
+        config.auto_eval, config.exp_ctrl = True, ExperimentSaveEvalControl(save_freq_steps=1)
+        config.evaluator = AutomaticEvaluator(DatasetAbstraction("prompt", {"wrong": 1}))
+        assert only(config).startswith("evaluator.dataset: dataset 'prompt' cannot be made")
+
+    @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "7200", True])
+    def test_the_timeout_of_calls_is_a_number_of_seconds(self, value: Any) -> None:
+        config = of()
+        config.call_timeout = value
+        assert only(config) == f"call_timeout: {value!r} is not a number of seconds above 0"
+
+
+class TestFiles:
+    def test_without_any_all_is_right(self) -> None:
+        assert files(of(tokenizer="org/name", held_out={"rows": ROWS}, data=3)) == []
+
+    def test_all_that_are_absent_are_told_at_once(self, tmp_path: Path) -> None:
+        config = of(
+            tokenizer=f"{tmp_path}/tokenizer",
+            model={"path": f"{tmp_path}/model", "weights": f"{tmp_path}/model.pt"},
+            dataset={"path": f"{tmp_path}/train.jsonl"},
+            held_out={"path": str(tmp_path)},
+        )
+        assert files(config) == [
+            f"tokenizer_name_or_path: there is no {tmp_path}/tokenizer",
+            f"datasets.0: {tmp_path}/train.jsonl cannot be read: no such file or directory",
+            f"models.actor@0.eval_dataset: {tmp_path} cannot be read: is a directory",
+            f"models.actor@0: there is no {tmp_path}/model",
+            f"models.actor@0: {tmp_path}/model.pt cannot be read: no such file or directory",
+        ]
+
+    @pytest.mark.parametrize(
+        ("dataset", "told"), [({}, "none"), ({"path": "x", "rows": ROWS}, "path and rows")]
+    )
+    def test_rows_come_from_one_source(self, dataset: dict[str, Any], told: str) -> None:
+        assert files(of(dataset=dataset)) == [f"datasets.0: it has {told} of path, hugging_face and rows"]
+
+    def test_held_out_data_has_a_sample_for_each_data_parallel_rank(self, tmp_path: Path) -> None:
+        told = "models.actor@0.eval_dataset: it has 3 samples, and the model has 4 data-parallel ranks"
+        assert files(of(held_out={"rows": ROWS}, data=4)) == [told]
+        path = tmp_path / "held_out.jsonl"
+        path.write_text("".join(f"{json.dumps(row)}\n\n" for row in ROWS))
+        assert files(of(held_out={"path": str(path)}, data=4)) == [told]
+        assert files(of(held_out={"path": str(path)}, data=3)) == []
+
+
+class TestLengths:
+    @pytest.mark.parametrize(
+        "interface",
+        [
+            {"max_new_tokens": 32},
+            {"how": {"max_new_tokens": 32}},
+            {"how": GenerationConfig(max_new_tokens=32)},
+        ],
+    )
+    def test_prompts_and_new_tokens_fit_into_the_positions(self, interface: dict[str, Any]) -> None:
+        def config(length: int) -> ExperimentConfig:
+            return of(
+                kind=GENERATE,
+                interface={"clip": 0.2, **interface},
+                dataset={"rows": ROWS, "max_length": length},
+            )
+
+        assert files(config(32)) == []
+        assert files(config(33)) == [
+            "model_rpcs.train: sequences may have 33 tokens (max_length) and 32 new ones (max_new_tokens), "
+            "and actor@0 has 64 positions"
+        ]
+
+    def test_sequences_that_are_trained_on_fit_too(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 16}))
+        config = of(model={"path": str(tmp_path)}, dataset={"rows": ROWS, "max_length": 17})
+        assert files(config) == [
+            "model_rpcs.train: sequences may have 17 tokens (max_length), and actor@0 has 16 positions"
+        ]

@@ -1,0 +1,249 @@
+"""Checks of the arguments of what a configuration names: of what is registered, and of the files that it needs."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unirun.errors import Fault, UsageError
+from unirun.experiments.data.datasets import TOKENIZERS, is_of_rows, read_rows
+from unirun.experiments.graph import Abstraction, ModelInterfaceType
+from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS, Registry
+
+if TYPE_CHECKING:
+    from unirun.experiments.config import ExperimentConfig
+
+BUILT_IN = ("ddp", "fsdp2", "inference", "null")
+"""Backends that check the values of their arguments when they are made, which costs nothing."""
+
+
+def argument_faults(config: ExperimentConfig) -> list[Fault]:
+    """Arguments that what is registered does not take, or lacks."""
+    found = []
+    for where, kind, registry, chosen, first in _named(config):
+        if chosen.type_ not in registry:
+            continue
+        # Those of users that are slow to import are not imported here.
+        make = registry.find(chosen.type_) if _is_ours(kind, chosen) else registry.at_hand(chosen.type_)
+        if make is None:
+            continue
+        fault = _signature_fault(where, kind, make, chosen, first)
+        if fault is None and kind == "backend" and _is_ours(kind, chosen):
+            fault = _value_fault(where, make, chosen)
+        if fault is not None:
+            found.append(fault)
+    return found
+
+
+def _is_ours(kind: str, chosen: Abstraction) -> bool:
+    return chosen.type_ in {"backend": BUILT_IN, "model": ("causal_lm", "null")}.get(kind, ())
+
+
+def _named(config: ExperimentConfig) -> Iterator[tuple[str, str, Registry[Any], Abstraction, int]]:
+    """What is named, each once: where, its kind, its registry, and how many arguments come before those of the
+    configuration."""
+    for call in config.model_rpcs:
+        yield f"model_rpcs.{call.name}", "interface", INTERFACES, call.interface_impl, 0
+    for name, shard in _shards(config).items():
+        yield f"models.{name}", "model", MODELS, shard.model, 1
+        yield f"models.{name}", "backend", BACKENDS, shard.backend, 0
+    for where, dataset in _datasets(config):
+        yield where, "dataset", DATASETS, dataset, 1
+
+
+def _shards(config: ExperimentConfig) -> dict[Any, Any]:
+    """A shard of each model; all of a model are alike."""
+    return {shard.id.model_name: shard for worker in config.model_worker for shard in worker.shards}
+
+
+def _datasets(config: ExperimentConfig) -> Iterator[tuple[str, Abstraction]]:
+    worker = next((worker for worker in config.model_worker if worker.datasets), None)
+    for at, dataset in enumerate(worker.datasets if worker is not None else ()):
+        yield f"datasets.{at}", dataset
+    for name, shard in _shards(config).items():
+        if shard.eval_dataset is not None:
+            yield f"models.{name}.eval_dataset", shard.eval_dataset
+    if config.auto_eval and config.evaluator.dataset is not None:
+        yield "evaluator.dataset", config.evaluator.dataset
+
+
+def _signature_fault(where: str, kind: str, make: Any, chosen: Abstraction, first: int) -> Fault | None:
+    """The error that calling `make` with these arguments would raise."""
+    try:
+        signature = inspect.signature(make)
+    except (TypeError, ValueError):
+        return None
+    takes = [name for name in [*signature.parameters][first:] if signature.parameters[name].kind != _MORE]
+    try:
+        signature.bind(*[None] * first, **chosen.args)
+        if is_of_rows(make):
+            # Its other arguments say where the rows are.
+            source = {name: value for name, value in chosen.args.items() if name not in takes}
+            takes += [*_SOURCE.parameters][2:]
+            _SOURCE.bind("", {}, **source)
+    except TypeError as error:
+        problem = f"{kind} {chosen.type_!r} cannot be made with these arguments: {error}"
+        return Fault(where, problem, f"it takes: {', '.join(takes) or 'none'}")
+    return None
+
+
+_MORE = inspect.Parameter.VAR_KEYWORD
+_SOURCE = inspect.signature(read_rows)
+
+
+def _value_fault(where: str, make: Any, chosen: Abstraction) -> Fault | None:
+    try:
+        make(**chosen.args)
+    except UsageError as error:
+        return Fault(where, f"backend {chosen.type_!r}: {error.problem}", error.remedy)
+    except (TypeError, ValueError) as error:
+        return Fault(where, f"backend {chosen.type_!r}: {error}", "correct its arguments")
+    return None
+
+
+def file_faults(config: ExperimentConfig) -> list[Fault]:
+    """Files and directories that a trial needs and that are not on this host, held-out data that is too small, and
+    sequences that are longer than networks have positions."""
+    found = []
+    tokenizer = config.model_worker[0].tokenizer_name_or_path
+    if tokenizer and tokenizer not in TOKENIZERS and (why := _absent(tokenizer)):
+        found.append(
+            Fault("tokenizer_name_or_path", why, "give a path, a name of Hugging Face's, or a registered one")
+        )
+    for where, dataset in _datasets(config):
+        found += _dataset_faults(where, dataset)
+    for name, shard in _shards(config).items():
+        if shard.model.type_ == "causal_lm":
+            found += _network_faults(f"models.{name}", shard.model.args)
+        if shard.eval_dataset is not None:
+            found += _held_out_faults(
+                f"models.{name}.eval_dataset", shard.eval_dataset, shard.id.topo.get_dim("data")
+            )
+    return found + _length_faults(config)
+
+
+def _absent(name: str) -> str:
+    """Why a directory of transformers is none; empty for one, and for what may be a name on Hugging Face's hub."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return ""
+    is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+    return f"there is no {path}" if is_path else ""
+
+
+def _dataset_faults(where: str, dataset: Abstraction) -> list[Fault]:
+    if dataset.type_ not in DATASETS or not is_of_rows(DATASETS.find(dataset.type_)):
+        return []
+    given = [name for name in ("path", "hugging_face", "rows") if dataset.args.get(name)]
+    if len(given) != 1:
+        problem = f"it has {' and '.join(given) or 'none'} of path, hugging_face and rows"
+        return [Fault(where, problem, "give one of them")]
+    return _unreadable(where, dataset.args["path"]) if given == ["path"] else []
+
+
+def _unreadable(where: str, name: Any) -> list[Fault]:
+    """Why a file cannot be read."""
+    try:
+        path = Path(name)
+        with path.open("rb") as file:
+            file.read(1)
+    except (OSError, TypeError) as error:
+        why = (error.strerror or "").lower() if isinstance(error, OSError) else str(error)
+        shown = os.path.abspath(name) if isinstance(name, str) else repr(name)
+        return [Fault(where, f"{shown} cannot be read: {why}")]
+    return []
+
+
+def _network_faults(where: str, args: Mapping[str, Any]) -> list[Fault]:
+    found = []
+    if (path := args.get("path")) and (why := _absent(str(path))):
+        found.append(Fault(where, why, "give a path, or a name of Hugging Face's hub"))
+    if weights := args.get("weights"):
+        found += _unreadable(where, weights)
+    return found
+
+
+def _held_out_faults(where: str, dataset: Abstraction, ranks: int) -> list[Fault]:
+    """Each data-parallel rank evaluates some samples."""
+    count = _first_rows(dataset, ranks)
+    if count is None or count >= ranks:
+        return []
+    return [
+        Fault(
+            where, f"it has {count} samples, and the model has {ranks} data-parallel ranks", "make it larger"
+        )
+    ]
+
+
+def _first_rows(dataset: Abstraction, most: int) -> int | None:
+    """How many rows a dataset has, up to `most`; None when that is not known without making it."""
+    if dataset.type_ not in DATASETS or not is_of_rows(DATASETS.find(dataset.type_)):
+        return None
+    if rows := dataset.args.get("rows"):
+        return min(len(rows), most)
+    try:
+        with Path(dataset.args.get("path") or "").open("rb") as file:
+            return len([*islice((line for line in file if line.strip()), most)])
+    except (OSError, TypeError):
+        return None
+
+
+def _length_faults(config: ExperimentConfig) -> list[Fault]:
+    """Sequences that the configuration lets become longer than their network has positions."""
+    longest = [
+        length
+        for _, dataset in _datasets(config)
+        if is_of_rows(DATASETS.at_hand(dataset.type_))
+        and isinstance(length := dataset.args.get("max_length"), int)
+    ]
+    prompt = max(longest, default=0)
+    shards = _shards(config)
+    found = []
+    for call in config.model_rpcs:
+        shard = shards.get(call.model_name)
+        positions = (
+            _positions(shard.model.args) if shard is not None and shard.model.type_ == "causal_lm" else None
+        )
+        generates = call.interface_type is ModelInterfaceType.GENERATE
+        new = (_new_tokens(call.interface_impl.args) or 0) if generates else 0
+        if positions is not None and prompt + new > positions:
+            more = f" and {new} new ones (max_new_tokens)" if new else ""
+            problem = (
+                f"sequences may have {prompt} tokens (max_length){more}, "
+                f"and {call.model_name} has {positions} positions"
+            )
+            found.append(
+                Fault(f"model_rpcs.{call.name}", problem, "make them shorter, or give a network with more")
+            )
+    return found
+
+
+def _positions(args: Mapping[str, Any]) -> int | None:
+    """The positions of a network, as far as its arguments or the files of its directory say so."""
+    config: Any = args.get("config") or {}
+    if path := args.get("path"):
+        try:
+            config = json.loads(Path(path, "config.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+    found = config.get("max_position_embeddings") if isinstance(config, Mapping) else None
+    return found if isinstance(found, int) else None
+
+
+def _new_tokens(args: Mapping[str, Any]) -> int | None:
+    """``max_new_tokens`` among the arguments of an interface, or in a mapping or a `GenerationConfig` there."""
+    for name, value in args.items():
+        inner = (
+            value
+            if isinstance(value, Mapping)
+            else {"max_new_tokens": getattr(value, "max_new_tokens", None)}
+        )
+        found = value if name == "max_new_tokens" else inner.get("max_new_tokens")
+        if isinstance(found, int):
+            return found
+    return None
