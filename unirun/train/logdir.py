@@ -11,6 +11,7 @@ from pathlib import Path
 import fsspec
 
 from unirun.errors import UsageError
+from unirun.rendezvous.ownership import exposure, make_private
 
 
 def absolute(url: str) -> str:
@@ -22,7 +23,8 @@ def absolute(url: str) -> str:
 
 
 def check_writable(url: str) -> None:
-    """Raise `UsageError` when nothing can be written below `url`. What is elsewhere is known when it is written."""
+    """Raise `UsageError` when nothing can be written below `url`, and when another user could replace what is written:
+    runs read their checkpoints again, which are pickles. What is elsewhere is known when it is written."""
     if "://" in url:
         try:
             fsspec.url_to_fs(url)
@@ -32,7 +34,10 @@ def check_writable(url: str) -> None:
             ) from error
         return
     try:
-        Path(url).mkdir(parents=True, exist_ok=True)
+        make_private(Path(url))
+        exposed = exposure(Path(url))
+        if exposed is not None:
+            raise UsageError(f"logdir {url} is not safe: {exposed.problem}", exposed.remedy)
         with tempfile.TemporaryFile(dir=url):
             pass
     except OSError as error:
@@ -53,7 +58,9 @@ def next_run(logdir: str) -> tuple[str, str]:
             # Most stores cannot make a directory only if there is none.
             return f"{url}-{secrets.token_hex(4)}", tempfile.mkdtemp(prefix="unirun-run-")
         try:
-            Path(url).mkdir()
+            Path(url).mkdir(0o700)
+            # The umask may have removed permissions of the owner.
+            Path(url).chmod(0o700)
             return url, url
         except FileExistsError:
             number += 1

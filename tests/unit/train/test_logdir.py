@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -70,6 +71,28 @@ class TestWhetherItCanBeWritten:
         """Also root cannot write there."""
         with pytest.raises(UsageError, match=r"logdir /proc/self/fd cannot be written: .*; give another one"):
             check_writable("/proc/self/fd")
+
+    @pytest.mark.parametrize("below", ["", "exp/mine"])
+    def test_one_that_another_user_could_replace_is_told(self, tmp_path: Path, below: str) -> None:
+        shared = tmp_path / "shared"
+        shared.mkdir()
+        shared.chmod(0o777)
+        with pytest.raises(UsageError) as raised:
+            check_writable(str(shared / below))
+        assert str(raised.value) == (
+            f"logdir {shared / below} is not safe: {shared} may be written by all users; chmod go-w {shared}, or name "
+            "another directory"
+        )
+
+    def test_whatever_the_umask_it_is_for_this_user_alone(self, tmp_path: Path) -> None:
+        before = os.umask(0)
+        try:
+            check_writable(str(tmp_path / "logs" / "mine"))
+            run, _ = next_run(str(tmp_path / "logs" / "mine"))
+        finally:
+            os.umask(before)
+        for path in (tmp_path / "logs", tmp_path / "logs" / "mine", Path(run)):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
     def test_a_url_that_nobody_knows_is_told(self) -> None:
         with pytest.raises(

@@ -185,9 +185,17 @@ def test_a_checkpoint_that_is_damaged_is_told(tmp_path: Path) -> None:
         Trainer().run(function, checkpoint=tmp_path / "000003")
 
 
+def test_a_directory_that_others_may_write_is_told_before_a_worker_starts(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    message = f"logdir {shared} is not safe: {shared} may be written by all users; chmod go-w {shared}, or name another"
+    assert told(Trainer(logdir=shared).start) == f"{message} directory"
+
+
 def test_a_directory_that_cannot_be_written_is_told_by_start_and_by_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    message = f"logdir {tmp_path}/file cannot be written: File exists; give another one"
+    message = f"logdir {tmp_path}/file cannot be written: Not a directory; give another one"
     trainer = Trainer(logdir=tmp_path / "file")
     assert told(trainer.start) == told(lambda: trainer.run(function)) == message
     assert told(lambda: trainer.execute(function)) == message

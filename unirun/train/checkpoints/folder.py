@@ -12,9 +12,13 @@ A checkpoint without its ``checkpoint.json`` is none. So a kill at any moment le
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import fsspec
@@ -22,6 +26,7 @@ import msgspec
 from msgspec.structs import replace
 
 from unirun.errors import CheckpointDamaged, UsageError
+from unirun.rendezvous.ownership import exposure, make_private, owner, writers
 from unirun.reporting import report
 from unirun.train.checkpoints.strategy import Info
 from unirun.train.data import Progress
@@ -34,6 +39,9 @@ INDEX = ".metadata"
 
 CHUNK = 16 << 20
 """Bytes that are read at a time."""
+
+PRIVATE = 0o600
+"""The mode of files: pickles, which nobody else may change."""
 
 READERS = 8
 """Files that are read at a time to be verified."""
@@ -71,19 +79,28 @@ class Folder:
         return f"{self._root}/{number:06}{f'/{name}' if name else ''}"
 
     def make(self, number: int) -> None:
-        """Make the directory."""
-        self.files.makedirs(self.inside(number), exist_ok=True)
+        """Make the directory, on this host for this user alone."""
+        if self.local:
+            make_private(Path(self.inside(number)))
+        else:
+            self.files.makedirs(self.inside(number), exist_ok=True)
 
     def write(self, number: int, name: str, data: bytes) -> tuple[int, int]:
         """Write a file as a whole. Returns its size and its CRC-32."""
-        with self.files.open(self.inside(number, name), "wb") as file:
+        with self._created(self.inside(number, name)) as file:
             file.write(data)
         return len(data), zlib.crc32(data)
+
+    def _created(self, path: str) -> Any:
+        """A file to be written, on this host for this user alone."""
+        if not self.local:
+            return self.files.open(path, "wb")
+        return open(path, "wb", opener=partial(os.open, mode=PRIVATE))
 
     def publish(self, number: int, name: str, data: bytes) -> None:
         """Write a small file that others look for: they find all of it, or nothing."""
         path = self.inside(number, name)
-        with self.files.open(f"{path}.partial", "wb") as file:
+        with self._created(f"{path}.partial") as file:
             file.write(data)
         self.files.mv(f"{path}.partial", path)
 
@@ -191,6 +208,29 @@ class Folder:
             while data := file.read(CHUNK):
                 size, crc = size + len(data), zlib.crc32(data, crc)
         return size, crc
+
+    def foreign(self, number: int) -> str:
+        """Why another user may have written a checkpoint; empty when none can. Whose is behind a URL is not known."""
+        if not self.local:
+            return ""
+        folder = Path(self.inside(number))
+        if (exposed := exposure(folder)) is not None:
+            return exposed.problem
+        for entry in os.scandir(folder):
+            info = entry.stat(follow_symlinks=False)
+            if stat.S_ISLNK(info.st_mode):
+                return f"{entry.path} is a link"
+            if info.st_uid not in (0, os.geteuid()):
+                return f"{entry.path} belongs to {owner(info)}"
+            if writers(info):
+                return f"{entry.path} may be written by {writers(info)}"
+        return ""
+
+    @property
+    def local(self) -> bool:
+        """Whether it is in the file system of this host."""
+        kinds = self.files.protocol
+        return "file" in (kinds if isinstance(kinds, tuple) else (kinds,))
 
     def open(self, number: int, name: str) -> BinaryIO:
         """A file of a checkpoint, to be read."""

@@ -10,14 +10,14 @@ import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
 
 from unirun.errors import UsageError
 from unirun.train.checkpoints.folder import INDEX, STATE, Folder, Manifest
-from unirun.train.checkpoints.state import is_local, listed, named_as, plain_state, unwrapped
+from unirun.train.checkpoints.state import listed, named_as, plain_state, unwrapped
 from unirun.train.nested import mapped
 from unirun.weights.compiled import original_name
 
@@ -27,7 +27,8 @@ ALIKE = "load it under the name with which save_checkpoint has saved it"
 def load(folder: Folder, manifest: Manifest, into: Mapping[str, Any] | None) -> dict[str, Any]:
     """The state of a checkpoint; models, optimizers and the like in `into` are changed to what it has under their name.
 
-    Raises `CheckpointDamaged`, and `UsageError` for a name that it does not have.
+    Raises `CheckpointDamaged`, and `UsageError` for a name that it does not have, and for a checkpoint that another
+    user may have written and that has more than tensors and plain data.
     """
     if manifest.sharded:
         return _load_sharded(folder, manifest.number, into)
@@ -101,10 +102,33 @@ def _check(name: Any, names: Collection[Any], place: str) -> None:
 def _load_plain(folder: Folder, number: int) -> dict[str, Any]:
     try:
         with folder.open(number, STATE) as file:
-            found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
+            return _read(file, folder, number)
+    except UsageError:
+        raise
     except Exception as error:
         raise folder.damaged(number, STATE, f"cannot be read: {error}") from error
+
+
+def _read(file: BinaryIO, folder: Folder, number: int) -> dict[str, Any]:
+    """The state in a file. Objects of any class are made only of what another user cannot have written, as that runs
+    code."""
+    found: dict[str, Any]
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 - no pickle at all raises what it likes, and does so again
+        _check_own(folder, number, "it does not consist of tensors and plain data alone", error)
+        file.seek(0)
+        found = torch.load(file, map_location="cpu", weights_only=False)
     return found
+
+
+def _check_own(folder: Folder, number: int, why: str, error: Exception | None = None) -> None:
+    """Raise `UsageError` for a checkpoint that another user may have written."""
+    if problem := folder.foreign(number):
+        raise UsageError(
+            f"checkpoint {folder.path(number)} is not loaded: {why}, and {problem}",
+            "copy it to a directory of your own if you trust it",
+        ) from error
 
 
 def _part_of(value: Any, like: Any) -> Any:
@@ -130,6 +154,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
 
 
 def _load_sharded(folder: Folder, number: int, into: Mapping[str, Any] | None) -> dict[str, Any]:
+    _check_own(folder, number, "it is sharded, so its index is a pickle")
     reader = _reader(folder, number)
     try:
         saved = reader.read_metadata()
@@ -207,7 +232,7 @@ def _fill(state: dict[str, Any], reader: Any, folder: Folder, number: int) -> No
 def _reader(folder: Folder, number: int) -> Any:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    if is_local(folder):
+    if folder.local:
         return FileSystemReader(folder.inside(number))
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 

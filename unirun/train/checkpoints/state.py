@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from unirun.errors import UsageError
-from unirun.train.checkpoints.folder import Folder
+from unirun.train.checkpoints.folder import PRIVATE, Folder
 from unirun.train.nested import mapped
 from unirun.weights.compiled import COMPILED, by_original_name, original_name
 
@@ -168,16 +168,24 @@ def save_sharded(
     from torch.distributed.checkpoint.state_dict_saver import async_save
 
     writer = _writer(folder, number)
-    writer.fs.create_stream = partial(_summed, writer.fs.create_stream, files)
+    writer.fs.create_stream = partial(_summed, writer.fs.create_stream, files, private=folder.local)
     return async_save(listed(state), storage_writer=writer, process_group=group, checkpoint_id=None)
 
 
 @contextmanager
 def _summed(
-    create: Callable[..., Any], files: dict[str, tuple[int, int]], path: str | os.PathLike[str], mode: str
+    create: Callable[..., Any],
+    files: dict[str, tuple[int, int]],
+    path: str | os.PathLike[str],
+    mode: str,
+    *,
+    private: bool,
 ) -> Iterator[Any]:
-    """As `create`, a method of a file system of torch.distributed.checkpoint, with the sums of what is written."""
+    """As `create`, a method of a file system of torch.distributed.checkpoint, with the sums of what is written. On this
+    host a `private` file is for this user alone."""
     with create(path, mode) as stream:
+        if private:
+            os.chmod(path, PRIVATE)
         file = _Summed(stream)
         yield file
     # The index gets its name when it is whole.
@@ -218,15 +226,8 @@ def _has_more(value: Any) -> bool:
 def _writer(folder: Folder, number: int) -> Any:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    if is_local(folder):
+    if folder.local:
         return FileSystemWriter(folder.inside(number))
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
     return FsspecWriter(folder.path(number))
-
-
-def is_local(folder: Folder) -> bool:
-    """Whether it is in the file system of this host."""
-    return "file" in (
-        folder.files.protocol if isinstance(folder.files.protocol, tuple) else (folder.files.protocol,)
-    )
