@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from unirun.errors import Fault, UsageError, WeightsError
+from unirun.weights.compiled import by_original_name, original_name
 from unirun.weights.layout import Box, Layout, Part, Piece, Tensor, shared
 from unirun.weights.memory import unblendable, unreadable, unwritable
 
@@ -49,9 +50,9 @@ Weights = nn.Module | Mapping[str, Piecewise]
 
 
 def tensors_of(weights: Weights) -> dict[str, Piecewise]:
-    """The tensors by name, detached; they share the memory of `weights`. Raises `WeightsError` for other values, and
-    for tensors that have no memory."""
-    named: Mapping[str, Any] = weights.state_dict() if isinstance(weights, nn.Module) else weights
+    """The tensors by `original_name`, detached; they share the memory of `weights`. Raises `WeightsError` for other
+    values, and for tensors that have no memory; `UsageError` when two have one name."""
+    named = by_original_name(weights.state_dict() if isinstance(weights, nn.Module) else weights)
     faults = [
         Fault(name, f"a {type(value).__name__} is no tensor", "leave it out")
         for name, value in named.items()
@@ -75,9 +76,9 @@ COMPUTE = "after to_empty(), compute it again"
 
 
 def unsaved(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of `module` that are in no state dict, so that no version has them."""
+    """The buffers of `module`, by `original_name`, that are in no state dict, so that no version has them."""
     saved = module.state_dict().keys()
-    return {name: buffer for name, buffer in module.named_buffers() if name not in saved}
+    return {original_name(name): buffer for name, buffer in module.named_buffers() if name not in saved}
 
 
 def targets_of(weights: Weights, eta: float = 1.0) -> dict[str, Piecewise]:
@@ -98,6 +99,7 @@ def assigner(weights: Weights) -> Callable[[str, torch.Tensor], None]:
         own: dict[str, torch.Tensor] = {}
         own |= weights.named_parameters(remove_duplicate=False)
         own |= weights.named_buffers(remove_duplicate=False)
+        own = by_original_name(own)
         strange = [name for name in tensors_of(weights) if name not in own]
         if strange:
             raise WeightsError(
@@ -116,7 +118,13 @@ def assigner(weights: Weights) -> Callable[[str, torch.Tensor], None]:
         raise UsageError(
             "assign=True changes a module or a dict", f"give one, not a {type(weights).__name__}"
         )
-    return weights.__setitem__
+    mapping = weights
+    keys = {original_name(key): key for key in mapping}
+
+    def put(name: str, tensor: torch.Tensor) -> None:
+        mapping[keys[name]] = tensor
+
+    return put
 
 
 def layout_of(tensors: Mapping[str, Piecewise]) -> Layout:

@@ -154,7 +154,7 @@ def test_bits_are_compared_and_not_numbers(dtype: torch.dtype) -> None:
 class TestTargetsOfOneMemory:
     def test_columns_and_rows_of_a_fused_tensor_are_distinct(self) -> None:
         fused, other = torch.zeros(6, 8), torch.zeros(8, 6)
-        targets_of(dict(enumerate((*fused.chunk(4, 1), *other.chunk(2)))))  # type: ignore[arg-type]
+        targets_of(dict(zip("abcdef", (*fused.chunk(4, 1), *other.chunk(2)), strict=True)))
 
     @pytest.mark.parametrize("rows", [slice(0, 3), slice(2, 6)])
     def test_a_common_row_is_refused(self, rows: slice) -> None:
@@ -257,3 +257,48 @@ def test_a_module_whose_state_dict_has_names_of_its_own_is_not_assigned_by_halve
 
     with pytest.raises(WeightsError, match="kernel: the module has no parameter"):
         assigner(Renamed(2, 2))
+
+
+class TestCompiledModules:
+    """Channels have the names of the model, whoever has compiled what."""
+
+    class Compiled(torch.nn.Module):
+        """Holds a module as that does which `torch.compile` returns, which takes seconds to import."""
+
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self._orig_mod = module
+
+    class Model(torch.nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.layer: torch.nn.Module = torch.nn.Linear(2, 2)
+            for tensor in self.parameters():
+                torch.nn.init.constant_(tensor, value)
+
+    @staticmethod
+    def variants(value: float) -> list[torch.nn.Module]:
+        """The model as it is, compiled, with a compiled part, and both."""
+        compiled = TestCompiledModules.Compiled
+        plain, whole, part, both = (TestCompiledModules.Model(value) for _ in range(4))
+        part.layer, both.layer = compiled(part.layer), compiled(both.layer)
+        return [plain, compiled(whole), part, compiled(both)]
+
+    @pytest.mark.parametrize("assign", [False, True])
+    def test_any_publisher_fits_any_receiver(self, tmp_path: Path, assign: bool) -> None:
+        with place(tmp_path) as here:
+            for number, sent in enumerate(self.variants(1.0)):
+                publisher, endpoint = here.publisher(number)
+                publisher.publish(tensors_of(sent), 1)
+                for got in self.variants(0.0):
+                    here.reader(endpoint).receive(got, assign=assign)
+                    assert {float(each.sum()) for each in got.state_dict().values()} == {4.0, 2.0}
+
+    def test_a_dict_keeps_its_keys(self, tmp_path: Path) -> None:
+        into: dict[str, Piecewise] = {f"_orig_mod.{name}": torch.zeros(2, 2) for name in "ab"}
+        with place(tmp_path) as here:
+            publisher, endpoint = here.publisher()
+            publisher.publish(tensors_of(dict.fromkeys("ab", torch.ones(2, 2))), 1)
+            here.reader(endpoint).receive(into, assign=True)
+        assert [*into] == ["_orig_mod.a", "_orig_mod.b"]
+        assert all(isinstance(each, torch.Tensor) and each.sum() == 4 for each in into.values())
