@@ -193,7 +193,7 @@ class Caller:
 
     def _send_to(self, peer: Peer, call: OpenCall, index: int) -> None:
         if peer.over:
-            self._settle(call, index, _lost(peer.address, peer))
+            self._settle(call, index, _lost(peer.address, peer, call))
             return
         self._start(call, peer)
         if call.unreported:
@@ -203,13 +203,15 @@ class Caller:
             self._settle(call, index, self._outdated(call, peer))
             return
         if call.joint and call.lost:
-            self._settle(call, index, lost(str(peer.address), "another worker of the call was lost"))
+            self._settle(
+                call, index, lost(str(peer.address), "another worker of the call was lost", call.remedy)
+            )
             return
         self._losses.called(peer.address)
         channel = call.channels[index] = self._channel(peer)
         if not channel.send(call, index):
             self._losses.reported(peer.address)
-            self._settle(call, index, lost(str(peer.address), "it is gone"))
+            self._settle(call, index, lost(str(peer.address), "it is gone", call.remedy))
 
     def _start(self, call: OpenCall, peer: Peer) -> None:
         """Fix the generation for which the parts of a call are sent: that of the first one. Before that is sent, a
@@ -227,7 +229,7 @@ class Caller:
         reason = (
             f"its role has formed generation {peer.generation}, and the call was made for {call.generation}"
         )
-        return lost(worker or str(peer.address), reason)
+        return lost(worker or str(peer.address), reason, call.remedy)
 
     def _channel(self, peer: Peer) -> ReliableChannel:
         address = peer.address
@@ -293,7 +295,7 @@ class Caller:
         for call, index in channel.lose():
             if not call.retries:
                 self._losses.reported(channel.address)
-            self._settle(call, index, _lost(channel.address, peer))
+            self._settle(call, index, _lost(channel.address, peer, call))
 
     def _send_parked(self, who: tuple[str, int]) -> None:
         """Send what waits for one rank, in order; what comes meanwhile queues up behind it."""
@@ -369,21 +371,18 @@ def _ready(peer: Peer, call: OpenCall) -> bool:
     return peer.over or (bool(peer.endpoint) and (peer.whole or not call.joint))
 
 
-def _lost(address: WorkerId, peer: Peer) -> WorkerLost:
+def _lost(address: WorkerId, peer: Peer, call: OpenCall) -> WorkerLost:
     """The error of a call whose worker, at `address`, is gone; `peer` holds its rank now."""
     if peer.over:
         return lost(str(address), "it has ended", "it takes no calls any more; call other workers")
-    return lost(str(address), "it died" if peer.gone else "it was started again")
+    return lost(str(address), "it died" if peer.gone else "it was started again", call.remedy)
 
 
 def _restarted(worker: str) -> WorkerLost:
-    return lost(worker, f"{worker} was started again since it was called last, what it held is gone")
+    reason = f"{worker} was started again since it was called last, what it held is gone"
+    return lost(worker, reason, "the next call goes to the new worker: give it what it needs")
 
 
-def lost(worker: str, reason: str, remedy: str = "") -> WorkerLost:
+def lost(worker: str, reason: str, remedy: str) -> WorkerLost:
     """The error of a call whose worker is gone."""
-    return WorkerLost(
-        f"{worker} was lost before it answered: {reason}",
-        remedy or "mark the method idempotent=True to have it called again",
-        worker=worker,
-    )
+    return WorkerLost(f"{worker} was lost before it answered: {reason}", remedy, worker=worker)

@@ -149,6 +149,14 @@ class OpenCall:
             for o in list(self._outcomes.values())
         )
 
+    @property
+    def remedy(self) -> str:
+        """What can be done about the loss of a worker."""
+        options = self.prepared.options
+        if options.idempotent:
+            return f"retries={options.retries} is used up; unirun events tells why workers are lost"
+        return "mark the method idempotent=True to have it called again"
+
     def start_again(self) -> None:
         """Begin another attempt, without any outcome."""
         self.attempt += 1
@@ -233,7 +241,7 @@ class OpenCall:
         interrupted = WorkerLost(
             f"{self.method} was interrupted in {self.worker(index)}: its role forms another generation, as another of "
             "its ranks, or its rendezvous store, was lost",
-            "call it again, or mark it idempotent=True to have that done",
+            self.remedy,
             worker=self.worker(index),
         )
         interrupted.__cause__ = error

@@ -328,6 +328,19 @@ def test_a_loss_says_what_became_of_the_worker_and_what_to_do(now: Peer, reason:
         caller.close()
 
 
+def test_a_loss_of_an_idempotent_call_does_not_advise_what_was_done() -> None:
+    directory, post = Told(), Post()
+    caller = Caller(WorkerId("trainer", 0, 0), directory, post, call_timeout=60.0)
+    options = Invocation(blocking=False, idempotent=True, retries=0)
+    try:
+        ref = caller.invoke(caller.method("actor", "step", options, [0]), (), {})
+        directory.say(Peer(OLD, gone=True))
+        with pytest.raises(WorkerLost, match="it died; retries=0 is used up; unirun events tells why"):
+            ref.result(SOON)
+    finally:
+        caller.close()
+
+
 class Ordered(Peers):
     """Two ranks that serve. The thread called `first` is held up between its two looks."""
 
