@@ -49,6 +49,11 @@ def main(argv: list[str] | None = None) -> None:
     except UnirunError as error:
         warn(str(error))
         code = error.exit_code
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):
+            raise
+        warn("no thread can be started: the limit of this user's processes is reached; see ulimit -u")
+        code = EXIT_FAILURE
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     sys.exit(code)

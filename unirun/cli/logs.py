@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from unirun.cli.commandline import Parser
 from unirun.cli.stored import JOB_HELP, STORE_HELP, find_here
@@ -16,6 +18,15 @@ from unirun.observe.batchjob import read_batch
 from unirun.observe.status import ENDED, read_status, read_summary
 from unirun.rendezvous.jobdir import JobDir, directories_of_nodes
 from unirun.values import WorkerId
+
+BLOCK = 1 << 20
+"""Bytes that are read at once."""
+
+PIECE = 1 << 16
+"""Bytes of a line that are printed at once."""
+
+LINE_END = re.compile(rb"\r\n|\n|\r")
+NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 def main(argv: list[str]) -> int:
@@ -50,8 +61,8 @@ def main(argv: list[str]) -> int:
     if not files:
         raise JobError(f"job {job.run_id} has no logs of {who or 'any worker'}", "see unirun status")
     for path, prefix in files:
-        for line in _last(path.read_bytes().splitlines(), options.lines):
-            _put(prefix + line + b"\n")
+        with open(path, "rb") as file:
+            _show(file, prefix, options.lines)
     return 0
 
 
@@ -75,8 +86,42 @@ def _found(store: str | None, name: str | None, who: str | None) -> tuple[JobDir
         return newest, name
 
 
-def _last(lines: list[bytes], count: int | None) -> list[bytes]:
-    return lines if count is None else lines[len(lines) - min(count, len(lines)) :]
+def _show(file: BinaryIO, prefix: bytes, count: int | None) -> None:
+    """Print the last `count` lines of `file`, or all. Of a long line, or of many, a part is in memory at a time."""
+    if count is not None:
+        file.seek(start_of_last(file, count))
+    begins = True
+    while piece := file.readline(PIECE):
+        if piece.endswith(b"\r"):
+            # A newline that follows belongs to it.
+            piece += file.read(1)
+        for row in piece.splitlines(keepends=True):
+            line = row.rstrip(b"\r\n")
+            ends = len(line) < len(row)
+            _put((prefix if begins else b"") + line + (b"\n" if ends else b""))
+            begins = ends
+    if not begins:
+        _put(b"\n")
+
+
+def start_of_last(file: BinaryIO, count: int) -> int:
+    """Where the last `count` lines of `file` begin. It is read backwards, in blocks."""
+    end = file.seek(0, os.SEEK_END)
+    if not count:
+        return end
+    number = 0
+    for at in range((end - 1) // BLOCK * BLOCK, -1, -BLOCK):
+        # With a byte before and one behind, as the end of a line may be in two blocks.
+        first = max(at - 1, 0)
+        file.seek(first)
+        data = file.read(min(at + BLOCK + 1, end) - first)
+        for found in reversed([*LINE_END.finditer(data)]):
+            start, after = first + found.start(), first + found.end()
+            if at <= start < at + BLOCK and after < end:
+                number += 1
+                if number == count:
+                    return after
+    return 0
 
 
 def _put(data: bytes) -> None:
@@ -114,13 +159,21 @@ def _files(
                 rank_wanted and rank_wanted != str(worker.rank)
             ):
                 continue
-            first = 0 if every else worker.incarnation
-            for incarnation in range(first, worker.incarnation + 1):
+            here = [folder.worker_logs(WorkerId(role.name, worker.rank, 0)).parent for folder in folders]
+            for incarnation in _incarnations(here, worker.incarnation) if every else [worker.incarnation]:
                 for name in names:
                     for folder in folders:
                         path = folder.worker_logs(WorkerId(role.name, worker.rank, incarnation)) / name
                         if path.is_file():
                             yield path, f"[{role.name}:{worker.rank}] ".encode()
+
+
+def _incarnations(folders: Sequence[Path], latest: int) -> list[int]:
+    """Those that have logs in one of `folders`, up to the `latest`."""
+    found = {entry.name for folder in folders if folder.is_dir() for entry in os.scandir(folder)}
+    return [
+        number for number in sorted(int(each) for each in found if NUMBER.fullmatch(each)) if number <= latest
+    ]
 
 
 def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -> None:
@@ -161,7 +214,7 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
             for path, prefix in _files(job, who, names, every=True):
                 if path not in seen:
                     seen.add(path)
-                    skip = 0 if lines is None else max(path.read_bytes().count(b"\n") - lines, 0)
+                    skip = 0 if lines is None else max(_count(path) - lines, 0)
                     follower.follow(path, sink(prefix, skip))
             if ended or stopped.is_set():
                 break
@@ -170,6 +223,12 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
         follower.finish()
     if failed:
         raise failed[0]
+
+
+def _count(path: Path) -> int:
+    """How many lines have ended in a file."""
+    with open(path, "rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(BLOCK), b""))
 
 
 def _wait_for_change(job: JobDir, stopped: threading.Event) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 import time
@@ -281,8 +282,12 @@ class Master:
     def _is_host(self, addr: str) -> bool:
         """Whether an agent of the job is at `addr`."""
         if self._hosts[0] is not self._state.agents:
-            endpoints = (each for join in self._state.agents.values() for each in join.endpoints.values())
-            self._hosts = self._state.agents, frozenset(split_endpoint(each)[0] for each in endpoints)
+            found = set()
+            for join in self._state.agents.values():
+                for endpoint in join.endpoints.values():
+                    with contextlib.suppress(ValueError):
+                        found.add(split_endpoint(endpoint)[0])
+            self._hosts = self._state.agents, frozenset(found)
         return addr in self._hosts[1]
 
     def _knocked(self, stream: Stream) -> None:

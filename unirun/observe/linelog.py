@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from unirun.rendezvous.ownership import read_file
+
 
 class LineLog:
     """Appends to the file at `path`, which is created with the first line.
@@ -51,10 +53,10 @@ class LineLog:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in `path`, the oldest first. An incomplete line is left out.
+    """The objects in `path`, the oldest first. A line that is incomplete, or nested too deeply, is left out.
 
     Raises OSError.
     """
-    for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
+    for line in read_file(path).splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
             yield json.loads(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,8 +14,13 @@ from unirun.errors import JobError
 from unirun.rendezvous.home import expanded
 from unirun.rendezvous.jobdir import ATTEMPT, HEAD, NO_LOCKS, UID_BEFORE, JobDir, job_at
 from unirun.rendezvous.logdir import make_log_dir
-from unirun.rendezvous.ownership import make_private
+from unirun.rendezvous.ownership import is_ours, make_private
 from unirun.wire.address import TcpAddress
+
+LOCKED = 60.0
+"""Seconds for which another command may create or remove jobs."""
+
+_AGAIN = 0.01
 
 
 def new_uid() -> str:
@@ -93,19 +99,37 @@ def discard_job(job: JobDir, lock: int) -> None:
 
 @contextmanager
 def one_at_a_time(root: Path) -> Iterator[None]:
-    """Exclusive lock on `root`: commands must not create or remove a job of the same id concurrently. Raises
-    `JobError` where the file system has no locks."""
+    """Exclusive lock on `root`: commands must not create or remove a job of the same id concurrently.
+
+    `root` becomes 0700 if it is this user's: who can open a directory can lock it. Raises OSError, and `JobError` when
+    the file system has no locks, or another process has held this one for `LOCKED` seconds.
+    """
     handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        info = os.fstat(handle)
+        if is_ours(info) and info.st_mode & 0o077:
+            os.fchmod(handle, 0o700)
+        _lock(handle, root)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, root: Path) -> None:
+    end = time.monotonic() + LOCKED
+    while True:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                problem = f"another process has held the lock of {root} for {LOCKED:g} s"
+                raise JobError(problem, f"see which: fuser -v {root}") from None
         except OSError as error:
             if error.errno in NO_LOCKS:
                 raise no_locks(root, error) from error
             raise
-        yield
-    finally:
-        os.close(handle)
+        time.sleep(_AGAIN)
 
 
 def _make_room(job: JobDir, *, batch: bool, restarts: int, node: bool) -> None:

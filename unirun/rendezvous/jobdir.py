@@ -45,7 +45,7 @@ from unirun.errors import FrameError, JobError
 from unirun.names import RUN_ID_RULE, is_run_id
 from unirun.rendezvous.home import unirun_home
 from unirun.rendezvous.logdir import MARK
-from unirun.rendezvous.ownership import exposure, is_ours, owner
+from unirun.rendezvous.ownership import exposure, is_ours, owner, read_file
 from unirun.rendezvous.store.url import HERE
 from unirun.reporting import report
 from unirun.values import Value, WorkerId
@@ -119,7 +119,7 @@ class JobDir(Value):
         from unirun.wire.codec import from_json
 
         try:
-            return from_json(TcpAddress, (self.path / HEAD).read_text())
+            return from_json(TcpAddress, read_file(self.path / HEAD))
         except FileNotFoundError:
             return None
         except (OSError, FrameError) as error:
@@ -127,7 +127,7 @@ class JobDir(Value):
 
     def _read(self, name: str) -> str:
         try:
-            return (self.path / name).read_text()
+            return read_file(self.path / name)
         except OSError as error:
             raise JobError(f"{self.path / name} cannot be read: {error.strerror}") from error
 
@@ -219,7 +219,7 @@ class JobDir(Value):
         """Directory of this job below ``--log-dir``; None without one, or when another job has replaced it."""
         target = self.logs.resolve()
         try:
-            own = self.logs.is_symlink() and (target / MARK).read_text() == self.uid
+            own = self.logs.is_symlink() and read_file(target / MARK) == self.uid
         except (OSError, JobError):
             return None
         return target if own else None
@@ -240,7 +240,7 @@ class JobDir(Value):
     def read_json(self, name: str) -> dict[str, Any]:
         """Read the JSON object in the file `name`. Raises `JobError`."""
         try:
-            value = json.loads((self.path / name).read_text())
+            value = json.loads(read_file(self.path / name))
         except OSError as error:
             raise JobError(f"{self.path / name} cannot be read: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
@@ -267,7 +267,7 @@ class JobDir(Value):
     def is_locked(self) -> bool:
         """Whether a process holds the job's lock. Raises OSError, one of `NO_LOCKS` where there are no locks."""
         try:
-            handle = os.open(self.lock, os.O_RDONLY)
+            handle = os.open(self.lock, os.O_RDONLY | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError):
             return False
         try:

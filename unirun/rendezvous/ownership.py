@@ -12,12 +12,17 @@ import grp
 import os
 import pwd
 import stat
+import struct
 from pathlib import Path
 
 from unirun.values import Value
 
 MAX_LINKS = 40
 """Maximum number of symbolic links in one path, as in the kernel."""
+
+
+_ACCESS, _DEFAULT = "system.posix_acl_access", "system.posix_acl_default"
+_NAMED_USER, _NAMED_GROUP, _MASK = 0x02, 0x08, 0x10
 
 
 class Exposure(Value):
@@ -83,7 +88,39 @@ def _directory(path: str, trusted: frozenset[int], *, last: bool) -> Exposure | 
         return Exposure(
             f"{path} may be written by {writers(info)}", f"chmod go-w {path}, or name another directory"
         )
+    if (who := listed_writer(path)) and (last or not info.st_mode & stat.S_ISVTX):
+        return Exposure(
+            f"{path} may be written by {who}, by its access control list",
+            f"setfacl -b {path}, or name another directory",
+        )
+    if last and (who := listed_writer(path, _DEFAULT)):
+        return Exposure(
+            f"what is made in {path} may be written by {who}, by its access control list",
+            f"setfacl -k {path}, or name another directory",
+        )
     return None
+
+
+def listed_writer(path: str | Path, kind: str = _ACCESS) -> str:
+    """Describe a user or group that may write a file by its access control list alone (POSIX.1e, as `getfacl` shows);
+    empty when there is none. Raises OSError."""
+    try:
+        listed = os.getxattr(path, kind)
+    except OSError as error:
+        if error.errno in (errno.ENODATA, errno.ENOTSUP):
+            return ""
+        raise
+    # acl(5): a version, then for each entry its kind, its rights and an id.
+    entries = [*struct.iter_unpack("<HHI", listed[4 : len(listed) - (len(listed) - 4) % 8])]
+    mask = next((rights for tag, rights, _ in entries if tag == _MASK), 7)
+    for tag, rights, number in entries:
+        if not rights & mask & 2:
+            continue
+        if tag == _NAMED_USER and number not in _trusted():
+            return _user(number)
+        if tag == _NAMED_GROUP and not _is_trusted_group(number):
+            return f"group {_group(number)}"
+    return ""
 
 
 def writers(info: os.stat_result) -> str:
@@ -124,7 +161,12 @@ def _is_trusted_group(gid: int) -> bool:
         me, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(gid)
     except KeyError:
         return False
-    return group.gr_name == me and set(group.gr_mem) <= {me}
+    return group.gr_name == me and set(group.gr_mem) <= {me} and not _others_begin_in(gid)
+
+
+def _others_begin_in(gid: int) -> bool:
+    """Whether `gid` is the primary group of another user; such a user is none of its listed members."""
+    return any(each.pw_gid == gid and each.pw_uid not in (0, os.geteuid()) for each in pwd.getpwall())
 
 
 def _user(uid: int) -> str:
@@ -139,3 +181,17 @@ def _group(gid: int) -> str:
         return grp.getgrgid(gid).gr_name
     except KeyError:
         return str(gid)
+
+
+def read_file(path: Path) -> str:
+    """The text of an ordinary file. Raises OSError, also for what is none: who opens a FIFO may wait for ever."""
+    with open(path, opener=_open_ordinary, encoding="utf-8", errors="replace") as file:
+        return file.read()
+
+
+def _open_ordinary(path: str, flags: int) -> int:
+    handle = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is no ordinary file", path)
+    return handle

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unirun.errors import ChannelError, UsageError, WireError
+from unirun.errors import ChannelError, FrameError, UsageError, WireError
 from unirun.rendezvous.endpoints import split_endpoint
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import Dispatcher, Generations
@@ -95,7 +95,7 @@ class Session:
         """Whether a role's store or a worker of the job is at `addr`."""
         updates = self._peers.updates
         if self._hosts[0] != updates:
-            self._hosts = updates, frozenset(_hosts_in(self._peers.views()))
+            self._hosts = updates, frozenset(hosts_in(self._peers.views()))
         return addr in self._hosts[1]
 
     def _refused(self, text: str, count: int) -> None:
@@ -184,13 +184,15 @@ class Session:
             raise ChannelError(f"{address} cannot be reached: {error}") from error
 
 
-def _hosts_in(views: Iterable[RoleView]) -> Iterator[str]:
+def hosts_in(views: Iterable[RoleView]) -> Iterator[str]:
+    """The addresses in `views`, of stores and of workers that others can reach. What is none is left out."""
     from unirun.roles.transport.sockets import Endpoint
 
     for view in views:
-        if view.endpoint:
+        with contextlib.suppress(ValueError):
             yield split_endpoint(view.endpoint)[0]
         for worker in view.workers:
             for text in worker.addresses.values():
-                if text.startswith("{") and (tcp := Endpoint.parse(text).tcp) is not None:
-                    yield tcp.addr
+                with contextlib.suppress(FrameError):
+                    if (tcp := Endpoint.parse(text).tcp) is not None:
+                        yield tcp.addr

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import stat
 from pathlib import Path
 from typing import NewType
 
@@ -40,7 +41,10 @@ def new_token() -> Token:
 def load_token(path: Path) -> Token:
     """Read the token in `path`. Raises `JobError` when it is missing, malformed, or readable by other users."""
     try:
-        mode = path.stat().st_mode & 0o077
+        info = path.stat()
+        if not stat.S_ISREG(info.st_mode):
+            raise ValueError("it is no ordinary file")
+        mode = info.st_mode & 0o077
         token = bytes.fromhex(path.read_text().strip())
     except (OSError, ValueError) as error:
         raise JobError(f"no token can be read from {path}: {error}", "is the job still there?") from error

@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.rendezvous.jobdirs import Create, create, home, locks
 from unirun.errors import JobError
-from unirun.rendezvous import JobDir, all_jobs, create_job, jobs_root
+from unirun.rendezvous import JobDir, all_jobs, create_job, creation, jobs_root
 from unirun.rendezvous.clearing import clear_here
 from unirun.rendezvous.creation import discard_job
 from unirun.rendezvous.jobdir import NO_LOCKS, _tell_unknown, directories_of_nodes, job_at
@@ -210,6 +210,27 @@ class TestJobsRoot:
         finally:
             os.umask(previous)
         assert [mode(path) for path in (home, jobs_root(), job.path, job.logs)] == [0o700] * 4
+
+    def test_a_jobs_root_that_others_may_open_is_closed_to_them(self, create: Create, home: Path) -> None:
+        """Who can open a directory can lock it."""
+        (home / "jobs").mkdir(parents=True)
+        (home / "jobs").chmod(0o755)
+        create()
+        assert mode(jobs_root()) == 0o700
+
+    def test_a_lock_that_another_process_holds_is_told(
+        self, create: Create, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(creation, "LOCKED", 0.05)
+        (home / "jobs").mkdir(parents=True, mode=0o700)
+        handle = os.open(home / "jobs", os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with pytest.raises(
+            JobError, match=r"another process has held the lock of .*jobs for 0.05 s; see which"
+        ):
+            create()
+        os.close(handle)
+        create()
 
     def test_a_jobs_root_that_another_user_could_replace_is_refused(self, create: Create, home: Path) -> None:
         home.mkdir()

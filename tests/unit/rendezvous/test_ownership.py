@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import grp
 import os
 import pwd
 import stat
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from unirun.rendezvous.ownership import (
     MAX_LINKS,
@@ -17,7 +21,9 @@ from unirun.rendezvous.ownership import (
     _is_trusted_group,
     _trusted,
     exposure,
+    listed_writer,
     make_private,
+    read_file,
     writers,
 )
 
@@ -146,8 +152,82 @@ def test_a_group_is_our_own_when_it_has_our_name_and_nobody_else(
         return grp.struct_group((group[0], "x", number, group[1]))
 
     monkeypatch.setattr(grp, "getgrgid", of_group)
-    monkeypatch.setattr(pwd, "getpwuid", lambda uid: pwd.struct_passwd(("me", "x", uid, 1, "", "/", "")))
+    me = pwd.struct_passwd(("me", "x", os.geteuid(), 1000, "", "/", ""))
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: me)
+    monkeypatch.setattr(pwd, "getpwall", lambda: [me])
     assert _is_trusted_group(gid) is trusted
+
+
+def test_a_group_is_not_our_own_in_which_another_user_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the primary group of a user, who is none of its listed members."""
+    me, other = (
+        pwd.struct_passwd((name, "x", uid, 1000, "", "/", ""))
+        for name, uid in (("me", os.geteuid()), ("other", 54321))
+    )
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: grp.struct_group(("me", "x", gid, [])))
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: me)
+    monkeypatch.setattr(pwd, "getpwall", lambda: [me, other])
+    assert not _is_trusted_group(1000)
+
+
+def listed(*entries: tuple[int, int, int]) -> bytes:
+    """An access control list as the kernel has it: entries of a kind, rights and an id."""
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in sorted(entries))
+
+
+NONE = 0xFFFFFFFF
+OWN = ((0x01, 7, NONE), (0x04, 0, NONE), (0x20, 0, NONE))
+
+
+def set_list(path: Path, kind: str, *entries: tuple[int, int, int]) -> None:
+    try:
+        os.setxattr(path, f"system.posix_acl_{kind}", listed(*OWN, *entries))
+    except OSError as error:
+        if error.errno != errno.ENOTSUP:
+            raise
+        pytest.skip(f"{path} has a file system without access control lists")
+
+
+@pytest.mark.parametrize(
+    ("entries", "who"),
+    [
+        ([(0x02, 7, NOBODY), (0x10, 7, NONE)], "user nobody"),
+        ([(0x08, 6, 54321), (0x10, 7, NONE)], "group 54321"),
+        # Without the right to write, by itself or by the mask.
+        ([(0x02, 5, NOBODY), (0x10, 7, NONE)], ""),
+        ([(0x02, 7, NOBODY), (0x10, 5, NONE)], ""),
+        ([(0x02, 7, 0), (0x10, 7, NONE)], ""),
+    ],
+)
+def test_a_directory_is_exposed_to_whom_its_access_control_list_lets_write(
+    tmp_path: Path, entries: list[tuple[int, int, int]], who: str
+) -> None:
+    set_list(tmp_path, "access", *entries)
+    if who:
+        assert problem(tmp_path / "jobs") == f"{tmp_path} may be written by {who}, by its access control list"
+    else:
+        assert exposure(tmp_path / "jobs") is None
+
+
+def test_a_directory_is_exposed_in_which_files_get_such_a_list(tmp_path: Path) -> None:
+    set_list(tmp_path, "default", (0x02, 7, NOBODY), (0x10, 7, NONE))
+    assert problem(tmp_path).startswith(f"what is made in {tmp_path} may be written by user nobody")
+
+
+@given(st.binary(max_size=200))
+def test_no_access_control_list_ends_in_another_error(entries: bytes) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "getxattr", lambda path, kind: entries)
+        assert isinstance(listed_writer("/"), str)
+
+
+def test_only_ordinary_files_are_read_and_nobody_is_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "file").write_bytes(b"a\xff\n")
+    assert read_file(tmp_path / "file") == "a\ufffd\n"
+    for path in (tmp_path / "fifo", tmp_path):
+        with pytest.raises(OSError, match="no ordinary file"):
+            read_file(path)
 
 
 def test_make_private_never_grants_others_access(

@@ -13,6 +13,8 @@ from unirun.launcher.hosts.connection import Remote, carried, reach
 from unirun.launcher.hosts.feed import GROWING, REPLACED
 from unirun.launcher.hosts.hostlist import Host
 from unirun.rendezvous import JobDir
+from unirun.rendezvous.logdir import open_log
+from unirun.rendezvous.ownership import make_private
 from unirun.wire.aio import Stream
 from unirun.wire.lobby import Chunk, Complete, Current, Dismissed, Resume
 
@@ -91,7 +93,7 @@ class Mirror:
 def offsets_here(job: JobDir, node: str) -> dict[str, int]:
     """How much of each file of `node` is in `job`. What masters of several nodes may have written begins anew."""
     logs = job.logs.resolve()
-    files = {str(Path("logs", path.relative_to(logs))): path for path in logs.rglob("*") if path.is_file()}
+    files = {str(Path("logs", path.relative_to(logs))): path for path in logs.rglob("*") if is_regular(path)}
     files |= {path.name: path for path in job.path.glob("agent.*.log")}
     if job.head is not None and job.head.node == node:
         files |= {name: job.path / name for name in GROWING}
@@ -99,6 +101,11 @@ def offsets_here(job: JobDir, node: str) -> dict[str, int]:
         for name in GROWING:
             (job.path / name).unlink(missing_ok=True)
     return {name: path.stat().st_size for name, path in files.items() if path.exists()}
+
+
+def is_regular(path: Path) -> bool:
+    """Whether it is a file, and not a link to one."""
+    return path.is_file() and not path.is_symlink()
 
 
 def write(folder: Path, node: str, chunk: Chunk, offset: int) -> None:
@@ -109,19 +116,21 @@ def write(folder: Path, node: str, chunk: Chunk, offset: int) -> None:
     name = PurePosixPath(chunk.path)
     agent_log = len(name.parts) == 1 and name.match("agent.*.log")
     log = len(name.parts) > 1 and name.parts[0] == "logs"
-    known = chunk.path in (*GROWING, *REPLACED) or agent_log or log
+    known = chunk.path in REPLACED if chunk.whole else chunk.path in GROWING or agent_log or log
     if not known or ".." in name.parts:
         raise FrameError(f"{node} sends a file called {chunk.path!a:.80}")
     data = base64.b64decode(chunk.data)
-    target = folder / name
-    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if chunk.whole:
+        target = folder / name
         fresh = target.with_suffix(".new")
         fresh.write_bytes(data)
         fresh.replace(target)
         return
     if chunk.offset != offset:
         raise FrameError(f"{node} sends {chunk.path!a:.80} from {chunk.offset} on, not {offset}")
-    # Appended: of the event log, each host has what its own masters have written.
-    with open(target, "ab") as file:
+    # Logs may lie where others may write, below --log-dir. Of the event log, each host has what its own masters have
+    # written, so all is appended.
+    base, below = (folder / "logs", name.relative_to("logs")) if log else (folder, name)
+    make_private(base)
+    with os.fdopen(open_log(base, Path(below)), "ab") as file:
         file.write(data)

@@ -14,6 +14,10 @@ from unirun.values import Value
 PIECE = 200_000
 """Bytes, as the documents are in ASCII."""
 
+WHOLE = 1 << 26
+"""Bytes of one value that is compressed; the nodes of the largest jobs take some MB. A small document of a shared store
+could become any number of bytes otherwise."""
+
 Documents = Mapping[str, str]
 """By their names."""
 Changes = dict[str, str | None]
@@ -60,11 +64,15 @@ def packed(name: str, value: Any) -> Changes:
 
 
 def unpacked(name: str, documents: dict[str, str]) -> Any:
-    """The inverse of `packed`: the value of the documents called `name`, which are taken out of `documents`."""
+    """The inverse of `packed`: the value of the documents called `name`, which are taken out of `documents`. Raises
+    ValueError, also for one of more than `WHOLE` bytes, `zlib.error`."""
     text, number = "", 0
     while (piece := documents.pop(f"{name}/{number}", None)) is not None:
         text, number = text + piece, number + 1
-    return json.loads(zlib.decompress(b64decode(text, validate=True)))
+    inflate = zlib.decompressobj()
+    plain = inflate.decompress(b64decode(text, validate=True), WHOLE)
+    hold(inflate.eof, name)
+    return json.loads(plain)
 
 
 def changed_blocks(

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from unirun.errors import StoreAway, StoreBroken, StoreError, StoreRefused
-from unirun.rendezvous.ownership import exposure, owner, writers
+from unirun.rendezvous.ownership import exposure, listed_writer, owner, writers
 
 _APPLICATION = 0x756E6972
 """``unir``: the application id in the header of the database."""
@@ -87,8 +87,8 @@ def _touch(path: Path) -> None:
             raise OSError(code, os.strerror(code), path)
         if info.st_uid not in (0, os.geteuid()):
             raise StoreRefused(f"{path} belongs to {owner(info)}", f"name a file of your own; {_SHARED}")
-        if writers(info):
-            raise StoreRefused(f"{path} may be written by {writers(info)}", f"chmod 600 {path}; {_SHARED}")
+        if who := writers(info) or listed_writer(path):
+            raise StoreRefused(f"{path} may be written by {who}", f"chmod 600 {path}; {_SHARED}")
     except FileNotFoundError as error:
         raise StoreRefused(f"there is no directory {path.parent}", "make it, or name another file") from error
     except PermissionError as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import os
 import socket
+import stat
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,33 @@ def test_a_node_writes_logs_and_known_files_only(
     for path in (path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(inside)
         assert name.parts[0] == "logs" or str(name) in ("state.json", "agent.h1.log")
+
+
+def test_copied_logs_follow_no_link_and_are_private(copy: Path, tmp_path: Path) -> None:
+    """They may lie below --log-dir, where others may write."""
+    data = base64.b64encode(b"said").decode()
+    before = os.umask(0)
+    try:
+        write(copy, "h1", Chunk(LOG, 0, data), 0)
+    finally:
+        os.umask(before)
+    made = [copy / LOG, *(each for each in (copy / LOG).parents if copy in each.parents)]
+    assert {stat.S_IMODE(each.stat().st_mode) & 0o077 for each in made} == {0}
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (copy / LOG).unlink()
+    (copy / LOG).symlink_to(victim)
+    with pytest.raises(OSError, match=r"symbolic links"):
+        write(copy, "h1", Chunk(LOG, 0, data), 0)
+    (copy / LOG).unlink()
+    (copy / LOG).parent.rmdir()
+    (copy / LOG).parent.symlink_to(tmp_path)
+    with pytest.raises(OSError, match=r"Not a directory|symbolic links"):
+        write(copy, "h1", Chunk(LOG, 0, data), 0)
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "stdout.log").exists()
+
+
+def test_no_log_is_replaced_as_a_whole(copy: Path) -> None:
+    with pytest.raises(FrameError, match="sends a file called"):
+        write(copy, "h1", Chunk(LOG, 0, "", whole=True), 0)

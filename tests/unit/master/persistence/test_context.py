@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import zlib
+from base64 import b64encode
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -19,7 +22,9 @@ from unirun.errors import StoreRefused
 from unirun.failover.takeover import resume
 from unirun.job.events import Event, JoinTimedOut, ViewDue
 from unirun.job.state import JobState
+from unirun.master.persistence import documents
 from unirun.master.persistence.context import SCHEMA, changed_documents, restore, urgent
+from unirun.master.persistence.documents import unpacked
 from unirun.values import WorkerId
 from unirun.wire.messages import Stop
 from unirun.wire.reports import (
@@ -248,3 +253,22 @@ class TestDocumentsThatAreRefused:
     def test_refused_documents_are_all_that_are_none(self, documents: Documents) -> None:
         with pytest.raises(StoreRefused):
             restore(documents)
+
+
+def test_a_small_document_does_not_become_any_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may write to a shared store could fill the memory of the next master."""
+    monkeypatch.setattr(documents, "WHOLE", 1000)
+    for blanks, allowed in ((998, True), (999, False), (1_000_000, False)):
+        bomb = b64encode(zlib.compress(b"[" + b" " * blanks + b"]", 9)).decode()
+        if allowed:
+            assert unpacked("spec", {"spec/0": bomb}) == []
+        else:
+            with pytest.raises(ValueError, match="its spec are not whole"):
+                unpacked("spec", {"spec/0": bomb})
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_no_compressed_document_ends_in_an_unknown_error(data: bytes, compressed: bool) -> None:
+    text = b64encode(zlib.compress(data) if compressed else data).decode()
+    with contextlib.suppress(ValueError, zlib.error, RecursionError):
+        unpacked("spec", {"spec/0": text})

@@ -1,0 +1,34 @@
+"""Which addresses a worker knows as those of its job's hosts."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirun.roles.session import hosts_in
+from unirun.roles.transport.sockets import Endpoint
+from unirun.wire.address import TcpAddress
+from unirun.wire.messages import RoleView, WorkerView
+
+
+def view(endpoint: str, *addresses: str) -> RoleView:
+    """A role whose workers listen at `addresses`."""
+    workers = tuple(WorkerView(rank, 0, "serving", {"socket": each}) for rank, each in enumerate(addresses))
+    return RoleView("actor", len(addresses), 0, endpoint, "running", workers)
+
+
+def test_hosts_are_those_of_stores_and_of_workers_that_others_can_reach() -> None:
+    there = str(Endpoint("/calls/actor.0.0", TcpAddress("10.0.0.2", 5, "n2")))
+    assert {
+        *hosts_in([view("10.0.0.1:29400", there, "/calls/actor.1.0"), view("[fd00::1]:5"), view("")])
+    } == {
+        "10.0.0.1",
+        "10.0.0.2",
+        "fd00::1",
+    }
+
+
+@given(st.text(max_size=20), st.text(max_size=20), st.text(max_size=20))
+def test_what_is_no_address_is_left_out(endpoint: str, one: str, other: str) -> None:
+    """A worker with the token may say anything; the listeners of the others go on."""
+    assert len([*hosts_in([view(endpoint, one, "{" + other)])]) <= 1
