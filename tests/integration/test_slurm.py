@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import CHAOS
+
 from ..testbed.fixtures import available
 from ..testbed.slurm import Slurm
 from . import test_trials as trials
@@ -306,6 +308,34 @@ class TestJobsOnThreeNodes:
             assert {worker["node"] for worker in command.workers().values()} == {"n1", "n2", "n3"} - {first}
             (before,) = command.home.glob("jobs/*/attempt_0/state.json")
             assert "its first node is lost" in before.read_text()
+        finally:
+            cluster.start_node(first)
+
+    @pytest.mark.skipif(not CHAOS, reason="make chaos")
+    def test_a_job_that_has_lost_its_first_node_goes_on_with_etcd_and_frees_its_nodes(
+        self, command: Unirun, script: Script, cluster: Slurm
+    ) -> None:
+        train = script(
+            """
+            import os, time
+            print("rank", os.environ["RANK"], "on", os.environ["UNIRUN_NODE"], flush=True)
+            if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                time.sleep(600)
+            """
+        )
+        roles = ("--roles", "a=2", "--max-restarts", "3", train)
+        job = command.start("--slurm", "nodes=3", "--store", "etcd", *EXEC, *roles)
+        job.lines(r"rank \d on (n\d)", 2)
+        number = slurm_id(job)
+        first = cluster.job(number)["BatchHost"]
+        cluster.kill_node(first)
+        try:
+            result = job.end(2 * START)
+            assert result.code == 0, result.err
+            assert cluster.wait(number)["JobState"] == "CANCELLED"
+            found = command.status()
+            assert (found["phase"], found["code"]) == ("succeeded", 0)
+            assert {worker["node"] for worker in command.workers().values()} == {"n1", "n2", "n3"} - {first}
         finally:
             cluster.start_node(first)
 
