@@ -8,10 +8,12 @@ APT := procps util-linux etcd-server etcd-client openssl openssh-server iproute2
 
 .PHONY: demo test quick properties soak chaos mutants check docs bench clean
 
-# The pinned CPU build of torch first, so that nothing pulls in the CUDA packages.
+# torch first, in the build that pip's index offers: that of PyPI is for CUDA, with all that is 5.6 GB. TORCH_INDEX names an
+# index for torch alone; what torch needs comes from pip's own, in the next step, as an index of torch need not have it.
+TORCH_INDEX ?=
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--no-deps --index-url "$(TORCH_INDEX)") "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[examples]"
 	touch $@
 
