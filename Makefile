@@ -43,7 +43,8 @@ quick: $(VENV)/.dev
 # More histories than the tests have; a failing seed is printed, and replayed with UNIRUN_SIM_SEED=N. Then some of CPython's
 # own tests, each under plain python and in workers, which takes half an hour; MODULE=test_signal runs one module of them. Then
 # a thousand jobs from one warm process, which takes ten minutes; MODULE=warm runs these alone. Then all ready experiments
-# with three seeds, fifteen minutes; MODULE=experiments.
+# with three seeds, fifteen minutes; MODULE=experiments. Then the oldest and the newest torch, which pip installs below
+# $(VENV) (10 GB, where no index offers builds for the CPU); MODULE=other_torch.
 SEEDS ?= 50000
 soak: $(VENV)/.dev
 	UNIRUN_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q tests/sim

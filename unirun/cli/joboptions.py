@@ -211,9 +211,12 @@ def _nodes(options: Mapping[str, Any], job: dict[str, Any], *, alone: bool) -> N
         job["master_port"] = options["master_port"]
 
 
+CAS_BACKOFF = "cas_backoff_max_seconds"
+"""A setting of torch 2.15, the only one with a fraction."""
+
 BETWEEN_NODES = (
     *("last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout"),
-    *("keep_alive_interval", "keep_alive_max_attempt"),
+    *("keep_alive_interval", "keep_alive_max_attempt", CAS_BACKOFF),
 )
 """Settings of c10d between nodes: they have no effect on one node."""
 
@@ -247,7 +250,8 @@ def _rendezvous_setting(item: str, job: dict[str, Any], *, alone: bool) -> None:
                 f"--rdzv-conf {item}: on one node only {ONE_NODE[key][0]} applies", "leave it out"
             )
     elif key in (*BETWEEN_NODES, *ONE_NODE):
-        if key in BETWEEN_NODES and not (value.isascii() and value.isdecimal()):
+        whole = value.replace(".", "", 1) if key == CAS_BACKOFF else value
+        if key in BETWEEN_NODES and not (whole.isascii() and whole.isdecimal()):
             raise UsageError(f"--rdzv-conf {item}: expected a whole number", "leave it out")
     else:
         job["join_timeout"] = value

@@ -96,7 +96,14 @@ class TestEveryTorchrunOption:
 
     @pytest.mark.parametrize(
         "value",
-        ["last_call_timeout=5", "close_timeout=1,read_timeout=3", "is_host=True", "store_type=TCP", "rank=0"],
+        [
+            "last_call_timeout=5",
+            "close_timeout=1,read_timeout=3",
+            "cas_backoff_max_seconds=0.5",
+            "is_host=True",
+            "store_type=TCP",
+            "rank=0",
+        ],
     )
     def test_settings_between_nodes_change_nothing_on_one(self, compose: Compose, value: str) -> None:
         plain = compose("train.py")
