@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from unirun.launcher.memory_kills import PERHAPS, SAYS
+
 from .harness import EXEC, SOON, Script, Unirun, alive, gone
 
 
@@ -330,7 +332,8 @@ class TestMemoryThatRunsOut:
         assert result.code == 137, result.err
         report = result.err[result.err.index("unirun: root cause: actor:1") :]
         assert "killed by SIGKILL" in report
-        assert "the kernel killed it: out of memory" in report
+        # It is counted for a group that is not the agent's. The kernel's log, if it may be read, names the process.
+        assert SAYS in report or PERHAPS in report
 
     def test_out_of_memory_is_not_reported_for_another_sigkill(self, unirun: Unirun, script: Script) -> None:
         result = unirun(*EXEC, script("import os; os.kill(os.getpid(), 9)"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -100,6 +101,36 @@ class TestTheRootCause:
         assert result.code == 137, result.err
         assert root_cause(result.err)[0].startswith("root cause: actor:2 on ")
         assert "killed by SIGKILL" in root_cause(result.err)[0]
+
+    @pytest.mark.parametrize(
+        ("does", "says"),
+        [
+            ("os._exit(0)", "ended with exit code 0 while "),
+            ("time.sleep(600)", "had not failed when actor:0,2-3 waited for a peer in vain"),
+        ],
+        ids=["leaves", "hangs"],
+    )
+    def test_the_root_cause_is_a_rank_that_its_peers_wait_for(
+        self, unirun: Unirun, script: Script, does: str, says: str
+    ) -> None:
+        train = script(
+            f"""
+            import datetime, os, time, torch, torch.distributed as dist
+            dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+            dist.barrier()
+            group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+            if dist.get_rank() == 1:
+                {does}
+            while True:
+                dist.all_reduce(torch.ones(1), group=group)
+            """
+        )
+        result = unirun("--roles", "actor=4", "--max-restarts", 1, train)
+        assert result.code == 5, result.err
+        assert root_cause(result.err)[0].startswith("root cause: actor:1 on ")
+        assert says in root_cause(result.err)[0]
+        assert len(re.findall(rf"the cause of its restart: actor:1 on \S+: {says}", result.err)) == 1
+        assert [row["rank"] for row in unirun.status()["failures"] if says in row["message"]] == [1, 1]
 
     @pytest.mark.parametrize("method", ["fork", "exec"])
     @pytest.mark.parametrize("recorded", [True, False], ids=["record", "uncaught"])

@@ -7,10 +7,11 @@ import signal
 from msgspec.structs import replace
 
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, IllegalTransition
+from unirun.failover.lost_peers import waited_for_a_peer
 from unirun.failover.policy import Budget, Decision, History
-from unirun.failover.root_cause import diagnose, episode, failure_report
+from unirun.failover.root_cause import Diagnosis, bystanders, diagnose, episode, failure_report
 from unirun.graph import show_ranks
-from unirun.job.events import Finish
+from unirun.job.events import Finish, ToWatchers
 from unirun.job.failures import Exit
 from unirun.job.generations import form_next, start_missing
 from unirun.job.ranks import Ranks
@@ -18,7 +19,11 @@ from unirun.job.state import ROLE_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhas
 from unirun.job.transition import Transition
 from unirun.values import WorkerId
 from unirun.wire.messages import Shutdown
-from unirun.wire.reports import Ending
+from unirun.wire.reports import Ending, Notice
+
+EVIDENCE = 1.0
+"""Seconds in which the peers of a worker that blames another may fail too, or end: one that does not is the cause. A
+hang has lasted longer; when a peer is gone, all others fail within milliseconds, and there is no wait."""
 
 
 def advance(transition: Transition, role: RoleState) -> None:
@@ -33,11 +38,31 @@ def advance(transition: Transition, role: RoleState) -> None:
     if role.living:
         return
     if role.phase is RolePhase.RESTARTING:
+        _tell_cause(transition, role)
         form_anew(transition, role)
     elif role.phase is RolePhase.STOPPING:
         last = {WorkerId(role.name, worker.rank, worker.incarnation) for worker in role.workers}
         failed = any(each.worker in last for each in transition.state.failures)
         transition.put(replace(role, phase=RolePhase.FAILED if failed else RolePhase.STOPPED))
+
+
+def _tell_cause(transition: Transition, role: RoleState) -> None:
+    """Tell the cause of a restart of `role` when it is a rank that has not failed: it can be known only now, when all
+    failures are."""
+    failures = [each for each in transition.state.failures if each.worker.role == role.name]
+    if role.orderly or not failures or failures[-1].generation != role.generation:
+        return
+    found = [each for each in failures if each.generation == role.generation]
+    diagnosis = diagnose(found, bystanders(transition.state, found))
+    if diagnosis.inferred:
+        _keep_cause(transition, diagnosis)
+        transition.send(ToWatchers(Notice(role.name, f"the cause of its restart: {diagnosis}")))
+
+
+def _keep_cause(transition: Transition, diagnosis: Diagnosis) -> None:
+    """Remember a rank that has not failed itself as the cause of other failures."""
+    transition.state = transition.state.with_failures(diagnosis.cause)
+    transition.record("cause", str(diagnosis), str(diagnosis.cause.worker))
 
 
 def form_anew(transition: Transition, role: RoleState) -> None:
@@ -66,8 +91,10 @@ def settle(transition: Transition, role: RoleState) -> None:
     transition.put(role)
 
 
-def stop_all(transition: Transition, verdict: Verdict, signum: int, grace: float | None) -> None:
-    """Stop every role; the job ends with `verdict` when the last worker is gone."""
+def stop_all(
+    transition: Transition, verdict: Verdict, signum: int, grace: float | None, after: float = 0.0
+) -> None:
+    """Stop every role, in `after` seconds; the job ends with `verdict` when the last worker is gone."""
     transition.state = replace(transition.state, phase=JobPhase.STOPPING, verdict=verdict)
     transition.record("stopping", verdict.reason)
     transition.state = replace(transition.state, cause=transition.cause)
@@ -77,7 +104,7 @@ def stop_all(transition: Transition, verdict: Verdict, signum: int, grace: float
             continue
         role = replace(role, phase=RolePhase.STOPPING)
         transition.put(role)
-        transition.stop(role, signum, grace)
+        transition.stop(role, signum, grace, after)
         advance(transition, role)
 
 
@@ -116,10 +143,14 @@ def end_if_over(transition: Transition) -> None:
         raise IllegalTransition("the job is stopping without a verdict")
     verdict = replace(verdict, report=verdict.reason)
     if verdict.by_failure and state.failures:
-        diagnosis = diagnose(episode(state.failures))
-        code = verdict.code if verdict.code == EXIT_BUDGET else diagnosis.cause.exit.status
+        found = episode(state.failures)
+        diagnosis = diagnose(found, bystanders(state, found))
         report = failure_report(verdict.reason, diagnosis)
-        verdict = replace(verdict, code=code, report=report, error_file=f"{diagnosis.cause.log}/error.json")
+        if diagnosis.inferred:
+            _keep_cause(transition, diagnosis)
+            verdict = replace(verdict, reason=f"{diagnosis}; {verdict.reason}")
+        code = verdict.code if verdict.code == EXIT_BUDGET else diagnosis.code
+        verdict = replace(verdict, code=code, report=report, error_file=f"{diagnosis.failure.log}/error.json")
     finish(transition, verdict)
 
 
@@ -148,11 +179,22 @@ def restart(transition: Transition, role: RoleState, decision: Decision) -> None
         return
     role = replace(role, phase=RolePhase.RESTARTING, orderly=decision.free)
     transition.put(role)
-    transition.stop(role, signal.SIGTERM, transition.state.spec.shutdown_timeout)
+    grace = transition.state.spec.shutdown_timeout
+    transition.stop(role, signal.SIGTERM, grace, _patience(transition.state, role.name))
     advance(transition, role)
 
 
 def end_job(transition: Transition, decision: Decision, code: int, *, by_failure: bool) -> None:
     """End the job as was decided, with exit code `code` unless a budget is spent."""
     code = EXIT_BUDGET if decision.budget_spent else code
-    stop_all(transition, Verdict(JobPhase.FAILED, code, decision.reason, by_failure), signal.SIGTERM, None)
+    verdict = Verdict(JobPhase.FAILED, code, decision.reason, by_failure)
+    after = _patience(transition.state) if by_failure else 0.0
+    stop_all(transition, verdict, signal.SIGTERM, None, after)
+
+
+def _patience(state: JobState, role: str | None = None) -> float:
+    """Seconds before workers are told to end because of the last failure, which is in `role` if one is named."""
+    last = state.failures[-1] if state.failures else None
+    if last is None or role not in (None, last.worker.role) or not waited_for_a_peer(last):
+        return 0.0
+    return EVIDENCE if last.generation == state.roles[last.worker.role].generation else 0.0

@@ -1,37 +1,64 @@
 """Which of several failures is the root cause, and the report of it for a person.
 
-The first in time is, with one correction: a process that is killed drops its connections, and its peers
-may raise an error about that before the kill itself is seen. A failure whose own words say that a peer
-went away is therefore a consequence as long as there is one that does not say so.
+The first in time is, with two corrections. A process that is killed drops its connections, and its peers may raise an
+error about that before the kill itself is seen: a failure whose own words say that a peer went away is a consequence as
+long as there is one that does not say so. And when all say so, a rank that has not failed is the cause if it is known:
+one that left its peers with exit code 0, or the one that they all waited for.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from unirun.job.failures import Failure
-from unirun.values import Value
+from unirun.errors import EXIT_FAILURE
+from unirun.failover.lost_peers import is_consequence, missed, waited_for_a_peer
+from unirun.graph import show_ranks
+from unirun.job.failures import Exit, Failure
+from unirun.job.state import JobState
+from unirun.values import Value, WorkerId
 
-_PEER_GONE = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket timeout|peer (is )?gone|"
-    r"remote process has exited|NCCL communicator was aborted|ncclRemoteError|DistNetworkError|"
-    r"DistStoreError|wait timeout after|timed out (waiting|after)|GroupError|WorkerLost",
-    re.IGNORECASE,
-)
+SEEN_LATER = 1.0
+"""Seconds by which the end of a process may be seen later than what follows from it."""
+
+NEAR = 60.0
+"""Seconds from the end of a rank to the failures in another role that are taken for a consequence of it."""
+
+
+class Bystander(Value):
+    """A worker that has not failed. `left` is when it has ended with 0 by itself, in seconds since the epoch; 0 if it
+    lived until it was told to end. `log` is its log directory."""
+
+    worker: WorkerId
+    node: str
+    exit: Exit | None
+    left: float
+    log: str
 
 
 class Diagnosis(Value):
-    """The `cause`, the `reason` for taking it, and the `others` in order of time."""
+    """The `cause`, the `reason` for taking it, and the `others` in order of time.
+
+    `inferred`: the cause is a rank that has not failed; its `note` says what it did instead.
+    """
 
     cause: Failure
     reason: str
     others: tuple[Failure, ...]
+    inferred: bool = False
 
+    @property
+    def failure(self) -> Failure:
+        """The first rank that has failed itself: the one with an error to show."""
+        return self.others[0] if self.inferred else self.cause
 
-def is_consequence(failure: Failure) -> bool:
-    """Whether the failure's own words say that a peer went away."""
-    return bool(_PEER_GONE.search(failure.message))
+    @property
+    def code(self) -> int:
+        """The exit code of the job. A rank that ended with 0 gives none."""
+        return EXIT_FAILURE if self.cause.exit.ok else self.failure.exit.status
+
+    def __str__(self) -> str:
+        what = self.cause.note if self.inferred else f"{self.cause.exit} ({self.reason})"
+        return f"{self.cause.worker} on {self.cause.node}: {what}"
 
 
 def episode(failures: Sequence[Failure], gap: float = 5.0) -> tuple[Failure, ...]:
@@ -50,19 +77,83 @@ def episode(failures: Sequence[Failure], gap: float = 5.0) -> tuple[Failure, ...
     return tuple(ordered[max(start, 0) :])
 
 
-def diagnose(failures: Sequence[Failure]) -> Diagnosis:
-    """The root cause among `failures` (at least one)."""
+def bystanders(state: JobState, failures: Sequence[Failure]) -> tuple[Bystander, ...]:
+    """The workers that are not among `failures`: those of the same generations, and those of other roles that have
+    ended with 0."""
+    failed = {failure.worker for failure in failures}
+    generations = {failure.worker.role: failure.generation for failure in failures}
+    found = []
+    for role in state.roles.values():
+        for worker in role.workers:
+            who = WorkerId(role.name, worker.rank, worker.incarnation)
+            if who in failed or worker.generation != generations.get(role.name, worker.generation):
+                continue
+            if role.name in generations or worker.left:
+                log = f"{state.logs}/{role.name}/{worker.rank}/{worker.incarnation}"
+                found.append(Bystander(who, worker.node, worker.exit, worker.left, log))
+    return tuple(found)
+
+
+def diagnose(failures: Sequence[Failure], others: Sequence[Bystander] = ()) -> Diagnosis:
+    """The root cause among `failures` (at least one), or among the `others`, which have not failed."""
     ordered = sorted(failures, key=lambda f: (f.time, f.worker.role, f.worker.rank, f.generation))
     firsts = [failure for failure in ordered if not is_consequence(failure)]
+    inferred = None if firsts else _without_failure(ordered, others)
+    if inferred is not None:
+        return Diagnosis(inferred, inferred.note, tuple(ordered), inferred=True)
     cause = (firsts or ordered)[0]
-    others = tuple(failure for failure in ordered if failure is not cause)
-    if not others:
+    rest = tuple(failure for failure in ordered if failure is not cause)
+    if not rest:
         reason = "the only failure"
+    elif not firsts:
+        reason = f"the first of {len(ordered)} failures, all about a lost peer or connection"
     elif cause is ordered[0]:
         reason = f"the first of {len(ordered)} failures"
     else:
         reason = f"the first of {len(ordered)} failures that is not about a lost peer"
-    return Diagnosis(cause, reason, others)
+    return Diagnosis(cause, reason, rest)
+
+
+def _without_failure(failures: Sequence[Failure], others: Sequence[Bystander]) -> Failure | None:
+    """The rank that all `failures` are a consequence of, though it has not failed itself; None if it is not known."""
+    waiting = [failure for failure in failures if waited_for_a_peer(failure)]
+    if not waiting:
+        return None
+    roles = {failure.worker.role for failure in waiting}
+    first = waiting[0].time
+    early = [each for each in others if each.left and each.left <= first + SEEN_LATER]
+    mates = [each for each in early if each.worker.role in roles]
+    if gone := mates or [each for each in early if each.left >= first - NEAR]:
+        return _blamed(gone, waiting, "ended with exit code 0 while {others} waited for {it}")
+    silent = [each for each in others if each.worker.role in roles and not each.left]
+    named = {(failure.worker.role, rank) for failure in waiting for rank in missed(failure)}
+    if absent := [each for each in silent if (each.worker.role, each.worker.rank) in named]:
+        return _blamed(absent, waiting, "did not come to a barrier where {others} waited for {it}")
+    if len(silent) == 1 or 0 < len(silent) < len(waiting):
+        # With more of them, most were told to end before their own wait was over.
+        return _blamed(silent, waiting, "had not failed when {others} waited for a peer in vain")
+    return None
+
+
+def _blamed(ranks: Sequence[Bystander], waiting: Sequence[Failure], words: str) -> Failure:
+    """The first of `ranks` as the cause of what `waiting` ranks report."""
+    first = min(ranks, key=lambda each: (each.left, each.worker.role, each.worker.rank))
+    note = words.format(
+        others=_named(failure.worker for failure in waiting), it="it" if len(ranks) == 1 else "them"
+    )
+    if rest := [each.worker for each in ranks if each is not first]:
+        note = f"{note}, as {_named(rest)} did"
+    generation = next((f.generation for f in waiting if f.worker.role == first.worker.role), 0)
+    time = first.left or waiting[0].time
+    return Failure(first.worker, generation, first.node, time, first.exit or Exit(), note=note, log=first.log)
+
+
+def _named(workers: Iterable[WorkerId]) -> str:
+    """``actor:0-3 and rollout:1``"""
+    roles: dict[str, list[int]] = {}
+    for worker in workers:
+        roles.setdefault(worker.role, []).append(worker.rank)
+    return " and ".join(f"{role}:{show_ranks(sorted(ranks))}" for role, ranks in sorted(roles.items()))
 
 
 OTHERS_SHOWN = 8
@@ -77,8 +168,8 @@ def failure_report(reason: str, diagnosis: Diagnosis) -> str:
         lines += [f"  {_short(failure, cause)}" for failure in diagnosis.others[:OTHERS_SHOWN]]
         if len(diagnosis.others) > OTHERS_SHOWN:
             lines.append(f"  … and {len(diagnosis.others) - OTHERS_SHOWN} more")
-    lines.append(f"root cause: {cause.worker} on {cause.node}: {cause.exit} ({diagnosis.reason})")
-    if cause.note:
+    lines.append(f"root cause: {diagnosis}")
+    if cause.note and not diagnosis.inferred:
         lines.append(f"  {cause.note}")
     words = cause.traceback or cause.message
     if not words and cause.tail:

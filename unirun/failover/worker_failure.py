@@ -42,7 +42,8 @@ def exited(transition: Transition, event: WorkerExited) -> None:
     if event.cause != "own" or role.phase not in ROLE_WORKS:
         transition.cause = role.cause
     transition.record("exit", text, str(event.worker))
-    role = role.with_worker(worker.ended(end))
+    left = event.time if end.ok and event.sent is None else 0.0
+    role = role.with_worker(replace(worker.ended(end), left=left))
     if works and event.cause == "order" and not moves:
         raise IllegalTransition(f"{text}, by an order that no master has written")
     if works and event.cause == "leaving":

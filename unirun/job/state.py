@@ -76,7 +76,8 @@ class WorkerState(Value, omit_defaults=True):
     placement to say.
     `generation` is that of the process group which the worker was started for, or has formed since. `addresses`
     is where it takes calls, `recoverable` what it said of itself with them. `metrics` are the latest by name. `calls`
-    is what this worker has called, `called` what those before it had.
+    is what this worker has called, `called` what those before it had. `left` is when it has ended with 0 by itself, in
+    seconds since the epoch; 0 when it lives, has failed or was told to end.
     """
 
     rank: int
@@ -92,6 +93,7 @@ class WorkerState(Value, omit_defaults=True):
     calls: tuple[CallCount, ...] = ()
     called: tuple[CallCount, ...] = ()
     own: tuple[str, ...] = ()
+    left: float = 0.0
 
     @property
     def live(self) -> bool:

@@ -102,13 +102,13 @@ class Transition:
         if self.state.newcomers:
             self.send(After(GATHER, GrowthDue()))
 
-    def stop(self, role: RoleState, signum: int, grace: float) -> None:
-        """Order the end of all that lives of `role`."""
+    def stop(self, role: RoleState, signum: int, grace: float, after: float = 0.0) -> None:
+        """Order the end of all that lives of `role`, in `after` seconds."""
         ranks: dict[str, list[int]] = {}
         for worker in role.live:
             ranks.setdefault(worker.node, []).append(worker.rank)
         for node, there in ranks.items():
-            self.order(node, StopWorkers(role.name, tuple(there), int(signum), grace))
+            self.order(node, StopWorkers(role.name, tuple(there), int(signum), grace, after))
 
     def order(self, node: str, message: Message) -> None:
         """Ask an agent for something that follows from the present cause."""

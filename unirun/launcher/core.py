@@ -35,6 +35,7 @@ from unirun.launcher.events import (
     StartSpawner,
     StillEnding,
     StillWithoutLink,
+    StopDue,
     Store,
     TimerExpired,
     ToLinks,
@@ -94,6 +95,11 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
             return link_closed(state, event)
         case GraceOver():
             return _grace_over(state, event)
+        case StopDue(number, signum, grace):
+            worker = state.workers.get(number)
+            if worker is None or worker.sent is not None:
+                return state, []
+            return _stop(state, [(worker.who.role, worker.who.rank)], signum, grace, "order")
         case StillEnding():
             return still_ending(state, event)
         case StillWithoutLink():
@@ -108,6 +114,11 @@ def _obey(state: AgentState, what: Instruction) -> tuple[AgentState, list[Comman
             return _launch(state, what)
         case Store():
             return _open_store(state, what)
+        case StopWorkers(after=delay) if delay:
+            # Those that live now: a rank may have a successor by then.
+            found = [state.find(what.role, rank) for rank in what.ranks]
+            due = [StopDue(each.id, what.signal, what.grace) for each in found if each is not None]
+            return state, [After(delay, each) for each in due]
         case StopWorkers():
             who = [(what.role, rank) for rank in what.ranks]
             return _stop(state, who, what.signal, what.grace, "order")

@@ -108,6 +108,14 @@ class GraceOver(Value):
     id: int
 
 
+class StopDue(Value):
+    """The time has come at which a worker is told to end, if it lives and was not told before (see `StopWorkers`)."""
+
+    id: int
+    signal: int
+    grace: float
+
+
 class StillEnding(Value):
     """`waited` seconds have passed since a worker reported the error that ends it."""
 
@@ -169,6 +177,7 @@ Event = (
     | LinkMessage
     | LinkClosed
     | GraceOver
+    | StopDue
     | StillEnding
     | StillWithoutLink
     | TimerExpired

@@ -6,7 +6,7 @@ import os
 import signal
 
 from unirun.launcher.ends import TAIL_BYTES, last_words
-from unirun.launcher.process import out_of_memory_kills
+from unirun.launcher.memory_kills import explain, kills_so_far
 from unirun.launcher.state import AgentState
 from unirun.wire.messages import Message
 from unirun.wire.spawning import Reaped
@@ -16,20 +16,17 @@ class Notes:
     """The notes on the ends of one agent's workers."""
 
     def __init__(self) -> None:
-        self._oom_kills = out_of_memory_kills()
+        self._kills = kills_so_far()
 
     def kill(self, state: AgentState, message: Message) -> str:
-        """Detect a SIGKILL by the kernel's out-of-memory killer. Returns a note for the report, or an empty text."""
+        """What is known of a SIGKILL that unirun has not sent: a note for the report, or an empty text."""
         if not isinstance(message, Reaped) or message.signal != signal.SIGKILL:
             return ""
         worker = state.workers.get(message.id)
         if worker is None or worker.cause != "own":
             return ""
-        kills = out_of_memory_kills()
-        if kills > self._oom_kills:
-            self._oom_kills = kills
-            return "the kernel killed it: out of memory"
-        return ""
+        before, self._kills = self._kills, kills_so_far()
+        return explain(worker.pid, before, self._kills)
 
 
 def tail(state: AgentState, message: Message) -> str:

@@ -166,25 +166,3 @@ def spare_descriptors() -> int:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return soft
-
-
-def out_of_memory_kills() -> int:
-    """Number of processes killed by the out-of-memory killer, in this process's cgroup or else on this host.
-
-    0 when neither is available. The host's number includes processes of other users.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        # With cgroup v2 there is one line: 0::/path
-        group = Path("/proc/self/cgroup").read_text().strip().removeprefix("0::/")
-        return _count("oom_kill ", Path("/sys/fs/cgroup") / group / "memory.events")
-    with contextlib.suppress(OSError, ValueError):
-        return _count("oom_kill ", Path("/proc/vmstat"))
-    return 0
-
-
-def _count(name: str, path: Path) -> int:
-    """The number in the line of `path` that begins with `name`. Raises OSError or ValueError."""
-    for line in path.read_text().splitlines():
-        if line.startswith(name):
-            return int(line.removeprefix(name))
-    raise ValueError(f"{path} has no line {name!r}")

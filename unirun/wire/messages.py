@@ -116,12 +116,13 @@ class StartRole(Value, tag=True):
 
 
 class StopWorkers(Value, tag=True):
-    """Stops these ranks: sends `signal` at once, and SIGKILL to their process groups after `grace` seconds."""
+    """Stops these ranks: sends `signal` in `after` seconds, `grace` seconds later SIGKILL to their process groups."""
 
     role: str
     ranks: tuple[int, ...]
     signal: int
     grace: float
+    after: float = 0.0
 
 
 class WorkerView(Value):

@@ -1,19 +1,20 @@
-"""Of several failures the cause is the first that is not about a lost peer."""
+"""Of several failures the cause is the first that is not about a lost peer, else a rank that has not failed."""
 
 from __future__ import annotations
 
 import itertools
 import random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.failover.root_cause import diagnose, episode, is_consequence
+from unirun.failover.lost_peers import is_consequence
+from unirun.failover.root_cause import Bystander, diagnose, episode
 from unirun.job.failures import Exit, Failure
 from unirun.values import WorkerId
 
 PEER = "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:4242"
+TIMED_OUT = "RuntimeError: [gloo/x.cc:78] Timed out waiting 15000ms for recv operation to complete"
 OWN = "ValueError: loss is nan"
 
 failures = st.builds(
@@ -115,18 +116,63 @@ def test_without_failures_there_is_no_episode() -> None:
     assert episode([]) == ()
 
 
-@pytest.mark.parametrize(
-    ("message", "consequence"),
-    [
-        (PEER, True),
-        ("torch.distributed.DistNetworkError: Failed to recv", True),
-        ("BrokenPipeError: [Errno 32] Broken pipe", True),
-        ("ncclRemoteError: A call failed possibly due to a network error", True),
-        ("unirun.errors.GroupError: actor+rollout could not be formed", True),
-        ("ValueError: loss is nan", False),
-        ("RuntimeError: CUDA out of memory", False),
-        ("", False),
-    ],
-)
-def test_words_about_a_peer_are_recognised(message: str, consequence: bool) -> None:
-    assert is_consequence(fail(message=message)) is consequence
+def stood_by(rank: int, *, role: str = "actor", left: float = 0.0) -> Bystander:
+    end = Exit(code=0) if left else Exit(signal=15)
+    return Bystander(WorkerId(role, rank, 0), "n0", end, left, f"/logs/{role}/{rank}")
+
+
+class TestARankThatHasNotFailed:
+    """All failures are about a lost peer, and say not which."""
+
+    def test_one_that_ended_with_0_before_is_the_cause(self) -> None:
+        found = [fail(rank=rank, time=2.0 + rank, message=PEER) for rank in (0, 2)]
+        diagnosis = diagnose(found, [stood_by(1, left=1.9), stood_by(3)])
+        assert str(diagnosis) == "actor:1 on n0: ended with exit code 0 while actor:0,2 waited for it"
+        assert (diagnosis.others, diagnosis.failure, diagnosis.code) == (tuple(found), found[0], 1)
+
+    def test_its_end_may_be_seen_a_moment_later(self) -> None:
+        found = [fail(rank=0, time=2.0, message=PEER)]
+        assert diagnose(found, [stood_by(1, left=2.5)]).inferred
+        assert not diagnose(found, [stood_by(1, left=3.5), *map(stood_by, (2, 3))]).inferred
+
+    def test_several_that_ended_with_0_are_all_named(self) -> None:
+        diagnosis = diagnose([fail(rank=0, time=5.0, message=PEER)], [stood_by(n, left=4.0) for n in (1, 2)])
+        assert str(diagnosis) == (
+            "actor:1 on n0: ended with exit code 0 while actor:0 waited for them, as actor:2 did"
+        )
+
+    def test_the_only_one_that_all_others_waited_for_is_the_cause(self) -> None:
+        found = [fail(rank=rank, time=15.0, message=TIMED_OUT) for rank in (0, 2, 3)]
+        diagnosis = diagnose(found, [stood_by(1)])
+        assert str(diagnosis) == "actor:1 on n0: had not failed when actor:0,2-3 waited for a peer in vain"
+        assert diagnosis.code == 1
+
+    def test_few_are_named_and_many_are_not(self) -> None:
+        found = [fail(rank=rank, time=15.0, message=TIMED_OUT) for rank in (0, 2, 3)]
+        assert diagnose(found, [stood_by(1), stood_by(4)]).inferred
+        diagnosis = diagnose(found[:2], [stood_by(1), stood_by(4)])
+        assert not diagnosis.inferred
+        assert diagnosis.reason == "the first of 2 failures, all about a lost peer or connection"
+
+    def test_one_that_a_barrier_names_is_the_cause_among_many(self) -> None:
+        found = [
+            fail(rank=0, message="RuntimeError: [Rank 0]: Rank 2 failed to pass monitoredBarrier in 2 ms")
+        ]
+        diagnosis = diagnose(found, [stood_by(rank) for rank in (1, 2, 3)])
+        assert str(diagnosis) == "actor:2 on n0: did not come to a barrier where actor:0 waited for it"
+
+    def test_one_of_another_role_that_ended_just_before_is_the_cause(self) -> None:
+        found = [fail(rank=0, time=100.0, message=PEER), fail(rank=1, time=100.0, message=PEER)]
+        near, long_ago = stood_by(0, role="rollout", left=99.0), stood_by(0, role="rollout", left=1.0)
+        assert diagnose(found, [near]).cause.worker == WorkerId("rollout", 0, 0)
+        assert not diagnose(found, [long_ago]).inferred
+        assert not diagnose(found, [stood_by(0, role="rollout")]).inferred
+
+    def test_it_is_not_the_cause_when_another_has_failed_by_itself(self) -> None:
+        own = fail(rank=2, time=9.0, message=OWN)
+        diagnosis = diagnose([fail(rank=0, message=PEER), own], [stood_by(1, left=0.5), stood_by(3)])
+        assert diagnosis.cause is own
+
+    def test_it_is_not_the_cause_of_a_connection_lost_to_anything_else(self) -> None:
+        found = [fail(message="ConnectionResetError: [Errno 104] Connection reset by peer")]
+        assert diagnose(found, [stood_by(1, left=0.5)]).cause is found[0]

@@ -19,6 +19,7 @@ from unirun.launcher.events import (
     SpawnerDown,
     StartSpawner,
     StillEnding,
+    StopDue,
     ToMaster,
     ToSpawner,
 )
@@ -195,6 +196,24 @@ class TestLeaving:
         agent = Agent(spawners={TORCH: False}).on(launch(), Abandon("gone"))
         assert len(agent.told(WorkerExited)) == 2
         assert agent.commands[-1] == Leave()
+
+
+class TestAStopThatIsDueLater:
+    def test_workers_that_live_then_get_the_signal(self) -> None:
+        agent = Agent().alive().on(StopWorkers("actor", (0, 1), TERM, 5.0, after=1.0))
+        assert agent.commands == [After(1.0, StopDue(1, TERM, 5.0)), After(1.0, StopDue(2, TERM, 5.0))]
+        agent.spawner(Reaped(1, 1.0, 1, None)).on(StopDue(1, TERM, 5.0), StopDue(2, TERM, 5.0))
+        assert agent.commands == [ToSpawner(TORCH, Kill(2, TERM)), After(5.0, GraceOver(2))]
+
+    def test_a_worker_that_was_told_before_is_not_told_again(self) -> None:
+        agent = Agent().alive(1).on(StopWorkers("actor", (0,), TERM, 5.0, after=1.0))
+        agent.on(StopWorkers("actor", (0,), INT, 5.0)).on(StopDue(1, TERM, 5.0))
+        assert agent.commands == []
+
+    def test_a_successor_is_not_told(self) -> None:
+        agent = Agent().alive(1).on(StopWorkers("actor", (0,), TERM, 5.0, after=1.0))
+        agent.spawner(Reaped(1, 1.0, 1, None)).on(launch(first=2, count=1, incarnation=1))
+        assert agent.on(StopDue(1, TERM, 5.0)).commands == []
 
 
 class TestASignalThatEndsNothing:
