@@ -8,6 +8,7 @@ logarithm of the probability of token ``t`` given those before, ``values[t]`` th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,10 +80,17 @@ def clipped(logprobs: torch.Tensor, old: torch.Tensor, gains: torch.Tensor, clip
     return -torch.minimum(ratio * gains, ratio.clamp(1.0 - clip, 1.0 + clip) * gains)
 
 
+def stop_tokens(tokenizer: Any) -> set[int]:
+    """The tokens that end a response: the end of a sequence, of which some tokenizers have several, and other special
+    tokens, as the end of a turn."""
+    ends = tokenizer.eos_token_id
+    return {*([ends] if isinstance(ends, int) else ends), *getattr(tokenizer, "all_special_ids", ())}
+
+
 def answer_of(model: Model, tokens: torch.Tensor, prompt: torch.Tensor) -> str:
     """The text of a response; empty when it has not ended."""
     response: Sequence[int] = tokens[~prompt].tolist()
-    if not response or response[-1] != model.tokenizer.eos_token_id:
+    if not response or response[-1] not in stop_tokens(model.tokenizer):
         return ""
     text: str = model.tokenizer.decode(response)
     return text

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-from experiments.policy import TOKENS, advantages, answer_of, clipped, logprobs_of, responses, whitened
+from experiments.policy import (
+    TOKENS,
+    advantages,
+    answer_of,
+    clipped,
+    logprobs_of,
+    responses,
+    stop_tokens,
+    whitened,
+)
 from experiments.sums import SHAPE, llama, questions
 from unirun.experiments import (
     Allocation,
@@ -159,16 +168,8 @@ def answer(
     model: Model, sample: SequenceSample, spec: MicroBatchSpec, how: GenerationConfig
 ) -> SequenceSample | None:
     """Answers to prompts, drawn with torch's seed."""
-    tokenizer = model.tokenizer
-    made = model.running().generate(
-        sample,
-        "packed_prompts",
-        spec,
-        how,
-        stop=tokenizer.eos_token_id,
-        pad=tokenizer.pad_token_id,
-        seed=torch.initial_seed(),
-    )
+    stop = stop_tokens(model.tokenizer)
+    made = model.running().generate(sample, "packed_prompts", spec, how, stop=stop, seed=torch.initial_seed())
     return None if made is None else responses(sample, made)
 
 

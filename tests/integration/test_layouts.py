@@ -1,7 +1,10 @@
-"""A model computes the same in each layout: outputs, gradients and parameters after steps, and what it generates."""
+"""A model computes the same in each layout: outputs, gradients and parameters after steps, and what it generates.
+
+Ten families of decoders do so too, or are refused; `tests/soak/test_families.py` walks all that there are."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +75,44 @@ def test_a_layout_computes_what_one_rank_computes(folder: Path, layout: str) -> 
     close(found.network, one.network)
     assert found.generated == one.generated
     assert torch.equal(found.network["lm_head.weight"], found.network["model.embed_tokens.weight"]) == tied
+
+
+FAMILIES = {
+    "llama": {},
+    "qwen3": {},
+    "qwen3_moe": {},
+    "mixtral": {},
+    "gemma3_text": {},
+    "starcoder2": {},
+    "phi3": {"tensor": "no linear layers are as the plan has them"},
+    "olmo2": {"tensor": "self_attn (with k_norm.weight, q_norm.weight)"},
+    "gemma2": dict.fromkeys(
+        ("tensor", "pipe", "fsdp2"), "the network changes its logits after the last layer"
+    ),
+    "gpt2": dict.fromkeys(("tensor", "pipe", "fsdp2"), "GPT2LMHeadModel is not built as Llama is"),
+}
+"""Families, and the layouts that each is refused in, with the reason."""
+
+
+@pytest.fixture(scope="module")
+def walked(home: Unirun) -> dict[str, dict[str, str]]:
+    """Two ranks have walked all families."""
+    file = home.root / "families.json"
+    result = home("--roles", "model=2", TRIALS / "families.py", "--", file, *FAMILIES, within=240)
+    assert result.code == 0, result.err
+    found: dict[str, dict[str, str]] = json.loads(file.read_text())
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_computes_what_one_rank_computes_or_is_refused(
+    walked: dict[str, dict[str, str]], family: str
+) -> None:
+    for layout, state in walked[family].items():
+        why = FAMILIES[family].get(layout)
+        if why is None:
+            assert state == "equal"
+        else:
+            assert state.startswith(f"refused: models.actor@0: the family {family} cannot run")
+            assert why in state

@@ -127,6 +127,7 @@ def _seconds(text: str) -> float:
 
 def _start(options: Any) -> int:
     from unirun.experiments import experiment, starting
+    from unirun.experiments.checks_of_networks import network_faults
     from unirun.experiments.orders import Trial
     from unirun.experiments.recovery import Recovery, Settings
 
@@ -137,6 +138,8 @@ def _start(options: Any) -> int:
     folder = os.getcwd()
     _import(options.module, folder)
     config = experiment.resolve(name, options.overrides)
+    if faults := network_faults(config):
+        raise SpecError(faults)
     made = experiment.with_settings(name, options.overrides)
     scheduling = made.scheduling_setup()
     _check_files(config, options.mode)

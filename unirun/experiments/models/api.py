@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -157,12 +157,14 @@ class Engine(Protocol):
         spec: MicroBatchSpec,
         how: GenerationConfig,
         *,
-        stop: int,
-        pad: int,
         seed: int,
+        stop: int | Collection[int] | None = None,
+        pad: int = 0,
     ) -> Generated | None:
         """Continue each sequence, one micro-batch of prompts after the other. None except on the last stage. Equal
-        seeds and micro-batches give equal sequences."""
+        seeds and micro-batches give equal sequences. A sequence ends with any of the tokens `stop`, without it with
+        those of the network's generation config. `pad` fills up rows; nothing attends to it, and it is in no result, so
+        it may be a stop token."""
         ...
 
     def tensors(self) -> dict[str, torch.Tensor]:

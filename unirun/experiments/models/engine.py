@@ -7,7 +7,7 @@ add up their gradients after the last micro-batch, or have parts of the paramete
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -168,6 +168,7 @@ class TorchEngine:
         else:
             self._pipeline(padded, key, scaled)
         self._add_up()
+        self._complete()
         self._tie()
         return logged
 
@@ -227,20 +228,20 @@ class TorchEngine:
         return int(head.out_features) if isinstance(head, nn.Linear) else self._stage.hidden
 
     def _add_up(self) -> None:
-        """Add the gradients of all data-parallel ranks, in one buffer for each dtype."""
+        """Add the gradients of all data-parallel ranks."""
         data = self._place.group("data")
         if data is None or isinstance(self._stage, FSDPModule):
             return
         for parameter in self._parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        grads = [_local(p.grad) for p in self._parameters() if p.grad is not None]
-        for dtype in sorted({grad.dtype for grad in grads}, key=str):
-            some = [grad for grad in grads if grad.dtype == dtype]
-            flat = torch.cat([grad.reshape(-1) for grad in some])
-            dist.all_reduce(flat, group=data)
-            for grad, part in zip(some, flat.split([g.numel() for g in some]), strict=True):
-                grad.copy_(part.view_as(grad))
+        _sum([_local(p.grad) for p in self._parameters() if p.grad is not None], data)
+
+    def _complete(self) -> None:
+        """Add the gradients of all tensor-parallel ranks, of parameters of which each has a part of the gradient."""
+        tensor = self._place.group("tensor")
+        if tensor is not None:
+            _sum([_local(p.grad) for p in self._stage.partial() if p.grad is not None], tensor)
 
     def _tie(self) -> None:
         """Give the first and the last stage the sum of both gradients of tied embeddings, the same to the bit."""
@@ -331,19 +332,20 @@ class TorchEngine:
         spec: MicroBatchSpec,
         how: GenerationConfig,
         *,
-        stop: int,
-        pad: int,
         seed: int,
+        stop: int | Collection[int] | None = None,
+        pad: int = 0,
     ) -> Generated | None:
         """As `Engine` says."""
         self._stage.eval()
+        stops = self._stage.stops if stop is None else [stop] if isinstance(stop, int) else stop
         chance = torch.Generator().manual_seed(seed)
         found: dict[int, Generated] = {}
         with whole(self._stage):
             # Data-parallel ranks may have different numbers of micro-batches: no collective is between them here.
             for part, places in sample.split(spec):
                 prompts = part.sequences(key)
-                made = generate(self._place, self._stage, prompts, how, stop=stop, pad=pad, chance=chance)
+                made = generate(self._place, self._stage, prompts, how, stop=stops, pad=pad, chance=chance)
                 if made is not None:
                     found |= zip(places, made.split(map(len, part.seqlens[key])), strict=True)
         if not self._stage.last:
@@ -427,6 +429,16 @@ class TorchEngine:
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._stage.parameters() if parameter.requires_grad]
+
+
+def _sum(tensors: Sequence[torch.Tensor], group: Any) -> None:
+    """Make each the sum over `group`, in one buffer for each dtype."""
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        some = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in some])
+        dist.all_reduce(flat, group=group)
+        for tensor, part in zip(some, flat.split([each.numel() for each in some]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ def generate(
     prompts: Sequence[torch.Tensor],
     how: GenerationConfig,
     *,
-    stop: int,
+    stop: Collection[int],
     pad: int,
     chance: torch.Generator,
 ) -> Generated | None:
-    """Continue each of `prompts`. None except on the last stage. All ranks of the model call it.
+    """Continue each of `prompts` until it has one of the tokens `stop`. None except on the last stage. All ranks of the
+    model call it. `pad` fills up rows of other lengths, and is hidden, so it may be a stop token.
 
     In each data-parallel rank, one process samples the tokens and broadcasts them to the others.
     """
@@ -42,37 +43,38 @@ def generate(
     drawn: list[torch.Tensor] = []
     chances: list[torch.Tensor] = []
     over = torch.zeros(len(rows), dtype=torch.bool)
+    ends = torch.tensor(sorted(stop), dtype=torch.long)
     for step in range(how.max_new_tokens if rows else 0):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -value.shape[1] :]
         logits = _through(place, stage, value, mask, positions, cache)
         following = torch.empty(len(rows), dtype=torch.long)
         logprob = torch.empty(len(rows))
         if logits is not None and place.tensor == 0:
-            blocked = stop if step < how.min_new_tokens else None
+            blocked = ends if step < how.min_new_tokens else ends[:0]
             following, logprob = draw(logits[:, -1].float().cpu(), how, chance, blocked)
             following[over] = pad
         following, logprob = _shared(place, following, logprob)
         drawn.append(following)
         chances.append(logprob)
-        over |= following == stop
+        over |= torch.isin(following, ends)
         if bool(over.all()):
             break
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
         value = following[:, None].to(place.device)
     if not place.last_stage:
         return None
-    return _collected(drawn, chances, stop, len(prompts), how.n)
+    return _collected(drawn, chances, ends, len(prompts), how.n)
 
 
 def _collected(
-    drawn: Sequence[torch.Tensor], chances: Sequence[torch.Tensor], stop: int, prompts: int, n: int
+    drawn: Sequence[torch.Tensor], chances: Sequence[torch.Tensor], stop: torch.Tensor, prompts: int, n: int
 ) -> Generated:
     tokens = torch.stack([*drawn], 1) if drawn else torch.empty(prompts * n, 0, dtype=torch.long)
     logprobs = torch.stack([*chances], 1) if chances else torch.empty(prompts * n, 0)
     found = Generated([], [], [])
     for prompt in range(prompts):
         rows = range(prompt * n, (prompt + 1) * n)
-        ends = [(tokens[row] == stop).nonzero() for row in rows]
+        ends = [torch.isin(tokens[row], stop).nonzero() for row in rows]
         lengths = [int(end[0]) + 1 if len(end) else tokens.shape[1] for end in ends]
         found.tokens.append([tokens[row, :length] for row, length in zip(rows, lengths, strict=True)])
         found.logprobs.append([logprobs[row, :length] for row, length in zip(rows, lengths, strict=True)])
@@ -81,12 +83,12 @@ def _collected(
 
 
 def draw(
-    logits: torch.Tensor, how: GenerationConfig, chance: torch.Generator, blocked: int | None = None
+    logits: torch.Tensor, how: GenerationConfig, chance: torch.Generator, blocked: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The next tokens ``[rows]`` for `logits` ``[rows, vocabulary]``, and the logarithms of their probabilities in the
-    distribution that they are drawn from. `blocked` is a token that is not drawn."""
-    if blocked is not None:
-        logits = logits.index_fill(1, torch.tensor([blocked]), -torch.inf)
+    distribution that they are drawn from. Tokens that are `blocked` are not drawn."""
+    if blocked is not None and len(blocked):
+        logits = logits.index_fill(1, blocked, -torch.inf)
     if how.greedy:
         logprobs = logits.log_softmax(-1)
         best = logits.argmax(-1)

@@ -20,23 +20,11 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from unirun.errors import Fault, SpecError, UsageError
+from unirun.experiments.layout import ModelName, ProcessTopology, topology
 from unirun.experiments.models.api import Place
+from unirun.experiments.models.families import refusal
+from unirun.experiments.models.plan import cuts, partial_names
 from unirun.reporting import report
-
-PLAN: Mapping[str, type[ColwiseParallel] | type[RowwiseParallel]] = {
-    "self_attn.q_proj": ColwiseParallel,
-    "self_attn.k_proj": ColwiseParallel,
-    "self_attn.v_proj": ColwiseParallel,
-    "self_attn.o_proj": RowwiseParallel,
-    "mlp.gate_proj": ColwiseParallel,
-    "mlp.up_proj": ColwiseParallel,
-    "mlp.down_proj": RowwiseParallel,
-}
-"""How each layer is cut over tensor-parallel ranks (Shoeybi et al. 2019, Megatron-LM)."""
-
-
-SCALES: Mapping[str, float] = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": 0.0}
-"""What some networks do with their logits, by its name in the configuration, with the value that changes nothing."""
 
 
 class Stage(nn.Module):
@@ -49,7 +37,6 @@ class Stage(nn.Module):
         body: Any = _body(whole)
         config: Any = copy.deepcopy(whole.config)
         stages, stage = place.topo.get_dim("pipe"), place.pipe
-        _check(place, config)
         count = config.num_hidden_layers
         self.begin = count * stage // stages
         end = count * (stage + 1) // stages
@@ -58,37 +45,53 @@ class Stage(nn.Module):
         layers = list(body.layers)[self.begin : end]
         for number, layer in enumerate(layers):
             # Each stage has a cache of its own layers.
-            layer.self_attn.layer_idx = number
+            for module in layer.modules():
+                if hasattr(module, "layer_idx"):
+                    module.layer_idx = number
         config.num_hidden_layers = len(layers)
-        if getattr(config, "layer_types", None):
+        if stages > 1 and getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[self.begin : end]
         body.config = config
         body.layers = nn.ModuleList(layers)
+        head: Any = whole.lm_head
+        # A configuration may say so of a network that is not.
+        self._ties = head.weight is body.embed_tokens.weight
         if not self.first:
             body.embed_tokens = None
         if not self.last:
             body.norm = nn.Identity()
         self.body = body
-        self.head: Any = whole.lm_head if self.last else None
+        self.head: Any = head if self.last else None
         self.config: Any = config
         self._cache_name = (
             "cache" if "cache" in inspect.signature(type(body).forward).parameters else "past_key_values"
         )
+        self.stops = _stops(whole)
+        self._partial: set[str] = set()
         if place.topo.get_dim("tensor") > 1:
             self._cut(place)
 
     def _cut(self, place: Place) -> None:
         assert place.mesh is not None
         mesh = place.mesh["tensor"]
-        for layer in self.body.layers:
-            parallelize_module(layer, mesh, {name: style() for name, style in PLAN.items()})
+        for number, layer in enumerate(self.body.layers):
+            if faults := _uneven(f"models.{place.name}", layer, mesh.size()):
+                raise SpecError(faults)
+            # By name, as FSDP2 puts other parameters in their places.
+            self._partial |= {f"body.layers.{number}.{name}" for name in partial_names(layer)}
+            for name, cut in cuts(layer).items():
+                module: Any = getattr(layer, name)
+                styles = dict.fromkeys(cut.columns, ColwiseParallel) | dict.fromkeys(
+                    cut.rows, RowwiseParallel
+                )
+                parallelize_module(module, mesh, {each: style() for each, style in styles.items()})
         # Embeddings are not cut, so neither is a last layer with the same weights.
-        if (
-            isinstance(self.head, nn.Linear)
-            and self.head.out_features > 1
-            and not self.config.tie_word_embeddings
-        ):
+        if isinstance(self.head, nn.Linear) and self.head.out_features > 1 and not self._ties:
             parallelize_module(self.head, mesh, ColwiseParallel(output_layouts=Replicate()))
+
+    def partial(self) -> list[nn.Parameter]:
+        """The parameters of which each tensor-parallel rank has a partial gradient, in the same order on all ranks."""
+        return [parameter for name, parameter in self.named_parameters() if name in self._partial]
 
     def forward(
         self,
@@ -112,7 +115,7 @@ class Stage(nn.Module):
     @property
     def tied(self) -> nn.Parameter | None:
         """The embeddings, if the last layer of another stage has the same weights, and those on that stage."""
-        if not self.config.tie_word_embeddings or self.first == self.last:
+        if not self._ties or self.first == self.last:
             return None
         found: nn.Parameter = self.body.embed_tokens.weight if self.first else self.head.weight
         return found
@@ -150,56 +153,110 @@ def whole(stage: Stage) -> Iterator[None]:
 
 def _body(whole: nn.Module) -> Any:
     body = getattr(whole, "model", None)
-    if body is None or not hasattr(body, "layers") or not hasattr(body, "embed_tokens"):
+    if not all(hasattr(body, name) for name in ("layers", "embed_tokens")) or not hasattr(whole, "lm_head"):
         raise SpecError(
             [
                 Fault(
                     "model",
                     f"{type(whole).__name__} is not built as Llama is",
-                    "give a decoder with model.layers",
+                    "give a decoder with model.layers, model.embed_tokens and lm_head",
                 )
             ]
         )
     return body
 
 
-def _check(place: Place, config: Any) -> None:
-    """Raises `SpecError` when the network cannot be cut in this way."""
+def _stops(whole: Any) -> tuple[int, ...]:
+    """The tokens that end sequences: one, several as of Llama 3, or none."""
+    found = getattr(getattr(whole, "generation_config", None), "eos_token_id", None)
+    if found is None:
+        found = getattr(whole.config, "eos_token_id", None)
+    return () if found is None else (found,) if isinstance(found, int) else tuple(found)
+
+
+def _uneven(where: str, layer: nn.Module, tensor: int) -> list[Fault]:
+    """Linear layers of which tensor-parallel ranks would not have equal parts, of whole heads."""
     faults = []
-    tensor, stages = place.topo.get_dim("tensor"), place.topo.get_dim("pipe")
-    heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+    for name, cut in cuts(layer).items():
+        module: Any = getattr(layer, name)
+        for each in (*cut.columns, *cut.rows):
+            linear = getattr(module, each)
+            size = linear.out_features if each in cut.columns else linear.in_features
+            unit = getattr(module, "head_dim", 1)
+            if size % (unit * tensor):
+                problem = f"{name}.{each} has {size} elements in units of {unit}, and tensor is {tensor}"
+                faults.append(Fault(where, problem, f"tensor has to divide {size // unit}"))
+    return faults
+
+
+def _size_faults(where: str, topo: ProcessTopology, config: Any) -> list[Fault]:
+    """Sizes that do not fit the layout."""
+    faults = []
+    tensor, stages = topo.get_dim("tensor"), topo.get_dim("pipe")
+    heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     for what, size in (
         ("attention heads", heads[0]),
-        ("key-value heads", heads[1]),
-        ("elements in its intermediate layers", config.intermediate_size),
+        ("key-value heads", heads[1] or heads[0]),
+        ("elements in its intermediate layers", getattr(config, "intermediate_size", 0)),
     ):
-        if size % tensor:
+        if isinstance(size, int) and size % tensor:
             faults.append(
-                Fault(
-                    f"models.{place.name}",
-                    f"it has {size} {what}, and tensor is {tensor}",
-                    f"tensor has to divide {size}",
-                )
-            )
-    for name, neutral in SCALES.items():
-        if getattr(config, name, None) not in (None, neutral):
-            faults.append(
-                Fault(
-                    f"models.{place.name}",
-                    f"its logits are changed after the last layer ({name} is {getattr(config, name)})",
-                    "give a network without that",
-                )
+                Fault(where, f"it has {size} {what}, and tensor is {tensor}", f"tensor has to divide {size}")
             )
     if config.num_hidden_layers < stages:
         faults.append(
             Fault(
-                f"models.{place.name}",
+                where,
                 f"it has {config.num_hidden_layers} layers, and pipe is {stages}",
                 "a stage has one layer at least",
             )
         )
-    if faults:
-        raise SpecError(faults)
+    return faults
+
+
+def _built(whole: nn.Module, stage: int, stages: int) -> Stage:
+    return Stage(whole, Place(ModelName("small"), topology(pipe=stages), stage, torch.device("cpu")))
+
+
+def network_faults(where: str, topo: ProcessTopology, arguments: Mapping[str, Any]) -> list[Fault]:
+    """Why a `causal_lm` with these `arguments` cannot have this layout: its sizes, or a family whose parts compute
+    something else than the whole (`families`). Nothing of its size is made."""
+    try:
+        found = _configuration(where, arguments.get("config"), arguments.get("path", ""))
+    except SpecError as error:
+        return [*error.faults]
+    return _faults(where, topo, found, bool(arguments.get("critic")))
+
+
+def _configuration(where: str, config: Mapping[str, Any] | None, path: str) -> Any:
+    from transformers import AutoConfig
+
+    settings = dict(config or {})
+    try:
+        if path:
+            return AutoConfig.from_pretrained(path)
+        return AutoConfig.for_model(settings.pop("model_type", "llama"), **settings)
+    except Exception as error:
+        # Whatever transformers raises for a name, a file or a setting that is wrong.
+        told = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        problem = f"transformers does not read its configuration: {told}"
+        raise SpecError([Fault(where, problem, "correct its path or its config")]) from error
+
+
+def _faults(where: str, topo: ProcessTopology, config: Any, critic: bool) -> list[Fault]:
+    family = config.model_type
+    if why := refusal(config, _built, "", critic=critic):
+        remedy = "use a network of another family; docs/experiments.md lists them"
+        return [Fault(where, f"the family {family} cannot run: {why}", remedy)]
+    if faults := _size_faults(where, topo, config):
+        return faults
+    return [
+        Fault(
+            where, f"the family {family} cannot run with {axis}={topo.get_dim(axis)}: {why}", f"use {axis}=1"
+        )
+        for axis in ("pipe", "tensor")
+        if topo.get_dim(axis) > 1 and (why := refusal(config, _built, axis, critic=critic))
+    ]
 
 
 def causal_lm(
@@ -218,20 +275,19 @@ def causal_lm(
     is a file that `ModelInterface.save` has written: its tensors take the place of those with the same names and
     shapes.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     whole: Any
-
+    settings = _configuration(f"models.{place.name}", config, path)
+    if faults := _faults(f"models.{place.name}", place.topo, settings, critic):
+        raise SpecError(faults)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(place.seed)
         kind = getattr(torch, dtype)
         if path:
             whole = AutoModelForCausalLM.from_pretrained(path, dtype=kind)
         else:
-            settings = dict(config or {})
-            whole = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                AutoConfig.for_model(settings.pop("model_type", "llama"), **settings), dtype=kind
-            )
+            whole = AutoModelForCausalLM.from_config(settings, dtype=kind)  # type: ignore[no-untyped-call]
         if critic:
             whole.lm_head = nn.Linear(whole.config.hidden_size, 1, bias=False, dtype=kind)
             nn.init.normal_(whole.lm_head.weight, std=1.0 / (whole.config.hidden_size + 1))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -67,3 +71,95 @@ def test_micro_batches_draw_other_random_numbers_than_those_before_them(engine: 
 def test_no_prompts_give_no_sequences(engine: Engine) -> None:
     nothing = prompts(PROMPTS).reorder([])
     assert generated(engine, nothing, MicroBatchSpec(), GenerationConfig()) == Generated([], [], [])
+
+
+@pytest.fixture(scope="module")
+def network() -> Any:
+    """One of transformers, whose sequences are not all alike."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {name: value for name, value in CONFIG.items() if name != "model_type"}
+    torch.manual_seed(1)
+    found: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        AutoConfig.for_model("llama", initializer_range=0.5, **settings)
+    )
+    return found.eval()
+
+
+@pytest.fixture(scope="module")
+def stops(network: Any) -> list[int]:
+    """Two tokens: each ends some sequences before the other does."""
+    tokens = torch.cat([row[2:6] for row in expected(network, [])]).tolist()
+    first, second = (token for token, _ in Counter(tokens).most_common(2))
+    found = expected(network, [first, second])
+    assert {int(row[-1]) for row in found} >= {first, second}
+    assert len({len(row) for row in found}) > 1
+    return [first, second]
+
+
+def expected(network: Any, stops: list[int], pad: int = 0, least: int = 0) -> list[torch.Tensor]:
+    """What transformers generates for each prompt alone."""
+    rows = []
+    for prompt in (prompt for each in PROMPTS for prompt in each):
+        tokens = torch.tensor([prompt])
+        made = network.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            do_sample=False,
+            max_new_tokens=12,
+            min_new_tokens=least or None,
+            eos_token_id=stops or None,
+            pad_token_id=pad,
+        )
+        rows.append(made[0, len(prompt) :])
+    return rows
+
+
+def continued(network: Any, folder: Path, least: int = 0, **more: Any) -> Generated:
+    """The same with a stage and an engine, all prompts at once."""
+    network.save_pretrained(folder)
+    stage = causal_lm(place(), path=str(folder))
+    engine = InferenceBackend().initialize(Model(place(), stage, None), SPEC).running()
+    how = GenerationConfig(greedy=True, max_new_tokens=12, min_new_tokens=least)
+    made = engine.generate(prompts(PROMPTS), "prompts", MicroBatchSpec(), how, seed=0, **more)
+    assert made is not None
+    return made
+
+
+class TestTokensThatEndASequence:
+    """As transformers' own generate does it."""
+
+    @pytest.mark.parametrize("least", [0, 5])
+    def test_any_of_several_ends_it(self, network: Any, stops: list[int], least: int, tmp_path: Path) -> None:
+        found = continued(network, tmp_path, stop=stops, least=least)
+        wanted = expected(network, stops, least=least)
+        assert [rows[0].tolist() for rows in found.tokens] == [row.tolist() for row in wanted]
+        assert [each[0] for each in found.ended] == [int(row[-1]) in stops for row in wanted]
+
+    def test_padding_may_be_one_of_them(self, network: Any, stops: list[int], tmp_path: Path) -> None:
+        found = continued(network, tmp_path, stop=stops, pad=stops[0])
+        wanted = expected(network, stops, stops[0])
+        assert [rows[0].tolist() for rows in found.tokens] == [row.tolist() for row in wanted]
+        # The token that ends a sequence is drawn, and has a probability of its own.
+        assert all(
+            len(row[0]) == len(tokens[0]) for row, tokens in zip(found.logprobs, found.tokens, strict=True)
+        )
+        assert all(bool((row[0] < 0.0).all()) for row in found.logprobs)
+
+    def test_one_token_is_given_as_a_number(self, network: Any, stops: list[int], tmp_path: Path) -> None:
+        found = continued(network, tmp_path, stop=stops[1], pad=stops[1])
+        wanted = expected(network, stops[1:], stops[1])
+        assert [rows[0].tolist() for rows in found.tokens] == [row.tolist() for row in wanted]
+
+    def test_without_any_they_are_those_of_the_generation_config(
+        self, network: Any, stops: list[int], tmp_path: Path
+    ) -> None:
+        network.generation_config.eos_token_id = stops
+        found = continued(network, tmp_path)
+        wanted = expected(network, stops)
+        assert [rows[0].tolist() for rows in found.tokens] == [row.tolist() for row in wanted]
+
+    def test_an_empty_list_ends_none(self, network: Any, tmp_path: Path) -> None:
+        found = continued(network, tmp_path, stop=[])
+        assert {len(rows[0]) for rows in found.tokens} == {12}
+        assert not any(each[0] for each in found.ended)

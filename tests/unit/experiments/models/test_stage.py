@@ -15,7 +15,7 @@ from unirun.experiments import MicroBatchSpec, Model, ModelName, Place, Sequence
 from unirun.experiments.models.api import FinetuneSpec
 from unirun.experiments.models.backends import InferenceBackend, TrainBackend
 from unirun.experiments.models.saving import load_whole, save_whole
-from unirun.experiments.models.stage import Stage, causal_lm
+from unirun.experiments.models.stage import Stage, causal_lm, network_faults
 
 CONFIG = {
     "model_type": "llama",
@@ -119,14 +119,25 @@ class TestWhatCannotBeCut:
 
     def test_a_network_that_is_not_built_as_llama_is(self) -> None:
         gpt2 = {"model_type": "gpt2", "vocab_size": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
-        with pytest.raises(SpecError, match="GPT2LMHeadModel is not built as Llama is"):
+        with pytest.raises(SpecError, match="gpt2 cannot run: GPT2LMHeadModel is not built as Llama is"):
             causal_lm(place(), config=gpt2)
+
+    @pytest.mark.parametrize("axis", ["pipe", "tensor"])
+    def test_a_layout_that_a_family_cannot_have_is_named(self, axis: str) -> None:
+        phi = {**CONFIG, "model_type": "phi"}
+        with pytest.raises(SpecError, match=f"the family phi cannot run with {axis}=2: .*; use {axis}=1"):
+            causal_lm(place(**{axis: 2}), config=phi)
+
+    @pytest.mark.parametrize("wrong", [{"config": {"model_type": "nothing"}}, {"path": "/nowhere/at/all"}])
+    def test_a_configuration_that_cannot_be_read(self, wrong: dict[str, Any]) -> None:
+        (fault,) = network_faults("models.actor@0", topology(), wrong)
+        assert str(fault).startswith("models.actor@0: transformers does not read its configuration")
 
     @pytest.mark.parametrize(
         ("kind", "scale"), [("cohere", {"logit_scale": 0.25}), ("granite", {"logits_scaling": 2.0})]
     )
     def test_a_network_that_changes_its_logits_at_the_end(self, kind: str, scale: dict[str, float]) -> None:
-        with pytest.raises(SpecError, match="its logits are changed after the last layer"):
+        with pytest.raises(SpecError, match=f"{kind} cannot run: .*changes its logits after the last layer"):
             causal_lm(place(), config={**CONFIG, "model_type": kind, **scale})
 
     def test_weights_of_another_network_are_told(

@@ -1,0 +1,204 @@
+"""Families of decoders in layouts of two ranks: each is equal to one rank, or refused.
+
+``families.py FILE llama qwen3``: FILE gets an object with an entry for each family; each has, for each layout, "equal",
+"refused: …", "differs: …" or "failed: …". A network has the sizes of `families.small`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from layouts import loss, sample
+from torch.distributed.device_mesh import DeviceMesh
+
+from unirun.errors import SpecError
+from unirun.experiments import (
+    FinetuneSpec,
+    GenerationConfig,
+    MicroBatchSpec,
+    Model,
+    ModelName,
+    Place,
+    topology,
+)
+from unirun.experiments.models.backends import ShardedBackend, TrainBackend
+from unirun.experiments.models.families import MOST, small
+from unirun.experiments.models.saving import save_whole
+from unirun.experiments.models.stage import causal_lm
+
+LAYOUTS = {"tensor": topology(tensor=2), "pipe": topology(pipe=2), "fsdp2": topology(data=2)}
+
+EXPERTS = {
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": EXPERTS,
+    "dots1": EXPERTS,
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+}
+"""Settings of families whose defaults make no network."""
+
+
+def config_of(kind: str) -> dict[str, Any]:
+    """A small configuration, with narrow heads if it can have them; the default one where none can be made."""
+    for narrow in (True, False):
+        try:
+            default = transformers.AutoConfig.for_model(kind, **SETTINGS.get(kind, {}))
+            more = {"hidden_size": 64} | ({"head_dim": 16} if getattr(default, "head_dim", None) else {})
+            found = {**small(default).to_dict(), **(more if narrow else {}), "model_type": kind}
+            network = transformers.AutoConfig.for_model(**found)
+            with torch.device("meta"):
+                made = transformers.AutoModelForCausalLM.from_config(network)
+            if sum(parameter.numel() for parameter in made.parameters()) < MOST:
+                transformers.AutoModelForCausalLM.from_config(network)(torch.zeros(1, 3, dtype=torch.long))
+                return found
+        except Exception:  # noqa: BLE001 - causal_lm refuses it and says why
+            continue
+    return {"model_type": kind, **SETTINGS.get(kind, {})}
+
+
+def differ(ours: torch.Tensor, theirs: torch.Tensor, scale: torch.Tensor) -> str:
+    """By how much of `scale` they differ, if it is more than rounding."""
+    most, largest = float((ours - theirs).abs().max()), float(scale.abs().max())
+    rounding = 2e-3 * largest + 1e-6 * float(theirs.abs().max())
+    return f"differ by {most / max(largest, 1e-12):.2%}" if most > rounding else ""
+
+
+class Found:
+    """What a model computes in one layout, as far as this rank knows it."""
+
+    def __init__(self, place: Place, backend: TrainBackend, config: dict[str, Any], folder: Path) -> None:
+        weights = folder / "weights.pt"
+        stage = causal_lm(place, config=config, weights=str(weights) if weights.exists() else "")
+        if not weights.exists():
+            # What is zero or one in a new network hides differences.
+            chance = torch.Generator().manual_seed(5)
+            with torch.no_grad():
+                for parameter in stage.parameters():
+                    parameter += 0.1 * torch.randn(parameter.shape, generator=chance)
+            torch.save(stage.named(stage.state_dict()), weights)
+        self.before: dict[str, torch.Tensor] = torch.load(weights)
+        model = Model(place, stage, None)
+        engine = backend.initialize(model, FinetuneSpec(1, 8, 8)).running()
+        mine, spec = sample(place.data, place.topo.get_dim("data")), MicroBatchSpec(2)
+        self.outputs: dict[str, torch.Tensor] = {}
+        self.generated: dict[str, list[int]] = {}
+        output = engine.forward(mine, "tokens", spec)
+        if output is not None:
+            self.outputs = dict(zip(mine.ids, output.split(mine.sizes("tokens")), strict=True))
+        how = GenerationConfig(greedy=True, max_new_tokens=4)
+        made = engine.generate(mine, "tokens", spec, how, stop=0, pad=0, seed=0)
+        if made is not None:
+            self.generated = {
+                each: rows[0].tolist() for each, rows in zip(mine.ids, made.tokens, strict=True)
+            }
+        # With SGD and lr=1 a step subtracts the gradient, here one that is clipped.
+        self.figures = [
+            engine.train_batch(mine, "tokens", spec, loss, lambda part: float(part.total("tokens")))
+            for _ in range(2)
+        ]
+        save_whole(model, folder)
+        if place.topo.world_size() > 1:
+            dist.barrier()
+        self.network: dict[str, torch.Tensor] = torch.load(folder / "model.pt")
+
+    def difference(self, one: Found) -> str:
+        """What is not as `one` rank has it; empty if all is."""
+        for name, value in self.outputs.items():
+            if why := differ(value, one.outputs[name], one.outputs[name]):
+                return f"outputs of {name} {why}"
+        if self.network.keys() != one.network.keys():
+            return f"parameters have other names: {sorted(self.network.keys() ^ one.network.keys())[:3]}"
+        for name, value in self.network.items():
+            if why := differ(value, one.network[name], one.network[name] - one.before[name]):
+                return f"steps of {name} {why}"
+        for step, (some, others) in enumerate(zip(self.figures, one.figures, strict=True)):
+            for name in ("loss", "grad_norm"):
+                if abs(some[name] - others[name]) > 1e-3 * abs(others[name]):
+                    return f"{name} of step {step}: {some[name]} and {others[name]}"
+        for each, tokens in self.generated.items():
+            if tokens != one.generated[each]:
+                return f"generated of {each}: {tokens} and {one.generated[each]}"
+        return ""
+
+
+def tried(make: Callable[[], Found]) -> Found | str:
+    """What a layout computes, or the state of one that cannot."""
+    try:
+        return make()
+    except SpecError as error:
+        return f"refused: {error.faults[0]}"
+    except Exception as error:  # noqa: BLE001 - the walk tells it
+        return f"failed: {type(error).__name__}: {error}"
+
+
+def states(kind: str, meshes: dict[str, DeviceMesh]) -> dict[str, str]:
+    """What becomes of a family in each layout."""
+    config, rank, name, cpu = config_of(kind), dist.get_rank(), ModelName("actor"), torch.device("cpu")
+    given: list[Any] = [None, None]
+    if rank == 0:
+        folder = Path(tempfile.mkdtemp())
+        alone = Place(name, topology(), 0, cpu, seed=3)
+        given = [folder, tried(lambda: Found(alone, TrainBackend(1.0, "sgd"), config, folder))]
+    dist.broadcast_object_list(given)
+    folder, one = given
+    if isinstance(one, str):
+        return dict.fromkeys(LAYOUTS, one)
+    found: dict[str, str] = {}
+    for layout, topo in LAYOUTS.items():
+        backend = (ShardedBackend if layout == "fsdp2" else TrainBackend)(1.0, "sgd")
+        place = Place(name, topo, rank, cpu, meshes[layout], seed=3)
+        ours = tried(lambda place=place, backend=backend: Found(place, backend, config, folder))  # type: ignore[misc]
+        if isinstance(ours, str):
+            state = ours
+        else:
+            why = ours.difference(one)
+            state = f"differs: {why}" if why else "equal"
+        each: list[Any] = [None, None]
+        dist.all_gather_object(each, state)
+        found[layout] = next((some for some in each if some != "equal"), "equal")
+    shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def main(file: Path, kinds: list[str]) -> None:
+    """Walk these families."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    meshes = {
+        layout: DeviceMesh("cpu", torch.arange(2).view(topo.dims), mesh_dim_names=topo.axes)
+        for layout, topo in LAYOUTS.items()
+    }
+    found = {}
+    for kind in kinds:
+        begin = time.monotonic()
+        found[kind] = states(kind, meshes)
+        if dist.get_rank() == 0:
+            print(f"{kind} [{time.monotonic() - begin:.1f} s] {found[kind]}", flush=True)
+            file.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    main(Path(sys.argv[1]), sys.argv[2:])
+    dist.destroy_process_group()

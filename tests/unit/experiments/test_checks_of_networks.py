@@ -1,0 +1,59 @@
+"""Networks that cannot have their layout are refused before a trial starts, and those that can are tried once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.experiments.models.test_stage import CONFIG
+from unirun.experiments.allocation import Allocation, model_workers
+from unirun.experiments.checks_of_networks import network_faults
+from unirun.experiments.config import ExperimentConfig, ModelAbstraction, ModelBackendAbstraction
+from unirun.experiments.control import ExperimentSaveEvalControl
+from unirun.experiments.layout import topology
+
+from .setups import ACTOR, CRITIC
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    return tmp_path / "networks"
+
+
+def config(**models: dict[str, Any]) -> ExperimentConfig:
+    ddp, layout = ModelBackendAbstraction("ddp"), topology(tensor=2)
+    names = {"actor": ACTOR, "critic": CRITIC}
+    workers = model_workers(
+        {
+            names[role]: Allocation(ModelAbstraction("causal_lm", arguments), ddp, layout)
+            for role, arguments in models.items()
+        }
+    )
+    return ExperimentConfig(exp_ctrl=ExperimentSaveEvalControl(), model_worker=workers, model_rpcs=[])
+
+
+def test_all_networks_that_cannot_have_their_layout_are_told(home: Path) -> None:
+    gpt2, phi3 = {"model_type": "gpt2"}, {**CONFIG, "model_type": "phi3", "pad_token_id": 0}
+    found = [str(fault) for fault in network_faults(config(actor={"config": gpt2}, critic={"config": phi3}))]
+    assert len(found) == 2
+    assert found[0].startswith("models.actor@0: the family gpt2 cannot run: GPT2LMHeadModel is not built")
+    assert found[1].startswith("models.critic@0: the family phi3 cannot run with tensor=2: ")
+    assert not home.exists()
+
+
+def test_sizes_that_a_layout_does_not_divide_are_told() -> None:
+    (fault,) = network_faults(config(actor={"config": {**CONFIG, "num_key_value_heads": 1}}))
+    assert "it has 1 key-value heads, and tensor is 2" in str(fault)
+
+
+def test_a_network_that_was_right_is_noted(home: Path) -> None:
+    one = config(actor={"config": CONFIG})
+    assert not network_faults(one)
+    (note,) = home.iterdir()
+    assert not network_faults(one)
+    assert not network_faults(config(actor={"config": {**CONFIG, "rms_norm_eps": 1e-5}}))
+    assert len([*home.iterdir()]) == 2
+    assert note.exists()

@@ -1,0 +1,72 @@
+"""Checks of networks of transformers against their layouts, which the command makes before a trial starts.
+
+They import transformers and run small networks, which takes seconds. So a network that was found to be right is noted,
+and is not tried again with the same versions. Workers try the networks that they make in any case.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unirun.errors import Fault
+from unirun.experiments import derive
+from unirun.experiments.layout import ModelName, ProcessTopology
+from unirun.rendezvous.jobdir import unirun_home
+from unirun.reporting import report
+
+if TYPE_CHECKING:
+    from unirun.experiments.config import ExperimentConfig
+
+
+def network_faults(config: ExperimentConfig) -> list[Fault]:
+    """Networks that cannot have their layout. Nothing is known of models that are not built in."""
+    found: list[Fault] = []
+    topologies = derive.topologies(config)
+    for name, arguments in sorted(_arguments(config).items()):
+        digest = _digest(arguments, topologies[name])
+        note = unirun_home() / "networks" / digest if digest else None
+        if note is not None and note.exists():
+            continue
+        from unirun.experiments.models.stage import network_faults
+
+        faults = network_faults(f"models.{name}", topologies[name], arguments)
+        found += faults
+        if note is not None and not faults:
+            _note(note)
+    return found
+
+
+def _arguments(config: ExperimentConfig) -> dict[ModelName, Mapping[str, Any]]:
+    return {
+        shard.id.model_name: shard.model.args
+        for worker in config.model_worker
+        for shard in worker.shards
+        if shard.model.type_ == "causal_lm"
+    }
+
+
+def _digest(arguments: Mapping[str, Any], topo: ProcessTopology) -> str:
+    """The same for equal networks, layouts and versions; empty for a network whose configuration is not here."""
+    path = arguments.get("path")
+    own = Path(str(path), "config.json") if path else None
+    try:
+        about = own.read_text() if own is not None else json.dumps(arguments.get("config"), sort_keys=True)
+    except (OSError, TypeError, ValueError):
+        return ""
+    sources = [file.read_text() for file in sorted((Path(__file__).parent / "models").glob("*.py"))]
+    versions = [importlib.metadata.version(name) for name in ("torch", "transformers")]
+    sizes = [topo.get_dim("pipe"), topo.get_dim("tensor"), bool(arguments.get("critic"))]
+    return hashlib.sha256(json.dumps([about, sizes, versions, sources]).encode()).hexdigest()
+
+
+def _note(note: Path) -> None:
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.touch()
+    except OSError as error:
+        report(f"unirun: {note} cannot be written, so networks are tried at each start: {error}")

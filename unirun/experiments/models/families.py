@@ -1,0 +1,380 @@
+"""Whether a family of decoders can be cut: a small network of it is cut in this process and compared with the whole.
+
+Nothing is known of a family by its name. A network is refused when its parts compute something else than the whole
+network does, so that one which transformers adds or changes is never cut by chance.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from unirun.errors import SpecError
+from unirun.experiments.models.plan import Cut, cuts, partial_names
+
+HEADS, LAYERS, WIDTH, EXPERTS, VOCABULARY = 4, 4, 32, 32, 64
+"""The sizes of a small network; `WIDTH` is that of intermediate layers."""
+
+MOST = 200_000_000
+"""Parameters of a network that is tried; one with more is not small."""
+
+LENGTHS = (12, 7, 9)
+"""The lengths of the sequences that it gets."""
+
+PARTS = 2
+"""Tensor-parallel ranks in this process."""
+
+Build = Callable[[nn.Module, int, int], nn.Module]
+"""Takes a whole network, and makes the `stage` of so many `stages` of it."""
+
+
+def small(config: Any) -> Any:
+    """The same configuration with few and small layers, one of each kind at least."""
+    found: dict[str, Any] = config.to_dict()
+    names: Mapping[str, str] = type(config).attribute_map
+
+    def key(name: str) -> str:
+        return names.get(name, name)
+
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        if not isinstance(found.get(key(name)), int):
+            raise TypeError(f"its configuration has no {name}")
+    count = int(found[key("num_hidden_layers")])
+    # Lists with an element for each layer, such as the kinds of attention.
+    each = [name for name, value in found.items() if isinstance(value, (list, tuple)) and len(value) == count]
+    kinds: dict[str, int] = {}
+    for at in range(count):
+        kinds.setdefault(repr([found[name][at] for name in each]), at)
+    chosen = sorted(kinds.values())
+    while len(chosen) < min(count, LAYERS):
+        chosen += sorted(kinds.values())
+    for name in each:
+        found[name] = [found[name][at] for at in chosen]
+    heads, groups = int(found[key("num_attention_heads")]), found.get(key("num_key_value_heads"))
+    # Heads stay as wide as they are: many sizes follow from that.
+    sizes = {
+        "num_hidden_layers": len(chosen),
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": groups and (HEADS if groups == heads else min(int(groups), HEADS // 2)),
+        "hidden_size": HEADS * (int(found[key("hidden_size")]) // heads),
+        "vocab_size": VOCABULARY,
+    }
+    found |= {key(name): size for name, size in sizes.items() if found.get(key(name)) is not None}
+    standard = {key("num_attention_heads"), key("num_key_value_heads")}
+    for name, value in found.items():
+        if "heads" in name and name not in standard and isinstance(value, int):
+            # As much fewer as the others, since hidden sizes follow from them.
+            found[name] = max(value * HEADS // heads, 1)
+        elif name.endswith("intermediate_size") and isinstance(value, int):
+            found[name] = WIDTH
+        elif name in ("num_experts", "num_local_experts", "n_routed_experts") and isinstance(value, int):
+            found[name] = min(value, EXPERTS)
+        elif name.endswith("token_id") and value is not None:
+            found[name] = 1
+    for name in ("architectures", "dtype", "torch_dtype"):
+        found.pop(name, None)
+    return type(config).from_dict(found)
+
+
+def refusal(config: Any, build: Build, layout: str, *, critic: bool) -> str:
+    """Why networks of this configuration do not run at all (`layout` is ``""``), in stages (``pipe``), or cut by tensor
+    parallelism (``tensor``); empty if they do. It is found once in a process for each configuration."""
+    return _refusal(_Key(config), build, layout, critic)
+
+
+class _Key:
+    """A configuration, equal to others with the same settings."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self._text = config, f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
+@functools.lru_cache(maxsize=64)
+def _refusal(key: _Key, build: Build, layout: str, critic: bool) -> str:
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        try:
+            whole = _network(key.config, critic)
+        except Exception as error:  # noqa: BLE001 - whatever a network of another family raises
+            return f"no small network of it can be made, to try it: {_told(error)}"
+        finally:
+            logging.set_verbosity(level)
+        for told, tried in _trials(whole, build, layout, critic):
+            try:
+                why = tried()
+            except SpecError as error:
+                return error.faults[0].problem
+            except Exception as error:  # noqa: BLE001 - as above
+                why = _told(error)
+            if why:
+                return f"{told}: {why}"
+    return ""
+
+
+@torch.no_grad()
+def _network(config: Any, critic: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    def made() -> Any:
+        return AutoModelForCausalLM.from_config(small(config), dtype=torch.float32)  # type: ignore[no-untyped-call]
+
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in made().parameters())
+    if count > MOST:
+        raise ValueError(f"it still has {count} parameters")
+    whole = made()
+    if critic:
+        whole.lm_head = nn.Linear(whole.config.hidden_size, 1, bias=False)
+    # What is zero or one in a new network hides differences.
+    for parameter in whole.parameters():
+        parameter += 0.1 * torch.randn_like(parameter)
+    return whole
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+def _trials(whole: Any, build: Build, layout: str, critic: bool) -> Iterator[tuple[str, Callable[[], str]]]:
+    tokens = [torch.randint(2, VOCABULARY, (length,)) for length in LENGTHS]
+    if layout == "tensor":
+        yield "tensor parallelism cannot cut its layers", lambda: _cut(whole, tokens)
+        return
+    # A stage for each layer finds all that layers of a network have in common.
+    numbers = sorted({2, len(whole.model.layers)}) if layout == "pipe" else [1]
+
+    for count in numbers:
+        shown = f"in {count} stage{'s' * (count > 1)}"
+
+        def stages(count: int = count) -> list[Any]:
+            return [build(copy.deepcopy(whole), each, count).eval() for each in range(count)]
+
+        def outputs() -> str:
+            why = _outputs(stages(), tokens, _whole(whole, tokens, critic))
+            if why and not _outputs(stages(), tokens, _whole(whole, tokens, True)):
+                return "the network changes its logits after the last layer"
+            return why
+
+        yield f"{shown} it has other outputs", outputs
+        yield (
+            f"{shown} it continues sequences differently",
+            lambda: _cached(stages(), tokens, _whole(whole, tokens, critic)),
+        )
+
+
+@torch.no_grad()
+def _whole(whole: Any, tokens: Sequence[torch.Tensor], bare: bool) -> list[torch.Tensor]:
+    """The outputs for each sequence alone; with `bare` those of the last layer, whatever the network does with them."""
+    whole.eval()
+    if bare:
+        return [whole.lm_head(whole.model(row[None], use_cache=False)[0])[0] for row in tokens]
+    return [whole(row[None], use_cache=False).logits[0] for row in tokens]
+
+
+def _through(stages: Sequence[Any], value: torch.Tensor, each: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    for stage, more in zip(stages, each, strict=True):
+        value = stage(value, **more)
+    return value
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> str:
+    """How much they differ, if it is more than rounding."""
+    if one.shape != other.shape:
+        return f"the shapes are {list(one.shape)} and {list(other.shape)}"
+    scale = float(other.abs().max()) or 1.0
+    most = float((one - other).abs().max()) / scale
+    return "" if most < 1e-4 else f"they differ by {most:.1%}"
+
+
+@torch.no_grad()
+def _outputs(stages: Sequence[Any], tokens: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str:
+    """As in training: padded on the right with zeros, without a mask."""
+    rows = torch.zeros(len(tokens), max(map(len, tokens)), dtype=torch.long)
+    for row, some in zip(rows, tokens, strict=True):
+        row[: len(some)] = some
+    found = _through(stages, rows, [{} for _ in stages])
+    parts = [row[: len(some)] for row, some in zip(found, tokens, strict=True)]
+    return _differ(torch.cat(parts), torch.cat([*expected]))
+
+
+@torch.no_grad()
+def _cached(stages: Sequence[Any], tokens: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str:
+    """As in generation: padded on the left; the last two tokens come one after the other."""
+    from transformers import DynamicCache
+
+    longest = max(map(len, tokens))
+    rows, mask = (torch.zeros(len(tokens), longest, dtype=torch.long) for _ in range(2))
+    for row, there, some in zip(rows, mask, tokens, strict=True):
+        row[longest - len(some) :], there[longest - len(some) :] = some, 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    caches = [DynamicCache(config=stage.config) for stage in stages]
+    for begin, end in ((0, longest - 2), (longest - 2, longest - 1), (longest - 1, longest)):
+        each = [
+            {"attention_mask": mask[:, :end], "positions": positions[:, begin:end], "cache": cache}
+            for cache in caches
+        ]
+        found = _through(stages, rows[:, begin:end], each)[:, -1]
+        wanted = torch.stack([row[len(row) - (longest - end) - 1] for row in expected])
+        if why := _differ(found, wanted):
+            return why
+    return ""
+
+
+def _cut(whole: Any, tokens: Sequence[torch.Tensor]) -> str:
+    """Each module that is cut is run in parts, one after the other, as tensor-parallel ranks run it: its outputs are
+    the sum of those of the parts, and gradients are as `plan` says."""
+    seen: list[tuple[Any, str, Cut, tuple[Any, ...], dict[str, Any], Any]] = []
+    found = {id(layer): cuts(layer) for layer in whole.model.layers}
+    if not any(found.values()):
+        return f"no linear layers are as the plan has them ({_names(whole.model.layers[0])})"
+
+    def hook(layer: Any, name: str, cut: Cut) -> Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]:
+        def remember(module: Any, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            first.retain_grad()
+            seen.append((layer, name, cut, args, given, first))
+
+        return remember
+
+    hooks = [
+        getattr(layer, name).register_forward_hook(hook(layer, name, cut), with_kwargs=True)
+        for layer in whole.model.layers
+        for name, cut in found[id(layer)].items()
+    ]
+    whole.train()
+    rows = torch.stack([some[: min(LENGTHS)] for some in tokens])
+    logits = whole(rows, use_cache=False).logits
+    (logits * torch.randn_like(logits)).sum().backward()
+    for each in hooks:
+        each.remove()
+    for layer, name, cut, args, given, output in seen:
+        try:
+            why = _parts(layer, name, cut, args, given, output)
+        except Exception as error:  # noqa: BLE001 - whatever a module raises that has some of its heads only
+            why = _told(error)
+        if why:
+            return f"{name} {_others(layer, name)}: {why}{_dropout(whole.config)}"
+    return ""
+
+
+def _others(layer: nn.Module, name: str) -> str:
+    """The parameters of a module that the plan does not cut."""
+    some = sorted(partial_names(layer))
+    mine = [each.removeprefix(f"{name}.") for each in some if each.startswith(f"{name}.")]
+    return f"(with {', '.join(mine)})" if mine else "(without other parameters)"
+
+
+def _dropout(config: Any) -> str:
+    some = [
+        f"{name} is {value}"
+        for name, value in config.to_dict().items()
+        if "drop" in name and isinstance(value, float) and value > 0.0
+    ]
+    return f"; {', '.join(some)}, and each rank draws for its own heads" if some else ""
+
+
+def _names(layer: nn.Module) -> str:
+    return ", ".join(name for name, module in layer.named_modules() if isinstance(module, nn.Linear))
+
+
+def _parts(
+    layer: Any, name: str, cut: Cut, args: tuple[Any, ...], given: Mapping[str, Any], output: torch.Tensor
+) -> str:
+    module = getattr(layer, name)
+    sums: dict[str, torch.Tensor] = {}
+    total = torch.zeros_like(output)
+    assert output.grad is not None
+    for rank in range(PARTS):
+        part = _part(module, cut, rank)
+        # All gradients of inputs come through columns, which add them up: through nothing else are there any.
+        inputs: list[torch.Tensor] = []
+
+        def leaf(value: Any, inputs: list[torch.Tensor] = inputs) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.requires_grad:
+                return value
+            inputs.append(value.detach().requires_grad_())
+            return inputs[-1]
+
+        sums_of_rows = _interrupted(part, cut)
+        found = part(*map(leaf, args), **{key: leaf(value) for key, value in given.items()})
+        found = found[0] if isinstance(found, tuple) else found
+        found.backward(output.grad)
+        after = [key for key, parameter in part.named_parameters() if parameter.grad is not None]
+        if after:
+            return f"{after[0]} is used after the linear layers that are cut"
+        for row, rest in sums_of_rows:
+            row.backward(rest.grad)
+        if any(each.grad is not None and bool(each.grad.any()) for each in inputs):
+            return "its inputs are also used beside the linear layers that are cut"
+        total = total + found.detach()
+        for key, parameter in part.named_parameters():
+            grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            if key.removesuffix(".weight").removesuffix(".bias") in cut.columns:
+                sums[key] = torch.cat([sums[key], grad]) if rank else grad
+            elif key.removesuffix(".weight") in cut.rows:
+                sums[key] = torch.cat([sums[key], grad], 1) if rank else grad
+            elif key.removesuffix(".bias") not in cut.rows:
+                sums[key] = sums[key] + grad if rank else grad
+    if why := _differ(total, output.detach()):
+        return f"the outputs of its parts do not add up: {why}"
+    whole = dict(module.named_parameters())
+    partial = partial_names(layer)
+    for key, found in sums.items():
+        grad = whole[key].grad
+        expected = grad if grad is not None else torch.zeros_like(whole[key])
+        if why := _differ(found, expected):
+            kind = "partial" if f"{name}.{key}" in partial else "sharded"
+            return f"the gradients of {key}, which is {kind}, do not add up: {why}"
+    return ""
+
+
+def _interrupted(part: nn.Module, cut: Cut) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The outputs of linear layers that are cut by rows, as this part has them and as the rest of the module gets them:
+    gradients of the rest do not go on to the part by themselves."""
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def remember(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        found.append((output, output.detach().requires_grad_()))
+        return found[-1][1]
+
+    for name in cut.rows:
+        getattr(part, name).register_forward_hook(remember)
+    return found
+
+
+def _part(module: nn.Module, cut: Cut, rank: int) -> Any:
+    """What tensor-parallel `rank` has of a module."""
+    part: Any = copy.deepcopy(module)
+    for parameter in part.parameters():
+        parameter.grad = None
+    for name in (*cut.columns, *cut.rows):
+        linear = getattr(part, name)
+        dim = 0 if name in cut.columns else 1
+        weight = linear.weight.detach().chunk(PARTS, dim)[rank].clone()
+        mine = nn.Linear(weight.shape[1], weight.shape[0], bias=linear.bias is not None)
+        mine.weight = nn.Parameter(weight)
+        if linear.bias is not None:
+            bias = linear.bias.detach()
+            # The bias after a sum is added once.
+            mine.bias = nn.Parameter(bias.chunk(PARTS)[rank].clone() if dim == 0 else bias * (rank == 0))
+        if dim == 0:
+            mine.register_forward_pre_hook(lambda _, args: (args[0].detach(), *args[1:]))
+        setattr(part, name, mine)
+    return part
