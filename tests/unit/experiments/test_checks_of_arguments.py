@@ -20,10 +20,11 @@ from unirun.experiments.config import (
     ModelBackendAbstraction,
 )
 from unirun.experiments.control import ExperimentSaveEvalControl
+from unirun.experiments.data.datasets import DatasetUtility, PromptDataset
 from unirun.experiments.graph import MFCDef, ModelInterfaceAbstraction, ModelInterfaceType
 from unirun.experiments.layout import topology
 from unirun.experiments.models.api import GenerationConfig, ModelInterface
-from unirun.experiments.registry import register_interface
+from unirun.experiments.registry import register_dataset, register_interface
 
 from .setups import ACTOR, GENERATE, TRAIN, config_with, faults_of, said
 
@@ -44,7 +45,15 @@ class Clipping(ModelInterface):
         """Nothing."""
 
 
+class Sums(PromptDataset):
+    """A dataset with rows of its own."""
+
+    def __init__(self, util: DatasetUtility, *, count: int) -> None:
+        super().__init__(util, rows=[{"prompt": str(number)} for number in range(count)])
+
+
 register_interface("tests-clipping", Clipping)
+register_dataset("tests-sums", Sums)
 
 
 def of(
@@ -151,6 +160,12 @@ class TestFiles:
     )
     def test_rows_come_from_one_source(self, dataset: dict[str, Any], told: str) -> None:
         assert files(of(dataset=dataset)) == [f"datasets.0: it has {told} of path, hugging_face and rows"]
+
+    def test_a_dataset_that_makes_its_rows_itself_needs_no_source(self) -> None:
+        config = of()
+        config.model_worker[0].datasets = [DatasetAbstraction("tests-sums", {"count": 3})]
+        assert faults_of(config) == ()
+        assert files(config) == []
 
     def test_held_out_data_has_a_sample_for_each_data_parallel_rank(self, tmp_path: Path) -> None:
         told = "models.actor@0.eval_dataset: it has 3 samples, and the model has 4 data-parallel ranks"

@@ -259,6 +259,11 @@ class PairedDataset(_Rows):
         )
 
 
+def is_of_rows(cls: Any) -> bool:
+    """Whether the arguments of a dataset say where its rows are (`read_rows`), as those of the built-in ones do."""
+    return isinstance(cls, type) and cls.__init__ in (_Rows.__init__, PairedDataset.__init__)  # type: ignore[misc]
+
+
 register_dataset("prompt", PromptDataset)
 register_dataset("prompt_answer", PromptAnswerDataset)
 register_dataset("rw_pair", PairedDataset)
