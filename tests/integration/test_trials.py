@@ -201,6 +201,17 @@ def test_an_error_of_an_interface_ends_the_trial_at_once_with_its_traceback(home
     assert "restart" not in result.err
 
 
+def test_a_worker_that_ends_in_a_call_each_time_is_not_started_for_ever(home: Unirun) -> None:
+    result = home(
+        "experiment", "start", *SMALL, "-f", "exits", "failing=exit", env=environment(home), within=120
+    )
+    assert result.code == 3, result.err
+    assert len(re.findall("goes on from its last checkpoint", result.err)) == 2
+    told = r"a worker was lost in step 1, actorTrain: model_worker:\d was lost: exit code 3; that is the same end 3 times"
+    assert re.search(told, result.err)
+    assert "idempotent" not in result.err
+
+
 def test_a_copy_on_the_same_workers_has_the_parameters_of_what_is_trained_and_a_reference_follows_it(
     home: Unirun,
 ) -> None:

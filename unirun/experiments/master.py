@@ -27,7 +27,7 @@ from unirun.experiments.models.api import FinetuneSpec
 from unirun.experiments.records import CHECKPOINTS, EVALUATIONS, STEPS, Records, SavedModels
 from unirun.experiments.recovery import RecoverInfo, Recovery, Settings
 from unirun.experiments.results import means
-from unirun.experiments.starting import make_root
+from unirun.experiments.starting import end_of, make_root, started
 from unirun.experiments.step import LOST, Step, reductions_of
 from unirun.reporting import report
 from unirun.roles import BaseTrainer
@@ -146,7 +146,7 @@ class MasterWorkerProcess(BaseTrainer):
                     ):
                         raise
                     raise self._failure(error) from _cause(error)
-                problem = error.problem if isinstance(error, UnirunError) else str(error)
+                problem = self._lost(error)
                 tries = LIMIT if self._doing == STARTS and isinstance(error, LOST) else 1
                 losses = losses.after(self._doing, info.step if info is not None else 0, tries)
                 if why := losses.over():
@@ -157,6 +157,17 @@ class MasterWorkerProcess(BaseTrainer):
                 report(f"unirun: {self._doing}: {problem}: the trial goes on from its last checkpoint")
                 info = None
 
+    def _lost(self, error: Exception) -> str:
+        """The loss of a worker in words, with its end as far as it is known here."""
+        worker = str(getattr(error, "worker", ""))
+        deadline = time.monotonic() + NEWS
+        while worker and started(self._root) is not None and time.monotonic() < deadline:
+            if end := end_of(self._root, worker, self._began):
+                return f"{worker} was lost: {end}"
+            # The state of the job is written a moment after the loss.
+            time.sleep(0.05)
+        return error.problem if isinstance(error, UnirunError) else str(error)
+
     def _failure(self, error: Exception) -> TrainingFailed:
         """The end of the trial by an error that would come again, with the call, the step and the worker."""
         remote = error.__cause__
@@ -166,6 +177,7 @@ class MasterWorkerProcess(BaseTrainer):
     def _begin(self) -> RecoverInfo:
         """Have all workers go on from the last checkpoint, or begin."""
         self._doing = STARTS
+        self._began = time.time()
         # A worker that is lost from now on is news; an error without news comes again.
         self._generation = self._generation_now()
         group, info = self._group, self._last()

@@ -83,6 +83,17 @@ def phase_of(start: Started) -> str:
         return "gone"
 
 
+def end_of(root: Path, worker: str, since: float) -> str:
+    """How a worker (``model_worker:1``) of the trial's job has last ended `since` then, in seconds since the epoch:
+    ``exit code 3``. Empty when it has not, or when this host does not know the state of the job."""
+    start = started(root)
+    try:
+        failures = read_status(job_at(start.job)).failures if start is not None else ()
+    except (JobError, OSError):
+        return ""
+    return next((each.exit for each in reversed(failures) if each.who == worker and each.time >= since), "")
+
+
 def refuse_running(root: Path) -> None:
     """Raise `UsageError` while the trial runs."""
     known = started(root)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from omegaconf import OmegaConf
 
 from tests.unit.collocation.jobs import hosts, masks
@@ -34,6 +35,7 @@ from unirun.experiments.starting import (
     TRIAL,
     Started,
     alone,
+    end_of,
     job_mapping,
     options_of_slurm,
     phase_of,
@@ -46,6 +48,7 @@ from unirun.experiments.starting import (
 )
 from unirun.launcher.slurm.options import parse_slurm
 from unirun.observe import JobStatus, write_status
+from unirun.observe.status import FailureStatus
 from unirun.rendezvous import create_job
 from unirun.spec.parse import parse_job
 from unirun.wire import new_token
@@ -365,6 +368,24 @@ class TestSlurm:
         assert component.options["nodelist"] == "n[1-3],n7"
         assert component.options["exclude"] == "n2,n9"
         assert component.options["nodes"] == "2"
+
+
+def test_how_a_worker_has_ended_is_known_from_the_state_of_the_job(config: ExperimentConfig) -> None:
+    start(config, "ppo-first-1")
+    root = root_of("", "ppo", "first")
+    assert end_of(root, "model_worker:1", 0.0) == ""
+    job, lock = create_job("ppo-first-1", new_token())
+    failures = (
+        FailureStatus("model_worker", 1, 0, "n", 5.0, "exit code 3"),
+        FailureStatus("model_worker", 1, 1, "n", 7.0, "killed by SIGKILL"),
+        FailureStatus("model_worker", 0, 0, "n", 9.0, "exit code 1"),
+    )
+    status = JobStatus("ppo-first-1", "ppo-first", "running", "", 1.0, None, None, ())
+    write_status(job, structs.replace(status, failures=failures))
+    assert end_of(root, "model_worker:1", 6.0) == "killed by SIGKILL"
+    assert end_of(root, "model_worker:1", 8.0) == ""
+    assert end_of(root, "model_worker:0", 0.0) == "exit code 1"
+    os.close(lock)
 
 
 class TestWhoseTheDirectoryIs:
