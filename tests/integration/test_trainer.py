@@ -17,11 +17,19 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.effort import SOON
 from tests.integration.harness import Script, Unirun, gone
 from unirun import train
-from unirun.errors import PlacementError, RemoteTraceback, TrainingFailed, UsageError, WorkerLost
+from unirun.errors import (
+    EncodingError,
+    PlacementError,
+    RemoteTraceback,
+    TrainingFailed,
+    UsageError,
+    WorkerLost,
+)
 from unirun.train import Trainer, TrainingCallback
 
 Results = list[dict[str, Any]]
@@ -133,6 +141,21 @@ class TestARun:
             == "Trainer of 2 to any number of workers, backend torch, not started"
         )
 
+    def test_processes_that_a_loader_keeps_end_with_the_run(self, trainer: Trainer) -> None:
+        """If they ended with their worker, torch would print a traceback for each."""
+
+        def function() -> int:
+            data = TensorDataset(torch.arange(12))
+            loader = train.prepare_data_loader(
+                DataLoader(data, 2, num_workers=1, persistent_workers=True, prefetch_factor=1)
+            )
+            assert len([*loader]) == 2
+            return len(psutil.Process().children())
+
+        processes = [psutil.Process(pid) for pid in trainer.execute(os.getpid)]
+        assert trainer.run(function) == [1, 1, 1]
+        assert [each.children() for each in processes] == [[], [], []]
+
 
 class TestErrors:
     def test_an_exception_of_one_rank_ends_the_run_while_the_others_wait_in_a_collective(
@@ -229,6 +252,20 @@ class TestErrors:
             trainer.run(function, callbacks=[heard])
         assert isinstance(heard.error, KeyboardInterrupt)
         assert trainer.run(os.getpid) == before
+
+    def test_what_cannot_be_sent_to_the_workers_is_named(self, trainer: Trainer) -> None:
+        lock = threading.Lock()
+        with pytest.raises(EncodingError, match="^lock, which the function <lambda> uses, cannot be sent to"):
+            trainer.run(lambda: lock.acquire())
+        with pytest.raises(
+            EncodingError, match=r"^config\['lock'\] cannot be sent to the workers: TypeError"
+        ):
+            trainer.run(lambda config: None, {"lock": lock})
+        with pytest.raises(EncodingError, match=r"^dataset\[1\] cannot be sent to the workers: TypeError"):
+            trainer.run(lambda: None, dataset=[1, lock])
+        with pytest.raises(EncodingError, match=r"^args\[0\] cannot be sent to the workers: TypeError"):
+            trainer.execute(print, lock)
+        assert trainer.run(train.world_rank) == [0, 1, 2]
 
     def test_what_the_function_returns_must_be_sent(self, trainer: Trainer) -> None:
         with pytest.raises(Exception, match="cannot pickle"):

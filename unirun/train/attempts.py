@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from unirun.errors import InvocationTimeout, TrainingFailed, UnirunError, WorkerLost
+from unirun.errors import EncodingError, InvocationTimeout, TrainingFailed, UnirunError, WorkerLost
 from unirun.reporting import report
 from unirun.roles import InvocationRef, RoleGroup, wait
 from unirun.train.arguments import name_of
 from unirun.train.losses import Loss, is_loss
 from unirun.train.repeats import Repeats
+from unirun.train.unsendable import unsendable
 from unirun.train.worker import Program, Turn
 from unirun.train.workers import Workers
 
@@ -138,7 +139,7 @@ class Attempts:
     def execute(self, function: Program, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Call a function in all ranks. It is interrupted in the others when one fails, and by Ctrl-C."""
         group, turn = self.ready(idle=False), self.next()
-        (results,) = self._told(turn, [group.execute.call_async(turn, function, args, kwargs)])
+        (results,) = self._told(turn, [_called(group, turn, function, args, kwargs)])
         return list(results)
 
     def execute_single(
@@ -146,14 +147,14 @@ class Attempts:
     ) -> Any:
         """Call a function in one rank."""
         worker, turn = self.ready(idle=False)[rank], self.next()
-        return self._told(turn, [worker.execute.call_async(turn, function, args, kwargs, alone=True)])[0]
+        return self._told(turn, [_called(worker, turn, function, args, kwargs, alone=True)])[0]
 
     def execute_async(
         self, function: Program, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> InvocationRef[list[Any]]:
         """Call a function in all ranks, and do not wait for it."""
         group, turn = self.ready(idle=False), self.next()
-        ref: InvocationRef[list[Any]] = group.execute.call_async(turn, function, args, kwargs)
+        ref = _called(group, turn, function, args, kwargs)
         self._open[turn.attempt] = turn, ref
         ref.add_done_callback(lambda ref: self._over(turn, ref))
         return ref
@@ -199,3 +200,21 @@ class Attempts:
             self.end(turn, f"the call has ended: {type(error).__name__}")
             raise
         return [ref.result() for ref in refs]
+
+
+def _called(
+    workers: Any,
+    turn: Turn,
+    function: Program,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    alone: bool = False,
+) -> InvocationRef[Any]:
+    """Begin to call a function in workers. Raises `EncodingError`, which names what cannot be sent."""
+    try:
+        ref: InvocationRef[Any] = workers.execute.call_async(turn, function, args, kwargs, alone=alone)
+    except EncodingError as error:
+        named = {f"the function {name_of(function)}": function, "args": args, "kwargs": kwargs}
+        raise unsendable(named, error) from error
+    return ref

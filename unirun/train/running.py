@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from unirun.errors import TrainingFailed, UnirunError, UsageError, WorkerLost
+from unirun.errors import EncodingError, TrainingFailed, UnirunError, UsageError, WorkerLost
 from unirun.reporting import report
 from unirun.roles import InvocationRef, RoleGroup, wait
 from unirun.train.arguments import name_of
@@ -26,6 +26,7 @@ from unirun.train.checkpoints import CheckpointStrategy, Info
 from unirun.train.lockstep import Lockstep, Round
 from unirun.train.losses import is_loss
 from unirun.train.repeats import Repeats
+from unirun.train.unsendable import unsendable
 from unirun.train.worker import Order, Stopped
 from unirun.values import Value
 
@@ -243,7 +244,10 @@ class TrainingIterator:
                 request.strategy,
             )
             turn = self._attempts.next()
-            run: InvocationRef[Any] = group.run.call_async(turn, order)
+            try:
+                run: InvocationRef[Any] = group.run.call_async(turn, order)
+            except EncodingError as error:
+                raise unsendable(_parts(request), error) from error
             try:
                 yield from self._follow(group, run, turn.attempt)
                 self._results = [self._decode(each) for each in run.result()]
@@ -360,6 +364,17 @@ class TrainingIterator:
         if self._request.elastic and committed is not None and due:
             self._grown = self._now()
             self._workers.grow()
+
+
+def _parts(request: Request) -> dict[str, Any]:
+    """What is sent to the workers, as users name it."""
+    return {
+        f"the function {name_of(request.function)}": request.function,
+        "config": request.config,
+        "dataset": request.datasets.get(None, request.datasets),
+        "checkpoint": request.checkpoint,
+        "checkpoint_strategy": request.strategy,
+    }
 
 
 def _closed() -> TrainingFailed:

@@ -18,8 +18,9 @@ import torch
 from msgspec.structs import replace
 from torch.utils.data import DataLoader
 
-from unirun.errors import UsageError
+from unirun.errors import EncodingError, UsageError
 from unirun.reporting import report
+from unirun.roles.calls.codec import dump
 from unirun.train.checkpoints import (
     Folder,
     Info,
@@ -109,7 +110,7 @@ class Session:
         self.check()
         check_names(metrics)
         self._check_loaded()
-        values = {name: _plain(value) for name, value in metrics.items()}
+        values = {name: _plain(name, value) for name, value in metrics.items()}
         now = self._now()
         values |= {"_timestamp": self._wall(), "_time_this_iter_s": now - self._last}
         if self._shards:
@@ -291,6 +292,12 @@ class Session:
             return self._resume[1].data.get(key, Progress())
         return Progress()
 
+    def end_loaders(self) -> None:
+        """The function has ended: end the processes that its loaders have kept. They would end when this one is told
+        to, and torch raises for each that ends before it is waited for."""
+        for _, loader in self._adopted:
+            loader.close()
+
     def close(self) -> None:
         """The attempt is over."""
         if self._deterministic is not None:
@@ -340,10 +347,15 @@ def _no_run(what: str) -> UsageError:
     )
 
 
-def _plain(value: Any) -> Any:
+def _plain(name: str, value: Any) -> Any:
     """A copy of a metric, as the function goes on: tensors and arrays of one element as numbers, others in the memory
-    of the host."""
-    return mapped(_number_or_copy, value)
+    of the host. Raises `UsageError` for one that cannot be sent."""
+    try:
+        return mapped(_number_or_copy, value)
+    except EncodingError as error:
+        raise UsageError(
+            error.problem.replace("it", f"the metric {name!r}", 1), "report plain data"
+        ) from error
 
 
 def _number_or_copy(value: Any) -> Any:
@@ -354,5 +366,5 @@ def _number_or_copy(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
     except Exception:  # noqa: BLE001 - classes raise what they like
-        # If it cannot be pickled either, sending the report raises that.
+        dump(value, "it")
         return value

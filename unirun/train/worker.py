@@ -296,6 +296,7 @@ class TrainWorker(BaseWorkload):
             raise
         finally:
             enter(None)
+            session.end_loaders()
             with self._begun:
                 self._calling = False
                 ending, self._ending = self._ending, None

@@ -23,6 +23,13 @@ from unirun.train.lockstep import Finished, Reported
 from unirun.train.session import Interrupted, Place, Session
 
 
+class Losses:
+    """A user's object."""
+
+    def __init__(self, losses: torch.Tensor) -> None:
+        self.losses = losses
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain python, without what other tests have left."""
@@ -171,12 +178,13 @@ class TestReports:
         assert (said.metrics["losses"], said.metrics["array"]) == ({"train": [2.5, 0.5]}, 3)
 
     def test_what_cannot_be_copied_and_a_list_in_itself_are_reported_too(self, session: Session) -> None:
-        lock, circle = threading.Lock(), [1]
+        # Only a tensor that was not computed is copied by deepcopy.
+        computed, circle = Losses(torch.ones(1, requires_grad=True) * 2), [1]
         circle.append(circle)  # type: ignore[arg-type]
-        train.report(lock=lock, circle=circle)
+        train.report(computed=computed, circle=circle)
         said = session.take(1)
         assert isinstance(said, Reported)
-        assert said.metrics["lock"] is lock
+        assert said.metrics["computed"] is computed
         assert said.metrics["circle"][0] == 1
 
     def test_the_function_waits_when_it_is_two_ahead(self, session: Session) -> None:
@@ -200,6 +208,10 @@ class TestReports:
         session.finish()
         assert isinstance(session.take(1), Reported)
         assert session.take(2) == Finished(1)
+
+    def test_a_metric_that_cannot_be_sent_is_named(self, session: Session) -> None:
+        with pytest.raises(UsageError, match="^the metric 'lock' cannot be sent: TypeError: cannot pickle"):
+            train.report(loss=1.0, lock=[threading.Lock()])
 
     @pytest.mark.parametrize("name", ["_timestamp", "_mine"])
     def test_names_of_unirun_are_refused(self, session: Session, name: str) -> None:

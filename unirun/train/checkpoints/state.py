@@ -172,6 +172,17 @@ def save_sharded(
     return async_save(listed(state), storage_writer=writer, process_group=group, checkpoint_id=None)
 
 
+def awaited(saved: Any, patience: float) -> None:
+    """Wait until all of it is written. Raises what writing it has raised in some rank."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        saved.result(patience)
+    except CheckpointException as error:
+        # It is no Exception, and holds those of the ranks.
+        raise next(iter(error.failures.values()))[0] from error
+
+
 @contextmanager
 def _summed(
     create: Callable[..., Any],

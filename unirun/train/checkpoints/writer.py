@@ -21,6 +21,7 @@ import msgspec
 from unirun.errors import TrainingFailed, UsageError
 from unirun.train.checkpoints.folder import STATE, Folder, Manifest
 from unirun.train.checkpoints.state import (
+    awaited,
     encode,
     is_sharded,
     plain_state,
@@ -114,12 +115,15 @@ class Writer:
         whole = plain_state(state)
         pending.sharded = is_sharded(whole)
         pending.in_parts = pending.sharded or bool(data)
-        self._folder.make(pending.number)
+        try:
+            self._folder.make(pending.number)
+        except OSError as error:
+            raise self._named(pending, error) from error
         if pending.sharded:
             if self._group is None:
                 self._group = self._group_of()
             saved = save_sharded(self._folder, pending.number, whole, self._group, pending.files)
-            write = lambda: saved.result(PATIENCE)  # noqa: E731 - the other branch has more to do
+            write = lambda: awaited(saved, PATIENCE)  # noqa: E731 - the other branch has more to do
         elif not self._rank:
             copied = snapshot(whole)
 
@@ -141,10 +145,20 @@ class Writer:
             if not self._rank:
                 self._await_word(pending)
                 pending.committed.set_result(self._commit(pending))
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+        except BaseException as raised:  # noqa: BLE001 - raised where it is waited for
+            error = self._named(pending, raised)
             for future in (pending.written, pending.committed):
                 if not future.done():
                     future.set_exception(error)
+
+    def _named(self, pending: _Pending, error: BaseException) -> BaseException:
+        """An error of the system, such as a full disk, with the number and the path of the checkpoint."""
+        if not isinstance(error, OSError):
+            return error
+        problem = f"checkpoint {pending.number} is not written: {error.strerror or error}"
+        named = OSError(error.errno, problem, self._folder.path(pending.number))
+        named.__cause__ = error
+        return named
 
     def _await_word(self, pending: _Pending) -> None:
         """Wait until a checkpoint counts: by itself, if no report follows in time, unless its score is in that.

@@ -64,6 +64,10 @@ class Loader:
         """
         return self.shard.consume(self._batch, self._feed.read)
 
+    def close(self) -> None:
+        """End its processes, which may have been kept from loop to loop (``persistent_workers``)."""
+        self._feed.close()
+
     def __len__(self) -> int:
         """The number of batches of the next loop, or of the one that goes on. Raises TypeError if it is unknown."""
         share = self.shard.upcoming(self._batch).share
@@ -97,8 +101,21 @@ class _Feed(Protocol):
         """What is left of the share, in batches, and what each of them has."""
         ...
 
+    def close(self) -> None:
+        """End its processes."""
 
-class _Batches:
+
+class _Closing:
+    """What has a `DataLoader`."""
+
+    _batches: DataLoader[Any]
+
+    def close(self) -> None:
+        """End its processes: they end with the loop that it keeps."""
+        self._batches._iterator = None
+
+
+class _Batches(_Closing):
     """Batches of a dataset that is indexed."""
 
     def __init__(self, source: Indexed, options: Mapping[str, Any]) -> None:
@@ -132,7 +149,7 @@ class _Sampler:
             yield indices
 
 
-class _Items:
+class _Items(_Closing):
     """Batches of a dataset that is not indexed."""
 
     def __init__(self, source: Source, batch_size: int, options: Mapping[str, Any]) -> None:

@@ -137,3 +137,16 @@ def test_a_copy_under_another_number_is_the_same_checkpoint(checkpoint: Path) ->
     verified(copy)
     folder = Folder(str(copy.parent))
     assert load(folder, folder.require(1), None)["epoch"] == 3
+
+
+def test_a_part_that_cannot_be_written_is_told_with_the_number_and_the_path(tmp_path: Path) -> None:
+    model = torch.nn.Linear(8, 8)
+    fully_shard(model)
+    (tmp_path / "000001" / "__0_0.distcp").mkdir(parents=True)
+    writer = Writer(
+        Folder(str(tmp_path)), CheckpointStrategy(), 0, 1, 1, group=lambda: dist.new_group(backend="gloo")
+    )
+    writer.save({"model": model}, {})
+    with pytest.raises(OSError, match=f"checkpoint 1 is not written: Is a directory: '{tmp_path}/000001'"):
+        writer.commit(1).result(SOON)
+    writer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -193,6 +194,18 @@ class TestSeveralRanks:
             writer.save({}, {name: Progress()})
         with pytest.raises(UsageError, match="ranks use different datasets"):
             committed(writer, 1)
+
+
+def test_a_full_disk_is_told_with_the_number_and_the_path_of_the_checkpoint(folder: Folder) -> None:
+    writer = rank(folder)
+    folder.make(1)
+    Path(folder.path(1), "state.pt").symlink_to("/dev/full")
+    writer.save({"epoch": 1}, {})
+    told = re.escape(f"checkpoint 1 is not written: No space left on device: '{folder.path(1)}'")
+    with pytest.raises(OSError, match=told):
+        committed(writer, 1)
+    with pytest.raises(OSError, match=told):
+        writer.finish()
 
 
 class TestKeeping:
