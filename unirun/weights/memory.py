@@ -34,11 +34,11 @@ def unreadable(name: str, tensor: torch.Tensor) -> Fault | None:
     if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided:
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
         return Fault(name, f"it is no dense tensor but {kind}", "give its parts, or a dense copy")
-    if type(tensor) not in (torch.Tensor, nn.Parameter) and is_traceable_wrapper_subclass(tensor):
+    if type(tensor) not in (torch.Tensor, nn.Parameter) and _is_made_of_others(tensor):
         kind = type(tensor).__name__
-        return Fault(name, f"a {kind} is made of other tensors", "give its parts by names of their own")
+        return Fault(name, f"a {kind} has no elements of its own", "give its parts, or a dense copy")
     storage = tensor.untyped_storage()
-    if tensor.is_meta or storage.device.type == "meta":
+    if tensor.is_meta:
         return Fault(
             name,
             "it has no memory, as it is on the meta device",
@@ -50,6 +50,17 @@ def unreadable(name: str, tensor: torch.Tensor) -> Fault | None:
     if not _copies(tensor.dtype):
         return Fault(name, f"torch does not copy {_name(tensor.dtype)}", "view it as uint8")
     return None
+
+
+def _is_made_of_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a class of its own has no elements in its own memory, if it has any."""
+    hollow = not tensor.is_meta and tensor.untyped_storage().device.type == "meta"
+    if hollow or is_traceable_wrapper_subclass(tensor):
+        return True
+    try:
+        return not tensor.is_meta and tensor.numel() > 0 and tensor.data_ptr() == 0
+    except RuntimeError:  # no pointer to ask for
+        return True
 
 
 def unwritable(tensors: Mapping[str, torch.Tensor]) -> list[Fault]:

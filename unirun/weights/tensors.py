@@ -163,7 +163,12 @@ def local(tensor: Piecewise) -> torch.Tensor:
     """The memory of this rank behind `tensor`."""
     if isinstance(tensor, LocalShard):
         return tensor.tensor
-    return cast("DTensor", tensor).to_local() if is_dtensor(tensor) else tensor
+    if not is_dtensor(tensor):
+        return tensor
+    mine: torch.Tensor = cast("DTensor", tensor).to_local()
+    # The result of a collective that may be under way is a tensor around it.
+    wait: Callable[[], torch.Tensor] | None = getattr(mine, "wait", None)
+    return wait() if wait is not None else mine
 
 
 def part_of(tensor: torch.Tensor, part: Part, box: Box) -> torch.Tensor:

@@ -6,6 +6,7 @@ import mmap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +25,17 @@ from unirun.weights.tensors import LocalShard, Piecewise, dtype_of, layout_of, t
 SHAPE = (4, 3)
 
 
-def fake() -> torch.Tensor:
-    from torch._subclasses import FakeTensorMode
+class Hollow(torch.Tensor):
+    """As a FakeTensor, or as one that holds others: torch knows its shape, and there is nothing at its address."""
 
-    with FakeTensorMode():
-        return torch.zeros(SHAPE)
+    @staticmethod
+    def __new__(cls) -> Hollow:
+        made: Hollow = torch.Tensor._make_wrapper_subclass(cls, SHAPE)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(func)
 
 
 def freed() -> torch.Tensor:
@@ -59,7 +66,7 @@ def lazy() -> torch.Tensor:
 EMPTY: dict[str, Callable[[], torch.Tensor]] = {
     "meta": lambda: torch.zeros(SHAPE, device="meta"),
     "a meta parameter": lambda: torch.nn.Parameter(torch.zeros(SHAPE, device="meta")),
-    "fake": fake,
+    "hollow": Hollow,
     "freed": freed,
     "lazy": lazy,
     "sparse": lambda: torch.zeros(SHAPE).to_sparse(),
