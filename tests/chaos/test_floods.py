@@ -131,7 +131,9 @@ def test_a_flood_ends_no_job_and_keeps_nobody_out(
         while flood.poll() is None:
             peak = max(peak, memory(master))
             time.sleep(0.1)
-        took = [float(line) for line in peer.communicate(timeout=START)[0].split()]
+        said = peer.communicate(timeout=START)[0].decode()
+        assert "failed" not in said, said
+        took = [float(line) for line in said.split()]
         made = flood.communicate()[0].decode().strip()
         with capsys.disabled():
             times = f"{statistics.median(took):.2f} s (median), {max(took):.2f} s (worst of {len(took)})"

@@ -11,7 +11,10 @@ from __future__ import annotations
 import asyncio
 import select
 import socket
+import sys
+import time
 from collections.abc import Callable
+from typing import Any
 
 from unirun.wire.aio import Server, Stream
 from unirun.wire.credentials import Credentials
@@ -19,10 +22,16 @@ from unirun.wire.reports import Knock
 
 LOOK = 0.1
 LOOKS = 5
-"""No master accepts connections when one waits at so many looks, with so many seconds between two."""
+"""No master accepts connections when one waits at so many looks, with so many seconds between two, and is that old."""
+
+MOST = 0.8
+"""The part of that time which is enough: what a peer sends first may come a little later."""
 
 DUTY = 1.0
 """Seconds for which the agent accepts connections then."""
+
+_LAST_ACK = 8 + 12 * 4
+"""Where it is in ``struct tcp_info``: behind 8 bytes and 12 numbers."""
 
 
 class Witness:
@@ -37,26 +46,42 @@ class Witness:
         refused: Callable[[str, int], None],
     ) -> None:
         self._listener, self._credentials = listener, credentials
+        listener.setblocking(False)
         self._tell, self._refused = tell, refused
 
     async def watch(self) -> None:
         """Let nodes in whenever no master does."""
         while True:
             await _comes(self._listener)
-            if await self._nobody_accepts():
-                await self._let_in()
+            if (found := await self._old()) is not None:
+                await self._let_in(*found)
 
-    async def _nobody_accepts(self) -> bool:
+    async def _old(self) -> tuple[socket.socket, Any] | None:
+        """A connection that nobody has accepted for a while, and its address; None when there is none.
+
+        While many connect, one waits at each look though a master accepts: then the next one to be accepted is young,
+        and is closed. Its peer connects again.
+        """
+        began = time.monotonic()
         for _ in range(LOOKS):
             await asyncio.sleep(LOOK)
             if not _waits(self._listener):
-                return False
-        return True
+                return None
+        try:
+            sock, place = self._listener.accept()
+        except OSError:
+            # Another process has been faster, or the peer has gone.
+            return None
+        if _age(sock) >= (time.monotonic() - began) * MOST:
+            return sock, place
+        sock.close()
+        return None
 
-    async def _let_in(self) -> None:
+    async def _let_in(self, first: socket.socket, place: Any) -> None:
         server = Server(
             self._listener.dup(), self._credentials, Stream.close, self._refused, proved=self._knocked
         )
+        server.take(first, place)
         try:
             await asyncio.sleep(DUTY)
         finally:
@@ -82,3 +107,9 @@ def _waits(listener: socket.socket) -> bool:
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def _age(sock: socket.socket) -> float:
+    """Seconds since the peer has sent something on a connection: it begins at once. (tcpi_last_ack_recv of tcp(7).)"""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK + 4)
+    return int.from_bytes(info[_LAST_ACK:], sys.byteorder) / 1000

@@ -271,13 +271,18 @@ class Server:
                     self._refusals.add(error)
                     await asyncio.sleep(AGAIN)
                     continue
-                origin = self._origins[sock] = place[0] if place else ""
-                out = self._strangers.arrives(sock, origin, self._clock())
-                if out is not None:
-                    self._turn_away(out, "too many connections of its kind wait")
-                self._go_on()
+                self.take(sock, place)
         finally:
             self._listener.close()
+
+    def take(self, sock: socket.socket, place: Any) -> None:
+        """Take a connection that was accepted, from the address `place` of its family."""
+        sock.setblocking(False)
+        origin = self._origins[sock] = place[0] if place else ""
+        out = self._strangers.arrives(sock, origin, self._clock())
+        if out is not None:
+            self._turn_away(out, "too many connections of its kind wait")
+        self._go_on()
 
     def _go_on(self) -> None:
         """Let connections begin whose turn it is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -208,6 +209,28 @@ def test_an_agent_without_the_store_goes_on_while_the_heads_agent_lets_it_in(hal
         stream.abort()
 
     hall.run(play)
+
+
+def test_the_heads_agent_lets_nobody_in_while_a_master_accepts(away: Place) -> None:
+    """Even if a connection waits at each of its looks."""
+
+    async def play() -> int:
+        witness = Witness(away.listener, away.credentials, lambda knock: None, unexpected)
+        watching, place = asyncio.ensure_future(witness.watch()), away.listener.getsockname()
+        waiting, accepted = [socket.create_connection(place)], 0
+        for _ in range(20):
+            waiting.append(socket.create_connection(place))
+            await asyncio.sleep(0.1)
+            with contextlib.suppress(BlockingIOError):
+                away.listener.accept()[0].close()
+                accepted += 1
+        watching.cancel()
+        for sock in waiting:
+            sock.close()
+        return accepted
+
+    # It takes one in half a second, to see whether that is old.
+    assert asyncio.run(play()) >= 14
 
 
 def test_a_machine_that_has_taken_the_heads_address_keeps_no_worker_alive(hall: Hall, away: Place) -> None:
