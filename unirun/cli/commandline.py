@@ -195,6 +195,8 @@ def _likely(name: str, known: Mapping[str, Option]) -> str:
     word, dot, _ = name.removeprefix("--").partition(".")
     if dot and word in ("config", "roles", "trainer"):
         return f"what changes a job file has no dashes: --config FILE {name.removeprefix('--')}=VALUE"
+    if word.replace("-", "_") == "join_timeout":
+        return "write --rdzv-conf join_timeout=SECONDS"
     names = [n.removeprefix("--") for n in known if n.startswith("--") and "_" not in n]
     begun = [each for each in names if each.startswith(word)]
     near = begun or difflib.get_close_matches(word, names, n=1, cutoff=0.7)

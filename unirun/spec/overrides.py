@@ -6,6 +6,7 @@ As in Hydra, a key that the file does not have needs a ``+``, so that a typing e
 from __future__ import annotations
 
 import copy
+import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -127,8 +128,13 @@ def _must_be_open(node: Mapping[Any, Any], path: tuple[str, ...], override: Over
     All other keys are checked when the job is parsed.
     """
     tree = path[0]
-    if tree not in JOB_KEYS and tree in closed.get("config", ()):
-        remedy = f"did you mean {'+' * override.adds}config.{override.text.removeprefix('+')}?"
+    word = override.text.removeprefix("+")
+    for home in _TREES:
+        if tree not in JOB_KEYS and tree in closed.get(home, ()):
+            remedy = f"did you mean {'+' * override.adds}{home}.{word}?"
+            raise SpecError([Fault(override.text, f"a job has no {tree!r}", remedy)])
+    if tree not in JOB_KEYS and not difflib.get_close_matches(tree, JOB_KEYS, n=1):
+        remedy = f"+config.{word} adds it to your own configuration"
         raise SpecError([Fault(override.text, f"a job has no {tree!r}", remedy)])
     if override.adds or tree not in closed or (tree == "roles" and len(path) != 2):
         return

@@ -99,11 +99,11 @@ class Section:
         items = {f"{key}[{number}]": item for number, item in enumerate(value or ())}
         return Section(items, self.where, self.faults)
 
-    def known(self, keys: tuple[str, ...]) -> None:
-        """Every key must be one of `keys`."""
+    def known(self, keys: tuple[str, ...], elsewhere: Mapping[str, str] | None = None) -> None:
+        """Every key must be one of `keys`; `elsewhere` says what is to be written for keys of other launchers."""
         for key in self.fields:
             if key not in keys:
-                self.fault(key, "unknown key", nearest(key, keys))
+                self.fault(key, "unknown key", (elsewhere or {}).get(key) or nearest(key, keys))
 
     def text(self, key: str) -> str:
         """A text that a process can be given; empty for null."""

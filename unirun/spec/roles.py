@@ -44,6 +44,23 @@ ROLE_KEYS = (
     "elastic",
     *AUTO_DEVICE,
 )
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("gpu", "gpus", "num_gpus", "gpus_per_worker"), "write slots: N, the devices that each rank has"
+    ),
+    **dict.fromkeys(
+        ("cpu", "cpus", "num_cpus", "memory", "resources"),
+        "a rank has slots, which are devices, or places for processes; write slots: N",
+    ),
+    **dict.fromkeys(
+        ("depends_on", "healthcheck"), "all roles start at once; let the program wait for what it needs"
+    ),
+    **dict.fromkeys(("replicas", "num_replicas", "num_workers", "world_size"), "write count: N"),
+    **dict.fromkeys(("command", "cmd", "entrypoint"), "write script: FILE, or program: NAME, with args: […]"),
+    **dict.fromkeys(("environment", "env_vars"), "write env: {NAME: VALUE}"),
+}
+"""Keys of other launchers' files, and what to write for them in a role."""
+
 TRAINER_KEYS = ("class", "env", "cwd", "max_restarts", "start_method")
 START_METHODS: dict[str, StartMethod] = {
     "fork": "fork",
@@ -97,7 +114,7 @@ def _role(
         role = Section({where: value}, "", job.faults).section(where)
     else:
         role = job.below(where, {"count": value})
-    role.known(ROLE_KEYS)
+    role.known(ROLE_KEYS, ELSEWHERE)
     entry = _entry(role, default_entry)
     if not entry.target and job.fields.get("roles"):
         job.fault(where, "nothing to run", f"name a script, or one for this role: --script {name}=FILE")

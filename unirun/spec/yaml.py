@@ -135,7 +135,7 @@ def _read_yaml(path: str, overrides: Sequence[str]) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise
     except yaml.YAMLError as error:
-        raise SpecError([Fault(path, f"is no YAML: {_problem(error)}")]) from error
+        raise SpecError([Fault(path, f"is no YAML: {_problem(error)}", _unquoted(error, text))]) from error
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         key, problem = getattr(error, "full_key", None), _first_line(error)
         if isinstance(error, MissingMandatoryValue):
@@ -151,6 +151,15 @@ def _problem(error: Exception) -> str:
     if not problem or mark is None:
         return " ".join(str(error).split())
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+
+
+def _unquoted(error: Exception, text: str) -> str:
+    """The remedy for ``{x: ${config.y}}`` and ``{lr: ???}``: in braces YAML gives these characters a meaning."""
+    mark = getattr(error, "problem_mark", None)
+    lines = text.splitlines()
+    line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
+    found = re.search(r"\$\{[^}]*\}|\?\?\?", line)
+    return f"quote it in braces: '{found[0]}'" if found is not None else ""
 
 
 def _first_line(error: Exception) -> str:

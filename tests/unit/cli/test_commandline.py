@@ -247,6 +247,13 @@ class TestWhatFollows:
         assert parse(["-", "x"]).script == "-"
 
 
+def test_a_setting_of_the_rendezvous_is_no_option() -> None:
+    with pytest.raises(
+        UsageError, match="unknown option --join-timeout; write --rdzv-conf join_timeout=SECONDS"
+    ):
+        parse(["--join-timeout", "5", "train.py"])
+
+
 def test_help_names_every_option_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leave:
         parse(["--help"])

@@ -191,3 +191,32 @@ def test_any_override_is_taken_or_refused(
         load(tmp_path_factory.mktemp("job"), *overrides)
     except SpecError as error:
         assert error.faults
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("actor.count=3", "did you mean roles.actor.count=3?"),
+        ("optim.lr=3", "did you mean config.optim.lr=3?"),
+        ("+steps=3", "did you mean +config.steps=3?"),
+        ("gamma=0.9", "+config.gamma=0.9 adds it to your own configuration"),
+        ("+gamma=0.9", "+config.gamma=0.9 adds it to your own configuration"),
+    ],
+)
+def test_a_key_that_is_no_jobs_is_looked_for_where_the_user_chooses_keys(
+    tmp_path: Path, override: str, remedy: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        load(tmp_path, override)
+    (fault,) = caught.value.faults
+    assert fault.remedy == remedy
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [("${config.steps}", "quote it in braces: '${config.steps}'"), ("???", "quote it in braces: '???'")],
+)
+def test_what_yaml_does_not_take_in_braces_is_to_be_quoted(tmp_path: Path, value: str, remedy: str) -> None:
+    with pytest.raises(SpecError, match="is no YAML: line 2") as caught:
+        load(tmp_path, text=f"roles: {{actor: 4}}\nconfig: {{x: {value}}}\n")
+    assert caught.value.faults[0].remedy == remedy

@@ -265,6 +265,17 @@ def test_a_slip_of_the_pen_gets_the_key_that_was_meant(key: str, place: int, let
     assert "did you mean" in fault.remedy
 
 
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [("gpus", "slots: N"), ("cpus", "slots: N"), ("depends_on", "at once"), ("replicas", "count: N")],
+)
+def test_a_key_of_another_launcher_gets_what_stands_for_it_here(key: str, remedy: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_job({"roles": {"actor": {key: 1}}, "module": "m"}, count_slots=count, run_id="x")
+    (fault,) = caught.value.faults
+    assert (fault.where, fault.problem, remedy in fault.remedy) == (f"roles.actor.{key}", "unknown key", True)
+
+
 def test_the_defaults_are_those_of_the_spec() -> None:
     spec = parse_job({"module": "pkg"}, count_slots=count, run_id="x")
     role = RoleSpec("default", 1, Entry("module", "pkg"))
