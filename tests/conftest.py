@@ -15,6 +15,7 @@ full collection takes half a second, and tests that end with one, or make many o
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 gc.disable()  # until everything is imported
@@ -47,6 +49,19 @@ settings.register_profile(
     "properties", settings.get_profile("busy machine"), derandomize=False, max_examples=1000
 )
 settings.load_profile("busy machine")
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not _has_gpu():
+        pytest.skip("there is no GPU")
+
 
 DEFAULTS: dict[signal.Signals, Callable[[int, FrameType | None], Any] | signal.Handlers] = {
     signal.SIGINT: signal.default_int_handler,

@@ -12,8 +12,6 @@ import time
 from pathlib import Path
 from statistics import median
 
-import torch
-
 from benchmarks.figure import Bar, BenchmarkError, Figure, load_of_others, ratio, say
 from benchmarks.job import DEADLINE, environment, program
 from benchmarks.suites.nodes import bed, started
@@ -54,8 +52,6 @@ BETWEEN = {
     "copied": Bar("256 MiB between two hosts over TLS, into place ÷ broadcast over gloo", "ratio", 1.1),
 }
 
-ON_DEVICE = Bar("4 GiB on a GPU, published → received ÷ copy within its memory", "ratio", 1.3)
-
 RANKS, TENSORS = 1000, 500
 QUEUED = Bar("queue: an item of 1 MB on one host ÷ torch.multiprocessing.Queue", "ratio", 0.67)
 """At least 1.5 times as many items in a second."""
@@ -90,30 +86,11 @@ def figures(runs: int) -> list[Figure]:
     value = median(memory) if memory else None
     rows.append(Figure(MEMORY, value, runs, "ratio", tuple(memory), fault=fault, busy=busy))
     rows += [*between(runs), queued(runs)]
-    rows.append(on_device(runs))
-    for what, own in (("ray-weights", found["large"].get("copied", [])), ("ray-queue", [*rows[-2].own])):
+    for what, own in (("ray-weights", found["large"].get("copied", [])), ("ray-queue", [*rows[-1].own])):
         rows.append(beside_ray(what, own, runs))
     say(PLANNED.name)
     times = tuple(planning() for _ in range(runs))
     return [*rows, Figure(PLANNED, median(times), runs, "s", times, busy=busy)]
-
-
-def on_device(runs: int) -> Figure:
-    """Between two processes with one GPU, beside a copy within its memory."""
-    own: list[float] = []
-    theirs: list[float] = []
-    busy, fault = load_of_others(), ""
-    if not torch.cuda.is_available():
-        return Figure(ON_DEVICE, None, runs, "s", missing="there is no GPU")
-    for number in range(runs):
-        say(f"weights on a GPU, run {number + 1} of {runs}")
-        try:
-            found = one_job("device", "actor=1,rollout=1")
-            own.append(median(found["copied"]))
-            theirs.append(median(found["memcpy"]))
-        except BenchmarkError as error:
-            fault = str(error)
-    return Figure(ON_DEVICE, ratio(own, theirs), runs, "s", tuple(own), "memcpy", tuple(theirs), fault, busy)
 
 
 def one_job(kind: str, roles: str = "actor=1,rollout=3") -> dict[str, list[float]]:

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.integration.harness import START, Script, Unirun, eventually
 
@@ -302,7 +301,7 @@ def test_fsdp_parameters_become_tensor_parallel_and_whole_ones_bit_for_bit(
     ]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.gpu
 def test_on_a_gpu_versions_are_whole_in_the_order_of_streams_and_their_memory_is_freed(
     unirun: Unirun, script: Script
 ) -> None:

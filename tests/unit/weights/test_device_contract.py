@@ -107,9 +107,6 @@ def obey(pipe: Connection) -> None:
             pipe.send((str(error), None))
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-
-
 @contextmanager
 def remotes() -> Iterator[list[Remote]]:
     pair = [Remote(), Remote()]
@@ -120,7 +117,7 @@ def remotes() -> Iterator[list[Remote]]:
             each.kill()
 
 
-@pytest.fixture(params=["twin", pytest.param("cuda", marks=needs_gpu)])
+@pytest.fixture(params=["twin", pytest.param("cuda", marks=pytest.mark.gpu)])
 def pair(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
     if request.param == "twin":
         machine = Machine()
@@ -167,7 +164,7 @@ def test_a_handle_of_nothing_is_refused(pair: list[Any], handle: bytes) -> None:
         pair[1].borrow(handle)
 
 
-@needs_gpu
+@pytest.mark.gpu
 class TestOnAGpu:
     def test_the_owner_frees_the_memory_also_when_a_borrower_was_killed(self) -> None:
         with remotes() as (owner, reader):

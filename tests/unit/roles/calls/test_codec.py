@@ -68,7 +68,7 @@ def test_a_tensor_of_any_memory_layout_is_rebuilt(tensor: torch.Tensor) -> None:
     assert torch.equal(through(tensor), tensor)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("count", [0, 1, 10_000])
 def test_a_tensor_on_a_gpu_arrives_on_a_gpu(count: int) -> None:
     tensor = torch.arange(count, device="cuda")
