@@ -200,11 +200,6 @@ class _Rows:
         return [str(self._rows[index].get("id", index))]
 
 
-def is_of_rows(cls: Any) -> bool:
-    """Whether a dataset is made of rows, so that its arguments say where they are (`read_rows`)."""
-    return isinstance(cls, type) and issubclass(cls, _Rows)
-
-
 class PromptDataset(_Rows):
     """``{"prompt": …}``: `packed_prompts`. The other values of a row are `row` in the metadata."""
 
