@@ -18,7 +18,7 @@ import pytest
 from tests.documents import ROOT
 from tests.integration.test_trials import TRIALS
 
-ROWS = {
+ROWS: dict[tuple[str, ...], str] = {
     ("equal", "equal", "equal"): "each",
     ("refused", "equal", "equal"): "`data`, `pipe`",
     ("equal", "refused", "equal"): "`data`, `tensor`",
@@ -38,7 +38,7 @@ def documented() -> dict[str, str]:
     """The row of each family in the document."""
     text = (ROOT / "docs" / "experiments.md").read_text()
     table = text.partition("| layouts | families |")[2].partition("\n\n")[0]
-    found = {}
+    found: dict[str, str] = {}
     for row in ROWS.values():
         (names,) = re.findall(rf"^\| {re.escape(row)} \| (.*) \|$", table, re.MULTILINE)
         found |= dict.fromkeys(re.findall(r"`([^`]+)`", names), row)

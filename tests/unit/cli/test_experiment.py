@@ -11,7 +11,13 @@ import pytest
 from tests.unit.cli.shell import call
 from tests.unit.experiments.setups import ppo
 from unirun.errors import PlacementError
-from unirun.experiments.config import ExperimentConfig, ExperimentScheduling, Scheduling, TasksGroup
+from unirun.experiments.config import (
+    ExperimentConfig,
+    ExperimentScheduling,
+    ModelAbstraction,
+    Scheduling,
+    TasksGroup,
+)
 from unirun.experiments.experiment import Experiment, register_experiment
 from unirun.experiments.starting import started
 from unirun.observe import JobStatus, write_status
@@ -31,7 +37,20 @@ class Small(Experiment):
         return ppo(separate=False)
 
 
+class Fused(Small):
+    """One with a network that no tensor-parallel ranks can have."""
+
+    def initial_setup(self) -> ExperimentConfig:
+        """PPO, all with GPT-2."""
+        config = ppo(separate=False)
+        for worker in config.model_worker:
+            for shard in worker.shards:
+                shard.model = ModelAbstraction("causal_lm", {"config": {"model_type": "gpt2"}})
+        return config
+
+
 register_experiment("tests-small", Small)
+register_experiment("tests-fused", Fused)
 
 START = ("experiment", "start", "-e", "tests-small", "-f", "first")
 AGAIN = ("--recover-mode", "fault", "--recover-after", "0")
@@ -81,6 +100,15 @@ def orphaned(run_id: str) -> int:
     job, _ = create_job(run_id, new_token())
     write_status(job, JobStatus(run_id, "small", "running", "", 1.0, None, None, ()))
     return 1
+
+
+def test_a_network_that_cannot_run_is_refused_before_anything_starts(
+    home: Path, jobs: Jobs, capsys: Captured
+) -> None:
+    assert call("experiment", "start", "-e", "tests-fused", "-f", "first") == 2
+    assert "the family gpt2 cannot run: GPT2LMHeadModel is not built as Llama is" in capsys.readouterr().err
+    assert not jobs.files
+    assert not (home / "experiments").exists()
 
 
 class TestOptions:

@@ -122,14 +122,14 @@ class Beside(nn.Module):
         return found * self.scale if self.place == "after" else found
 
 
-class OddConfig(LlamaConfig):  # type: ignore[misc]
+class OddConfig(LlamaConfig):  # type: ignore[no-untyped-call]
     """Of a family that nobody knows."""
 
     model_type = "odd"
     place: str = ""
 
 
-class Odd(LlamaForCausalLM):  # type: ignore[misc]
+class Odd(LlamaForCausalLM):  # type: ignore[no-untyped-call]
     """Llama, with `Beside`."""
 
     config_class = OddConfig
@@ -154,7 +154,7 @@ AutoModelForCausalLM.register(OddConfig, Odd)
     ],
 )
 def test_a_parameter_of_which_the_plan_knows_nothing_is_not_left_to_chance(where: str, told: str) -> None:
-    settings = {name: value for name, value in CONFIG.items() if name != "model_type"}
+    settings: dict[str, Any] = {name: value for name, value in CONFIG.items() if name != "model_type"}
     found = OddConfig(**settings, place=where)
     assert not refusal(found, build, "", critic=False)
     assert told in refusal(found, build, "tensor", critic=False)
