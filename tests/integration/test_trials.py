@@ -14,7 +14,9 @@ import torch
 
 from tests.documents import ROOT
 
-from .harness import START, Unirun
+from .harness import Unirun
+
+pytestmark = pytest.mark.timeout(300)
 
 TRIALS = Path(__file__).parent / "scripts" / "trials"
 TIMES = ("seconds", "master_seconds", "bytes_moved", "bytes_needed")
@@ -72,7 +74,6 @@ def unbroken(home: Unirun) -> Path:
     return trial(home, "unbroken")
 
 
-@pytest.mark.timeout(600)
 def test_a_trial_whose_workers_die_in_each_call_is_the_same_as_one_in_which_nobody_dies(
     home: Unirun, unbroken: Path
 ) -> None:
@@ -96,7 +97,6 @@ def test_a_trial_whose_workers_die_in_each_call_is_the_same_as_one_in_which_nobo
     equal(trial(home, "broken"), unbroken)
 
 
-@pytest.mark.timeout(600)
 def test_a_trial_whose_workers_die_while_they_read_and_write_files_is_the_same(
     home: Unirun, unbroken: Path
 ) -> None:
@@ -110,7 +110,6 @@ def test_a_trial_whose_workers_die_while_they_read_and_write_files_is_the_same(
     equal(trial(home, "files"), unbroken)
 
 
-@pytest.mark.timeout(600)
 def test_models_in_layouts_of_their_own_are_the_same_though_workers_of_each_die_in_calls_beside_others(
     home: Unirun,
 ) -> None:
@@ -126,7 +125,6 @@ def test_models_in_layouts_of_their_own_are_the_same_though_workers_of_each_die_
     equal(trial(home, "apart"), trial(home, "apart-broken"))
 
 
-@pytest.mark.timeout(600)
 def test_a_trial_whose_trainer_dies_in_each_phase_goes_on_with_the_workers_that_live(
     home: Unirun, unbroken: Path
 ) -> None:
@@ -155,7 +153,6 @@ def test_a_trial_whose_trainer_dies_in_each_phase_goes_on_with_the_workers_that_
     equal(trial(home, "headless"), unbroken)
 
 
-@pytest.mark.timeout(600)
 def test_a_trial_that_was_stopped_is_resumed_and_two_at_once_do_not_meet(home: Unirun) -> None:
     long = (*SMALL, "epochs=4")
     stopped = home.start("experiment", "start", *long, "-f", "one", env=environment(home))
@@ -183,7 +180,6 @@ def test_a_trial_that_was_stopped_is_resumed_and_two_at_once_do_not_meet(home: U
     assert re.search(r"killing +two +succeeded", listed)
 
 
-@pytest.mark.timeout(600)
 def test_a_trial_that_has_failed_is_started_again_from_its_checkpoint(home: Unirun, unbroken: Path) -> None:
     how = ("--recover-mode", "fault", "--recover-after", "0", "failing=once")
     result = home("experiment", "start", *SMALL, "-f", "again", *how, env=environment(home), within=240)
@@ -219,7 +215,7 @@ def test_a_copy_on_the_same_workers_has_the_parameters_of_what_is_trained_and_a_
     shown = home("experiment", "start", *how, "--dry-run", env=environment(home))
     assert shown.code == 0, shown.err
     assert "  actor@0 -> actor@1\n  actor@0 -> ref@0\n" in shown.out
-    result = home("experiment", "start", *how, env=environment(home), within=START)
+    result = home("experiment", "start", *how, env=environment(home), within=120)
     assert result.code == 0, result.err
     found = steps(home.home / "experiments" / "hooked" / "first")
     assert [each["actorTrain/compared"] for each in found] == [1.0] * 4
@@ -230,12 +226,13 @@ def test_a_copy_on_the_same_workers_has_the_parameters_of_what_is_trained_and_a_
     assert all(0.0 <= each["actorEval/accuracy"] <= 1.0 for each in found)
 
 
+@pytest.mark.timeout(600)
 def test_a_second_start_sets_the_files_of_the_first_aside_and_a_damaged_checkpoint_is_skipped(
     home: Unirun,
 ) -> None:
     how = ("experiment", "start", "-e", "sft", "-f", "twice", "samples=128", "epochs=2", "ckpt_freq_steps=2")
     for lr in (1e-3, 2e-3):
-        result = home(*how, f"lr={lr}", env=environment(home), cwd=ROOT / "examples", within=START)
+        result = home(*how, f"lr={lr}", env=environment(home), cwd=ROOT / "examples", within=120)
         assert result.code == 0, result.err
     path = home.home / "experiments" / "sft" / "twice"
     models = [torch.load(each) for each in sorted(path.glob("**/step000004/model.pt"))]
@@ -244,7 +241,7 @@ def test_a_second_start_sets_the_files_of_the_first_aside_and_a_damaged_checkpoi
     assert len((path / "earlier" / "1" / "steps.jsonl").read_text().splitlines()) == 4
     before = steps(path)
     other = (*how, "lr=3e-3", "--recover-mode", "auto")
-    refused = home(*other, env=environment(home), cwd=ROOT / "examples", within=START)
+    refused = home(*other, env=environment(home), cwd=ROOT / "examples", within=120)
     assert refused.code == 2, refused.err
     assert "models.default@0.backend.lr: 0.002 → 0.003" in refused.err
     assert "unirun: job" not in refused.err
@@ -256,7 +253,7 @@ def test_a_second_start_sets_the_files_of_the_first_aside_and_a_damaged_checkpoi
         "resume",
         env=environment(home),
         cwd=ROOT / "examples",
-        within=START,
+        within=120,
     )
     assert resumed.code == 0, resumed.err
     assert "00001.pt cannot be read" in resumed.err
