@@ -345,7 +345,7 @@ class TestMistakes:
         def function() -> None:
             train.report(lock=threading.Lock())
 
-        with pytest.raises(EncodingError, match="cannot pickle"):
+        with pytest.raises(EncodingError, match="the metric 'lock' cannot be sent: TypeError: cannot pickle"):
             trainer.run(function)
         assert trainer.run(train.world_rank) == [0, 1]
 

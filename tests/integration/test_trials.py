@@ -16,7 +16,7 @@ from tests.documents import ROOT
 
 from .harness import Unirun
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 TRIALS = Path(__file__).parent / "scripts" / "trials"
 TIMES = ("seconds", "master_seconds", "bytes_moved", "bytes_needed")
@@ -226,7 +226,6 @@ def test_a_copy_on_the_same_workers_has_the_parameters_of_what_is_trained_and_a_
     assert all(0.0 <= each["actorEval/accuracy"] <= 1.0 for each in found)
 
 
-@pytest.mark.timeout(600)
 def test_a_second_start_sets_the_files_of_the_first_aside_and_a_damaged_checkpoint_is_skipped(
     home: Unirun,
 ) -> None:
@@ -269,7 +268,6 @@ def test_what_would_go_wrong_again_is_told_once(home: Unirun) -> None:
     assert "restart" not in result.err
 
 
-@pytest.mark.timeout(600)
 def test_the_example_of_fine_tuning_learns_as_a_pipeline_and_its_saved_models_are_evaluated(
     home: Unirun,
 ) -> None:

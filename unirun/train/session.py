@@ -18,7 +18,7 @@ import torch
 from msgspec.structs import replace
 from torch.utils.data import DataLoader
 
-from unirun.errors import EncodingError, UsageError
+from unirun.errors import UsageError
 from unirun.reporting import report
 from unirun.roles.calls.codec import dump
 from unirun.train.checkpoints import (
@@ -349,16 +349,11 @@ def _no_run(what: str) -> UsageError:
 
 def _plain(name: str, value: Any) -> Any:
     """A copy of a metric, as the function goes on: tensors and arrays of one element as numbers, others in the memory
-    of the host. Raises `UsageError` for one that cannot be sent."""
-    try:
-        return mapped(_number_or_copy, value)
-    except EncodingError as error:
-        raise UsageError(
-            error.problem.replace("it", f"the metric {name!r}", 1), "report plain data"
-        ) from error
+    of the host. Raises `EncodingError` for one that cannot be sent."""
+    return mapped(lambda leaf: _number_or_copy(leaf, name), value)
 
 
-def _number_or_copy(value: Any) -> Any:
+def _number_or_copy(value: Any, name: str) -> Any:
     if hasattr(value, "item") and getattr(value, "numel", lambda: getattr(value, "size", 1))() == 1:
         return value.item()
     if hasattr(value, "detach"):
@@ -366,5 +361,5 @@ def _number_or_copy(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
     except Exception:  # noqa: BLE001 - classes raise what they like
-        dump(value, "it")
+        dump(value, f"the metric {name!r}")
         return value

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.effort import SOON
 from unirun import train
-from unirun.errors import UsageError
+from unirun.errors import EncodingError, UsageError
 from unirun.train import functions
 from unirun.train.checkpoints import CheckpointStrategy, Folder, Manifest, Writer
 from unirun.train.data import Progress
@@ -210,7 +210,9 @@ class TestReports:
         assert session.take(2) == Finished(1)
 
     def test_a_metric_that_cannot_be_sent_is_named(self, session: Session) -> None:
-        with pytest.raises(UsageError, match="^the metric 'lock' cannot be sent: TypeError: cannot pickle"):
+        with pytest.raises(
+            EncodingError, match="^the metric 'lock' cannot be sent: TypeError: cannot pickle"
+        ):
             train.report(loss=1.0, lock=[threading.Lock()])
 
     @pytest.mark.parametrize("name", ["_timestamp", "_mine"])
