@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from .harness import EXEC, SCRIPTS, START, Script, Unirun, eventually
+from .harness import EXEC, SCRIPTS, START, Script, Unirun, alive, eventually
 
 STRICT = {"PYTHONWARNINGS": "error", "PYTHONPATH": str(SCRIPTS / "threaded")}
 """All warnings are errors; some emulate those of later Python versions."""
@@ -53,6 +53,7 @@ def test_the_next_master_leads_with_warnings_as_errors(unirun: Unirun, script: S
     os.kill(unirun.pid_of("unirun-master"), signal.SIGKILL)
     job.lines("another leads")
     eventually(lambda: unirun.status()["epoch"] == 2, "the next one has written", START)
+    assert alive(unirun.pid_of("unirun-master")), "it has the title of the first"
     (unirun.root / "go").touch()
     assert job.end().code == 0
     assert_no_process_warned(unirun)

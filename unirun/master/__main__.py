@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -17,9 +18,14 @@ from unirun.rendezvous import JobDir
 from unirun.reporting import report
 from unirun.wire.sockets import listen
 
+TITLE = b"unirun-master"
+_PR_SET_NAME = 15
+
 
 def main() -> int:
     """Returns the exit code."""
+    # As the first master is called in ps.
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, TITLE, 0, 0, 0)
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     job = JobDir(Path(sys.argv[1]))

@@ -11,6 +11,9 @@ from tests.effort import CHAOS, variants
 from ..harness import SOON
 from .cluster import LIVING, OnHosts, places, since, starts
 
+SSH_NOTICES = 15.0
+"""Seconds after which ssh gives up a host without power."""
+
 
 @pytest.mark.parametrize("power", variants("on", "off"))
 def test_without_a_store_elsewhere_the_job_ends_with_what_would_have_saved_it(
@@ -51,3 +54,18 @@ def test_with_etcd_the_job_goes_on_under_a_master_elsewhere(cluster: OnHosts, po
     cluster.enough()
     end = job.end()
     assert end.code == 0, end.err
+
+
+@pytest.mark.skipif(not CHAOS, reason="make chaos: it takes half a minute")
+def test_the_command_ends_when_the_rest_has_ended_after_most_hosts_are_lost(cluster: OnHosts) -> None:
+    job = cluster.over_ssh(LIVING, "--store", "etcd", actor="count: 3, per_node: 1")
+    starts(job, 3)
+    for host in cluster.hosts[:2]:
+        host.cable(up=False)
+        host.kill_all(sshd=True)
+    killed = time.monotonic()
+    end = job.end()
+    print(f"{since(killed):.1f} s")
+    assert end.code == 4, end.err
+    assert "nobody can lead it" in end.err
+    assert since(killed) < SSH_NOTICES + 2 * SOON

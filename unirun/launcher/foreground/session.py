@@ -112,6 +112,7 @@ class Session:
         self._requests = StopRequests()
         self._to_pass_on: list[PassOn] = []
         self._forcing: asyncio.Task[None] | None = None
+        self._elsewhere = running.copied
         self._led, self._epoch = False, 0
         self._heard = 0.0
         self._silent: Stream | None = None
@@ -338,6 +339,11 @@ class Session:
                 self._console.error(
                     f"its state was on node {self._job.head.node} alone; with --store etcd://… the job would go on"
                 )
+            elif self._elsewhere:
+                self._console.error(
+                    "too many of its nodes do not answer, or the store does not: nobody can lead it"
+                )
+            if self._elsewhere or self._job.head is not None:
                 code = EXIT_RENDEZVOUS
         self._console.close(FAREWELL)
         return code or EXIT_FAILURE

@@ -55,7 +55,7 @@ class Copy:
     """Copies the files of all recorded hosts to `job`, also of those that are recorded meanwhile.
 
     `remotes` are connections that exist already. `came` is told of each host that joins, `complete` of each whose agent
-    has ended and whose files are here.
+    has ended and whose files are here, `silent` whether the connection to one is lost.
     """
 
     def __init__(
@@ -65,9 +65,10 @@ class Copy:
         note: Callable[[str], None],
         came: Callable[[str], None] = lambda _: None,
         complete: Callable[[str], None] = lambda _: None,
+        silent: Callable[[str, bool], None] = lambda *_: None,
     ) -> None:
         self._job, self._remotes, self._note = job, remotes, note
-        self._came, self._complete = came, complete
+        self._came, self._complete, self._silent = came, complete, silent
         self._mirrors: dict[str, Mirror] = {}
 
     async def run(self) -> None:
@@ -94,7 +95,7 @@ class Copy:
 
     def _begin(self, host: Host) -> asyncio.Task[None]:
         remote = self._remotes.get(host.name)
-        mirror = self._mirrors[host.name] = Mirror(self._job, host, remote, self._note)
+        mirror = self._mirrors[host.name] = Mirror(self._job, host, remote, self._note, self._silent)
         self._came(host.name)
 
         async def copy() -> None:

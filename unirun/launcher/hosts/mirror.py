@@ -31,9 +31,18 @@ class Mirror:
     `note` is told when the connection is lost and when it is back.
     """
 
-    def __init__(self, job: JobDir, host: Host, remote: Remote | None, note: Callable[[str], None]) -> None:
-        """`remote` sends all files already; without one, the node is asked for what is not here."""
+    def __init__(
+        self,
+        job: JobDir,
+        host: Host,
+        remote: Remote | None,
+        note: Callable[[str], None],
+        silent: Callable[[str, bool], None] = lambda *_: None,
+    ) -> None:
+        """`remote` sends all files already; without one, the node is asked for what is not here. `silent` is told
+        whether the connection to the node is lost."""
         self._job, self._host, self.node, self._remote, self._note = job, host, host.name, remote, note
+        self._silent = silent
         self._offsets = {} if remote is not None else offsets_here(job, host.name)
         self.current = asyncio.Event()
         """What the node had written when it was asked is here, or it does not answer."""
@@ -43,8 +52,10 @@ class Mirror:
         remote = self._remote or await self._again()
         while not await self._copied(remote.stream):
             self._note(f"the connection to {self.node} is lost; no rank depends on it")
+            self._silent(self.node, True)
             await remote.close()
             remote = await self._again()
+            self._silent(self.node, False)
             self._note(f"the connection to {self.node} is back")
         self.current.set()
         await remote.close()

@@ -245,7 +245,7 @@ class _Run:
 
         console = Console(quiet=quiet)
         processes = RemoteProcesses(job, self._remotes)
-        copy = Copy(job, self._remotes, console.note, processes.came, processes.complete)
+        copy = Copy(job, self._remotes, console.note, processes.came, processes.complete, processes.silent)
         copying = asyncio.create_task(copy.run())
         try:
             return await Session(RunningJob(job, planned.spec, processes, copied=True), console).run()
@@ -262,6 +262,9 @@ class RemoteProcesses:
         self._job = job
         # The nodes whose agents live, as far as is known, or whose files are not here yet.
         self._nodes = set(nodes)
+        self._silent: set[str] = set()
+        # Whether an agent has ended while no master was known.
+        self._ended_alone = False
         self._changed = threading.Condition()
         self._alone_since: float | None = None
         self._master = 0
@@ -274,7 +277,7 @@ class RemoteProcesses:
     @master.setter
     def master(self, pid: int) -> None:
         """Set when a master was reached."""
-        self._master, self._alone_since = pid, None
+        self._master, self._alone_since, self._ended_alone = pid, None, False
 
     def came(self, node: str) -> None:
         """Files of `node` are copied."""
@@ -285,15 +288,26 @@ class RemoteProcesses:
         """The agent of `node` has ended, and all its files are here."""
         with self._changed:
             self._nodes.discard(node)
+            self._ended_alone |= self._alone_since is not None
             self._changed.notify_all()
+
+    def silent(self, node: str, lost: bool) -> None:
+        """The connection to `node` is lost, or back."""
+        with self._changed:
+            (self._silent.add if lost else self._silent.discard)(node)
 
     def refusal(self, led: bool) -> int | None:
         """A master that refuses to lead is told by its host."""
         return None
 
     def given_up(self, led: bool, accepts: bool = False) -> bool:
-        """Whether no master will be found any more; `accepts` as for `JobProcesses`."""
+        """Whether no master will be found any more; `accepts` as for `JobProcesses`.
+
+        That is so, too, when no host answers but those whose agents have ended without a master: too many are lost.
+        """
         self._alone_since = self._alone_since or time.monotonic()
+        if self._ended_alone and self._nodes <= self._silent:
+            return True
         limit = LOST if self._job.head is not None else LOST_STORE
         if accepts:
             limit = LOST_BUSY
@@ -315,7 +329,8 @@ class RemoteProcesses:
         """Wait for the rest of the nodes' files; those that are lost are not waited for."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._nodes <= self._lost(), REST if farewell is None else min(farewell, REST)
+                lambda: self._nodes <= self._lost() | self._silent,
+                REST if farewell is None else min(farewell, REST),
             )
         return None
 

@@ -1,0 +1,54 @@
+"""When the command gives a job on other hosts up, by what it hears of the hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from unirun.launcher.hosts.ssh import RemoteProcesses
+from unirun.rendezvous import JobDir
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> RemoteProcesses:
+    """Of a job on three hosts, with a store elsewhere, whose master leads."""
+    found = RemoteProcesses(JobDir(tmp_path), ["h1", "h2", "h3"])
+    found.master = 4242
+    return found
+
+
+def test_a_job_without_a_master_is_given_up_when_the_only_hosts_that_answer_have_ended(
+    processes: RemoteProcesses,
+) -> None:
+    assert not processes.given_up(led=True)
+    processes.complete("h3")
+    processes.silent("h1", True)
+    assert not processes.given_up(led=True)
+    processes.silent("h2", True)
+    assert processes.given_up(led=True)
+    # Nor is the rest of their files waited for.
+    assert processes.end() is None
+
+
+def test_hosts_that_answer_again_may_have_a_master(processes: RemoteProcesses) -> None:
+    assert not processes.given_up(led=True)
+    processes.complete("h3")
+    for node in ("h1", "h2"):
+        processes.silent(node, True)
+    processes.silent("h2", False)
+    assert not processes.given_up(led=True)
+
+
+def test_a_host_that_has_left_under_a_master_says_nothing_of_its_end(processes: RemoteProcesses) -> None:
+    processes.complete("h3")
+    assert not processes.given_up(led=True)
+    for node in ("h1", "h2"):
+        processes.silent(node, True)
+    assert not processes.given_up(led=True)
+
+
+def test_a_job_is_given_up_when_all_have_ended(processes: RemoteProcesses) -> None:
+    for node in ("h1", "h2", "h3"):
+        processes.complete(node)
+    assert processes.given_up(led=True)
