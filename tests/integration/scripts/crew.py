@@ -17,7 +17,10 @@ from unirun import BaseTrainer, BaseWorkload, WorkerLost, trainer_invocation
 
 def ports():
     """Number of TCP ports on which this process listens."""
-    return sum(each.status == psutil.CONN_LISTEN for each in psutil.Process().net_connections("tcp"))
+    return sum(
+        each.pid == os.getpid() and each.status == psutil.CONN_LISTEN
+        for each in psutil.net_connections("tcp")
+    )
 
 
 def say(**row):
