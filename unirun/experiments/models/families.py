@@ -154,6 +154,8 @@ def _told(error: Exception) -> str:
 
 def _trials(whole: Any, build: Build, layout: str, critic: bool) -> Iterator[tuple[str, Callable[[], str]]]:
     tokens = [torch.randint(2, VOCABULARY, (length,)) for length in LENGTHS]
+    if not layout and not _dropout(whole.config):
+        yield "in training it draws random numbers", lambda: _drawn(whole, tokens[0])
     if layout == "tensor":
         yield "tensor parallelism cannot cut its layers", lambda: _cut(whole, tokens)
         return
@@ -177,6 +179,14 @@ def _trials(whole: Any, build: Build, layout: str, critic: bool) -> Iterator[tup
             f"{shown} it continues sequences differently",
             lambda: _cached(stages(), tokens, _whole(whole, tokens, critic)),
         )
+
+
+@torch.no_grad()
+def _drawn(whole: Any, tokens: torch.Tensor) -> str:
+    """How much two passes in training differ: each rank would draw for itself, as routers with noise do."""
+    whole.train()
+    one, other = (whole(tokens[None], use_cache=False).logits for _ in range(2))
+    return _differ(one, other)
 
 
 @torch.no_grad()

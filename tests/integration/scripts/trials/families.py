@@ -60,12 +60,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def config_of(kind: str) -> dict[str, Any]:
-    """A small configuration, with narrow heads if it can have them; the default one where none can be made."""
+    """A small configuration without dropout, with narrow heads if it can have them; the default one where none can be
+    made."""
     for narrow in (True, False):
         try:
             default = transformers.AutoConfig.for_model(kind, **SETTINGS.get(kind, {}))
             more = {"hidden_size": 64} | ({"head_dim": 16} if getattr(default, "head_dim", None) else {})
             found = {**small(default).to_dict(), **(more if narrow else {}), "model_type": kind}
+            found |= {
+                name: 0.0 for name, value in found.items() if "drop" in name and isinstance(value, float)
+            }
             network = transformers.AutoConfig.for_model(**found)
             with torch.device("meta"):
                 made = transformers.AutoModelForCausalLM.from_config(network)

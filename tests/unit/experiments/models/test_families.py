@@ -81,13 +81,15 @@ class TestRefusing:
         [
             ("gpt2", "", "GPT2LMHeadModel is not built as Llama is"),
             ("mamba", "", "MambaForCausalLM is not built as Llama is"),
+            ("mixtral", "", "in training it draws random numbers: they differ"),
             ("phi", "pipe", "in 2 stages it has other outputs"),
             ("phi3", "tensor", "no linear layers are as the plan has them .*self_attn.qkv_proj"),
             ("olmo2", "tensor", "self_attn .with k_norm.weight, q_norm.weight.: "),
         ],
     )
     def test_others_are_told_why_not(self, kind: str, layout: str, told: str) -> None:
-        found = why(kind, layout, pad_token_id=0)
+        noise = {"router_jitter_noise": 0.5} if kind == "mixtral" else {}
+        found = why(kind, layout, pad_token_id=0, **noise)
         assert re.search(told, found), found
 
     def test_dropout_would_differ_between_tensor_parallel_ranks(self) -> None:
