@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,3 +74,36 @@ def test_a_job_can_be_stopped_though_the_disk_stays_full(unirun: Unirun, small: 
     end = job.end(SOON)
     assert end.code == 143, end.err
     assert "Traceback" not in end.err
+
+
+@pytest.mark.parametrize("method", ["fork", "exec"])
+def test_workers_that_print_on_a_full_disk_lose_their_output_and_go_on(
+    unirun: Unirun, small: Path, script: Script, method: str
+) -> None:
+    train = script(
+        """
+        import os, sys, time, warnings
+        def wait(name):
+            while not os.path.exists(name):
+                time.sleep(0.01)
+        print("up", flush=True)
+        wait("full")
+        for _ in range(10):
+            print("x" * 10_000, flush=True)
+            warnings.warn("x" * 10_000)
+        sys.stdout.buffer.write(b"x" * 10_000)
+        open("printed", "w").close()
+        wait("room")
+        print("here again", flush=True)
+        """
+    )
+    job = unirun.start("--start-method", method, train)
+    job.lines(r"up$")
+    ballast = fill(small)
+    (unirun.root / "full").touch()
+    eventually((unirun.root / "printed").exists, "all is printed", START)
+    ballast.unlink()
+    (unirun.root / "room").touch()
+    end = job.end(START)
+    assert (end.code, end.out.count("here again")) == (0, 1), end.err
+    assert re.search(r"\[unirun: the disk was full, \d{5,} bytes are lost\]", end.out)

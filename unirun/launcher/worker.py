@@ -25,6 +25,7 @@ from pathlib import Path
 
 from unirun.errors import UnirunError
 from unirun.failover.permanent import is_permanent
+from unirun.launcher.output import outlast_full_disks
 from unirun.launcher.process import set_command_line, set_title
 from unirun.reporting import report, report_error
 from unirun.wire.blocking import BlockingStream
@@ -47,6 +48,7 @@ def main(argv: list[str]) -> None:
 
 def run(kind: str, target: str, args: tuple[str, ...]) -> None:
     """Run the user's code; raises SystemExit with its code. An uncaught exception is printed and reported."""
+    outlast_full_disks()
     with contextlib.suppress(OSError, ValueError):
         faulthandler.enable()
     try:
