@@ -1,7 +1,7 @@
 """Checks of networks of transformers against their layouts, which the command makes before a trial starts.
 
 They import transformers and run small networks, which takes seconds. So a network that was found to be right is noted,
-and is not tried again with the same versions. Workers try the networks that they make in any case.
+and is not tried again with the same versions. Workers make the same checks, as another host may have no note.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from unirun.errors import Fault
 from unirun.experiments import derive
 from unirun.experiments.layout import ModelName, ProcessTopology
-from unirun.rendezvous.jobdir import unirun_home
+from unirun.rendezvous.home import unirun_home
 from unirun.reporting import report
 
 if TYPE_CHECKING:
@@ -25,20 +25,26 @@ if TYPE_CHECKING:
 
 def network_faults(config: ExperimentConfig) -> list[Fault]:
     """Networks that cannot have their layout. Nothing is known of models that are not built in."""
-    found: list[Fault] = []
     topologies = derive.topologies(config)
-    for name, arguments in sorted(_arguments(config).items()):
-        digest = _digest(arguments, topologies[name])
-        note = unirun_home() / "networks" / digest if digest else None
-        if note is not None and note.exists():
-            continue
-        from unirun.experiments.models.stage import network_faults
+    return [
+        fault
+        for name, arguments in sorted(_arguments(config).items())
+        for fault in faults_of(f"models.{name}", topologies[name], arguments)
+    ]
 
-        faults = network_faults(f"models.{name}", topologies[name], arguments)
-        found += faults
-        if note is not None and not faults:
-            _note(note)
-    return found
+
+def faults_of(where: str, topo: ProcessTopology, arguments: Mapping[str, Any]) -> list[Fault]:
+    """Why a `causal_lm` with these `arguments` cannot have this layout; nothing for one that was noted."""
+    digest = _digest(arguments, topo)
+    note = unirun_home() / "networks" / digest if digest else None
+    if note is not None and note.exists():
+        return []
+    from unirun.experiments.models.stage import network_faults
+
+    faults = network_faults(where, topo, arguments)
+    if note is not None and not faults:
+        _note(note)
+    return faults
 
 
 def _arguments(config: ExperimentConfig) -> dict[ModelName, Mapping[str, Any]]:

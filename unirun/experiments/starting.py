@@ -31,7 +31,7 @@ GRAPH = "graph.svg"
 LOCK = "lock"
 """Held by the command of a trial, and by the agents and the master on its host."""
 
-PRELOAD = ("transformers.models.llama.modeling_llama", "unirun.experiments.models.backends")
+PRELOAD = ("transformers.models.llama.modeling_llama", "unirun.experiments.models.engine")
 """What is imported once, in the spawner, and not by each worker."""
 
 RECOVER_MODES = ("disabled", "auto", "resume", "fault")

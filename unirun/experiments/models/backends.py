@@ -1,4 +1,8 @@
-"""The backends that are built in: ``ddp``, ``fsdp2`` and ``inference``, each in any layout, and ``null``."""
+"""The models that are built in, ``causal_lm`` and ``null``, and the backends ``ddp``, ``fsdp2``, ``inference``, ``null``.
+
+The command that starts a trial checks their arguments. So transformers, FSDP2 and pipelines are imported by the
+functions that use them; workers find these imported (`starting.PRELOAD`).
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch import nn
 
-from unirun.errors import UsageError
+from unirun.errors import SpecError, UsageError
 from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, Place
-from unirun.experiments.models.engine import TorchEngine
-from unirun.experiments.models.stage import Stage
+from unirun.reporting import report
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.AdamW,
@@ -67,6 +70,11 @@ class TrainBackend(ModelBackend):
 
     def initialize(self, model: Model, spec: FinetuneSpec) -> Model:
         """Give it an engine with an optimizer."""
+        from torch.distributed.fsdp import fully_shard
+
+        from unirun.experiments.models.engine import TorchEngine
+        from unirun.experiments.models.stage import Stage
+
         stage = model.module
         assert isinstance(stage, Stage)
         place = model.place
@@ -100,6 +108,9 @@ class InferenceBackend(ModelBackend):
 
     def initialize(self, model: Model, spec: FinetuneSpec) -> Model:
         """Give it an engine without an optimizer."""
+        from unirun.experiments.models.engine import TorchEngine
+        from unirun.experiments.models.stage import Stage
+
         stage = model.module
         assert isinstance(stage, Stage)
         stage.to(model.device).requires_grad_(False)
@@ -107,7 +118,61 @@ class InferenceBackend(ModelBackend):
         return model
 
 
-class NoModel(torch.nn.Module):
+def causal_lm(
+    place: Place,
+    *,
+    config: Mapping[str, Any] | None = None,
+    path: str = "",
+    dtype: str = "float32",
+    critic: bool = False,
+    weights: str = "",
+) -> nn.Module:
+    """The part of a causal language model: of a `path` or name that transformers knows, or a new one with this
+    `config`, which names its ``model_type``. The last layer of a `critic` gives one value instead of logits.
+
+    The parameters of a new one follow from the seed of the place alone, so they are the same in each layout. `weights`
+    is a file that `ModelInterface.save` has written: its tensors take the place of those with the same names and
+    shapes.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from unirun.experiments.checks_of_networks import faults_of
+    from unirun.experiments.models.stage import Stage, configuration
+
+    whole: Any
+    where = f"models.{place.name}"
+    if faults := faults_of(where, place.topo, {"config": config, "path": path, "critic": critic}):
+        raise SpecError(faults)
+    settings = configuration(where, config, path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(place.seed)
+        kind = getattr(torch, dtype)
+        if path:
+            whole = AutoModelForCausalLM.from_pretrained(path, dtype=kind)
+        else:
+            whole = AutoModelForCausalLM.from_config(settings, dtype=kind)  # type: ignore[no-untyped-call]
+        if critic:
+            whole.lm_head = nn.Linear(whole.config.hidden_size, 1, bias=False, dtype=kind)
+            nn.init.normal_(whole.lm_head.weight, std=1.0 / (whole.config.hidden_size + 1))
+            whole.config.tie_word_embeddings = False
+        if weights:
+            own = whole.state_dict()
+            saved = torch.load(weights, map_location="cpu", weights_only=True)
+            fitting = {n: t for n, t in saved.items() if n in own and own[n].shape == t.shape}
+            # A critic has a last layer of its own.
+            others = sorted(own.keys() - fitting.keys() - ({"lm_head.weight"} if critic else set()))
+            if not fitting:
+                raise UsageError(
+                    f"no tensor of {weights} has a name and a shape of {place.name}",
+                    "give a model.pt of this network",
+                )
+            if others:
+                report(f"unirun: {place.name}: {weights} has no tensors that fit {', '.join(others[:5])}")
+            whole.load_state_dict(fitting, strict=False)
+    return Stage(whole, place)
+
+
+class NoModel(nn.Module):
     """A model without a network: for calls that need no more than a program, as a verifier of answers."""
 
 

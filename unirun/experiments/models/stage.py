@@ -19,12 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from unirun.errors import Fault, SpecError, UsageError
+from unirun.errors import Fault, SpecError
 from unirun.experiments.layout import ModelName, ProcessTopology, topology
 from unirun.experiments.models.api import Place
 from unirun.experiments.models.families import refusal
 from unirun.experiments.models.plan import cuts, partial_names
-from unirun.reporting import report
 
 
 class Stage(nn.Module):
@@ -222,13 +221,14 @@ def network_faults(where: str, topo: ProcessTopology, arguments: Mapping[str, An
     """Why a `causal_lm` with these `arguments` cannot have this layout: its sizes, or a family whose parts compute
     something else than the whole (`families`). Nothing of its size is made."""
     try:
-        found = _configuration(where, arguments.get("config"), arguments.get("path", ""))
+        found = configuration(where, arguments.get("config"), arguments.get("path", ""))
     except SpecError as error:
         return [*error.faults]
     return _faults(where, topo, found, bool(arguments.get("critic")))
 
 
-def _configuration(where: str, config: Mapping[str, Any] | None, path: str) -> Any:
+def configuration(where: str, config: Mapping[str, Any] | None, path: str) -> Any:
+    """The configuration of transformers for the network at `path`, or with the settings `config`. Raises `SpecError`."""
     from transformers import AutoConfig
 
     settings = dict(config or {})
@@ -257,53 +257,3 @@ def _faults(where: str, topo: ProcessTopology, config: Any, critic: bool) -> lis
         for axis in ("pipe", "tensor")
         if topo.get_dim(axis) > 1 and (why := refusal(config, _built, axis, critic=critic))
     ]
-
-
-def causal_lm(
-    place: Place,
-    *,
-    config: Mapping[str, Any] | None = None,
-    path: str = "",
-    dtype: str = "float32",
-    critic: bool = False,
-    weights: str = "",
-) -> Stage:
-    """The part of a causal language model: of a `path` or name that transformers knows, or a new one with this
-    `config`, which names its ``model_type``. The last layer of a `critic` gives one value instead of logits.
-
-    The parameters of a new one follow from the seed of the place alone, so they are the same in each layout. `weights`
-    is a file that `ModelInterface.save` has written: its tensors take the place of those with the same names and
-    shapes.
-    """
-    from transformers import AutoModelForCausalLM
-
-    whole: Any
-    settings = _configuration(f"models.{place.name}", config, path)
-    if faults := _faults(f"models.{place.name}", place.topo, settings, critic):
-        raise SpecError(faults)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(place.seed)
-        kind = getattr(torch, dtype)
-        if path:
-            whole = AutoModelForCausalLM.from_pretrained(path, dtype=kind)
-        else:
-            whole = AutoModelForCausalLM.from_config(settings, dtype=kind)  # type: ignore[no-untyped-call]
-        if critic:
-            whole.lm_head = nn.Linear(whole.config.hidden_size, 1, bias=False, dtype=kind)
-            nn.init.normal_(whole.lm_head.weight, std=1.0 / (whole.config.hidden_size + 1))
-            whole.config.tie_word_embeddings = False
-        if weights:
-            own = whole.state_dict()
-            saved = torch.load(weights, map_location="cpu", weights_only=True)
-            fitting = {n: t for n, t in saved.items() if n in own and own[n].shape == t.shape}
-            # A critic has a last layer of its own.
-            others = sorted(own.keys() - fitting.keys() - ({"lm_head.weight"} if critic else set()))
-            if not fitting:
-                raise UsageError(
-                    f"no tensor of {weights} has a name and a shape of {place.name}",
-                    "give a model.pt of this network",
-                )
-            if others:
-                report(f"unirun: {place.name}: {weights} has no tensors that fit {', '.join(others[:5])}")
-            whole.load_state_dict(fitting, strict=False)
-    return Stage(whole, place)

@@ -32,10 +32,9 @@ from unirun.experiments import (
     Place,
     topology,
 )
-from unirun.experiments.models.backends import ShardedBackend, TrainBackend
+from unirun.experiments.models.backends import ShardedBackend, TrainBackend, causal_lm
 from unirun.experiments.models.families import MOST, small
 from unirun.experiments.models.saving import save_whole
-from unirun.experiments.models.stage import causal_lm
 
 LAYOUTS = {"tensor": topology(tensor=2), "pipe": topology(pipe=2), "fsdp2": topology(data=2)}
 

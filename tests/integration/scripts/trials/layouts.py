@@ -27,9 +27,8 @@ from unirun.experiments import (
     SequenceSample,
     topology,
 )
-from unirun.experiments.models.backends import ShardedBackend, TrainBackend
+from unirun.experiments.models.backends import ShardedBackend, TrainBackend, causal_lm
 from unirun.experiments.models.saving import save_whole
-from unirun.experiments.models.stage import causal_lm
 from unirun.graph import show_ranks
 
 SEQUENCES = 7

@@ -11,8 +11,7 @@ import torch
 from unirun.errors import TrainingFailed, UsageError
 from unirun.experiments import MicroBatchSpec, Model, SequenceSample
 from unirun.experiments.models.api import Engine
-from unirun.experiments.models.backends import TrainBackend
-from unirun.experiments.models.stage import causal_lm
+from unirun.experiments.models.backends import TrainBackend, causal_lm
 
 from .test_stage import CONFIG, SPEC, place, tokens
 

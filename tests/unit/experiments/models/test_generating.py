@@ -11,8 +11,7 @@ import torch
 
 from unirun.experiments import GenerationConfig, MicroBatchSpec, SequenceSample
 from unirun.experiments.models.api import Engine, Generated, Model
-from unirun.experiments.models.backends import InferenceBackend
-from unirun.experiments.models.stage import causal_lm
+from unirun.experiments.models.backends import InferenceBackend, causal_lm
 
 from .test_stage import CONFIG, SPEC, place
 

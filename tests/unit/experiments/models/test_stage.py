@@ -13,9 +13,9 @@ from torch import Tensor
 from unirun.errors import CheckpointDamaged, SpecError, UsageError
 from unirun.experiments import MicroBatchSpec, Model, ModelName, Place, SequenceSample, topology
 from unirun.experiments.models.api import FinetuneSpec
-from unirun.experiments.models.backends import InferenceBackend, TrainBackend
+from unirun.experiments.models.backends import InferenceBackend, TrainBackend, causal_lm
 from unirun.experiments.models.saving import load_whole, save_whole
-from unirun.experiments.models.stage import Stage, causal_lm, network_faults
+from unirun.experiments.models.stage import Stage, network_faults
 
 CONFIG = {
     "model_type": "llama",
