@@ -1,4 +1,4 @@
-"""The models that are built in, ``causal_lm`` and ``null``, and the backends ``ddp``, ``fsdp2``, ``inference``, ``null``.
+"""Built-in models, ``causal_lm`` and ``null``, and the backends: ``ddp``, ``fsdp2``, ``inference``, ``null``.
 
 The command that starts a trial checks their arguments. So transformers, FSDP2 and pipelines are imported by the
 functions that use them; workers find these imported (`starting.PRELOAD`).

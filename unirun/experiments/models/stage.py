@@ -228,7 +228,7 @@ def network_faults(where: str, topo: ProcessTopology, arguments: Mapping[str, An
 
 
 def configuration(where: str, config: Mapping[str, Any] | None, path: str) -> Any:
-    """The configuration of transformers for the network at `path`, or with the settings `config`. Raises `SpecError`."""
+    """The configuration of the network at `path`, or with the settings `config`. Raises `SpecError`."""
     from transformers import AutoConfig
 
     settings = dict(config or {})
