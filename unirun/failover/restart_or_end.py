@@ -49,7 +49,9 @@ def advance(transition: Transition, role: RoleState) -> None:
 def _tell_cause(transition: Transition, role: RoleState) -> None:
     """Tell the cause of a restart of `role` when it is a rank that has not failed: it can be known only now, when all
     failures are."""
-    failures = [each for each in transition.state.failures if each.worker.role == role.name]
+    failures = [
+        each for each in transition.state.failures if each.worker.role == role.name and not each.inferred
+    ]
     if role.orderly or not failures or failures[-1].generation != role.generation:
         return
     found = [each for each in failures if each.generation == role.generation]
@@ -91,10 +93,9 @@ def settle(transition: Transition, role: RoleState) -> None:
     transition.put(role)
 
 
-def stop_all(
-    transition: Transition, verdict: Verdict, signum: int, grace: float | None, after: float = 0.0
-) -> None:
-    """Stop every role, in `after` seconds; the job ends with `verdict` when the last worker is gone."""
+def stop_all(transition: Transition, verdict: Verdict, signum: int, grace: float | None) -> None:
+    """Stop every role; the job ends with `verdict` when the last worker is gone. The role that has failed may have some
+    time before that (`_patience`)."""
     transition.state = replace(transition.state, phase=JobPhase.STOPPING, verdict=verdict)
     transition.record("stopping", verdict.reason)
     transition.state = replace(transition.state, cause=transition.cause)
@@ -104,6 +105,7 @@ def stop_all(
             continue
         role = replace(role, phase=RolePhase.STOPPING)
         transition.put(role)
+        after = _patience(transition.state, role.name) if verdict.by_failure else 0.0
         transition.stop(role, signum, grace, after)
         advance(transition, role)
 
@@ -142,8 +144,7 @@ def end_if_over(transition: Transition) -> None:
     if verdict is None:
         raise IllegalTransition("the job is stopping without a verdict")
     verdict = replace(verdict, report=verdict.reason)
-    if verdict.by_failure and state.failures:
-        found = episode(state.failures)
+    if verdict.by_failure and (found := episode(state.failures)):
         diagnosis = diagnose(found, bystanders(state, found))
         report = failure_report(verdict.reason, diagnosis)
         if diagnosis.inferred:
@@ -187,14 +188,12 @@ def restart(transition: Transition, role: RoleState, decision: Decision) -> None
 def end_job(transition: Transition, decision: Decision, code: int, *, by_failure: bool) -> None:
     """End the job as was decided, with exit code `code` unless a budget is spent."""
     code = EXIT_BUDGET if decision.budget_spent else code
-    verdict = Verdict(JobPhase.FAILED, code, decision.reason, by_failure)
-    after = _patience(transition.state) if by_failure else 0.0
-    stop_all(transition, verdict, signal.SIGTERM, None, after)
+    stop_all(transition, Verdict(JobPhase.FAILED, code, decision.reason, by_failure), signal.SIGTERM, None)
 
 
-def _patience(state: JobState, role: str | None = None) -> float:
-    """Seconds before workers are told to end because of the last failure, which is in `role` if one is named."""
+def _patience(state: JobState, role: str) -> float:
+    """Seconds before the workers of `role` are told to end because of the last failure, if that is one of theirs."""
     last = state.failures[-1] if state.failures else None
-    if last is None or role not in (None, last.worker.role) or not waited_for_a_peer(last):
+    if last is None or role != last.worker.role or not waited_for_a_peer(last):
         return 0.0
     return EVIDENCE if last.generation == state.roles[last.worker.role].generation else 0.0

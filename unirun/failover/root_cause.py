@@ -65,8 +65,9 @@ def episode(failures: Sequence[Failure], gap: float = 5.0) -> tuple[Failure, ...
     """The failures that belong together with the last one.
 
     Of each role only the latest generation that failed counts, and, going back from the last failure, no
-    silence longer than `gap` seconds lies between two of them.
+    silence longer than `gap` seconds lies between two of them. Those that were inferred are none.
     """
+    failures = [failure for failure in failures if not failure.inferred]
     latest = {
         f.worker.role: max(g.generation for g in failures if g.worker.role == f.worker.role) for f in failures
     }
@@ -80,7 +81,7 @@ def episode(failures: Sequence[Failure], gap: float = 5.0) -> tuple[Failure, ...
 def bystanders(state: JobState, failures: Sequence[Failure]) -> tuple[Bystander, ...]:
     """The workers that are not among `failures`: those of the same generations, and those of other roles that have
     ended with 0."""
-    failed = {failure.worker for failure in failures}
+    failed = {failure.worker for failure in (*state.failures, *failures)}
     generations = {failure.worker.role: failure.generation for failure in failures}
     found = []
     for role in state.roles.values():
@@ -122,9 +123,9 @@ def _without_failure(failures: Sequence[Failure], others: Sequence[Bystander]) -
     roles = {failure.worker.role for failure in waiting}
     first = waiting[0].time
     early = [each for each in others if each.left and each.left <= first + SEEN_LATER]
-    mates = [each for each in early if each.worker.role in roles]
-    if gone := mates or [each for each in early if each.left >= first - NEAR]:
-        return _blamed(gone, waiting, "ended with exit code 0 while {others} waited for {it}")
+    left = "ended with exit code 0 while {others} waited for {it}"
+    if mates := [each for each in early if each.worker.role in roles]:
+        return _blamed(mates, waiting, left)
     silent = [each for each in others if each.worker.role in roles and not each.left]
     named = {(failure.worker.role, rank) for failure in waiting for rank in missed(failure)}
     if absent := [each for each in silent if (each.worker.role, each.worker.rank) in named]:
@@ -132,6 +133,8 @@ def _without_failure(failures: Sequence[Failure], others: Sequence[Bystander]) -
     if len(silent) == 1 or 0 < len(silent) < len(waiting):
         # With more of them, most were told to end before their own wait was over.
         return _blamed(silent, waiting, "had not failed when {others} waited for a peer in vain")
+    if gone := [each for each in early if each.left >= first - NEAR]:
+        return _blamed(gone, waiting, left)
     return None
 
 
@@ -145,7 +148,8 @@ def _blamed(ranks: Sequence[Bystander], waiting: Sequence[Failure], words: str) 
         note = f"{note}, as {_named(rest)} did"
     generation = next((f.generation for f in waiting if f.worker.role == first.worker.role), 0)
     time = first.left or waiting[0].time
-    return Failure(first.worker, generation, first.node, time, first.exit or Exit(), note=note, log=first.log)
+    end = first.exit or Exit()
+    return Failure(first.worker, generation, first.node, time, end, note=note, log=first.log, inferred=True)
 
 
 def _named(workers: Iterable[WorkerId]) -> str:

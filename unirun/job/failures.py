@@ -58,7 +58,8 @@ class Failure(Value):
     `time` is in seconds since the epoch: when the exception was raised, or, without one, when the exit was
     seen. `message` and `traceback` are empty when the worker left no word. `tail` holds the
     last lines of its stderr then. `log` is its log directory. `decision` is what followed from it, in words; empty
-    when that was decided before, as in a role that restarts or stops already.
+    when that was decided before, as in a role that restarts or stops already. An `inferred` one is the cause of others
+    without having failed itself, as far as can be told; `note` says why.
     """
 
     worker: WorkerId
@@ -72,6 +73,7 @@ class Failure(Value):
     tail: str = ""
     log: str = ""
     decision: str = ""
+    inferred: bool = False
 
 
 def brief(failure: Failure) -> Failure:

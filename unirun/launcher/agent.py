@@ -29,6 +29,7 @@ from unirun.launcher.orders import Orders
 from unirun.launcher.process import (
     BOOT,
     adopt_orphans,
+    has_handler,
     kill_children,
     kill_group,
     spare_descriptors,
@@ -213,9 +214,10 @@ class Agent:
                 for pid in pids:
                     kill_group(pid, signal.SIGKILL)
                 kill_children(keep=self._kept.union((each.pid for each in self._popens), self._masters.pids))
-            case events.Signal(pid, signum):
+            case events.Signal(pid, signum, handled):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signum)
+                    if not handled or has_handler(pid, signum):
+                        os.kill(pid, signum)
             case events.Leave():
                 self._left.set()
 

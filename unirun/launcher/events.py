@@ -231,10 +231,11 @@ class KillGroups(Value):
 
 
 class Signal(Value):
-    """Send `signal` to one process."""
+    """Send `signal` to one process; with `handled` only if it has a handler for it, so that the signal ends nothing."""
 
     pid: int
     signal: int
+    handled: bool = False
 
 
 class Leave(Value):

@@ -49,6 +49,16 @@ def ignore_signals(*signums: signal.Signals) -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
+def has_handler(pid: int, signum: int) -> bool:
+    """Whether process `pid` catches `signum`. Raises `ProcessLookupError` when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError as error:
+        raise ProcessLookupError(pid) from error
+    caught = next(line for line in text.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
+
+
 def set_title(title: str) -> None:
     """Set the name of this process in ps and top; the kernel keeps 15 bytes."""
     _prctl(_PR_SET_NAME, title.encode()[:_TITLE_LENGTH] + b"\0")

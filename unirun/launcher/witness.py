@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from unirun.errors import UnirunError
+from unirun.reporting import report
 from unirun.wire.aio import Server, Stream
 from unirun.wire.credentials import Credentials
 from unirun.wire.reports import Knock
@@ -48,13 +50,21 @@ class Witness:
         self._listener, self._credentials = listener, credentials
         listener.setblocking(False)
         self._tell, self._refused = tell, refused
+        # The addresses from which the token was proved.
+        self._origins: set[str] = set()
 
     async def watch(self) -> None:
-        """Let nodes in whenever no master does."""
+        """Let nodes in whenever no master does. An error in that, as a lack of descriptors, ends nothing else."""
         while True:
             await _comes(self._listener)
-            if (found := await self._old()) is not None:
+            if (found := await self._old()) is None:
+                continue
+            try:
                 await self._let_in(*found)
+            except (OSError, UnirunError) as error:
+                found[0].close()
+                report(f"unirun-agent: no node could be let in: {error}")
+                await asyncio.sleep(DUTY)
 
     async def _old(self) -> tuple[socket.socket, Any] | None:
         """A connection that nobody has accepted for a while, and its address; None when there is none.
@@ -79,7 +89,12 @@ class Witness:
 
     async def _let_in(self, first: socket.socket, place: Any) -> None:
         server = Server(
-            self._listener.dup(), self._credentials, Stream.close, self._refused, proved=self._knocked
+            self._listener.dup(),
+            self._credentials,
+            Stream.close,
+            self._refused,
+            known=self._origins.__contains__,
+            proved=self._knocked,
         )
         server.take(first, place)
         try:
@@ -89,6 +104,7 @@ class Witness:
         await server.closed()
 
     def _knocked(self, stream: Stream) -> None:
+        self._origins.add(stream.origin)
         self._tell(Knock(stream.peer, stream.origin))
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import time
 
-from unirun.errors import RendezvousError, StoreError, WireError
+from unirun.errors import ConnectionLost, RendezvousError, StoreError, WireError
 from unirun.rendezvous.election import Leader, leader_of
 from unirun.rendezvous.jobdir import JobDir
 from unirun.rendezvous.keys import job_prefix
@@ -20,6 +21,10 @@ from unirun.wire.messages import Appointed, Message
 
 CONNECT = 3.0
 """Seconds in which a master must answer."""
+
+BUSY = 2.0
+_AGAIN = 0.1
+"""Seconds for which a master on the head is tried again that does not accept, and between two attempts."""
 
 
 HEAD_PAUSE = 0.1
@@ -127,7 +132,7 @@ def call_master(job: JobDir) -> BlockingStream:
     """
     credentials = load_credentials(job.path)
     if job.head is not None:
-        return _led(Leader(0, job.head, 0), credentials)
+        return _led_from(job.head, credentials)
     try:
         store = open_store(job.store_url)
         try:
@@ -142,6 +147,19 @@ def call_master(job: JobDir) -> BlockingStream:
     if leader is None:
         raise RendezvousError(f"job {job.run_id} has no master now", "try again in a moment")
     return _led(leader, credentials)
+
+
+def _led_from(head: Address, credentials: Credentials) -> BlockingStream:
+    """A stream to the master on the head. While it is too busy to accept, the agent there lets this process in and
+    closes the stream: it is tried again for `BUSY` seconds."""
+    deadline = time.monotonic() + BUSY
+    while True:
+        try:
+            return _led(Leader(0, head, 0), credentials)
+        except ConnectionLost:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_AGAIN)
 
 
 def _led(leader: Leader, credentials: Credentials) -> BlockingStream:

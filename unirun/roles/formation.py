@@ -98,6 +98,7 @@ class Formation:
             threading.Thread(target=self._watch_idle, args=(by,), name="unirun-idle", daemon=True).start()
 
     def _watch_idle(self, by: Callable[[], bool]) -> None:
+        stack = None
         try:
             stack = wait_until_idle(by, lambda: self.outdated)
             if stack is not None:
@@ -108,6 +109,9 @@ class Formation:
                 self._peers.tell(Stuck(why, stack))
         finally:
             self._idling.release()
+        if stack is None and by():
+            # It began while this thread was about to end.
+            self.kept_away(by)
 
     def follow(self) -> None:
         """Form the group of the present generation, again when another loss comes meanwhile.

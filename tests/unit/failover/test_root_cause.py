@@ -168,6 +168,18 @@ class TestARankThatHasNotFailed:
         assert not diagnose(found, [long_ago]).inferred
         assert not diagnose(found, [stood_by(0, role="rollout")]).inferred
 
+    def test_a_silent_one_of_the_role_comes_before_another_role_that_has_ended(self) -> None:
+        found = [fail(rank=rank, time=100.0, message=TIMED_OUT) for rank in (0, 2)]
+        diagnosis = diagnose(found, [stood_by(0, role="rollout", left=99.0), stood_by(1)])
+        assert diagnosis.cause.worker == WorkerId("actor", 1, 0)
+
+    def test_once_told_it_is_no_failure_of_a_later_story(self) -> None:
+        told = diagnose([fail(rank=0, message=PEER)], [stood_by(1, left=0.5)]).cause
+        later = fail("rollout", 0, time=2.0, message=OWN)
+        assert told.inferred
+        assert episode([told, later]) == (later,)
+        assert episode([told]) == ()
+
     def test_it_is_not_the_cause_when_another_has_failed_by_itself(self) -> None:
         own = fail(rank=2, time=9.0, message=OWN)
         diagnosis = diagnose([fail(rank=0, message=PEER), own], [stood_by(1, left=0.5), stood_by(3)])

@@ -219,7 +219,7 @@ class TestAStopThatIsDueLater:
 class TestASignalThatEndsNothing:
     def test_workers_in_the_users_code_get_it_alone(self) -> None:
         agent = Agent().alive(1).on(launch(role="rollout", first=2, count=1)).spawner(Forked(2, 102))
-        assert agent.on(PassOn(10)).commands == [Signal(101, 10)]
+        assert agent.on(PassOn(10)).commands == [Signal(101, 10, handled=True)]
 
     def test_it_is_not_the_signal_of_a_stop(self) -> None:
         agent = Agent().alive(1).on(PassOn(TERM), StopWorkers("actor", (0,), TERM, 5.0))

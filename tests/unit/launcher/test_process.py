@@ -118,3 +118,18 @@ def test_environment_of_is_the_initial_environment() -> None:
         assert process.environment_of(child.pid) == {"RANK": "3", "X": "a=b"}
         child.kill()
     assert process.environment_of(1 << 22) == {}
+
+
+@pytest.mark.starts_processes
+def test_a_signal_with_a_handler_is_told_from_others() -> None:
+    code = "import signal; signal.signal(signal.SIGUSR1, lambda *_: None); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        handled = {each: process.has_handler(child.pid, each) for each in (signal.SIGUSR1, signal.SIGUSR2)}
+        child.kill()
+    assert handled == {signal.SIGUSR1: True, signal.SIGUSR2: False}
+    with pytest.raises(ProcessLookupError):
+        process.has_handler(child.pid, signal.SIGUSR1)

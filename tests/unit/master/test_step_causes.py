@@ -52,6 +52,20 @@ class TestARankThatHasNotFailed:
             job = loses_a_peer(Job({"actor": 3}, restarts=restarts).running(), 0)
             assert job.orders(StopWorkers) == [StopWorkers("actor", (1, 2), TERM, 30.0, EVIDENCE)]
 
+    def test_other_roles_are_told_at_once(self) -> None:
+        job = loses_a_peer(Job({"actor": 2, "rollout": 1}).running(), 0)
+        assert {order.role: order.after for order in job.orders(StopWorkers)} == {
+            "actor": EVIDENCE,
+            "rollout": 0.0,
+        }
+
+    def test_one_that_has_failed_long_before_has_not_stood_by(self) -> None:
+        job = Job({"actor": 2}).running().exits("actor", 0, 7)
+        job.now += 8.0
+        loses_a_peer(job, 1)
+        assert "had not failed" not in job.state.verdict.report
+        assert job.state.failures[-1].worker.rank == 1
+
     def test_peers_of_one_that_failed_by_itself_are_told_at_once(self) -> None:
         job = Job({"actor": 3}, restarts={"actor": 1}).running().exits("actor", 0, 1)
         assert job.orders(StopWorkers) == [StopWorkers("actor", (1, 2), TERM, 30.0)]

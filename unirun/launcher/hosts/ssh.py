@@ -267,6 +267,8 @@ class RemoteProcesses:
         self._ended_alone = False
         self._changed = threading.Condition()
         self._alone_since: float | None = None
+        # When the kernel of a master's host has taken a connection last.
+        self._taken = 0.0
         self._master = 0
 
     @property
@@ -308,10 +310,15 @@ class RemoteProcesses:
         self._alone_since = self._alone_since or time.monotonic()
         if self._ended_alone and self._nodes <= self._silent:
             return True
-        limit = LOST if self._job.head is not None else LOST_STORE
+        now = time.monotonic()
         if accepts:
-            limit = LOST_BUSY
-        return not self._nodes or time.monotonic() > self._alone_since + limit
+            self._taken = now
+        limit = LOST if self._job.head is not None else LOST_STORE
+        return (
+            not self._nodes
+            or now > max(self._alone_since, self._taken) + limit
+            or now > self._alone_since + LOST_BUSY
+        )
 
     def taken_up(self, job: JobDir) -> bool:
         """The head has seen to that."""

@@ -37,8 +37,8 @@ _DEFAULT_HOME = '"${UNIRUN_HOME:-${XDG_STATE_HOME:-$HOME/.local/state}/unirun}"'
 _BEAT = """\
 (umask 077; mkdir -p "$job/slurm")
 # The other nodes learn from it that this script lives.
-n=0
-while kill -0 "$$"; do n=$((n+1)); echo "$n" >"$job/slurm/beat"; sleep 3; done >/dev/null 2>&1 &
+(trap '' TERM INT HUP USR1 USR2; n=0
+while kill -0 "$$"; do n=$((n+1)); echo "$n" >"$job/slurm/beat"; sleep 3; done) >/dev/null 2>&1 &
 beat=$!
 """
 
@@ -96,7 +96,7 @@ def batch_script(options: BatchOptions, batch: Batch) -> str:
         f"{_srun(options, batch)} &",
         _WAIT,
         *([_REQUEUE] if options.requeue else []),
-        'kill "$beat" 2>/dev/null',
+        'kill -KILL "$beat" 2>/dev/null',
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"

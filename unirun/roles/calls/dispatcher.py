@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from unirun.errors import CallError, EncodingError, FrameError, UnirunError, WorkerLost
+from unirun.reporting import report_error
 from unirun.roles.calls.codec import dump, load
 from unirun.roles.calls.envelope import (
     ERROR,
@@ -301,7 +302,12 @@ class Dispatcher:
         self._finish(run, outcome)
 
     def _explained(self, error: BaseException) -> bool:
-        return self._generations is not None and self._generations.explain(error)
+        """Whether the end of the group explains `error`; not if that cannot be found out, as while the program ends."""
+        try:
+            return self._generations is not None and self._generations.explain(error)
+        except Exception as other:  # noqa: BLE001 - the caller has to get the first one
+            report_error(other)
+            return False
 
     def _run_beside(self, run: _Run) -> None:
         """The same in a thread of a pool, from which an exception cannot end the program."""

@@ -142,6 +142,9 @@ class Listener:
         except (WireError, ChannelError) as error:
             # A wrong proof, or this process serves no longer.
             self._refuse(stranger, error)
+        except BaseException:
+            self._refuse(stranger, WireError("it could not be let in"))
+            raise
         else:
             self._forget(stranger, proved=True)
         finally:
