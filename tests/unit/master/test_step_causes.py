@@ -63,6 +63,7 @@ class TestARankThatHasNotFailed:
         job = Job({"actor": 2}).running().exits("actor", 0, 7)
         job.now += 8.0
         loses_a_peer(job, 1)
+        assert job.state.verdict is not None
         assert "had not failed" not in job.state.verdict.report
         assert job.state.failures[-1].worker.rank == 1
 
