@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from unirun.errors import TrainingFailed
 from unirun.graph import show_ranks
 from unirun.values import Value
@@ -54,12 +56,15 @@ class Lockstep:
     def __init__(self, world: int) -> None:
         self._world = world
         self._said: dict[int, Reported | Finished] = {}
+        self._lags: dict[int, int] = {}
+        self._outlines: dict[int, Mapping[str, int]] = {}
 
     def hear(self, rank: int, said: Reported | Finished) -> Round | None:
         """Take the next word of a rank. Returns the round when it is complete.
 
         Raises `TrainingFailed` when some ranks have finished and others report once more, and when a checkpoint would
-        not be kept, as ranks have saved unequally often.
+        not be kept, as ranks have saved unequally often: at the end, and before that if the rank that lags has not
+        saved from one round to the next. Ranks that save by the clock do so on both sides of a report.
         """
         self._said[rank] = said
         finished = {rank: each.count for rank, each in self._said.items() if isinstance(each, Finished)}
@@ -75,24 +80,44 @@ class Lockstep:
         if len(self._said) < self._world:
             return None
         said_by, self._said = self._said, {}
-        saved = [said_by[rank].saved for rank in range(self._world)]
-        _check_saved(saved)
+        saved = [self._with_outline(rank, said_by[rank].saved) for rank in range(self._world)]
+        lags = _lags(saved)
+        wrong = lags if finished else {rank: lags[rank] for rank, _ in lags.items() & self._lags.items()}
+        self._lags = lags
+        if wrong:
+            raise _unequal(saved, sorted(wrong))
         results = tuple(each.metrics for _, each in sorted(said_by.items()) if isinstance(each, Reported))
         return Round(None if finished else results, said_by[0].pending, dropped(saved))
 
+    def _with_outline(self, rank: int, saved: Saved) -> Saved:
+        """`saved` with the outline that the rank has told, now or before: another rank may tell its own one later."""
+        if saved.outline:
+            self._outlines[rank] = saved.outline
+        return replace(saved, outline=self._outlines.get(rank, {}))
 
-def _check_saved(saved: Sequence[Saved]) -> None:
-    """What rank 0 saves counts. Without datasets it may do so alone."""
+
+def _lags(saved: Sequence[Saved]) -> dict[int, int]:
+    """The ranks that have saved more or less often than rank 0, each with how often the one of both that lags has.
+
+    What rank 0 saves counts. Without datasets it may do so alone.
+    """
     own = saved[0]
-    others = {rank: each.count for rank, each in enumerate(saved) if each.count > own.count}
-    others |= {rank: each.count for rank, each in enumerate(saved) if own.together and each.count < own.count}
-    if others:
-        ranks = [rank for rank, count in others.items() if count == next(iter(others.values()))]
-        raise TrainingFailed(
-            f"the ranks have saved unequally often: rank 0 {_checkpoints(own.count)}, rank{'s' * (len(ranks) > 1)} "
-            f"{show_ranks(ranks)} {_checkpoints(others[ranks[0]])}",
-            "every rank calls save_checkpoint, equally often: without rank 0 none is kept",
-        )
+    return {
+        rank: min(each.count, own.count)
+        for rank, each in enumerate(saved)
+        if each.count > own.count or (own.together and each.count < own.count)
+    }
+
+
+def _unequal(saved: Sequence[Saved], wrong: Sequence[int]) -> TrainingFailed:
+    """The error of the ranks `wrong`, which have not saved as often as rank 0."""
+    count = saved[wrong[0]].count
+    ranks = [rank for rank in wrong if saved[rank].count == count]
+    return TrainingFailed(
+        f"the ranks have saved unequally often: rank 0 {_checkpoints(saved[0].count)}, rank{'s' * (len(ranks) > 1)} "
+        f"{show_ranks(ranks)} {_checkpoints(count)}",
+        "every rank calls save_checkpoint, equally often: without rank 0 none is kept",
+    )
 
 
 def _checkpoints(count: int) -> str:
@@ -108,7 +133,7 @@ def dropped(saved: Sequence[Saved]) -> str:
             # A name that only other ranks have is kept in a sharded checkpoint.
             if mark != own.outline.get(name, mark if own.sharded else None):
                 found.setdefault(name, []).append(rank)
-    if not own.count or not found:
+    if not own.outline or not found:
         return ""
     names = ", ".join(f"{name!r} of rank{'s' * (len(r) > 1)} {show_ranks(r)}" for name, r in found.items())
     kept = "one rank, as it is no part of a DTensor" if own.sharded else "rank 0, as none of it is a DTensor"

@@ -39,34 +39,56 @@ def test_ranks_that_report_unequally_often_are_named(first: str) -> None:
             lockstep.hear(rank, each)
 
 
-def round_of(*saved: Saved, finished: bool = False) -> Round | None:
-    """The last word on one round of ranks that have saved this before it."""
-    lockstep = Lockstep(len(saved))
-    said = (Finished(1, saved=each) if finished else Reported(1, {}, saved=each) for each in saved)
-    return [lockstep.hear(rank, each) for rank, each in enumerate(said)][-1]
+def rounds_of(*rounds: list[Saved], end: list[Saved] | None = None) -> list[Round | None]:
+    """The last word on each round, of ranks that have saved this before it, and on the end."""
+    said: list[list[Reported | Finished]] = [
+        [Reported(number, {}, saved=each) for each in saved] for number, saved in enumerate(rounds, 1)
+    ]
+    said += [[Finished(len(rounds), saved=each) for each in end]] if end is not None else []
+    lockstep = Lockstep(len(said[0]))
+    return [[lockstep.hear(rank, each) for rank, each in enumerate(one)][-1] for one in said]
 
 
-@pytest.mark.parametrize("finished", [False, True], ids=["reported", "finished"])
-@pytest.mark.parametrize(
-    ("saved", "problem"),
-    [
-        ([Saved(0), Saved(1), Saved(1)], "rank 0 no checkpoints, ranks 1-2 1 checkpoint"),
-        ([Saved(1), Saved(1), Saved(2)], "rank 0 1 checkpoint, rank 2 2 checkpoints"),
-        ([Saved(1, together=True), Saved(0), Saved(1)], "rank 0 1 checkpoint, rank 1 no checkpoints"),
-    ],
-)
-def test_a_checkpoint_that_would_not_be_kept_is_an_error_at_once(
-    saved: list[Saved], problem: str, *, finished: bool
+UNEQUAL = [
+    ([Saved(0), Saved(1), Saved(1)], "rank 0 no checkpoints, ranks 1-2 1 checkpoint"),
+    ([Saved(1), Saved(1), Saved(2)], "rank 0 1 checkpoint, rank 2 2 checkpoints"),
+    ([Saved(1, together=True), Saved(0), Saved(1)], "rank 0 1 checkpoint, rank 1 no checkpoints"),
+]
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["reported again", "finished"])
+@pytest.mark.parametrize(("saved", "problem"), UNEQUAL)
+def test_a_checkpoint_that_would_not_be_kept_is_an_error_of_the_next_round_and_of_the_end(
+    saved: list[Saved], problem: str, *, ends: bool
 ) -> None:
     with pytest.raises(
         TrainingFailed,
         match=f"the ranks have saved unequally often: {problem}; every rank calls save_checkpoint",
     ):
-        round_of(*saved, finished=finished)
+        rounds_of(*[saved] * (1 if ends else 2), end=saved if ends else None)
+
+
+def test_another_rank_than_0_that_saves_alone_again_and_again_is_an_error_of_the_second_round() -> None:
+    with pytest.raises(TrainingFailed, match="rank 0 no checkpoints, rank 1 2 checkpoints"):
+        rounds_of([Saved(0), Saved(1)], [Saved(0), Saved(2)])
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_that_save_by_the_clock_may_do_so_on_both_sides_of_a_report(
+    *, together: bool, late: int
+) -> None:
+    def saved(early: int, count: int) -> list[Saved]:
+        counts = [count, early] if late == 0 else [early, count]
+        return [Saved(each, together=together and each > 0) for each in counts]
+
+    # The one that is late lags at rounds 2 and 3, and has saved between both.
+    found = rounds_of(saved(0, 0), saved(1, 0), saved(2, 1), saved(2, 2), end=saved(2, 2))
+    assert [each is not None and not each.dropped for each in found] == [True] * 5
 
 
 def test_rank_0_may_save_alone_what_is_not_in_parts() -> None:
-    assert round_of(Saved(3), Saved(0)) == Round(({}, {}), None)
+    assert rounds_of([Saved(3), Saved(0)], [Saved(3), Saved(0)]) == [Round(({}, {}), None)] * 2
 
 
 class TestWhatIsNotInTheCheckpoint:
@@ -75,16 +97,28 @@ class TestWhatIsNotInTheCheckpoint:
         assert dropped([same, same, Saved(0)]) == ""
 
     def test_names_that_rank_0_does_not_have_and_other_values_are_told_with_their_ranks(self) -> None:
-        found = round_of(
-            Saved(1, outline={"model": 5, "rng": 1}),
-            Saved(1, outline={"model": 5, "rng": 2, "mine": 3}),
-            Saved(1, outline={"model": 5, "rng": 3}),
+        (found,) = rounds_of(
+            [
+                Saved(1, outline={"model": 5, "rng": 1}),
+                Saved(1, outline={"model": 5, "rng": 2, "mine": 3}),
+                Saved(1, outline={"model": 5, "rng": 3}),
+            ]
         )
         assert found is not None
         assert found.dropped == (
             "'rng' of ranks 1-2, 'mine' of rank 1 is not as that of rank 0: the checkpoint has that of rank 0, as none "
             "of it is a DTensor"
         )
+
+    @pytest.mark.parametrize("late", [0, 1])
+    def test_the_outlines_of_one_checkpoint_may_come_with_two_reports(self, late: int) -> None:
+        outlines = [{"model": 5, "rng": 1}, {"model": 5, "rng": 2}]
+        first = [Saved(0) if rank == late else Saved(1, outline=outlines[rank]) for rank in range(2)]
+        then = [Saved(1, outline=outlines[rank]) if rank == late else Saved(1) for rank in range(2)]
+        before, after = rounds_of(first, then)
+        assert before is not None
+        assert after is not None
+        assert (before.dropped, after.dropped.split(" is not ")[0]) == ("", "'rng' of rank 1")
 
     def test_a_sharded_one_has_the_names_of_all_ranks(self) -> None:
         own = Saved(1, sharded=True, outline={"rng": 1})
