@@ -86,7 +86,9 @@ class TestCheckpoints:
                     (last,) = Path(config["logdir"]).glob("run_*/checkpoints/000003")
                     while not (last / "checkpoint.json").exists():
                         time.sleep(0.01)
-                    (last / "state.pt").write_bytes(b"nothing")
+                    state = bytearray((last / "state.pt").read_bytes())
+                    state[len(state) // 2] ^= 255
+                    (last / "state.pt").write_bytes(state)
                     os.kill(os.getpid(), signal.SIGKILL)
                 dist.barrier()
             return first
@@ -111,12 +113,13 @@ class TestCheckpoints:
 
     def test_one_that_other_ranks_than_0_have_saved_is_an_error(self, trainer: Trainer) -> None:
         def function() -> None:
-            if train.world_rank() == 1:
-                train.save_checkpoint(step=1)
-            train.report()
+            for step in (1, 2):
+                if train.world_rank() == 1:
+                    train.save_checkpoint(step=step)
+                train.report()
             time.sleep(600.0)
 
-        with pytest.raises(TrainingFailed, match="rank 0 no checkpoints, rank 1 1 checkpoint"):
+        with pytest.raises(TrainingFailed, match="rank 0 no checkpoints, rank 1 2 checkpoints"):
             trainer.run(function)
 
     def test_what_other_ranks_than_0_have_saved_is_told_once(

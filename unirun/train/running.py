@@ -15,14 +15,21 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from unirun.errors import EncodingError, TrainingFailed, UnirunError, UsageError, WorkerLost
+from unirun.errors import (
+    CheckpointDamaged,
+    EncodingError,
+    TrainingFailed,
+    UnirunError,
+    UsageError,
+    WorkerLost,
+)
 from unirun.reporting import report
 from unirun.roles import InvocationRef, RoleGroup, wait
 from unirun.train.arguments import name_of
 from unirun.train.attempts import BACK, LOOK, Attempts
 from unirun.train.callbacks import Callbacks
 from unirun.train.cells import cell_of
-from unirun.train.checkpoints import CheckpointStrategy, Info
+from unirun.train.checkpoints import CheckpointStrategy, Info, skipped
 from unirun.train.lockstep import Lockstep, Round
 from unirun.train.losses import is_loss
 from unirun.train.repeats import Repeats
@@ -92,7 +99,7 @@ class TrainingIterator:
         self._held: tuple[Round, int] | None = None
         self._results: list[Any] | None = None
         self._of_callback: Exception | None = None
-        self._finished = self._dropped = False
+        self._finished = self._dropped = self._start_verified = False
         self._iterating = threading.RLock()
         self._closed = False
         self.latest: Info | None = None
@@ -262,17 +269,31 @@ class TrainingIterator:
 
     def _where(self, group: RoleGroup) -> tuple[Any, int]:
         """What the attempt goes on from, and the number of its first checkpoint."""
-        group[0].clear(self._request.url)
-        latest, infos, number = group[0].checkpoints(self._request.url)
+        url = self._request.url
+        group[0].clear(url)
+        latest, infos, number = group[0].checkpoints(url, None)
+        while latest is not None and not self._verified(group, url, latest.number):
+            latest, infos, number = group[0].checkpoints(url, latest.number)
         self.latest, self.checkpoints = latest, infos
         if latest is not None:
             return latest.number, number
         start = self._request.checkpoint
         if isinstance(start, str):
             url, _, name = start.rstrip("/").rpartition("/")
-            group[0].verify(url, int(name))
+            if not self._start_verified:
+                group.verify(url, int(name))
+                self._start_verified = True
             return (url, int(name)), number
         return start, number
+
+    def _verified(self, group: RoleGroup, url: str, number: int) -> bool:
+        """Whether a checkpoint is as it was written: the ranks share the work, before any of them uses it."""
+        try:
+            group.verify(url, number)
+        except CheckpointDamaged as error:
+            report(skipped(error))
+            return False
+        return True
 
     def _given_up(self, resume: Any) -> Iterator[list[dict[str, Any]]]:
         """Hand out the round that was complete when the attempt before was lost, if its checkpoint counts."""

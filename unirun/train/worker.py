@@ -193,19 +193,21 @@ class TrainWorker(BaseWorkload):
         os.kill(os.getpid(), signal.SIGKILL)
 
     @trainer_invocation(concurrency=CALLS)
-    def checkpoints(self, url: str) -> tuple[Info | None, list[Info], int]:
-        """The last whole checkpoint of a run, all those until then, and the number of the next one."""
+    def checkpoints(self, url: str, below: int | None) -> tuple[Info | None, list[Info], int]:
+        """The last checkpoint of a run, with a number `below` that if it is given, all those until then, and the number
+        of the next one. Its files have their sizes; `verify` reads them."""
         folder = Folder(url)
-        latest = folder.latest()
+        latest = folder.latest(below)
         # Later ones are damaged.
         whole = [info for info in folder.infos() if latest is not None and info.number <= latest.number]
         return latest, whole, max(folder.numbers(), default=0) + 1
 
     @trainer_invocation(concurrency=CALLS)
     def verify(self, url: str, number: int) -> None:
-        """Raise `CheckpointDamaged` when a checkpoint is not as it was written, and `UsageError` when there is none."""
+        """Read this rank's share of a checkpoint. Raises `CheckpointDamaged` when that is not as it was written, and
+        `UsageError` when there is none."""
         folder = Folder(url)
-        folder.verify(folder.require(number))
+        folder.verify(folder.require(number), self.rank, self.world_size)
 
     def clear(self, url: str) -> None:
         """Delete checkpoints that were not finished. Nothing runs."""

@@ -1,6 +1,6 @@
 """Checkpoints of training runs: what is kept, where it lies, and how it is written beside training."""
 
-from unirun.train.checkpoints.folder import Folder, Manifest
+from unirun.train.checkpoints.folder import Folder, Manifest, skipped
 from unirun.train.checkpoints.loading import load, put_into
 from unirun.train.checkpoints.state import encode, is_sharded, outline, plain_state, snapshot, unwrapped
 from unirun.train.checkpoints.strategy import CheckpointStrategy, Info
@@ -18,6 +18,7 @@ __all__ = [
     "outline",
     "plain_state",
     "put_into",
+    "skipped",
     "snapshot",
     "unwrapped",
 ]

@@ -46,6 +46,8 @@ PRIVATE = 0o600
 READERS = 8
 """Files that are read at a time to be verified."""
 
+ALTERED = "is not as it was written"
+
 
 class Manifest(Value):
     """What ``checkpoint.json`` says. `files` has the size of each file, in bytes, and its CRC-32; 0: none was made.
@@ -140,20 +142,31 @@ class Folder:
             found.append(Info(number, self.path(number), manifest.score))
         return found
 
-    def latest(self) -> Info | None:
-        """The last checkpoint that is whole; a damaged one is skipped, with a warning."""
+    def latest(self, below: int | None = None) -> Info | None:
+        """The last checkpoint, with a number `below` that if it is given, of which all files have their sizes; others
+        are skipped, with a warning. What is in the files is not read: `verify` does that."""
         for number in reversed(self.numbers()):
+            if below is not None and number >= below:
+                continue
             try:
                 manifest = self.manifest(number)
-                self.verify(manifest)
+                self._check_sizes(manifest)
             except FileNotFoundError:
                 # It was not finished.
                 continue
             except CheckpointDamaged as error:
-                report(f"unirun: {error}; an earlier one is used")
+                report(skipped(error))
                 continue
             return Info(number, self.path(number), manifest.score)
         return None
+
+    def _check_sizes(self, manifest: Manifest) -> None:
+        found = self.sizes(manifest.number)
+        for name, (size, _) in manifest.files.items():
+            if name not in found:
+                raise self.damaged(manifest.number, name, "is not there")
+            if found[name] != size:
+                raise self.damaged(manifest.number, name, ALTERED)
 
     def manifest(self, number: int) -> Manifest:
         """What a checkpoint says of itself. Raises `CheckpointDamaged`, and FileNotFoundError for one that is not
@@ -163,7 +176,9 @@ class Folder:
                 found = msgspec.json.decode(file.read(), type=Manifest)
         except FileNotFoundError:
             raise
-        except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        except OSError as error:
+            raise self.unreadable(number, MANIFEST, error) from error
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise self.damaged(number, MANIFEST, f"cannot be read: {error}") from error
         state = INDEX if found.sharded else STATE
         if state not in found.files:
@@ -175,6 +190,20 @@ class Folder:
         """The error of a checkpoint with a file that has a `problem`."""
         return CheckpointDamaged(f"checkpoint {number} is damaged: {self.path(number)}/{name} {problem}")
 
+    def unreadable(self, number: int, name: str, error: OSError) -> CheckpointDamaged | OSError:
+        """The error of a checkpoint with a file whose reading has raised `error`: it is damaged if it has no such file.
+        Any other error may pass, so it is raised as it is, and no earlier checkpoint is used."""
+        if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+            return self.damaged(number, name, f"cannot be read: {error}")
+        problem = (
+            f"checkpoint {number} cannot be read: {error.strerror or str(error) or type(error).__name__}"
+        )
+        if error.errno is None:
+            # As of the time limits of remote file systems.
+            kind = TimeoutError if isinstance(error, TimeoutError) else OSError
+            return kind(f"{problem}: {self.path(number)}/{name}")
+        return OSError(error.errno, problem, f"{self.path(number)}/{name}")
+
     def require(self, number: int) -> Manifest:
         """The same for one that a user has named. Raises `UsageError` when it is not there."""
         try:
@@ -184,20 +213,23 @@ class Folder:
                 f"there is no checkpoint {self.path(number)}", "see its directory for those that there are"
             ) from error
 
-    def verify(self, manifest: Manifest) -> None:
-        """Read all files of a checkpoint. Raises `CheckpointDamaged`."""
+    def verify(self, manifest: Manifest, rank: int = 0, world: int = 1) -> None:
+        """Read the files of a checkpoint that fall to `rank` of `world`, all of which share the work. Raises
+        `CheckpointDamaged`."""
 
         def check(name: str) -> None:
             size, crc = manifest.files[name]
             try:
                 found, sum_ = self._measured(self.inside(manifest.number, name), summed=bool(crc))
             except OSError as error:
-                raise self.damaged(manifest.number, name, f"cannot be read: {error}") from error
+                raise self.unreadable(manifest.number, name, error) from error
             if found != size or sum_ != crc:
-                raise self.damaged(manifest.number, name, "is not as it was written")
+                raise self.damaged(manifest.number, name, ALTERED)
 
+        # The largest first, so that each rank has as much to read.
+        names = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))
         with ThreadPoolExecutor(READERS) as pool:
-            for _ in pool.map(check, manifest.files):
+            for _ in pool.map(check, names[rank::world]):
                 continue
 
     def _measured(self, path: str, *, summed: bool) -> tuple[int, int]:
@@ -243,3 +275,8 @@ class Folder:
         if self.files.exists(path):
             self.files.rm(path)
         self.files.rm(self.inside(number), recursive=True)
+
+
+def skipped(error: CheckpointDamaged) -> str:
+    """The warning that the checkpoint of `error` is not used."""
+    return f"unirun: {error}; an earlier one is used"

@@ -105,6 +105,8 @@ def _load_plain(folder: Folder, number: int) -> dict[str, Any]:
             return _read(file, folder, number)
     except UsageError:
         raise
+    except OSError as error:
+        raise folder.unreadable(number, STATE, error) from error
     except Exception as error:
         raise folder.damaged(number, STATE, f"cannot be read: {error}") from error
 
@@ -158,6 +160,8 @@ def _load_sharded(folder: Folder, number: int, into: Mapping[str, Any] | None) -
     reader = _reader(folder, number)
     try:
         saved = reader.read_metadata()
+    except OSError as error:
+        raise folder.unreadable(number, INDEX, error) from error
     except Exception as error:
         # Bytes that are no pickle raise what they like.
         raise folder.damaged(number, INDEX, f"cannot be read: {error}") from error
@@ -223,9 +227,7 @@ def _fill(state: dict[str, Any], reader: Any, folder: Folder, number: int) -> No
         # It is no Exception, and holds those of the ranks, of which there is one.
         ((cause, _),) = error.failures.values()
         if isinstance(cause, OSError):
-            raise folder.damaged(
-                number, os.path.basename(cause.filename or ""), f"cannot be read: {cause}"
-            ) from error
+            raise folder.unreadable(number, os.path.basename(cause.filename or ""), cause) from error
         raise cause from error
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import CheckpointDamaged
-from unirun.train.checkpoints import Folder, Manifest
+from unirun.train.checkpoints import Folder, Manifest, load
 from unirun.train.data import Progress
 
 
@@ -47,8 +52,8 @@ def test_what_was_not_finished_is_deleted(folder: Folder) -> None:
     assert folder.numbers() == [1]
 
 
-@pytest.mark.parametrize("damage", [b"weightz", b"weight", b""])
-def test_a_damaged_one_is_skipped_with_a_warning(
+@pytest.mark.parametrize("damage", [b"weight", b""])
+def test_one_whose_files_have_other_sizes_is_skipped_with_a_warning(
     folder: Folder, capfd: pytest.CaptureFixture[str], damage: bytes
 ) -> None:
     saved(folder, 1)
@@ -58,6 +63,93 @@ def test_a_damaged_one_is_skipped_with_a_warning(
     assert latest is not None
     assert latest.number == 1
     assert "000002/state.pt is not as it was written; an earlier one is used" in capfd.readouterr().err
+
+
+def test_the_one_before_another_is_found(folder: Folder) -> None:
+    for number in (1, 2, 3):
+        saved(folder, number)
+    found = [folder.latest(below) for below in (3, 2, 1)]
+    assert [info and info.number for info in found] == [2, 1, None]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    world=st.integers(1, 5),
+    choice=st.integers(0, 1000),
+)
+def test_exactly_one_rank_finds_a_flipped_byte_and_none_reads_all(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], world: int, choice: int
+) -> None:
+    folder = Folder(str(tmp_path_factory.mktemp("any")))
+    folder.make(1)
+    files = {
+        f"__{rank}_0.distcp": folder.write(1, f"__{rank}_0.distcp", bytes(size or 1))
+        for rank, size in enumerate(sizes)
+    }
+    manifest = Manifest(1, len(sizes), True, files)
+    for rank in range(world):
+        folder.verify(manifest, rank, world)
+    name = sorted(files)[choice % len(files)]
+    folder.write(1, name, b"\1" + bytes(files[name][0] - 1))
+    found = []
+    for rank in range(world):
+        try:
+            folder.verify(manifest, rank, world)
+        except CheckpointDamaged as error:
+            found.append(str(error))
+    assert found == [f"checkpoint 1 is damaged: {folder.path(1)}/{name} is not as it was written"]
+
+
+class Failing(LocalFileSystem):  # type: ignore[misc]
+    """A file system that cannot read files with a `name`, for the reason `error`."""
+
+    cachable = False
+    name = "none"
+    error: OSError
+
+    def open(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        if path.endswith(self.name):
+            raise self.error
+        return super().open(path, *args, **kwargs)
+
+
+PASSING = [
+    OSError(errno.EIO, os.strerror(errno.EIO)),
+    OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
+    PermissionError(errno.EACCES, os.strerror(errno.EACCES)),
+    TimeoutError(),
+]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=["EIO", "ESTALE", "EACCES", "a time limit"])
+class TestAnErrorThatMayPass:
+    """It is no damage, so that a run does not go back to an earlier checkpoint, or to its beginning."""
+
+    @pytest.fixture
+    def failing(self, error: OSError, tmp_path: Path) -> Folder:
+        folder = Folder(str(tmp_path))
+        saved(folder, 1)
+        saved(folder, 2)
+        folder.files = Failing()
+        folder.files.error = error
+        return folder
+
+    @pytest.mark.parametrize("of", [Folder.latest, Folder.infos])
+    def test_of_a_manifest_is_told(
+        self, failing: Folder, error: OSError, of: Callable[[Folder], object]
+    ) -> None:
+        failing.files.name = "000002/checkpoint.json"
+        with pytest.raises(
+            type(error), match=f"checkpoint 2 cannot be read.*{failing.path(2)}/checkpoint.json"
+        ):
+            of(failing)
+
+    def test_of_another_file_is_told(self, failing: Folder, error: OSError) -> None:
+        manifest = failing.manifest(2)
+        failing.files.name = "000002/state.pt"
+        for use in (failing.verify, lambda manifest: load(failing, manifest, None)):
+            with pytest.raises(type(error), match=f"checkpoint 2 cannot be read.*{failing.path(2)}/state.pt"):
+                use(manifest)
 
 
 def test_one_whose_manifest_is_damaged_is_skipped_too(folder: Folder) -> None:
