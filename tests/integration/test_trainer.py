@@ -446,6 +446,23 @@ class TestEqualEnds:
         )
         assert trainer.run(train.world_rank) == [0, 1, 2]
 
+    def test_a_checkpoint_without_a_report_is_progress(self, home: Unirun, tmp_path: Path) -> None:
+        def function(config: dict[str, str]) -> int:
+            attempts = Path(config["attempts"])
+            with attempts.open("a") as file:
+                file.write(".")
+            if (attempt := len(attempts.read_text())) == 3:
+                train.save_checkpoint(attempt=attempt)
+                while not [*Path(config["logdir"]).glob("run_*/checkpoints/*/checkpoint.json")]:
+                    time.sleep(0.01)
+            if attempt <= 3:
+                os._exit(3)
+            return attempt
+
+        with Trainer(1, "none", max_failures=-1, logdir=tmp_path / "logs") as own:
+            config = {"attempts": str(tmp_path / "attempts"), "logdir": str(tmp_path / "logs")}
+            assert own.run(function, config=config) == [4]
+
     def test_of_an_exception_that_is_retried(self, home: Unirun) -> None:
         def function() -> None:
             raise OSError("no data")

@@ -12,6 +12,14 @@ LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (.*)", re.DOTA
 
 KILLED = "killed by SIGKILL"
 
+PERHAPS = "perhaps for lack of memory"
+"""Said of a kill of which nobody knows the reason."""
+
+FROM_OUTSIDE = re.compile(
+    r"was lost|(?:lost a process of a DataLoader, which )?(?:is|was) killed by SIG(?:KILL|TERM)"
+)
+"""How the ends begin that have their causes outside of the process."""
+
 
 class Loss(Value):
     """A worker that was lost (``worker:1``), and its `end`: what follows its name in a sentence."""
@@ -24,19 +32,20 @@ class Loss(Value):
 
     @property
     def kind(self) -> str:
-        """Equal for losses with one cause. What ends every rank ends any of them first; SIGKILL comes from outside, and
-        to another rank for another reason."""
-        return str(self) if KILLED in self.end else self.end
+        """Equal for losses with one cause. What ends every rank ends any of them first. SIGKILL, SIGTERM and what
+        nobody knows come from outside, and to another rank for another reason; what is said of that may change."""
+        outside = FROM_OUTSIDE.match(self.end)
+        return f"{self.worker} {outside[0]}" if outside is not None else self.end
 
 
 def loss_of(worker: str, exit_: str, message: str = "") -> Loss:
     """The loss of a worker of which the job says how it ended (``exit code 3``, ``killed by SIGSEGV``), and the first
-    line of its error. Both may be empty."""
+    line of its error, or what it knows of a kill. Both may be empty."""
     if not exit_:
         return Loss(worker, "was lost")
     end = f"was {exit_}" if exit_.startswith("killed") else f"ended with {exit_}"
     if KILLED in end:
-        end += ", perhaps for lack of memory"
+        return Loss(worker, f"{end}, {message or PERHAPS}")
     return Loss(worker, f"{end} ({message})" if message else end)
 
 
@@ -57,7 +66,7 @@ def loader_loss(worker: str, error: BaseException) -> WorkerLost | None:
         return None
     end = said[1].strip().rstrip(".")
     if end == "is killed by signal: Killed":
-        end = f"was {KILLED}, perhaps for lack of memory"
+        end = f"was {KILLED}, {PERHAPS}"
     return WorkerLost(
         f"{worker} lost a process of a DataLoader, which {end}", "see the log of that rank", worker=worker
     )

@@ -7,6 +7,7 @@ belongs to a round is committed before the round is handed out.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import queue
 import threading
@@ -209,9 +210,9 @@ class TrainingIterator:
         if lost and isinstance(again.cause, WorkerLost):
             loss = self._attempts.loss(again.cause)
             what, kind = str(loss), loss.kind
-        reached = self._iteration, self.latest.number if self.latest is not None else 0
-        self._repeats = self._repeats.after(kind, progress=reached != self._reached)
-        self._reached = reached
+        self._repeats = self._repeats.after(kind, progress=self._progressed())
+        if self._repeats.hopeless and self._has_saved():
+            self._repeats = self._repeats.after(kind, progress=True)
         problem = ""
         if 0 <= most < self._failures:
             problem = f"that is failure {self._failures}, and max_failures is {most}"
@@ -231,6 +232,18 @@ class TrainingIterator:
             ) from again.cause
         limit = f" of {most}" if most >= 0 else ""
         report(f"unirun: failure {self._failures}{limit}: {what}; the run goes on")
+
+    def _progressed(self) -> bool:
+        """Whether there was a report or a checkpoint since the last call, as far as is known here."""
+        before, self._reached = self._reached, (self._iteration, self.latest.number if self.latest else 0)
+        return self._reached != before
+
+    def _has_saved(self) -> bool:
+        """Whether the attempt that has failed has saved a checkpoint that no report has told of. False if that cannot
+        be learned: then the failure at hand is the one to tell."""
+        with contextlib.suppress(UnirunError, OSError):
+            self._where(self._attempts.ready())
+        return self._progressed()
 
     def _attempt(self) -> Iterator[list[dict[str, Any]]]:
         """Run the function once in all ranks. Raises `_Again` when that has to be repeated."""

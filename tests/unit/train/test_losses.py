@@ -13,6 +13,12 @@ from unirun.train.losses import Loss, is_loss, loader_loss, loss_of
     [
         ("killed by SIGSEGV", "", "was killed by SIGSEGV"),
         ("killed by SIGKILL", "", "was killed by SIGKILL, perhaps for lack of memory"),
+        (
+            "killed by SIGKILL",
+            "the kernel killed it: out of memory",
+            "was killed by SIGKILL, the kernel killed it: out of memory",
+        ),
+        ("killed by SIGTERM", "", "was killed by SIGTERM"),
         ("exit code 3", "", "ended with exit code 3"),
         ("exit code 1", "LookupError: no", "ended with exit code 1 (LookupError: no)"),
         ("", "", "was lost"),
@@ -25,7 +31,25 @@ def test_a_loss_says_how_the_process_ended(exit_: str, message: str, words: str)
 def test_what_ends_every_rank_is_one_kind_whichever_was_first_and_a_kill_is_one_of_its_rank() -> None:
     assert loss_of("worker:0", "exit code 3").kind == loss_of("worker:1", "exit code 3").kind
     assert loss_of("worker:0", "exit code 3").kind != loss_of("worker:0", "exit code 4").kind
-    assert loss_of("worker:0", "killed by SIGKILL").kind != loss_of("worker:1", "killed by SIGKILL").kind
+    for exit_ in ("killed by SIGKILL", "killed by SIGTERM", ""):
+        assert loss_of("worker:0", exit_).kind == loss_of("worker:0", exit_).kind
+        assert loss_of("worker:0", exit_).kind != loss_of("worker:1", exit_).kind
+    assert loss_of("worker:0", "killed by SIGSEGV").kind == loss_of("worker:1", "killed by SIGSEGV").kind
+    assert loss_of("worker:0", "killed by SIGKILL").kind != loss_of("worker:0", "killed by SIGTERM").kind
+
+
+def test_a_kill_is_of_one_kind_whatever_the_kernel_says_of_it() -> None:
+    known = loss_of("worker:0", "killed by SIGKILL", "the kernel killed it: out of memory")
+    assert known.kind == loss_of("worker:0", "killed by SIGKILL").kind
+
+
+def test_a_killed_process_of_a_loader_is_of_its_rank() -> None:
+    kinds = set()
+    for worker in ("worker:0", "worker:1"):
+        found = loader_loss(worker, RuntimeError("DataLoader worker (pid 4) is killed by signal: Killed. "))
+        assert found is not None
+        kinds.add(Loss(worker, found.problem.removeprefix(f"{worker} ")).kind)
+    assert len(kinds) == 2
 
 
 def test_a_loss_is_of_a_worker_of_the_run() -> None:
