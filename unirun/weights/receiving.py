@@ -181,7 +181,10 @@ class Receiver:
         whole_ones = [(name, local(target.tensors[name]), view) for name, view in assigned]
         tied = untied([*zip(names, into, from_, strict=True), *whole_ones])
         if tied:
-            if not self._fetching.unchanged(found, deadline):
+            # What is kept is lent until it is freed: nobody writes to it.
+            unchanged = keep or self._fetching.unchanged(found, deadline)
+            self._holder.give_back(leases(found))
+            if not unchanged:
                 return at_least, False
             raise WeightsError("the weights do not fit the receiver", faults=tied)
         if target.eta < 1.0:
@@ -196,6 +199,8 @@ class Receiver:
             device.finish()
             give_up(found)
         if not keep and not self._fetching.unchanged(found, deadline):
+            # Of several publishers, some may have lent theirs.
+            self._holder.give_back(leases(found))
             return at_least, False
         if target.eta < 1.0:
             blend(into, from_, target.eta)

@@ -176,13 +176,27 @@ class TestTargetsOfOneMemory:
             publisher, endpoint = here.publisher()
             reader = here.reader(endpoint)
             publisher.publish(tensors_of(untied_weights), 1)
-            for assign in (False, True):
+            for assign in (True, False, True):
                 with pytest.raises(WeightsError, match="b: it is tied to a"):
                     reader.receive({"a": tied, "b": tied}, assign=assign)
             assert tied.sum() == 0
             publisher.publish(tensors_of(dict.fromkeys("ab", torch.ones(SHAPE))), 2)
             reader.receive({"a": tied, "b": tied}, 2)
             assert tied.sum() == tied.numel()
+
+    def test_what_is_refused_is_given_back(self, tmp_path: Path) -> None:
+        tied = torch.zeros(SHAPE)
+        with place(tmp_path) as here:
+            publisher, endpoint = here.publisher()
+            reader = here.reader(endpoint)
+            publisher.publish(tensors_of({"a": torch.ones(SHAPE), "b": torch.full(SHAPE, 2.0)}), 1)
+            with publisher.current() as (_, _, block):
+                lent_before = len(block.readers)
+                with pytest.raises(WeightsError, match="b: it is tied to a"):
+                    reader.receive({"a": tied, "b": tied})
+                # It answers in the order in which it is asked.
+                reader.latest()
+                assert len(block.readers) == lent_before
 
 
 KINDS = {**EMPTY, **LOCKED, **GOOD}
