@@ -181,15 +181,13 @@ class Session:
             self._loaded = True
         progress = {name: shard.progress for name, shard in self._shards.items()}
         if self._writer is not None:
-            self._writer.save(state, progress)
-            self._count_saved(state, together=bool(progress))
+            self._count_saved(self._writer.save(state, progress), together=bool(progress))
         self._saves += 1
         self._reseed(self._saves)
 
-    def _count_saved(self, state: Mapping[str, Any], *, together: bool) -> None:
+    def _count_saved(self, whole: dict[str, Any], *, together: bool) -> None:
         count, shown = self._saved.count + 1, self._saved.outline
         if count == 1 and self.place.world > 1:
-            whole = plain_state(state)
             shown = outline(whole)
             self._saved = replace(self._saved, sharded=is_sharded(whole))
         self._saved = replace(self._saved, count=count, outline=shown, together=together)

@@ -330,3 +330,27 @@ class TestRandomNumbers:
             Folder(str(tmp_path)).remove(number)
         assert whole[4:] == run(5, 6)
         assert len({*whole}) == 6
+
+
+class Gathering:
+    """An object whose state dict takes long, as that of a model of which each rank has a part."""
+
+    made = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self.made += 1
+        return {"made": self.made}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_state_dict_is_made_once_for_each_checkpoint(tmp_path: Path, rank: int) -> None:
+    writer = Writer(Folder(str(tmp_path)), CheckpointStrategy(), rank, 2, 1)
+    session, model = Session(Place(rank, 2), writer=writer), Gathering()
+    for number in (1, 2):
+        session.save({"model": model})
+        assert model.made == number
+    session.report({})
+    said = session.take(1)
+    assert isinstance(said, Reported)
+    assert (said.saved.count, [*said.saved.outline]) == (2, ["model"])
+    session.close()

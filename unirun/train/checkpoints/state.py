@@ -104,12 +104,11 @@ def _sketch(value: Any) -> Any:
 
 def _small_bytes(value: Any) -> bytes:
     if isinstance(value, torch.Tensor) and not is_sharded(value):
-        small = value.numel() * value.element_size() <= SMALL and value.layout == torch.strided
-        return (
-            value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
-            if small
-            else b""
-        )
+        if value.numel() * value.element_size() > SMALL or value.layout != torch.strided:
+            return b""
+        # The conjugate or the negative of another tensor is a view, which has no bytes of its own.
+        plain = value.detach().cpu().resolve_conj().resolve_neg()
+        return plain.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
     return value.tobytes() if isinstance(value, numpy.ndarray) and value.nbytes <= SMALL else b""
 
 

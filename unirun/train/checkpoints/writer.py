@@ -98,9 +98,9 @@ class Writer:
         # One thread writes and commits them, in the order in which they were saved.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unirun-checkpoints")
 
-    def save(self, state: Mapping[str, Any], data: Mapping[str, Progress]) -> None:
+    def save(self, state: Mapping[str, Any], data: Mapping[str, Progress]) -> dict[str, Any]:
         """Save `state`, of which a copy is made at once. Waits while the checkpoint before is still being written, and
-        until it counts.
+        until it counts. Returns the plain state that it has saved: a state dict may take long to be made.
 
         Raises what writing the one before has raised, and `UsageError` for a state that cannot be saved.
         """
@@ -133,6 +133,7 @@ class Writer:
             write = _nothing
         self._pending = pending
         self._pool.submit(self._finish, pending, write, data)
+        return whole
 
     def _finish(self, pending: _Pending, write: Callable[[], Any], data: Mapping[str, Progress]) -> None:
         """Write a checkpoint, and commit it when it counts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from unirun.errors import UsageError
-from unirun.train.checkpoints import outline, plain_state
+from unirun.train.checkpoints import encode, outline, plain_state
 from unirun.train.checkpoints.state import listed, snapshot
 
 
@@ -152,3 +153,15 @@ class TestOutlines:
     )
     def test_they_differ(self, one: Any, other: Any) -> None:
         assert outline({"it": one, "same": 1})["it"] != outline({"it": other, "same": 1})["it"]
+
+
+def test_the_conjugate_and_the_negative_of_a_tensor_are_compared_and_saved() -> None:
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    views = {"conjugate": value.conj(), "negative": value.conj().imag}
+    assert views["conjugate"].is_conj()
+    assert views["negative"].is_neg()
+    plain = {name: each.resolve_conj().resolve_neg() for name, each in views.items()}
+    assert outline(views) == outline(plain)
+    assert outline(views)["conjugate"] != outline({"conjugate": value})["conjugate"]
+    saved = torch.load(io.BytesIO(encode(snapshot(views))), weights_only=True)
+    assert all(torch.equal(saved[name], each) for name, each in plain.items())
