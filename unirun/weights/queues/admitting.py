@@ -21,6 +21,7 @@ class Admission:
     def __init__(self, end: Callable[[Admission], None] | None = None) -> None:
         """`end` is called with it when it is given back; None: of a queue that admits everybody."""
         self._end = end
+        self.in_block = False
 
     def reject(self) -> None:
         """Give it back: no item will be put for it. Does nothing when one was, or after another call."""
@@ -28,6 +29,7 @@ class Admission:
             self._end(self)
 
     def __enter__(self) -> Admission:
+        self.in_block = True
         _blocks.set((*_blocks.get(), self))
         return self
 
@@ -36,6 +38,7 @@ class Admission:
     ) -> None:
         _blocks.set(tuple(each for each in _blocks.get() if each is not self))
         self.reject()
+        self.in_block = False
 
 
 class Admissions:
@@ -48,6 +51,8 @@ class Admissions:
         self._made = 0
         # Which have no item, the oldest first.
         self._open: list[Admission] = []
+        # Of blocks that have not ended, used by a put of which nobody knows the block.
+        self._taken: list[Admission] = []
 
     @property
     def begun(self) -> int:
@@ -75,13 +80,23 @@ class Admissions:
             used = inner[-1] if inner else next(iter(self._open), None)
             if used is not None:
                 self._open.remove(used)
+                if not inner and used.in_block:
+                    self._taken.append(used)
             self._made += 1
 
     def _reject(self, admission: Admission) -> None:
         with self._lock:
+            if admission in self._taken:
+                self._taken.remove(admission)
+                return
             if admission not in self._open:
                 return
             self._open.remove(admission)
+            if admission.in_block and self._taken:
+                # The item may be that of this block, made in a thread that does not know it. The block of which the
+                # admission was taken has it back, and gives it back if it does not need it.
+                self._open.insert(0, self._taken.pop(0))
+                return
         self._given_back()
 
     def close(self, kept: int) -> None:
@@ -89,3 +104,4 @@ class Admissions:
         with self._lock:
             self._made = kept
             self._open.clear()
+            self._taken.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import suppress
+from contextvars import Context
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,6 +75,47 @@ def test_an_item_belongs_to_its_block_and_not_to_another_thread_or_task() -> Non
     thread.join()
     other.reject()
     assert told.state() == (3, 0), "a thread without a block uses the oldest one"
+
+
+def test_an_item_of_a_thread_that_does_not_know_its_block_leaves_the_others_theirs() -> None:
+    told = Told()
+    with told.admissions.admit():
+        with told.admissions.admit():
+            # As of a pool.
+            thread = threading.Thread(target=told.admissions.put)
+            thread.start()
+            thread.join()
+            assert told.state() == (2, 1)
+        assert (told.state(), told.begun) == ((2, 1), []), "the outer block may put its item yet"
+        told.admissions.put()
+    assert (told.state(), told.begun) == ((2, 0), [])
+
+
+def test_a_block_that_has_its_admission_back_and_puts_nothing_gives_it_back() -> None:
+    told = Told()
+    with told.admissions.admit(), told.admissions.admit():
+        thread = threading.Thread(target=told.admissions.put)
+        thread.start()
+        thread.join()
+    assert (told.state(), told.begun) == ((1, 0), [1])
+
+
+@given(st.lists(st.sampled_from(["enter", "put", "put elsewhere", "leave"]), max_size=40))
+def test_blocks_that_have_ended_leave_what_was_put_whichever_thread_has(actions: list[str]) -> None:
+    told = Told()
+    blocks: list[Admission] = []
+    put = 0
+    for action in [*actions, *["leave"] * len(actions)]:
+        if action == "enter":
+            blocks.append(told.admissions.admit().__enter__())
+        elif action == "leave" and blocks:
+            blocks.pop().__exit__(None, None, None)
+        elif action.startswith("put"):
+            put += 1
+            Context().run(told.admissions.put) if action.endswith("elsewhere") else told.admissions.put()
+        begun, still_open = told.state()
+        assert begun == put + still_open
+    assert told.state() == (put, 0)
 
 
 def test_an_item_without_an_admission_counts_too() -> None:
