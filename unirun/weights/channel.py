@@ -17,7 +17,7 @@ from unirun.reporting import report
 from unirun.roles.context import Context, init
 from unirun.weights.fetching import Fetching
 from unirun.weights.holding import Holder
-from unirun.weights.hub import hub_of
+from unirun.weights.hub import LONGEST, hub_of
 from unirun.weights.pairing import BACKENDS, Pair
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver
@@ -150,7 +150,7 @@ class WeightsChannel:
             )
         welcome = self._context.peers.welcome
         patience = timeout if timeout is not None else welcome.call_timeout if welcome else 0.0
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + min(patience, LONGEST)
         tensors = self._targets(into, eta)
         setter = assigner(into) if assign else None
         at_least = ANY if min_version is None else min_version

@@ -44,6 +44,10 @@ def request_of(head: bytes) -> Request | Demand | Enter | Begun | Ask:
     return found
 
 
+LONGEST = threading.TIMEOUT_MAX / 2
+"""Seconds of any wait for others at most: Python's locks do not take more, nor inf."""
+
+
 class Hub:
     """One per worker."""
 

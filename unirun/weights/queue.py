@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from unirun.errors import PeerLost, QueueEnded, QueueTimeout, UsageError
 from unirun.roles.context import init
 from unirun.values import WorkerId
-from unirun.weights.hub import hub_of
+from unirun.weights.hub import LONGEST, hub_of
 from unirun.weights.lines import Line
 from unirun.weights.queues.admission import Bound
 from unirun.weights.queues.admitting import Admission, Admissions
@@ -280,7 +280,7 @@ class Queue:
     def _deadline(self, timeout: float | None) -> float:
         welcome = self._context.peers.welcome
         default = welcome.call_timeout if welcome is not None else 0.0
-        return time.monotonic() + (timeout if timeout is not None else default)
+        return time.monotonic() + min(timeout if timeout is not None else default, LONGEST)
 
     @contextlib.contextmanager
     def _waiting(self, what: str) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from typing import Any, ClassVar
 
@@ -125,3 +126,40 @@ def test_weights_and_items_go_from_thread_to_thread() -> None:
     got = run_in_process(School, {"teacher": (Teacher, 1), "pupil": (Pupil, 2)})
     assert got == (["pupil has 7"] * 2, [[10.0, 14.0]])
     assert set(threading.enumerate()) <= before
+
+
+class Patient(BaseWorkload):
+    """One that waits as long as it takes, in every call that waits."""
+
+    def setup(self) -> None:
+        roles = {"producer": "pupil", "consumer": "teacher"}
+        self.channel = unirun.WeightsChannel("policy", publisher="teacher", receivers=["pupil"])
+        self.queue = unirun.Queue("answers", **roles, maxsize=1, max_head_offpolicyness=0, batch=1)
+        self.model = torch.nn.Linear(2, 2)
+
+    def teach(self) -> int:
+        self.channel.publish(self.model, 1)
+        value: int = self.queue.get(timeout=math.inf).value
+        self.queue.done()
+        return value
+
+    def learn(self) -> None:
+        self.channel.receive(self.model, timeout=math.inf)
+        with self.queue.admit(timeout=math.inf):
+            self.queue.put(3, version=0, timeout=math.inf)
+        self.queue.join(timeout=math.inf)
+
+
+class Patience(BaseTrainer):
+    def init(self) -> None:
+        pass
+
+    def fit(self) -> Any:
+        pending = self.RG_PUPIL.learn.call_async()
+        taught = self.RG_TEACHER.teach()
+        pending.result()
+        return taught
+
+
+def test_a_wait_may_have_no_end() -> None:
+    assert run_in_process(Patience, {"teacher": (Patient, 1), "pupil": (Patient, 1)}) == [3]
