@@ -18,6 +18,7 @@ from unirun.errors import (
     TrainingFailed,
     UnirunError,
     UsageError,
+    WorkerLost,
 )
 from unirun.experiments.control import Every
 from unirun.experiments.evaluator import trained
@@ -32,7 +33,8 @@ from unirun.experiments.step import LOST, Step, reductions_of
 from unirun.reporting import report
 from unirun.roles import BaseTrainer
 from unirun.train.data.order import Order as SampleOrder
-from unirun.train.repeats import LIMIT, Repeats
+from unirun.train.losses import loss_of
+from unirun.train.repeats import Repeats
 from unirun.values import Value
 
 WORKERS = "model_worker"
@@ -51,19 +53,17 @@ STARTS = "at its start"
 
 class Losses(Value):
     """The losses of workers since a step was done for the first time: `number` in all, and how often the last one came
-    in the same place. `step` is the furthest step that was done."""
+    in the same place with the same end. `step` is the furthest step that was done."""
 
     number: int = 0
     repeats: Repeats = Repeats()
     step: int = -1
 
-    def after(self, doing: str, step: int, tries: int = 1) -> Losses:
-        """One more, while the trial was `doing` this, `tries` times, and `step` steps were done."""
+    def after(self, doing: str, kind: str, step: int) -> Losses:
+        """One more of this `kind` (`Loss.kind`), while the trial was `doing` this, and `step` steps were done."""
         progress = step > self.step
         number = 1 if progress else self.number + 1
-        repeats = self.repeats.after(doing, progress=progress)
-        for _ in range(1, tries):
-            repeats = repeats.after(doing, progress=False)
+        repeats = self.repeats.after(f"{doing}, {kind}", progress=progress)
         return Losses(number, repeats, max(step, self.step))
 
     def over(self) -> str:
@@ -139,16 +139,17 @@ class MasterWorkerProcess(BaseTrainer):
                 self._saves.follow(to_end=True)
                 return {**figures, **self._evaluate(info)}
             except Exception as error:
-                if not isinstance(error, LOST) and not self._lost_meanwhile():
+                # Another worker may say that a peer was lost before the job does: calls wait for those it knows of.
+                news = isinstance(error, WorkerLost) or self._lost_meanwhile()
+                if not isinstance(error, LOST) and not news:
                     if (
                         isinstance(error, UsageError | SpecError | CheckpointDamaged)
                         and self._doing == STARTS
                     ):
                         raise
                     raise self._failure(error) from _cause(error)
-                problem = self._lost(error)
-                tries = LIMIT if self._doing == STARTS and isinstance(error, LOST) else 1
-                losses = losses.after(self._doing, info.step if info is not None else 0, tries)
+                problem, kind = self._lost(error)
+                losses = losses.after(self._doing, kind, info.step if info is not None else 0)
                 if why := losses.over():
                     raise TrainingFailed(
                         f"a worker was lost {self._doing}: {problem}; {why}",
@@ -157,16 +158,19 @@ class MasterWorkerProcess(BaseTrainer):
                 report(f"unirun: {self._doing}: {problem}: the trial goes on from its last checkpoint")
                 info = None
 
-    def _lost(self, error: Exception) -> str:
-        """The loss of a worker in words, with its end as far as it is known here."""
+    def _lost(self, error: Exception) -> tuple[str, str]:
+        """The loss of a worker in words, with its end as far as it is known here, and its kind. An error that follows
+        from a loss does not say whose."""
         worker = str(getattr(error, "worker", ""))
         deadline = time.monotonic() + NEWS
-        while worker and started(self._root) is not None and time.monotonic() < deadline:
-            if end := end_of(self._root, worker, self._began):
-                return f"{worker} was lost: {end}"
+        while started(self._root) is not None and time.monotonic() < deadline:
+            if found := end_of(self._root, worker, self._began):
+                who, end = found
+                return f"{who} was lost: {end}", loss_of(who, end).kind
             # The state of the job is written a moment after the loss.
             time.sleep(0.05)
-        return error.problem if isinstance(error, UnirunError) else str(error)
+        # Losses of different workers whose ends are not known may have different causes.
+        return error.problem if isinstance(error, UnirunError) else str(error), worker
 
     def _failure(self, error: Exception) -> TrainingFailed:
         """The end of the trial by an error that would come again, with the call, the step and the worker."""
@@ -181,7 +185,8 @@ class MasterWorkerProcess(BaseTrainer):
         # A worker that is lost from now on is news; an error without news comes again.
         self._generation = self._generation_now()
         group, info = self._group, self._last()
-        setups = group.about.options(idempotent=True, retries=LIMIT - 1).call()
+        # They are not made again by themselves: each loss is counted, with how the worker has ended.
+        setups = group.about.options(idempotent=True, retries=0).call()
         samples = max(setup.samples for setup in setups)
         content = next((setup.content for setup in setups if setup.samples), "")
         self._settings = self._settings.with_data(content)
@@ -195,7 +200,7 @@ class MasterWorkerProcess(BaseTrainer):
             )
         self._samples, self._steps = samples, samples // n_seqs
         spec = FinetuneSpec(self._control.total_train_epochs, samples, n_seqs)
-        restore = group.restore.options(idempotent=True, retries=LIMIT - 1)
+        restore = group.restore.options(idempotent=True, retries=0)
         while True:
             self._attempt += 1
             self._generation = self._generation_now()

@@ -83,15 +83,17 @@ def phase_of(start: Started) -> str:
         return "gone"
 
 
-def end_of(root: Path, worker: str, since: float) -> str:
-    """How a worker (``model_worker:1``) of the trial's job has last ended `since` then, in seconds since the epoch:
-    ``exit code 3``. Empty when it has not, or when this host does not know the state of the job."""
+def end_of(root: Path, worker: str, since: float) -> tuple[str, str] | None:
+    """Which worker of the trial's job has last ended `since` then, in seconds since the epoch, and how:
+    ``model_worker:1`` and ``exit code 3``. It is `worker`, or any if that is empty. None when it has not ended, or when
+    this host does not know the state of the job."""
     start = started(root)
     try:
         failures = read_status(job_at(start.job)).failures if start is not None else ()
     except (JobError, OSError):
-        return ""
-    return next((each.exit for each in reversed(failures) if each.who == worker and each.time >= since), "")
+        return None
+    ended = (each for each in reversed(failures) if worker in ("", each.who) and each.time >= since)
+    return next(((each.who, each.exit) for each in ended), None)
 
 
 def refuse_running(root: Path) -> None:

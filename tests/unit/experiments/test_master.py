@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -29,6 +30,7 @@ from unirun.experiments.layout import topology
 from unirun.experiments.master import Losses, MasterWorkerProcess
 from unirun.experiments.orders import Setup, Trial
 from unirun.experiments.recovery import Recovery
+from unirun.train.losses import loss_of
 
 from .setups import ACTOR, PROMPTS, TRAIN, at, call, config_with
 
@@ -66,8 +68,10 @@ class Method:
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self.call = run
+        self.how: list[tuple[tuple[str, Any], ...]] = []
 
     def options(self, **how: Any) -> Method:
+        self.how.append((*how.items(),))
         return self
 
     def call_async(self, *args: Any) -> Future[Any]:
@@ -88,8 +92,11 @@ class Workers:
         diverged: Sequence[str] = (),
         unreadable: Exception | None = None,
         content: str = "",
+        lost: Sequence[str] = ("model_worker:0",),
+        lost_at_start: Sequence[str] = (),
     ) -> None:
         self.asked: list[str] = []
+        self._lost, self._lost_at_start = itertools.cycle(lost), [*lost_at_start]
         self._damaged, self.lost_in, self.times = damaged, lost_in, times
         self._unreadable, self._content = unreadable, content
         self.about = Method(self._about)
@@ -99,8 +106,19 @@ class Workers:
         self.save = Method(lambda attempt, name, path: Path(path, "model.pt").write_text(run))
         self.evaluate = Method(lambda attempt, name: self._note("evaluate", [{"right": 1.0, "count": 2.0}]))
 
+    @property
+    def asked_with(self) -> list[tuple[tuple[str, Any], ...]]:
+        """The options of the calls at the start."""
+        return [*self.about.how, *self.restore.how]
+
+    def lose(self) -> WorkerLost:
+        """The error of the next worker that is lost in a step."""
+        return WorkerLost("a worker has died", worker=next(self._lost))
+
     def _about(self) -> Any:
         self.asked.append("about")
+        if self._lost_at_start:
+            raise WorkerLost("a worker has died", worker=self._lost_at_start.pop(0))
         if self._unreadable is not None:
             raise self._unreadable
         return [Setup(8, self._content)]
@@ -132,7 +150,7 @@ class Steps:
     def walk(self) -> dict[str, float]:
         if self.workers.lost_in == self._number and self.workers.times:
             self.workers.times -= 1
-            raise WorkerLost("a worker has died", worker="model_worker:0")
+            raise self.workers.lose()
         return {}
 
 
@@ -283,10 +301,41 @@ class TestErrorsThatComeAgain:
     def test_other_losses_end_a_trial_when_there_are_too_many_of_them_without_a_new_step(self) -> None:
         losses = Losses()
         for number in range(10):
-            losses = losses.after(f"in step 3, call {number % 2}", 2)
+            losses = losses.after(f"in step 3, call {number % 2}", "ended with exit code 3", 2)
             assert not losses.over()
-        assert losses.after("in step 3, another", 3).over() == ""
-        assert losses.after("in step 3, another", 2).over() == "that is loss 11 without a new step"
+        assert losses.after("in step 3, another", "", 3).over() == ""
+        assert losses.after("in step 3, another", "", 2).over() == "that is loss 11 without a new step"
+
+    def test_workers_that_end_in_other_ways_in_one_place_are_not_the_same_end(self) -> None:
+        losses = Losses()
+        ends = [("model_worker:3", "killed by SIGKILL"), ("model_worker:9", "killed by SIGKILL")]
+        for worker, end in [
+            *ends,
+            ("model_worker:1", "exit code 3"),
+            *ends,
+            ("model_worker:2", "exit code 3"),
+        ]:
+            losses = losses.after("in step 3, train", loss_of(worker, end).kind, 2)
+            assert not losses.over()
+        for worker in ("model_worker:0", "model_worker:5"):
+            losses = losses.after("in step 3, train", loss_of(worker, "exit code 3").kind, 2)
+        assert losses.over().startswith("that is the same end 3 times")
+
+    def test_workers_whose_ends_are_not_known_are_told_apart(self, run: Run, tmp_path: Path) -> None:
+        run(Workers("first", lost_in=2, times=5, lost=("model_worker:0", "model_worker:1")))
+        assert [line["step"] for line in lines(tmp_path, "steps.jsonl")] == [1, 2, 3, 4]
+
+    def test_each_loss_at_the_start_counts_once(
+        self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        workers = Workers("first", lost_at_start=["model_worker:0", "model_worker:1", "model_worker:0"])
+        run(workers)
+        assert [line["step"] for line in lines(tmp_path, "steps.jsonl")] == [1, 2, 3, 4]
+        assert capsys.readouterr().err.count("goes on from its last checkpoint") == 3
+        with pytest.raises(TrainingFailed, match="lost at its start: .*that is the same end 3 times"):
+            run(again := Workers("again", lost_at_start=["model_worker:0"] * 5))
+        assert again.asked == ["about"] * 3
+        assert {*workers.asked_with, *again.asked_with} == {(("idempotent", True), ("retries", 0))}
 
 
 class TestDiverged:

@@ -373,7 +373,7 @@ class TestSlurm:
 def test_how_a_worker_has_ended_is_known_from_the_state_of_the_job(config: ExperimentConfig) -> None:
     start(config, "ppo-first-1")
     root = root_of("", "ppo", "first")
-    assert end_of(root, "model_worker:1", 0.0) == ""
+    assert end_of(root, "model_worker:1", 0.0) is None
     job, lock = create_job("ppo-first-1", new_token())
     failures = (
         FailureStatus("model_worker", 1, 0, "n", 5.0, "exit code 3"),
@@ -382,9 +382,9 @@ def test_how_a_worker_has_ended_is_known_from_the_state_of_the_job(config: Exper
     )
     status = JobStatus("ppo-first-1", "ppo-first", "running", "", 1.0, None, None, ())
     write_status(job, structs.replace(status, failures=failures))
-    assert end_of(root, "model_worker:1", 6.0) == "killed by SIGKILL"
-    assert end_of(root, "model_worker:1", 8.0) == ""
-    assert end_of(root, "model_worker:0", 0.0) == "exit code 1"
+    assert end_of(root, "model_worker:1", 6.0) == ("model_worker:1", "killed by SIGKILL")
+    assert end_of(root, "model_worker:1", 8.0) is None
+    assert end_of(root, "", 8.0) == ("model_worker:0", "exit code 1")
     os.close(lock)
 
 
