@@ -15,7 +15,7 @@ from typing import Any
 
 from unirun.cli.commandline import Parser
 from unirun.cli.output import print_table
-from unirun.errors import EXIT_USAGE, SpecError, UsageError
+from unirun.errors import EXIT_USAGE, Fault, SpecError, UsageError
 from unirun.launcher.foreground.terminal import say, warn
 
 FINAL = (EXIT_USAGE, 130, 143)
@@ -127,7 +127,6 @@ def _seconds(text: str) -> float:
 
 def _start(options: Any) -> int:
     from unirun.experiments import experiment, starting
-    from unirun.experiments.checks_of_networks import network_faults
     from unirun.experiments.orders import Trial
     from unirun.experiments.recovery import Recovery, Settings
 
@@ -138,8 +137,7 @@ def _start(options: Any) -> int:
     folder = os.getcwd()
     _import(options.module, folder)
     config = experiment.resolve(name, options.overrides)
-    if faults := network_faults(config):
-        raise SpecError(faults)
+    _check_networks(config, options.mode)
     made = experiment.with_settings(name, options.overrides)
     scheduling = made.scheduling_setup()
     _check_files(config, options.mode)
@@ -205,11 +203,25 @@ def _refuse_options(options: Any) -> None:
         raise UsageError("--mode ssh needs hosts", "give --hosts h1:4,h2:4")
 
 
+def _check_networks(config: Any, mode: str) -> None:
+    """Raise `SpecError` for networks that cannot have their layout, or cannot be read."""
+    from unirun.experiments.checks_of_networks import network_faults
+
+    faults, absent = network_faults(config)
+    if faults:
+        raise SpecError(faults + absent)
+    _refuse_or_tell(absent, mode)
+
+
 def _check_files(config: Any, mode: str) -> None:
-    """Raise `SpecError` for files that are not there. Other hosts may have what this one lacks: then it is told."""
+    """Raise `SpecError` for files that are not there."""
     from unirun.experiments.checks_of_arguments import file_faults
 
-    faults = file_faults(config)
+    _refuse_or_tell(file_faults(config), mode)
+
+
+def _refuse_or_tell(faults: Sequence[Fault], mode: str) -> None:
+    """Raise `SpecError` for what is not on this host. Other hosts may have it: then it is told, and workers check."""
     if faults and mode == "local":
         raise SpecError(faults)
     for fault in faults:

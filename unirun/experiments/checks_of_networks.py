@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unirun.errors import Fault
+from unirun.errors import Fault, SpecError
 from unirun.experiments import derive
 from unirun.experiments.layout import ModelName, ProcessTopology
 from unirun.rendezvous.home import unirun_home
@@ -23,18 +23,24 @@ if TYPE_CHECKING:
     from unirun.experiments.config import ExperimentConfig
 
 
-def network_faults(config: ExperimentConfig) -> list[Fault]:
-    """Networks that cannot have their layout. Nothing is known of models that are not built in."""
+def network_faults(config: ExperimentConfig) -> tuple[list[Fault], list[Fault]]:
+    """Networks that cannot have their layout, and networks that cannot be read on this host, of which others may have
+    the files. Nothing is known of models that are not built in."""
     topologies = derive.topologies(config)
-    return [
-        fault
-        for name, arguments in sorted(_arguments(config).items())
-        for fault in faults_of(f"models.{name}", topologies[name], arguments)
-    ]
+    found: list[Fault] = []
+    absent: list[Fault] = []
+    for name, arguments in sorted(_arguments(config).items()):
+        try:
+            found += faults_of(f"models.{name}", topologies[name], arguments)
+        except SpecError as error:
+            of_this_host = arguments.get("path") or isinstance(error.__cause__, ImportError)
+            (absent if of_this_host else found).extend(error.faults)
+    return found, absent
 
 
 def faults_of(where: str, topo: ProcessTopology, arguments: Mapping[str, Any]) -> list[Fault]:
-    """Why a `causal_lm` with these `arguments` cannot have this layout; nothing for one that was noted."""
+    """Why a `causal_lm` with these `arguments` cannot have this layout; nothing for one that was noted. Raises
+    `SpecError` when its configuration cannot be read."""
     digest = _digest(arguments, topo)
     note = unirun_home() / "networks" / digest if digest else None
     if note is not None and note.exists():
@@ -57,15 +63,15 @@ def _arguments(config: ExperimentConfig) -> dict[ModelName, Mapping[str, Any]]:
 
 
 def _digest(arguments: Mapping[str, Any], topo: ProcessTopology) -> str:
-    """The same for equal networks, layouts and versions; empty for a network whose configuration is not here."""
+    """The same for equal networks, layouts and versions; empty when its configuration or transformers is not here."""
     path = arguments.get("path")
     own = Path(str(path), "config.json") if path else None
     try:
         about = own.read_text() if own is not None else json.dumps(arguments.get("config"), sort_keys=True)
-    except (OSError, TypeError, ValueError):
+        versions = [importlib.metadata.version(name) for name in ("torch", "transformers")]
+    except (OSError, TypeError, ValueError, importlib.metadata.PackageNotFoundError):
         return ""
     sources = [file.read_text() for file in sorted((Path(__file__).parent / "models").glob("*.py"))]
-    versions = [importlib.metadata.version(name) for name in ("torch", "transformers")]
     sizes = [topo.get_dim("pipe"), topo.get_dim("tensor"), bool(arguments.get("critic"))]
     return hashlib.sha256(json.dumps([about, sizes, versions, sources]).encode()).hexdigest()
 

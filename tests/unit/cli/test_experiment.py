@@ -49,7 +49,20 @@ class Fused(Small):
         return config
 
 
+class Elsewhere(Small):
+    """One whose networks are on other hosts."""
+
+    def initial_setup(self) -> ExperimentConfig:
+        """PPO, all with the network of a path."""
+        config = ppo(separate=False)
+        for worker in config.model_worker:
+            for shard in worker.shards:
+                shard.model = ModelAbstraction("causal_lm", {"path": "/nowhere/at/all"})
+        return config
+
+
 register_experiment("tests-small", Small)
+register_experiment("tests-elsewhere", Elsewhere)
 register_experiment("tests-fused", Fused)
 
 START = ("experiment", "start", "-e", "tests-small", "-f", "first")
@@ -109,6 +122,18 @@ def test_a_network_that_cannot_run_is_refused_before_anything_starts(
     assert "the family gpt2 cannot run: GPT2LMHeadModel is not built as Llama is" in capsys.readouterr().err
     assert not jobs.files
     assert not (home / "experiments").exists()
+
+
+def test_a_network_that_is_not_on_this_host_is_refused_only_where_the_trial_runs_here(
+    home: Path, jobs: Jobs, capsys: Captured
+) -> None:
+    start = ("experiment", "start", "-e", "tests-elsewhere", "-f", "first")
+    assert call(*start) == 2
+    assert not jobs.files
+    capsys.readouterr()
+    assert call(*start, "--mode", "ssh", "--hosts", "h1:4,h2") == 0
+    assert "on this host: models.actor@0: transformers does not read its" in capsys.readouterr().err
+    assert len(jobs.files) == 1
 
 
 class TestOptions:

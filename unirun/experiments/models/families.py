@@ -113,7 +113,7 @@ def _refusal(key: _Key, build: Build, layout: str, critic: bool) -> str:
         try:
             whole = _network(key.config, critic)
         except Exception as error:  # noqa: BLE001 - whatever a network of another family raises
-            return f"no small network of it can be made, to try it: {_told(error)}"
+            return f"no small network of it can be made, to try it: {first_line(error)}"
         finally:
             logging.set_verbosity(level)
         for told, tried in _trials(whole, build, layout, critic):
@@ -122,7 +122,7 @@ def _refusal(key: _Key, build: Build, layout: str, critic: bool) -> str:
             except SpecError as error:
                 return error.faults[0].problem
             except Exception as error:  # noqa: BLE001 - as above
-                why = _told(error)
+                why = first_line(error)
             if why:
                 return f"{told}: {why}"
     return ""
@@ -148,7 +148,7 @@ def _network(config: Any, critic: bool) -> Any:
     return whole
 
 
-def _told(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
@@ -278,7 +278,7 @@ def _cut(whole: Any, tokens: Sequence[torch.Tensor]) -> str:
         try:
             why = _parts(layer, name, cut, args, given, output)
         except Exception as error:  # noqa: BLE001 - whatever a module raises that has some of its heads only
-            why = _told(error)
+            why = first_line(error)
         if why:
             return f"{name} {_others(layer, name)}: {why}{_dropout(whole.config)}"
     return ""

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from unirun.errors import Fault, SpecError
 from unirun.experiments.layout import ModelName, ProcessTopology, topology
 from unirun.experiments.models.api import Place
-from unirun.experiments.models.families import refusal
+from unirun.experiments.models.families import first_line, refusal
 from unirun.experiments.models.plan import cuts, partial_names
 
 
@@ -219,27 +219,24 @@ def _built(whole: nn.Module, stage: int, stages: int) -> Stage:
 
 def network_faults(where: str, topo: ProcessTopology, arguments: Mapping[str, Any]) -> list[Fault]:
     """Why a `causal_lm` with these `arguments` cannot have this layout: its sizes, or a family whose parts compute
-    something else than the whole (`families`). Nothing of its size is made."""
-    try:
-        found = configuration(where, arguments.get("config"), arguments.get("path", ""))
-    except SpecError as error:
-        return [*error.faults]
+    something else than the whole (`families`). Nothing of its size is made. Raises `SpecError` when its configuration
+    cannot be read."""
+    found = configuration(where, arguments.get("config"), arguments.get("path", ""))
     return _faults(where, topo, found, bool(arguments.get("critic")))
 
 
 def configuration(where: str, config: Mapping[str, Any] | None, path: str) -> Any:
     """The configuration of the network at `path`, or with the settings `config`. Raises `SpecError`."""
-    from transformers import AutoConfig
-
     settings = dict(config or {})
     try:
+        from transformers import AutoConfig
+
         if path:
             return AutoConfig.from_pretrained(path)
         return AutoConfig.for_model(settings.pop("model_type", "llama"), **settings)
     except Exception as error:
         # Whatever transformers raises for a name, a file or a setting that is wrong.
-        told = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        problem = f"transformers does not read its configuration: {told}"
+        problem = f"transformers does not read its configuration: {first_line(error)}"
         raise SpecError([Fault(where, problem, "correct its path or its config")]) from error
 
 

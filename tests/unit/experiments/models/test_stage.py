@@ -130,8 +130,18 @@ class TestWhatCannotBeCut:
 
     @pytest.mark.parametrize("wrong", [{"config": {"model_type": "nothing"}}, {"path": "/nowhere/at/all"}])
     def test_a_configuration_that_cannot_be_read(self, wrong: dict[str, Any]) -> None:
-        (fault,) = network_faults("models.actor@0", topology(), wrong)
-        assert str(fault).startswith("models.actor@0: transformers does not read its configuration")
+        with pytest.raises(SpecError, match="models.actor@0: transformers does not read its configuration"):
+            network_faults("models.actor@0", topology(), wrong)
+
+    def test_an_error_of_transformers_without_a_text_is_told_by_its_type(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def unreadable(path: str) -> None:
+            raise AssertionError
+
+        monkeypatch.setattr("transformers.AutoConfig.from_pretrained", unreadable)
+        with pytest.raises(SpecError, match="does not read its configuration: AssertionError"):
+            network_faults("models.actor@0", topology(), {"path": "org/name"})
 
     @pytest.mark.parametrize(
         ("kind", "scale"), [("cohere", {"logit_scale": 0.25}), ("granite", {"logits_scaling": 2.0})]
