@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from unirun.experiments.evaluator import trained
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import ModelInterfaceType
 from unirun.experiments.models.api import FinetuneSpec
+from unirun.experiments.orders import Setup
 from unirun.experiments.records import CHECKPOINTS, EVALUATIONS, STEPS, Records, SavedModels
-from unirun.experiments.recovery import RecoverInfo, Recovery, Settings
+from unirun.experiments.recovery import DATA, RecoverInfo, Recovery, Settings
 from unirun.experiments.results import means
 from unirun.experiments.starting import end_of, make_root, started
 from unirun.experiments.step import LOST, Step, reductions_of
@@ -188,8 +189,10 @@ class MasterWorkerProcess(BaseTrainer):
         # They are not made again by themselves: each loss is counted, with how the worker has ended.
         setups = group.about.options(idempotent=True, retries=0).call()
         samples = max(setup.samples for setup in setups)
-        content = next((setup.content for setup in setups if setup.samples), "")
-        self._settings = self._settings.with_data(content)
+        content = _content_of(setups)
+        # Once in a job: a worker that was started again may make its samples anew.
+        if DATA not in self._settings.values:
+            self._settings = self._settings.with_data(content)
         if info is not None:
             self._check_settings(info)
         n_seqs = self._source.n_seqs
@@ -381,6 +384,21 @@ class MasterWorkerProcess(BaseTrainer):
                 own = {k.partition("/")[2]: v for k, v in figures.items() if k.startswith(f"{call.name}/")}
                 shown = ", ".join(f"{key} {value:.4g}" for key, value in own.items())
                 report(f"step {step}: {call.name}: {shown}")
+
+
+def _content_of(setups: Sequence[Setup]) -> str:
+    """The content of the dataset, which is the same in all workers that have read it. Raises `UsageError`."""
+    contents: dict[str, int] = {}
+    for rank, setup in enumerate(setups):
+        if setup.samples:
+            contents.setdefault(setup.content, rank)
+    if len(contents) > 1:
+        told = "; ".join(f"{each} in {WORKERS}:{rank}" for each, rank in contents.items())
+        raise UsageError(
+            f"workers have read different datasets: {told}",
+            "let all hosts have the same files, and make samples from the seed",
+        )
+    return next(iter(contents), "")
 
 
 def _cause(error: Exception) -> BaseException | None:

@@ -92,13 +92,16 @@ class Workers:
         diverged: Sequence[str] = (),
         unreadable: Exception | None = None,
         content: str = "",
+        contents: Sequence[str] = (),
+        contents_later: Sequence[str] = (),
         lost: Sequence[str] = ("model_worker:0",),
         lost_at_start: Sequence[str] = (),
     ) -> None:
         self.asked: list[str] = []
         self._lost, self._lost_at_start = itertools.cycle(lost), [*lost_at_start]
         self._damaged, self.lost_in, self.times = damaged, lost_in, times
-        self._unreadable, self._content = unreadable, content
+        self._contents_later = contents_later
+        self._unreadable, self._contents = unreadable, contents or [content]
         self.about = Method(self._about)
         self.not_finite = Method(lambda attempt, names: [[], list(diverged)])
         self.restore = Method(self._restore)
@@ -121,7 +124,11 @@ class Workers:
             raise WorkerLost("a worker has died", worker=self._lost_at_start.pop(0))
         if self._unreadable is not None:
             raise self._unreadable
-        return [Setup(8, self._content)]
+        # The last worker reads no data.
+        found = [*(Setup(8, content) for content in self._contents), Setup(0)]
+        if self._contents_later:
+            self._contents = self._contents_later
+        return found
 
     def _note(self, what: str, answer: Any) -> Any:
         self.asked.append(what)
@@ -242,6 +249,22 @@ class TestOtherSettings:
         with pytest.raises(UsageError, match='datasets.content: "a" → "b"'):
             run(workers, resume=True)
         assert workers.asked == ["about"]
+
+    def test_workers_that_have_read_other_samples_than_the_others_are_told(self, run: Run) -> None:
+        workers = Workers("first", contents=["8 samples, a", "8 samples, b", "8 samples, a"])
+        with pytest.raises(UsageError) as caught:
+            run(workers)
+        assert caught.value.problem == (
+            "workers have read different datasets: 8 samples, a in model_worker:0; 8 samples, b in model_worker:1"
+        )
+        assert workers.asked == ["about"]
+
+    def test_samples_are_compared_with_those_of_the_checkpoint_once_in_a_job(
+        self, run: Run, tmp_path: Path
+    ) -> None:
+        run(Workers("first", contents=["a"], contents_later=["b"], lost_in=3))
+        assert [line["step"] for line in lines(tmp_path, "steps.jsonl")] == [1, 2, 3, 4]
+        run(Workers("second", contents=["a"]), resume=True)
 
     def test_a_trial_that_begins_anew_may_have_others(self, run: Run, tmp_path: Path) -> None:
         run(Workers("first"))

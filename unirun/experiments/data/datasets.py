@@ -83,24 +83,45 @@ SAMPLES = 16
 
 def content_of(dataset: Dataset) -> str:
     """A text that is another one for other content: the number of samples, with the `fingerprint` of the dataset, or
-    with a digest of some samples that are spread over it."""
+    with a digest of some samples that are spread over it. Where these are drawn at random, it is their number alone."""
     count = len(dataset)
     known = getattr(dataset, "fingerprint", None)
     if known is not None:
         return f"{count} samples, {known}"
+    places = sorted({number * (count - 1) // (SAMPLES - 1) for number in range(SAMPLES)} if count else ())
+    digest = _digest(dataset, places)
+    # Samples that are drawn at random, as augmented ones are, are others each time: they tell nothing.
+    return f"{count} samples, {digest}" if _digest(dataset, places) == digest else f"{count} samples"
+
+
+def _digest(dataset: Dataset, places: Sequence[int]) -> str:
+    """A digest of the samples at `places`."""
     digest = hashlib.sha256()
-    for at in sorted({number * (count - 1) // (SAMPLES - 1) for number in range(SAMPLES)} if count else ()):
+    for at in places:
         sample = dataset[at]
         shape = {key: [list(lengths) for lengths in some] for key, some in sorted(sample.seqlens.items())}
         digest.update(_as_text([sample.ids, shape, sample.metadata]))
         for key in sorted(sample.data or ()):
             digest.update(sample[key].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return f"{count} samples, sha256 {digest.hexdigest()[:16]}"
+    return f"sha256 {digest.hexdigest()[:16]}"
 
 
 def _as_text(value: Any) -> bytes:
     # What JSON does not have, as a picture, is known by its type.
-    return json.dumps(value, sort_keys=True, default=lambda each: type(each).__qualname__).encode()
+    return json.dumps(
+        _with_texts(value), sort_keys=True, default=lambda each: type(each).__qualname__
+    ).encode()
+
+
+def _with_texts(value: Any) -> Any:
+    """The same with mappings whose keys are texts: JSON has no others, and they could not be sorted."""
+    if isinstance(value, list | tuple):
+        return [_with_texts(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if all(isinstance(key, str) for key in value):
+        return {key: _with_texts(each) for key, each in value.items()}
+    return sorted(([repr(key), _with_texts(each)] for key, each in value.items()), key=lambda pair: pair[0])
 
 
 class Joined:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -257,14 +258,14 @@ class Plain:
 
     keys: tuple[str, ...] = ("tokens",)
 
-    def __init__(self, last: int = 0) -> None:
-        self._last = last
+    def __init__(self, last: int = 0, noise: float = 0.0) -> None:
+        self._last, self._noise = last, noise
 
     def __len__(self) -> int:
         return 100
 
     def __getitem__(self, index: int) -> SequenceSample:
-        value = self._last if index == 99 else index
+        value = self._last if index == 99 else index + self._noise * random.random()
         return SequenceSample.of({"tokens": [torch.tensor([value, 0.5])]}, [str(index)], row=[{"at": index}])
 
 
@@ -279,3 +280,15 @@ class TestContent:
     def test_other_datasets_by_samples_that_are_spread_over_them(self) -> None:
         assert content_of(Plain()) == content_of(Plain())
         assert content_of(Plain()) != content_of(Plain(last=1))
+
+    def test_samples_that_are_drawn_at_random_are_known_by_their_number(self) -> None:
+        assert content_of(Plain(noise=0.1)) == content_of(Plain(noise=0.1)) == "100 samples"
+
+    def test_rows_may_have_keys_of_all_types(self) -> None:
+        def content(inner: dict[Any, Any]) -> str:
+            return content_of(PromptDataset(UTIL, rows=[{"prompt": "ab", "more": [inner]}]))
+
+        one: dict[Any, Any] = {1: "a", "1": "b", (2, "x"): [{None: 1}]}
+        assert content(one) == content(dict(reversed(one.items())))
+        assert content(one) != content({**one, (2, "x"): [{None: 2}]})
+        assert content(one) != content({**one, 1: "b", "1": "a"})
