@@ -75,7 +75,10 @@ def plain(value: Any) -> Any:
         return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | frozenset):
+    if isinstance(value, set | frozenset):
+        # Their order is another one in each process.
+        return [plain(each) for each in sorted(value, key=repr)]
+    if isinstance(value, list | tuple):
         return [plain(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         # JSON has no such number, and this one is a setting: null would be None.
