@@ -37,6 +37,9 @@ KEPT = 2
 DATA = "datasets.content"
 """The setting for what the datasets have in them. Workers know it, as they read them."""
 
+EPOCHS = "total_train_epochs"
+"""The setting that decides numbers only where the learning rate follows from it."""
+
 
 class Change(Value):
     """A setting that decides the numbers, and is not what it was when the checkpoint was written. One that is not
@@ -82,8 +85,9 @@ class Settings(Value):
                         "model": _named(shard.model),
                         "eval_dataset": _named(shard.eval_dataset) if shard.eval_dataset else {},
                     }
-                    if shard.backend.args.get("schedule", "constant") != "constant":
-                        found["total_train_epochs"] = config.exp_ctrl.total_train_epochs
+                    rate = shard.backend.args
+                    if rate.get("schedule", "constant") != "constant" or rate.get("warmup"):
+                        found[EPOCHS] = config.exp_ctrl.total_train_epochs
         for call in config.model_rpcs:
             named = {name: getattr(call, name) for name in _OF_CALLS}
             found[f"model_rpcs.{call.name}"] = {**named, "interface": _named(call.interface_impl)}
@@ -94,11 +98,11 @@ class Settings(Value):
         return Settings({**self.values, DATA: json.dumps(content)}, self.code)
 
     def changes(self, now: Settings) -> list[Change]:
-        """The settings that are different `now`. The content of datasets counts when both know it."""
-        names = sorted({*self.values, *now.values})
-        if DATA in names and not (DATA in self.values and DATA in now.values):
-            names.remove(DATA)
-        found = [Change(name, self.values.get(name, ""), now.values.get(name, "")) for name in names]
+        """The settings that are different `now`. The content of datasets and the number of epochs count when both know
+        them."""
+        names = sorted({*self.values, *now.values} - {DATA, EPOCHS})
+        names += [name for name in (DATA, EPOCHS) if name in self.values and name in now.values]
+        found = [Change(name, self.values.get(name, ""), now.values.get(name, "")) for name in sorted(names)]
         return [change for change in found if change.before != change.now]
 
 

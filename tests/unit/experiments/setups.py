@@ -45,7 +45,7 @@ class Answers(Prompts):
 class Backend(ModelBackend):
     """A backend with some arguments."""
 
-    def __init__(self, *, lr: float = 0.1, schedule: str = "constant") -> None: ...
+    def __init__(self, *, lr: float = 0.1, schedule: str = "constant", warmup: float = 0.0) -> None: ...
 
 
 def network(place: object, *, layers: int = 2) -> None:

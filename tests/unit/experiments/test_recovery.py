@@ -146,8 +146,8 @@ class TestDamage:
 
 def settings(lr: float = 0.1, seed: int = 1, tensor: int = 1, **more: Any) -> Settings:
     """Those of an experiment with one call and one model."""
-    schedule = more.pop("schedule", "constant")
-    backend = ModelBackendAbstraction("tests-backend", {"lr": lr, "schedule": schedule})
+    shape = {name: more.pop(name) for name in ("schedule", "warmup") if name in more}
+    backend = ModelBackendAbstraction("tests-backend", {"lr": lr, **shape})
     model = Allocation(NETWORK, backend, topology(tensor=tensor))
     rows = [{"prompt": str(number)} for number in range(more.pop("rows", 100))]
     workers = model_workers(
@@ -197,8 +197,15 @@ class TestSettings:
         self,
     ) -> None:
         assert changes(settings(), settings(epochs=2, saves=3)) == []
-        told = changes(settings(schedule="cosine"), settings(schedule="cosine", epochs=2))
-        assert told == ["total_train_epochs: 1 → 2"]
+        assert changes(settings(warmup=0.0), settings(warmup=0.0, epochs=2)) == []
+        for shape in ({"schedule": "cosine"}, {"warmup": 0.1}, {"schedule": "constant", "warmup": 0.1}):
+            told = changes(settings(**shape), settings(**shape, epochs=2))
+            assert told == ["total_train_epochs: 1 → 2"]
+
+    def test_a_checkpoint_that_does_not_say_how_long_its_trial_is_goes_on(self) -> None:
+        now = settings(warmup=0.1)
+        values = {name: value for name, value in now.values.items() if name != "total_train_epochs"}
+        assert changes(replace(now, values=values), now) == []
 
     def test_the_content_of_datasets_counts_once_it_is_known(self) -> None:
         one, other = settings().with_data("8 samples, a"), settings().with_data("8 samples, b")
