@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,22 @@ class Shard:
     def __init__(self, about: StandaloneModelShardAbstraction, model: Model, backend: ModelBackend) -> None:
         self.about, self.model, self.backend = about, model, backend
         self.offloaded = False
+        self._meant: frozenset[str] = frozenset()
+
+    def begins(self) -> None:
+        """The model is as it should be: what is not finite in it now, as a mask with -inf, is meant to be so."""
+        self._meant = frozenset(self._found())
+
+    def not_finite(self) -> list[str]:
+        """The parameters and buffers that have got values that are not finite."""
+        return [name for name in self._found() if name not in self._meant]
+
+    def _found(self) -> Iterator[str]:
+        engine = self.model.engine
+        for name, tensor in engine.tensors().items() if engine is not None else ():
+            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if own.is_floating_point() and not bool(own.isfinite().all()):
+                yield name
 
 
 class ModelWorkerProcess(BaseWorkload):
@@ -154,6 +170,7 @@ class ModelWorkerProcess(BaseWorkload):
         for name, shard in self._shards.items():
             if step is not None and shard.about.should_instantiate:
                 shard.backend.load(shard.model, self._recovery.folder(step, str(name)))
+            shard.begins()
         return {str(name): shard.model.version for name, shard in self._shards.items()}
 
     def _mesh(self, name: ModelName, topo: ProcessTopology) -> DeviceMesh | None:
@@ -249,17 +266,10 @@ class ModelWorkerProcess(BaseWorkload):
 
     @trainer_invocation(target="ALL")
     def not_finite(self, attempt: int, models: Sequence[ModelName]) -> list[str]:
-        """The parameters and buffers of `models` in this worker with values that are not finite."""
+        """The parameters and buffers of `models` in this worker that have got values that are not finite."""
         self._check(attempt)
-        found = []
-        for name in models:
-            shard = self._shards.get(name)
-            engine = shard.model.engine if shard is not None else None
-            for tensor_name, tensor in engine.tensors().items() if engine is not None else ():
-                own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                if own.is_floating_point() and not bool(own.isfinite().all()):
-                    found.append(f"{name}: {tensor_name}")
-        return found
+        shards = {name: self._shards[name] for name in models if name in self._shards}
+        return [f"{name}: {each}" for name, shard in shards.items() for each in shard.not_finite()]
 
     @trainer_invocation(target="ALL")
     def checkpoint(self, attempt: int, step: int) -> None:
