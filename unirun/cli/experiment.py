@@ -214,10 +214,12 @@ def _check_networks(config: Any, mode: str) -> None:
 
 
 def _check_files(config: Any, mode: str) -> None:
-    """Raise `SpecError` for files that are not there."""
-    from unirun.experiments.checks_of_arguments import file_faults
+    """Raise `SpecError` for files that are not there; tell what may be too long."""
+    from unirun.experiments.checks_of_arguments import file_faults, length_warnings
 
     _refuse_or_tell(file_faults(config), mode)
+    for each in length_warnings(config):
+        warn(str(each))
 
 
 def _refuse_or_tell(faults: Sequence[Fault], mode: str) -> None:

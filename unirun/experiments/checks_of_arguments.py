@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from unirun.errors import Fault, UsageError
 from unirun.experiments.data.datasets import TOKENIZERS, is_of_rows, read_rows
-from unirun.experiments.graph import Abstraction, ModelInterfaceType
+from unirun.experiments.graph import Abstraction, MFCDef, ModelInterfaceType
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS, Registry
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _value_fault(where: str, make: Any, chosen: Abstraction) -> Fault | None:
 
 def file_faults(config: ExperimentConfig) -> list[Fault]:
     """Files and directories that a trial needs and that are not on this host, held-out data that is too small, and
-    sequences that are longer than networks have positions."""
+    more new tokens than networks have positions."""
     found = []
     tokenizer = config.model_worker[0].tokenizer_name_or_path
     if tokenizer and tokenizer not in TOKENIZERS and (why := _absent(tokenizer)):
@@ -194,24 +194,24 @@ def _first_rows(dataset: Abstraction, most: int) -> int | None:
 
 
 def _length_faults(config: ExperimentConfig) -> list[Fault]:
-    """Sequences that the configuration lets become longer than their network has positions."""
-    longest = [
-        length
-        for _, dataset in _datasets(config)
-        if is_of_rows(DATASETS.at_hand(dataset.type_))
-        and isinstance(length := dataset.args.get("max_length"), int)
-    ]
-    prompt = max(longest, default=0)
-    shards = _shards(config)
-    found = []
-    for call in config.model_rpcs:
-        shard = shards.get(call.model_name)
-        positions = (
-            _positions(shard.model.args) if shard is not None and shard.model.type_ == "causal_lm" else None
+    """New tokens that are more than their network has positions, whatever the prompt."""
+    return [
+        Fault(
+            f"model_rpcs.{call.name}",
+            f"it makes up to {new} new tokens (max_new_tokens), and {call.model_name} has {positions} positions",
+            "make max_new_tokens smaller, or give a network with more",
         )
-        generates = call.interface_type is ModelInterfaceType.GENERATE
-        new = (_new_tokens(call.interface_impl.args) or 0) if generates else 0
-        if positions is not None and prompt + new > positions:
+        for call, _, new, positions in _lengths(config)
+        if new > positions
+    ]
+
+
+def length_warnings(config: ExperimentConfig) -> list[Fault]:
+    """Sequences that may be longer than their network has positions. A dataset only cuts at its ``max_length``: all of
+    its samples may be shorter."""
+    found = []
+    for call, prompt, new, positions in _lengths(config):
+        if new <= positions < prompt + new:
             more = f" and {new} new ones (max_new_tokens)" if new else ""
             problem = (
                 f"sequences may have {prompt} tokens (max_length){more}, "
@@ -221,6 +221,41 @@ def _length_faults(config: ExperimentConfig) -> list[Fault]:
                 Fault(f"model_rpcs.{call.name}", problem, "make them shorter, or give a network with more")
             )
     return found
+
+
+def _lengths(config: ExperimentConfig) -> Iterator[tuple[MFCDef, int, int, int]]:
+    """For each call of a network of which the positions are known: the longest prompt, and the most new tokens, 0 where
+    the configuration does not say them, and the positions."""
+    shards = _shards(config)
+    prompt = max([0, *(_max_length(each) for worker in config.model_worker for each in worker.datasets)])
+    for call in config.model_rpcs:
+        shard = shards.get(call.model_name)
+        if shard is None or shard.model.type_ != "causal_lm":
+            continue
+        positions = _positions(shard.model.args)
+        if positions is None:
+            continue
+        generates = call.interface_type is ModelInterfaceType.GENERATE
+        new = (_new_tokens(call.interface_impl.args) or 0) if generates else 0
+        yield call, max([prompt, *map(_max_length, _held_out(config, call, shard))]), new, positions
+
+
+def _held_out(config: ExperimentConfig, call: MFCDef, shard: Any) -> Iterator[Abstraction]:
+    """The data on which the model of a call that trains is evaluated."""
+    if call.interface_type is not ModelInterfaceType.TRAIN_STEP:
+        return
+    if shard.eval_dataset is not None:
+        yield shard.eval_dataset
+    evaluator = config.evaluator
+    if config.auto_eval and evaluator.dataset is not None and evaluator.role in ("", call.role):
+        yield evaluator.dataset
+
+
+def _max_length(dataset: Abstraction) -> int:
+    """Where a dataset cuts its samples, as far as its arguments say so; 0 otherwise."""
+    found = dataset.args.get("max_length")
+    ours = dataset.type_ in DATASETS and is_of_rows(DATASETS.at_hand(dataset.type_))
+    return found if ours and isinstance(found, int) else 0
 
 
 def _positions(args: Mapping[str, Any]) -> int | None:

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.shell import call
+from tests.unit.experiments.models.test_stage import CONFIG
 from tests.unit.experiments.setups import ppo
+from tests.unit.experiments.test_checks_of_arguments import of
 from unirun.errors import PlacementError
 from unirun.experiments.config import (
     ExperimentConfig,
@@ -61,7 +63,21 @@ class Elsewhere(Small):
         return config
 
 
+class Long(Experiment):
+    """One whose data may be longer than its network has positions."""
+
+    def scheduling_setup(self) -> ExperimentScheduling:
+        """A worker without a device."""
+        return ExperimentScheduling(TasksGroup(1, Scheduling()))
+
+    def initial_setup(self) -> ExperimentConfig:
+        """A call that trains."""
+        rows = {"rows": [{"prompt": "a"}] * 8, "max_length": 65}
+        return of(model={"config": {**CONFIG, "max_position_embeddings": 64}}, dataset=rows)
+
+
 register_experiment("tests-small", Small)
+register_experiment("tests-long", Long)
 register_experiment("tests-elsewhere", Elsewhere)
 register_experiment("tests-fused", Fused)
 
@@ -133,6 +149,13 @@ def test_a_network_that_is_not_on_this_host_is_refused_only_where_the_trial_runs
     capsys.readouterr()
     assert call(*start, "--mode", "ssh", "--hosts", "h1:4,h2") == 0
     assert "on this host: models.actor@0: transformers does not read its" in capsys.readouterr().err
+    assert len(jobs.files) == 1
+
+
+def test_data_that_may_be_too_long_is_told_and_not_refused(home: Path, jobs: Jobs, capsys: Captured) -> None:
+    assert call("experiment", "start", "-e", "tests-long", "-f", "first") == 0
+    told = "unirun: model_rpcs.train: sequences may have 65 tokens (max_length), and actor@0 has 64 positions"
+    assert told in capsys.readouterr().err
     assert len(jobs.files) == 1
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from unirun.experiments import builtin as builtin
 from unirun.experiments.allocation import Allocation, model_workers
-from unirun.experiments.checks_of_arguments import file_faults
+from unirun.experiments.checks_of_arguments import file_faults, length_warnings
 from unirun.experiments.config import (
     AutomaticEvaluator,
     DatasetAbstraction,
@@ -87,6 +87,10 @@ def only(config: ExperimentConfig) -> str:
 
 def files(config: ExperimentConfig) -> list[str]:
     return said(file_faults(config))
+
+
+def warnings(config: ExperimentConfig) -> list[str]:
+    return said(length_warnings(config))
 
 
 class TestArguments:
@@ -193,15 +197,38 @@ class TestLengths:
                 dataset={"rows": ROWS, "max_length": length},
             )
 
-        assert files(config(32)) == []
-        assert files(config(33)) == [
+        assert warnings(config(32)) == []
+        assert warnings(config(33)) == [
             "model_rpcs.train: sequences may have 33 tokens (max_length) and 32 new ones (max_new_tokens), "
             "and actor@0 has 64 positions"
         ]
+        # Prompts may be shorter.
+        assert files(config(33)) == []
+
+    def test_more_new_tokens_than_positions_are_refused_whatever_the_prompt(self) -> None:
+        config = of(kind=GENERATE, interface={"clip": 0.2, "max_new_tokens": 65})
+        assert files(config) == [
+            "model_rpcs.train: it makes up to 65 new tokens (max_new_tokens), and actor@0 has 64 positions"
+        ]
+        assert warnings(config) == []
 
     def test_sequences_that_are_trained_on_fit_too(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 16}))
         config = of(model={"path": str(tmp_path)}, dataset={"rows": ROWS, "max_length": 17})
-        assert files(config) == [
+        assert files(config) == []
+        assert warnings(config) == [
             "model_rpcs.train: sequences may have 17 tokens (max_length), and actor@0 has 16 positions"
         ]
+
+    def test_held_out_data_is_for_its_own_model(self) -> None:
+        long = {"rows": ROWS, "max_length": 65}
+        told = "model_rpcs.train: sequences may have 65 tokens (max_length), and actor@0 has 64 positions"
+        assert warnings(of(held_out=long)) == [told]
+        # A call that does not train is not evaluated.
+        assert warnings(of(held_out=long, kind=GENERATE)) == []
+        config = of()
+        config.auto_eval = True
+        config.evaluator = AutomaticEvaluator(DatasetAbstraction("prompt", long))
+        assert warnings(config) == [told]
+        config.evaluator = AutomaticEvaluator(DatasetAbstraction("prompt", long), role="critic")
+        assert warnings(config) == []
