@@ -15,6 +15,7 @@ from unirun.experiments.models.api import FinetuneSpec, Model, Place
 from unirun.experiments.models.saving import load_whole
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
 from unirun.experiments.results import means
+from unirun.experiments.step import reductions_of
 from unirun.roles import BaseWorkload, trainer_invocation
 from unirun.train.repeats import LIMIT
 
@@ -33,7 +34,7 @@ class EvaluatorProcess(BaseWorkload):
         import_modules(trial.modules, trial.folder)
         config = resolve(trial.experiment, trial.overrides)
         assert config.resolved is not None
-        call = trained(config.evaluator.role, [*config.resolved.graph.calls.values()])
+        self._call = call = trained(config.evaluator.role, [*config.resolved.graph.calls.values()])
         worker = config.model_worker[config.resolved.workers_of(call.model_name)[0]]
         shard = next(each for each in worker.shards if each.id.model_name == call.model_name)
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -56,7 +57,7 @@ class EvaluatorProcess(BaseWorkload):
         sample = self._prepare()
         load_whole(self._model, Path(path))
         found = self._interface.evaluate(self._model, sample)
-        return means([found], self._interface.reductions)
+        return means([found], reductions_of(self._call))
 
 
 def trained(role: str, calls: list[MFCDef]) -> MFCDef:
