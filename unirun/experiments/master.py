@@ -203,6 +203,7 @@ class MasterWorkerProcess(BaseTrainer):
             )
         self._samples, self._steps = samples, samples // n_seqs
         spec = FinetuneSpec(self._control.total_train_epochs, samples, n_seqs)
+        unreadable: list[int] = []
         restore = group.restore.options(idempotent=True, retries=0)
         while True:
             self._attempt += 1
@@ -211,27 +212,32 @@ class MasterWorkerProcess(BaseTrainer):
                 found = restore.call(self._attempt, info.step if info is not None else None, spec)
             except CheckpointDamaged as error:
                 assert info is not None
-                report(f"unirun: {error}; an earlier checkpoint is used")
-                self._recovery.discard(info.step)
-                info = self._last()
+                report(f"unirun: {error}")
+                unreadable.append(info.step)
+                info = self._last(before=info.step)
+                report("unirun: an earlier checkpoint is used")
                 continue
             # A worker that has died after it was ready is not ready, and the groups of the others have ended.
             if self._generation_now() == self._generation:
                 break
+        # Not before: if none can be read, all stay as they are.
+        for step in unreadable:
+            self._recovery.discard(step)
         self._drop_what_is_made_again(info)
         if info is None:
             info = RecoverInfo(versions={name: v for each in found for name, v in each.items()})
         self._used = [*info.used_ids]
         return info
 
-    def _last(self) -> RecoverInfo | None:
-        """The last checkpoint, if there is one. Its settings are those of this trial."""
-        info = self._recovery.latest()
+    def _last(self, before: int | None = None) -> RecoverInfo | None:
+        """The last checkpoint, if there is one, of those `before` a step if one is given. Its settings are those of
+        this trial."""
+        info = self._recovery.latest(before)
         if info is not None:
             self._check_settings(info)
         elif self._trial.resume_only:
             raise CheckpointDamaged(
-                f"no checkpoint of the trial in {self._root} can be read",
+                f"there is no checkpoint of the trial in {self._root}",
                 "start with --recover-mode auto to begin anew",
             )
         return info

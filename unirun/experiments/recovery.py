@@ -209,14 +209,27 @@ class Recovery:
         found = self._root.iterdir() if self._root.is_dir() else ()
         return sorted(int(path.name) for path in found if re.fullmatch(r"\d{6,}", path.name))
 
-    def latest(self) -> RecoverInfo | None:
-        """The last valid checkpoint, or None. One whose recover.json is damaged is skipped, with a warning."""
-        for step in reversed(self.steps()):
+    def latest(self, before: int | None = None) -> RecoverInfo | None:
+        """The last valid checkpoint, of those `before` a step if one is given; None without any. One whose recover.json
+        is damaged is skipped, with a warning. Raises `CheckpointDamaged` when there are some, and none can be read:
+        what a trial has done is not dropped unasked."""
+        steps, damaged, found = self.steps(), [], None
+        for step in reversed([step for step in steps if before is None or step < before]):
             try:
-                return self.read(step)
+                found = self.read(step)
+                break
             except CheckpointDamaged as error:
-                report(f"unirun: {error}; an earlier one is used")
-        return None
+                damaged.append(error)
+        more = "" if found is None else "; an earlier one is used"
+        for error in damaged:
+            report(f"unirun: {error}{more}")
+        if steps and found is None:
+            raise CheckpointDamaged(
+                f"there are checkpoints in {self._root}, and none of them can be read",
+                "go on with the version of unirun that has written them, or begin anew: with --recover-mode disabled "
+                "or with another trial name",
+            )
+        return found
 
     def read(self, step: int) -> RecoverInfo:
         """Read the recover.json of one checkpoint. Raises `CheckpointDamaged`."""

@@ -273,6 +273,21 @@ class TestAStart:
         assert call(*START, "--recover-mode", mode) == 0
         assert jobs.files[0]["config"]["resume_only"] is only  # type: ignore[index]
 
+    @pytest.mark.parametrize("mode", ["auto", "resume"])
+    def test_one_whose_checkpoints_cannot_be_read_does_not_begin_anew_unasked(
+        self, mode: str, trial: Path, jobs: Jobs, capsys: Captured
+    ) -> None:
+        saved = trial / "recover" / "000001" / "recover.json"
+        saved.parent.mkdir(parents=True)
+        saved.write_text('{"step": "of another version"}')
+        assert call(*START, "--recover-mode", mode) != 0
+        told = capsys.readouterr().err
+        assert f"{saved} cannot be read" in told
+        assert "none of them can be read; " in told
+        assert "--recover-mode disabled" in told
+        assert not jobs.files
+        assert call(*START, "--recover-mode", "disabled") == 0
+
 
 @pytest.fixture
 def failing(scripts: Path) -> Path:

@@ -273,28 +273,37 @@ class TestOtherSettings:
 
 
 class TestDamage:
-    def test_with_resume_only_a_trial_whose_checkpoints_are_all_damaged_fails_and_its_records_stay(
-        self, run: Run, tmp_path: Path
-    ) -> None:
-        run(Workers("first"))
-        workers = Workers("second", damaged=[2, 4])
-        with pytest.raises(
-            CheckpointDamaged, match="no checkpoint of the trial in .* can be read; start with"
-        ):
-            run(workers, resume=True, resume_only=True)
-        assert workers.asked == ["about", "restore 4", "restore 2"]
-        assert len(lines(tmp_path, "steps.jsonl")) == 4
-        assert set(models(tmp_path).values()) == {"first"}
-
-    def test_otherwise_it_begins_anew_and_sets_aside_what_was_there(
+    def test_one_is_skipped_when_the_one_before_can_be_read(
         self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run(Workers("first"))
-        run(Workers("second", damaged=[2, 4]), resume=True)
-        assert "4 cannot be read; an earlier checkpoint is used" in capsys.readouterr().err
-        assert models(tmp_path) == dict.fromkeys(range(1, 5), "second")
-        assert models(tmp_path / "earlier" / "1") == dict.fromkeys(range(1, 5), "first")
-        assert len(lines(tmp_path / "earlier" / "1", "steps.jsonl")) == 4
+        workers = Workers("second", damaged=[4])
+        run(workers, resume=True)
+        assert workers.asked[:3] == ["about", "restore 4", "restore 2"]
+        assert "4 cannot be read\nunirun: an earlier checkpoint is used\n" in capsys.readouterr().err
+        assert models(tmp_path) == {1: "first", 2: "first", 3: "second", 4: "second"}
+
+    @pytest.mark.parametrize("only", [True, False])
+    def test_a_trial_whose_checkpoints_are_all_damaged_fails_and_all_stays_as_it_was(
+        self, only: bool, run: Run, tmp_path: Path
+    ) -> None:
+        run(Workers("first"))
+        for _ in range(2):
+            workers = Workers("second", damaged=[2, 4])
+            with pytest.raises(
+                CheckpointDamaged, match="none of them can be read; .*--recover-mode disabled"
+            ):
+                run(workers, resume=True, resume_only=only)
+            assert workers.asked == ["about", "restore 4", "restore 2"]
+        assert Recovery(tmp_path).steps() == [2, 4]
+        assert len(lines(tmp_path, "steps.jsonl")) == 4
+        assert set(models(tmp_path).values()) == {"first"}
+
+    def test_with_resume_only_a_trial_without_checkpoints_fails(self, run: Run) -> None:
+        with pytest.raises(
+            CheckpointDamaged, match="there is no checkpoint .*; start with --recover-mode auto"
+        ):
+            run(Workers("first"), resume=True, resume_only=True)
 
 
 class TestErrorsThatComeAgain:

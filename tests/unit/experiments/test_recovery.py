@@ -125,7 +125,14 @@ class TestDamage:
         write(recovery, 1, 2)
         damage(recovery, 1)
         damage(recovery, 2)
-        assert recovery.latest() is None
+        with pytest.raises(CheckpointDamaged, match="none of them can be read; .*--recover-mode disabled"):
+            recovery.latest()
+
+    def test_of_those_before_a_step_none_can_be_read(self, recovery: Recovery) -> None:
+        write(recovery, 1, 2)
+        assert recovery.latest(before=2) == RecoverInfo(1)
+        with pytest.raises(CheckpointDamaged, match="none of them can be read"):
+            recovery.latest(before=1)
 
     def test_one_that_is_not_there_is_told(self, recovery: Recovery) -> None:
         with pytest.raises(CheckpointDamaged, match="000009"):
@@ -139,7 +146,8 @@ class TestDamage:
         try:
             found = recovery.read(1)
         except CheckpointDamaged:
-            assert recovery.latest() is None
+            with pytest.raises(CheckpointDamaged):
+                recovery.latest()
         else:
             assert isinstance(found, RecoverInfo)
 
