@@ -44,31 +44,6 @@ class TestADiskThatIsFull:
                 with contextlib.suppress(subprocess.SubprocessError):
                     subprocess.run(["umount", "--lazy", str(where)], check=True, timeout=SOON)
 
-    @pytest.mark.parametrize("method", ["fork", "exec"])
-    def test_a_full_disk_of_the_logs_is_the_workers_error(
-        self, unirun: Unirun, script: Script, small_disk: Path | None, method: str
-    ) -> None:
-        limit, words = "", "No space left on device"
-        options: tuple[object, ...] = ("--log-dir", small_disk)
-        if small_disk is None:
-            # A limit on the size of files gives the same kind of error at the same place.
-            limit, words, options = (
-                "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)",
-                "File too large",
-                (),
-            )
-        train = script(
-            f"""
-            import resource
-            {limit}
-            for n in range(100_000):
-                print("a line of the log", n)
-            """
-        )
-        result = unirun("-q", "-r", 3, "--start-method", method, "--max-restarts", 0, *options, train)
-        assert result.code == 1, result.err
-        assert f"OSError: [Errno {28 if small_disk else 27}] {words}" in result.err
-
     def test_a_limit_on_the_file_size_of_one_worker_is_reported(self, unirun: Unirun, script: Script) -> None:
         train = script(
             """

@@ -11,6 +11,7 @@ from tests.integration.harness import START, Script, Unirun, eventually
 DYING = """
     import os, time, torch, unirun
 
+    HELD = os.path.join(os.path.dirname(__file__), "held")
     ctx = unirun.init()
     queue = unirun.Queue("experience", producer="rollout", consumer="actor", maxsize=3)
     if ctx.role == "rollout":
@@ -20,8 +21,11 @@ DYING = """
     else:
         if ctx.incarnation == 0 and ctx.rank == 1:
             held = queue.get_batch(2, timeout=60)
+            open(HELD, "w").close()
             print("pid", os.getpid(), flush=True)
             time.sleep(600)
+        while not os.path.exists(HELD):
+            time.sleep(0.01)
         while True:
             try:
                 item = queue.get(timeout=0.5)

@@ -53,7 +53,7 @@ class TestScript:
         victim = unirun.pid_of("worker:1")
         running.lines("^iteration 3: ")
         os.kill(victim, signal.SIGKILL)
-        running.lines("failure 1 of 3: worker:1 was lost")
+        running.lines("failure 1 of 3: worker:1 was killed by SIGKILL")
         done = running.end()
         assert done.code == 0, done.err
         assert final_accuracy(done.out) > expected - 0.01

@@ -123,8 +123,8 @@ def _obey(state: AgentState, what: Instruction) -> tuple[AgentState, list[Comman
             who = [(what.role, rank) for rank in what.ranks]
             return _stop(state, who, what.signal, what.grace, "order")
         case PassOn(signum):
-            # Only to workers in the user's code, which alone may have a handler, and not to their children.
-            pids = [each.pid for each in state.workers.values() if each.running and each.pid is not None]
+            # Not to their children.
+            pids = [each.pid for each in state.workers.values() if each.pid is not None]
             return state, [Signal(pid, signum, handled=True) for pid in pids]
         case ExitAck(kept):
             return replace(state, ended={who: held for who, held in state.ended.items() if who != kept}), []

@@ -20,7 +20,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
 import torch
 from torch._C import _distributed_c10d
 
@@ -115,6 +114,8 @@ class Idleness:
 
 def processor_time() -> float:
     """Seconds of processor time that this process, without the calling thread, and its descendants have used."""
+    import psutil  # slow, and it reads variables when it is imported
+
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = time.process_time() - time.thread_time() + ended.ru_utime + ended.ru_stime
     for child in psutil.Process().children(recursive=True):

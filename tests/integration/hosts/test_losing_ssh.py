@@ -17,7 +17,7 @@ LINES = 70_000
 """Of each of three ranks."""
 
 COUNTING = f"""
-    # Numbered lines, half of them when it is told to go on.
+    # Numbered lines, half of them when it is told to go on; it ends when it is told to.
     import os, pathlib, sys, time
     def write(first, last):
         for number in range(first, last):
@@ -28,6 +28,8 @@ COUNTING = f"""
     while not pathlib.Path("go").exists():
         time.sleep(0.02)
     write({LINES // 2}, {LINES})
+    while not pathlib.Path("end").exists():
+        time.sleep(0.02)
 """
 
 
@@ -40,8 +42,9 @@ def start(cluster: OnHosts) -> tuple[Running, Path]:
     return job, shown
 
 
-def complete(job: Running, shown: Path) -> None:
+def complete(cluster: OnHosts, job: Running, shown: Path) -> None:
     """The job has succeeded, and every line of each rank is shown and in the log here, once and in order."""
+    cluster.place("end", "")
     end = job.end()
     assert end.code == 0, job.text
     lines = shown.read_text().splitlines()
@@ -95,7 +98,7 @@ def test_connections_that_are_lost_cost_no_rank_and_no_line(cluster: OnHosts) ->
     job.lines(r"the connection to h[12] is lost; no rank depends on it", 2)
     cluster.place("go", "")
     job.lines(r"the connection to h[12] is back", 2)
-    complete(job, shown)
+    complete(cluster, job, shown)
     assert cluster.events("decision") == []
 
 
@@ -121,4 +124,4 @@ def test_a_command_that_is_stopped_for_a_while_loses_nothing_and_makes_nothing_g
     after = [psutil.Process(pid).memory_info().rss for pid in sending]
     assert all(now < then + (8 << 20) for then, now in zip(before, after, strict=True)), (before, after)
     job.signal(signal.SIGCONT)
-    complete(job, shown)
+    complete(cluster, job, shown)

@@ -53,7 +53,7 @@ def standard_streams():
         ):
             found[f"{name}.{each}"] = repr(getattr(stream, each, "absent"))
         found[f"{name} class"] = [
-            kind_of(each) for each in (stream, stream.buffer, getattr(stream.buffer, "raw", None))
+            io_class(each) for each in (stream, stream.buffer, getattr(stream.buffer, "raw", None))
         ]
         found[f"{name}.buffer"] = repr((stream.buffer.name, stream.buffer.mode))
         found[f"{name}.isatty"] = stream.isatty()
@@ -61,6 +61,11 @@ def standard_streams():
         found[f"{name} is __{name}__"] = stream is getattr(sys, f"__{name}__")
     found["stdin at its end"] = sys.stdin.read() == ""
     return found
+
+
+def io_class(stream):
+    """The class of `io` that it has, or extends: the log file of a worker extends FileIO."""
+    return next((each.__name__ for each in type(stream).__mro__ if each.__module__ == "_io"), None)
 
 
 @look

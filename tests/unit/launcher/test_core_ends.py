@@ -217,9 +217,9 @@ class TestAStopThatIsDueLater:
 
 
 class TestASignalThatEndsNothing:
-    def test_workers_in_the_users_code_get_it_alone(self) -> None:
+    def test_all_workers_get_it_that_have_a_handler(self) -> None:
         agent = Agent().alive(1).on(launch(role="rollout", first=2, count=1)).spawner(Forked(2, 102))
-        assert agent.on(PassOn(10)).commands == [Signal(101, 10, handled=True)]
+        assert agent.on(PassOn(10)).commands == [Signal(pid, 10, handled=True) for pid in (101, 102)]
 
     def test_it_is_not_the_signal_of_a_stop(self) -> None:
         agent = Agent().alive(1).on(PassOn(TERM), StopWorkers("actor", (0,), TERM, 5.0))
