@@ -222,7 +222,7 @@ def _check_files(config: Any, mode: str) -> None:
         warn(str(each))
 
 
-def _refuse_or_tell(faults: Sequence[Fault], mode: str) -> None:
+def _refuse_or_tell(faults: list[Fault], mode: str) -> None:
     """Raise `SpecError` for what is not on this host. Other hosts may have it: then it is told, and workers check."""
     if faults and mode == "local":
         raise SpecError(faults)

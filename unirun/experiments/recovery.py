@@ -213,7 +213,8 @@ class Recovery:
         """The last valid checkpoint, of those `before` a step if one is given; None without any. One whose recover.json
         is damaged is skipped, with a warning. Raises `CheckpointDamaged` when there are some, and none can be read:
         what a trial has done is not dropped unasked."""
-        steps, damaged, found = self.steps(), [], None
+        steps, found = self.steps(), None
+        damaged: list[CheckpointDamaged] = []
         for step in reversed([step for step in steps if before is None or step < before]):
             try:
                 found = self.read(step)
@@ -221,8 +222,8 @@ class Recovery:
             except CheckpointDamaged as error:
                 damaged.append(error)
         more = "" if found is None else "; an earlier one is used"
-        for error in damaged:
-            report(f"unirun: {error}{more}")
+        for each in damaged:
+            report(f"unirun: {each}{more}")
         if steps and found is None:
             raise CheckpointDamaged(
                 f"there are checkpoints in {self._root}, and none of them can be read",

@@ -35,8 +35,8 @@ class Largest(Bare):
     reductions = {"largest": "max"}  # noqa: RUF012
 
 
-register_interface("tests-bare", Bare)  # type: ignore[arg-type]
-register_interface("tests-largest", Largest)  # type: ignore[arg-type]
+register_interface("tests-bare", Bare)
+register_interface("tests-largest", Largest)
 
 
 class Prepared(EvaluatorProcess):

@@ -154,7 +154,7 @@ class TestDamage:
 
 def settings(lr: float = 0.1, seed: int = 1, tensor: int = 1, **more: Any) -> Settings:
     """Those of an experiment with one call and one model."""
-    shape = {name: more.pop(name) for name in ("schedule", "warmup") if name in more}
+    shape: dict[str, Any] = {name: more.pop(name) for name in ("schedule", "warmup") if name in more}
     backend = ModelBackendAbstraction("tests-backend", {"lr": lr, **shape})
     model = Allocation(NETWORK, backend, topology(tensor=tensor))
     rows = [{"prompt": str(number)} for number in range(more.pop("rows", 100))]
@@ -206,7 +206,12 @@ class TestSettings:
     ) -> None:
         assert changes(settings(), settings(epochs=2, saves=3)) == []
         assert changes(settings(warmup=0.0), settings(warmup=0.0, epochs=2)) == []
-        for shape in ({"schedule": "cosine"}, {"warmup": 0.1}, {"schedule": "constant", "warmup": 0.1}):
+        shapes: list[dict[str, Any]] = [
+            {"schedule": "cosine"},
+            {"warmup": 0.1},
+            {"schedule": "constant", "warmup": 0.1},
+        ]
+        for shape in shapes:
             told = changes(settings(**shape), settings(**shape, epochs=2))
             assert told == ["total_train_epochs: 1 → 2"]
 
