@@ -149,6 +149,7 @@ def _network(config: Any, critic: bool) -> Any:
 
 
 def first_line(error: Exception) -> str:
+    """The type of an error and the first line of its text, which may be empty."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
