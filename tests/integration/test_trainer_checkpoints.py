@@ -86,9 +86,9 @@ class TestCheckpoints:
                     (last,) = Path(config["logdir"]).glob("run_*/checkpoints/000003")
                     while not (last / "checkpoint.json").exists():
                         time.sleep(0.01)
-                    state = bytearray((last / "state.pt").read_bytes())
-                    state[len(state) // 2] ^= 255
-                    (last / "state.pt").write_bytes(state)
+                    flipped = bytearray((last / "state.pt").read_bytes())
+                    flipped[len(flipped) // 2] ^= 255
+                    (last / "state.pt").write_bytes(flipped)
                     os.kill(os.getpid(), signal.SIGKILL)
                 dist.barrier()
             return first

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from torch import nn
 from unirun.errors import SpecError, UsageError
 from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, Place
 from unirun.reporting import report
+
+if TYPE_CHECKING:
+    from unirun.experiments.models.stage import Stage
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.AdamW,
@@ -126,7 +129,7 @@ def causal_lm(
     dtype: str = "float32",
     critic: bool = False,
     weights: str = "",
-) -> nn.Module:
+) -> Stage:
     """The part of a causal language model: of a `path` or name that transformers knows, or a new one with this
     `config`, which names its ``model_type``. The last layer of a `critic` gives one value instead of logits.
 

@@ -88,7 +88,7 @@ class TestRefusing:
         ],
     )
     def test_others_are_told_why_not(self, kind: str, layout: str, told: str) -> None:
-        noise = {"router_jitter_noise": 0.5} if kind == "mixtral" else {}
+        noise: dict[str, Any] = {"router_jitter_noise": 0.5} if kind == "mixtral" else {}
         found = why(kind, layout, pad_token_id=0, **noise)
         assert re.search(told, found), found
 
