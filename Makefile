@@ -8,8 +8,8 @@ APT := procps util-linux etcd-server etcd-client openssl openssh-server iproute2
 
 .PHONY: demo test quick properties soak chaos mutants check docs bench gpu clean
 
-# torch first, in the build that pip's index offers: that of PyPI is for CUDA, with all that is 5.6 GB. TORCH_INDEX names an
-# index for torch alone; what torch needs comes from pip's own, in the next step, as an index of torch need not have it.
+# torch first, from pip's own index; the build on PyPI is for CUDA and takes 5.6 GB with its dependencies. TORCH_INDEX names
+# another index for torch alone. Its dependencies come from pip's own index in the next step, as the other may lack them.
 TORCH_INDEX ?=
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -83,8 +83,8 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/reference.py docs/api.md
 
 # On a bare machine with a GPU: all tests that need one, the contract of devices, NCCL and the figures of the channel of
-# weights, in eight minutes. It installs nothing and needs no network: PYTHON=… has torch 2.11 or later. What that Python
-# lacks comes from WHEELS=DIR, a directory with wheels; without it the missing packages are named.
+# weights, in eight minutes. It needs no network, and installs only into a temporary environment: PYTHON=… has torch 2.11 or
+# later, and WHEELS=DIR has wheels of the packages that it lacks; without WHEELS they are named.
 gpu:
 	$(PYTHON) tests/gpu.py $(if $(WHEELS),--wheels $(WHEELS))
 

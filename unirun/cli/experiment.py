@@ -89,8 +89,8 @@ def _start_options(parser: Any) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help="with --recover-mode auto or resume: go on though this setting is not what it was, as "
-        "models.actor@0.backend.lr; what is refused names the keys; may be repeated",
+        help="with --recover-mode auto or resume: continue although this setting has changed, such as "
+        "models.actor@0.backend.lr; the error of a refused start lists the keys; may be repeated",
     )
     parser.add_argument("--recover-retries", type=_count(0), default=1, help="new starts after a failure (1)")
     parser.add_argument(

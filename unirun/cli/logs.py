@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--attempt",
         type=int,
-        help="those of an earlier run of a job that Slurm has requeued, counted from 0",
+        help="logs of an earlier run of a job that Slurm has requeued, counted from 0",
         metavar="N",
     )
     parser.add_argument("--store", help=STORE_HELP, metavar="URL")
@@ -54,7 +54,9 @@ def main(argv: list[str]) -> int:
     names = ["stdout.log"] * (both or options.stdout) + ["stderr.log"] * (both or options.stderr)
     if options.follow:
         if options.attempt is not None:
-            raise UsageError("--attempt: a run that has ended does not go on", "leave out --follow")
+            raise UsageError(
+                "--attempt: a run that has ended has no more output to follow", "leave out --follow"
+            )
         _follow(job, who, names, options.lines)
         return 0
     files = list(_files(job, who, names, every=options.all, attempt=options.attempt))
@@ -93,7 +95,7 @@ def _show(file: BinaryIO, prefix: bytes, count: int | None) -> None:
     begins = True
     while piece := file.readline(PIECE):
         if piece.endswith(b"\r"):
-            # A newline that follows belongs to it.
+            # A newline after it is part of the same line end.
             piece += file.read(1)
         for row in piece.splitlines(keepends=True):
             line = row.rstrip(b"\r\n")
@@ -105,7 +107,7 @@ def _show(file: BinaryIO, prefix: bytes, count: int | None) -> None:
 
 
 def start_of_last(file: BinaryIO, count: int) -> int:
-    """Where the last `count` lines of `file` begin. It is read backwards, in blocks."""
+    """The offset of the last `count` lines in `file`, which is read backwards, in blocks."""
     end = file.seek(0, os.SEEK_END)
     if not count:
         return end
@@ -169,7 +171,7 @@ def _files(
 
 
 def _incarnations(folders: Sequence[Path], latest: int) -> list[int]:
-    """Those that have logs in one of `folders`, up to the `latest`."""
+    """The incarnations with logs in one of `folders`, up to the `latest`."""
     found = {entry.name for folder in folders if folder.is_dir() for entry in os.scandir(folder)}
     return [
         number for number in sorted(int(each) for each in found if NUMBER.fullmatch(each)) if number <= latest
@@ -226,7 +228,7 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
 
 
 def _count(path: Path) -> int:
-    """How many lines have ended in a file."""
+    """The number of line ends in a file."""
     with open(path, "rb") as file:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(BLOCK), b""))
 

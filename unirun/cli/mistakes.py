@@ -98,7 +98,7 @@ def environment_warnings(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def unused_allocation(environ: Mapping[str, str]) -> Iterator[str]:
-    """A warning for an allocation of Slurm of whose nodes some are not used."""
+    """A warning for nodes of the Slurm allocation that the job does not use."""
     if "SLURM_JOB_NODELIST" in environ:
         from unirun.launcher.hosts.hostlist import compress
         from unirun.launcher.slurm.allocation import SRUN, unused_nodes

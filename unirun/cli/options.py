@@ -248,7 +248,7 @@ TORCHRUN: tuple[Option, ...] = (
         "PORT",
     ),
     Option("--local-addr", NODES, "the same as --master-addr on one node", "ADDR"),
-    Option("--logs-specs", OUTPUT, "default: unirun keeps all output itself, others are refused", "NAME"),
+    Option("--logs-specs", OUTPUT, "only default is accepted, as unirun keeps all output itself", "NAME"),
     Option(
         "--numa-binding",
         START,
@@ -259,7 +259,7 @@ TORCHRUN: tuple[Option, ...] = (
     Option(
         "--signals-to-handle",
         LIFE,
-        "signals that are passed on to the workers; others than SIGTERM,SIGINT,SIGHUP,SIGQUIT (default) end nothing",
+        "signals passed on to the workers (default SIGTERM,SIGINT,SIGHUP,SIGQUIT); any other does not stop the job",
         "SIG,…",
     ),
     Option(

@@ -1,4 +1,4 @@
-"""Checks of the arguments of what a configuration names: of what is registered, and of the files that it needs."""
+"""Checks of a configuration: the arguments of registered classes and functions, and the files that a trial needs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ BUILT_IN = ("ddp", "fsdp2", "inference", "null")
 
 
 def argument_faults(config: ExperimentConfig) -> list[Fault]:
-    """Arguments that what is registered does not take, or lacks."""
+    """Faults of arguments that a registered class or function does not take, or that it lacks."""
     found = []
     for where, kind, registry, chosen, first in _named(config):
         if chosen.type_ not in registry:
             continue
-        # Those of users that are slow to import are not imported here.
+        # Users' classes that are registered by a string are not imported here, as that may be slow.
         make = registry.find(chosen.type_) if _is_ours(kind, chosen) else registry.at_hand(chosen.type_)
         if make is None:
             continue
@@ -45,8 +45,8 @@ def _is_ours(kind: str, chosen: Abstraction) -> bool:
 
 
 def _named(config: ExperimentConfig) -> Iterator[tuple[str, str, Registry[Any], Abstraction, int]]:
-    """What is named, each once: where, its kind, its registry, and how many arguments come before those of the
-    configuration."""
+    """Each named object once: its place in the configuration, its kind, its registry, its name with the arguments, and
+    the number of arguments that come before those."""
     for call in config.model_rpcs:
         yield f"model_rpcs.{call.name}", "interface", INTERFACES, call.interface_impl, 0
     for name, shard in _shards(config).items():
@@ -128,7 +128,7 @@ def file_faults(config: ExperimentConfig) -> list[Fault]:
 
 
 def _absent(name: str) -> str:
-    """Why a directory of transformers is none; empty for one, and for what may be a name on Hugging Face's hub."""
+    """The problem of a path that does not exist; empty if it exists, or may be a name on Hugging Face's hub."""
     path = Path(name).expanduser()
     if path.exists():
         return ""
@@ -147,7 +147,7 @@ def _dataset_faults(where: str, dataset: Abstraction) -> list[Fault]:
 
 
 def _unreadable(where: str, name: Any) -> list[Fault]:
-    """Why a file cannot be read."""
+    """A fault if the file cannot be read."""
     try:
         path = Path(name)
         with path.open("rb") as file:
@@ -169,7 +169,7 @@ def _network_faults(where: str, args: Mapping[str, Any]) -> list[Fault]:
 
 
 def _held_out_faults(where: str, dataset: Abstraction, ranks: int) -> list[Fault]:
-    """Each data-parallel rank evaluates some samples."""
+    """A fault if there are fewer samples than data-parallel ranks: each rank evaluates some."""
     count = _first_rows(dataset, ranks)
     if count is None or count >= ranks:
         return []
@@ -181,7 +181,7 @@ def _held_out_faults(where: str, dataset: Abstraction, ranks: int) -> list[Fault
 
 
 def _first_rows(dataset: Abstraction, most: int) -> int | None:
-    """How many rows a dataset has, up to `most`; None when that is not known without making it."""
+    """The number of rows of a dataset, `most` at most; None when only making the dataset would tell."""
     if dataset.type_ not in DATASETS or not is_of_rows(DATASETS.find(dataset.type_)):
         return None
     if rows := dataset.args.get("rows"):

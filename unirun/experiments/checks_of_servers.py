@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 BACKENDS = ("sglang", "torch", "vllm")
-"""What a generation server may be."""
+"""Backends of a generation server."""
 
 POLICIES = ("round_robin", "least_requests", "least_token_usage")
-"""How a manager chooses the server of a request."""
+"""Policies by which a manager chooses the server of a request."""
 
 
 def serving_faults(config: ExperimentConfig) -> list[Fault]:

@@ -49,7 +49,7 @@ NEWS = 2.0
 
 
 STARTS = "at its start"
-"""While a trial reads the configuration, the data and a checkpoint, and makes its models."""
+"""The phase in which a trial reads the configuration, the data and a checkpoint, and makes its models."""
 
 
 class Losses(Value):
@@ -68,7 +68,7 @@ class Losses(Value):
         return Losses(number, repeats, max(step, self.step))
 
     def over(self) -> str:
-        """Why the trial does not go on; empty if it does."""
+        """The reason to end the trial; empty if it goes on."""
         if self.repeats.hopeless:
             return f"that is the same end {self.repeats.count} times, without a new step between them"
         return f"that is loss {self.number} without a new step" if self.number > MOST else ""
@@ -174,7 +174,8 @@ class MasterWorkerProcess(BaseTrainer):
         return error.problem if isinstance(error, UnirunError) else str(error), worker
 
     def _failure(self, error: Exception) -> TrainingFailed:
-        """The end of the trial by an error that would come again, with the call, the step and the worker."""
+        """The error that ends the trial, with the call, the step and the worker. Another attempt would raise it
+        again."""
         remote = error.__cause__
         where = f" ({remote.worker})" if isinstance(remote, RemoteTraceback) else ""
         return TrainingFailed(f"the trial has failed {self._doing}{where}: {error}")
@@ -183,7 +184,7 @@ class MasterWorkerProcess(BaseTrainer):
         """Have all workers go on from the last checkpoint, or begin."""
         self._doing = STARTS
         self._began = time.time()
-        # A worker that is lost from now on is news; an error without news comes again.
+        # An error after the loss of a worker may be due to that loss; any other would be raised again.
         self._generation = self._generation_now()
         group, info = self._group, self._last()
         # They are not made again by themselves: each loss is counted, with how the worker has ended.
@@ -243,7 +244,7 @@ class MasterWorkerProcess(BaseTrainer):
         return info
 
     def _check_settings(self, info: RecoverInfo) -> None:
-        """Raise `UsageError` when the trial would go on as another one than it was; tell each change once."""
+        """Raise `UsageError` for changed settings that were not accepted; report each other change once."""
         for change in self._recovery.check(info, self._settings, self._trial.accept):
             if change not in self._told:
                 self._told.add(change)
@@ -322,7 +323,7 @@ class MasterWorkerProcess(BaseTrainer):
         return info, figures
 
     def _refuse_not_finite(self, info: RecoverInfo) -> None:
-        """Nothing is written of a model that has diverged: the checkpoint before is the one to go on from."""
+        """Raise `TrainingFailed` for a model that has diverged, so that no checkpoint and no saved model has it."""
         names = [
             call.model_name
             for call in self._graph.calls.values()
@@ -408,7 +409,7 @@ def _content_of(setups: Sequence[Setup]) -> str:
 
 
 def _cause(error: Exception) -> BaseException | None:
-    """What is shown of an error: its traceback in a worker, if it is from one. Errors of our own say all."""
+    """The cause to show with an error: its traceback in a worker, or the error itself; None for `TrainingFailed`."""
     if isinstance(error.__cause__, RemoteTraceback):
         return error.__cause__
     return None if isinstance(error, TrainingFailed) else error

@@ -130,7 +130,7 @@ class ModelWorkerProcess(BaseWorkload):
 
     @trainer_invocation(target="ALL")
     def about(self) -> Setup:
-        """How many samples the dataset has, and its content; 0 without one. Raises what reading it raises."""
+        """The number of samples of the dataset, and its content; 0 without one. Raises the errors of reading it."""
         self._read()
         return Setup(0 if self._dataset is None else len(self._dataset), self._content)
 

@@ -76,7 +76,7 @@ class Answer:
 
 
 class Setup(Value):
-    """What the workers of a trial have found out: the samples of the dataset, and its content (`content_of`)."""
+    """The answer of a worker at the start: the number of samples of the dataset, and its content (`content_of`)."""
 
     samples: int
     content: str = ""

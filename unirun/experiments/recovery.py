@@ -35,15 +35,14 @@ KEPT = 2
 
 
 DATA = "datasets.content"
-"""The setting for what the datasets have in them. Workers know it, as they read them."""
+"""The setting with the content of the datasets. Only workers know it, as they read them."""
 
 EPOCHS = "total_train_epochs"
 """The setting that decides numbers only where the learning rate follows from it."""
 
 
 class Change(Value):
-    """A setting that decides the numbers, and is not what it was when the checkpoint was written. One that is not
-    there is empty."""
+    """A setting that decides the numbers, and has changed since the checkpoint was written. An absent one is empty."""
 
     key: str
     before: str
@@ -54,20 +53,21 @@ class Change(Value):
 
     @property
     def may_be_accepted(self) -> bool:
-        """Whether a trial can go on with it: not with files of other ranks, nor from a place in other batches."""
+        """False for `n_seqs` and layouts: the checkpoint has a file for each rank, and a position counted in
+        batches."""
         return self.key != "n_seqs" and ".layout." not in self.key
 
 
 class Settings(Value):
-    """What decides the numbers of a trial, in JSON, by names as ``models.actor@0.backend.lr``. Of a long value there is
-    a digest. `code` has digests of the files with the interfaces: a change there is told, and not refused."""
+    """The settings that decide the numbers of a trial, in JSON, by names such as ``models.actor@0.backend.lr``. A long
+    value is a digest. `code` has digests of the files with the interfaces: a change there is reported, not refused."""
 
     values: dict[str, str]
     code: dict[str, str] = {}  # noqa: RUF012
 
     @staticmethod
     def of(config: ExperimentConfig) -> Settings:
-        """Those of a configuration that is resolved, without `DATA`. All of its calls have one `n_seqs`."""
+        """The settings of a resolved configuration, without `DATA`. All of its calls have one `n_seqs`."""
         first = config.model_worker[0]
         found: dict[str, Any] = {
             "n_seqs": config.model_rpcs[0].n_seqs,
@@ -110,14 +110,14 @@ _OF_CALLS = (
     "interface_type", "model_name", "input_keys", "output_keys", "input_key_remap", "output_key_remap", "mb_spec",
     "balanced_dp", "error_if_nonfinite", "pre_hooks", "post_hooks",
 )  # fmt: skip
-"""What a call computes follows from these, its interface and its data."""
+"""Attributes of a call that decide its results, besides its interface and its data."""
 
 _LONGEST = 160
 """Characters of a setting that is written as it is."""
 
 
 def _datasets(config: ExperimentConfig) -> list[DatasetAbstraction]:
-    """Those of the first worker that reads any."""
+    """The datasets of the first worker that reads any."""
     return next((worker.datasets for worker in config.model_worker if worker.datasets), [])
 
 
@@ -133,7 +133,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
             # An abstraction is there under its own name: ``train.interface`` is its type.
             yield from _flat(name if key == "type" else f"{name}.{key}".lstrip("."), inner)
         return
-    # The place of an object in memory is another one in each process.
+    # The address of an object differs between processes.
     text = re.sub(r" at 0x[0-9a-f]+", "", json.dumps(value, sort_keys=True))
     if len(text) > _LONGEST:
         text = f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}, {len(text)} characters"
@@ -241,8 +241,8 @@ class Recovery:
             raise CheckpointDamaged(f"{path} cannot be read: {error}") from error
 
     def check(self, info: RecoverInfo, now: Settings, accepted: Sequence[str] = ()) -> list[str]:
-        """What is different `now`, in words, and `accepted`: by the names of settings, or by their beginnings up to a
-        dot. Raises `UsageError` if anything else that decides the numbers is different."""
+        """The accepted changes from `info` to `now`, in words. `accepted` are names of settings, or their beginnings up
+        to a dot. Raises `UsageError` if any other setting that decides the numbers has changed."""
         if info.settings is None:
             return []
         told: list[Change] = []
@@ -273,7 +273,7 @@ class Recovery:
 
 
 def _accepting(refused: Sequence[Change]) -> str:
-    """How these changes are accepted, if all of them can be."""
+    """The options that accept these changes; empty unless all of them may be accepted."""
     if not all(change.may_be_accepted for change in refused):
         return ""
     return "; to go on all the same: " + " ".join(f"--accept-change {change.key}" for change in refused)

@@ -40,8 +40,8 @@ def data_of(call: MFCDef, found: Any, given: SequenceSample, rank: int) -> Seque
 
 
 def _check_counts(call: MFCDef, named: SequenceSample, given: SequenceSample, rank: int) -> None:
-    """Data of sequences has as many of them as what was passed; one for a whole group of sequences, or a whole number
-    of them for each one, is right too."""
+    """Raise `UsageError` unless each id has as many sequences as one of its inputs, one for each group of equal size,
+    or a whole number for each sequence."""
     there = {each: at for at, each in enumerate(given.ids)}
     for key in named.keys:
         for each, lengths in zip(named.ids, named.seqlens[key], strict=True):
@@ -97,11 +97,11 @@ def figures_of(call: MFCDef, found: Any, rank: int) -> dict[str, float]:
 
 
 REDUCTIONS = ("mean", "sum", "max", "min")
-"""How the figures of several ranks become one, by the name of the figure in `ModelInterface.reductions`."""
+"""Reductions of a metric over ranks, which `ModelInterface.reductions` names by metric."""
 
 
 def check_reductions(reductions: Mapping[str, str]) -> None:
-    """Raise `UsageError` for a reduction that there is not."""
+    """Raise `UsageError` for an unknown reduction."""
     for name, kind in reductions.items():
         if kind not in REDUCTIONS:
             raise UsageError(
@@ -112,8 +112,8 @@ def check_reductions(reductions: Mapping[str, str]) -> None:
 def reduced(
     told: Sequence[tuple[Mapping[str, float], float]], reductions: Mapping[str, str]
 ) -> dict[str, float]:
-    """The figures of a call: each of `told` are those of a data-parallel rank, and its number of samples, by which
-    means are weighted. A figure that some ranks have not told is that of the others."""
+    """The metrics of a call. `told` has those of each data-parallel rank with its number of samples, the weight of
+    means. A metric that some ranks lack is reduced over the others."""
     names = dict.fromkeys(name for figures, _ in told for name in figures)
     found = {}
     for name in names:

@@ -21,7 +21,7 @@ LOST = (WorkerLost, PeerLost)
 
 
 def reductions_of(call: MFCDef) -> Mapping[str, str]:
-    """How the figures of a call's ranks become one, where its interface names it."""
+    """The reductions that the interface of a call names, by metric."""
     found: Mapping[str, str] = getattr(INTERFACES.find(call.interface_impl.type_), "reductions", {})
     return found
 

@@ -1,4 +1,4 @@
-"""What the words of a failure say about its peers. The texts are those of torch 2.11 to 2.15, gloo and NCCL.
+"""Error texts that blame a peer: those of torch 2.11 to 2.15, gloo and NCCL.
 
 A rank that fails because a peer is gone or late says so in its exception, or, where a thread of C++ ends the process,
 in the last lines of its stderr. It does not say which peer, but for a monitored barrier.
@@ -46,12 +46,12 @@ _MISSED = re.compile(r"Ranks? ([\d, ]*\d) failed to pass monitoredBarrier")
 
 
 def is_consequence(failure: Failure) -> bool:
-    """Whether its words say that a peer went away or is late, or that a connection was lost to anything else."""
+    """Tell whether its text says that a peer is gone or late, or that any other connection was lost."""
     return bool(_ANY.search(_words(failure)))
 
 
 def waited_for_a_peer(failure: Failure) -> bool:
-    """Whether its words say that it waited for a peer in a process group, or lost one there."""
+    """Tell whether its text says that it waited for a peer in a process group, or lost one there."""
     return bool(_GROUP.search(_words(failure)))
 
 

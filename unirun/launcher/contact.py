@@ -29,8 +29,8 @@ ATTEMPT = 0.5
 be busy."""
 
 ENTRY = 3.0
-"""Seconds in which a process on the head must let this node in: the agent there takes one until it sees that no master
-does, and the handshakes take some time on a busy host."""
+"""Seconds in which a process on the head must let this node in: the agent there needs half a second to see that no
+master does, and handshakes take longer on a busy host."""
 
 ANSWER = 0.9
 """Seconds in which the store must answer whether the node is marked: a member of etcd on a dead host takes a third."""
@@ -149,9 +149,9 @@ class Contact:
 
 
 async def _lets_in(head: TcpAddress, credentials: Credentials) -> bool:
-    """Whether a process of the job at `head` lets this node in: both have proved the token, and over TLS their nodes.
-    It is a master, or the agent there that tells the masters (`unirun.launcher.witness`); so none of them gives this
-    node up now."""
+    """Tell whether a process of the job at `head` lets this node in: both have proved the token, and over TLS their
+    nodes. It is a master, or the agent there that tells the masters (`unirun.launcher.witness`); so none of them gives
+    this node up now."""
     try:
         stream = await connect(head, credentials, timeout=ENTRY)
     except (RendezvousError, WireError):

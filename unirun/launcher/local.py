@@ -244,8 +244,8 @@ class Processes:
         return True
 
     def reap(self) -> None:
-        """Leave no zombie: of an agent that is gone while the job goes on without it, of the first master, of processes
-        that were adopted. The first process of a container adopts those of ``docker exec``."""
+        """Collect ended children: an agent without which the job goes on, the first master, and adopted processes. The
+        first process of a container adopts those of ``docker exec``."""
         for pid in (*self._agents, self._first):
             if pid is not None:
                 self._wait(pid, 0.0)
@@ -318,8 +318,8 @@ class JobProcesses(Protocol):
         ...
 
     def given_up(self, led: bool, accepts: bool = False) -> bool:
-        """Whether no master will be found any more; `accepts`: the last attempt to reach one was taken by the kernel
-        at its address."""
+        """Tell whether to stop looking for a master; `accepts`: the kernel at its address has accepted the last attempt
+        to connect."""
         ...
 
     def taken_up(self, job: JobDir) -> bool:

@@ -18,8 +18,8 @@ _RECORDS = 4096
 
 
 class Kills(Value):
-    """How many processes the kernel has killed for lack of memory: `own` in this control group, None where the
-    kernel does not count them; `host`: all."""
+    """Numbers of processes that the kernel has killed for lack of memory: `own` in this control group, None where the
+    kernel does not count them; `host` on the whole host."""
 
     own: int | None
     host: int

@@ -19,7 +19,7 @@ class Notes:
         self._kills = kills_so_far()
 
     def kill(self, state: AgentState, message: Message) -> str:
-        """What is known of a SIGKILL that unirun has not sent: a note for the report, or an empty text."""
+        """A note for the report on a SIGKILL that unirun has not sent; empty when nothing is known of it."""
         if not isinstance(message, Reaped) or message.signal != signal.SIGKILL:
             return ""
         worker = state.workers.get(message.id)

@@ -11,7 +11,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class LogFile(io.FileIO):
-    """A log file whose writes succeed when the disk is full. What is lost is counted, and told when there is room."""
+    """A log file whose writes succeed when the disk is full. Lost bytes are counted, and noted when there is room."""
 
     lost = 0
 

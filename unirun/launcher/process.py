@@ -113,9 +113,9 @@ def children() -> list[int]:
 
 
 def collect_orphans(ours: Collection[int]) -> None:
-    """Collect children that have ended and are none of `ours`: adopted ones, for which nobody waits.
+    """Collect adopted children that have ended: those that are not among `ours`.
 
-    Where one of `ours` has ended, those behind it are collected by the next call, after it has been waited for.
+    An ended child among `ours` that has not been waited for yet stops the collection; the next call continues.
     """
     with contextlib.suppress(ChildProcessError):
         while (

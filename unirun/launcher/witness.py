@@ -1,9 +1,10 @@
-"""The agent on the head lets other nodes in while no master does, so that they know that they have not been given up.
+"""The agent on the head accepts other nodes while no master does, so that they know that they are not given up.
 
 Where the store is a file on the head, other nodes know of the job by the head's address alone. A master there that is
-stopped, or dead with its successor on the way, answers nobody, and what the kernel of some machine at that address does
-proves nothing. The agent on the head holds the same listening socket. When connections wait there, it lets them prove
-the token, as a master would, tells the master which nodes have come (`Knock`), and closes them.
+stopped, or dead with its successor on the way, does not answer. A connection that a kernel at that address accepts
+proves nothing: it may be that of another machine. The agent on the head holds the same listening socket. When
+connections wait there, it lets them prove the token, as a master would, tells the master which nodes have come
+(`Knock`), and closes them.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from unirun.wire.reports import Knock
 
 LOOK = 0.1
 LOOKS = 5
-"""No master accepts connections when one waits at so many looks, with so many seconds between two, and is that old."""
+"""Seconds between two looks at the listener, and their number. No master accepts connections when one waits at each
+look and is as old as all of them take."""
 
 MOST = 0.8
-"""The part of that time which is enough: what a peer sends first may come a little later."""
+"""Fraction of that time that is enough: the first bytes of a peer may come a little later."""
 
 DUTY = 1.0
-"""Seconds for which the agent accepts connections then."""
+"""Seconds for which the agent then accepts connections."""
 
 _LAST_ACK = 8 + 12 * 4
-"""Where it is in ``struct tcp_info``: behind 8 bytes and 12 numbers."""
+"""Offset of ``tcpi_last_ack_recv`` in ``struct tcp_info``: 8 bytes, and 12 numbers of 4."""
 
 
 class Witness:
@@ -67,10 +69,10 @@ class Witness:
                 await asyncio.sleep(DUTY)
 
     async def _old(self) -> tuple[socket.socket, Any] | None:
-        """A connection that nobody has accepted for a while, and its address; None when there is none.
+        """Accept a connection that has waited too long. Returns it with its address; None when there is none.
 
-        While many connect, one waits at each look though a master accepts: then the next one to be accepted is young,
-        and is closed. Its peer connects again.
+        When many peers connect, one waits at each look although a master accepts. Then the accepted connection is
+        young: it is closed, and its peer connects again.
         """
         began = time.monotonic()
         for _ in range(LOOKS):
@@ -126,6 +128,7 @@ def _waits(listener: socket.socket) -> bool:
 
 
 def _age(sock: socket.socket) -> float:
-    """Seconds since the peer has sent something on a connection: it begins at once. (tcpi_last_ack_recv of tcp(7).)"""
+    """Seconds since the peer last sent anything, which it does as soon as it is connected (tcpi_last_ack_recv,
+    tcp(7))."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK + 4)
     return int.from_bytes(info[_LAST_ACK:], sys.byteorder) / 1000

@@ -61,8 +61,8 @@ class Beats:
         return self._silence.watches(node)
 
     def knocked(self, node: str, origin: str) -> None:
-        """`node` has connected and proved the token, and may not come to say more: it takes that for a sign that nobody
-        leads. Without TLS only its address `origin` is known."""
+        """Count that `node` has connected and proved the token as a message of it, as it may send no other before it is
+        given up. Without TLS only its address `origin` is known."""
         for each, known in self._origins.items():
             if (each == node if node else known == origin) and self._silence.watches(each):
                 self._silence.heard(each, time.monotonic())

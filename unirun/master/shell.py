@@ -128,7 +128,7 @@ class Master:
         loop = asyncio.get_running_loop()
         if self._state.owned:
             self._owner_due = loop.call_later(OWNER_TIMEOUT, self._owner_left, None)
-        # Who signals all processes of a job has asked once, though the command and agents on other hosts got it too.
+        # A signal to all processes of a job is one request, although the command and agents on other hosts got it too.
         stop = Stop(signal.SIGTERM, "the master got SIGTERM", urgent=False)
         loop.add_signal_handler(signal.SIGTERM, self._apply, stop)
         if self._credentials.tls is not None:
@@ -280,7 +280,7 @@ class Master:
         )
 
     def _is_host(self, addr: str) -> bool:
-        """Whether an agent of the job is at `addr`."""
+        """Tell whether an agent of the job is at `addr`."""
         if self._hosts[0] is not self._state.agents:
             found = set()
             for join in self._state.agents.values():

@@ -94,7 +94,7 @@ def write_batch(job: JobDir, batch: BatchJob) -> None:
 
 
 def own_batch(run_id: str, environ: Mapping[str, str]) -> tuple[bool, int]:
-    """Whether this process is in the batch job of the job `run_id`, and how often Slurm has requeued that."""
+    """Tell whether this process is in the batch job of the job `run_id`, and how often Slurm has requeued that."""
     batch = environ.get(VARIABLE) == run_id
     count = environ.get("SLURM_RESTART_COUNT", "")
     return batch, int(count) if batch and count.isascii() and count.isdecimal() else 0
@@ -176,8 +176,8 @@ def ask_slurm(
     environ: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> str:
-    """What a command of Slurm prints, in another environment with `environ`. If it succeeds, `tell` is called with what
-    it says besides: the notes of a cluster's submit filter.
+    """Run a command of Slurm, with the environment `environ` if given, and return its stdout. If it succeeds, `tell` is
+    called with its stderr: the notes of a cluster's submit filter.
 
     Raises `JobError` when it fails, `RendezvousError` when the controller does not answer, `UsageError` when there is
     no such command or no cluster.

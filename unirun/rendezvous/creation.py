@@ -101,8 +101,8 @@ def discard_job(job: JobDir, lock: int) -> None:
 def one_at_a_time(root: Path) -> Iterator[None]:
     """Exclusive lock on `root`: commands must not create or remove a job of the same id concurrently.
 
-    `root` becomes 0700 if it is this user's: who can open a directory can lock it. Raises OSError, and `JobError` when
-    the file system has no locks, or another process has held this one for `LOCKED` seconds.
+    `root` becomes 0700 if it is this user's, as every user that can open a directory can lock it. Raises OSError, and
+    `JobError` when the file system has no locks, or another process has held this one for `LOCKED` seconds.
     """
     handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -146,8 +146,8 @@ def _make_room(job: JobDir, *, batch: bool, restarts: int, node: bool) -> None:
 
 
 def _keep_attempt(job: JobDir, number: int) -> None:
-    """Move the files of the last run to ``attempt_N``, unless that is there: it was in the same start of the batch
-    job."""
+    """Move the files of the last run to ``attempt_N``, unless that is there: then it was made earlier in this start of
+    the batch job."""
     kept = job.attempt(number)
     if not (job.path / "uid").exists() or kept.path.exists():
         return

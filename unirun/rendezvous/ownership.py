@@ -184,7 +184,7 @@ def _group(gid: int) -> str:
 
 
 def read_file(path: Path) -> str:
-    """The text of an ordinary file. Raises OSError, also for what is none: who opens a FIFO may wait for ever."""
+    """The text of a regular file. Raises OSError, also for any other kind: opening a FIFO may block for ever."""
     with open(path, opener=_open_ordinary, encoding="utf-8", errors="replace") as file:
         return file.read()
 
@@ -193,5 +193,5 @@ def _open_ordinary(path: str, flags: int) -> int:
     handle = os.open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, "it is no ordinary file", path)
+        raise OSError(errno.EINVAL, "it is not a regular file", path)
     return handle

@@ -83,8 +83,8 @@ class Formation:
         self.follow()
 
     def explain(self, error: BaseException) -> bool:
-        """Whether `error`, of a call, has come because the group has ended: the role has a later generation, or gets
-        one within `NEWS` seconds. A peer may have died, or left the group as it has heard of that before.
+        """Tell whether a call has raised `error` because the group has ended: the role has a later generation, or gets
+        one within `NEWS` seconds. A peer may have died, or have left the group because it knew of a death earlier.
 
         Waits for the news only if a connection of the default group has ended, or torch says that one to a store has.
         """
@@ -92,8 +92,8 @@ class Formation:
         return self.outdated or (broken and self._changes(self._peers.generation))
 
     def kept_away(self, by: Callable[[], bool]) -> None:
-        """The main thread is in a call that nobody waits for, as long as `by` returns True. If it only waits there
-        while the others form a group, the agent is told."""
+        """Watch the main thread, which is in a call that was given up as long as `by` returns True. If it idles there
+        while the others form a group, the agent gets a report."""
         if self._idling.acquire(blocking=False):
             threading.Thread(target=self._watch_idle, args=(by,), name="unirun-idle", daemon=True).start()
 
@@ -104,7 +104,7 @@ class Formation:
             if stack is not None:
                 why = (
                     f"generation {self._wanted()} could not be formed without it, and it waited for {IDLE:g} s in a "
-                    "call that nobody waits for any more"
+                    "call that its caller has given up"
                 )
                 self._peers.tell(Stuck(why, stack))
         finally:

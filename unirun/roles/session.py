@@ -51,7 +51,7 @@ class Session:
         self._caller: Caller | None = None
         self._groups: dict[str, RoleGroup] = {}
         self._pid = os.getpid()
-        # The addresses of the job's hosts, and the number of the update that they were in.
+        # The number of the latest update that was read, and the addresses of the job's hosts in it.
         self._hosts: tuple[int, frozenset[str]] = (-1, frozenset())
         self.synced: dict[str, Callable[[int, float | None], int]] = {}
         """By the name of a channel, what publishes or receives a version of its weights in this worker."""
@@ -92,7 +92,7 @@ class Session:
         return SocketTransport(self.folder / name, credentials, self._addr, self._refused, self._is_host)
 
     def _is_host(self, addr: str) -> bool:
-        """Whether a role's store or a worker of the job is at `addr`."""
+        """Tell whether a role's store or a worker of the job is at `addr`."""
         updates = self._peers.updates
         if self._hosts[0] != updates:
             self._hosts = updates, frozenset(hosts_in(self._peers.views()))
@@ -185,7 +185,8 @@ class Session:
 
 
 def hosts_in(views: Iterable[RoleView]) -> Iterator[str]:
-    """The addresses in `views`, of stores and of workers that others can reach. What is none is left out."""
+    """The addresses in `views`, of stores and of workers that others can reach. Texts that are no address are left
+    out."""
     from unirun.roles.transport.sockets import Endpoint
 
     for view in views:

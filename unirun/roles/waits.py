@@ -33,9 +33,9 @@ ASK = 5.0
 """Seconds after which it is asked again whether a wait still matters."""
 
 IDLE = 30.0
-"""Seconds without work after which a worker is not waited for, if nobody waits for what it does."""
+"""Seconds without work after which a worker in a call that was given up is killed."""
 BUSY = 0.02
-"""The part of that time in which a worker that works uses a processor at least."""
+"""Least processor time of a working worker, as a fraction of `IDLE`."""
 
 _OWN = f"{Path(__file__).parent}/process_groups.py"
 _TORCH = tuple(

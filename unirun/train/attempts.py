@@ -77,8 +77,8 @@ class Attempts:
                     group[int(who.rpartition(":")[2])].kill.call_async()
 
     def _prepared_after(self, group: RoleGroup, repeats: Repeats, deadline: float) -> Repeats:
-        """Prepare the workers. Returns no failure, or one more when one of them was lost. Raises `TrainingFailed` when
-        they would be lost each time, and after the deadline."""
+        """Prepare the workers. Returns `repeats` with one more failure when a worker was lost, else without any. Raises
+        `TrainingFailed` when they would be lost each time, and after the deadline."""
         try:
             self._prepare(group)
         except WorkerLost as error:
@@ -97,7 +97,7 @@ class Attempts:
         return Repeats()
 
     def loss(self, error: WorkerLost) -> Loss:
-        """How the worker that was called and lost has ended."""
+        """The end of the worker that was called and lost."""
         return self.workers.loss(error, self._called)
 
     def _prepare(self, group: RoleGroup) -> None:

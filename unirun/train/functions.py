@@ -55,7 +55,7 @@ def save_checkpoint(**state: Any) -> None:
     A copy is made at once and written beside training. Modules and optimizers stand for their state dicts, without the
     wrappers of DistributedDataParallel and torch.compile. It is the state of rank 0 that is kept; when some tensor is a
     DTensor (FSDP2), each rank saves its part, by ``torch.distributed.checkpoint``. The positions of datasets are saved
-    with it. What other ranks have under a name and is not kept is told. A run ends with `TrainingFailed` when rank 0
+    with it. A message names the values of other ranks that are not kept. A run ends with `TrainingFailed` when rank 0
     saves less often than others.
 
     It counts together with the report that follows within a second, so that each of these arrives once, whatever dies

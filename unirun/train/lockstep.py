@@ -42,8 +42,8 @@ class Finished(Value):
 
 
 class Round(Value):
-    """What all ranks have said: their metrics in rank order, or None when all have finished; the checkpoint that is to
-    be committed first; and what it does not have of other ranks than 0, in words."""
+    """The reports of all ranks: their metrics in rank order, or None when all have finished; the checkpoint that is to
+    be committed first; and in `dropped`, in words, the values of other ranks than 0 that it does not have."""
 
     results: tuple[Mapping[str, Any], ...] | None
     pending: int | None
@@ -125,7 +125,7 @@ def _checkpoints(count: int) -> str:
 
 
 def dropped(saved: Sequence[Saved]) -> str:
-    """What ranks have saved that is not in the checkpoint, in words; empty when that is nothing."""
+    """Values that ranks have saved and the checkpoint does not have, in words; empty if there are none."""
     own = saved[0]
     found: dict[str, list[int]] = {}
     for rank, each in enumerate(saved):

@@ -50,8 +50,8 @@ def loss_of(worker: str, exit_: str, message: str = "") -> Loss:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether workers of this run were lost. The function may have called others, and raise that these were: then the
-    error is of another worker than has raised it."""
+    """Tell whether a worker of this run was lost. The function may itself call workers, and raise the loss of one: then
+    the worker that the error names is not the one that has raised it."""
     cause = error.__cause__
     if isinstance(error, WorkerLost) and isinstance(cause, RemoteTraceback):
         return error.worker == cause.worker

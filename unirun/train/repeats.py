@@ -29,5 +29,5 @@ class Repeats(Value):
 
     @property
     def hopeless(self) -> bool:
-        """Whether the next attempt would fail like the `LIMIT` last ones."""
+        """True after `LIMIT` equal failures in a row: the next attempt would fail like these."""
         return self.count >= LIMIT

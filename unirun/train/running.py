@@ -401,7 +401,7 @@ class TrainingIterator:
 
 
 def _parts(request: Request) -> dict[str, Any]:
-    """What is sent to the workers, as users name it."""
+    """The objects that are sent to the workers, by the names that users know."""
     return {
         f"the function {name_of(request.function)}": request.function,
         "config": request.config,

@@ -193,8 +193,8 @@ class Session:
         self._saved = replace(self._saved, count=count, outline=shown, together=together)
 
     def _check_loaded(self) -> None:
-        """Warn of a function that does not load what it goes on from, once, and not from each rank: one may load it for
-        all."""
+        """Warn once if the function has not loaded the checkpoint that the run goes on from. Only rank 0 warns, as one
+        rank may load it for all."""
         if not self._loaded and not self.place.rank:
             found = (
                 self._resume[0].path(self._resume[1].number) if isinstance(self._resume, tuple) else "a state"
@@ -291,8 +291,8 @@ class Session:
         return Progress()
 
     def end_loaders(self) -> None:
-        """The function has ended: end the processes that its loaders have kept. They would end when this one is told
-        to, and torch raises for each that ends before it is waited for."""
+        """The function has ended: end the processes that its loaders have kept. Otherwise they
+        end when this process is told to, and torch raises for each that ends before it is waited for."""
         for _, loader in self._adopted:
             loader.close()
 

@@ -11,7 +11,7 @@ from unirun.errors import EncodingError
 from unirun.roles.calls.codec import dump
 
 DEEPEST = 8
-"""Containers, objects and functions in each other in which it is looked for."""
+"""Maximum nesting of containers, objects and functions that is searched."""
 
 
 def unsendable(arguments: Mapping[str, Any], error: EncodingError) -> EncodingError:

@@ -223,8 +223,8 @@ class Workers:
         return TrainingFailed(problem, f"see unirun logs {self.name}")
 
     def loss(self, error: WorkerLost, called: Sequence[int]) -> Loss:
-        """How the worker of which `error` says that it was lost has ended. `called` are the incarnations of the ranks
-        that were called."""
+        """The end of the worker whose loss `error` reports. `called` are the incarnations of the ranks that were
+        called."""
         if isinstance(error.__cause__, RemoteTraceback):
             # It has said so itself.
             return Loss(error.worker, error.problem.removeprefix(f"{error.worker} "))

@@ -237,7 +237,7 @@ class WeightsChannel:
         return disk.load(url, self._targets(into), ANY if min_version is None else min_version)
 
     def _targets(self, into: Weights, eta: float = 1.0) -> Mapping[str, Piecewise]:
-        """What is written, and once a line about what is not."""
+        """The tensors to write. The first time, a line names the buffers that are not written."""
         found = targets_of(into, eta)
         left = sorted(unsaved(into)) if isinstance(into, nn.Module) and not self._noted else []
         if left:

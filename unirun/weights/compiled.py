@@ -2,7 +2,7 @@
 
 The module that `torch.compile` returns holds the user's one as ``_orig_mod``, and so do compiled parts of a model:
 ``_orig_mod.layers.0._orig_mod.weight`` is the tensor ``layers.0.weight``. Weights and checkpoints have the latter, so
-that it does not matter who has compiled what.
+that either side may be compiled, as a whole or in parts.
 """
 
 from __future__ import annotations

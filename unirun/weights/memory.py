@@ -28,7 +28,7 @@ Span = tuple[int, int]
 
 
 def unreadable(name: str, tensor: torch.Tensor) -> Fault | None:
-    """Why `tensor` has no memory that holds its elements as they are; None when it has."""
+    """A fault if `tensor` has no memory that holds its elements as they are, else None."""
     if is_lazy(tensor):
         return Fault(name, "it is uninitialized, as that of a lazy module", "run the module once")
     if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided:
@@ -53,7 +53,7 @@ def unreadable(name: str, tensor: torch.Tensor) -> Fault | None:
 
 
 def _is_made_of_others(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a class of its own has no elements in its own memory, if it has any."""
+    """Tell whether a tensor of a subclass keeps its elements in other tensors."""
     hollow = not tensor.is_meta and tensor.untyped_storage().device.type == "meta"
     if hollow or is_traceable_wrapper_subclass(tensor):
         return True
@@ -64,8 +64,8 @@ def _is_made_of_others(tensor: torch.Tensor) -> bool:
 
 
 def unwritable(tensors: Mapping[str, torch.Tensor]) -> list[Fault]:
-    """Every one of these readable `tensors` that cannot be written as itself, without another one: what torch refuses
-    in place, what would end the process, and what would overwrite another tensor."""
+    """A fault for each of these readable `tensors` that cannot be written in place: torch would raise, the process
+    would crash, or the write would change another tensor."""
     faults = []
     spans: dict[str, Span] = {}
     places = [*_joined(_mapped())]
@@ -108,12 +108,12 @@ def untied(pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> list[Faul
 
 
 def writing(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
-    """The block in which these may be written in place: torch asks for inference mode where one was made in it."""
+    """A context in which these may be written in place: inference mode if any was made in it, as torch requires."""
     return torch.inference_mode() if any(t.is_inference() for t in tensors) else nullcontext()
 
 
 def geometry(tensor: torch.Tensor) -> object:
-    """The same for tensors that are the same by two names."""
+    """A key that is equal for one tensor under two names."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
@@ -129,7 +129,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether they are equal bit for bit; 0.0 is not -0.0."""
+    """Tell whether they are equal bit for bit; 0.0 is not -0.0."""
     there = other.to(one.device)
     if one.dtype.itemsize == 16:
         one, there = torch.view_as_real(one), torch.view_as_real(there)
@@ -171,7 +171,8 @@ def _blends(dtype: torch.dtype) -> bool:
 
 
 def _within(low: int, high: int, places: Sequence[Span]) -> bool:
-    """Whether one of `places`, which ascend, has all addresses from `low` on to before `high`."""
+    """Tell whether one of `places`, in ascending order, has all addresses from `low` up to, but not including,
+    `high`."""
     at = bisect_right(places, (low, sys.maxsize)) - 1
     return at >= 0 and high <= places[at][1]
 
@@ -219,7 +220,7 @@ def _array(tensor: torch.Tensor) -> Any:
 
 
 def _share(one: Any, other: Any) -> bool:
-    """Whether two arrays have a byte in common."""
+    """Tell whether two arrays have a byte in common."""
     shares: Any = numpy.shares_memory  # its stub knows two limits only
     try:
         return bool(shares(one, other, WORK))
@@ -228,7 +229,7 @@ def _share(one: Any, other: Any) -> bool:
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements are at one address."""
+    """Tell whether two elements are at one address."""
     if not tensor.numel():
         return False
     axes = sorted((stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)

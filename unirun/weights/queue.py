@@ -86,7 +86,7 @@ class Queue:
         self._feeds: dict[int, Feed] = {}
         self._gate: Line | None = None
         self._admissions = Admissions(self._given_back)
-        # A question has the count of all threads, so one is asked at a time.
+        # A request to the gate has the count of all threads, so there is one at a time.
         self._asking = threading.Lock()
         self._untold = False
         self._consumer = Consumer(name, self._bound)
@@ -142,7 +142,7 @@ class Queue:
                         raise self._held_back()
                 return self._admissions.admit()
             except BaseException:
-                # The gate may have let this process in when it did not wait any more.
+                # The gate may have admitted an item after this wait was over.
                 self._untold = True
                 raise
             finally:
@@ -158,7 +158,8 @@ class Queue:
         return QueueTimeout(problem, remedy, queue=self.name)
 
     def _given_back(self) -> None:
-        """Others may be let in. A question that is asked now tells it itself, as it is repeated soon."""
+        """Tell the gate, which may admit others. A request that waits now is repeated soon, and has the new count
+        then."""
         self._untold = True
         self._tell_gate()
 

@@ -93,8 +93,8 @@ def targets_of(weights: Weights, eta: float = 1.0) -> dict[str, Piecewise]:
 
 
 def assigner(weights: Weights) -> Callable[[str, torch.Tensor], None]:
-    """What makes a tensor the one of this name in `weights`. Raises `UsageError` for a mapping that cannot change, and
-    `WeightsError` for a module of which the state dict has names that no parameter or buffer has."""
+    """A function that puts a tensor into `weights` under a name. Raises `UsageError` for a mapping that cannot change,
+    and `WeightsError` for a module of which the state dict has names that no parameter or buffer has."""
     if isinstance(weights, nn.Module):
         own: dict[str, torch.Tensor] = {}
         own |= weights.named_parameters(remove_duplicate=False)

@@ -98,10 +98,10 @@ def frame_of(message: Message) -> bytes:
 
 
 async def connect(address: Address, credentials: Credentials, *, timeout: float = DEADLINE) -> Stream:
-    """Connect to who listens at `address` and prove the token, within `timeout` seconds.
+    """Connect to the listener at `address` and prove the token, within `timeout` seconds.
 
-    Raises `RendezvousError` when no kernel takes the connection, `AuthError` when a token or a certificate is wrong,
-    another `WireError` when a connection was made and comes to nothing.
+    Raises `RendezvousError` when the connection is refused or times out, `AuthError` when a token or a certificate is
+    wrong, another `WireError` when the handshake on a connection fails.
     """
     connected = False
     try:
@@ -209,8 +209,8 @@ class Server:
     """Accepts connections on `listener`, a unix or a TCP socket, and calls `handler` with each that has proved the
     token. `refused` gets a text for those that have not, and their number so far (`Refusals`).
 
-    A connection has `timeout` seconds to prove the token. `Strangers` says which of them may begin to: so whoever
-    connects, and however often, cannot keep others out. `known` says whether an address is one of the job's hosts.
+    A connection has `timeout` seconds to prove the token. `Strangers` says which of them may begin to, so that
+    one peer with many connections cannot keep others out. `known` says whether an address is one of the job's hosts.
     `proved` gets each stream on which the token was proved, before the peer can know that it has been let in.
     """
 
@@ -249,7 +249,7 @@ class Server:
                 sock.close()
 
     async def closed(self) -> None:
-        """Wait, after `close`, until nothing of it is left but the streams."""
+        """Wait, after `close`, until it accepts no more and all handshakes have ended. Streams stay open."""
         await asyncio.wait({self._accepting, *self._entering.values()})
 
     async def _accept_all(self) -> None:
@@ -259,7 +259,7 @@ class Server:
             while True:
                 number += 1
                 if number % AT_ONCE == 0:
-                    # While connections are there, accepting them would never let anything else run.
+                    # sock_accept does not yield while connections wait, so nothing else would run.
                     await asyncio.sleep(0)
                 try:
                     sock, place = await loop.sock_accept(self._listener)
@@ -312,7 +312,7 @@ class Server:
         return await _accept(sock, self._token, self._tls, self._timeout, self._proved)
 
     def _entered(self, sock: socket.socket, task: asyncio.Task[Stream]) -> None:
-        """A connection has proved the token, or has not."""
+        """Serve a connection that has proved the token; close any other."""
         origin = self._origins.pop(sock, "")
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         del self._entering[sock]

@@ -43,7 +43,7 @@ def load_token(path: Path) -> Token:
     try:
         info = path.stat()
         if not stat.S_ISREG(info.st_mode):
-            raise ValueError("it is no ordinary file")
+            raise ValueError("it is not a regular file")
         mode = info.st_mode & 0o077
         token = bytes.fromhex(path.read_text().strip())
     except (OSError, ValueError) as error:

@@ -251,7 +251,7 @@ class Stop(Value, tag=True):
         return 128 + self.signal if self.code is None else self.code
 
     def hurries(self, asked: bool) -> bool:
-        """Whether the workers are killed now; `asked`: there was a request before."""
+        """Tell whether the workers are killed now; `asked`: there was a request before."""
         return asked if self.urgent is None else self.urgent
 
 

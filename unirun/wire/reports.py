@@ -73,7 +73,8 @@ class GroupMeets(Value, tag=True):
 
 class Stuck(Value, tag=True):
     """A worker's main thread waits and keeps its role from being formed: in a process group that has ended, where it
-    cannot be interrupted, or in a call that nobody waits for. `why`, and the Python `stack` of that thread."""
+    cannot be interrupted, or in a call that was given up. Has the reason `why`, and the Python `stack` of that
+    thread."""
 
     why: str
     stack: str

@@ -85,8 +85,8 @@ def nobody_answers(address: Address, error: OSError | str) -> RendezvousError:
 
 
 def not_the_node(address: Address, error: ssl.SSLError) -> WireError:
-    """The error that who listens at `address` is not the node of this job that should; or has closed the connection,
-    which says nothing of who it is."""
+    """The error for a listener at `address` that is not the expected node of this job; another `WireError` when it has
+    only closed the connection, which does not tell its node."""
     import ssl
 
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):

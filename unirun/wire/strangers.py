@@ -1,9 +1,9 @@
-"""Which connections to a listener may prove the token now. They are strangers until they have; there is no I/O here.
+"""Admission of connections to the handshake in which they prove the token. They are strangers until then. No I/O.
 
-Anybody who can send packets to a listener can connect, and a handshake of TLS takes processor time and memory. So what
-one address can take is limited, before there is any TLS: connections that wait, those that are in a handshake, and for
-an address that is not known, handshakes in a second. Addresses take turns. Those of the job's own hosts are *known*,
-and come first: their places are their own. An address from which the token was proved once is known from then on. On a
+Any machine that can send packets to a listener can connect, and a handshake of TLS takes processor time and memory. So
+each address has limits that hold before any TLS: connections that wait, connections in a handshake, and, for an address
+that is not known, handshakes in a second. Addresses take turns. Those of the job's own hosts are *known*, come first,
+and do not share their limits with others. An address from which the token was proved once is known from then on. On a
 unix socket all connections are this user's; they have no address, and are known.
 """
 
@@ -14,16 +14,16 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 KNOWN, EACH, TOGETHER = 64, 16, 64
-"""Handshakes at the same time: from one known address, from one that is not known, from all that are not known."""
+"""Maximum of handshakes at one time: of a known address, of one that is not known, of all that are not known."""
 
 RATE, RATE_TOGETHER = 10.0, 100.0
-"""Handshakes a second from one address that is not known, and from all of these; `EACH` and `TOGETHER` at once."""
+"""Handshakes a second of one address that is not known, and of all of these; bursts are `EACH` and `TOGETHER`."""
 
 QUEUE_KNOWN, QUEUE, QUEUE_TOGETHER = 4096, 64, 512
-"""Connections that wait: from one known address, from one that is not known, from all that are not known."""
+"""Maximum of waiting connections: of a known address, of one that is not known, of all that are not known."""
 
 GRACE = 1.0
-"""Seconds that a handshake has at least, before it makes room for another."""
+"""Seconds after which a handshake may be ended to make room for another."""
 
 WAIT = 10.0
 """Seconds after which a connection that waits is refused."""
@@ -32,7 +32,7 @@ LOOK = 0.05
 """Seconds until the next look at who is `overdue`, while connections wait."""
 
 ORIGINS = 4096
-"""Addresses that are not known of which is remembered how often they have connected."""
+"""Number of addresses whose connections are counted; when there are more, idle ones are forgotten."""
 
 C = TypeVar("C", bound=Hashable)
 
@@ -89,11 +89,12 @@ class Strangers(Generic[C]):
 
     @property
     def waiting(self) -> bool:
-        """Whether any connection waits."""
+        """True if any connection waits."""
         return bool(self._turns)
 
     def arrives(self, connection: C, origin: str, now: float) -> C | None:
-        """A connection from the address `origin` was made. Returns one that is to be closed, this one or another."""
+        """Add a connection from the address `origin`. Returns the one to close, this or another; None if there is
+        room."""
         found = self._origin(origin, now)
         if len(found.waiting) >= (QUEUE_KNOWN if found.known else QUEUE):
             return connection
@@ -113,7 +114,7 @@ class Strangers(Generic[C]):
         return out
 
     def next(self, now: float) -> C | None:
-        """A connection that may begin its handshake now; None when none may."""
+        """Begin the handshake of the connection whose turn it is, and return it; None when none may begin now."""
         room = self._begun < TOGETHER and self._together.left(now) >= 1
         for known in (True, False):
             if not known and not room:
@@ -132,8 +133,8 @@ class Strangers(Generic[C]):
         return None
 
     def overdue(self, now: float) -> list[C]:
-        """Connections that have to go: those that have waited too long, and handshakes that make room for others. They
-        are forgotten."""
+        """Remove and return the connections to close: those that have waited too long, and handshakes that make room
+        for others."""
         found = []
         for each in tuple(self._turns.values()):
             while each.waiting and each.waiting[0][1] + WAIT <= now:
@@ -153,7 +154,8 @@ class Strangers(Generic[C]):
         return out
 
     def ends(self, connection: C, *, proved: bool = False) -> None:
-        """A handshake has ended; `proved`: the token was proved in it. Nothing for one that is forgotten."""
+        """Remove a handshake that has ended; `proved`: it has proved the token. Does nothing for one that was
+        removed."""
         found = self._of.pop(connection, None)
         if found is None:
             return
@@ -190,14 +192,14 @@ class Strangers(Generic[C]):
         return found
 
     def _forget(self, now: float) -> None:
-        """Forget addresses without connections: all that could not be told from new ones, or else the oldest."""
+        """Forget addresses without connections: all whose count is that of a new one; if there are none, the oldest."""
         idle = [each for each in self._origins.values() if not each.waiting and not each.begun]
         for each in [each for each in idle if each.known or each.bucket.full(now)] or idle[: ORIGINS // 2]:
             del self._origins[each.name]
 
 
 def _network(address: str) -> str:
-    """What one host has: an address, or of IPv6 all that begin with the same 64 bits."""
+    """The addresses that count as one: a single IPv4 address, or an IPv6 network of 64 bits."""
     import ipaddress
 
     try:

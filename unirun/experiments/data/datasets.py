@@ -78,7 +78,7 @@ class Dataset(Protocol):
 
 
 SAMPLES = 16
-"""Samples of a dataset without a fingerprint that are compared."""
+"""Number of samples in the digest of a dataset without a fingerprint."""
 
 
 def content_of(dataset: Dataset) -> str:
@@ -276,7 +276,8 @@ class PairedDataset(_Rows):
 
 
 def is_of_rows(cls: Any) -> bool:
-    """Whether the arguments of a dataset say where its rows are (`read_rows`), as those of the built-in ones do."""
+    """Tell whether the arguments of a dataset say where its rows are (`read_rows`), as those of the built-in ones
+    do."""
     return isinstance(cls, type) and cls.__init__ in (_Rows.__init__, PairedDataset.__init__)  # type: ignore[misc]
 
 

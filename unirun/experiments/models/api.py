@@ -162,7 +162,7 @@ class Engine(Protocol):
         pad: int = 0,
     ) -> Generated | None:
         """Continue each sequence, one micro-batch of prompts after the other. None except on the last stage. Equal
-        seeds and micro-batches give equal sequences. A sequence ends with any of the tokens `stop`, without it with
+        seeds and micro-batches give equal sequences. A sequence ends with any of the tokens `stop`, by default
         those of the network's generation config. `pad` fills up rows; nothing attends to it, and it is in no result, so
         it may be a stop token."""
         ...
@@ -264,7 +264,7 @@ class ModelInterface:
         raise NotImplementedError(f"{type(self).__name__} has no inference()")
 
     def train_step(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> dict[str, float]:
-        """Train on these sequences. Returns figures of them, which become one for all data-parallel ranks."""
+        """Train on these sequences. Returns metrics, which are then reduced over all data-parallel ranks."""
         raise NotImplementedError(f"{type(self).__name__} has no train_step()")
 
     def evaluate(self, model: Model, sample: SequenceSample) -> dict[str, float]:

@@ -98,7 +98,7 @@ class TorchEngine:
         return figures if self._error_if_nonfinite else {**figures, "skipped_steps": float(self._skipped)}
 
     def _update(self, norm: float, factor: float) -> None:
-        """A step of the optimizer, with gradients of this norm."""
+        """Make a step of the optimizer, with gradients of this norm."""
         assert self._optimizer is not None
         scale = min(self._clip / (norm + 1e-6), 1.0) if self._clip else 1.0
         for parameter in self._parameters():
@@ -111,8 +111,8 @@ class TorchEngine:
         self._steps += 1
 
     def _not_finite(self, own: float, loss: float, norm: float) -> str:
-        """What is not finite, and in which ranks of the model; empty if all is. `own` is the loss of this rank's
-        sequences, on the last stage. All ranks of the model find the same, whatever each of them has seen."""
+        """A text that names the value that is not finite, and the ranks of the model with it; empty if all are finite.
+        `own` is the loss of this rank's sequences, on the last stage. All ranks of the model get the same answer."""
         place = self._place
         flags = torch.zeros(3, place.topo.world_size(), dtype=torch.int32)
         flags[:, place.rank] = torch.tensor([not math.isfinite(value) for value in (own, norm, loss)])
@@ -238,7 +238,7 @@ class TorchEngine:
         _sum([_local(p.grad) for p in self._parameters() if p.grad is not None], data)
 
     def _complete(self) -> None:
-        """Add the gradients of all tensor-parallel ranks, of parameters of which each has a part of the gradient."""
+        """Add partial gradients over all tensor-parallel ranks."""
         tensor = self._place.group("tensor")
         if tensor is not None:
             _sum([_local(p.grad) for p in self._stage.partial() if p.grad is not None], tensor)
@@ -275,9 +275,9 @@ class TorchEngine:
         return math.sqrt(squares.item())
 
     def _shared(self, logged: Mapping[str, float], reductions: Mapping[str, str]) -> dict[str, float]:
-        """What was logged in all data-parallel ranks, from the last stage to all."""
+        """Combine the values logged in all data-parallel ranks, and send them from the last stage to all stages."""
         pipe, data = self._place.group("pipe"), self._place.group("data")
-        # One without sequences has logged nothing.
+        # A rank without sequences has logged nothing.
         each: list[Any] = [dict(logged)]
         if data is not None:
             each = [None] * self._place.topo.get_dim("data")
@@ -432,7 +432,7 @@ class TorchEngine:
 
 
 def _sum(tensors: Sequence[torch.Tensor], group: Any) -> None:
-    """Make each the sum over `group`, in one buffer for each dtype."""
+    """Replace each tensor by its sum over `group`, in one buffer for each dtype."""
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
         some = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in some])

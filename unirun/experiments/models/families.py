@@ -1,4 +1,4 @@
-"""Whether a family of decoders can be cut: a small network of it is cut in this process and compared with the whole.
+"""Trials of families of decoders: a small network of one is cut in this process and compared with the whole.
 
 Nothing is known of a family by its name. A network is refused when its parts compute something else than the whole
 network does, so that one which transformers adds or changes is never cut by chance.
@@ -22,16 +22,16 @@ HEADS, LAYERS, WIDTH, EXPERTS, VOCABULARY = 4, 4, 32, 32, 64
 """The sizes of a small network; `WIDTH` is that of intermediate layers."""
 
 MOST = 200_000_000
-"""Parameters of a network that is tried; one with more is not small."""
+"""Maximum number of parameters of a network that is tried."""
 
 LENGTHS = (12, 7, 9)
-"""The lengths of the sequences that it gets."""
+"""The lengths of the sequences that a small network gets."""
 
 PARTS = 2
 """Tensor-parallel ranks in this process."""
 
 Build = Callable[[nn.Module, int, int], nn.Module]
-"""Takes a whole network, and makes the `stage` of so many `stages` of it."""
+"""Function of a whole network, `stage` and `stages`: makes this stage of so many."""
 
 
 def small(config: Any) -> Any:
@@ -83,8 +83,8 @@ def small(config: Any) -> Any:
 
 
 def refusal(config: Any, build: Build, layout: str, *, critic: bool) -> str:
-    """Why networks of this configuration do not run at all (`layout` is ``""``), in stages (``pipe``), or cut by tensor
-    parallelism (``tensor``); empty if they do. It is found once in a process for each configuration."""
+    """The reason to refuse networks of this configuration at all (`layout` is ``""``), in stages (``pipe``), or cut by
+    tensor parallelism (``tensor``); empty if they run. It is found once in a process for each configuration."""
     return _refusal(_Key(config), build, layout, critic)
 
 
@@ -184,7 +184,7 @@ def _trials(whole: Any, build: Build, layout: str, critic: bool) -> Iterator[tup
 
 @torch.no_grad()
 def _drawn(whole: Any, tokens: torch.Tensor) -> str:
-    """How much two passes in training differ: each rank would draw for itself, as routers with noise do."""
+    """The difference of two passes in training, in words: routers with noise would draw other numbers in each rank."""
     whole.train()
     one, other = (whole(tokens[None], use_cache=False).logits for _ in range(2))
     return _differ(one, other)
@@ -192,7 +192,7 @@ def _drawn(whole: Any, tokens: torch.Tensor) -> str:
 
 @torch.no_grad()
 def _whole(whole: Any, tokens: Sequence[torch.Tensor], bare: bool) -> list[torch.Tensor]:
-    """The outputs for each sequence alone; with `bare` those of the last layer, whatever the network does with them."""
+    """The outputs for each sequence alone; with `bare` as the last layer gives them, before any later change."""
     whole.eval()
     if bare:
         return [whole.lm_head(whole.model(row[None], use_cache=False)[0])[0] for row in tokens]
@@ -206,7 +206,7 @@ def _through(stages: Sequence[Any], value: torch.Tensor, each: Sequence[Mapping[
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> str:
-    """How much they differ, if it is more than rounding."""
+    """The difference of two tensors in words; empty if it is due to rounding."""
     if one.shape != other.shape:
         return f"the shapes are {list(one.shape)} and {list(other.shape)}"
     scale = float(other.abs().max()) or 1.0
@@ -216,7 +216,7 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> str:
 
 @torch.no_grad()
 def _outputs(stages: Sequence[Any], tokens: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str:
-    """As in training: padded on the right with zeros, without a mask."""
+    """Compare outputs as in training: padded on the right with zeros, without a mask."""
     rows = torch.zeros(len(tokens), max(map(len, tokens)), dtype=torch.long)
     for row, some in zip(rows, tokens, strict=True):
         row[: len(some)] = some
@@ -227,7 +227,7 @@ def _outputs(stages: Sequence[Any], tokens: Sequence[torch.Tensor], expected: Se
 
 @torch.no_grad()
 def _cached(stages: Sequence[Any], tokens: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str:
-    """As in generation: padded on the left; the last two tokens come one after the other."""
+    """Compare outputs as in generation: padded on the left; the last two tokens come one after the other."""
     from transformers import DynamicCache
 
     longest = max(map(len, tokens))
@@ -249,8 +249,8 @@ def _cached(stages: Sequence[Any], tokens: Sequence[torch.Tensor], expected: Seq
 
 
 def _cut(whole: Any, tokens: Sequence[torch.Tensor]) -> str:
-    """Each module that is cut is run in parts, one after the other, as tensor-parallel ranks run it: its outputs are
-    the sum of those of the parts, and gradients are as `plan` says."""
+    """Run each module that is cut in parts, one after the other, as tensor-parallel ranks do. The outputs of the parts
+    have to add up to those of the module, and gradients have to be as `plan` says."""
     seen: list[tuple[Any, str, Cut, tuple[Any, ...], dict[str, Any], Any]] = []
     found = {id(layer): cuts(layer) for layer in whole.model.layers}
     if not any(found.values()):
@@ -314,7 +314,7 @@ def _parts(
     assert output.grad is not None
     for rank in range(PARTS):
         part = _part(module, cut, rank)
-        # All gradients of inputs come through columns, which add them up: through nothing else are there any.
+        # Gradients may reach inputs only through the layers cut by columns, whose inputs are detached: none are left.
         inputs: list[torch.Tensor] = []
 
         def leaf(value: Any, inputs: list[torch.Tensor] = inputs) -> Any:
@@ -371,7 +371,7 @@ def _interrupted(part: nn.Module, cut: Cut) -> list[tuple[torch.Tensor, torch.Te
 
 
 def _part(module: nn.Module, cut: Cut, rank: int) -> Any:
-    """What tensor-parallel `rank` has of a module."""
+    """The part of a module that tensor-parallel `rank` has."""
     part: Any = copy.deepcopy(module)
     for parameter in part.parameters():
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""How the layers of a decoder are cut over tensor-parallel ranks (Shoeybi et al. 2019, Megatron-LM).
+"""The cut of the layers of a decoder over tensor-parallel ranks (Shoeybi et al. 2019, Megatron-LM).
 
 A module that is cut has linear layers that are cut by columns, and after them one that is cut by rows, whose outputs
 are summed. Each parameter is one of three kinds:

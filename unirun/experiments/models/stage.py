@@ -53,7 +53,7 @@ class Stage(nn.Module):
         body.config = config
         body.layers = nn.ModuleList(layers)
         head: Any = whole.lm_head
-        # A configuration may say so of a network that is not.
+        # The configuration may say that weights are tied where they are not.
         self._ties = head.weight is body.embed_tokens.weight
         if not self.first:
             body.embed_tokens = None
@@ -174,7 +174,7 @@ def _stops(whole: Any) -> tuple[int, ...]:
 
 
 def _uneven(where: str, layer: nn.Module, tensor: int) -> list[Fault]:
-    """Linear layers of which tensor-parallel ranks would not have equal parts, of whole heads."""
+    """Faults of linear layers that do not give tensor-parallel ranks equal parts of whole heads."""
     faults = []
     for name, cut in cuts(layer).items():
         module: Any = getattr(layer, name)

@@ -39,8 +39,8 @@ class Mirror:
         note: Callable[[str], None],
         silent: Callable[[str, bool], None] = lambda *_: None,
     ) -> None:
-        """`remote` sends all files already; without one, the node is asked for what is not here. `silent` is told
-        whether the connection to the node is lost."""
+        """`remote` sends all files already; without one, the node is asked for what is not here. `silent` is
+        called with the node, and True when the connection to it is lost, False when it is back."""
         self._job, self._host, self.node, self._remote, self._note = job, host, host.name, remote, note
         self._silent = silent
         self._offsets = {} if remote is not None else offsets_here(job, host.name)
@@ -115,7 +115,7 @@ def offsets_here(job: JobDir, node: str) -> dict[str, int]:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether it is a file, and not a link to one."""
+    """Tell whether it is a regular file, and not a link to one."""
     return path.is_file() and not path.is_symlink()
 
 

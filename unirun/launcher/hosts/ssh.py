@@ -303,9 +303,9 @@ class RemoteProcesses:
         return None
 
     def given_up(self, led: bool, accepts: bool = False) -> bool:
-        """Whether no master will be found any more; `accepts` as for `JobProcesses`.
+        """Tell whether to stop looking for a master; `accepts` as for `JobProcesses`.
 
-        That is so, too, when no host answers but those whose agents have ended without a master: too many are lost.
+        Stop also when only hosts answer whose agents have ended without a master: then too many are lost.
         """
         self._alone_since = self._alone_since or time.monotonic()
         if self._ended_alone and self._nodes <= self._silent:

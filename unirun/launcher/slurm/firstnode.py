@@ -1,8 +1,8 @@
 """A batch job that has lost its first node, and with it its script.
 
-Slurm keeps the other nodes for a job with ``--no-kill``, and nothing on them ends it. So each node, when its part of
-the job is over, looks whether the script still lives, which writes to a file all the time; if not, the batch job is
-requeued or ended from there.
+With ``--no-kill`` Slurm keeps the other nodes for the job, and nothing on them ends it. The script writes to a file as
+long as it lives. So each node, when its part of the job is over, looks at that file; when it does not change, the node
+requeues or ends the batch job.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ LOOKS = 30
 
 @contextmanager
 def outliving_the_script(run_id: str, environ: Mapping[str, str], look: float = LOOK) -> Iterator[None]:
-    """The part of a node, not the first, in the job `run_id`. At its end, when this is a batch job whose script is gone
-    and the job has not ended on the first node, requeue the batch job, or end it where it may not be requeued or the
-    job has ended on other nodes. Takes three seconds where the script lives."""
+    """Context of the part of a node, not the first, in the job `run_id`. At its end, when this is a batch job whose
+    script is gone and the job has not ended on the first node, the batch job is requeued; it is ended where it may not
+    be requeued, or the job has ended on other nodes. Takes three seconds where the script lives."""
     try:
         yield
     finally:
@@ -40,7 +40,7 @@ def outliving_the_script(run_id: str, environ: Mapping[str, str], look: float = 
 
 
 def script_is_gone(job: JobDir, look: float = LOOK) -> bool:
-    """Whether the batch script of `job` does not live any more, and has not told the end of the job."""
+    """Tell whether the batch script of `job` is gone without having written the end of the job."""
     before = _beat(job)
     for _ in range(LOOKS):
         if _has_ended(job) or not before:

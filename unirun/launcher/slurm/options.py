@@ -15,7 +15,7 @@ GRACE = 60
 
 
 class Form(Value):
-    """What a value must be: a regular expression, and the same in words."""
+    """The form of a value: a regular expression, and the same in words."""
 
     pattern: str
     words: str

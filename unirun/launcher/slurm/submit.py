@@ -43,15 +43,15 @@ CLIENT = ("SLURM_CLUSTERS", "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 _DIRECTIVES = ("job_name", "no_kill", "no_requeue", "open_mode", "output", "requeue", "signal")
 _MEMORY = frozenset(("mem", "mem_per_cpu", "mem_per_gpu"))
 _VARIABLES = {"mem": "MEM_PER_NODE", "switches": "REQ_SWITCH", "time": "TIMELIMIT"}
-"""Variables of sbatch that are not called as its options."""
+"""Variables of sbatch whose names differ from those of its options."""
 
 
 def environment_of(options: BatchOptions, environ: Mapping[str, str]) -> dict[str, str]:
     """The part of `environ` that sbatch gets, and with it the job.
 
-    In an allocation, the variables of Slurm and of its process managers are about that one: the new job would have its
-    processors and memory. Elsewhere a variable of sbatch is the user's default. It goes before the script's own lines,
-    so those for what the script says are left out.
+    In an allocation, the variables of Slurm and of process managers describe that allocation: the new job would get its
+    processors and memory. Elsewhere a variable of sbatch is the user's default. As sbatch prefers variables to lines of
+    the script, those are left out that the script has lines for.
     """
     inside = "SLURM_JOB_ID" in environ
     asked = {*_DIRECTIVES, *options.options, *(key for each in options.components for key in each.options)}

@@ -50,7 +50,7 @@ ACK = b"__ack__"
 _ACK = ACK.decode()
 
 GIVE_UP = b"__give_up__"
-"""The method of a request which says that nobody waits for the result of another one, whose number it has."""
+"""The method of a request that gives up another one, whose number it has: the caller no longer waits for its result."""
 
 _GIVE_UP = GIVE_UP.decode()
 
@@ -87,10 +87,11 @@ class Generations(Protocol):
         """Form the group of `generation`, or a later one, if that has not been done. In the main thread."""
 
     def explain(self, error: BaseException) -> bool:
-        """Whether a call that this process ran has failed with `error` as the group has ended. Waits for the news."""
+        """Tell whether a call in this process has failed with `error` because the group has ended. Waits for the
+        news."""
 
     def kept_away(self, by: Callable[[], bool]) -> None:
-        """The serving thread runs a call that nobody waits for, as long as `by` returns True."""
+        """Note that the serving thread runs a call that was given up, as long as `by` returns True."""
 
 
 class Dispatcher:
@@ -173,8 +174,8 @@ class Dispatcher:
         return caller
 
     def _give_up(self, runs: Iterable[_Run]) -> None:
-        """Nobody waits for these. They run to their ends; but if the serving thread waits in one while the process
-        group is to be formed, that is told."""
+        """Mark calls as given up. They run to their ends; but if the serving thread idles in one while the process
+        group is to be formed, the agent gets a report."""
         for run in runs:
             run.given_up = True
         self._look_at_running()

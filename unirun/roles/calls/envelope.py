@@ -71,14 +71,14 @@ def decode_request(head: bytes) -> Request:
 
 
 def encode_giving_up(seq: int, *, lost: bool) -> bytes:
-    """The body of a request that gives the call `seq` up, perhaps as it has `lost` another worker."""
+    """The body of a request that gives up the call `seq`; `lost`: because another worker of it was lost."""
     return _GIVEN_UP.pack(seq, lost)
 
 
 def decode_giving_up(body: memoryview) -> tuple[int, bool]:
     """The inverse. Raises `FrameError`."""
     if len(body) != _GIVEN_UP.size:
-        raise FrameError(f"a call is given up with {len(body)} bytes")
+        raise FrameError(f"a request to give a call up has {len(body)} bytes, not {_GIVEN_UP.size}")
     seq, lost = _GIVEN_UP.unpack(body)
     return seq, lost
 

@@ -138,7 +138,7 @@ class OpenCall:
 
     @property
     def lost(self) -> bool:
-        """Whether a worker was lost, so that this attempt of a joint call cannot succeed."""
+        """True if a worker was lost, so that this attempt of a joint call cannot succeed."""
         return self.failed and any(isinstance(o, WorkerLost) for o in list(self._outcomes.values()))
 
     @property
@@ -151,7 +151,7 @@ class OpenCall:
 
     @property
     def remedy(self) -> str:
-        """What can be done about the loss of a worker."""
+        """The remedy for the loss of a worker."""
         options = self.prepared.options
         if options.idempotent:
             return f"retries={options.retries} is used up; unirun events tells why workers are lost"
@@ -237,7 +237,7 @@ class OpenCall:
         return min(ranked, key=lambda pair: pair[0])[1]
 
     def _interruption(self, index: int, error: RuntimeError) -> WorkerLost:
-        """What torch's `error` in a collective means, which follows from a loss that is none of this call's workers."""
+        """The error for torch's `error` in a collective, which follows from a loss outside of this call."""
         interrupted = WorkerLost(
             f"{self.method} was interrupted in {self.worker(index)}: its role forms another generation, as another of "
             "its ranks, or its rendezvous store, was lost",

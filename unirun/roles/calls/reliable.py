@@ -78,8 +78,8 @@ class ReliableChannel:
             self.give_up(call.seq, lost=lost)
 
     def give_up(self, seq: int, *, lost: bool) -> None:
-        """Tell the worker that nobody waits for its result of a call; `lost`: as another worker of the call was lost,
-        so that it need not begin it. While the worker cannot be reached, it is not told."""
+        """Tell the worker that its result of a call is no longer waited for; `lost`: another worker of the call was
+        lost, so the call need not begin. Does nothing while the worker cannot be reached."""
         self._scheduler.soon(partial(self._tell, GIVE_UP, encode_giving_up(seq, lost=lost)))
 
     def lose(self) -> list[Part]:
@@ -160,7 +160,7 @@ class ReliableChannel:
             self._tell(ACK, b"")
 
     def _tell(self, method: bytes, body: bytes) -> None:
-        """Send a request of the channel's own, whose answer says nothing."""
+        """Send a request of the channel itself, whose answer is ignored."""
         with self._lock:
             if self._channel is not None:
                 head = encode_request(self._me, 0, 0, False, self._due_acks(), method, body)

@@ -103,7 +103,7 @@ class Listener:
                 begin.append(begins)
         for each in out:
             if each.entering:
-                # Its thread sees the end of it, and tells of that.
+                # Its thread sees that the socket has ended, and counts the refusal.
                 _shut(each.sock)
             else:
                 self._refuse(each, WireError("it has waited for its turn too long"))

@@ -41,10 +41,10 @@ CHUNK = 16 << 20
 """Bytes that are read at a time."""
 
 PRIVATE = 0o600
-"""The mode of files: pickles, which nobody else may change."""
+"""The mode of files: pickles, which no other user may change."""
 
 READERS = 8
-"""Files that are read at a time to be verified."""
+"""Number of files that are verified at the same time."""
 
 ALTERED = "is not as it was written"
 
@@ -242,7 +242,8 @@ class Folder:
         return size, crc
 
     def foreign(self, number: int) -> str:
-        """Why another user may have written a checkpoint; empty when none can. Whose is behind a URL is not known."""
+        """The reason why another user may have written a checkpoint; empty when none can, or when it is behind a
+        URL."""
         if not self.local:
             return ""
         folder = Path(self.inside(number))
@@ -260,7 +261,7 @@ class Folder:
 
     @property
     def local(self) -> bool:
-        """Whether it is in the file system of this host."""
+        """True if it is in the file system of this host."""
         kinds = self.files.protocol
         return "file" in (kinds if isinstance(kinds, tuple) else (kinds,))
 

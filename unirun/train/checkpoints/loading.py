@@ -112,8 +112,8 @@ def _load_plain(folder: Folder, number: int) -> dict[str, Any]:
 
 
 def _read(file: BinaryIO, folder: Folder, number: int) -> dict[str, Any]:
-    """The state in a file. Objects of any class are made only of what another user cannot have written, as that runs
-    code."""
+    """The state in a file. Only a file that no other user can have written may have objects of any class, as making
+    them runs code."""
     found: dict[str, Any]
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)

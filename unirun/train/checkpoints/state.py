@@ -58,7 +58,7 @@ def _of_model(model: nn.Module) -> Mapping[str, Any]:
 
 
 def named_as(model: nn.Module, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict `saved` with the names that `model` has, whatever is compiled here and was compiled there."""
+    """The state dict `saved` with the names of `model`, for any combination of compiled parts in the two."""
     own = {original_name(name): name for name in model.state_dict()}
     return {own.get(name, name): value for name, value in by_original_name(saved).items()}
 
@@ -75,8 +75,8 @@ def unwrapped(value: Any) -> Any:
 
 
 def _inside(value: Any) -> Any:
-    """What one wrapper holds; None for anything else. Nothing is compiled where nobody has imported torch.compile's
-    module, which takes long."""
+    """The object inside of one wrapper; None if there is no wrapper. The module of torch.compile is slow to import, and
+    nothing is compiled where it is not imported."""
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and isinstance(value, compiler.OptimizedModule):
         return value._orig_mod
@@ -84,8 +84,8 @@ def _inside(value: Any) -> Any:
 
 
 def outline(state: Mapping[str, Any]) -> dict[str, int]:
-    """For each name in a plain state a number, the same in two ranks if they have the same there: names and shapes, and
-    the values of small tensors and arrays under a name of their own, and of numbers and texts."""
+    """A checksum for each name in a plain state, by which ranks compare theirs. It covers names and shapes, numbers and
+    texts, and the values of small tensors and arrays under a name of their own."""
     return {
         name: zlib.crc32(repr((_sketch(value), _small_bytes(value))).encode("utf-8", "backslashreplace"))
         for name, value in state.items()
@@ -178,7 +178,7 @@ def awaited(saved: Any, patience: float) -> None:
     try:
         saved.result(patience)
     except CheckpointException as error:
-        # It is no Exception, and holds those of the ranks.
+        # CheckpointException is no Exception, and holds those of the ranks.
         raise next(iter(error.failures.values()))[0] from error
 
 

@@ -46,8 +46,8 @@ LOOK = 0.02
 
 
 class Part(Value):
-    """What one rank says of its part of a checkpoint: the size and the CRC-32 of each file that it has written, and how
-    far it has come in its datasets."""
+    """The report of one rank on its part of a checkpoint: the size and the CRC-32 of each file that it has written, and
+    how far it has come in its datasets."""
 
     files: dict[str, tuple[int, int]]
     data: dict[str, Progress]
@@ -63,7 +63,7 @@ class _Pending:
         self.files: dict[str, tuple[int, int]] = {}
         self.sharded = False
         self.in_parts = False
-        """Whether each rank writes something of it."""
+        """True if each rank writes a file of it."""
         self.written: Future[None] = Future()
         self.reported = self.counts = False
         self.committed: Future[list[Info]] = Future()
@@ -275,7 +275,7 @@ class Writer:
 
 
 def _together(found: Sequence[Mapping[str, Progress]]) -> dict[str, Progress]:
-    """How far all ranks together have come in each dataset. Raises `UsageError`."""
+    """The progress of all ranks together in each dataset. Raises `UsageError`."""
     if any(each.keys() != found[0].keys() for each in found):
         raise UsageError(
             "ranks use different datasets", "every rank calls get_dataset_shard with the same names"

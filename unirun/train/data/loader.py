@@ -106,7 +106,7 @@ class _Feed(Protocol):
 
 
 class _Closing:
-    """What has a `DataLoader`."""
+    """Base of feeds with a `DataLoader`."""
 
     _batches: DataLoader[Any]
 

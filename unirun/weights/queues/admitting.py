@@ -1,4 +1,4 @@
-"""What a producer has been let in for: items that it has begun, and admissions for which it has put none."""
+"""Admissions of a producer: permissions to make one item each, used by `put` or given back."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _blocks: ContextVar[tuple[Admission, ...]] = ContextVar("unirun_admissions", def
 
 
 class Admission:
-    """Leave to make one item of a queue, which `Queue.admit` returns. The next `put` uses it.
+    """Permission to make one item of a queue, which `Queue.admit` returns. The next `put` uses it.
 
-    As a context manager it is given back at the end of the block if that has put nothing, so also when an exception has
-    ended it; and within its block a `put` uses this one.
+    As a context manager it is used by a `put` in its block. Without a `put` there it is given back at the end of the
+    block, also after an exception.
     """
 
     def __init__(self, end: Callable[[Admission], None] | None = None) -> None:
-        """`end` is called with it when it is given back; None: of a queue that admits everybody."""
+        """`end` is called with it when it is given back; None for a queue without a bound."""
         self._end = end
         self.in_block = False
 
     def reject(self) -> None:
-        """Give it back: no item will be put for it. Does nothing when one was, or after another call."""
+        """Give it back, as no item will be put for it. Does nothing when it was used or given back before."""
         if self._end is not None:
             self._end(self)
 
@@ -42,14 +42,14 @@ class Admission:
 
 
 class Admissions:
-    """Those of one producer. Thread-safe."""
+    """The admissions of one producer. Thread-safe."""
 
     def __init__(self, given_back: Callable[[], None]) -> None:
         """`given_back` is called when an admission was."""
         self._given_back = given_back
         self._lock = threading.Lock()
         self._made = 0
-        # Which have no item, the oldest first.
+        # Admissions without an item, the oldest first.
         self._open: list[Admission] = []
         # Of blocks that have not ended, used by a put of which nobody knows the block.
         self._taken: list[Admission] = []
@@ -66,14 +66,15 @@ class Admissions:
         return len(self._open)
 
     def admit(self) -> Admission:
-        """The next one."""
+        """Add an admission."""
         made = Admission(self._reject)
         with self._lock:
             self._open.append(made)
         return made
 
     def put(self) -> None:
-        """An item was put: by the admission of the innermost block, else by the oldest one, else without one."""
+        """Count an item that was put. It uses the admission of the innermost block, else the oldest one, if there is
+        any."""
         mine = _blocks.get()
         with self._lock:
             inner = [each for each in mine if each in self._open]

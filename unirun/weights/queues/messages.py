@@ -57,7 +57,7 @@ class Enter(Value, tag=True):
 
 
 class Begun(Value, tag=True):
-    """As `Enter`, of a producer that does not want to begin another one: it has given an admission back, or waits no
+    """The counts of `Enter`, without a request to begin an item: the producer has given an admission back, or waits no
     longer. Answered with `Heard` at once."""
 
     queue: str
