@@ -7,6 +7,7 @@ ends (`gloo`): who waits for it waits until the timeout of the group.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import resource
@@ -133,7 +134,7 @@ def wait_until_idle(relevant: Callable[[], bool], counts: Callable[[], bool]) ->
         if not counts():
             idleness = Idleness()
         elif idleness.lasts(processor_time(), time.monotonic()):
-            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            frame = _main_frame()
             return "".join(traceback.format_stack(frame)) if relevant() else None
         time.sleep(IDLE / 30)
     return None
@@ -145,7 +146,7 @@ def wait_until_stuck(relevant: Callable[[], bool], call_of: Callable[[FrameType]
     stillness, asked = Stillness(), -math.inf
     while True:
         now = time.monotonic()
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frame = _main_frame()
         stuck = stillness.lasts(call_of(frame) if frame is not None else None, now)
         if stuck or now >= asked + ASK:
             if not relevant():
@@ -154,3 +155,19 @@ def wait_until_stuck(relevant: Callable[[], bool], call_of: Callable[[FrameType]
                 return "".join(traceback.format_stack(frame))
             asked = now
         time.sleep(SAMPLE)
+
+
+def _main_frame() -> FrameType | None:
+    """The innermost Python frame of the main thread.
+
+    CPython 3.11 holds its lock on the list of threads while it makes the frames. A garbage collection that this starts
+    may free a tensor, which gives up the GIL; a thread that starts or ends then waits for the lock with the GIL, and the
+    process stands still (python/cpython#106883). So none may start.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(threading.main_thread().ident or 0)
+    finally:
+        if collects:
+            gc.enable()

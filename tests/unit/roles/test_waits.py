@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import takewhile
+from types import FrameType
 
 import pytest
 import torch
@@ -125,6 +127,26 @@ def test_a_wait_in_users_code_for_a_peer_that_does_nothing_is_found_with_its_sta
         work.wait()
         assert received.item() == 1
         assert "work.wait()" in (found.result(SOON) or "")
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_frames_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, collects: bool
+) -> None:
+    """CPython 3.11 may stand still for ever otherwise."""
+    found, frames = [], sys._current_frames
+
+    def look() -> dict[int, FrameType]:
+        found.append(gc.isenabled())
+        return frames()
+
+    monkeypatch.setattr(sys, "_current_frames", look)
+    (gc.enable if collects else gc.disable)()
+    try:
+        wait_until_stuck(lambda: False, in_group)
+        assert (found, gc.isenabled()) == ([False], collects)
+    finally:
+        gc.enable()
 
 
 def test_a_thread_that_computes_in_one_call_is_not_blocked() -> None:
