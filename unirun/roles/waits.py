@@ -160,9 +160,9 @@ def wait_until_stuck(relevant: Callable[[], bool], call_of: Callable[[FrameType]
 def _main_frame() -> FrameType | None:
     """The innermost Python frame of the main thread.
 
-    CPython 3.11 holds its lock on the list of threads while it makes the frames. A garbage collection that this starts
-    may free a tensor, which gives up the GIL; a thread that starts or ends then waits for the lock with the GIL, and the
-    process stands still (python/cpython#106883). So none may start.
+    CPython 3.11 holds the lock of its list of threads while it makes the frames. A garbage collection that this starts
+    may free a tensor, which gives up the GIL. A thread that starts or ends then waits for the lock with the GIL, and
+    the process stands still (python/cpython#106883). So none may start.
     """
     collects = gc.isenabled()
     gc.disable()
