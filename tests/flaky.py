@@ -67,6 +67,10 @@ class Second:
         if status != pytest.ExitCode.TESTS_FAILED or not self._wanted:
             pytest.exit(f"not run again: the first run has ended with {status}", NOTHING_RUN)
 
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Run what had failed alone: pytest runs all when it finds none of that."""
+        items[:] = [item for item in items if item.nodeid in self._wanted]
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep what has passed and what has not."""
         if report.when == "call" and report.passed:

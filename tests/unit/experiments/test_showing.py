@@ -96,8 +96,8 @@ def test_a_single_call_has_a_picture_too() -> None:
         (OffloadHook(), {}),
         (call("a").interface_type, "inference"),
         ({ACTOR: (1, 2.5, None, True)}, {"actor@0": [1, 2.5, None, True]}),
-        (frozenset({"c", "a", "b"}), ["a", "b", "c"]),
-        ({2, "x", None}, ["x", 2, None]),
+        pytest.param(frozenset({"c", "a", "b"}), ["a", "b", "c"], id="a frozen set"),
+        pytest.param({2, "x", None}, ["x", 2, None], id="a set"),
     ],
     ids=str,
 )
