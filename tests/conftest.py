@@ -72,10 +72,3 @@ DEFAULTS: dict[signal.Signals, Callable[[int, FrameType | None], Any] | signal.H
 for number, handler in DEFAULTS.items():
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
-
-
-def pytest_runtest_teardown() -> None:
-    """Some tests run the main function of a process that ignores these; a command leaves ignored signals alone."""
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        if signal.getsignal(number) == signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
