@@ -251,7 +251,8 @@ class TestTheProcess:
     @pytest.fixture(autouse=True)
     def signals(self, seat: Seat, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(sys, "argv", ["unirun.master", str(seat.job.path), "1"])
-        numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
+        ignored = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+        numbers = (*ignored, signal.SIGTERM)
         before = {number: signal.getsignal(number) for number in numbers}
         yield
         for number, handler in before.items():
