@@ -136,6 +136,22 @@ def test_a_job_that_a_step_submits_has_its_own_processors_memory_options_and_set
     assert "Comment=a b " in cluster.run("scontrol", "--oneliner", "show", "job", number)
 
 
+def test_a_job_that_is_told_to_end_before_its_step_has_begun_ends(
+    command: Unirun, script: Script, cluster: Slurm
+) -> None:
+    """Slurm passes no signal on to a step that is about to begin. This one begins when the script has got it."""
+    script('srun() { touch held; until [ -e go ]; do sleep 0.1; done; command srun "$@"; }', "late.sh")
+    late = ("--slurm-setup", "source ./late.sh")
+    job = command.start("--slurm", "nodes=1", *late, *EXEC, script(WAIT))
+    eventually((command.root / "held").exists, "the script is about to begin its step", START)
+    cluster.run("scancel", "--batch", "--signal=TERM", slurm_id(job))
+    job.lines("CANCELLED AT")
+    (command.root / "go").touch()
+    result = job.end()
+    assert (result.code, command.status()["code"]) == (143, 143), result
+
+
+@pytest.mark.skipif(not CHAOS, reason="make chaos")
 def test_a_job_is_told_to_end_before_its_time_limit(command: Unirun, script: Script, cluster: Slurm) -> None:
     """Slurm looks at time limits once in 30 s, so a job of a minute is told in its first half."""
     job = command.start("--slurm", "nodes=1,time=1,grace=59", *EXEC, script(WAIT))

@@ -239,9 +239,11 @@ def _kill_all(conf: Path, marks: tuple[str, ...] = ()) -> None:
 
     def gone() -> bool:
         found = _processes(conf, marks)
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # As in a power failure, none sees the end of another.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
         return not found
 
     wait_until(gone, "all processes of Slurm are killed")

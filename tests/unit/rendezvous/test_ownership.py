@@ -226,7 +226,7 @@ def test_only_ordinary_files_are_read_and_nobody_is_waited_for(tmp_path: Path) -
     (tmp_path / "file").write_bytes(b"a\xff\n")
     assert read_file(tmp_path / "file") == "a\ufffd\n"
     for path in (tmp_path / "fifo", tmp_path):
-        with pytest.raises(OSError, match="no ordinary file"):
+        with pytest.raises(OSError, match="not a regular file"):
             read_file(path)
 
 

@@ -38,12 +38,22 @@ _BEAT = """\
 (umask 077; mkdir -p "$job/slurm")
 # The other nodes learn from it that this script lives.
 (trap '' TERM INT HUP USR1 USR2; n=0
-while kill -0 "$$"; do n=$((n+1)); echo "$n" >"$job/slurm/beat"; sleep 3; done) >/dev/null 2>&1 &
+while kill -0 "$$"; do n=$((n+1)); echo "$n" >"$job/slurm/beat"; sleep 1; done) >/dev/null 2>&1 &
 beat=$!
 """
 
 _WAIT = r"""step=$!
-trap 'again=yes; scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null' TERM
+# Slurm passes no signal on to a step that is about to begin, so it is sent again until one is sent to a job that runs.
+tell() {
+  trap '' TERM USR1 USR2
+  while kill -0 "$step"; do
+    began=$(sed -n '/"phase":"launching"/!s/.*"phase":.*/yes/p' "$job/summary.json")
+    scancel --signal=TERM "$SLURM_JOB_ID"
+    [ -z "$began" ] || break
+    sleep 3
+  done
+}
+trap 'again=yes; [ -n "$asked" ] || tell >/dev/null 2>&1 & asked=yes' TERM
 trap again=yes USR1 USR2
 again=yes
 while [ -n "$again" ]; do

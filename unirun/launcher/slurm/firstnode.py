@@ -2,7 +2,8 @@
 
 With ``--no-kill`` Slurm keeps the other nodes for the job, and nothing on them ends it. The script writes to a file as
 long as it lives. So each node, when its part of the job is over, looks at that file; when it does not change, the node
-requeues or ends the batch job.
+requeues or ends the batch job. A job that has ended is no exception: its first node may be lost, or shut down, before the
+script has ended too.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ LOOK = 1.0
 """Seconds between two looks at the file. Looks are counted, so that a file system that hangs costs nothing."""
 
 LOOKS = 30
-"""Looks without a change after which the script is gone; it writes once in three seconds."""
+"""Looks without a change after which the script is gone; it writes once in a second."""
 
 
 @contextmanager
 def outliving_the_script(run_id: str, environ: Mapping[str, str], look: float = LOOK) -> Iterator[None]:
     """Context of the part of a node, not the first, in the job `run_id`. At its end, when this is a batch job whose
-    script is gone and the job has not ended on the first node, the batch job is requeued; it is ended where it may not
-    be requeued, or the job has ended on other nodes. Takes three seconds where the script lives."""
+    script is gone, the batch job is requeued; it is ended where it may not be requeued, or the job has ended. Takes a
+    second where the script lives."""
     try:
         yield
     finally:
@@ -40,29 +41,23 @@ def outliving_the_script(run_id: str, environ: Mapping[str, str], look: float = 
 
 
 def script_is_gone(job: JobDir, look: float = LOOK) -> bool:
-    """Tell whether the batch script of `job` is gone without having written the end of the job."""
+    """Tell whether the batch script of `job` is gone."""
     before = _beat(job)
+    if before is None:
+        return False
     for _ in range(LOOKS):
-        if _has_ended(job) or not before:
-            return False
         time.sleep(look)
-        if (now := _beat(job)) != before and now:
+        if (now := _beat(job)) != before and now is not None:
             return False
     return True
 
 
-def _beat(job: JobDir) -> str:
+def _beat(job: JobDir) -> str | None:
+    """None where it cannot be read. It is empty when the script was killed while it wrote."""
     try:
         return (job.batch / "beat").read_text()
     except OSError:
-        return ""
-
-
-def _has_ended(job: JobDir) -> bool:
-    try:
-        return job.read_json(job.summary.name).get("ended") is not None
-    except JobError:
-        return False
+        return None
 
 
 def _batch_id(environ: Mapping[str, str]) -> str:
@@ -79,7 +74,7 @@ def _end(job: JobDir, number: str) -> None:
             state = batch_state(BatchJob(number, 0.0))
             if state.state != "RUNNING":
                 return
-            ended = _end_elsewhere(job)
+            ended = _end_of(job)
             again = ended is None and state.requeues
             write_status(job, ended or _lost(read_status(job), again=again))
             ask_slurm(*(("scontrol", "requeue") if again else ("scancel",)), number)
@@ -95,11 +90,11 @@ def _end(job: JobDir, number: str) -> None:
             return
 
 
-def _end_elsewhere(job: JobDir) -> JobStatus | None:
-    """The status of a job that other nodes have brought to its end, which a store on several hosts makes possible."""
-    for node in directories_of_nodes(job):
+def _end_of(job: JobDir) -> JobStatus | None:
+    """The status of a job that has ended, on its first node or, which a store on several hosts makes possible, on another."""
+    for directory in (job, *directories_of_nodes(job)):
         try:
-            if (status := JobStatus.from_json(node.read_json(node.state.name))).phase in ENDED:
+            if (status := JobStatus.from_json(directory.read_json(job.state.name))).phase in ENDED:
                 return status
         except (JobError, ValueError):
             continue

@@ -66,9 +66,9 @@ class TestTheScript:
         assert not script_is_gone(job, 0.01)
         writer.join()
 
-    def test_one_that_has_told_the_end_of_the_job_is_not_waited_for(self, job: JobDir) -> None:
-        write_status(job, replace(RUNNING, phase="failed", ended=2.0, code=4))
-        assert not script_is_gone(job, 3600.0)
+    def test_one_that_was_killed_while_it_wrote_is_gone(self, job: JobDir) -> None:
+        (job.batch / "beat").write_text("")
+        assert script_is_gone(job, AT_ONCE)
 
     def test_one_that_never_writes_is_not_missed(self, job: JobDir) -> None:
         (job.batch / "beat").unlink()
@@ -109,6 +109,18 @@ class TestWithoutTheScript:
         assert calls() == ["scancel 12"]
         found = read_summary(job)
         assert (found.phase, found.code) == ("failed", 4)
+
+    def test_the_batch_job_of_a_job_that_has_ended_ends_too(
+        self, job: JobDir, slurm: Callable[..., Calls]
+    ) -> None:
+        """Its first node was shut down: the job was stopped, and then the script was killed."""
+        calls = slurm()
+        write_status(job, replace(RUNNING, phase="stopped", ended=2.0, code=143))
+        with outliving_the_script("run-1", BATCH, AT_ONCE):
+            pass
+        assert calls() == ["scancel 12"]
+        found = read_summary(job)
+        assert (found.phase, found.code) == ("stopped", 143)
 
     def test_a_job_that_other_nodes_have_brought_to_its_end_is_not_begun_anew(
         self, job: JobDir, slurm: Callable[..., Calls]
