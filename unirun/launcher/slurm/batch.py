@@ -32,7 +32,9 @@ class Batch(Value):
 _TOGETHER = ("--export=ALL", "--kill-on-bad-exit=0", "--wait=0", "--no-kill")
 """Options of srun. The tasks have the script's variables also where sbatch was told to pass none on."""
 
-_DEFAULT_HOME = '"${UNIRUN_HOME:-${XDG_STATE_HOME:-$HOME/.local/state}/unirun}"'
+_NO_HOME = "HOME is not set: set UNIRUN_HOME to a directory that the nodes share"
+
+_DEFAULT_HOME = f'"${{UNIRUN_HOME:-${{XDG_STATE_HOME:-${{HOME:?{_NO_HOME}}}/.local/state}}/unirun}}"'
 
 _BEAT = """\
 (umask 077; mkdir -p "$job/slurm")

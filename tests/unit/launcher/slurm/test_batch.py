@@ -217,3 +217,12 @@ def test_a_job_that_has_ended_because_it_was_preempted_is_requeued(
     assert done.returncode == code
     assert (tmp_path / "told").exists() == requeued
     assert not requeued or (tmp_path / "told").read_text() == "requeue 12\n"
+
+
+@pytest.mark.starts_processes
+def test_a_script_for_others_needs_a_home(tmp_path: Path) -> None:
+    text = batch_script(parse_slurm(["nodes=1"]), Batch("ppo", ("train.py",)))
+    done = run_with_stubs(tmp_path, text, environ={"SLURM_JOB_ID": "7"})
+    assert done.returncode != 0
+    assert "HOME is not set: set UNIRUN_HOME to a directory that the nodes share" in done.stderr
+    assert not (tmp_path / "words").exists()
