@@ -2,8 +2,8 @@
 
 With ``--no-kill`` Slurm keeps the other nodes for the job, and nothing on them ends it. The script writes to a file as
 long as it lives. So each node, when its part of the job is over, looks at that file; when it does not change, the node
-requeues or ends the batch job. A job that has ended is no exception: its first node may be lost, or shut down, before the
-script has ended too.
+requeues or ends the batch job. A job that has ended is no exception: its first node may be lost, or shut down, before
+the script has ended too.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _end(job: JobDir, number: str) -> None:
 
 
 def _end_of(job: JobDir) -> JobStatus | None:
-    """The status of a job that has ended, on its first node or, which a store on several hosts makes possible, on another."""
+    """The status of a job that has ended, on its first node or, with a store on several hosts, on another."""
     for directory in (job, *directories_of_nodes(job)):
         try:
             if (status := JobStatus.from_json(directory.read_json(job.state.name))).phase in ENDED:
