@@ -31,10 +31,11 @@ $(VENV)/.system: Makefile | $(VENV)/.dev
 demo: $(VENV)/.installed
 	$(BIN)/unirun --roles actor=2,rollout=2 examples/ppo_cartpole/train.py --seeds 0,1,2 --out reward.png
 
-# Three tests at a time on two cores: some wait for a process most of the time. With four it takes as long.
+# Three tests at a time on two cores: some wait for a process most of the time. With four it takes as long. The tests of a
+# file run in one process, so that what they share is made once.
 JOBS ?= 3
 test: $(VENV)/.dev $(VENV)/.system
-	$(BIN)/python -m pytest -q -p tests.flaky -n $(JOBS) --dist worksteal --durations 20
+	$(BIN)/python -m pytest -q -p tests.flaky -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20
 
 # All that starts no process, with fewer examples of each property: about a minute.
 quick: $(VENV)/.dev

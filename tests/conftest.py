@@ -30,6 +30,15 @@ gc.disable()  # until everything is imported
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that are marked ``long`` come first and those of tests/unit last, so that at the end of a run of several
+    processes none is busy for long while the others have nothing to do."""
+    items.sort(
+        key=lambda item: (item.get_closest_marker("long") is None, item.nodeid.startswith("tests/unit"))
+    )
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.collect()  # so that the collector knows how little is left to it, and looks at that often enough

@@ -19,6 +19,7 @@ from tests.integration.harness import Unirun
 from unirun import train
 from unirun.errors import TrainingFailed, UsageError
 from unirun.train import Trainer
+from unirun.train.worker import INTERRUPT
 
 
 def summed() -> float:
@@ -124,6 +125,23 @@ class TestCtrlC:
         assert trainer.run(summed) == [6, 6, 6]
         assert trainer.execute(os.getpid) == pids
         assert time.monotonic() - began < SOON
+
+    def test_it_ends_a_function_that_has_missed_the_first_signal(
+        self, trainer: Trainer, tmp_path: Path
+    ) -> None:
+        """As one does that is about to sleep: a signal ends only what has begun."""
+
+        def function() -> None:
+            usual = signal.getsignal(INTERRUPT)
+            signal.signal(INTERRUPT, lambda number, frame: signal.signal(number, usual))
+            (tmp_path / "1").touch()
+            time.sleep(600)
+
+        pids = trainer.execute(os.getpid)
+        interrupt_when(tmp_path / "1")
+        with pytest.raises(KeyboardInterrupt):
+            trainer.execute_single(1, function)
+        assert trainer.execute(os.getpid) == pids
 
     def test_a_module_that_is_being_imported_then_is_imported_whole(
         self, trainer: Trainer, tmp_path: Path

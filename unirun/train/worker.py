@@ -29,7 +29,7 @@ INTERRUPT = signal.SIGRTMIN + 7
 """The signal that interrupts a function in the main thread. Nobody else uses it, and its number says nothing."""
 
 AGAIN = 0.05
-"""Seconds until a function that was importing a module is interrupted again."""
+"""Seconds until a function that has not noticed that it is interrupted is told again."""
 
 OVER = 1 << 62
 """After every attempt."""
@@ -182,7 +182,7 @@ class TrainWorker(BaseWorkload):
                 return
             session.interrupt(reason)
             if self._calling:
-                self._wake()
+                self._wake(session)
                 # In a thread: a group over nccl may take long to end.
                 self._ending = threading.Thread(target=_end_groups, name="unirun-interrupt", daemon=True)
                 self._ending.start()
@@ -327,12 +327,16 @@ class TrainWorker(BaseWorkload):
         session = self._session
         if lost and session is not None and self._in_function and not session.interrupted:
             session.interrupt("another rank was lost")
-            self._wake()
+            self._wake(session)
 
-    def _wake(self) -> None:
-        """Let the main thread notice, whatever it waits for."""
+    def _wake(self, session: Session) -> None:
+        """Let the main thread notice that `session` is interrupted, whatever it waits for. A signal that comes just
+        before a system call does not end that, so it is sent until the function has noticed."""
+        if session is not self._session or not self._in_function:
+            return
         with contextlib.suppress(ProcessLookupError):
             signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT)
+        threading.Timer(AGAIN, self._wake, [session]).start()
 
     def _interrupted(self, signum: int, frame: FrameType | None) -> None:
         session = self._session
@@ -340,7 +344,6 @@ class TrainWorker(BaseWorkload):
             return
         if _imports(frame):
             # A module that was imported in part would stay so in this process.
-            threading.Timer(AGAIN, self._wake).start()
             return
         # Once: what the function does to clean up is not interrupted.
         self._in_function = False
