@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from griffe import Alias, Attribute, Class, Function, GriffeLoader, Object
-from griffe2md import ConfigDict, render_object_docs
+from griffe2md import ConfigDict, prepare_context, prepare_env
 
 ROOT = Path(__file__).parents[1]
 
@@ -194,6 +194,10 @@ STYLE: ConfigDict = {
 }
 
 
+_ENVIRONMENT = prepare_env()
+"""One for all objects, so that it compiles each template once."""
+
+
 def reference() -> str:
     """The text of api.md."""
     package = GriffeLoader(search_paths=[str(ROOT)], allow_inspection=False).load("unirun")
@@ -228,7 +232,9 @@ def _rendered(package: Object, name: str) -> str:
             style["inherited_members"] = [each for each in target.inherited_members if each not in shared]
     if isinstance(target, Function) and target.overloads:
         target.parameters = target.overloads[-1].parameters
-    text = render_object_docs(found, style).replace("-> J\n", "-> Self\n").replace("[J]", "")
+    template = _ENVIRONMENT.get_template(f"{found.kind.value}.md.jinja")
+    text = template.render(**prepare_context(found, style))
+    text = text.replace("-> J\n", "-> Self\n").replace("[J]", "")
     # A name is what users write; a literal block begins with ``::`` in docstrings alone.
     text = re.sub(r"^(#+ `)unirun\.(?:[a-z_]+\.)*?(?=[A-Z]|[a-z_]+`)", r"\1", text, flags=re.MULTILINE)
     text = text.replace("```python\n", "```py\n")
