@@ -58,7 +58,8 @@ def running_member(job: JobDir, task: AgentTask) -> Iterator[frozenset[int]]:
 
 def _wait_for_the_master(job: JobDir) -> None:
     """Wait until nobody leads the job. Raises `StoreError`."""
-    store = open_store(job.store_url)
+    # Not the store's own timeout: most members may be lost.
+    store = open_store(job.store_url, timeout=LINGER)
     try:
         end = time.monotonic() + LINGER
         while leader_of(store, job_prefix(job.run_id)) is not None and time.monotonic() < end:

@@ -20,7 +20,8 @@ CALM = 1.0
 RETRY = 0.5
 """Seconds after which an unreadable store is opened again."""
 
-_JOIN = 2.0
+_JOIN = 0.5
+"""Seconds to wait for the thread when the watch is closed. A store that is away holds it for longer."""
 
 
 class Seat(Value):

@@ -28,6 +28,9 @@ from unirun.wire.messages import Attach, Beat, Ended, Message, PassOn, Stop
 LOOK_AGAIN = 0.03
 """Seconds between two attempts to reach a master while there is none."""
 
+LAST_LOOK = 2.0
+"""Seconds in which a store must tell whether a master that is gone has written the job's end there."""
+
 CHECK = 1.0
 """Seconds of silence after which the agents are checked, once the user has sent a second signal."""
 
@@ -251,7 +254,7 @@ class Session:
         if self._job.head is not None:
             return None
         try:
-            store = open_store(self._job.store_url)
+            store = open_store(self._job.store_url, timeout=LAST_LOOK)
             try:
                 state = load(store, self._spec.run_id)
             finally:

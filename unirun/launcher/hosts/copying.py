@@ -55,7 +55,7 @@ class Copy:
     """Copies the files of all recorded hosts to `job`, also of those that are recorded meanwhile.
 
     `remotes` are connections that exist already. `came` is told of each host that joins, `complete` of each whose agent
-    has ended and whose files are here, `silent` whether the connection to one is lost.
+    has ended and whose files are here, `silent` whether one is silent (`Mirror`).
     """
 
     def __init__(

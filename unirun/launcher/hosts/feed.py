@@ -12,9 +12,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from unirun.failover.silence import BEAT
 from unirun.rendezvous import JobDir
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.lobby import Chunk, Complete, Current
+from unirun.wire.messages import Beat
 
 LOOK = 0.05
 """Seconds between two looks at the files: it bounds how late a line is shown. One look at 100 files takes 0.3 ms."""
@@ -28,9 +30,12 @@ REPLACED = ("state.json", "summary.json")
 
 
 def feed(job: JobDir, stream: BlockingStream, offsets: dict[str, int]) -> None:
-    """Send what is in the files of `job` after `offsets` until its agent has ended. Raises `ConnectionLost`."""
+    """Send what is in the files of `job` after `offsets` until its agent has ended. Raises `ConnectionLost`.
+
+    Beats between show the command that this host lives, as ssh needs 15 s to give one up.
+    """
     seen: dict[str, tuple[int, int]] = {}
-    told = False
+    told, beaten = False, -BEAT
     while True:
         # Looked at first: what the agent and its workers have written is there when they have ended.
         over = not job.alive()
@@ -48,6 +53,9 @@ def feed(job: JobDir, stream: BlockingStream, offsets: dict[str, int]) -> None:
         if not told:
             stream.send(Current())
             told = True
+        if time.monotonic() >= beaten + BEAT:
+            stream.send(Beat())
+            beaten = time.monotonic()
         time.sleep(LOOK)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from unirun.errors import FrameError, RendezvousError, WireError
+from unirun.failover.silence import SILENT
 from unirun.launcher.hosts.connection import Remote, carried, reach
 from unirun.launcher.hosts.feed import GROWING, REPLACED
 from unirun.launcher.hosts.hostlist import Host
@@ -17,6 +18,7 @@ from unirun.rendezvous.logdir import open_log
 from unirun.rendezvous.ownership import make_private
 from unirun.wire.aio import Stream
 from unirun.wire.lobby import Chunk, Complete, Current, Dismissed, Resume
+from unirun.wire.messages import Message
 
 AGAIN = 1.0
 """Seconds between two attempts to reach a host again."""
@@ -40,7 +42,8 @@ class Mirror:
         silent: Callable[[str, bool], None] = lambda *_: None,
     ) -> None:
         """`remote` sends all files already; without one, the node is asked for what is not here. `silent` is
-        called with the node, and True when the connection to it is lost, False when it is back."""
+        called with the node, and True when the connection to it is lost, or has brought nothing for `SILENT`
+        seconds; False when it is back."""
         self._job, self._host, self.node, self._remote, self._note = job, host, host.name, remote, note
         self._silent = silent
         self._offsets = {} if remote is not None else offsets_here(job, host.name)
@@ -64,8 +67,7 @@ class Mirror:
         """Take what comes. False when the connection was lost first."""
         try:
             while True:
-                message = await stream.receive()
-                match message:
+                match message := await self._next(stream):
                     case Chunk():
                         self._take(message)
                     case Current():
@@ -80,6 +82,17 @@ class Mirror:
             return True
         except WireError:
             return False
+
+    async def _next(self, stream: Stream) -> Message:
+        """The next message; while none comes, the node counts as silent."""
+        try:
+            async with asyncio.timeout(SILENT):
+                return await stream.receive()
+        except TimeoutError:
+            self._silent(self.node, True)
+        message = await stream.receive()
+        self._silent(self.node, False)
+        return message
 
     def _take(self, chunk: Chunk) -> None:
         offset = self._offsets.get(chunk.path, 0)

@@ -294,7 +294,7 @@ class RemoteProcesses:
             self._changed.notify_all()
 
     def silent(self, node: str, lost: bool) -> None:
-        """The connection to `node` is lost, or back."""
+        """`node` has fallen silent, or is back."""
         with self._changed:
             (self._silent.add if lost else self._silent.discard)(node)
 

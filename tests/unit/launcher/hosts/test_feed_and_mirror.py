@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import fcntl
 import os
 import socket
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,11 +17,15 @@ from hypothesis import strategies as st
 
 from tests.effort import SOON
 from unirun.errors import FrameError
+from unirun.launcher.hosts import mirror
+from unirun.launcher.hosts.connection import Remote
 from unirun.launcher.hosts.feed import MOST, feed
-from unirun.launcher.hosts.mirror import write
+from unirun.launcher.hosts.hostlist import Host
+from unirun.launcher.hosts.mirror import Mirror, write
 from unirun.rendezvous import JobDir
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.lobby import Chunk, Complete
+from unirun.wire.lobby import Chunk, Complete, Current
+from unirun.wire.messages import Beat
 
 
 def sent(job: JobDir, offsets: dict[str, int]) -> list[Chunk]:
@@ -79,6 +86,45 @@ def test_files_are_copied_and_after_a_reconnect_only_what_is_new(job: JobDir, co
     assert sum(len(base64.b64decode(chunk.data)) for chunk in again if chunk.path == LOG) == len(b"more")
     taken(again, copy, offsets)
     assert (copy / LOG).read_bytes() == text + b"more"
+
+
+def test_beats_follow_while_the_agent_lives(job: JobDir) -> None:
+    here, there = socket.socketpair()
+    with BlockingStream(here) as node, BlockingStream(there) as command, ThreadPoolExecutor() as pool:
+        with open(job.lock, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            feeding = pool.submit(feed, job, node, {})
+            assert [command.receive(SOON) for _ in range(3)] == [Current(), Beat(), Beat()]
+        feeding.result(SOON)
+        assert command.receive(SOON) == Complete()
+
+
+@pytest.mark.starts_processes
+def test_a_host_that_sends_nothing_is_silent_until_it_sends_again(
+    job: JobDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "SILENT", 0.05)
+
+    async def play() -> None:
+        pipe = asyncio.subprocess.PIPE
+        # It sends what it is sent.
+        process = await asyncio.create_subprocess_exec("cat", stdin=pipe, stdout=pipe, stderr=pipe)
+        remote = Remote(Host("h1", "h1"), process)
+        told: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
+        notes: list[str] = []
+        copying = asyncio.create_task(
+            Mirror(job, remote.host, remote, notes.append, lambda *news: told.put_nowait(news)).run()
+        )
+        async with asyncio.timeout(SOON):
+            assert await told.get() == ("h1", True)
+            remote.stream.send(Beat())
+            assert await told.get() == ("h1", False)
+            assert await told.get() == ("h1", True)
+            remote.stream.send(Complete())
+            await copying
+        assert not notes
+
+    asyncio.run(play())
 
 
 def test_event_logs_of_masters_on_two_hosts_follow_each_other(job: JobDir, copy: Path) -> None:
