@@ -90,7 +90,10 @@ class Agent:
         self._masters = following(job, lock, task, tcp)
         self._witness: Witness | None = None
         if tcp is not None and isinstance(parse_address(job.store_url), SqliteAddress):
-            self._witness = Witness(tcp, load_credentials(job.path), self._tell, self._refused)
+            credentials = load_credentials(job.path)
+            self._witness = Witness(
+                tcp, credentials, self._tell, lambda: self._master is not None, self._refused
+            )
         self._contact = Contact(job, task.node, self._masters.again, self._fenced)
         self._silent: list[Stream] = []
         self._unsent = Backlog()

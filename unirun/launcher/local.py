@@ -224,7 +224,7 @@ class Processes:
         first = self._first_exit()
         return first if not led and first is not None and 0 < first < 128 else None
 
-    def given_up(self, led: bool, accepts: bool = False) -> bool:
+    def given_up(self, led: bool, busy: bool | None = None) -> bool:
         """Whether no master will be found any more: nobody is left to start one, or the first has refused to lead
         (`led`: one has led already)."""
         if self.refusal(led) is not None:
@@ -317,9 +317,9 @@ class JobProcesses(Protocol):
         """The exit code of the first master when it has refused to lead (`led`: one has led already)."""
         ...
 
-    def given_up(self, led: bool, accepts: bool = False) -> bool:
-        """Tell whether to stop looking for a master; `accepts`: the kernel at its address has accepted the last attempt
-        to connect."""
+    def given_up(self, led: bool, busy: bool | None = None) -> bool:
+        """Tell whether to stop looking for a master. `busy` is what the last attempt to reach one says: a connection to
+        its address was made and came to nothing (True), or an agent there follows none (False); None for neither."""
         ...
 
     def taken_up(self, job: JobDir) -> bool:

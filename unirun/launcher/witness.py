@@ -4,7 +4,8 @@ Where the store is a file on the head, other nodes know of the job by the head's
 stopped, or dead with its successor on the way, does not answer. A connection that a kernel at that address accepts
 proves nothing: it may be that of another machine. The agent on the head holds the same listening socket. When
 connections wait there, it lets them prove the token, as a master would, tells the master which nodes have come
-(`Knock`), and closes them.
+(`Knock`), and closes them. Where it follows no master at all, it says so first: a master that is busy or stopped is
+waited for much longer than one that cannot be started.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from unirun.errors import UnirunError
 from unirun.reporting import report
 from unirun.wire.aio import Server, Stream
 from unirun.wire.credentials import Credentials
+from unirun.wire.lobby import Dismissed
 from unirun.wire.reports import Knock
 
 LOOK = 0.1
@@ -40,18 +42,19 @@ _LAST_ACK = 8 + 12 * 4
 
 class Witness:
     """Watches `listener`. `tell` gets each node that has proved the token, before it can know that it has been let in;
-    `refused` is as for `Server`."""
+    `led` says whether this agent follows a master; `refused` is as for `Server`."""
 
     def __init__(
         self,
         listener: socket.socket,
         credentials: Credentials,
         tell: Callable[[Knock], None],
+        led: Callable[[], bool],
         refused: Callable[[str, int], None],
     ) -> None:
         self._listener, self._credentials = listener, credentials
         listener.setblocking(False)
-        self._tell, self._refused = tell, refused
+        self._tell, self._led, self._refused = tell, led, refused
         # The addresses from which the token was proved.
         self._origins: set[str] = set()
 
@@ -93,7 +96,7 @@ class Witness:
         server = Server(
             self._listener.dup(),
             self._credentials,
-            Stream.close,
+            self._send_away,
             self._refused,
             known=self._origins.__contains__,
             proved=self._knocked,
@@ -104,6 +107,11 @@ class Witness:
         finally:
             server.close()
         await server.closed()
+
+    async def _send_away(self, stream: Stream) -> None:
+        if not self._led():
+            stream.send(Dismissed("the job has no master now", "see master.log of the job"))
+        await stream.close()
 
     def _knocked(self, stream: Stream) -> None:
         self._origins.add(stream.origin)

@@ -17,6 +17,7 @@ from unirun.wire import Credentials, load_credentials
 from unirun.wire.address import Address, UnixAddress
 from unirun.wire.aio import Stream, connect
 from unirun.wire.blocking import BlockingStream
+from unirun.wire.lobby import Dismissed
 from unirun.wire.messages import Appointed, Message
 
 CONNECT = 3.0
@@ -37,6 +38,10 @@ class MasterGone(RendezvousError):
     def __init__(self, problem: str, *, epoch: int) -> None:
         self.epoch = epoch
         super().__init__(problem)
+
+
+class Vacant(RendezvousError):
+    """The agent at the head's address says that it follows no master."""
 
 
 class Masters:
@@ -104,11 +109,14 @@ async def appointed(
     address: Address, credentials: Credentials, timeout: float = CONNECT
 ) -> tuple[int, Stream]:
     """The term of the master that listens at `address`, and a stream to it. It must answer within `timeout` seconds,
-    and speak within as many. Raises `RendezvousError`, `WireError`."""
+    and speak within as many. Raises `RendezvousError`, of which `Vacant` is one, `WireError`.
+    """
     stream = await connect(address, credentials, timeout=timeout)
     try:
         async with asyncio.timeout(timeout):
             first = await stream.receive()
+        if isinstance(first, Dismissed):
+            raise Vacant(first.problem, first.remedy)
         if not isinstance(first, Appointed):
             raise WireError(f"what listens at {address} is no master")
     except BaseException as error:
@@ -120,6 +128,8 @@ async def appointed(
 
 
 def _check(first: Message, leader: Leader) -> None:
+    if isinstance(first, Dismissed):
+        raise ConnectionLost(first.problem)
     if not isinstance(first, Appointed) or first.epoch < leader.epoch:
         raise WireError(f"what listens at {leader.address} does not lead in term {leader.epoch}")
 
@@ -150,8 +160,8 @@ def call_master(job: JobDir) -> BlockingStream:
 
 
 def _led_from(head: Address, credentials: Credentials) -> BlockingStream:
-    """A stream to the master on the head. While it is too busy to accept, the agent there lets this process in and
-    closes the stream: it is tried again for `BUSY` seconds."""
+    """A stream to the master on the head. While it is too busy to accept, or its successor is on the way, the agent
+    there lets this process in and closes the stream: it is tried again for `BUSY` seconds."""
     deadline = time.monotonic() + BUSY
     while True:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
@@ -66,3 +68,23 @@ def test_the_command_ends_when_the_rest_has_ended_after_most_hosts_are_lost(clus
     assert end.code == 4, end.err
     assert "nobody can lead it" in end.err
     assert since(killed) < SOON
+
+
+@pytest.mark.skipif(not CHAOS, reason="make chaos: it takes 20 s")
+def test_the_command_ends_when_the_head_can_start_no_master(cluster: OnHosts) -> None:
+    """Its agent lives, and goes on trying. A master that is only stopped is replaced (`test_silent_hosts`)."""
+    job = cluster.over_ssh(LIVING)
+    starts(job, 4)
+    log = cluster.folder("h1") / "master.log"
+    log.unlink()
+    log.symlink_to("/nowhere/master.log")
+    os.kill(cluster.pid_on("h1", "unirun-master"), signal.SIGKILL)
+    killed = time.monotonic()
+    end = job.end()
+    print(f"{since(killed):.1f} s")
+    assert end.code == 4, end.err
+    assert "the job has no master now" in end.err
+    assert since(killed) < SOON
+    log.unlink()
+    cluster.enough()
+    cluster.assert_nothing_left()

@@ -13,14 +13,17 @@ import pytest
 
 from tests.unit.rendezvous.standin import Place as Job
 from tests.unit.wire.places import NODE, Place, unexpected
-from unirun.errors import RendezvousError
+from unirun.errors import ConnectionLost, RendezvousError
 from unirun.failover import silence
 from unirun.launcher import contact as contacts
 from unirun.launcher import fence as fences
 from unirun.launcher.contact import Contact
 from unirun.launcher.witness import Witness
-from unirun.rendezvous import create_job
+from unirun.rendezvous import create_job, masters
+from unirun.rendezvous.election import Leader
+from unirun.rendezvous.jobdir import job_at
 from unirun.rendezvous.keys import silent_key
+from unirun.rendezvous.masters import Masters, Vacant, call_master
 from unirun.rendezvous.signs import is_marked
 from unirun.rendezvous.store.protocol import Put
 from unirun.wire.aio import Server, Stream, connect
@@ -194,7 +197,7 @@ def away(hall: Hall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 def test_an_agent_without_the_store_goes_on_while_the_heads_agent_lets_it_in(hall: Hall, away: Place) -> None:
     """The master is stopped: it accepts nothing. The agent on the head has the same socket."""
     told: list[Knock] = []
-    witness = Witness(away.listener, away.credentials, told.append, unexpected)
+    witness = Witness(away.listener, away.credentials, told.append, lambda: True, unexpected)
 
     async def play() -> None:
         watching = asyncio.ensure_future(witness.watch())
@@ -215,7 +218,7 @@ def test_the_heads_agent_lets_nobody_in_while_a_master_accepts(away: Place) -> N
     """Even if a connection waits at each of its looks."""
 
     async def play() -> int:
-        witness = Witness(away.listener, away.credentials, lambda knock: None, unexpected)
+        witness = Witness(away.listener, away.credentials, lambda knock: None, lambda: True, unexpected)
         watching, place = asyncio.ensure_future(witness.watch()), away.listener.getsockname()
         waiting, accepted = [socket.create_connection(place)], 0
         for _ in range(20):
@@ -231,6 +234,28 @@ def test_the_heads_agent_lets_nobody_in_while_a_master_accepts(away: Place) -> N
 
     # It takes one in half a second, to see whether that is old.
     assert asyncio.run(play()) >= 14
+
+
+@pytest.mark.parametrize("led", [True, False])
+def test_a_head_that_has_no_master_says_so_and_one_with_a_busy_master_does_not(
+    away: Place, led: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command waits long for a master that is busy or stopped, and not for one that cannot be started."""
+    monkeypatch.setattr(masters, "BUSY", 0.0)
+    witness = Witness(away.listener, away.credentials, lambda knock: None, lambda: led, unexpected)
+    job = job_at("run-2")
+    assert job.head is not None
+    leader = Leader(0, job.head, 0)
+
+    async def play() -> None:
+        watching = asyncio.ensure_future(witness.watch())
+        with pytest.raises(ConnectionLost if led else Vacant):
+            await Masters(job).reach(leader, PATIENCE)
+        with pytest.raises(ConnectionLost, match="closed" if led else "the job has no master now"):
+            await asyncio.to_thread(call_master, job)
+        watching.cancel()
+
+    asyncio.run(play())
 
 
 def test_a_machine_that_has_taken_the_heads_address_keeps_no_worker_alive(hall: Hall, away: Place) -> None:

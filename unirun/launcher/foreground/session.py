@@ -12,7 +12,15 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, AuthError, RendezvousError, StoreError, WireError
+from unirun.errors import (
+    EXIT_FAILURE,
+    EXIT_RENDEZVOUS,
+    AuthError,
+    RendezvousError,
+    StoreError,
+    UnirunError,
+    WireError,
+)
 from unirun.failover.silence import SILENT
 from unirun.launcher.foreground.console import Console
 from unirun.launcher.foreground.display import Display, pass_on_error
@@ -20,7 +28,7 @@ from unirun.launcher.local import FAREWELL, RunningJob, first_words, last_words
 from unirun.master.persistence.context_store import load
 from unirun.master.status_views import farewell
 from unirun.rendezvous.election import Leader
-from unirun.rendezvous.masters import Masters
+from unirun.rendezvous.masters import Masters, Vacant
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.aio import Stream
 from unirun.wire.messages import Attach, Beat, Ended, Message, PassOn, Stop
@@ -151,17 +159,16 @@ class Session:
     async def _follow_to_end(self) -> Ended | None:
         """Follow one master after another. Returns None when there is no other and the store has no end of the job."""
         while True:
-            seat, accepts = self._masters.seat, False
+            seat, busy = self._masters.seat, None
             self._trouble = seat.trouble or self._trouble
             if seat.leader is not None:
                 try:
                     return await self._follow_master(seat.leader)
                 except (RendezvousError, WireError) as error:
                     self._trouble = str(error)
-                    # Its kernel has taken the connection: it may be busy, or its place may be taken by strangers.
-                    accepts = isinstance(error, WireError) and not isinstance(error, AuthError)
+                    busy = _busy(error)
             self._tell_why()
-            if self._processes.given_up(self._led, accepts):
+            if self._processes.given_up(self._led, busy):
                 known = self._led and not self._requests.urgent
                 return await asyncio.to_thread(self._end_in_store) if known else None
             await self._masters.news(LOOK_AGAIN)
@@ -370,6 +377,14 @@ class Session:
             # The signal may have come before anything was shown, so wait a little.
             async with asyncio.timeout(HURRY):
                 await shown.wait()
+
+
+def _busy(error: UnirunError) -> bool | None:
+    """Whether a master that could not be reached may be busy, as for `JobProcesses.given_up`."""
+    if isinstance(error, Vacant):
+        return False
+    # Its kernel has taken the connection, but its place there may be taken by strangers.
+    return True if isinstance(error, WireError) and not isinstance(error, AuthError) else None
 
 
 def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:

@@ -56,7 +56,8 @@ LOST_STORE = 60.0
 the hosts have noticed."""
 
 LOST_BUSY = 300.0
-"""The same while connections to the master's address are made, but come to nothing: its host is there, and busy."""
+"""The same while connections to the master's address are made, but come to nothing: its host is there, and busy. An
+agent there that has no master says so, and is not busy."""
 
 REST = 10.0
 """Seconds that hosts have to send the rest of their output after the job's end."""
@@ -302,8 +303,8 @@ class RemoteProcesses:
         """A master that refuses to lead is told by its host."""
         return None
 
-    def given_up(self, led: bool, accepts: bool = False) -> bool:
-        """Tell whether to stop looking for a master; `accepts` as for `JobProcesses`.
+    def given_up(self, led: bool, busy: bool | None = None) -> bool:
+        """Tell whether to stop looking for a master; `busy` as for `JobProcesses`.
 
         Stop also when only hosts answer whose agents have ended without a master: then too many are lost.
         """
@@ -311,8 +312,9 @@ class RemoteProcesses:
         if self._ended_alone and self._nodes <= self._silent:
             return True
         now = time.monotonic()
-        if accepts:
-            self._taken = now
+        if busy is not None:
+            # A head without a master may break off connections, too.
+            self._taken = now if busy else 0.0
         limit = LOST if self._job.head is not None else LOST_STORE
         return (
             not self._nodes

@@ -101,10 +101,10 @@ def test_a_command_waits_long_for_a_master_whose_host_takes_connections(
     job, lock = create_job("run-1", new_token(), head=TcpAddress("127.0.0.1", 1, "n0"))
     os.close(lock)
     processes = ssh.RemoteProcesses(job, ["n0"])
-    assert not processes.given_up(True, accepts=True)
+    assert not processes.given_up(True, busy=True)
     assert processes.given_up(True)
     monkeypatch.setattr(ssh, "LOST_BUSY", -1.0)
-    assert processes.given_up(True, accepts=True)
+    assert processes.given_up(True, busy=True)
 
 
 def test_a_node_that_is_ready_and_then_dismissed_keeps_no_directory_of_the_job(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from unirun.launcher.hosts import ssh
 from unirun.launcher.hosts.ssh import RemoteProcesses
 from unirun.rendezvous import JobDir
 
@@ -29,6 +30,15 @@ def test_a_job_without_a_master_is_given_up_when_the_only_hosts_that_answer_have
     assert processes.given_up(led=True)
     # Nor is the rest of their files waited for.
     assert processes.end() is None
+
+
+def test_a_master_that_may_be_busy_is_waited_for_and_one_that_cannot_be_started_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh, "LOST_STORE", 0.0)
+    found = ssh.RemoteProcesses(JobDir(tmp_path), ["h1"])
+    assert not found.given_up(led=True, busy=True)
+    assert found.given_up(led=True, busy=False)
 
 
 def test_hosts_that_answer_again_may_have_a_master(processes: RemoteProcesses) -> None:
