@@ -24,6 +24,22 @@ WAITING = """
         time.sleep(0.02)
 """
 
+SAVING = (
+    """
+    import os, signal, sys, time
+
+    def save(*_):
+        print("asked", os.environ["UNIRUN_NODE"], flush=True)
+        while not os.path.exists("go"):
+            time.sleep(0.02)
+        print("saved", os.environ["UNIRUN_NODE"], flush=True)
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, save)
+"""
+    + WAITING
+)
+
 CLASSES = """
     import os, pathlib, time
     from unirun import BaseTrainer, BaseWorkload, WorkerLost, trainer_invocation
@@ -152,6 +168,27 @@ class TestANodeOfSeveral:
         assert end.code == 0, end.err
         assert "the agent of node node1 is gone" in end.err
         assert "restart 1 of 2 of role actor, with actor:2-3 elsewhere" in end.err
+
+    def test_a_node_that_is_told_to_leave_lets_its_workers_save_before_their_ranks_move(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        """Nothing starts in the place of a worker that may still write its checkpoint."""
+        job = unirun.start(*job_file(unirun, script(SAVING)))
+        up(job, 0, 4)
+        (agent,) = agents(unirun, "node1")
+        agents(unirun, "node2")
+        os.kill(agent, signal.SIGTERM)
+        job.lines("asked node1", 2)
+        assert unirun.events("move") == []
+        assert "asked node0" not in job.text
+        (unirun.root / "go").touch()
+        assert [node for _, node, _, _ in up(job, 1, 4)] == ["node0", "node0", "node2", "node2"]
+        lines = job.text.splitlines()
+        saved = [number for number, line in enumerate(lines) if "saved node1" in line]
+        assert len(saved) == 2
+        assert max(saved) < min(number for number, line in enumerate(lines) if "asked node0" in line)
+        enough(unirun)
+        assert job.end().code == 0
 
     def test_nodes_may_be_lost_one_after_the_other(self, unirun: Unirun, script: Script) -> None:
         """
