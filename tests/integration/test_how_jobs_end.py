@@ -220,6 +220,57 @@ class TestAWorkerThatIgnoresSigterm:
         assert "a:0: did not end in its grace period and is killed" in result.err
 
 
+class TestTheRootCauseInAnotherRole:
+    """The ranks that fail first say that they have lost a peer."""
+
+    def test_a_rank_that_fails_in_a_group_across_roles_is_the_cause(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        train = script(
+            """
+            import atexit, os, signal, torch, torch.distributed as dist, unirun
+            ctx = unirun.init()
+            group = ctx.group("actor", "rollout")
+            # All come this far, also the connections.
+            dist.all_reduce(torch.ones(1), group=group)
+            if (ctx.role, ctx.rank) == ("rollout", 1):
+                # Its peers learn it from their connections, and fail before its own end is known.
+                atexit.register(lambda: (dist.destroy_process_group(), __import__("time").sleep(1.0)))
+                raise ValueError("the cause")
+            dist.all_reduce(torch.ones(1), group=group)
+            signal.pause()
+            """
+        )
+        result = unirun("--roles", "actor=2,rollout=2", train)
+        assert result.code == 1, result.err
+        cause = root_cause(result.err)
+        assert cause[0].startswith("root cause: rollout:1 on ")
+        assert "ValueError: the cause" in cause
+
+    def test_a_publisher_of_weights_that_ends_with_0_too_early_is_the_cause(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        train = script(
+            """
+            import os, torch, unirun
+            ctx = unirun.init()
+            channel, weights = unirun.WeightsChannel("w", publisher="actor", receivers=["rollout"]), {"a": torch.zeros(4)}
+            if ctx.role == "actor":
+                channel.publish(weights, 1)
+                # Once it is asked for the next version.
+                unirun.Queue("taken", producer="rollout", consumer="actor").get()
+                os._exit(0)
+            channel.receive(into=weights, min_version=1)
+            unirun.Queue("taken", producer="rollout", consumer="actor").put(1)
+            channel.receive(into=weights, min_version=2)
+            """
+        )
+        result = unirun("--roles", "actor=1,rollout=1", train)
+        assert result.code == 1, result.err
+        assert root_cause(result.err)[0].startswith("root cause: actor:0 on ")
+        assert "ended with exit code 0 while rollout:0 waited for it" in root_cause(result.err)[0]
+
+
 class TestAWorkerWhoseExitHandlersTakeLong:
     def test_long_exit_handlers_of_a_failed_worker_are_waited_for(
         self, unirun: Unirun, script: Script

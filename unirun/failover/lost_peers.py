@@ -1,7 +1,7 @@
 """Error texts that blame a peer: those of torch 2.11 to 2.15, gloo and NCCL.
 
 A rank that fails because a peer is gone or late says so in its exception, or, where a thread of C++ ends the process,
-in the last lines of its stderr. It does not say which peer, but for a monitored barrier.
+in the last lines of its stderr. It does not say which peer, but for a monitored barrier and unirun's own errors.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ _ELSEWHERE = (
     r"connection (was )?(closed|reset|refused|aborted)",
     r"broken pipe|socket timeout|peer (is )?gone|remote process has exited",
     r"timed out (waiting|after)",
-    r"WorkerLost",
+    r"WorkerLost|PeerLost",
 )
 _GROUP = re.compile("|".join(_IN_A_GROUP), re.IGNORECASE)
 _ANY = re.compile("|".join((*_IN_A_GROUP, *_ELSEWHERE)), re.IGNORECASE)
+_LOST = re.compile(r"\b(?:WorkerLost|PeerLost): (\S+?):(\d+)\b")
 _MISSED = re.compile(r"Ranks? ([\d, ]*\d) failed to pass monitoredBarrier")
 
 
@@ -53,6 +54,11 @@ def is_consequence(failure: Failure) -> bool:
 def waited_for_a_peer(failure: Failure) -> bool:
     """Tell whether its text says that it waited for a peer in a process group, or lost one there."""
     return bool(_GROUP.search(_words(failure)))
+
+
+def lost(failure: Failure) -> frozenset[tuple[str, int]]:
+    """The roles and ranks that its words call lost: those of which a call or a channel wanted something."""
+    return frozenset((role, int(rank)) for role, rank in _LOST.findall(_words(failure)))
 
 
 def missed(failure: Failure) -> frozenset[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from unirun.errors import EXIT_FAILURE
-from unirun.failover.lost_peers import is_consequence, missed, waited_for_a_peer
+from unirun.failover.lost_peers import is_consequence, lost, missed, waited_for_a_peer
 from unirun.graph import show_ranks
 from unirun.job.failures import Exit, Failure
 from unirun.job.state import JobState
@@ -79,8 +79,7 @@ def episode(failures: Sequence[Failure], gap: float = 5.0) -> tuple[Failure, ...
 
 
 def bystanders(state: JobState, failures: Sequence[Failure]) -> tuple[Bystander, ...]:
-    """The workers that are not among `failures`: those of the same generations, and those of other roles that have
-    ended with 0."""
+    """The workers that are not among `failures`: those of the same generations, and those of other roles."""
     failed = {failure.worker for failure in (*state.failures, *failures)}
     generations = {failure.worker.role: failure.generation for failure in failures}
     found = []
@@ -89,9 +88,8 @@ def bystanders(state: JobState, failures: Sequence[Failure]) -> tuple[Bystander,
             who = WorkerId(role.name, worker.rank, worker.incarnation)
             if who in failed or worker.generation != generations.get(role.name, worker.generation):
                 continue
-            if role.name in generations or worker.left:
-                log = f"{state.logs}/{role.name}/{worker.rank}/{worker.incarnation}"
-                found.append(Bystander(who, worker.node, worker.exit, worker.left, log))
+            log = f"{state.logs}/{role.name}/{worker.rank}/{worker.incarnation}"
+            found.append(Bystander(who, worker.node, worker.exit, worker.left, log))
     return tuple(found)
 
 
@@ -107,7 +105,7 @@ def diagnose(failures: Sequence[Failure], others: Sequence[Bystander] = ()) -> D
     if not rest:
         reason = "the only failure"
     elif not firsts:
-        reason = f"the first of {len(ordered)} failures, all about a lost peer or connection"
+        reason = f"the first of {len(ordered)} failures, all about a lost peer or connection{_idle(ordered, others)}"
     elif cause is ordered[0]:
         reason = f"the first of {len(ordered)} failures"
     else:
@@ -115,15 +113,29 @@ def diagnose(failures: Sequence[Failure], others: Sequence[Bystander] = ()) -> D
     return Diagnosis(cause, reason, rest)
 
 
+def _idle(failures: Sequence[Failure], others: Sequence[Bystander]) -> str:
+    """What to look at when all ranks of a role have waited for a peer in vain: it may be of another role, with which
+    they have a group."""
+    roles = {failure.worker.role for failure in failures}
+    silent = [each.worker for each in others if not each.left]
+    if not any(map(waited_for_a_peer, failures)) or not silent or any(each.role in roles for each in silent):
+        return ""
+    return f"; {_named(silent)} had not failed"
+
+
 def _without_failure(failures: Sequence[Failure], others: Sequence[Bystander]) -> Failure | None:
     """The rank that all `failures` are a consequence of, though it has not failed itself; None if it is not known."""
+    left = "ended with exit code 0 while {others} waited for {it}"
+    for each in others:
+        who = each.worker.role, each.worker.rank
+        if each.left and (callers := [failure for failure in failures if who in lost(failure)]):
+            return _blamed([each], callers, left)
     waiting = [failure for failure in failures if waited_for_a_peer(failure)]
     if not waiting:
         return None
     roles = {failure.worker.role for failure in waiting}
     first = waiting[0].time
     early = [each for each in others if each.left and each.left <= first + SEEN_LATER]
-    left = "ended with exit code 0 while {others} waited for {it}"
     if mates := [each for each in early if each.worker.role in roles]:
         return _blamed(mates, waiting, left)
     silent = [each for each in others if each.worker.role in roles and not each.left]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unirun.failover.lost_peers import is_consequence, missed, waited_for_a_peer
+from unirun.failover.lost_peers import is_consequence, lost, missed, waited_for_a_peer
 from unirun.job.failures import Exit, Failure
 from unirun.values import WorkerId
 
@@ -44,6 +44,7 @@ ELSEWHERE = [
     "ConnectionResetError: [Errno 104] Connection reset by peer",
     "requests.exceptions.ConnectionError: ('Connection aborted.', RemoteDisconnected('Remote end closed'))",
     "unirun.errors.WorkerLost: actor:1 was lost: it was killed by SIGKILL",
+    "unirun.errors.PeerLost: actor:0 is gone: the peer closed the connection; try again when it was started again",
     "TimeoutError: timed out waiting for the data server",
 ]
 OWN = [
@@ -54,6 +55,17 @@ OWN = [
     "torch.distributed.DistBackendError: NCCL error in: x, invalid usage, NCCL version 2.27.5\nDuplicate GPU detected",
     "FileNotFoundError: [Errno 2] No such file or directory: 'data'",
 ]
+
+
+def test_a_call_and_a_channel_name_the_rank_that_they_have_lost() -> None:
+    assert [lost(failure(words)) for words in ELSEWHERE] == [
+        *[frozenset()] * 3,
+        {("actor", 1)},
+        {("actor", 0)},
+        frozenset(),
+    ]
+    words = "unirun.errors.WorkerLost: a-b:12 was lost before it answered: x; see c:3 is gone"
+    assert lost(failure(words)) == {("a-b", 12)}
 
 
 def failure(message: str = "", *, tail: str = "", end: Exit | None = None) -> Failure:

@@ -173,6 +173,24 @@ class TestARankThatHasNotFailed:
         diagnosis = diagnose(found, [stood_by(0, role="rollout", left=99.0), stood_by(1)])
         assert diagnosis.cause.worker == WorkerId("actor", 1, 0)
 
+    def test_one_that_a_channel_names_is_the_cause_though_it_was_lost_later(self) -> None:
+        gone = "unirun.errors.PeerLost: actor:2 is gone: the peer closed the connection"
+        found = [fail("rollout", rank, time=9.0 + rank, message=gone) for rank in (0, 1)]
+        diagnosis = diagnose(found, [stood_by(1, left=8.0), stood_by(2, left=8.5), stood_by(3)])
+        assert str(diagnosis) == "actor:2 on n0: ended with exit code 0 while rollout:0-1 waited for it"
+        assert diagnosis.code == 1
+        assert not diagnose(found, [stood_by(1, left=8.0), stood_by(2)]).inferred
+
+    def test_other_roles_are_told_when_a_whole_role_has_waited_in_vain(self) -> None:
+        """The one that is missed may be of another role, in a group across roles. But nothing says so."""
+        found = [fail(rank=rank, message=TIMED_OUT) for rank in (0, 1)]
+        alone = [stood_by(rank, role="rollout") for rank in (0, 1)]
+        words = "the first of 2 failures, all about a lost peer or connection"
+        assert diagnose(found, alone).reason == f"{words}; rollout:0-1 had not failed"
+        assert diagnose(found, [*alone, *map(stood_by, (2, 3))]).reason == words
+        elsewhere = [fail(rank=rank, message="BrokenPipeError: [Errno 32] Broken pipe") for rank in (0, 1)]
+        assert diagnose(elsewhere, alone).reason == words
+
     def test_once_told_it_is_no_failure_of_a_later_story(self) -> None:
         told = diagnose([fail(rank=0, message=PEER)], [stood_by(1, left=0.5)]).cause
         later = fail("rollout", 0, time=2.0, message=OWN)
