@@ -39,8 +39,8 @@ def network_faults(config: ExperimentConfig) -> tuple[list[Fault], list[Fault]]:
 
 
 def faults_of(where: str, topo: ProcessTopology, arguments: Mapping[str, Any]) -> list[Fault]:
-    """Why a `causal_lm` with these `arguments` cannot have this layout; nothing for one that was noted. Raises
-    `SpecError` when its configuration cannot be read."""
+    """The reasons why a `causal_lm` with these `arguments` cannot have this layout; nothing for one that was
+    noted. Raises `SpecError` when its configuration cannot be read."""
     digest = _digest(arguments, topo)
     note = unirun_home() / "networks" / digest if digest else None
     if note is not None and note.exists():

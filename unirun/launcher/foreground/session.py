@@ -80,7 +80,7 @@ class StopRequests:
 
     @property
     def urgent(self) -> bool:
-        """Whether the job should end at once."""
+        """True if the job should end at once."""
         return self._hurry is not None
 
     def add(self, stop: Stop) -> Stop:

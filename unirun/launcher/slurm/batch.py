@@ -13,7 +13,7 @@ from unirun.values import Value
 
 
 class Batch(Value):
-    """What a batch script runs: ``unirun`` with the arguments `words`, as the job `run_id`.
+    """The work of a batch script: ``unirun`` with the arguments `words`, as the job `run_id`.
 
     A script that somebody else submits has no `run_id`, `cwd`, `home` (``$UNIRUN_HOME``) and `output`: the id of the
     job is made of its `name` and the number that Slurm gives it, and all else is as where it is submitted.

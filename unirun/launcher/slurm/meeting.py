@@ -1,4 +1,4 @@
-"""How the commands of one job step find the head: by a file of the user, mode 0600, in a directory that nodes share."""
+"""The search for the head by the commands of one job step: a file, mode 0600, in a directory that nodes share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AGAIN = 0.05
 
 
 class Place(Value):
-    """Where the head of a step listens, and the token of the job, in hex."""
+    """The address of the head of a step, and the token of the job, in hex."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""What ``--slurm`` asks of Slurm: ``nodes=4,partition=gpu,time=1:00:00,gres=gpu:8``."""
+"""The options of ``--slurm`` for Slurm: ``nodes=4,partition=gpu,time=1:00:00,gres=gpu:8``."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ _FORMS = _OF_JOB | _OURS | _OF_COMPONENT | _OURS_OF_COMPONENT
 _OTHER_NAMES = {"time_limit": "time", "env": "env_vars"}
 _MANY = ("env_vars", "container_mounts")
 _INHERITED = ("account", "container_image", "container_mounts", "partition", "qos", "time")
-"""What the first component says, for those that do not say otherwise."""
+"""Options of the first component that hold for the others unless they say otherwise."""
 
 Pairs = Mapping[str, Sequence[str]]
 """The values of each key; several of `_MANY` only."""

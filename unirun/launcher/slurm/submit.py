@@ -24,7 +24,7 @@ SCRIPT, OUTPUT = "batch.sh", "output.log"
 
 
 def batch_of(spec: JobSpec, options: BatchOptions, words: tuple[str, ...], program: tuple[str, ...]) -> Batch:
-    """What is submitted to run `spec`, which the arguments `words` of unirun describe, in this directory."""
+    """The batch that runs `spec`, described by the arguments `words` of unirun, in this directory."""
     job = job_at(spec.run_id)
     return Batch(
         name=spec.name,
