@@ -1,4 +1,4 @@
-"""What unirun costs, measured beside what people use today, in the same run on the same machine.
+"""The cost of unirun, measured beside the programs that people use today, in the same run on the same machine.
 
 ::
 

@@ -16,7 +16,7 @@ from benchmarks.figure import Figure
 from benchmarks.table import table
 
 Figures = Callable[[int], list[Figure]]
-"""What a suite offers: its figures, each from this many runs."""
+"""The figures of a suite: its figures, each from this many runs."""
 
 
 def suite_names() -> list[str]:

@@ -1,4 +1,4 @@
-"""What this machine can do at the moment, as the time of a fixed piece of pure Python.
+"""The speed of this machine at the moment, as the time of a fixed piece of pure Python.
 
 A bar in seconds says as much of the machine, and of what else runs on it, as of the code. So whatever takes time and
 has no peer to be compared with is measured beside this work, in turn, and its bar is a number of units. One unit is

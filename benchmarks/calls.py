@@ -28,7 +28,7 @@ IN_FLIGHT = 1000
 
 
 def nothing(value: Any = None) -> None:
-    """What is called, over every transport."""
+    """Do nothing: the method that is called, over every transport."""
 
 
 class Worker(BaseWorkload):

@@ -40,7 +40,7 @@ async def agent(path: str, token: Token, number: int) -> asyncio.StreamWriter:
 
 
 async def chatter(writer: asyncio.StreamWriter, number: int) -> None:
-    """What an agent sends while its workers run."""
+    """Send the messages of an agent while its workers run."""
     while True:
         await asyncio.sleep(SAMPLES)
         writer.write(frame_of(Sample(f"n{number}", {f"actor:{number}": 1 << 30}, {f"actor:{number}": 1.0})))

@@ -1,4 +1,4 @@
-"""How often an agent encodes a message that all of its workers get."""
+"""The number of times that an agent encodes a message that all of its workers get."""
 
 from __future__ import annotations
 

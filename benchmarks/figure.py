@@ -16,7 +16,7 @@ class BenchmarkError(RuntimeError):
 
 
 class ProgramMissing(BenchmarkError):
-    """What is to be measured needs a program that is not here."""
+    """The error of a figure that needs a program that is not here."""
 
     def __init__(self, program: str, remedy: str) -> None:
         super().__init__(f"{program} is not installed: {remedy}")
@@ -24,7 +24,7 @@ class ProgramMissing(BenchmarkError):
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What `value` may be at most (with `at_least`: at least) for a figure to hold."""
+    """The most that `value` may be (with `at_least`: at least) for a figure to hold."""
 
     name: str
     unit: str
@@ -32,7 +32,7 @@ class Bar:
     at_least: bool = False
 
     def admits(self, value: float) -> bool:
-        """Whether `value` is within the bar."""
+        """Return True if `value` is within the bar."""
         return value >= self.limit if self.at_least else value <= self.limit
 
 
@@ -60,7 +60,7 @@ class Figure:
 
     @property
     def holds(self) -> bool:
-        """Whether the figure was measured, is within its bar and has no fault."""
+        """True if the figure was measured, is within its bar and has no fault."""
         return not self.fault and self.value is not None and self.bar.admits(self.value)
 
     def to_json(self) -> dict[str, Any]:

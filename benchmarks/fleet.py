@@ -147,7 +147,7 @@ class Fleet:
         self.last = 0.0
 
     def command(self, line: str, address: Address, credentials: Credentials) -> None:
-        """What is to happen next."""
+        """Order the next action."""
         for agent in self.agents.values():
             agent.received = 0
         match line.split():

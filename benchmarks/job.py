@@ -19,7 +19,7 @@ import psutil
 from benchmarks.figure import BenchmarkError
 
 SCRIPT = Path(__file__).with_name("ranks.py")
-"""What the ranks run, under every launcher."""
+"""The script of the ranks, under every launcher."""
 
 DEADLINE = 90.0
 """Seconds for any single wait: several times what 16 interpreters that import torch at once need."""
@@ -33,7 +33,7 @@ _FOREIGN = ("PET_", "UNIRUN_", "TORCHELASTIC_", "OMP_", "MASTER_", "TORCH_DISABL
 """Variables of the caller that would change what is measured."""
 
 Then = Literal["once", "sit", "train", "stubborn"]
-"""What ranks do after their first all_reduce; see `benchmarks.ranks`."""
+"""The action of ranks after their first all_reduce; see `benchmarks.ranks`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ SIZES = {"large": (16, 64 << 20), "small": (1000, 1000), "between": (16, 16 << 2
 """Tensors, and bytes of each."""
 
 MEMFD = "memfd:unirun-weights"
-"""How the kernel calls the memory of a channel."""
+"""The kernel's name for the memory of a channel."""
 
 WARM_UP = 5
 """Rounds that are not counted: pages that are new take many times as long as others."""

@@ -1,4 +1,4 @@
-"""What the ranks of a measured job run: a plain torchrun script, which knows of no launcher.
+"""The script of the ranks of a measured job: a plain torchrun script, which knows of no launcher.
 
     ranks.py POINTS once       leave after the first all_reduce
     ranks.py POINTS sit        sleep after it

@@ -36,7 +36,7 @@ MISSING = "Ray Train is not installed: pip install 'ray[train]'"
 
 
 def installed() -> bool:
-    """Whether Ray Train can be imported here."""
+    """Return True if Ray Train can be imported here."""
     return all(importlib.util.find_spec(name) is not None for name in ("ray", "pandas", "pyarrow"))
 
 

@@ -45,7 +45,7 @@ class Steps:
         return loss.item()
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after `step` has."""
+        """The content of a checkpoint after `step`."""
         return {
             "step": step,
             "model": self.model.module.state_dict(),

@@ -1,4 +1,4 @@
-"""How long calls between two nodes take, over TCP with TLS and without, between processes of this machine."""
+"""The time of calls between two nodes, over TCP with TLS and without, between processes of this machine."""
 
 from __future__ import annotations
 

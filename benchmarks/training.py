@@ -1,4 +1,4 @@
-"""What the suite of training runs with `unirun.train.Trainer`, each in a process of its own.
+"""The functions that the suite of training runs with `unirun.train.Trainer`, each in a process of its own.
 
     python -m benchmarks.training start          the first report of 4 ranks, and that of a second run
     python -m benchmarks.training recovery       the time from SIGKILL to the first report after it
@@ -76,7 +76,7 @@ def recovery() -> dict[str, float]:
 
 
 def reports() -> dict[str, float]:
-    """What a call of `report` takes in ms, with nothing between calls; and how many rounds the driver gets."""
+    """The time of a call of `report` in ms, with nothing between calls; and how many rounds the driver gets."""
 
     def function() -> list[float]:
         times = []
@@ -96,8 +96,8 @@ def reports() -> dict[str, float]:
 
 
 def listed(path: str) -> dict[str, float]:
-    """What each rank needs to have its first file of a list that it reads itself, all at the same time: the seconds and
-    the MB (2**20 bytes) of the rank that needs most. And the µs for each file after that."""
+    """The time until each rank has its first file of a list that it reads itself, all at the same time: the
+    seconds and the MB (2**20 bytes) of the rank that needs most. And the µs for each file after that."""
 
     def memory(what: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()

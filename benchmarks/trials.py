@@ -82,7 +82,7 @@ class Waiting(ModelInterface):
         self._seconds, self._keys = seconds, keys
 
     def inference(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> SequenceSample:
-        """What it makes."""
+        """Make the sample."""
         time.sleep(self._seconds)
         return SequenceSample.of({key: [torch.ones(1)] * len(sample) for key in self._keys}, sample.ids)
 
@@ -133,7 +133,7 @@ register_experiment("waiting", Uneven)
 
 
 def packing() -> dict[str, float]:
-    """How even and how fast: lengths are spread as those of answers are, most of them short."""
+    """The evenness and speed of packing: lengths are spread as those of answers are, most of them short."""
     chance = random.Random(0)
     sizes = [1 + int(chance.lognormvariate(5.5, 1.0)) for _ in range(SEQUENCES)]
     began = time.perf_counter()

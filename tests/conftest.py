@@ -1,4 +1,4 @@
-"""What holds for all tests.
+"""Fixtures and settings for all tests.
 
 Examples of properties have no deadline of their own, as a busy machine is no error. Fixtures of a function are made once
 for all examples of a property; those that properties use hold no state.

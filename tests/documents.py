@@ -71,7 +71,7 @@ class Step:
 
 
 def text_of(page: str) -> str:
-    """What stands in a page."""
+    """The text of a page."""
     return (ROOT / page).read_text()
 
 
@@ -112,7 +112,7 @@ def steps(block: Block) -> Iterator[Step]:
 
 
 def pattern(line: str) -> re.Pattern[str]:
-    """What a real line looks like that is shown as `line`.
+    """The pattern of the real lines that are shown as `line`.
 
     ``…`` stands for anything, and spaces for any number of spaces. What a worker has printed (``[actor:0] step 3``) is
     compared as it stands. What unirun tells has pids, sizes, times and job ids in it, which are others each time; each
@@ -147,7 +147,7 @@ def numbers_in(line: str) -> list[str]:
 
 
 def links(page: str) -> list[str]:
-    """What a page links to, but for other sites."""
+    """The links of a page, but for those to other sites."""
     return [each for each in _LINK.findall(text_of(page)) if "://" not in each]
 
 

@@ -1,4 +1,4 @@
-"""How much the tests try, less in `make test` than in `make chaos` and `make properties`, and how long they wait."""
+"""The effort of the tests, less in `make test` than in `make chaos` and `make properties`, and the time that they wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOON = 120.0
 passes waits for its end."""
 
 CHAOS = "UNIRUN_CHAOS" in os.environ
-"""Whether tests try all moments and all variants, for any time: `make chaos`."""
+"""True if tests try all moments and all variants, for any time: `make chaos`."""
 
 
 def variants(*values: T) -> tuple[T, ...]:

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def why_not(missing: list[str], wheels: str | None) -> str:
-    """Why nothing can be run here, in one sentence; empty when it can."""
+    """The reason why no such test can run here, in one sentence; empty when it can."""
     try:
         import torch
     except ImportError as error:

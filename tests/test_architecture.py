@@ -55,7 +55,7 @@ MAY_PICKLE = frozenset(
         "unirun.train.handle",
     }
 )
-"""What users send each other. unirun's own messages and files are JSON."""
+"""Modules that pickle the values which users send each other. unirun's own messages and files are JSON."""
 
 MAY_READ_YAML = frozenset(
     {
@@ -198,7 +198,7 @@ def test_no_pickle_and_no_job_files_where_they_do_not_belong() -> None:
 
 
 def test_a_frozen_value_is_no_dataclass() -> None:
-    """Which takes twenty times as long to make; `docs/architecture.md` has the rule. Users fill in those of experiments."""
+    """A frozen dataclass takes twenty times as long to make; `docs/architecture.md` has the rule. Users fill in those of experiments."""
     none(
         f"{module.name}:{each.line} imports {each.target}"
         for module, each in each_import()
@@ -307,12 +307,29 @@ def _public(
                 yield from _public(node, f"{where}.{node.name}")
 
 
+QUESTION = re.compile(
+    r'^[ \t]*r?"""(?:What|Who|How|Where|When|Which|Whether|Why|Whose|Whom|(?:Tell|Say|Return) whether)(?:ever)?\b.*',
+    re.MULTILINE,
+)
+"""The first line of such a docstring; far faster than a parser, and as right, as ruff puts docstrings on lines of their own."""
+
+
+def test_a_docstring_begins_with_a_noun_or_a_verb_and_not_with_a_question() -> None:
+    none(
+        f"{path.relative_to(ROOT)} has {found[0].strip()}"
+        for folder in ("unirun", "tests", "examples", "benchmarks", "docs")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for found in QUESTION.finditer(path.read_text())
+    )
+
+
 PRINTS = frozenset({"print", "traceback.print_exc", "traceback.print_exception"})
 
 
 def test_only_the_command_prints_and_only_what_is_printable() -> None:
-    """What workers and other users' jobs have written goes through `unirun.launcher.foreground.terminal`; JSON escapes it itself. All
-    other processes report, which never raises: the disk may be full that holds their log."""
+    """Output of workers and of other users' jobs goes through `unirun.launcher.foreground.terminal`; JSON
+    escapes it itself. All other processes report, which never raises: the disk may be full that holds their
+    log."""
 
     def offenders() -> Iterator[str]:
         for module in modules():

@@ -112,7 +112,7 @@ _WEIGHTS = frozenset({"Admission", "Item", "LocalShard", "Queue", "WeightsChanne
 
 
 def __dir__() -> list[str]:
-    """What there is, though most of it is not imported yet."""
+    """The public names, most of which are not imported yet."""
     return sorted({*globals(), *__all__})
 
 

@@ -11,7 +11,7 @@ RUN_ID_RULE = "use letters, digits, '.', '-' and '_', a letter or digit first, a
 
 
 def is_run_id(value: object) -> bool:
-    """Whether `value` may be the id of a job.
+    """Return True if `value` may be the id of a job.
 
     A run id is the name of a directory and a part of keys in a store. So it has no ``/``, is neither ``.`` nor ``..``,
     and holds nothing that a shell or a terminal would interpret. Ids that were read from a store, a directory or a

@@ -1,4 +1,4 @@
-"""What the control plane costs in a large job, and in a small one at rest.
+"""The cost of the control plane in a large job, and in a small one at rest.
 
 The master of 10 000 ranks is the real one with its streams, its ledger and its status; only its agents are made up
 (`benchmarks.fleet`). What it takes is counted in processor time, in units of `benchmarks.calibration`.

@@ -109,7 +109,7 @@ def node_loss_time() -> float:
 
 
 def events(job: Job) -> str:
-    """What has happened in a job, as it is logged."""
+    """The events of a job, as they are logged."""
     return "".join(path.read_text() for path in job.home.glob("jobs/*/events.jsonl"))
 
 
@@ -211,7 +211,7 @@ def shown_pids(job: Job) -> set[int] | None:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether a process still runs; a zombie does not."""
+    """Return True if a process still runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

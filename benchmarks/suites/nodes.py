@@ -207,7 +207,7 @@ def trained() -> Iterator[tuple[Hosts, Path, subprocess.Popen[bytes], Path]]:
 
 
 def runs_ranks(host: Host, points: Path) -> bool:
-    """Whether ranks run on `host`, which is not the head."""
+    """Return True if ranks run on `host`, which is not the head."""
     pids = set(host.pids())
     here = [point for point in parse_points(points.read_text()) if point.pid in pids]
     return bool(here) and host.name != "h1"

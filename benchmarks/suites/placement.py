@@ -1,4 +1,4 @@
-"""What it costs to decide who sits where: on ten thousand nodes with eight GPUs, all of them in use.
+"""The cost of deciding who sits where: on ten thousand nodes with eight GPUs, all of them in use.
 
 NVLink joins the GPUs in pairs, of which a node has two near each of its two NUMA nodes. Five roles, of which two pairs
 share slots and two are apart, with weights between them: 120 000 ranks on 80 000 slots. Everything is in one thread and
@@ -71,7 +71,7 @@ def inventory(nodes: int) -> Inventory:
 
 
 def links(slot: int) -> tuple[tuple[str, str], ...]:
-    """How near the other devices of a node are to that in `slot`."""
+    """The links from the device in `slot` to the other devices of a node."""
     return tuple(
         (str(peer), "nvlink" if peer // 2 == slot // 2 else "numa" if peer // 4 == slot // 4 else "system")
         for peer in range(SLOTS)
@@ -148,12 +148,12 @@ def replan_time(spares: int) -> float:
 
 
 def ranks_on(placement: Placement, node: str) -> int:
-    """How many ranks `node` has."""
+    """The number of ranks on `node`."""
     return sum(each.node == node for each in placement.assignments)
 
 
 def moved(before: Placement, after: Placement) -> int:
-    """How many ranks have another place."""
+    """The number of ranks that have another place."""
     return sum(a != b for a, b in zip(before.assignments, after.assignments, strict=True))
 
 

@@ -21,7 +21,7 @@ WORKERS = 8
 """Of a call of a whole role; everything else is measured with one."""
 
 ROUNDS = 3
-"""How often each thing is measured in one job."""
+"""The number of times that each thing is measured in one job."""
 
 BARS = (
     ("torch", "blocking", "us", Bar("blocking call over torch ÷ raw rpc_sync", "ratio", 1.5)),

@@ -1,4 +1,4 @@
-"""What it costs that a job survives its master: failover, writes, large contexts, many agents.
+"""The cost of a job that survives its master: failover, writes, large contexts, many agents.
 
 etcd is one member on loopback.
 """

@@ -41,7 +41,10 @@ Results = dict[str, float]
 
 
 class Rounds:
-    """What sides have measured in turn. A side whose run fails goes on with the next one; the fault is kept."""
+    """The measurements of several sides, in turn.
+
+    A side whose run fails goes on with the next one; the fault is kept.
+    """
 
     def __init__(self, what: str, runs: int, sides: Mapping[str, Callable[[], Results]]) -> None:
         self.runs, self._found, self._faults = runs, list[tuple[str, Results]](), dict[str, str]()
@@ -193,7 +196,7 @@ def variables(folder: Path) -> dict[str, str]:
 
 
 def last_line(text: str) -> Results:
-    """What a process has printed last."""
+    """The figures in the last line that a process has printed."""
     found: Results = json.loads(text.splitlines()[-1])
     return found
 

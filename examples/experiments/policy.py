@@ -1,4 +1,4 @@
-"""What policy-gradient methods have in common, as functions of packed sequences.
+"""The common part of policy-gradient methods, as functions of packed sequences.
 
 Sequences are a prompt and its response. What is known of each token stands at its place: ``logprobs[t]`` is the
 logarithm of the probability of token ``t`` given those before, ``values[t]`` the reward that is expected after token

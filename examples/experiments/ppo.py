@@ -107,7 +107,7 @@ class Actor(ModelInterface):
         return in_parts(model, sample, spec, loss, self._minibatches)
 
     def evaluate(self, model: Model, sample: SequenceSample) -> dict[str, float]:
-        """How many likeliest answers are right."""
+        """The share of likeliest answers that are right."""
         found = answer(model, sample, MicroBatchSpec(), GenerationConfig(greedy=True, max_new_tokens=ROOM))
         if found is None:
             return {}
@@ -188,7 +188,7 @@ def in_parts(
 
 
 def answer_tokens(sample: SequenceSample) -> float:
-    """How many tokens are trained on."""
+    """The number of tokens that are trained on."""
     return float((~sample["prompt_mask"]).sum())
 
 

@@ -50,5 +50,5 @@ def dataset(count: int, *, near: bool = False, held_out: bool = False) -> Datase
 
 
 def number_of_pairs(sample: SequenceSample) -> float:
-    """How much a batch counts."""
+    """The weight of a batch."""
     return len(sample.lengths("packed_input_ids")) / 2

@@ -44,7 +44,7 @@ class SFTInterface(ModelInterface):
         return model.running().train_batch(sample, "packed_input_ids", spec, answer_loss, answer_tokens)
 
     def evaluate(self, model: Model, sample: SequenceSample) -> dict[str, float]:
-        """How many answers are right to the last token, when each token follows right ones."""
+        """The share of answers that are right to the last token, when each token follows right ones."""
         logits = model.running().forward(sample, "packed_input_ids", MicroBatchSpec())
         if logits is None:
             return {}
@@ -71,7 +71,7 @@ def answer_loss(logits: torch.Tensor, sample: SequenceSample) -> tuple[torch.Ten
 
 
 def answer_tokens(sample: SequenceSample) -> float:
-    """How many tokens are trained on."""
+    """The number of tokens that are trained on."""
     return float((~sample["prompt_mask"]).sum())
 
 

@@ -82,7 +82,7 @@ def _fields(lesson: Lesson) -> tuple[Tensor, ...]:
 
 
 def group_advantages(rewards: Tensor, epsilon: float = 1e-4) -> Tensor:
-    """How much better than its group each answer is, in standard deviations of the group: ``[N, G]`` to ``[N, G]``.
+    """The advantage of each answer over its group, in standard deviations of the group: ``[N, G]`` to ``[N, G]``.
 
     Where all answers of a group are as good as each other, the advantages are 0.
     """
@@ -91,7 +91,7 @@ def group_advantages(rewards: Tensor, epsilon: float = 1e-4) -> Tensor:
 
 
 def teaches(rewards: Tensor) -> Tensor:
-    """Which groups ``[N]`` have answers of different reward ``[N, G]``: there is nothing to learn from others."""
+    """The groups ``[N]`` that have answers of different reward ``[N, G]``: there is nothing to learn from others."""
     return rewards.amax(-1) > rewards.amin(-1)
 
 

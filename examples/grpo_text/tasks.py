@@ -63,5 +63,5 @@ class Tasks:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a question is there to measure accuracy only."""
+    """Return True if a question is there to measure accuracy only."""
     return zlib.crc32(prompt.encode()) % FOLD == 0

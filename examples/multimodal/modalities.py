@@ -29,7 +29,7 @@ def _digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 
 
 def labels() -> Tensor:
-    """Which digit each of the 1797 is, ``[1797]``."""
+    """The digit of each of the 1797 images, ``[1797]``."""
     return torch.tensor(_digits()[1])
 
 

@@ -28,12 +28,12 @@ State = dict[str, Any]
 
 
 def first(states: list[State]) -> State:
-    """That of rank 0; the others are the same."""
+    """The state of rank 0; the others are the same."""
     return states[0]
 
 
 class Stage(unirun.Workload):
-    """What all roles have in common: a part of the model, which the trainer can keep and bring back."""
+    """The common part of all roles: a part of the model, which the trainer can keep and bring back."""
 
     NETWORK: type[nn.Module]
 
@@ -134,7 +134,7 @@ class Brain(Stage):
     @unirun.trainer_invocation(idempotent=True, post_func=sum)
     @torch.no_grad()
     def correct(self, image: Tensor, name: Tensor, indices: Tensor) -> int:
-        """How many of these digits are recognised."""
+        """The number of these digits that are recognised."""
         logits = self.part.network(image, name)
         return int((logits.argmax(-1) == self.labels[indices]).sum())
 
@@ -143,7 +143,7 @@ class MultimodalTrainer(unirun.BaseTrainer):
     """Trains with either modality alone and with both, and compares."""
 
     def init(self) -> None:
-        """Which digits there are to train on and to test on."""
+        """Load the digits to train on and to test on."""
         self.seed, self.epochs = int(self.config.seed), int(self.config.epochs)
         self.train_set, self.test_set = modalities.split(len(modalities.labels()))
 

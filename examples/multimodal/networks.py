@@ -25,7 +25,7 @@ class NameEncoder(nn.Module):
         self.reader = nn.GRU(8, EMBEDDING, batch_first=True)
 
     def forward(self, letters: Tensor) -> Tensor:
-        """What the reader knows at the end of a name."""
+        """The reader's state at the end of a name."""
         assert letters.shape[1] == LETTERS
         _, last = self.reader(self.letters(letters))
         return torch.as_tensor(last[0])

@@ -1,4 +1,4 @@
-"""What a reader sees of a run: a table of accuracies, and a picture of them over time."""
+"""The report of a run for its reader: a table of accuracies, and a picture of them over time."""
 
 from __future__ import annotations
 

@@ -50,5 +50,5 @@ def pipelined(items: range, stages: list[Stage], depth: int) -> Iterator[tuple[i
 
 
 def _in_order(earlier: list[_Item], last: int) -> bool:
-    """Whether all of these have been sent to the last stage."""
+    """Return True if all of these have been sent to the last stage."""
     return all(item.stage > last or (item.stage == last and item.ref is not None) for item in earlier)

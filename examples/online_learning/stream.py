@@ -17,7 +17,7 @@ PHASES: dict[str, Callable[[Floats], Floats]] = {
     "negative": lambda images: 1.0 - images,
     "upside down": lambda images: np.rot90(images, 2, axes=(1, 2)),
 }
-"""What the stream does to images ``[B, 8, 8]``, one thing after the other; each change is a drift."""
+"""The changes of the stream to images ``[B, 8, 8]``, one after the other; each change is a drift."""
 
 NOISE = 0.15  # standard deviation, of grey values in 0..1
 FEATURES = 3 * 64
@@ -43,7 +43,7 @@ class Digits:
 
 
 def features(images: Floats) -> Floats:
-    """What the learner sees of images ``[B, 8, 8]``: ``[B, FEATURES]``.
+    """The learner's view of images ``[B, 8, 8]``: ``[B, FEATURES]``.
 
     Each image at mean 0 and standard deviation 1, and its differences from left to right and from top to bottom.
     """

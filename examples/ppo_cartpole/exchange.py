@@ -1,4 +1,5 @@
-"""What moves between the two roles: weights through a channel, experience over the one group that spans them.
+"""The data that moves between the two roles: weights through a channel, experience over the one group that
+spans them.
 
 The environments are numbered once for the whole job. Each rollout rank steps a contiguous share of them
 and each actor rank learns from a contiguous share, so rollout and actor counts need not be equal: where a

@@ -134,7 +134,7 @@ def policy_loss(
     clip: float,
     entropy_weight: float,
 ) -> Tensor:
-    """What the policy is to minimise: minus the clipped surrogate of PPO eq. 7 and the weighted entropy.
+    """The loss of the policy: minus the clipped surrogate of PPO eq. 7 and the weighted entropy.
 
     ``logits`` is ``[B, A]``, all else ``[B]``: ``actions`` taken, ``old_log_probs`` of them when they were
     taken, and their ``advantages``.
@@ -148,7 +148,7 @@ def policy_loss(
 
 
 def value_loss(values: Tensor, targets: Tensor) -> Tensor:
-    """What the value function is to minimise, from ``[B]`` inputs: half the mean squared error."""
+    """The loss of the value function, from ``[B]`` inputs: half the mean squared error."""
     return 0.5 * (values - targets).square().mean()
 
 

@@ -41,7 +41,7 @@ class Replica:
         self.model, self._lr, self._updates, self._save = model, lr, updates, save
         self._restart()
         self.done = (0, 0)
-        """Which run this is, and how many of its updates are complete. ``(0, 0)``: no run has begun."""
+        """The run that this is, and the number of its updates that are complete. ``(0, 0)``: no run has begun."""
         self._kept: State | None = None
         if saved is not None:
             self._restore(pickle.loads(saved))  # noqa: S301 - this rank wrote it
@@ -52,7 +52,8 @@ class Replica:
         self.complete((run, 0))
 
     def is_due(self, done: tuple[int, int]) -> bool:
-        """Whether this update is to be made now; it is not when the trainer asks once more for a complete one.
+        """Return True if this update is to be made now; it is not when the trainer asks once more for a
+        complete one.
 
         Raises `RuntimeError` when those before it are missing, because all ranks died at the same time.
         """

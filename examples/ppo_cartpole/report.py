@@ -1,4 +1,4 @@
-"""What a reader sees of a run: a live line on stdout while it learns, a picture when it is done."""
+"""The report of a run for its reader: a live line on stdout while it learns, a picture when it is done."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS_PER_LINE = 0.3
 
 @dataclass(frozen=True)
 class SeedResult:
-    """What one seed achieved."""
+    """The result of one seed."""
 
     seed: int
     env_steps: Sequence[int]
@@ -62,7 +62,7 @@ def reward_line(seed: int, update: int, env_steps: int, mean_return: float) -> s
 
 
 def seed_line(seed: int, final: float, episodes: int, seconds: float) -> str:
-    """What one seed came to, as text."""
+    """The result of one seed, as text."""
     return f"seed {seed}: mean return {final:.1f} over {episodes} fresh episodes, {seconds:.1f} s"
 
 

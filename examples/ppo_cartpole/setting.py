@@ -1,4 +1,4 @@
-"""What both ways of running this example agree on: the task's sizes and the seeds of its episodes."""
+"""The setting that both ways of running this example share: the task's sizes and the seeds of its episodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EPISODES = 20  # per evaluation of the greedy policy
 
 
 class Purpose(IntEnum):
-    """What episodes are for; those of different purposes start from different states."""
+    """The purpose of episodes; those of different purposes start from different states."""
 
     TRAINING = 0
     VALIDATION = 1  # may this seed stop early?

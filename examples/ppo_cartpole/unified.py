@@ -43,7 +43,7 @@ def joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 class Learner(unirun.Workload):
-    """What actors and critics have in common: a `Replica` of one of the two networks of an `ActorCritic`."""
+    """The common part of actors and critics: a `Replica` of one of the two networks of an `ActorCritic`."""
 
     def setup(self) -> None:
         """Meet the other ranks of the role."""
@@ -195,7 +195,7 @@ class PPOTrainer(unirun.BaseTrainer):
     """Trains each seed in turn. The job fails when one of them misses the bar."""
 
     def init(self) -> None:
-        """What the job's ``config:`` says."""
+        """Read the job's ``config:``."""
         self.seeds = [int(seed) for seed in self.config.get("seeds", [0])]
         self.solved = float(self.config.get("solved", SOLVED))
         self.bar = float(self.config.get("bar", 400.0))
@@ -252,13 +252,13 @@ class PPOTrainer(unirun.BaseTrainer):
         return returns.mean().item()
 
     def _is_solved(self, seed: int, mean_return: float, version: int) -> bool:
-        """Whether a seed may stop: the policy does well while it explores, and also when it does not."""
+        """Return True if a seed may stop: the policy does well while it explores, and also when it does not."""
         enough = self.solved
         return mean_return >= enough and self.evaluate(seed, Purpose.VALIDATION, version) >= enough
 
     @staticmethod
     def _samples(data: Tensor, advantages: Tensor) -> dict[str, Tensor]:
-        """What the policy learns from, flat: one row for each step of each environment."""
+        """The samples that the policy learns from, flat: one row for each step of each environment."""
         played = Trajectories(data.flatten(0, 1))
         standard = (advantages - advantages.mean()) / advantages.std().clamp(min=1e-4)
         return {

@@ -61,7 +61,7 @@ class Model(unirun.Workload):
     @unirun.trainer_invocation(idempotent=True, post_func=sum)
     @torch.no_grad()
     def correct(self, weights: Weights, images: Tensor, labels: Tensor) -> int:
-        """How many of this rank's share of the images the model names rightly."""
+        """The number of this rank's share of the images that the model names rightly."""
         model = network()
         model.load_state_dict(weights)
         return int((model(images).argmax(-1) == labels).sum())

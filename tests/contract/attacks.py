@@ -1,4 +1,4 @@
-"""What a stranger, or somebody of another job, may try at a listener of a job of several hosts.
+"""The attacks that a stranger, or a process of another job, may try at a listener of a job of several hosts.
 
 Each attack gets a `Target`, and returns when the listener has ended the connection.
 """
@@ -180,7 +180,7 @@ def a_wrong_token(target: Target) -> None:
 
 
 def a_replayed_handshake(target: Target) -> None:
-    """What one who has the token has answered to another greeting."""
+    """The answer of a process with the token to another greeting."""
     with target.connect_tls() as sock:
         recorded = ClientHandshake(target.inside.token).answer(exactly(sock, HELLO_SIZE))
         sock.sendall(recorded)

@@ -22,11 +22,11 @@ class Board:
             listener()
 
     def size(self, role: str) -> int:
-        """How many ranks a role has."""
+        """The number of ranks of a role."""
         return sum(name == role for name, _ in self._places)
 
     def find(self, role: str, rank: int) -> Peer:
-        """Where one is."""
+        """The peer that has this rank."""
         return self._places[role, rank]
 
     def when_changed(self, listener: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ PATIENCE = 100.0
 
 
 class Gates:
-    """What methods wait for, so that a test decides when they go on."""
+    """Gates that methods wait for, so that a test decides when they go on."""
 
     def __init__(self) -> None:
         self._gates: dict[str, threading.Event] = defaultdict(threading.Event)
@@ -93,7 +93,7 @@ class Desk:
         self._mine = torch.zeros(1024)
 
     def echo(self, value: Any = None) -> Any:
-        """What was sent."""
+        """Return the value that was sent."""
         return value
 
     def note(self, item: Any) -> Any:
@@ -106,7 +106,7 @@ class Desk:
         return self._ran
 
     def me(self) -> tuple[str, int, int, bool]:
-        """Who runs this, and whether in the main thread."""
+        """The worker that runs this, and whether it is in the main thread."""
         main = threading.current_thread() is threading.main_thread()
         return str(self._address), self._address.incarnation, os.getpid(), main
 
@@ -223,7 +223,7 @@ class Desk:
         return value + 1
 
     def watched_is_gone(self) -> bool:
-        """Whether it is free."""
+        """Return True if it is free."""
         return self._watched() is None
 
     def lend(self) -> torch.Tensor:
@@ -231,7 +231,7 @@ class Desk:
         return self._mine
 
     def own_sum(self) -> float:
-        """What became of it."""
+        """The result of the sum."""
         return float(self._mine.sum())
 
     def size_of_storage(self, tensor: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Where the contract is played: workers, a board that tells where they are, and a caller.
+"""The stage on which the contract is played: workers, a board that tells where they are, and a caller.
 
 A worker is a process of its own with its transport and its dispatcher, forked from one that has imported torch; for
 `inproc` it is a thread. The test says who lives and who is dead, on the board, as the job's master does otherwise.
@@ -283,7 +283,7 @@ class Cast:
         self._stage.board.put(*(Peer(player.me, player.hear("serving")) for player in self.players))
 
     def place(self, rank: int) -> Peer:
-        """What the board says."""
+        """The entry of the board for a rank."""
         return self._stage.board.find(self.role, rank)
 
     def kill(self, rank: int) -> None:
@@ -331,7 +331,7 @@ class Cast:
             player.open(gate)
 
     def kept(self) -> list[int]:
-        """How many results each keeps."""
+        """The number of results that each keeps."""
         return [player.ask("kept") for player in self.players]
 
 
@@ -374,7 +374,7 @@ class Stage:
         return self.player(call, WorkerId("other999", 0, incarnation), places, script)
 
     def counted(self, cast: Cast) -> dict[tuple[str, bool], CallCount]:
-        """What this caller has called of a role: by method, and whether nobody waits for it."""
+        """The calls of this caller to a role: by method, and whether nobody waits for it."""
         self.caller.report()
         counts = self.told[-1].counts if self.told else ()
         return {(each.method, each.asynchronous): each for each in counts if each.role == cast.role}

@@ -50,7 +50,7 @@ class AtMaster:
         assert self.court.status()["phase"] == "succeeded"
 
     def refused(self) -> list[tuple[str, int]]:
-        """What the job's events say, and the number of refusals so far."""
+        """The refusals in the job's events, and their number so far."""
         events = [event for event in read_events(self.court.job.events) if event.kind == "refused"]
         return [(event.text, int(event.details.get("count", 0))) for event in events]
 

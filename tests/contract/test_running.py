@@ -1,4 +1,4 @@
-"""What runs, in which order, how often, and beside what."""
+"""Calls that run: their order, their number, and those that run beside each other."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_many_threads_wait_at_once(stage: Stage) -> None:
 
 
 def in_thread(action: Callable[[], T]) -> queue.SimpleQueue[T]:
-    """Where the result of `action` will be."""
+    """The queue that will have the result of `action`."""
     answer: queue.SimpleQueue[T] = queue.SimpleQueue()
     threading.Thread(target=lambda: answer.put(action()), daemon=True).start()
     return answer

@@ -1,4 +1,4 @@
-"""What holds for sockets alone: who is let in, and what becomes of memory and descriptors."""
+"""The contract of sockets alone: who is let in, and what becomes of memory and descriptors."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class House:
 
     @property
     def tcp(self) -> bool:
-        """Whether guests come from other nodes."""
+        """True if guests come from other nodes."""
         return self.kind != "unix"
 
     def on(self, node: str, token: Token | None = None) -> Credentials:
-        """What somebody on `node` has."""
+        """The credentials of a process on `node`."""
         insecure = self.kind == "insecure"
         return credentials_in(self._folder / node, token or self.token, node, tls=self.tcp, insecure=insecure)
 
@@ -96,7 +96,7 @@ class House:
         return sock
 
     def answers(self) -> bool:
-        """Whether a guest is served now."""
+        """Return True if a guest is served now."""
         with self.guest() as guest:
             done: queue.SimpleQueue[bytes] = queue.SimpleQueue()
             channel = guest.connect(ME, self.endpoint, lambda reason: done.put(b""))
@@ -116,7 +116,7 @@ def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
 
 
 def closed_by_peer(sock: socket.socket) -> bool:
-    """Whether the other end hangs up, whatever it says before."""
+    """Return True if the other end hangs up, whatever it says before."""
     with contextlib.suppress(ConnectionError):
         while sock.recv(1 << 16):
             pass

@@ -24,7 +24,7 @@ def leave_results(group: RoleGroup, control: Connection) -> None:
 
 
 def call_again(group: RoleGroup, control: Connection) -> None:
-    """What the next incarnation does."""
+    """Call the role as the trainer's next incarnation."""
     control.send(("answers", [group[0].note(("second", number)) for number in range(20)]))
     control.recv()
 

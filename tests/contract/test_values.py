@@ -1,4 +1,4 @@
-"""What arrives is what was sent, and nobody's memory is touched by anybody else."""
+"""Values arrive as they were sent, and no process touches the memory of another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unirun.roles import replicate, shard
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two tensors or arrays are alike in every bit and property."""
+    """Return True if two tensors or arrays are alike in every bit and property."""
     if isinstance(left, torch.Tensor):
         return (
             left.dtype == right.dtype

@@ -73,7 +73,7 @@ def eventually(look: Callable[[], T | None], what: str, within: float = SOON) ->
 
 
 def gone(pid: int, within: float) -> bool:
-    """Whether process `pid` ends within `within` seconds, watched by its pidfd."""
+    """Return True if process `pid` ends within `within` seconds, watched by its pidfd."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -90,7 +90,7 @@ def state_of(pid: int) -> str:
 
 
 def alive(pid: int) -> bool:
-    """Whether `pid` is a running process, not a zombie."""
+    """Return True if `pid` is a running process, not a zombie."""
     try:
         return state_of(pid) not in "ZX"
     except OSError:

@@ -166,7 +166,7 @@ def kill_stores(unirun: Unirun, kills: int, rng: random.Random) -> None:
 
 
 def _generation(unirun: Unirun) -> int | None:
-    """That of the role ``w``, counted from 1, when it runs."""
+    """The generation of the role ``w``, counted from 1, when it runs."""
     with contextlib.suppress(OSError, ValueError):
         for role in json.loads((unirun.job_dir() / "state.json").read_text())["roles"]:
             if role["name"] == "w" and role["phase"] == "running":
@@ -175,5 +175,5 @@ def _generation(unirun: Unirun) -> int | None:
 
 
 def calls_of(text: str, name: str) -> Counter[str]:
-    """What the calls of `COLLECTIVES` by this name have given, by the first word."""
+    """The results of the calls of `COLLECTIVES` by this name, by the first word."""
     return Counter(re.findall(rf"call {name} (\w+)", text))

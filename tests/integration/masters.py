@@ -82,7 +82,7 @@ class Masters:
         return leader
 
     def _is_locked(self) -> bool:
-        """Whether a process writes to the store's file."""
+        """Return True if a process writes to the store's file."""
         url = self.job.store_url
         if not url.startswith("sqlite:"):
             return False
@@ -168,5 +168,5 @@ def said(result: Result) -> dict[str, Any]:
 
 
 def calm(row: dict[str, Any]) -> bool:
-    """Whether no worker was restarted."""
+    """Return True if no worker was restarted."""
     return not row["lost"] and row["before"] == row["after"] and all(inc == 0 for _, inc in row["after"])

@@ -87,7 +87,7 @@ def lets_in(target: Target) -> bool:
 
 
 def holders(host: Host, secret: bytes) -> list[str]:
-    """Where on a host the token is, but for the files that are there to hold it."""
+    """The paths on a host that have the token, but for the files that are there to hold it."""
     found = []
     for pid in host.pids():
         for name in ("cmdline", "environ"):

@@ -133,7 +133,7 @@ class Stage:
         return text
 
     def has_restarted(self) -> bool:
-        """Whether the thinker was restarted."""
+        """Return True if the thinker was restarted."""
         return (self.unirun.job_dir() / "logs" / "thinker" / "0" / "1").exists()
 
 

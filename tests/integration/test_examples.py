@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def result_of(unirun: Unirun) -> Any:
-    """What the trainer's ``fit`` returned."""
+    """The value that the trainer's ``fit`` returned."""
     return cloudpickle.loads((unirun.job_dir() / "result.pkl").read_bytes())
 
 

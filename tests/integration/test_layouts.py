@@ -34,7 +34,7 @@ LAYOUTS = [
 
 
 class Found:
-    """What one layout has found."""
+    """The results of one layout."""
 
     def __init__(self, folder: Path) -> None:
         self.outputs: dict[str, torch.Tensor] = {}

@@ -1,4 +1,5 @@
-"""What a script does at its end, with processes, files and variables is as under ``python -u script.py``.
+"""A script that is run by unirun does the same at its end, with processes, files and variables, as under
+``python -u script.py``.
 
 All of a start method's scripts run in one job, each as a role of its own.
 """

@@ -1,4 +1,4 @@
-"""When any part of a job is killed, no worker and no child of a worker outlives it by more than a second."""
+"""No worker and no child of a worker outlives a killed part of its job by more than a second."""
 
 from __future__ import annotations
 

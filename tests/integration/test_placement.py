@@ -1,4 +1,4 @@
-"""What workers find of their places: masks, shares and processors, as the plan has them."""
+"""The places that workers find: masks, shares and processors, as the plan has them."""
 
 from __future__ import annotations
 

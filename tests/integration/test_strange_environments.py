@@ -96,7 +96,7 @@ class TestTheFirstProcessOfAContainer:
 
 
 def handles(pid: int, signum: int) -> bool:
-    """Whether the process has a handler for a signal."""
+    """Return True if the process has a handler for a signal."""
     (caught,) = (
         line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")
     )

@@ -188,5 +188,5 @@ def batch(folder: Path, text: str) -> Path:
 
 
 def out_of(folder: Path) -> str:
-    """What the batch script has written so far."""
+    """The output of the batch script so far."""
     return (folder / "out").read_text() if (folder / "out").exists() else ""

@@ -151,12 +151,12 @@ def keys(etcd: Servers, run: str) -> list[str]:
 
 
 def beats(etcd: Servers, run: str, nodes: int) -> bool:
-    """Whether the leases of so many nodes have been renewed or granted again."""
+    """Return True if the leases of so many nodes have been renewed or granted again."""
     return sum("/nodes/" in key for key in keys(etcd, run)) == nodes
 
 
 def healthy(etcd: Servers, *options: str) -> bool:
-    """Whether etcdctl gets a response."""
+    """Return True if etcdctl gets a response."""
     try:
         return bool(etcd.ctl(*options, "get", "nothing", "--write-out=json"))
     except AssertionError:

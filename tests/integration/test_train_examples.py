@@ -66,7 +66,7 @@ class TestScript:
 
 
 def final_accuracy(printed: str) -> float:
-    """What both scripts print at their end."""
+    """The accuracy that both scripts print at their end."""
     found = re.search(r"^final accuracy (\S+)$", printed, re.MULTILINE)
     assert found, printed
     return float(found[1])
@@ -131,7 +131,7 @@ def outputs(notebook: Any) -> list[Any]:
 
 
 def shown(cell: Any) -> list[str]:
-    """What a cell shows below it: lines of texts, with # for numbers, and the kinds of figures.
+    """The output that a cell shows below it: lines of texts, with # for numbers, and the kinds of figures.
 
     Those of workers come in any order. What is told on stderr is left out, as matplotlib's list of fonts on a
     fresh machine.

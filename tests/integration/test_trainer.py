@@ -142,7 +142,7 @@ class TestARun:
         )
 
     def test_processes_that_a_loader_keeps_end_with_the_run(self, trainer: Trainer) -> None:
-        """If they ended with their worker, torch would print a traceback for each."""
+        """Helpers of a loader that ended with their worker would make torch print a traceback for each."""
 
         def function() -> int:
             data = TensorDataset(torch.arange(12))

@@ -53,14 +53,14 @@ def note(hook, *more):
 
 
 class Hooks:
-    """What hooks have noted, line by line: the hook, the rank, what else it got, its process."""
+    """The notes of hooks, line by line: the hook, the rank, what else it got, its process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._read = 0
 
     def new(self) -> list[tuple[str, ...]]:
-        """What was noted since the last time."""
+        """The notes since the last time."""
         lines = [tuple(line.split()) for line in self.path.read_text().splitlines()]
         begin, self._read = self._read, len(lines)
         return sorted(lines[begin:])

@@ -1,4 +1,4 @@
-"""What a trainer calls beside runs, and how it is interrupted and ended. Real workers, which most tests share."""
+"""Calls of a trainer beside runs, and its interruption and end. Real workers, which most tests share."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a training function calls, in real workers: models, loaders, optimizers, precision, datasets of every kind, and
-what is told of its mistakes. The tests share the workers, as these stay warm."""
+"""The functions that a training function calls, in real workers: models, loaders, optimizers, precision,
+datasets of every kind, and what is told of its mistakes. The tests share the workers, as these stay warm."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trainer(home: Unirun) -> Iterator[Trainer]:
 
 
 def gathered(mine: Any) -> list[Any]:
-    """What each rank has passed, in rank order."""
+    """The values that each rank has passed, in rank order."""
     found: list[Any] = [None] * train.world_size()
     dist.all_gather_object(found, mine)
     return found

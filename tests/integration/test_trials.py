@@ -49,7 +49,7 @@ def saved(path: Path) -> dict[str, torch.Tensor]:
 
 
 def saves(path: Path) -> list[dict[str, Any]]:
-    """What the evaluator has found, in the order in which models were saved."""
+    """The findings of the evaluator, in the order in which models were saved."""
     return [json.loads(line) for line in (path / "saves.jsonl").read_text().splitlines()]
 
 

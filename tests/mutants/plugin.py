@@ -1,4 +1,4 @@
-"""How pytest tests one mutant: it is enough that something fails, soon, and the same in every run."""
+"""A pytest plugin that tests one mutant: it is enough that something fails, soon, and the same in every run."""
 
 from __future__ import annotations
 

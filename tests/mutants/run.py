@@ -87,7 +87,7 @@ def change(name: str, path: Path) -> tuple[str, str]:
 
 
 def is_equivalent(name: str, removed: str, added: str, known: list[dict[str, str]]) -> bool:
-    """Whether a reason is written down why the mutant behaves as the original does."""
+    """Return True if a reason is written down why the mutant behaves as the original does."""
     function = name.partition("__mutmut_")[0]
     return any(
         entry["in"] == function and entry["from"] in removed and entry.get("to", added) in added

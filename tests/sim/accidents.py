@@ -1,4 +1,4 @@
-"""What befalls a simulated job: processes die or hang, streams are cut, the store is away, cables are out."""
+"""The accidents of a simulated job: processes die or hang, streams are cut, the store is away, cables are out."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Accidents(Invariants):
 
     @property
     def steady(self) -> bool:
-        """Whether nothing has happened for which a node may be given up. A cable that was out for three seconds is no
-        reason, where messages take no longer than a tenth of a second and a master is there."""
+        """True if nothing has happened for which a node may be given up. A cable that was out for three
+        seconds is no reason, where messages take no longer than a tenth of a second and a master is there."""
         about_hosts = [what for _, what in self.plan.accidents if what in HOST_ACCIDENTS]
         others = {what for _, what in self.plan.accidents}
         led = not self.plan.crashes and "master_killed" not in others

@@ -1,4 +1,4 @@
-"""What must hold in every history, after each step and at its end."""
+"""The invariants of every history, after each step and at its end."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class Invariants:
         assert isinstance(event, LOSSES) or gone <= asked, f"{event} makes {gone} leave"
 
     def _check_reforming(self, before: JobState, event: Event) -> None:
-        """What befalls one worker of a role that lives on changes nothing for its peers."""
+        """Check that the fate of one worker of a role that lives on changes nothing for its peers."""
         if self.state.phase is not JobPhase.RUNNING or not isinstance(event, WorkerExited | StoreEnded):
             return
         for name, role in self.state.roles.items():
@@ -190,7 +190,7 @@ class Invariants:
                     assert worker == earlier or worker.rank == hit, f"{event} changes {name}:{worker.rank}"
 
     def _check_news(self, before: JobState, event: Event, commands: list[Command]) -> None:
-        """Who died of itself is told of at once, who was told to end in a moment."""
+        """Check that an own death of a process is reported at once, and an ordered one after a moment."""
         views = [c.message for c in commands if isinstance(c, ToAgents) and isinstance(c.message, View)]
         if views:
             self.viewed = self.clock.now
@@ -214,11 +214,11 @@ class Invariants:
         assert self.viewed >= since or self.state.phase in JOB_ENDS or self._troubled_since(since), "no news"
 
     def _troubled_since(self, when: float) -> bool:
-        """Whether a master, or its way to the store, has been away since then."""
+        """Return True if a master, or its way to the store, has been away since then."""
         return self.troubled >= when or self.plan.unknown > 0 or self.plan.crashes > 0
 
     def _watch_promptness(self, before: JobState) -> None:
-        """What has begun to end must have ended when its grace is over and the last message has arrived."""
+        """Check that each process that was told to end has ended when its grace is over and the last message has arrived."""
         soon = self.plan.spec.shutdown_timeout + DELAYS
         now = self.clock.now
         if self.state.phase is JobPhase.STOPPING and before.phase is not JobPhase.STOPPING:
@@ -315,7 +315,7 @@ class Invariants:
             )
 
     def _must_know(self) -> None:
-        """When nothing happens any more, every agent and every worker that listens has the latest view."""
+        """Check that every agent and every worker that listens has the latest view when nothing happens any more."""
         told = self.state.told
         if self._hopeless or self.state.phase is not JobPhase.RUNNING or self.state.away or told is None:
             return
@@ -329,7 +329,7 @@ class Invariants:
 
     @property
     def _hopeless(self) -> bool:
-        """Whether nobody is left who could go on, or start somebody who can."""
+        """True if nobody is left who could go on, or start somebody who can."""
         here = (node for name, node in self.nodes.items() if name not in self.plan.absent)
         return not any(node.alive for node in here) and not any(m.leads for m in self.masters)
 
@@ -347,7 +347,7 @@ class Invariants:
             self._check_verdict(self.finish)
 
     def _check_history(self) -> None:
-        """What was changed, one after the other, gives what is there."""
+        """Check that the changes, one after the other, give the present content."""
         there: dict[str, str] = {}
         changed = self.store.watch("", 0).changes(0.0)
         assert isinstance(changed, tuple)

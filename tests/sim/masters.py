@@ -124,12 +124,12 @@ class MasterModel:
 
     @property
     def leads(self) -> bool:
-        """Whether it answers, and believes that it leads."""
+        """True if it answers, and believes that it leads."""
         return self.alive and self.term is not None
 
     @property
     def hangs(self) -> bool:
-        """Whether it does nothing now."""
+        """True if it does nothing now."""
         return self.alive and self.stage.clock.now < self._frozen_until
 
     def hang(self, seconds: float) -> None:
@@ -216,7 +216,7 @@ class MasterModel:
             self.agents.pop(node).close(lambda _: self.stage.nodes[node].stream_ended(self))
 
     def cut(self, node: str) -> None:
-        """What is on its way to an agent is lost."""
+        """Lose all messages that are on their way to an agent."""
         if node in self.agents:
             self.agents[node].cut = True
 
@@ -325,7 +325,7 @@ class MasterModel:
             self._shut_down(node)
 
     def _check_kept(self, target: JobState) -> None:
-        """What is in the store is the state."""
+        """Check that the content of the store is the state."""
         found = restore(read_context(self.stage.store, RUN))
         assert found == kept(target), "the store holds another state"
         assert not urgent(found, target)

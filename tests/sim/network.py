@@ -55,7 +55,7 @@ class Network:
         return max(self._lost.get(way, 0.0) for way in ways)
 
     def joins(self, one: str, other: str) -> bool:
-        """Whether two hosts can connect."""
+        """Return True if two hosts can connect."""
         return max(self.until(one, other), self.until(other, one)) <= self._clock.now
 
 

@@ -28,17 +28,17 @@ from unirun.wire.spawning import Kill
 
 
 class Led(Protocol):
-    """What a node sees of a master's process."""
+    """A node's view of a master's process."""
 
     node: str
 
     @property
     def leads(self) -> bool:
-        """Whether it answers, and believes that it leads."""
+        """True if it answers, and believes that it leads."""
 
     @property
     def hangs(self) -> bool:
-        """Whether it does nothing now."""
+        """True if it does nothing now."""
 
     def joined(self, join: Join, pipe: Pipe) -> None:
         """The first message of an agent has arrived."""
@@ -50,7 +50,7 @@ class Led(Protocol):
         """The stream of an agent has ended; `pipe` is the way back to it."""
 
     def cut(self, node: str) -> None:
-        """What is on its way to an agent is lost."""
+        """Lose all messages that are on their way to an agent."""
 
 
 LOOK_AGAIN = 0.1
@@ -142,7 +142,7 @@ class Node:
         self.world.clock.after(LOOK_AGAIN, self._look)
 
     def _check(self) -> None:
-        """Whether another leads, or the one that leads hangs."""
+        """Check whether another leads, or the one that leads hangs."""
         self.awake(self._check_now)
 
     def _check_now(self) -> None:
@@ -229,7 +229,7 @@ class Node:
             self._look_from_now()
 
     def lose_one_way(self, *, to_master: bool, seconds: float) -> None:
-        """What one end of the stream says is lost; after a while the stream breaks."""
+        """Lose the messages of one end of the stream; after a while the stream breaks."""
         master = self.master
         if master is None or self.to_master is None:
             return

@@ -24,18 +24,18 @@ class Process:
     who: Who
     node: str
     generation: int
-    """That of the group which it is in, or was started for."""
+    """The generation of the group which it is in, or was started for."""
     met: int = -1
     """The latest generation in whose store it has been."""
     waits: StoreModel | None = None
     """The store in which it waits for its peers: until all are there, or until something wakes it."""
     formed: bool = False
-    """Whether it is in a group, of the present generation or an earlier one."""
+    """True if it is in a group, of the present generation or an earlier one."""
     view: View | None = None
-    """What it knows of all roles, once it is welcome."""
+    """Its knowledge of all roles, once it is welcome."""
     serving: bool = False
     failed: float | None = None
-    """When its code has failed, while it lives on."""
+    """The time at which its code has failed, while it lives on."""
     alive: bool = True
     deaf: bool = False
 

@@ -87,11 +87,11 @@ class Simulation(Accidents):
         return next(self._pids)
 
     def lost(self, node: str) -> bool:
-        """Whether the job goes on without a node."""
+        """Return True if the job goes on without a node."""
         return self.state.given_up(node)
 
     def drained(self, node: str) -> bool:
-        """Whether a node is to leave, so that roles meet elsewhere."""
+        """Return True if a node is to leave, so that roles meet elsewhere."""
         return node in self.state.draining
 
     def born(self, process: Process) -> None:

@@ -1,4 +1,4 @@
-"""What simulated masters, nodes and spawners need of the simulation."""
+"""The protocols by which simulated masters, nodes and spawners use the simulation."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class Stage(Protocol):
-    """What masters need of the simulation."""
+    """The part of the simulation that masters use."""
 
     clock: Clock
     rng: random.Random
     plan: Plan
     nodes: dict[str, Node]
     waived: bool
-    """Whether a job has ended without that being written."""
+    """True if a job has ended without that being written."""
 
     @property
     def store(self) -> MemoryStore:
-        """What all clients are a way to."""
+        """The store that all clients lead to."""
 
     def client(self, host: str) -> Client:
         """A way to the store for a new process."""
@@ -69,7 +69,7 @@ class Stage(Protocol):
 
 
 class World(Protocol):
-    """What nodes and spawners need of the simulation."""
+    """The part of the simulation that nodes and spawners use."""
 
     clock: Clock
     rng: random.Random
@@ -85,10 +85,10 @@ class World(Protocol):
         """The wall clock of a node."""
 
     def drained(self, node: str) -> bool:
-        """Whether a node is to leave, so that roles meet elsewhere."""
+        """Return True if a node is to leave, so that roles meet elsewhere."""
 
     def lost(self, node: str) -> bool:
-        """Whether the job goes on without a node."""
+        """Return True if the job goes on without a node."""
 
     def born(self, process: Process) -> None:
         """A process is there."""

@@ -1,4 +1,4 @@
-"""What must hold for views: changes that are put together give the whole view, for agents and for their workers."""
+"""The invariants of views: changes that are put together give the whole view, for agents and for their workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Views:
 
 
 def told_view(state: JobState) -> View:
-    """What was told last, as a whole."""
+    """The view that was told last, as a whole."""
     told = state.told
     assert told is not None
     view = updated(None, whole_view(replace(state, roles=told.roles), told.number))

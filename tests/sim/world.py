@@ -94,7 +94,7 @@ class Pipe:
 
 @dataclass(frozen=True)
 class Habits:
-    """How the processes of one role behave in this history."""
+    """The habits of the processes of one role in this history."""
 
     fails: float
     """Chance that a worker fails of itself."""
@@ -115,7 +115,7 @@ class Habits:
 
 @dataclass
 class Plan:
-    """What a seed means: the job, the habits of its roles, and the accidents."""
+    """The plan that a seed stands for: the job, the habits of its roles, and the accidents."""
 
     spec: JobSpec
     placement: Placement
@@ -125,11 +125,11 @@ class Plan:
     accidents: list[tuple[float, str]] = field(default_factory=list)
     absent: frozenset[str] = frozenset()
     crashes: float = 0.0
-    """How much more often than rarely masters die around their writes."""
+    """The factor on the chance, low by default, that a master dies around a write."""
     unknown: float = 0.0
     """Chance that the answer of the store to a write gets lost."""
     late: bool = False
-    """Whether such a write may be done much later."""
+    """True if such a write may be done much later."""
     operations: int = 100
     """Documents in one transaction at most: what is more is written in pieces."""
     skews: dict[str, float] = field(default_factory=dict)
@@ -137,11 +137,11 @@ class Plan:
     disorder: float = 0.0
     """Chance that a view of changes comes twice."""
     hosts: bool = False
-    """Whether the nodes are hosts, so that there are beats."""
+    """True if the nodes are hosts, so that there are beats."""
     rates: dict[str, float] = field(default_factory=dict)
-    """How fast the clock of each node runs."""
+    """The rate of the clock of each node."""
     planted: str = ""
-    """What has a bug: a class of events, what a master begins with, or its writes."""
+    """The place of a planted bug: a class of events, what a master begins with, or its writes."""
 
     def break_at(self, event: object) -> None:
         """Raise `Planted` where the bug is: of workers and nodes the first one meets it."""
@@ -219,7 +219,7 @@ HOST_ACCIDENTS = (
     "host_stopped",
     "host_of_master_stopped",
 )
-"""What befalls nodes that are hosts."""
+"""The accidents of nodes that are hosts."""
 
 
 def make_plan(seed: int) -> Plan:

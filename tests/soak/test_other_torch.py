@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(2 * LIMIT)
 
 
 def declared() -> Iterator[str]:
-    """What unirun and the extras of these tests need, as ``name>=version``."""
+    """The requirements of unirun and of the extras of these tests, as ``name>=version``."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     yield from project["dependencies"]
     for extra in EXTRAS:

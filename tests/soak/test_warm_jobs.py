@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(120 + 5 * JOBS)
 
 @dataclass(frozen=True)
 class Held:
-    """What a process has: KiB of memory that is no file's (its share, and its own), descriptors, children, files of its folder."""
+    """The resources that a process holds: KiB of memory that is no file's (its share, and its own), descriptors, children, files of its folder."""
 
     share: int
     own: int

@@ -77,7 +77,7 @@ class Host:
             self._sshd = self.popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def accepts_ssh(self) -> bool:
-        """Whether sshd listens."""
+        """Return True if sshd listens."""
         try:
             socket.create_connection((self.address, 22), timeout=1).close()
         except OSError:
@@ -140,7 +140,7 @@ class Host:
         run("ip", "link", "set", self.namespace, "up" if up else "down")
 
     def netem(self, delay_ms: float = 0.0, loss: float = 0.0) -> None:
-        """What this host sends is late by `delay_ms`, and a share `loss` of its packets is lost; 0 and 0 ends that."""
+        """Delay packets of this host by `delay_ms`, and lose a share `loss` of them; 0 and 0 ends that."""
         if self.bad_cable is not None:
             self.remove_bad_cable()
             run("ip", "link", "set", self.namespace, "master", self._hosts.prefix)

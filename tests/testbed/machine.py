@@ -1,4 +1,4 @@
-"""What the machine has to have, and numbers that one process at a time may use."""
+"""The requirements of the machine, and numbers that one process at a time may use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Unavailable(Exception):
 
 @cache
 def why_not() -> str | None:
-    """Why this machine has no test bed, or None."""
+    """The reason why this machine has no test bed, or None."""
     if os.geteuid() != 0:
         return "a test bed needs root"
     tried = subprocess.run(

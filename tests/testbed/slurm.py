@@ -173,7 +173,7 @@ class Slurm:
             return 0
 
     def job(self, job: str) -> dict[str, str]:
-        """What ``scontrol show job`` says: ``JobState``, ``ExitCode``, ``Restarts``, ``NodeList`` …"""
+        """The fields that ``scontrol show job`` prints: ``JobState``, ``ExitCode``, ``Restarts``, ``NodeList`` …"""
         words = self.run("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 

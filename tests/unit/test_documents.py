@@ -1,4 +1,4 @@
-"""What the documents show is there: files, commands, links. (`tests/integration/test_documents.py` runs them.)"""
+"""The things that the documents show exist: files, commands, links. (`tests/integration/test_documents.py` runs them.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever has something to report goes on, whatever its stderr is."""
+"""A process that has something to report goes on, whatever its stderr is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_report_error_writes_the_traceback(capsys: pytest.CaptureFixture[str]) -
 
 
 class Broken:
-    """What a user may put in the place of stderr."""
+    """An object that a user may put in the place of stderr."""
 
     def write(self, text: str) -> int:
         raise RuntimeError("no")

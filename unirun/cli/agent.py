@@ -107,7 +107,7 @@ def _join(options: Any) -> int:
 
 
 def _place(options: Any) -> tuple[TcpAddress, Token, bool]:
-    """Where masters of the job listen, its token, and whether it has no TLS."""
+    """The address where masters of the job listen, its token, and whether it has no TLS."""
     if options.token_file is None:
         if options.rdzv_endpoint is not None:
             raise UsageError(
@@ -132,7 +132,7 @@ def _place(options: Any) -> tuple[TcpAddress, Token, bool]:
 
 
 def _leader(url: str, run_id: str) -> TcpAddress:
-    """Where the master of a job listens. Raises `JobError`, `StoreError`."""
+    """The address where the master of a job listens. Raises `JobError`, `StoreError`."""
     with opened(url) as store:
         leader = leader_of(store, job_prefix(run_id))
     if leader is None:
@@ -170,7 +170,7 @@ def _drain(options: Any) -> int:
 
 
 def _answer(master: BlockingStream, node: str) -> Drained:
-    """What the master says about `node`. Raises `WireError`, and `RendezvousError` when it says nothing for a while."""
+    """The master's answer about `node`. Raises `WireError`, and `RendezvousError` when it says nothing for a while."""
     while True:
         word = master.receive(CHECK)
         if isinstance(word, Drained) and word.node == node:

@@ -171,7 +171,7 @@ def _skip_dashes(words: list[str]) -> bool:
 
 
 def _names_what_runs(options: Mapping[str, Any]) -> bool:
-    """Whether a job file, or the options for each role, say what runs."""
+    """Return True if a job file, or the options for each role, say what runs."""
     roles = role_items(options)
     scripts = {item.partition("=")[0] for item in options.get("script", ())}
     return "config" in options or (

@@ -71,7 +71,7 @@ def inventory_of(line: CommandLine) -> Inventory:
 
 
 def topology_of(line: CommandLine) -> TopologyOf:
-    """How the topology of a node is found: that of simulated nodes is in the inventory."""
+    """The function that finds the topology of a node: that of simulated nodes is in the inventory."""
     return told_topology if "inventory" in line.options else local_topology
 
 

@@ -25,7 +25,8 @@ from unirun.values import Value
 
 
 class Remains(Value):
-    """What is left of one job: its directory `here` and its context in the store at `url`, each None if there is none.
+    """The remains of one job: its directory `here` and its context in the store at `url`, each None if there
+    is none.
 
     A store in the directory counts as the directory. `ended` is when the job ended, or was last seen.
     """
@@ -38,7 +39,7 @@ class Remains(Value):
 
     @property
     def over(self) -> bool:
-        """Whether the job is surely over: its end was written, or the lock of its processes is free."""
+        """True if the job is surely over: its end was written, or the lock of its processes is free."""
         return self.phase in ENDED and (self.phase != "lost" or self.here is not None)
 
 

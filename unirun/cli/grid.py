@@ -20,7 +20,7 @@ WHOLE = 8
 MOST = 40
 """The most rows; the other nodes are summed up in one line."""
 ASIDE = ("spare", "excluded", "lost")
-"""Why a node has no ranks."""
+"""The reasons why a node has no ranks."""
 _NOWHERE = ("", "")
 
 Column = tuple[str, str]

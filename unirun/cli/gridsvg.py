@@ -67,11 +67,11 @@ class _Picture:
         return document(right + MARGIN, y + MARGIN, FONT, parts)
 
     def left(self, column: int) -> float:
-        """Where a column begins."""
+        """The x coordinate at which a column begins."""
         return MARGIN + self.first + sum(self.wide[:column]) + GAP * column
 
     def end(self) -> float:
-        """Where the notes of rows begin."""
+        """The x coordinate at which the notes of rows begin."""
         return self.left(len(self.wide)) + GAP
 
     def head(self) -> Iterator[str]:

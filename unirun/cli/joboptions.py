@@ -157,7 +157,7 @@ _LISTS = {
 
 
 def several_nodes(options: Mapping[str, Any]) -> bool:
-    """Whether the job is one of several hosts: they are named, or this command is one of as many. Raises
+    """Return True if the job is one of several hosts: they are named, or this command is one of as many. Raises
     `UsageError`."""
     if "hosts" in options or "hostfile" in options:
         return True

@@ -156,7 +156,7 @@ def _checked(hosts: tuple[Host, ...], interface: str | None) -> tuple[Host, ...]
 
 
 def meeting_of(options: Mapping[str, Any], spec: JobSpec, count: NodeCount) -> Meeting:
-    """Where the commands of a job meet, by torchrun's options. Raises `UsageError`, `RendezvousError`."""
+    """The meeting point of the commands of a job, by torchrun's options. Raises `UsageError`, `RendezvousError`."""
     host, port = _endpoint(options)
     backend = options.get("rdzv_backend", "static")
     if backend not in ("static", "c10d"):
@@ -187,7 +187,7 @@ def meeting_of(options: Mapping[str, Any], spec: JobSpec, count: NodeCount) -> M
 
 
 def step_meeting(options: Mapping[str, Any], spec: JobSpec, step: Allocation) -> Meeting:
-    """Where the commands of a job step meet. Raises `RendezvousError`."""
+    """The meeting point of the commands of a job step. Raises `RendezvousError`."""
     head = step.index == 0
     place = Place(address_here(step), 0, new_token().hex()) if head else find(step, spec.join_timeout)
     return Meeting(

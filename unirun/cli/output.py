@@ -1,4 +1,7 @@
-"""What subcommands print and write: tables, durations, sizes, files. Tables are coloured on a terminal."""
+"""The output of subcommands, printed and written: tables, durations, sizes, files.
+
+Tables are coloured on a terminal.
+"""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _ranks(number: int) -> str:
 
 
 def _calls(spec: JobSpec) -> list[str]:
-    """How roles share devices and how they call each other; nothing for a job of scripts."""
+    """The devices that roles share and the calls between roles; nothing for a job of scripts."""
     lines = [f"collocated, on the same devices: {', '.join(group)}" for group in spec.collocations]
     if any(role.entry.kind in ("workload", "trainer") for role in spec.roles):
         lines.append(f"calls: transport {spec.transport}, at most {spec.call_timeout:g} s each")

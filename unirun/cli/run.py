@@ -68,5 +68,5 @@ def tell_started(run_id: str) -> None:
 
 
 def in_a_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun may have started this command on several nodes, which `unirun.launcher.slurm` knows."""
+    """Return True if srun may have started this command on several nodes, which `unirun.launcher.slurm` knows."""
     return environ.get("SLURM_STEP_NUM_NODES", "1") != "1"

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 
 
 def _batch(batch: BatchJob) -> str:
-    """How a batch job stands, in words."""
+    """The state of a batch job, in words."""
     try:
         return f"job {batch.id} {batch_state(batch).words}"
     except UnirunError as error:

@@ -40,7 +40,7 @@ def opened(url: str) -> Iterator[Store]:
 
 
 def may_be_there(url: str) -> bool:
-    """Whether a store exists at `url`; True where only a connection can tell."""
+    """Return True if a store exists at `url`; True where only a connection can tell."""
     address = parse_address(url)
     return not isinstance(address, SqliteAddress) or expanded(address.path).exists()
 

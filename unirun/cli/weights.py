@@ -73,7 +73,7 @@ def versions(status: JobStatus) -> dict[tuple[str, int], str]:
 
 
 def moves(status: JobStatus) -> list[Move]:
-    """What each receiver has got from whom."""
+    """For each receiver, the amounts that it has received from each source."""
     found = []
     for role in status.roles:
         for worker in role.workers:

@@ -165,7 +165,7 @@ class _Nvml:
         return mask.bit_length() - 1 if mask.bit_count() == 1 else -1
 
     def links(self, index: str, handle: Any) -> tuple[tuple[str, str], ...]:
-        """How near every other device is."""
+        """The link from this device to every other one."""
         found = (
             (other, self.nearness(handle, peer)) for other, peer in self.handles.items() if other != index
         )

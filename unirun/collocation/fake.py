@@ -26,7 +26,7 @@ _DEVICE_MEMORY = 80 * 2**30
 
 
 def is_fake(text: str) -> bool:
-    """Whether `text`, as ``--inventory`` has it, describes simulated nodes."""
+    """Return True if `text`, as ``--inventory`` has it, describes simulated nodes."""
     return text.startswith(PREFIX)
 
 

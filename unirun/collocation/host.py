@@ -24,7 +24,7 @@ def local_inventory(environ: Mapping[str, str] | None = None) -> Inventory:
 
 
 def local_topology(node: Node) -> Topology:
-    """Which processors are near which devices of `node`, which is this host: from sysfs and the inventory."""
+    """The processors near each device of `node`, which is this host: from sysfs and the inventory."""
     found = read_topology(node.cpus, {device.index: device.pci for device in node.devices})
     known = {device.index: device.numa for device in node.devices if device.numa >= 0}
     return replace(found, device_numa=found.device_numa | known)

@@ -119,7 +119,7 @@ def accelerators(node: Node) -> tuple[Device, ...]:
 
 
 def count_slots(kind: str, inventory: Inventory) -> int:
-    """How many workers ``--nproc-per-node`` `kind` means on the first node. Raises ValueError."""
+    """The number of workers that ``--nproc-per-node`` `kind` means on the first node. Raises ValueError."""
     node = inventory.nodes[0]
     devices = accelerators(node)
     if kind == "cpu" or (kind == "auto" and not devices):
@@ -160,7 +160,7 @@ def slots_of(node: Node, type: str, crowd: int = 1) -> tuple[Slot, ...]:
 
 
 def number_of_slots(node: Node, type: str, crowd: int = 1) -> int:
-    """How many `slots_of` has."""
+    """The number of slots that `slots_of` gives."""
     if type != CPU:
         return sum(device.type == type for device in node.devices)
     return max(len(node.cpus), 1) * crowd

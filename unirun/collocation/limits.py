@@ -68,7 +68,7 @@ def cgroup_limits(root: Path = Path("/")) -> Limits:
 
 
 class _Mount(Value):
-    """Where a hierarchy of control groups is mounted: its `top` group at `point`; this process is in `group`."""
+    """The mount point of a hierarchy of control groups: its `top` group at `point`; this process is in `group`."""
 
     version: int
     point: str

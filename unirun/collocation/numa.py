@@ -1,4 +1,4 @@
-"""Which processors are near a device: the four modes of torchrun's ``--numa-binding``, as a pure function.
+"""The processors that are near a device: the four modes of torchrun's ``--numa-binding``, as a pure function.
 
 The modes are those of ``torch.numa.binding.AffinityMode`` (torch 2.13); the topology comes from sysfs.
 """

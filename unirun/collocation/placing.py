@@ -21,7 +21,7 @@ from unirun.spec import JobSpec, RoleSpec
 Cpus = tuple[int, ...] | None
 """The processors that a worker is bound to; None for no binding."""
 TopologyOf = Callable[[Node], Topology]
-"""Which processors of a node are near which of its devices."""
+"""A function that gives the processors near each device of a node."""
 NO_TIES = Ties()
 
 

@@ -19,7 +19,7 @@ from unirun.values import Value
 
 
 class Mode(Enum):
-    """How ranks get their devices."""
+    """The way in which ranks get their devices."""
 
     NONE = "the node has no devices"
     MASKED = "the device mask of each rank has its own device"

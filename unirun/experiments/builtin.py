@@ -1,4 +1,5 @@
-"""What is registered from the beginning: datasets, models and backends. Interfaces come with the algorithms.
+"""The names that are registered from the beginning: datasets, models and backends. Interfaces come with the
+algorithms.
 
 The command that starts a trial needs only their names, so slow imports are registered as strings.
 """

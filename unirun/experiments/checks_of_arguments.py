@@ -252,7 +252,7 @@ def _held_out(config: ExperimentConfig, call: MFCDef, shard: Any) -> Iterator[Ab
 
 
 def _max_length(dataset: Abstraction) -> int:
-    """Where a dataset cuts its samples, as far as its arguments say so; 0 otherwise."""
+    """The length at which a dataset cuts its samples, as far as its arguments say so; 0 otherwise."""
     found = dataset.args.get("max_length")
     ours = dataset.type_ in DATASETS and is_of_rows(DATASETS.at_hand(dataset.type_))
     return found if ours and isinstance(found, int) else 0

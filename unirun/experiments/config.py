@@ -1,4 +1,5 @@
-"""What an experiment is: its workers, what each of them has, and what follows from all of them together.
+"""The configuration of an experiment: its workers, what each of them has, and what follows from all of them
+together.
 
 The names are those of AReaL's system API. What users write are dataclasses that they fill in;
 `ExperimentConfig.lazy_init` checks all of it (`checks.py`) and derives the rest (`derive.py`).
@@ -21,7 +22,7 @@ class ModelAbstraction(Abstraction):
 
 
 class ModelBackendAbstraction(Abstraction):
-    """How a network is trained, or only run (`register_backend`)."""
+    """The backend that trains a network, or only runs it (`register_backend`)."""
 
 
 class DatasetAbstraction(Abstraction):
@@ -29,16 +30,17 @@ class DatasetAbstraction(Abstraction):
 
 
 class AgentAbstraction(Abstraction):
-    """What turns a prompt into a trajectory, in a rollout worker."""
+    """The agent that turns a prompt into a trajectory, in a rollout worker."""
 
 
 class EnvServiceAbstraction(Abstraction):
-    """What judges trajectories, in a rollout worker."""
+    """The environment service that judges trajectories, in a rollout worker."""
 
 
 @dataclass
 class Scheduling:
-    """What each worker of one type needs: `cpu` processors, `gpu` devices (0: it runs on the CPU), `mem` MiB of memory.
+    """The resources that each worker of one type needs: `cpu` processors, `gpu` devices (0: it runs on the
+    CPU), `mem` MiB of memory.
 
     `nodelist`, `exclude`, `time_limit`, `begin` and `deadline` are options of sbatch, in its formats. All but `gpu` and
     `env_vars` are used with ``--mode slurm`` only; lists, times and image are those of the model workers. Of the
@@ -92,8 +94,8 @@ class TasksGroup:
 
 @dataclass
 class ExperimentScheduling:
-    """How many workers of each type there are, and what each needs. The evaluator needs what a model worker does, if
-    nothing else is said."""
+    """The number of workers of each type, and the resources that each needs. The evaluator needs what a model
+    worker does, if nothing else is said."""
 
     model_worker: TasksGroup
     master_worker: TasksGroup = field(
@@ -107,7 +109,7 @@ class ExperimentScheduling:
 
 @dataclass
 class WorkerInformation:
-    """Which worker this is; `ExperimentConfig.set_worker_information` fills it in."""
+    """The identity of one worker; `ExperimentConfig.set_worker_information` fills it in."""
 
     experiment_name: str = ""
     trial_name: str = ""
@@ -156,7 +158,7 @@ class GenerationServer:
 
 @dataclass
 class GserverManager:
-    """What sends requests to `n_servers` generation servers, and holds back what would be too stale."""
+    """The manager that sends requests to `n_servers` generation servers, and holds back those too stale."""
 
     model_name: ModelName
     n_servers: int
@@ -170,7 +172,10 @@ class GserverManager:
 
 @dataclass
 class RolloutWorker:
-    """What makes trajectories with an agent and an environment. It is checked, but this version cannot start one."""
+    """A worker that makes trajectories with an agent and an environment.
+
+    It is checked, but this version cannot start one.
+    """
 
     base_seed: int
     model_name: ModelName
@@ -185,7 +190,7 @@ class RolloutWorker:
 
 @dataclass
 class MasterWorker:
-    """What walks the graph. It is made by `ExperimentConfig`."""
+    """The worker that walks the graph. It is made by `ExperimentConfig`."""
 
     base_seed: int
     exp_ctrl: ExperimentSaveEvalControl
@@ -205,7 +210,7 @@ class AutomaticEvaluator:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What follows from an `ExperimentConfig`.
+    """The consequences of an `ExperimentConfig`.
 
     The calls of `graph` have the added hooks. `data_transfer_pairs` are the models between which data goes, producer
     first; `sync_param_pairs` those between which parameters go, source first. `instantiated` have parameters of their

@@ -1,4 +1,4 @@
-"""When an experiment saves, checkpoints, evaluates and ends."""
+"""The times at which an experiment saves, checkpoints, evaluates and ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from unirun.values import Value
 
 @dataclass
 class ExperimentSaveEvalControl:
-    """How long an experiment runs, and how often it saves, checkpoints and evaluates: every so many epochs, steps or
-    seconds, whichever comes first. None: this unit does not trigger it. Models are always saved at the end.
+    """The length of an experiment, and the intervals at which it saves, checkpoints and evaluates: every so
+    many epochs, steps or seconds, whichever comes first. None: this unit does not trigger it. Models are
+    always saved at the end.
 
     It *saves* models for others to use, writes *checkpoints* from which it can be resumed, and *evaluates*.
     `benchmark_steps` ends it after so many steps.
@@ -32,7 +33,7 @@ class ExperimentSaveEvalControl:
     benchmark_steps: int | None = None
 
     def every(self, what: str) -> Every:
-        """How often it does `what`: ``save``, ``ckpt`` or ``eval``."""
+        """The interval of `what`: ``save``, ``ckpt`` or ``eval``."""
         return Every(*(getattr(self, f"{what}_freq_{unit}") for unit in ("epochs", "steps", "secs")))
 
     def faults(self) -> list[Fault]:
@@ -62,8 +63,9 @@ class Every(Value):
 
 
 class Since(Value):
-    """What has passed since something was last done. It is part of `RecoverInfo`. Seconds are those spent in
-    the calls of steps: evaluations, saves, checkpoints, and times when the job does not run, do not count."""
+    """The steps, epochs and seconds since something was last done. It is part of `RecoverInfo`. Seconds are
+    those spent in the calls of steps: evaluations, saves, checkpoints, and times when the job does not run,
+    do not count."""
 
     epochs: int = 0
     steps: int = 0
@@ -74,7 +76,7 @@ class Since(Value):
         return Since(self.epochs + epochs, self.steps + steps, self.secs + secs)
 
     def due(self, every: Every) -> bool:
-        """Whether it is time."""
+        """Return True if it is time to do it again."""
         return (
             (every.epochs is not None and self.epochs >= every.epochs)
             or (every.steps is not None and self.steps >= every.steps)
@@ -83,7 +85,7 @@ class Since(Value):
 
 
 class Frequencies(Value):
-    """What has passed since each thing was done."""
+    """The steps, epochs and seconds since each thing was last done."""
 
     save: Since = Since()
     ckpt: Since = Since()
@@ -99,7 +101,7 @@ class Frequencies(Value):
         )
 
     def due(self, control: ExperimentSaveEvalControl) -> list[str]:
-        """What is to be done now, of ``save``, ``ckpt`` and ``eval``."""
+        """Those of ``save``, ``ckpt`` and ``eval`` that are to be done now."""
         return [what for what in ("save", "ckpt", "eval") if getattr(self, what).due(control.every(what))]
 
     def done(self, *what: str) -> Frequencies:

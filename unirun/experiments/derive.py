@@ -1,4 +1,4 @@
-"""What is derived from a valid configuration of an experiment: pure functions."""
+"""The values that are derived from a valid configuration of an experiment: pure functions."""
 
 from __future__ import annotations
 

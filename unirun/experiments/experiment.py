@@ -36,7 +36,7 @@ class Experiment:
     preload: ClassVar[tuple[str, ...]] = ()
 
     def scheduling_setup(self) -> ExperimentScheduling:
-        """How many workers of each type there are, and what each needs."""
+        """The number of workers of each type, and the resources that each needs."""
         raise NotImplementedError(f"{type(self).__name__} must define scheduling_setup()")
 
     def initial_setup(self) -> ExperimentConfig:
@@ -162,7 +162,7 @@ def with_settings(name: str, overrides: Sequence[str]) -> Experiment:
 
 
 def _quoting(settings: Any, key: str, override: str, error: Exception) -> str:
-    """How the text that was meant is written, if a text was given as YAML's None."""
+    """The way to write the text that was meant, if a text was given as YAML's None."""
     if not isinstance(error, ValidationError) or error.value is not None:
         return ""
     if not isinstance(OmegaConf.select(settings, key), str):

@@ -23,7 +23,7 @@ from unirun.values import Value
 
 
 class ModelInterfaceType(StrEnum):
-    """What a call does with its model: the method of its `ModelInterface`."""
+    """The kind of work that a call does with its model: the method of its `ModelInterface`."""
 
     GENERATE = "generate"
     INFERENCE = "inference"
@@ -43,8 +43,8 @@ class ModelInterfaceAbstraction(Abstraction):
 
 
 class MicroBatchSpec(Value):
-    """How a batch of one data-parallel rank is split for memory: into at least `n_mbs` parts, each with at most
-    `max_tokens_per_mb` tokens if that can be."""
+    """The way in which a batch of one data-parallel rank is split to save memory: into at least `n_mbs`
+    parts, each with at most `max_tokens_per_mb` tokens if that can be."""
 
     n_mbs: int = 1
     max_tokens_per_mb: int = 1 << 40

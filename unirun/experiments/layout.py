@@ -1,4 +1,4 @@
-"""Where the shards of a model are: names, and how the ranks of a model are split over its parallel axes."""
+"""The places of the shards of a model: names, and how the ranks of a model are split over its parallel axes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PART_RULE = "use letters, digits and '_', and '-' and '.' between them"
 
 
 def is_name(value: object) -> bool:
-    """Whether an experiment or a trial may have this name: it is a part of a path, and of a job's id."""
+    """Return True if an experiment or a trial may have this name: it is a part of a path, and of a job's id."""
     return isinstance(value, str) and _NAME.fullmatch(value) is not None and ".." not in value
 
 
 def is_part(value: object) -> bool:
-    """Whether a role or a call may have this name: it is a part of a path, and of keys."""
+    """Return True if a role or a call may have this name: it is a part of a path, and of keys."""
     return isinstance(value, str) and _PART.fullmatch(value) is not None and ".." not in value
 
 
@@ -130,7 +130,7 @@ class ModelShardID(Value):
 
     @property
     def place(self) -> dict[str, int]:
-        """Where it is along each axis."""
+        """Its index along each axis."""
         return self.topo.coordinates(self.parallelism_rank)
 
     def __str__(self) -> str:

@@ -264,8 +264,8 @@ class MasterWorkerProcess(BaseTrainer):
         return int(self.master_handle.job_info()["roles"][WORKERS]["generation"])
 
     def _lost_meanwhile(self) -> bool:
-        """Whether a worker was lost since `_begin`: then process groups were ended, and calls of other workers fail
-        because of that. Waits up to `NEWS` seconds, as the loss may not be known here yet."""
+        """Return True if a worker was lost since `_begin`: then process groups were ended, and calls of other
+        workers fail because of that. Waits up to `NEWS` seconds, as the loss may not be known here yet."""
         deadline = time.monotonic() + NEWS
         while self._generation_now() == self._generation:
             if time.monotonic() >= deadline:

@@ -15,7 +15,8 @@ Where = Mapping[str, Sequence[tuple[int, ...]]]
 
 
 class Trial(Value):
-    """Which trial this is, how its experiment is made, and where its files are. It is the ``config:`` of the job.
+    """The names of a trial, the way to make its experiment, and the places of its files. It is the
+    ``config:`` of the job.
 
     `resume`: continue from the last checkpoint, if there is one. Without `resume`, existing checkpoints are deleted.
     `resume_only`: fail if no checkpoint can be read. `accept` are settings that may be others than in the checkpoint.
@@ -89,5 +90,5 @@ def seed_of(base: int, step: int, call: str, rank: int) -> int:
 
 
 def dispatch(sizes: Sequence[int], ranks: int, *, equal: bool) -> list[list[int]]:
-    """Which data-parallel rank gets which sequences: equally many of them, or equally many tokens."""
+    """The sequences that each data-parallel rank gets: equally many of them, or equally many tokens."""
     return balanced([1] * len(sizes) if equal else sizes, ranks)

@@ -1,4 +1,4 @@
-"""What a trial writes of itself: figures of steps, of held-out data and of saved models, an object in each line."""
+"""The records of a trial: figures of steps, of held-out data and of saved models, an object in each line."""
 
 from __future__ import annotations
 

@@ -152,9 +152,9 @@ def _code(config: ExperimentConfig) -> dict[str, str]:
 
 
 class RecoverInfo(Value):
-    """How far a trial has come: `step` steps are done in all, and `epoch_step` in the epoch. `used_ids` are the samples
-    of the epoch that were used. `versions` says how often each model was trained. `settings` is None until it is
-    written."""
+    """The progress of a trial: `step` steps are done in all, and `epoch_step` in the epoch. `used_ids` are
+    the samples of the epoch that were used. `versions` says how often each model was trained. `settings` is
+    None until it is written."""
 
     step: int = 0
     epoch: int = 0
@@ -172,7 +172,7 @@ class Recovery:
         self._root = root / "recover"
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint after so many steps is."""
+        """The path of the checkpoint after so many steps."""
         return self._root / f"{step:06}"
 
     def folder(self, step: int, model: str) -> Path:

@@ -29,7 +29,7 @@ class Registry(Generic[T]):
             )
 
     def find(self, name: str) -> T:
-        """What has this name. Raises `UsageError` with the names that there are."""
+        """Return the entry with this name. Raises `UsageError` with the names that there are."""
         if name not in self._found:
             near = difflib.get_close_matches(name, self._found, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
@@ -44,7 +44,7 @@ class Registry(Generic[T]):
         return found
 
     def at_hand(self, name: str) -> T | None:
-        """What has this name. None if nothing has, or if it is not imported yet."""
+        """Return the entry with this name. None if nothing has, or if it is not imported yet."""
         found = self._found.get(name)
         return None if isinstance(found, str) else found
 
@@ -61,7 +61,7 @@ def _where(value: object) -> str:
 
 
 def _same(one: object, other: object) -> bool:
-    """Whether both are from one place: a module that is imported twice, as ``__main__`` too, registers things twice."""
+    """Return True if both are from one place: a module imported twice, as ``__main__`` too, registers twice."""
     if isinstance(other, str):
         return other in (one, f"{getattr(one, '__module__', '')}:{getattr(one, '__qualname__', '')}")
     places = [

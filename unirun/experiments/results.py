@@ -1,4 +1,4 @@
-"""What an interface has returned from a call: checked in the worker, so that errors name the call and the rank."""
+"""The results of an interface: checked in the worker, so that errors name the call and the rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What model workers give each other without their master: data of sequences, and parameters.
+"""The data that model workers give each other without their master: data of sequences, and parameters.
 
 A `Shelf` has what one process holds. Others ask for it over the listener that weights and queues use, and a thread of
 the transport answers, so no request waits for a computation.
@@ -65,7 +65,7 @@ _answers = msgspec.json.Decoder(Shelved)
 
 
 class Shelf:
-    """What one process has: the data of the sequences of a step, by key and id, and the parameters of its models."""
+    """The data that one process has: those of the sequences of a step, by key and id, and parameters of models."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -88,7 +88,7 @@ class Shelf:
                 self._data.update(zip([(key, each) for each in sample.ids], tensors, strict=True))
 
     def has(self, key: str, each: str) -> bool:
-        """Whether the data of an id is here."""
+        """Return True if the data of an id is here."""
         with self._lock:
             return (key, each) in self._data
 
@@ -150,7 +150,7 @@ Lines = Callable[[int], Line]
 
 @dataclass(frozen=True)
 class _Question:
-    """What another process was asked, and its answer."""
+    """A request to another process, and its answer."""
 
     head: bytes
     future: Future[Parcel]

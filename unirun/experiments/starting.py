@@ -32,14 +32,14 @@ LOCK = "lock"
 """Held by the command of a trial, and by the agents and the master on its host."""
 
 PRELOAD = ("transformers.models.llama.modeling_llama", "unirun.experiments.models.engine")
-"""What is imported once, in the spawner, and not by each worker."""
+"""The modules that are imported once, in the spawner, and not by each worker."""
 
 RECOVER_MODES = ("disabled", "auto", "resume", "fault")
 """Begin anew; continue from the last checkpoint, if any; continue, or fail; begin anew, continue after a failure."""
 
 
 class Started(Value):
-    """What ``trial.json`` says: the job of the latest start."""
+    """The content of ``trial.json``: the job of the latest start."""
 
     experiment: str
     trial: str
@@ -76,7 +76,7 @@ def started(root: Path) -> Started | None:
 
 
 def phase_of(start: Started) -> str:
-    """How a trial stands: the phase of its job; ``gone`` when nothing is known of it any more."""
+    """The phase of a trial: the phase of its job; ``gone`` when nothing is known of it any more."""
     try:
         return str(read_status(job_at(start.job)).phase)
     except (JobError, OSError):
@@ -84,9 +84,9 @@ def phase_of(start: Started) -> str:
 
 
 def end_of(root: Path, worker: str, since: float) -> tuple[str, str] | None:
-    """Which worker of the trial's job has last ended `since` then, in seconds since the epoch, and how:
-    ``model_worker:1`` and ``exit code 3``. It is `worker`, or any if that is empty. None when it has not ended, or when
-    this host does not know the state of the job."""
+    """The worker of the trial's job that has last ended `since` then, in seconds since the epoch, and the way
+    in which it ended: ``model_worker:1`` and ``exit code 3``. It is `worker`, or any if that is empty. None
+    when it has not ended, or when this host does not know the state of the job."""
     start = started(root)
     try:
         failures = read_status(job_at(start.job)).failures if start is not None else ()
@@ -215,7 +215,7 @@ def write_job(trial: Trial, config: ExperimentConfig, mapping: dict[str, Any], r
 
 
 def take_back(root: Path, before: Started | None) -> None:
-    """If the latest start has made no job, the start before it is the latest again."""
+    """Make the start before the latest one the latest again, if that has made no job."""
     latest = started(root)
     if latest is None or phase_of(latest) != "gone":
         return

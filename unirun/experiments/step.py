@@ -17,7 +17,7 @@ from unirun.experiments.walking import startable
 from unirun.roles import wait
 
 LOST = (WorkerLost, PeerLost)
-"""What a call raises when a worker has died: its own, or one from which it needs something."""
+"""The errors that a call raises when a worker has died: the worker itself, or one that it needs data of."""
 
 
 def reductions_of(call: MFCDef) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""Which calls of a step may run now: a pure function of what has run, and of who is busy."""
+"""The calls of a step that may run now: a pure function of what has run, and of who is busy."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from unirun.wire.lobby import Dismissed, Go, Offer
 
 
 def trouble(state: JobState, offer: Offer, ours: Mapping[str, str]) -> Dismissed | None:
-    """Why a node is not let in, None if it is. `ours` are the versions that it must have."""
+    """The reason why a node is not let in, None if it is. `ours` are the versions that it must have."""
     if state.phase not in (JobPhase.LAUNCHING, JobPhase.RUNNING):
         return Dismissed("the job is ending")
     if not state.inventory.nodes:
@@ -77,7 +77,7 @@ def grow_elastic(transition: Transition, name: str) -> None:
 
 
 def _settled(state: JobState) -> bool:
-    """Whether every role runs or has ended, and nobody is waited for."""
+    """Return True if every role runs or has ended, and nobody is waited for."""
     phases = {role.phase for role in state.roles.values()}
     whole = phases <= {RolePhase.RUNNING, *ROLE_ENDS}
     return whole and state.phase is JobPhase.RUNNING and not state.away and not state.losses

@@ -27,7 +27,7 @@ def unit_of(state: JobState, failed: Sequence[str]) -> tuple[Affected, ...]:
 
 
 def consequences(unit: Sequence[Affected]) -> str:
-    """Which callers and callees wait while the failed ranks are away, in words; empty when none does."""
+    """The callers and callees that wait while the failed ranks are away, in words; empty when none does."""
     return "; ".join(f"{each} {each.reason}" for each in unit if each.side in ("upstream", "downstream"))
 
 

@@ -112,7 +112,7 @@ def with_crash(crashes: Iterable[Crash], crash: Crash) -> tuple[Crash, ...]:
 
 
 def reason_of(crash: Crash) -> str:
-    """Why a job ends by a fatal crash, in one line."""
+    """The reason why a fatal crash ends a job, in one line."""
     last = crash.message.splitlines()[-1]
     return f"one master after another was ended by a bug in unirun: {crash.cause}: {last}"
 
@@ -131,7 +131,7 @@ def report_of(crash: Crash, log: str) -> str:
 
 
 def read_crashes(store: Store, run_id: str) -> tuple[Crash, ...]:
-    """What the store has of a job. Raises `StoreError`."""
+    """Return the crashes of a job that the store has. Raises `StoreError`."""
     item = store.get(crashes_key(run_id))
     if item is None:
         return ()

@@ -1,4 +1,4 @@
-"""How a node is taken out of a running job: what runs there goes elsewhere, nothing fails, then its agent leaves."""
+"""The way of a node out of a running job: its ranks go elsewhere, nothing fails, then its agent leaves."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _move(transition: Transition, node: str) -> Drained | None:
 
 
 def _has_ranks(state: JobState, node: str) -> bool:
-    """Whether ranks of roles that have not ended are, or shall be, on `node`."""
+    """Return True if ranks of roles that have not ended are, or shall be, on `node`."""
     return any(
         place.node == node and state.roles[place.role].phase not in ROLE_ENDS
         for place in state.placement.assignments

@@ -47,12 +47,12 @@ _MISSED = re.compile(r"Ranks? ([\d, ]*\d) failed to pass monitoredBarrier")
 
 
 def is_consequence(failure: Failure) -> bool:
-    """Tell whether its text says that a peer is gone or late, or that any other connection was lost."""
+    """Return True if its text says that a peer is gone or late, or that any other connection was lost."""
     return bool(_ANY.search(_words(failure)))
 
 
 def waited_for_a_peer(failure: Failure) -> bool:
-    """Tell whether its text says that it waited for a peer in a process group, or lost one there."""
+    """Return True if its text says that it waited for a peer in a process group, or lost one there."""
     return bool(_GROUP.search(_words(failure)))
 
 

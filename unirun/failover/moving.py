@@ -1,4 +1,4 @@
-"""How ranks go to other nodes: what each role does about it, and the orders that follow.
+"""The move of ranks to other nodes: what each role does about it, and the orders that follow.
 
 The unit of that is what the graph calls affected (`unirun.graph.affected`): ranks that failed or leave are started
 elsewhere; their peers form the next generation with them, in place or started again, as their role's level says; who
@@ -30,7 +30,10 @@ from unirun.wire.reports import Notice
 
 
 class Cause(Value):
-    """Why ranks move: `nodes` are lost, leave because somebody has `asked`, or have `come`; the `reason` in words."""
+    """The cause of a move of ranks.
+
+    `nodes` are lost, leave because somebody has `asked`, or have `come`; the `reason` in words.
+    """
 
     nodes: tuple[str, ...]
     reason: str
@@ -85,7 +88,7 @@ def relocation_to(
     missing: tuple[str, ...],
     decisions: Mapping[str, Decision],
 ) -> Relocation:
-    """What follows from the new `placement`, given the `decisions` about roles with ranks that are `missing`."""
+    """The consequences of the new `placement`, given the `decisions` about roles with ranks that are `missing`."""
     decisions = dict(decisions)
     whole = {
         role.name: why_all_restart(role, before.placement, placement, cause.gone)
@@ -149,8 +152,8 @@ def _missing(before: JobState, after: JobState, gone: Collection[str]) -> Iterat
 
 
 def _loses_its_store(before: JobState, role: RoleState, gone: Collection[str]) -> bool:
-    """Whether the survivors have lost the store in which they meet. Where a rank has succeeded and workers restart
-    alone, they do not need it (as in `worker_failure.store_ended`)."""
+    """Return True if the survivors have lost the store in which they meet. Where a rank has succeeded and
+    workers restart alone, they do not need it (as in `worker_failure.store_ended`)."""
     if leader(before, role.name) not in gone:
         return False
     return bool(role.living) and not (

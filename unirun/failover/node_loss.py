@@ -1,4 +1,4 @@
-"""What follows when nodes are lost: their ranks are placed again; ranks that need not move stay where they are."""
+"""The consequences of lost nodes: their ranks are placed again; ranks that need not move stay where they are."""
 
 from __future__ import annotations
 

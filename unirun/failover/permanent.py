@@ -1,4 +1,4 @@
-"""Which errors are permanent: a restart of the worker would raise them again."""
+"""The distinction of permanent errors: a restart of the worker would raise them again."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _TRANSIENT = (OSError, MemoryError, RuntimeError)
 
 
 def is_permanent(error: BaseException) -> bool:
-    """Whether `error` is in the code or its installation: a module that is not there, text that is no Python, a method
-    that is missing, a wrong use of unirun.
+    """Return True if `error` is in the code or its installation: a module that is not there, text that is no
+    Python, a method that is missing, a wrong use of unirun.
 
     Conservative: what may have come from outside (files, network, devices: `OSError`, `RuntimeError`, `MemoryError`)
     may pass, and so may what was raised because of it.

@@ -1,4 +1,4 @@
-"""What to do about a loss: restart what the role's level says while its budget lasts, else end the job."""
+"""The decision about a loss: restart what the role's level says while its budget lasts, else end the job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class Decision(Value):
 
 
 class Budget(Value):
-    """How many restarts a role may have, and how many it has had. A restart of one worker counts like one of all."""
+    """The number of restarts that a role may have, and the number that it has had.
+
+    A restart of one worker counts like one of all.
+    """
 
     limit: int
     spent: int = 0
@@ -40,7 +43,7 @@ class Budget(Value):
 
 
 class Loss(Value):
-    """What a role has lost, and `what` has happened, in words.
+    """The loss that a role has suffered, with the event in words (`what`).
 
     `ranks` are those whose processes are gone or have to go (``2``, ``0-3``); empty when only the rendezvous store is.
     `recoverable`: all of them have reported that they are; None when one has not reported yet. Only trainers need it.
@@ -69,7 +72,7 @@ class Loss(Value):
 
 
 class History(Value):
-    """What the policy knows of a role. `survivors` are its workers that live on; `generation` is the present one."""
+    """The policy's knowledge of a role. `survivors` are its workers that live on; `generation` is the present one."""
 
     budget: Budget
     kind: EntryKind = "script"

@@ -1,4 +1,4 @@
-"""Where ranks go when nodes are lost, leave or come: those that need not move stay where they are."""
+"""The new places of ranks when nodes are lost, leave or come: those that need not move stay where they are."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def place_without(state: JobState, gone: Collection[str]) -> Placement:
 
 
 def why_all_restart(role: RoleState, before: Placement, after: Placement, gone: Collection[str] = ()) -> str:
-    """Why all ranks of a role have to be started again, in words, though few are missing; empty when they have not.
+    """The reason why all ranks of a role have to be started again, in words, though few are missing; empty
+    when they have not.
 
     Ranks on the nodes `gone` are lost, or leave anyhow.
     """
@@ -82,7 +83,7 @@ def moves(before: Placement, after: Placement) -> list[tuple[str, str]]:
 
 
 def _has_done_its_work(role: RoleState, worker: WorkerState) -> bool:
-    """Whether `worker` has succeeded and is not needed for a generation that is already decided."""
+    """Return True if `worker` has succeeded and is not needed for a generation that is already decided."""
     formed = role.opened == role.generation or worker.generation == role.generation
     return worker.ended_well and formed and role.phase is not RolePhase.RESTARTING
 

@@ -1,4 +1,4 @@
-"""How roles restart and end, and how the job ends."""
+"""Restarts and ends of roles, and the end of the job."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def finish(transition: Transition, verdict: Verdict) -> None:
 
 
 def history_of(state: JobState, role: RoleState) -> History:
-    """What the policy knows of `role`."""
+    """The policy's knowledge of `role`."""
     budget = Budget(state.role_spec(role.name).max_restarts, role.restarts)
     return History(budget, role.kind, role.restart, role.living, role.generation)
 

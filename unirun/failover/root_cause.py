@@ -1,4 +1,4 @@
-"""Which of several failures is the root cause, and the report of it for a person.
+"""The choice of the root cause among several failures, and its report for a person.
 
 The first in time is, with two corrections. A process that is killed drops its connections, and its peers may raise an
 error about that before the kill itself is seen: a failure whose own words say that a peer went away is a consequence as

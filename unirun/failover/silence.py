@@ -1,4 +1,5 @@
-"""Which nodes have gone silent, and when one may be given up; for nodes on other hosts than the master's.
+"""The nodes that have gone silent, and the time at which one may be given up; for nodes on other hosts than
+the master's.
 
 A stream over a network may be silent though nobody has closed it: a cable is out, a host has lost its power or hangs.
 So agent and master exchange beats, and both decide by them. The master gives the node up (`Silence`), and its ranks
@@ -70,7 +71,7 @@ _LATE = 0.1
 
 
 class Look(Value):
-    """What a look has found: nodes that are `silent` since now, are `lost`, or were silent and are `back`."""
+    """The result of a look: nodes that are `silent` since now, are `lost`, or were silent and are `back`."""
 
     silent: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
@@ -78,7 +79,8 @@ class Look(Value):
 
 
 class Silence:
-    """When each node was last heard. Times are seconds of the master's own monotonic clock; there is no I/O.
+    """The times at which each node was last heard. Times are seconds of the master's own monotonic clock;
+    there is no I/O.
 
     `stalled` is for how long the master has not run, all in all.
     """
@@ -100,17 +102,17 @@ class Silence:
         self._silent.pop(node, None)
 
     def marked(self, nodes: Iterable[str], now: float) -> None:
-        """That `nodes` are silent is in the store, so their last `GIVE_UP` seconds begin."""
+        """Note that the silence of `nodes` is in the store, so that their last `GIVE_UP` seconds begin."""
         for node in nodes:
             if node in self._silent:
                 self._silent[node] = now
 
     def watches(self, node: str) -> bool:
-        """Whether `node` was heard, and is expected to be heard again."""
+        """Return True if `node` was heard, and is expected to be heard again."""
         return node in self._heard
 
     def is_silent(self, node: str) -> bool:
-        """Whether `node` was found to be silent, and not to be back."""
+        """Return True if `node` was found to be silent, and not to be back."""
         return node in self._silent
 
     def look(self, now: float) -> Look:
@@ -148,8 +150,8 @@ class Silence:
 
 
 def may_answer(renewed: float, now: float, *, alone: bool) -> bool:
-    """Whether a master may tell agents that nobody has given them up. `renewed` is when it began to renew its term for
-    the last time, on a clock that also counts while the host is suspended.
+    """Return True if a master may tell agents that nobody has given them up. `renewed` is when it began to
+    renew its term for the last time, on a clock that also counts while the host is suspended.
 
     Later another master may lead. It can start nothing if no node is with it, so `alone`, while every node of the job
     is heard by this one, the store may be away for any time.

@@ -1,4 +1,4 @@
-"""How a new master takes over: it loads the job context from the store and hears from the agents what they hold.
+"""The takeover by a new master: it loads the job context from the store and hears from the agents what they hold.
 
 The store has every decision, but not whether the orders that followed from it have arrived; the agents know that,
 and how their workers stand. Whatever is due at a node is ordered again when it joins: an agent does nothing twice.

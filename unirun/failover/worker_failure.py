@@ -1,4 +1,4 @@
-"""What follows from a worker's end, and from a store's."""
+"""The consequences of the end of a worker or of a rendezvous store."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ def exited(transition: Transition, event: WorkerExited) -> None:
 
 
 def _leaves_with_its_agent(transition: Transition, event: WorkerExited) -> bool:
-    """Whether the worker was ended because its agent leaves. What follows is decided once for all workers of the node,
-    when the agent is gone. A clean exit on request is not success."""
+    """Return True if the worker was ended because its agent leaves. What follows is decided once for all
+    workers of the node, when the agent is gone. A clean exit on request is not success."""
     found = transition.find(event.worker)
     works = found is not None and found[0].phase in ROLE_WORKS
     return works and event.cause == "leaving" and len(transition.state.nodes) > 1
 
 
 def _obeyed(event: WorkerExited) -> bool:
-    """Whether the worker ended because of the signal that it was sent, and not by a failure of its own."""
+    """Return True if the worker ended because of the signal that it was sent, and not by a failure of its own."""
     if event.sent is None:
         return False
     return event.error is None or event.signal == event.sent or event.code == 128 + event.sent

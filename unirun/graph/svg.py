@@ -65,7 +65,7 @@ class _Picture:
         return max(words * LINE + 20, *(side + 8 for side in sides))
 
     def port(self, pair: Pair) -> float:
-        """How much of a side of a box an edge takes: its label's lines."""
+        """The share of a side of a box that an edge takes: its label's lines."""
         return len(self.labels[pair]) * LINE + 7
 
     def columns(self) -> None:

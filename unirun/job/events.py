@@ -166,7 +166,7 @@ Command = ToAgent | ToAgents | ToWatchers | ToVisitors | ToGuest | Record | Fini
 
 
 def order_text(node: str, message: Message) -> tuple[str, ...] | None:
-    """What an order to the agent of `node` says in words, and whom it is about; None for a message that is no order."""
+    """The text of an order to the agent of `node`, and the ranks that it is about; None if it is no order."""
     match message:
         case OpenStore(role, generation):
             return f"{node} serves the store of role {role}, generation {generation}", role

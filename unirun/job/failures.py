@@ -1,4 +1,4 @@
-"""How a process ended, and what is recorded of a failure.
+"""The way in which a process ended, and the record of a failure.
 
 The job's context is written to a store after each failure, so it must stay small whatever a worker has printed: a
 failure has a limited part of each text. The worker's error file and log have all of it.
@@ -30,7 +30,7 @@ class Exit(Value):
 
     @property
     def ok(self) -> bool:
-        """Whether the process ended as it should."""
+        """True if the process ended as it should."""
         return self.code == 0
 
     @property
@@ -40,7 +40,7 @@ class Exit(Value):
 
     @property
     def predicate(self) -> str:
-        """What follows the name of the process in a sentence."""
+        """The predicate of a sentence whose subject is the name of the process."""
         return f"ended with {self}" if self.signal is None else f"was {self}"
 
     def __str__(self) -> str:

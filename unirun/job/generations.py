@@ -1,4 +1,5 @@
-"""How a generation of a role is formed: first its rendezvous store, then the missing workers, then the view of all.
+"""The formation of a generation of a role: first its rendezvous store, then the missing workers, then the
+view of all.
 
 For the first generation all orders are sent together: the listening socket exists before its store, so early
 connections wait in its backlog. Later the socket may still belong to a store that is about to be killed; no worker may
@@ -103,8 +104,8 @@ def _complete(transition: Transition, role: RoleState, newcomers: Sequence[Worke
 
 
 def obstructed(state: JobState, role: RoleState) -> bool:
-    """Whether a worker that has to leave still runs: where ranks of `role` are to start, as both would use one device;
-    or at a rank of `role` itself, which nobody else may hold meanwhile."""
+    """Return True if a worker that has to leave still runs: where ranks of `role` are to start, as both would
+    use one device; or at a rank of `role` itself, which nobody else may hold meanwhile."""
     if not state.placement.lost and not state.draining:
         return False
     if any(state.misplaced(role, worker) for worker in role.live):

@@ -1,4 +1,4 @@
-"""What nodes offer before they are a part of a job, why one cannot be, and the task of one that is."""
+"""The offers of nodes before they are a part of a job, reasons against one, and the task of one that is let in."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AgentTask(Value):
 
 
 class Unfit(Value):
-    """Why a node cannot take part."""
+    """The reason why a node cannot take part."""
 
     node: str
     problem: str

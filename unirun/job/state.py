@@ -66,7 +66,7 @@ ROLE_WORKS = (RolePhase.STARTING, RolePhase.RUNNING, RolePhase.REFORMING)
 NOT_LIVE = (WorkerPhase.WAITING, WorkerPhase.EXITED)
 
 Standing = tuple[WorkerPhase, int, bool]
-"""What decides how far a role is: a worker's phase, its generation, and whether it has ended well."""
+"""The facts that decide how far a role is: a worker's phase, its generation, and whether it has ended well."""
 
 
 class WorkerState(Value, omit_defaults=True):
@@ -97,7 +97,7 @@ class WorkerState(Value, omit_defaults=True):
 
     @property
     def live(self) -> bool:
-        """Whether a process was ordered and has not ended."""
+        """True if a process was ordered and has not ended."""
         return self.phase not in NOT_LIVE
 
     @property
@@ -107,7 +107,7 @@ class WorkerState(Value, omit_defaults=True):
 
     @property
     def ended_well(self) -> bool:
-        """Whether the process has left with code 0."""
+        """True if the process has left with code 0."""
         return self.exit is not None and self.exit.ok
 
     def ended(self, end: Exit) -> WorkerState:
@@ -155,25 +155,25 @@ class RoleState(Value):
 
     @property
     def living(self) -> int:
-        """How many workers have a process."""
+        """The number of workers that have a process."""
         counts = self.workers.standings.items()
         return sum(count for (phase, _, _), count in counts if phase not in NOT_LIVE)
 
     @property
     def serves(self) -> bool:
-        """Whether every worker with a process takes calls."""
+        """True if every worker with a process takes calls."""
         phases = {phase for phase, _, _ in self.workers.standings}
         return phases.isdisjoint((WorkerPhase.STARTING, WorkerPhase.ALIVE, WorkerPhase.RUNNING))
 
     @property
     def running(self) -> int:
-        """How many workers are up or have succeeded."""
+        """The number of workers that are up or have succeeded."""
         counts = self.workers.standings.items()
         return sum(count for (phase, _, well), count in counts if well or self._is_up(phase))
 
     @property
     def settled(self) -> bool:
-        """Whether every rank is up and in the current generation, or has succeeded."""
+        """True if every rank is up and in the current generation, or has succeeded."""
         return self.opened == self.generation and all(
             well or (self._is_up(phase) and generation == self.generation)
             for phase, generation, well in self.workers.standings
@@ -181,11 +181,11 @@ class RoleState(Value):
 
     @property
     def has_done_its_work(self) -> bool:
-        """Whether every rank has succeeded."""
+        """True if every rank has succeeded."""
         return all(well for _, _, well in self.workers.standings)
 
     def up(self, worker: WorkerState) -> bool:
-        """Whether `worker` is in the user's code and, if it is a workload, takes calls."""
+        """Return True if `worker` is in the user's code and, if it is a workload, takes calls."""
         return self._is_up(worker.phase)
 
     def _is_up(self, phase: WorkerPhase) -> bool:
@@ -197,7 +197,7 @@ class RoleState(Value):
 
 
 class Verdict(Value):
-    """How the job will end once every worker is gone. `by_failure`: the code is that of the root cause.
+    """The end that the job will have once every worker is gone. `by_failure`: the code is that of the root cause.
 
     `report` is for people, and `error_file` the root cause's, if it left one; both are there at the end.
     """
@@ -221,7 +221,7 @@ class Told(Value):
 NOTHING = Inventory(())
 
 KEPT_FAILURES = 256
-"""How many failures are kept in the state; the event log has all of them."""
+"""The number of failures that are kept in the state; the event log has all of them."""
 
 
 class JobState(Value):
@@ -291,7 +291,7 @@ class JobState(Value):
         return self.inventory.names or self.placement.nodes
 
     def given_up(self, node: str) -> bool:
-        """Whether `node` is lost, or was never a part of the job."""
+        """Return True if `node` is lost, or was never a part of the job."""
         return node in self.placement.lost or node not in self.nodes
 
     def without(self, gone: Collection[str]) -> tuple[str, ...]:
@@ -303,7 +303,7 @@ class JobState(Value):
         )
 
     def misplaced(self, role: RoleState, worker: WorkerState) -> bool:
-        """Whether a worker runs at another node or slot than the placement has for its rank."""
+        """Return True if a worker runs at another node or slot than the placement has for its rank."""
         places = self.placement.of_role(role.name)
         if not worker.live:
             return False
@@ -318,7 +318,7 @@ class JobState(Value):
 
     @property
     def live(self) -> bool:
-        """Whether any worker has a process."""
+        """True if any worker has a process."""
         return any(role.living for role in self.roles.values())
 
 

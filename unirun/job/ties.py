@@ -1,4 +1,4 @@
-"""What joins the roles of a job when their ranks are placed."""
+"""The ties between the roles of a job when their ranks are placed."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Transition:
             self.send(After(delay, ViewDue()))
 
     def grow_soon(self) -> None:
-        """If nodes have come, decide about the growth of roles, after a delay in which more may come."""
+        """Decide about the growth of roles if nodes have come, after a delay in which more may come."""
         if self.state.newcomers:
             self.send(After(GATHER, GrowthDue()))
 

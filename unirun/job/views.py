@@ -1,5 +1,5 @@
-"""What workers and visitors are told of the job: the view of all roles, or its changes since the last one, and the
-part of the spec that concerns them."""
+"""The views of the job that workers and visitors get: the view of all roles, or its changes since the last
+one, and the part of the spec that concerns them."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def news_of(state: JobState, told: Told) -> tuple[RoleView, ...]:
 
 
 def endpoints_of(state: JobState) -> Mapping[str, str]:
-    """Where the store of each role listens."""
+    """The address of the store of each role."""
     return {name: endpoint(state, name) for name in state.roles}
 
 
 def endpoint(state: JobState, role: str) -> str:
-    """Where the role's store listens: at the node of its rank 0. Empty when that node is not there."""
+    """The address of the role's store: at the node of its rank 0. Empty when that node is not there."""
     agent = state.agents.get(leader(state, role))
     return agent.endpoints[role] if agent else ""
 

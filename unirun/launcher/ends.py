@@ -86,5 +86,5 @@ def last_words(stderr: str) -> str:
 
 
 def end_of(code: int) -> str:
-    """How a process has ended, in words, by its `subprocess.Popen.returncode`."""
+    """The end of a process, in words, by its `subprocess.Popen.returncode`."""
     return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"

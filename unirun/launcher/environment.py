@@ -49,7 +49,7 @@ def spawner_env(key: SpawnerKey, inherited: Mapping[str, str]) -> dict[str, str]
 
 
 def counts_at_import(name: str) -> bool:
-    """Whether a variable is read only when a library is loaded."""
+    """Return True if a variable is read only when a library is loaded."""
     early = name.startswith(_AT_IMPORT) or name.endswith("_ALLOC_CONF")
     return early and not name.startswith(_READ_LATER)
 
@@ -63,7 +63,7 @@ def for_workers(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_loopback(addr: str) -> bool:
-    """Whether `addr` is a loopback address."""
+    """Return True if `addr` is a loopback address."""
     return addr in ("localhost", "::1") or addr.startswith("127.")
 
 
@@ -104,7 +104,7 @@ def bound_to(addr: str, inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_fresh(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> bool:
-    """Whether workers of `role` are new interpreters, by the spec or because torchrun's variable names one."""
+    """Return True if workers of `role` are new interpreters, by the spec or because torchrun's variable names one."""
     return spec.role(role).start_method == "exec" or INTERPRETER in base_env(spec, role, inherited)
 
 

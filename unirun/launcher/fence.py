@@ -1,4 +1,4 @@
-"""When an agent must kill its workers because its node may have been given up (`unirun.failover.silence`)."""
+"""The time when an agent must kill its workers as its node may have been given up (`unirun.failover.silence`)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Fence:
         return now - (self.until - FENCE) if self.until < math.inf else 0.0
 
     def over(self, now: float) -> bool:
-        """Whether the workers must not run any more. That is for good."""
+        """Return True if the workers must not run any more. That is for good."""
         return now >= self.until
 
     def _renew(self, until: float, now: float) -> None:
@@ -118,6 +118,6 @@ class _Times(ctypes.Structure):
 
 
 def _library() -> ctypes.CDLL:
-    """What has the timers: libc, or before glibc 2.34 a library of its own."""
+    """The C library that has the timers: libc, or before glibc 2.34 a library of its own."""
     libc = ctypes.CDLL(None, use_errno=True)
     return libc if hasattr(libc, "timer_create") else ctypes.CDLL("librt.so.1", use_errno=True)

@@ -166,7 +166,7 @@ def _create(spec: JobSpec, store: str | None, head: Head | None) -> tuple[JobDir
 
 
 def _tasks(planned: PlannedJob, inventory: Inventory, head: Head | None, *, alone: bool) -> list[AgentTask]:
-    """What each agent of this host has to know; `alone`: agents elsewhere cannot start masters."""
+    """The tasks of the agents of this host; `alone`: agents elsewhere cannot start masters."""
     spec, names = planned.spec, tuple(node.name for node in inventory.nodes)
     if head is not None:
         task = task_of(planned, names if not alone else (head.node,), head.node)

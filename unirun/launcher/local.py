@@ -225,7 +225,7 @@ class Processes:
         return first if not led and first is not None and 0 < first < 128 else None
 
     def given_up(self, led: bool, busy: bool | None = None) -> bool:
-        """Whether no master will be found any more: nobody is left to start one, or the first has refused to lead
+        """Return True if no master will be found any more: nobody is left to start one, or the first has refused to lead
         (`led`: one has led already)."""
         if self.refusal(led) is not None:
             return True
@@ -318,7 +318,7 @@ class JobProcesses(Protocol):
         ...
 
     def given_up(self, led: bool, busy: bool | None = None) -> bool:
-        """Tell whether to stop looking for a master. `busy` is what the last attempt to reach one says: a connection to
+        """Return True to stop looking for a master. `busy` is what the last attempt to reach one says: a connection to
         its address was made and came to nothing (True), or an agent there follows none (False); None for neither."""
         ...
 
@@ -368,7 +368,7 @@ def last_words(job: JobDir) -> str:
 
 
 def first_words(job: JobDir) -> str:
-    """What the first master has written before it ended."""
+    """The output of the first master before it ended."""
     try:
         text = job.master_log.read_text()
     except OSError:

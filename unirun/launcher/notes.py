@@ -1,4 +1,4 @@
-"""What an agent adds to a spawner's news that a worker has ended."""
+"""The notes that an agent adds to a spawner's news that a worker has ended."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Orders:
 
     @property
     def timers(self) -> bool:
-        """Whether a role enables torch's timers."""
+        """True if a role enables torch's timers."""
         roles = (base_env(self._spec, role.name, self._inherited) for role in self._spec.roles)
         return any(env.get(ENABLE) == "1" for env in roles)
 

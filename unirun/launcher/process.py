@@ -50,7 +50,7 @@ def ignore_signals(*signums: signal.Signals) -> None:
 
 
 def has_handler(pid: int, signum: int) -> bool:
-    """Whether process `pid` catches `signum`. Raises `ProcessLookupError` when it is gone."""
+    """Return True if process `pid` catches `signum`. Raises `ProcessLookupError` when it is gone."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What the workers of an agent use."""
+"""The resources that the workers of an agent use."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class _Child(Value):
     owner: tuple[str, ...]
 
     def is_ancestor_of(self, pid: int) -> bool:
-        """Whether `pid` has a mark that descendants inherit: environment variables by exec, the title by fork."""
+        """Return True if `pid` has a mark of descendants: environment variables by exec, the title by fork."""
         env = environment_of(pid)
         return tuple(env.get(name, "") for name in _OWNER) == self.owner or title_of(pid) == self.title
 

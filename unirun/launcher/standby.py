@@ -48,7 +48,7 @@ class _Master(subprocess.Popen[bytes]):
 
 
 class Following(Protocol):
-    """How an agent finds the job's masters, one after another."""
+    """The agent's search for the job's masters, one after another."""
 
     @property
     def pids(self) -> set[int]:
@@ -121,7 +121,7 @@ class HeadFollower:
 
 
 def following(job: JobDir, lock: int, task: AgentTask, tcp: socket.socket | None) -> Following:
-    """How the agent with this `task` finds masters; `lock` and `tcp` are as for `Standby`."""
+    """The search of the agent with this `task` for masters; `lock` and `tcp` are as for `Standby`."""
     head = job.head
     if head is not None:
         return HeadFollower(head, load_credentials(job.path))

@@ -185,7 +185,7 @@ def _show_nothing(*_: object) -> None:
 
 
 def _is_permanent(kind: str, error: BaseException) -> bool:
-    """Whether a restarted worker would raise `error` again.
+    """Return True if a restarted worker would raise `error` again.
 
     A script may have side effects from its first line on, so its error is permanent only if it could not be started.
     """

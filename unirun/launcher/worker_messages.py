@@ -124,7 +124,7 @@ def still_ending(state: AgentState, event: StillEnding) -> tuple[AgentState, lis
 
 
 def _is_replaced_alone(state: AgentState, worker: Worker) -> bool:
-    """Whether `worker` is restarted while its peers wait, so that its slow exit delays them.
+    """Return True if `worker` is restarted while its peers wait, so that its slow exit delays them.
 
     A trainer that is not recoverable is not restarted: the job ends with it.
     """

@@ -1,4 +1,4 @@
-"""How nodes are let into the running job: the master's side of their streams."""
+"""The admission of nodes to the running job: the master's side of their streams."""
 
 from __future__ import annotations
 

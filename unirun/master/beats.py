@@ -57,7 +57,7 @@ class Beats:
             self._looking.cancel()
 
     def watches(self, node: str) -> bool:
-        """Whether the agent of `node` beats."""
+        """Return True if the agent of `node` beats."""
         return self._silence.watches(node)
 
     def knocked(self, node: str, origin: str) -> None:
@@ -80,7 +80,7 @@ class Beats:
         stream.send_frame(_SURE if sure else _UNSURE)
 
     def _alone(self) -> bool:
-        """Whether no node can be with another master."""
+        """Return True if no node can be with another master."""
         state = self._writer.certain
         return all(
             node in self._agents and not self._silence.is_silent(node)
@@ -156,7 +156,7 @@ class Beats:
 
 
 def unheard(error: WireError) -> bool:
-    """Whether a stream has ended because nothing arrives any more: its peer may live, unlike one whose kernel has
-    closed the stream."""
+    """Return True if a stream has ended because nothing arrives any more: its peer may live, unlike one whose
+    kernel has closed the stream."""
     cause = error.__cause__
     return isinstance(cause, OSError) and not isinstance(cause, ConnectionError)

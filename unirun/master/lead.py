@@ -1,4 +1,4 @@
-"""How a process becomes the master of a job: it is elected, and takes over what the one before has left."""
+"""The way of a process to becoming the master of a job: it is elected, and takes over what the one before has left."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ def lead(
 
 
 def _core(crashes: tuple[Crash, ...], job: JobDir) -> Core:
-    """What decides in this term: a job of which one error has ended too many masters is not led any more but ended."""
+    """The core that decides in this term.
+
+    A job is ended, and not led any more, when one error has ended too many of its masters.
+    """
     crash = fatal(crashes)
     if crash is None:
         return Core(resume, step)

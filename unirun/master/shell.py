@@ -271,7 +271,7 @@ class Master:
         self._status_file.write_soon()
 
     def _status(self) -> Callable[[], JobStatus] | None:
-        """What makes the status as it is now, for another thread."""
+        """A function that makes the status as it is now, for another thread."""
         if self._writer.deposed:
             return None
         memory, cpu = dict(self._memory), dict(self._cpu)
@@ -280,7 +280,7 @@ class Master:
         )
 
     def _is_host(self, addr: str) -> bool:
-        """Tell whether an agent of the job is at `addr`."""
+        """Return True if an agent of the job is at `addr`."""
         if self._hosts[0] is not self._state.agents:
             found = set()
             for join in self._state.agents.values():

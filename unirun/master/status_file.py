@@ -68,7 +68,7 @@ class StatusFile:
                 report_error(error)
 
     def _replace(self, status: Callable[[], JobStatus]) -> str:
-        """Why it could not be written; empty when it was, or was not to be."""
+        """Replace the file, and return the reason why it could not be written; empty when it was, or was not to be."""
         began = time.thread_time()
         made, problem = status(), ""
         if self._another_writes():
@@ -83,13 +83,13 @@ class StatusFile:
         return problem
 
     def _another_writes(self) -> bool:
-        """Whether another master has written the status since this one did: then the term of this one is over, though
-        it has not been told yet."""
+        """Return True if another master has written the status since this one did: then the term of this one
+        is over, though it has not been told yet."""
         return self._written != 0 and _written_at(self._job.state) not in (0, self._written)
 
 
 def _written_at(path: Path) -> int:
-    """When a file was written, in nanoseconds; 0 when it is not there."""
+    """The time at which a file was written, in nanoseconds; 0 when it is not there."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

@@ -55,9 +55,9 @@ class BatchJob(Value):
 
 
 class BatchState(Value):
-    """How a batch job stands: Slurm's word for its `state`, the `reason` why it is pending, its nodes, how often it was
-    requeued and whether it may be, and the file with its output. `code` is its exit code once it has ended; None where
-    Slurm tells none."""
+    """The state of a batch job: Slurm's word for its `state`, the `reason` why it is pending, its nodes, how
+    often it was requeued and whether it may be, and the file with its output. `code` is its exit code once it
+    has ended; None where Slurm tells none."""
 
     state: str
     reason: str = ""
@@ -69,7 +69,7 @@ class BatchState(Value):
 
     @property
     def active(self) -> bool:
-        """Whether it waits or runs."""
+        """True if it waits or runs."""
         return self.state in _ACTIVE
 
     @property
@@ -94,7 +94,7 @@ def write_batch(job: JobDir, batch: BatchJob) -> None:
 
 
 def own_batch(run_id: str, environ: Mapping[str, str]) -> tuple[bool, int]:
-    """Tell whether this process is in the batch job of the job `run_id`, and how often Slurm has requeued that."""
+    """True if this process is in the batch job of the job `run_id`, and the number of that batch job's requeues."""
     batch = environ.get(VARIABLE) == run_id
     count = environ.get("SLURM_RESTART_COUNT", "")
     return batch, int(count) if batch and count.isascii() and count.isdecimal() else 0
@@ -116,7 +116,10 @@ def batch_state(batch: BatchJob) -> BatchState:
 
 
 def is_active(job: JobDir) -> bool:
-    """Whether `job` has a batch job that waits or runs, or of which Slurm says nothing now. Raises `JobError`."""
+    """Return True if `job` has a batch job that waits or runs, or of which Slurm says nothing now.
+
+    Raises `JobError`.
+    """
     batch = read_batch(job)
     if batch is None:
         return False

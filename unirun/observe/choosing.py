@@ -1,4 +1,4 @@
-"""Which job a command means by an id, a part of one, or nothing."""
+"""The choice of the job that a command means by an id, a part of one, or nothing."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def chain(by_id: dict[str, LoggedEvent], event: LoggedEvent) -> list[LoggedEvent
 
 
 def covers(subject: str, who: str) -> bool:
-    """Whether what concerns `subject` concerns `who`: the same, a rank of a role, a rank among several."""
+    """Return True if what concerns `subject` concerns `who`: the same, a rank of a role, a rank among several."""
     if subject == who:
         return True
     role, _, ranks = subject.partition(":")

@@ -164,7 +164,7 @@ def write_status(job: JobDir, status: JobStatus) -> None:
 
 
 def runs(job: JobDir) -> bool:
-    """Whether `job` has not ended yet. (Its processes may outlive its end for a moment.)"""
+    """Return True if `job` has not ended yet. (Its processes may outlive its end for a moment.)"""
     try:
         return is_alive(job) and read_summary(job).phase not in ENDED
     except JobError:
@@ -173,7 +173,7 @@ def runs(job: JobDir) -> bool:
 
 
 def is_alive(job: JobDir) -> bool:
-    """Whether a process of `job` lives, or its batch job waits or runs. Raises `JobError`."""
+    """Return True if a process of `job` lives, or its batch job waits or runs. Raises `JobError`."""
     return job.alive() or is_active(job)
 
 

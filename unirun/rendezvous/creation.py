@@ -1,4 +1,4 @@
-"""How the directory of a job is created, and what a finished job of the same id leaves to it."""
+"""The creation of the directory of a job, and its inheritance from a finished job of the same id."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _make(job: JobDir, token: bytes, uid: str, store: str, head: TcpAddress | No
 
 
 _OF_BATCH = ("slurm", "state.json")
-"""What submitted the job has written that it is pending, which is its state until its master writes one."""
+"""The mark of the submitting process that the job is pending, which is its state until its master writes one."""
 
 _OF_REQUEUED = ("slurm", UID_BEFORE, "store.db", "store.db-wal", "store.db-shm")
 

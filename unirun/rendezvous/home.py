@@ -56,7 +56,7 @@ def temporary_directory(purpose: str) -> Path:
 
 
 def may_write(folder: str | Path) -> bool:
-    """Tell whether this user can make entries in the directory `folder`."""
+    """Return True if this user can make entries in the directory `folder`."""
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
 
 
@@ -70,7 +70,7 @@ def _below_home() -> Path | None:
 
 
 def _may_be_made(folder: Path) -> bool:
-    """Tell whether this user can make `folder` and its missing parents, so that no other user controls them."""
+    """Return True if this user can make `folder` and its missing parents, so that no other user controls them."""
     there = next(each for each in folder.absolute().parents if os.path.lexists(each))
     try:
         return may_write(there) and exposure(there) is None

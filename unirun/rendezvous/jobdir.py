@@ -114,7 +114,10 @@ class JobDir(Value):
 
     @property
     def head(self) -> TcpAddress | None:
-        """Where all masters of the job listen; None on a host that finds them by the store. Raises `JobError`."""
+        """The address on which all masters of the job listen; None on a host that finds them by the store.
+
+        Raises `JobError`.
+        """
         # Imported here: most commands look at jobs of one host.
         from unirun.wire.codec import from_json
 
@@ -175,7 +178,7 @@ class JobDir(Value):
 
     @property
     def batch(self) -> Path:
-        """What belongs to the job's batch job, which is there before the job and outlives it when it is requeued."""
+        """The directory of the job's batch job, which exists before the job and outlives it when it is requeued."""
         return self.path / "slurm"
 
     @property
@@ -250,7 +253,8 @@ class JobDir(Value):
         return value
 
     def alive(self) -> bool:
-        """Whether an agent or a master of this job lives, judged by its lock and so independent of reused pids.
+        """Return True if an agent or a master of this job lives, judged by its lock and so independent of
+        reused pids.
 
         Where the file system has no locks, that is not known: the job counts as alive, so that nothing of it is
         removed.
@@ -265,7 +269,7 @@ class JobDir(Value):
             raise JobError(f"{self.lock} cannot be opened: {error.strerror}") from error
 
     def is_locked(self) -> bool:
-        """Whether a process holds the job's lock. Raises OSError, one of `NO_LOCKS` where there are no locks."""
+        """Return True if a process holds the job's lock. Raises OSError, one of `NO_LOCKS` where there are no locks."""
         try:
             handle = os.open(self.lock, os.O_RDONLY | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError):

@@ -45,7 +45,7 @@ class Vacant(RendezvousError):
 
 
 class Masters:
-    """Who leads a job (`seat`), kept up to date by a watch, and streams to them. For event loops.
+    """The master that leads a job (`seat`), kept up to date by a watch, and streams to it. For event loops.
 
     On a host without the store, masters are at one address whatever their term; the seat has term 0 then.
     """

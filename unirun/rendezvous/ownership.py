@@ -133,7 +133,7 @@ def writers(info: os.stat_result) -> str:
 
 
 def is_ours(info: os.stat_result) -> bool:
-    """Whether this user owns a file."""
+    """Return True if this user owns a file."""
     return info.st_uid == os.geteuid()
 
 
@@ -154,7 +154,7 @@ def _trusted() -> frozenset[int]:
 
 
 def _is_trusted_group(gid: int) -> bool:
-    """Whether `gid` is root's group or a group of this user alone, named as the user (common with umask 002)."""
+    """Return True if `gid` is root's group or a group of this user alone, named as the user (common with umask 002)."""
     if gid == 0:
         return True
     try:
@@ -165,7 +165,7 @@ def _is_trusted_group(gid: int) -> bool:
 
 
 def _others_begin_in(gid: int) -> bool:
-    """Whether `gid` is the primary group of another user; such a user is none of its listed members."""
+    """Return True if `gid` is the primary group of another user; such a user is none of its listed members."""
     return any(each.pw_gid == gid and each.pw_uid not in (0, os.geteuid()) for each in pwd.getpwall())
 
 

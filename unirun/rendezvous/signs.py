@@ -1,4 +1,4 @@
-"""How an agent that hears no master sees that its node has not been given up (`unirun.failover.silence`). Blocking."""
+"""Signs that a node has not been given up (`unirun.failover.silence`), for an agent that hears no master. Blocking."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from unirun.rendezvous.store.protocol import Store
 
 
 def is_marked(store: Store, run_id: str, node: str) -> bool:
-    """Whether a master has marked `node` as silent. Raises `StoreError`."""
+    """Return True if a master has marked `node` as silent. Raises `StoreError`."""
     return store.get(silent_key(run_id, node)) is not None

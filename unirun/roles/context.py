@@ -71,9 +71,9 @@ class Context:
         self.local_rank: int = int(environ.get("LOCAL_RANK", "0"))
         """The rank among the role's workers on this node."""
         self.local_world_size: int = int(environ.get("LOCAL_WORLD_SIZE", "1"))
-        """How many workers of the role are on this node."""
+        """The number of workers of the role on this node."""
         self.incarnation: int = int(environ.get("UNIRUN_INCARNATION", "0"))
-        """How many times this rank was started again; 0 at first."""
+        """The number of times that this rank was started again; 0 at first."""
         self.node: str = environ.get("UNIRUN_NODE", "localhost")
         """The name of this node."""
         self.job: str = environ.get("UNIRUN_JOB", environ.get("TORCHELASTIC_RUN_ID", ""))
@@ -88,12 +88,12 @@ class Context:
 
     @property
     def world_size(self) -> int:
-        """How many ranks this worker's role has."""
+        """The number of ranks of this worker's role."""
         return self.roles[self.role].world_size
 
     @property
     def generation(self) -> int:
-        """How many times the process group of this worker's role was formed again; 0 for the first one."""
+        """The number of times that the process group of this worker's role was formed again; 0 for the first one."""
         return self.peers.generation
 
     def members(self, role: str) -> tuple[Member, ...]:

@@ -46,7 +46,7 @@ class Formation:
 
     @property
     def outdated(self) -> bool:
-        """Whether the role has a later generation than this worker's group."""
+        """True if the role has a later generation than this worker's group."""
         return self._wanted() > self._peers.generation
 
     def news(self) -> None:
@@ -83,8 +83,9 @@ class Formation:
         self.follow()
 
     def explain(self, error: BaseException) -> bool:
-        """Tell whether a call has raised `error` because the group has ended: the role has a later generation, or gets
-        one within `NEWS` seconds. A peer may have died, or have left the group because it knew of a death earlier.
+        """Return True if a call has raised `error` because the group has ended: the role has a later
+        generation, or gets one within `NEWS` seconds. A peer may have died, or have left the group because it
+        knew of a death earlier.
 
         Waits for the news only if a connection of the default group has ended, or torch says that one to a store has.
         """
@@ -223,7 +224,7 @@ class Formation:
         return self._peers.known(self._peers.role).generation
 
     def _changes(self, generation: int) -> bool:
-        """Whether the role has a later generation than `generation`, or gets one within `NEWS` seconds."""
+        """Return True if the role has a later generation than `generation`, or gets one within `NEWS` seconds."""
         return self._peers.wait_for(lambda: self._wanted() > generation, NEWS)
 
     def _watch(self) -> None:
@@ -249,5 +250,5 @@ def forgot(peers: Peers) -> Callable[[str], None]:
 
 
 def _in_a_group(error: BaseException) -> bool:
-    """Whether `error` was raised inside torch.distributed."""
+    """Return True if `error` was raised inside torch.distributed."""
     return any("torch/distributed/" in frame.filename for frame in traceback.extract_tb(error.__traceback__))

@@ -119,14 +119,14 @@ class GlooGroup:
         self.formed = True
 
     def intact(self) -> bool:
-        """Whether all connections with which it was formed are still established."""
+        """Return True if all connections with which it was formed are still established."""
         return not self.ended and all(
             _inode(number) == inode and _established(number) for number, inode in self._sockets.items()
         )
 
     @property
     def open(self) -> bool:
-        """Whether this process still has a socket of it."""
+        """True if this process still has a socket of it."""
         return any(_inode(number) == inode for number, inode in self._sockets.items())
 
     def end(self) -> None:

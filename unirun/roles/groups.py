@@ -202,7 +202,8 @@ _SETTLED = ("starting", "running", "succeeded")
 
 
 def missing_for_good(views: Sequence[RoleView], missing: Callable[[str, int], bool]) -> str:
-    """Why the ranks of these roles can no longer all join one group, in words; empty as long as they can.
+    """The reason why the ranks of these roles can no longer all join one group, in words; empty as long as
+    they can.
 
     `missing` says whether a rank of a role has not joined yet. A rank that has exited with code 0 joins again only if
     its role is restarted, and then another group.

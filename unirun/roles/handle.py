@@ -21,7 +21,10 @@ PATIENCE = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a worker is. `collocation` names the roles that share its devices, ``ACTOR,ROLLOUT``; empty if none do."""
+    """The identity of a worker.
+
+    `collocation` names the roles that share its devices, ``ACTOR,ROLLOUT``; empty if none do.
+    """
 
     role: str
     rank: int
@@ -107,7 +110,7 @@ class MasterHandle:
             self._unlinked_state = state
 
     def load_state(self) -> bytes | None:
-        """What this rank saved last, in this incarnation or an earlier one; None if nothing was.
+        """The state that this rank saved last, in this incarnation or an earlier one; None if nothing was.
 
         Raises `StoreAway` if the store does not answer.
         """

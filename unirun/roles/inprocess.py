@@ -96,7 +96,7 @@ class _Job:
         self._all: list[_Peers] = []
 
     def peers(self, role: str, rank: int) -> Peers:
-        """What one worker sees."""
+        """The peers as one worker sees them."""
         made = _Peers(role, rank, self._welcome, self._view(), self._told)
         self._all.append(made)
         return made

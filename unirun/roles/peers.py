@@ -86,7 +86,7 @@ class Peers:
         self._found: dict[tuple[str, int], Peer] = {}
         self._whole: dict[str, bool] = {}
         self.updates = 0
-        """How many updates have come."""
+        """The number of updates that have come."""
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
         self._numbers = itertools.count(1)
@@ -116,18 +116,18 @@ class Peers:
             return tuple(self._views.values())
 
     def brief(self, role: str) -> RoleBrief | None:
-        """What the spec says of a role; None without a launcher."""
+        """The spec's description of a role; None without a launcher."""
         self.known(role)
         briefs = self.welcome.roles if self.welcome else ()
         return next((brief for brief in briefs if brief.name == role), None)
 
     def count(self, role: str) -> int:
-        """How many ranks a role has, or has had when this process came, if it has become smaller."""
+        """The number of ranks of a role now, or when this process came if the role has become smaller since."""
         brief, size = self.brief(role), self.size(role)
         return max(brief.count, size) if brief else size
 
     def size(self, role: str) -> int:
-        """How many ranks a role has now. Raises `UsageError` when there is no such role."""
+        """The number of ranks of a role now. Raises `UsageError` when there is no such role."""
         return self.known(role).world_size
 
     def find(self, role: str, rank: int) -> Peer:

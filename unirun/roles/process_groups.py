@@ -73,7 +73,7 @@ class ProcessGroups:
         return getattr(self._mine, "block", None)
 
     def broken(self) -> bool:
-        """Tell whether a connection of the present default group has ended, if that group uses gloo."""
+        """Return True if a connection of the present default group has ended, if that group uses gloo."""
         if not dist.is_initialized():
             return False
         name = c10d._get_process_group_name(c10d._get_default_group())

@@ -85,7 +85,7 @@ def _serve_beside(dispatcher: Dispatcher, peers: Peers) -> None:
 
 
 def callers_are_gone(peers: Peers) -> bool:
-    """Whether there are workers that do not serve calls, and all of them have exited with code 0."""
+    """Return True if there are workers that do not serve calls, and all of them have exited with code 0."""
     silent = [
         worker
         for role in peers.views()

@@ -92,7 +92,7 @@ class Session:
         return SocketTransport(self.folder / name, credentials, self._addr, self._refused, self._is_host)
 
     def _is_host(self, addr: str) -> bool:
-        """Tell whether a role's store or a worker of the job is at `addr`."""
+        """Return True if a role's store or a worker of the job is at `addr`."""
         updates = self._peers.updates
         if self._hosts[0] != updates:
             self._hosts = updates, frozenset(hosts_in(self._peers.views()))
@@ -123,7 +123,7 @@ class Session:
     def dispatcher(
         self, target: Any, methods: Mapping[str, Invocation], generations: Generations | None = None
     ) -> Dispatcher:
-        """What runs the calls of `target` that come to this process, once `serve` was called."""
+        """The dispatcher of the calls of `target` that come to this process, once `serve` was called."""
         return Dispatcher(
             target, self.me, methods, generations, self.transport.inbox(), open_rpc=self.open_rpc
         )

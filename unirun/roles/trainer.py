@@ -84,7 +84,8 @@ class BaseTrainer:
         return list(self._groups)
 
     def get_workload_resource(self, role: str) -> dict[str, Any]:
-        """What a role uses: its ``total`` number of ranks, ranks ``per_node``, ``collocation`` and ``class``.
+        """The resources of a role: its ``total`` number of ranks, ranks ``per_node``, ``collocation`` and
+        ``class``.
 
         Raises `UsageError` for a role that the job does not have.
         """
@@ -117,7 +118,7 @@ class BaseTrainer:
         return self.master_handle.commit_version(channel, version)
 
     def is_recoverable(self) -> bool:
-        """Whether the trainer may be started again when it dies. False by default: then the job fails.
+        """Return True if the trainer may be started again when it dies. False by default: then the job fails.
 
         A trainer that is started again runs `init` and `fit` anew, with the workloads as they are, and reads with
         `load_state` what its predecessor saved. The first call of a worker that has itself been started again raises
@@ -133,7 +134,7 @@ class BaseTrainer:
         self.master_handle.save_state(state)
 
     def load_state(self) -> bytes | None:
-        """What was saved last; None if nothing was."""
+        """The state that was saved last; None if nothing was."""
         return self.master_handle.load_state()
 
     def __getattr__(self, name: str) -> RoleGroup:

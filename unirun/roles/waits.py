@@ -1,4 +1,4 @@
-"""Whether the main thread waits for something that will not come.
+"""The detection of a main thread that waits for something that will not come.
 
 A wait in native code cannot be interrupted. gloo forgets an operation that has begun when the connection to a dead peer
 ends (`gloo`): who waits for it waits until the timeout of the group.
@@ -71,7 +71,7 @@ def _call(frame: FrameType) -> tuple[int, int]:
 
 
 def forgotten(groups: Collection[GlooGroup]) -> bool:
-    """Whether a collective in one of these groups is not over. They have ended, so it should have failed.
+    """Return True if a collective in one of these groups is not over. They have ended, so it should have failed.
 
     torch's flight recorder knows the collectives of each group, those of DDP and of functional collectives included,
     but no `send` and no `recv`. With ``TORCH_FR_BUFFER_SIZE=0`` it knows none.

@@ -67,7 +67,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _load(target: str) -> Any:
-    """What ``pkg.mod:name`` names. Raises `UsageError` when the module has no such name."""
+    """Load the object ``pkg.mod:name``. Raises `UsageError` when the module has no such name."""
     module, _, name = target.partition(":")
     found: Any = importlib.import_module(module)
     for part in name.split("."):

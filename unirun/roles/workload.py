@@ -65,7 +65,7 @@ class BaseWorkload:
 
     @property
     def world_size(self) -> int:
-        """How many ranks the role has."""
+        """The number of ranks of the role."""
         return self._master_handle.identity.world_size
 
     @property
@@ -80,7 +80,7 @@ class BaseWorkload:
 
     @property
     def local_world_size(self) -> int:
-        """How many workers of the role are on this node."""
+        """The number of workers of the role on this node."""
         return self._master_handle.identity.local_world_size
 
     @property
@@ -108,7 +108,7 @@ class BaseWorkload:
         return self._synced[channel](version, timeout)
 
     def is_actor_role(self) -> bool:
-        """Whether this is a worker of the role ``actor``."""
+        """Return True if this is a worker of the role ``actor``."""
         return self.role.lower() == "actor"
 
     def get_device_collocation(self) -> str:

@@ -22,7 +22,7 @@ _MAKE_NAMES = frozenset({"globals", "vars", "locals", "exec", "setattr"})
 
 
 class Missing(Value):
-    """Why an entry does not exist, and the remedy."""
+    """The reason why an entry does not exist, and the remedy."""
 
     problem: str
     remedy: str
@@ -32,7 +32,7 @@ Kind = Literal["class", "function"]
 
 
 def missing_name(target: str, kind: Kind, folders: Sequence[str]) -> Missing | None:
-    """Why the class or function `target` (``pkg.mod:name``) does not exist; None when it does, or may.
+    """The reason why the class or function `target` (``pkg.mod:name``) does not exist; None when it does, or may.
 
     `folders` are searched like ``sys.path``, before it.
     """
@@ -54,7 +54,7 @@ def missing_name(target: str, kind: Kind, folders: Sequence[str]) -> Missing | N
 
 
 def is_function(target: str, folders: Sequence[str]) -> bool:
-    """Whether the source of its module shows that `target` is a function."""
+    """Return True if the source of its module shows that `target` is a function."""
     return (
         missing_name(target, "function", folders) is None
         and missing_name(target, "class", folders) is not None

@@ -25,7 +25,7 @@ _MAIN = ("__main__.py", "__main__.pyc")
 
 
 def missing_entry(entry: Entry, cwd: str | None, python_path: Sequence[str]) -> Missing | None:
-    """Why `entry` cannot be run in `cwd`; None when no reason is found."""
+    """The reason why `entry` cannot be run in `cwd`; None when no reason is found."""
     match entry.kind:
         case "script":
             return _script(entry.target, Path(cwd or ".", entry.target))
@@ -55,7 +55,7 @@ def _script(name: str, path: Path) -> Missing | None:
 
 
 def _is_python(path: Path) -> bool:
-    """Whether Python runs the file despite its suffix: a zip application, or a ``#!…python`` line."""
+    """Return True if Python runs the file despite its suffix: a zip application, or a ``#!…python`` line."""
     import zipfile
 
     if os.path.isdir(path) or zipfile.is_zipfile(path):

@@ -72,7 +72,8 @@ class RoleSpec(Value):
 
 
 class LogSpec(Value):
-    """Where output goes. All output is kept in files; these are settings of the console and of further files.
+    """The destinations of output. All output is kept in files; these are settings of the console and of
+    further files.
 
     `redirects` and `tee` are torchrun's ``-r`` and ``-t``: a bit set (1 stdout, 2 stderr) for all local
     ranks or by local rank; a redirected stream is not shown on the console unless it is also teed.

@@ -40,7 +40,7 @@ class Override(Value):
 
 
 def is_override(word: str) -> bool:
-    """Whether an argument has the form of an override."""
+    """Return True if an argument has the form of an override."""
     key, equals, _ = word.partition("=")
     return bool(equals) and _KEY.fullmatch(key.removeprefix("+")) is not None
 

@@ -69,7 +69,7 @@ class Section:
         self.faults.append(Fault(self.at(key), problem, remedy))
 
     def given(self, key: str) -> bool:
-        """Whether there is a value, and not null."""
+        """Return True if there is a value, and not null."""
         return self.fields.get(key) is not None
 
     def below(self, key: str, fields: Mapping[str, Any]) -> Section:
@@ -199,7 +199,7 @@ def as_number(value: Any) -> float:
 
 
 def can_be_passed_on(text: str) -> bool:
-    """Whether a process can get `text` as an argument, in its environment or as a path."""
+    """Return True if a process can get `text` as an argument, in its environment or as a path."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:

@@ -22,7 +22,7 @@ def require(name: str, value: Any, kinds: Any, remedy: str) -> None:
 
 
 def check_failures(max_failures: Any, retry_exceptions: Any, grow_every: Any) -> None:
-    """What a run survives, and how often it grows."""
+    """Check the number of failures that a run survives, and the number of times that it grows."""
     if not isinstance(max_failures, int) or isinstance(max_failures, bool) or max_failures < -1:
         raise UsageError(f"max_failures={max_failures!r}", "give a number from 0 on, or -1 for any")
     require("retry_exceptions", retry_exceptions, (list, tuple, set), "give a list of classes of exceptions")
@@ -74,7 +74,10 @@ def name_of(function: Any) -> str:
 
 
 def takes_config(function: Any, *, given: bool) -> bool:
-    """Whether a training function takes a config, which is `given` or not. Raises `UsageError` for what is none."""
+    """Return True if a training function takes a config, which is `given` or not.
+
+    Raises `UsageError` for what is none.
+    """
     if not callable(function) or isinstance(function, type):
         raise UsageError(f"{function!r} is no function", "give a function of nothing, or of config")
     try:

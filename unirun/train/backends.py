@@ -21,7 +21,7 @@ TIMEOUT = timedelta(minutes=30)
 
 @runtime_checkable
 class Backend(Protocol):
-    """What is called in each worker of a trainer. It is made without arguments."""
+    """The hooks that are called in each worker of a trainer. It is made without arguments."""
 
     def on_start(self, rank: int, world_size: int) -> None:
         """The worker has started, also one in the place of a lost one, and takes no calls yet."""
@@ -33,7 +33,7 @@ class Backend(Protocol):
         """The worker is about to end."""
 
     def encode_data(self, data: Any) -> Any:
-        """What the function has returned, before it is sent to the driver."""
+        """Encode the value that the function has returned, before it is sent to the driver."""
 
     def decode_data(self, data: Any) -> Any:
         """The inverse, in the driver."""

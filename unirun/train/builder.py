@@ -234,7 +234,7 @@ class WorkloadBuilder(_JobMethods[J]):
         return self
 
     def auto_visible_device(self, enabled: bool = True) -> Self:
-        """Whether a worker sees only the devices that it was given (the default), or all devices of its node."""
+        """Let a worker see only the devices that it was given (the default), or all devices of its node."""
         self._own(auto_visible_device=enabled)
         return self
 

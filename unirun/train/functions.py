@@ -1,4 +1,4 @@
-"""What a training function calls: reports, checkpoints, its part of a dataset, and where it is.
+"""The functions that a training function calls: reports, checkpoints, its part of a dataset, and where it is.
 
 Outside a `Trainer` all of it works as in rank 0 of 1, so that the function can be debugged with plain python: each call
 of the function begins a run there.
@@ -34,7 +34,7 @@ def session() -> Session:
 
 
 def in_worker() -> bool:
-    """Whether this is a rank of a `Trainer`, and not plain python."""
+    """Return True if this is a rank of a `Trainer`, and not plain python."""
     return _session is not None
 
 
@@ -112,7 +112,7 @@ def local_rank() -> int:
 
 
 def world_size() -> int:
-    """How many ranks there are now."""
+    """The number of ranks now."""
     return session().place.world
 
 

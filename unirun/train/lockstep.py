@@ -1,4 +1,7 @@
-"""What follows from what the ranks of a run say: reports are matched by their numbers. Pure values and functions."""
+"""The state of a run that follows from the messages of all its ranks: reports are matched by their numbers.
+
+Pure values and functions.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def check_writable(url: str) -> None:
 
 
 def next_run(logdir: str) -> tuple[str, str]:
-    """Where the next run keeps what it writes, and where its callbacks do: in the same place, or in a directory of this
+    """The folder of the next run, and that of its callbacks: in the same place, or in a directory of this
     host if that is elsewhere. No two trainers get the same. Raises OSError."""
     files, root = fsspec.url_to_fs(logdir)
     found = files.ls(root, detail=False, refresh=True) if files.exists(root) else []

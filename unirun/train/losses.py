@@ -18,7 +18,7 @@ PERHAPS = "perhaps for lack of memory"
 FROM_OUTSIDE = re.compile(
     r"was lost|(?:lost a process of a DataLoader, which )?(?:is|was) killed by SIG(?:KILL|TERM)"
 )
-"""How the ends begin that have their causes outside of the process."""
+"""The beginnings of descriptions of ends whose causes are outside of the process."""
 
 
 class Loss(Value):
@@ -50,8 +50,8 @@ def loss_of(worker: str, exit_: str, message: str = "") -> Loss:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Tell whether a worker of this run was lost. The function may itself call workers, and raise the loss of one: then
-    the worker that the error names is not the one that has raised it."""
+    """Return True if a worker of this run was lost. The function may itself call workers, and raise the loss
+    of one: then the worker that the error names is not the one that has raised it."""
     cause = error.__cause__
     if isinstance(error, WorkerLost) and isinstance(cause, RemoteTraceback):
         return error.worker == cause.worker

@@ -52,7 +52,7 @@ def rebuilt(change: Callable[[Any], Any], value: Any, begin: Callable[[Any], Non
 
 
 def _maker(kind: Any) -> Callable[[Any], Any] | None:
-    """What makes a tuple of this type of its elements; None for a type that nothing is known of."""
+    """The function that makes a tuple of this type from its elements; None for a type that nothing is known of."""
     # The second is that of torch.return_types.
     return getattr(kind, "_make", None) or (
         kind if kind is tuple or hasattr(kind, "n_sequence_fields") else None

@@ -48,7 +48,7 @@ def resume(study: optuna.Study, n_trials: int) -> int:
 
 
 def this_process() -> list[Any]:
-    """What names this process: its pid, where that is its pid, and what distinguishes it there from others."""
+    """The identity of this process: its pid, where that is its pid, and what distinguishes it there from others."""
     return [os.getpid(), _place(), _life(os.getpid())]
 
 
@@ -64,17 +64,17 @@ def _ask_one_at_a_time(study: optuna.Study) -> None:
 
 
 def _has_ended(pid: int, place: str, life: str) -> bool:
-    """Whether a process has ended. One in another place counts as alive."""
+    """Return True if a process has ended. One in another place counts as alive."""
     return place == _place() and _life(pid) != life
 
 
 def _place() -> str:
-    """Where a pid says which process it is: a host, or a container on it."""
+    """The namespace in which a pid names a process: a host, or a container on it."""
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _life(pid: int) -> str:
-    """What distinguishes process `pid` from others that have had its pid; empty when it has ended."""
+    """The mark that distinguishes process `pid` from others that have had its pid; empty when it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

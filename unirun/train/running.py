@@ -46,8 +46,9 @@ CLOSE = 5.0
 
 
 class Request(Value):
-    """What is run, and how. `max_failures` is how many losses of workers a run survives, -1: any number. An exception
-    of one of the types `retry` counts as such a loss. `grow_every`: seconds between two attempts to have more ranks."""
+    """The function of a run, and its settings. `max_failures` is how many losses of workers a run survives,
+    -1: any number. An exception of one of the types `retry` counts as such a loss. `grow_every`: seconds
+    between two attempts to have more ranks."""
 
     function: Callable[..., Any]
     takes_config: bool
@@ -122,11 +123,12 @@ class TrainingIterator:
                 raise
 
     def is_finished(self) -> bool:
-        """Whether the function has returned in all ranks."""
+        """Return True if the function has returned in all ranks."""
         return self._finished
 
     def get_final_results(self, force: bool = False) -> list[Any]:
-        """What the function has returned, in rank order. With `force`, the reports that are left are taken first.
+        """The values that the function has returned, in rank order. With `force`, the reports that are left
+        are taken first.
 
         Raises `UsageError` when the run is not finished.
         """
@@ -234,13 +236,13 @@ class TrainingIterator:
         report(f"unirun: failure {self._failures}{limit}: {what}; the run goes on")
 
     def _progressed(self) -> bool:
-        """Whether there was a report or a checkpoint since the last call, as far as is known here."""
+        """Return True if there was a report or a checkpoint since the last call, as far as is known here."""
         before, self._reached = self._reached, (self._iteration, self.latest.number if self.latest else 0)
         return self._reached != before
 
     def _has_saved(self) -> bool:
-        """Whether the attempt that has failed has saved a checkpoint that no report has told of. False if that cannot
-        be learned: then the failure at hand is the one to tell."""
+        """Return True if the attempt that has failed has saved a checkpoint that no report has told of. False
+        if that cannot be learned: then the failure at hand is the one to tell."""
         with contextlib.suppress(UnirunError, OSError):
             self._where(self._attempts.ready())
         return self._progressed()
@@ -281,7 +283,7 @@ class TrainingIterator:
             raise
 
     def _where(self, group: RoleGroup) -> tuple[Any, int]:
-        """What the attempt goes on from, and the number of its first checkpoint."""
+        """The checkpoint that the attempt goes on from, and the number of its first new one."""
         url = self._request.url
         group[0].clear(url)
         latest, infos, number = group[0].checkpoints(url, None)
@@ -300,7 +302,7 @@ class TrainingIterator:
         return start, number
 
     def _verified(self, group: RoleGroup, url: str, number: int) -> bool:
-        """Whether a checkpoint is as it was written: the ranks share the work, before any of them uses it."""
+        """Return True if a checkpoint is as it was written: the ranks share the work, before any of them uses it."""
         try:
             group.verify(url, number)
         except CheckpointDamaged as error:

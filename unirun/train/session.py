@@ -51,7 +51,7 @@ class Interrupted(BaseException):
 
 
 class Place(Value):
-    """Where a rank is: its number among all and among those of its node, and how many there are of each."""
+    """The place of a rank: its number among all and among those of its node, and how many there are of each."""
 
     rank: int = 0
     world: int = 1
@@ -60,9 +60,9 @@ class Place(Value):
 
 
 class Precision:
-    """How the function computes (`accelerate`): in which `dtype`, None for that of the parameters, and what scales
-    gradients, which is there for float16 on a GPU only. `used`: something was prepared for
-    it; `chosen`: the function has said before that how it computes."""
+    """The precision in which the function computes (`accelerate`): in which `dtype`, None for that of the
+    parameters, and what scales gradients, which is there for float16 on a GPU only. `used`: something was
+    prepared for it; `chosen`: the function has said before that how it computes."""
 
     chosen = used = False
     dtype: torch.dtype | None = None
@@ -163,7 +163,7 @@ class Session:
 
     @property
     def interrupted(self) -> bool:
-        """Whether it was interrupted."""
+        """True if it was interrupted."""
         return bool(self._interrupted)
 
     def check(self) -> None:
@@ -317,7 +317,7 @@ class Visit(Session):
 
 
 def _are_alike(one: DataLoader[Any], other: DataLoader[Any]) -> bool:
-    """Whether both give the samples of one dataset in the same batches and order."""
+    """Return True if both give the samples of one dataset in the same batches and order."""
     return (
         isinstance(other, DataLoader)
         and one.dataset is other.dataset

@@ -28,7 +28,7 @@ ELSEWHERE = ("--hosts", "--hostfile", "--slurm", "--nnodes")
 
 
 class Part(Setup):
-    """What a set of workers asks for that may have no devices but these."""
+    """The request of a set of workers that may have no devices but these."""
 
     devices: tuple[str, ...] = ()
 
@@ -51,7 +51,7 @@ def inventory_of(setup: Setup) -> Inventory | None:
 
 
 def setups(setup: Setup, inventory: Inventory | None, most: int | None = None) -> list[Setup]:
-    """What each set of workers asks for: `setup` is that of the first. There are as many as there is room for, or
+    """The requests of the sets of workers: `setup` is that of the first. There are as many as there is room for, or
     `most`; one without an `inventory`.
 
     On GPUs each has a part of them, as the planner gives them one after the other. Raises `UsageError` when there are

@@ -21,13 +21,13 @@ MANY = 100_000
 
 
 PRELOAD = ("unirun.train.worker", "torch._dynamo")
-"""What is imported once before the workers are forked. DistributedDataParallel imports the second one, for a second: so
-not in each of them, and not again in one that comes in the place of another."""
+"""The modules that are imported once before the workers are forked. DistributedDataParallel imports the
+second one, for a second: so not in each of them, and not again in one that comes in the place of another."""
 
 
 class Setup(Value):
-    """What a trainer asks for: from `least` to `most` ranks with so many `slots` of a `device` each (None: a place for
-    one process), a `backend`, environment variables, and options of the ``unirun`` command."""
+    """The request of a trainer: from `least` to `most` ranks with so many `slots` of a `device` each (None: a
+    place for one process), a `backend`, environment variables, and options of the ``unirun`` command."""
 
     least: int
     most: int

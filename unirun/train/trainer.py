@@ -101,7 +101,7 @@ class Trainer:
         self._run: TrainingIterator | None = None
         self._trainables: weakref.WeakSet[tuning.Trainable] = weakref.WeakSet()
         self.logdir = ""
-        """Where this trainer keeps what its runs write; empty before `start`."""
+        """The folder in which this trainer keeps the files of its runs; empty before `start`."""
         # Runs also at the exit of the interpreter.
         self._finalizer: weakref.finalize[Any, Any] | None = None
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from unirun.train.trainer import Trainer
 
 Config = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
-"""What the training function gets: values and functions of the trial by their names, or one function of the trial."""
+"""The config of the training function: values and functions of the trial by name, or one function of the trial."""
 
 DIRECTIONS = {"min": "minimize", "max": "maximize"}
 
@@ -101,7 +101,7 @@ class Trainable:
         timeout: float,
     ) -> None:
         self.max_concurrent = len(sets)
-        """How many trials may run at a time."""
+        """The number of trials that may run at a time."""
         # Ray Tune names its runs so.
         self.__name__ = str(getattr(function, "__name__", "trainable"))
         self._first, self._free = sets[0], _queue(sets)

@@ -59,8 +59,9 @@ class Turn(Value):
 
 
 class Order(Value):
-    """What a run calls, as every rank gets it. Checkpoints go to `url`, from `number` on; `kept` are there already.
-    `resume` is the number of the one there to go on from, another folder and a number, or a state."""
+    """The function that a run calls, as every rank gets it. Checkpoints go to `url`, from `number` on; `kept`
+    are there already. `resume` is the number of the one there to go on from, another folder and a number, or
+    a state."""
 
     function: Program
     cell: Cell | None
@@ -216,7 +217,7 @@ class TrainWorker(BaseWorkload):
 
     @trainer_invocation(concurrency=CALLS)
     def describe(self) -> dict[str, Any]:
-        """What this process has and uses: its devices, memory in bytes, seconds of processor time."""
+        """Describe this process and its use of resources: devices, memory in bytes, seconds of processor time."""
         process = psutil.Process()
         return {
             "pid": process.pid,
@@ -356,7 +357,7 @@ def _returned(result: Any) -> Any:
 
 
 def _imports(frame: FrameType | None) -> bool:
-    """Whether the function is importing a module."""
+    """Return True if the function is importing a module."""
     own = TrainWorker._call.__code__
     while frame is not None and frame.f_code is not own:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":

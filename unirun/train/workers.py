@@ -159,7 +159,7 @@ class Workers:
 
     @property
     def lives(self) -> bool:
-        """Whether the job goes on."""
+        """True if the job goes on."""
         return self._process is not None and self._process.poll() is None and not self._over()
 
     def _over(self) -> bool:
@@ -168,17 +168,17 @@ class Workers:
 
     @property
     def generation(self) -> int:
-        """How many times their process group was formed again, as ranks were lost."""
+        """The number of times that their process group was formed again, as ranks were lost."""
         return self.visitor.peers.known(ROLE).generation
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are now."""
+        """The number of ranks now."""
         return self.visitor.peers.size(ROLE)
 
     @property
     def incarnations(self) -> tuple[int, ...]:
-        """How many times each rank was started again."""
+        """The number of times that each rank was started again."""
         view = self.visitor.peers.view(ROLE)
         return tuple(worker.incarnation for worker in view.workers) if view is not None else ()
 
@@ -193,7 +193,7 @@ class Workers:
             return whole and view is not None and view.phase == "running"
 
         def again() -> bool:
-            """Whether a rank ends as often as it is started: what it does first, a hook of its backend, fails."""
+            """Return True if a rank ends as often as it starts, as the first hook of its backend fails."""
             found = self.incarnations
             return any(
                 new - old >= LIMIT for old, new in zip(before or [0] * len(found), found, strict=False)

@@ -329,7 +329,7 @@ class WeightsChannel:
         return line
 
     def _may_wait(self, sources: list[Source], missing: Exception | None, deadline: float) -> bool:
-        """Whether publishers have the last version or none has ever been: no publisher has died since it had one."""
+        """Return True if publishers have the last version or there was none: no publisher has died since it had one."""
         peers = self._context.peers
         if missing is not None:
             ranks = (peers.find(self.publisher, rank) for rank in range(peers.size(self.publisher)))
@@ -344,7 +344,7 @@ class WeightsChannel:
         assign: Callable[[str, torch.Tensor], None] | None,
         eta: float,
     ) -> int | None:
-        """What other receivers hold; a few of them are asked at first, those on this host before others."""
+        """Receive from other receivers; a few of them are asked at first, those on this host before others."""
         peers = self._context.peers
         found = []
         for role in self.receivers:

@@ -1,4 +1,4 @@
-"""What a receiver has of one version: memory of a publisher that it has mapped, or parts that were sent to it."""
+"""The tensors that a receiver has of one version: mapped memory of a publisher, or parts that were sent to it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Mapped:
 
     @property
     def borrowed(self) -> bool:
-        """Whether it is memory of a device, and so has to be given back."""
+        """True if it is memory of a device, and so has to be given back."""
         return self._device is not None
 
     def end(self) -> None:

@@ -12,7 +12,10 @@ from unirun.weights.layout import Extent, Piece, pieces_of
 
 
 def pieces(tensor: DTensor) -> tuple[Piece, ...] | None:
-    """What this rank has of it; None if it is not in the tensor's mesh. Raises ValueError for a partial sum."""
+    """The pieces that this rank has of it; None if it is not in the tensor's mesh.
+
+    Raises ValueError for a partial sum.
+    """
     strange = [p for p in tensor.placements if not isinstance(p, Shard | _StridedShard | Replicate)]
     if strange:
         raise ValueError(f"{strange[0]} is no part of a tensor")

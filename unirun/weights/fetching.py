@@ -41,7 +41,7 @@ class Got(Value):
 
     @property
     def path(self) -> str:
-        """How it came."""
+        """The path by which it came."""
         if self.source.here:
             return "device memory" if self.fetched.handle else "shared memory"
         if self.link:
@@ -66,12 +66,15 @@ def give_up(found: Sequence[Got]) -> None:
 
 
 def lasts(got: Got) -> bool:
-    """Whether it can be held for others: it is in memory of the host. That of a device is needed for other things."""
+    """Return True if it can be held for others: it is in memory of the host.
+
+    That of a device is needed for other things.
+    """
     return not got.fetched.handle and all(view.is_cpu for view in got.views)
 
 
 def _unchanged(source: Source, takes: Sequence[Take], fetched: Fetched, wanted: Layout) -> Got:
-    """What this process has already."""
+    """The tensors that this process has already."""
     if source.had is None:
         raise FrameError(f"{source.who} says that parts have not changed, and this process has none")
     views = [source.had[1].kept(take) for take in takes]
@@ -180,8 +183,8 @@ class Fetching:
     def _from_others(
         self, later: Sequence[tuple[Source, Fetched, str, Sequence[Take]]], deadline: float, wanted: Layout
     ) -> list[Got] | None:
-        """What other receivers of this host have got; from the publisher if they do not give it soon. None: it has
-        other tensors now."""
+        """Take over the tensors that other receivers of this host have got; from the publisher if they do not
+        give it soon. None: it has other tensors now."""
         soon = min(deadline, self._now() + GIVEN_WITHIN)
         asked: list[tuple[Source | None, Future[Parcel] | None]] = []
         for _, fetched, reader, takes in later:
@@ -234,7 +237,7 @@ class Fetching:
                     self._holder.give_back([(source, said.block)])
 
     def unchanged(self, found: Sequence[Got], deadline: float) -> bool:
-        """Whether nobody has written to what was read."""
+        """Return True if nobody has written to what was read."""
         held = True
         asked = [(got.source, got.source.was_read(got.fetched)) for got in found]
         for source, future in asked:

@@ -56,7 +56,7 @@ class Held:
 
 
 class Holder:
-    """What one receiver holds of one channel. `handle` is called in a thread of the transport."""
+    """The versions that one receiver holds of one channel. `handle` is called in a thread of the transport."""
 
     def __init__(self, gone: Callable[[WorkerId], bool], now: Callable[[], float] = time.monotonic) -> None:
         """`gone`: the worker has ended, so that it does not write to its memory any more."""
@@ -158,14 +158,14 @@ class Holder:
         return Parcel(head, buffers_of(views, lambda: self._used(held)))
 
     def _valid(self) -> Held | None:
-        """What is held, unless a publisher that lives may have written to it, as the connection has ended."""
+        """The version that is held, unless its connection has ended and a living publisher may have written to it."""
         held = self._held
         if held is None or any(s.line.lost and not self._gone(s.who) for s, _ in held.leases):
             return None
         return held
 
     def _used(self, held: Held) -> None:
-        """What somebody has asked for was sent."""
+        """Note that a piece that was asked for has been sent."""
         with self._lock:
             held.users -= 1
             if held is not self._held and not held.users:

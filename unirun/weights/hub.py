@@ -36,7 +36,7 @@ Answering = Callable[[bytes, Reply], None]
 
 
 def request_of(head: bytes) -> Request | Demand | Enter | Begun | Ask:
-    """What a parcel asks for. Raises `FrameError` for anything else."""
+    """Decode the request in a parcel. Raises `FrameError` for anything else."""
     try:
         found: Request | Demand | Enter | Begun | Ask = _demands.decode(head)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -76,7 +76,7 @@ class Hub:
             line.close("the job has lost it")
 
     def publisher(self, channel: str) -> Publisher:
-        """What this process publishes in `channel`."""
+        """The publisher of this process in `channel`."""
         self._listen()
         with self._lock:
             made = Publisher(channel, pairing=partial(self._paired, channel))
@@ -109,7 +109,7 @@ class Hub:
         return Pair(store, rank, name.split()[-2], patience, over)
 
     def holder(self, channel: str) -> Holder:
-        """What this process has received in `channel`."""
+        """The holder of this process in `channel`."""
         self._listen()
         with self._lock:
             return self._holders.setdefault(channel, Holder(self._gone))
@@ -119,13 +119,13 @@ class Hub:
         return peer.gone or peer.over or peer.address.incarnation > who.incarnation
 
     def producer(self, queue: str) -> Producer:
-        """What this process has put into `queue`."""
+        """The producer of this process for `queue`."""
         self._listen()
         with self._lock:
             return self._producers.setdefault(queue, Producer(queue))
 
     def gate(self, queue: str) -> Gate:
-        """What lets producers of `queue` begin."""
+        """The gate that lets producers of `queue` begin."""
         self._listen()
         with self._lock:
             return self._gates.setdefault(queue, Gate())
@@ -193,7 +193,7 @@ class Hub:
         return made
 
     def is_here(self, line: Line) -> bool:
-        """Whether the other end is on this host, so that memory can be shared with it."""
+        """Return True if the other end is on this host, so that memory can be shared with it."""
         return self._transport.is_here(line.endpoint)
 
 

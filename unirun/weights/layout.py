@@ -1,4 +1,4 @@
-"""What one rank has of each tensor: boxes of the global tensor, and the arithmetic of boxes.
+"""The parts of each tensor that one rank has: boxes of the global tensor, and the arithmetic of boxes.
 
 Nothing here needs torch, so that a plan for thousands of ranks is made and tested as plain values.
 """
@@ -85,7 +85,7 @@ class Part(Value):
 
 
 Layout = dict[str, Part]
-"""What one rank has, by the name of the tensor."""
+"""The parts of the tensors that one rank has, by the name of the tensor."""
 
 
 def shared(layout: Layout) -> Layout:

@@ -24,7 +24,7 @@ class Line:
 
     @property
     def lost(self) -> bool:
-        """Whether the connection has ended."""
+        """True if the connection has ended."""
         return bool(self._lost)
 
     def _broken(self, reason: str) -> None:

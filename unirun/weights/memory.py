@@ -53,7 +53,7 @@ def unreadable(name: str, tensor: torch.Tensor) -> Fault | None:
 
 
 def _is_made_of_others(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor of a subclass keeps its elements in other tensors."""
+    """Return True if a tensor of a subclass keeps its elements in other tensors."""
     hollow = not tensor.is_meta and tensor.untyped_storage().device.type == "meta"
     if hollow or is_traceable_wrapper_subclass(tensor):
         return True
@@ -129,7 +129,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether they are equal bit for bit; 0.0 is not -0.0."""
+    """Return True if they are equal bit for bit; 0.0 is not -0.0."""
     there = other.to(one.device)
     if one.dtype.itemsize == 16:
         one, there = torch.view_as_real(one), torch.view_as_real(there)
@@ -171,8 +171,8 @@ def _blends(dtype: torch.dtype) -> bool:
 
 
 def _within(low: int, high: int, places: Sequence[Span]) -> bool:
-    """Tell whether one of `places`, in ascending order, has all addresses from `low` up to, but not including,
-    `high`."""
+    """Return True if one of `places`, in ascending order, has all addresses from `low` up to, but not
+    including, `high`."""
     at = bisect_right(places, (low, sys.maxsize)) - 1
     return at >= 0 and high <= places[at][1]
 
@@ -220,7 +220,7 @@ def _array(tensor: torch.Tensor) -> Any:
 
 
 def _share(one: Any, other: Any) -> bool:
-    """Tell whether two arrays have a byte in common."""
+    """Return True if two arrays have a byte in common."""
     shares: Any = numpy.shares_memory  # its stub knows two limits only
     try:
         return bool(shares(one, other, WORK))
@@ -229,7 +229,7 @@ def _share(one: Any, other: Any) -> bool:
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Tell whether two elements are at one address."""
+    """Return True if two elements are at one address."""
     if not tensor.numel():
         return False
     axes = sorted((stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)

@@ -1,5 +1,5 @@
-"""What receivers ask those who have weights, and the answers: JSON in the head of a parcel. The weights themselves are
-in its buffers or in memory that is lent with it.
+"""The requests of receivers to the processes that have weights, and the answers: JSON in the head of a
+parcel. The weights themselves are in its buffers or in memory that is lent with it.
 
 A publisher waits until it can answer. A receiver that holds a version for others answers at once.
 """

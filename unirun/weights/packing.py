@@ -1,4 +1,4 @@
-"""Where the pieces of a layout are in a block of memory, and views of them there."""
+"""The places of the pieces of a layout in a block of memory, and views of them there."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Slice(Value):
 
 
 def offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where tensors of these sizes, in bytes, begin in the run; and its length."""
+    """The bytes at which tensors of these sizes begin in the run; and its length."""
     found, total = [], 0
     for size in sizes:
         found.append(total)

@@ -1,4 +1,4 @@
-"""Which rank takes which part of which tensor from whom: a pure function of layouts."""
+"""The parts of the tensors that each rank takes, and their sources: a pure function of layouts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _twins(order: Sequence[int], there: Sequence[Part | None], near: set[int]) -
 def _search(
     part: Part, there: Sequence[tuple[list[int], Part]]
 ) -> tuple[list[tuple[list[int], Box]], list[Box]]:
-    """Which box of `part` comes from which sources, and what no source has."""
+    """The boxes of `part` that come from each source, and those that no source has."""
     found: list[tuple[list[int], Box]] = []
     missing = [piece.box for piece in part.pieces]
     for sources, held in there:

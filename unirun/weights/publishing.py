@@ -92,7 +92,7 @@ Pairing = Callable[[str, str, float], Pair]
 
 
 class Publisher:
-    """What one process publishes in one channel. `handle` is called in a thread of the transport."""
+    """The versions that one process publishes in one channel. `handle` is called in a thread of the transport."""
 
     def __init__(
         self,
@@ -330,7 +330,7 @@ class Publisher:
         return here, {reader: tuple(places) for reader, places in others.items()}, tuple(same)
 
     def _reads(self, number: int, reader: str) -> bool:
-        """Whether nobody has written to the block since the reader has asked for it."""
+        """Return True if nobody has written to the block since the reader has asked for it."""
         with self._lock:
             block = self._blocks.find(number)
             return block is not None and reader in block.readers

@@ -181,7 +181,7 @@ class Queue:
         return self._admissions.begun - self._items.dropped, self._items.delivered
 
     def _admitted(self, deadline: float) -> bool:
-        """Whether the gate has let this process in. It may be another one the next time."""
+        """Return True if the gate has let this process in. It may be another one the next time."""
         # Consumers drop items meanwhile, which the gate learns from the next question.
         left = min(max(deadline - time.monotonic(), 0.0), EVERY)
         updates = self._context.peers.updates

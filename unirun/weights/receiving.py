@@ -28,7 +28,7 @@ from unirun.weights.tensors import Piecewise, is_dtensor, layout_of, local, part
 
 
 class _Target(Value):
-    """What is to be filled: `tensors`, of which this rank has `layout`.
+    """The target of a transfer: `tensors`, of which this rank has `layout`.
 
     With `assign`, which is called with a name and a tensor, those that are whole in memory of this host are not copied
     but assigned. With `eta` below 1, they become a moving average.
@@ -52,7 +52,7 @@ class Receiver:
         self._channel, self._turn = channel, turn
         self._holder, self._fetching = holder, fetching
         self.last: Sequence[Got] = ()
-        """How the last version came."""
+        """The path by which the last version came."""
         self._plan: tuple[object, Mapping[int, tuple[Take, ...]]] | None = None
 
     def receive(
@@ -128,7 +128,7 @@ class Receiver:
         return found
 
     def all_have(self, sources: Sequence[Source], deadline: float) -> bool:
-        """Whether each of `sources` has some version now."""
+        """Return True if each of `sources` has some version now."""
         new = [source for source in sources if source.packing is None]
         return len(self._versions(new, deadline)) == len(new)
 

@@ -59,7 +59,7 @@ class Param(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What is in a file: where each tensor begins, in bytes from the beginning of the file, and the `metadata`."""
+    """The content of a file: where each tensor begins, in bytes from the beginning of the file, and the `metadata`."""
 
     params: tuple[Param, ...]
     begins: tuple[int, ...]
@@ -119,7 +119,7 @@ def read_header(begin: bytes) -> Header:
 
 
 def length_of(begin: bytes) -> int:
-    """How many bytes the header needs, with its length, which are the first eight. Raises `FrameError`."""
+    """The number of bytes of the header, with its length, which are the first eight. Raises `FrameError`."""
     length = int.from_bytes(begin[:8], "little")
     if len(begin) < 8 or length > MAX_HEADER:
         raise FrameError(f"this is no safetensors file: it begins with {begin[:8]!r}")

@@ -50,9 +50,9 @@ class Source:
         self.line, self.here, self.holder = line, here, holder
         self.packing: Packing | None = None
         self.on_device = False
-        """Whether its weights are in memory of a device."""
+        """True if its weights are in memory of a device."""
         self.device: Device | None = None
-        """That of the reader's tensors, if it can reach what is on the publisher's."""
+        """The device of the reader's tensors, if it can reach memory of the publisher's device."""
         self._unreachable = False
         self._backend, self._checked, self._pairing = backend, checked, pairing
         self._pair: Pair | None = None

@@ -128,7 +128,7 @@ def assigner(weights: Weights) -> Callable[[str, torch.Tensor], None]:
 
 
 def layout_of(tensors: Mapping[str, Piecewise]) -> Layout:
-    """What this rank has of each tensor. Raises `WeightsError` for a DTensor that is no part of a tensor."""
+    """The parts of each tensor that this rank has. Raises `WeightsError` for a DTensor that is no part of a tensor."""
     faults: list[Fault] = []
     layout: Layout = {}
     for name, tensor in tensors.items():
@@ -154,7 +154,7 @@ def layout_of(tensors: Mapping[str, Piecewise]) -> Layout:
 
 
 def is_dtensor(tensor: Piecewise) -> bool:
-    """Whether it is a DTensor. There is none where nobody has imported its module, which takes long."""
+    """Return True if it is a DTensor. There is none where nobody has imported its module, which takes long."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

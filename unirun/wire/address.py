@@ -1,4 +1,4 @@
-"""Where a process listens: unix socket paths of any length, and TCP addresses."""
+"""The address at which a process listens: unix socket paths of any length, and TCP addresses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class UnixAddress(Value, tag="unix"):
 
     @classmethod
     def here(cls, path: str | Path) -> UnixAddress:
-        """That of this host."""
+        """The socket's address on this host."""
         return cls(os.fspath(path), socket.gethostname())
 
     def __str__(self) -> str:

@@ -51,7 +51,7 @@ class Stream:
 
     @property
     def remote(self) -> bool:
-        """Whether the peer may be on another host."""
+        """True if the peer may be on another host."""
         return bool(self._writer.get_extra_info("socket").family != socket.AF_UNIX)
 
     @property

@@ -89,7 +89,7 @@ class BlockingStream:
         return decode(self._frames.popleft())
 
     def buffered(self) -> Iterator[Message]:
-        """What `receive` has read together with what it returned; never waits."""
+        """Yield the messages that `receive` has read together with the one it returned; never waits."""
         while self._frames:
             yield decode(self._frames.popleft())
 

@@ -1,4 +1,4 @@
-"""What lets a process into its job: the token, and for TCP the files of TLS.
+"""The credentials that let a process into its job: the token, and for TCP the files of TLS.
 
 One host: unix sockets and the token alone. Several hosts: TLS 1.3, inside of which both ends prove the token as well.
 Both present a certificate of the job's own certificate authority (`unirun.wire.certificates`), which names a node.

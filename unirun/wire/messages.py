@@ -251,7 +251,7 @@ class Stop(Value, tag=True):
         return 128 + self.signal if self.code is None else self.code
 
     def hurries(self, asked: bool) -> bool:
-        """Tell whether the workers are killed now; `asked`: there was a request before."""
+        """Return True if the workers are killed now; `asked`: there was a request before."""
         return asked if self.urgent is None else self.urgent
 
 

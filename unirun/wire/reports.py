@@ -11,8 +11,9 @@ from unirun.wire.asking import Ask
 from unirun.wire.spawning import StoreEnded
 
 Cause = Literal["own", "order", "leaving", "doom", "stuck"]
-"""Why a worker has ended: by itself (``own``), by the master's order, because its agent leaves, because something it
-depends on is gone (``doom``), or because it was blocked in an abandoned process group (``stuck``)."""
+"""The reason why a worker has ended: by itself (``own``), by the master's order, because its agent leaves,
+because something it depends on is gone (``doom``), or because it was blocked in an abandoned process group
+(``stuck``)."""
 
 
 class SpawnerReady(Value, tag=True):
@@ -195,7 +196,7 @@ class HeldStore(Value):
 
 
 class Ending(Value):
-    """How the job ends, as decided by a master that could not write it to the store.
+    """The end of the job, as decided by a master that could not write it to the store.
 
     `by_failure`: the exit code of the root cause replaces `code`.
     """

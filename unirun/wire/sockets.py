@@ -65,7 +65,7 @@ def listen_tcp(addr: str, port: int = 0, *, backlog: int = BACKLOG) -> socket.so
 
 
 def tcp_address(listener: socket.socket, node: str) -> TcpAddress:
-    """Where others find `listener`, which listens on `node`."""
+    """The address at which others find `listener`, which listens on `node`."""
     addr, port = listener.getsockname()[:2]
     return TcpAddress(addr, port, node)
 

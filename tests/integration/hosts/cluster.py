@@ -54,7 +54,7 @@ class OnHosts(Unirun):
         """The working directory, which this machine and each host have for themselves."""
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """That of a user of the hosts, with this home."""
+        """The environment of a user of the hosts, with this home."""
         own = {"UNIRUN_HOME": str(self.home), "UNIRUN_RUN_DIR": str(self.root / "run")}
         return self.hosts.environment({**own, **(extra or {})})
 
@@ -99,7 +99,7 @@ class OnHosts(Unirun):
             (host.path(self.work) / "enough").touch()
 
     def last_moment(self, start: Start) -> float:
-        """When a rank has lived for the last time, so far."""
+        """The last moment at which a rank has lived, so far."""
         name = f"{start.role}.{start.rank}.{start.incarnation}"
         return float((self.host(start.node).path(self.work) / name).read_text())
 

@@ -134,7 +134,7 @@ def files_of(root: Path) -> list[Path]:
 
 
 def no_secret(path: Path, secrets: tuple[bytes, ...]) -> bool:
-    """Whether the file could be read. Fails when it has a secret."""
+    """Return True if the file could be read. Fails when it has a secret."""
     try:
         content = path.read_bytes()
     except OSError:

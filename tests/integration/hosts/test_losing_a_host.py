@@ -129,7 +129,7 @@ def agents_and_workers(cluster: OnHosts, node: str) -> list[str]:
 
 @pytest.mark.parametrize("lost", ["agent", "processes", "power"] if CHAOS else ["processes"])
 def test_ranks_of_a_host_that_is_killed_start_on_the_spare(cluster: OnHosts, job: Running, lost: str) -> None:
-    """What is lost is the agent, all processes while the kernel closes their connections, or all without a word."""
+    """Lost are the agent, all processes while the kernel closes their connections, or all without a word."""
     before = starts(job, 4)
     if lost == "agent":
         os.kill(cluster.pid_on("h2", "unirun-agent"), signal.SIGKILL)

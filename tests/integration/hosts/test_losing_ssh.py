@@ -69,7 +69,7 @@ def sessions(cluster: OnHosts, node: str) -> list[int]:
 
 
 def is_session(pid: int) -> bool:
-    """Whether this is the process of sshd for one connection."""
+    """Return True if this is the process of sshd for one connection."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sshd: root@notty")
     except OSError:
@@ -77,7 +77,7 @@ def is_session(pid: int) -> bool:
 
 
 def outlives_its_readers(pid: int) -> bool:
-    """Whether a write to a process that has ended is an error, and not the end of the process `pid`."""
+    """Return True if a write to a process that has ended is an error, and not the end of the process `pid`."""
     status = Path(f"/proc/{pid}/status").read_text()
     (ignored,) = re.findall(r"SigIgn:\s*(\w+)", status)
     return bool(int(ignored, 16) >> (signal.SIGPIPE - 1) & 1)

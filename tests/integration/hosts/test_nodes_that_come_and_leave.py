@@ -54,7 +54,7 @@ def started(host: Host, *command: object) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def say(process: subprocess.Popen[bytes], *, until: str) -> str:
-    """What `process` writes, up to a line with `until`."""
+    """The output of `process`, up to a line with `until`."""
     assert process.stdout is not None
     said = ""
     for line in process.stdout:

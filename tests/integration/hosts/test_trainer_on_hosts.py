@@ -42,7 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnHosts]:
 
 
 def left_on(hosts: Hosts) -> list[str]:
-    """What runs on the hosts, but for the test bed: sshd, and what holds the namespaces."""
+    """The processes that run on the hosts, but for the test bed: sshd, and what holds the namespaces."""
     found = [title_of(pid) for host in hosts for pid in host.pids()]
     return [title for title in found if title not in ("sshd", "sleep", "")]
 

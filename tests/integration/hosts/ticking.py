@@ -70,7 +70,7 @@ class Ticking:
             command.communicate()
 
     def ticks(self, host: Host, rank: int, incarnation: int) -> list[float]:
-        """When a worker has run, in seconds of the machine's clock."""
+        """The times at which a worker has run, in seconds of the machine's clock."""
         file = host.path(f"/tmp/ticks/{rank}.{incarnation}")
         return [float(line) for line in file.read_text().splitlines()] if file.exists() else []
 

@@ -1,4 +1,5 @@
-"""What a process finds in itself: a line of JSON on stdout, with a key for each function that is marked `look`.
+"""The facts that a process finds in itself: a line of JSON on stdout, with a key for each function that is
+marked `look`.
 
 It runs as a script, a module, a directory and a zip, under several launchers; `test_conformance.py` compares the lines. The
 name of a function is the name of the property, its docstring says how it is looked at.
@@ -54,7 +55,7 @@ def names_in_main():
 
 @look
 def attributes_of_main():
-    """What ``__main__`` says of itself, by name."""
+    """The attributes of ``__main__``, by name."""
     main = sys.modules["__main__"]
     found = {name: repr(main.__dict__.get(name, "absent")) for name in ("__name__", "__file__", "__cached__")}
     for name in ("__annotations__", "__package__", "__path__"):
@@ -74,7 +75,7 @@ def attributes_of_main():
 
 @look
 def identity_of_main():
-    """Whether ``sys.modules["__main__"]`` is the script, and what ``__mp_main__`` is."""
+    """Note whether ``sys.modules["__main__"]`` is the script, and the identity of ``__mp_main__``."""
     mp_main = sys.modules.get("__mp_main__")
     return {
         "__main__ is the script": sys.modules["__main__"].__dict__ is globals(),
@@ -154,7 +155,7 @@ def interpreter():
 
 @look
 def settings_of_the_interpreter():
-    """What ``sys`` lets one set."""
+    """The settings of ``sys``."""
     return {
         "recursion limit": sys.getrecursionlimit(),
         "switch interval": sys.getswitchinterval(),

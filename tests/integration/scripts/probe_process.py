@@ -1,4 +1,4 @@
-"""What `probe.py` finds in its process and its interpreter, whatever it was started as.
+"""The facts that `probe.py` finds in its process and its interpreter, whatever it was started as.
 
 The name of a function that is marked `look` is the name of the property, its docstring says how it is looked at.
 """
@@ -269,7 +269,7 @@ def working_directory():
 
 @look
 def session():
-    """Whether the process leads its session and group, and has a terminal."""
+    """Note whether the process leads its session and group, and has a terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR))
         terminal = True
@@ -329,7 +329,7 @@ def environment_in_proc():
 
 @look
 def exit_handlers():
-    """How many functions ``atexit`` has before the script registers one, this file's imports included."""
+    """The number of functions that ``atexit`` has before the script registers one, this file's imports included."""
     return atexit._ncallbacks()
 
 

@@ -62,7 +62,7 @@ class TestAtEachMomentOfAStart:
     def test_a_guard_may_be_killed_at_each_moment_of_a_start(
         self, light: dict[str, str], tmp_path: Path
     ) -> None:
-        """When the guard was lent already, its spawner continues, and ends with the job."""
+        """A guard that was lent already leaves a spawner that continues, and ends with the job."""
         rng = random.Random(SEED)
         warm = ready(light)
         code = """if True:

@@ -106,7 +106,7 @@ def _environ(pid: int) -> bytes:
 
 
 def _has(pid: int, text: bytes) -> bool:
-    """Whether `text` is in the writable memory of a process."""
+    """Return True if `text` is in the writable memory of a process."""
     with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             region, rights = line.split()[:2]

@@ -64,7 +64,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs."""
+        """True if its process runs."""
         return not self.actor.killed
 
     def _run(self) -> None:
@@ -106,7 +106,7 @@ class Worker:
         """No call of this role waits for anything but a collective."""
 
     def _met(self, wanted: int, here: dict[int, Worker]) -> bool:
-        """Whether all are in `wanted`, or it is over."""
+        """Return True if all are in `wanted`, or it is over."""
         return len(here) == self.role.size or self.told > wanted
 
     def hear(self, generation: int) -> None:
@@ -177,13 +177,13 @@ class Line(Channel):
 
 
 class Seen(Peers):
-    """What the caller knows of a role."""
+    """The caller's knowledge of a role."""
 
     def __init__(self, role: Role) -> None:
         self._role = role
 
     def size(self, role: str) -> int:
-        """How many ranks it has."""
+        """The number of ranks of the role."""
         return self._role.size
 
     def find(self, role: str, rank: int) -> Peer:
@@ -208,7 +208,7 @@ class Role:
         self.noticed: dict[tuple[int, int], set[int]] = {}
         self.deaths: list[int] = []
         self.losses: list[tuple[int, float]] = []
-        """When a rank died that had been called: its next call tells that."""
+        """The times at which ranks died that had been called: its next call tells that."""
         self.listeners: list[Callable[[], None]] = []
         self._views: deque[dict[int, Peer]] = deque()
         self._reforming = False

@@ -28,7 +28,7 @@ CALL_TIMEOUT = 1000.0
 
 
 class History:
-    """What a seed means. `run` raises AssertionError when something is wrong."""
+    """The history that a seed stands for. `run` raises AssertionError when something is wrong."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -43,7 +43,7 @@ class History:
         )
         self.group = role_group(self.caller, ROLE, self.role.size, invocations(Desk))
         self.told: dict[int, float] = {}
-        """When a loss was told last by a call to a rank."""
+        """The time at which a loss was last told by a call to a rank."""
         self.log: list[str] = []
         self.last_death = self.clock.now
         self.trainer = Actor(self.clock, self.rng, self._train, "trainer")

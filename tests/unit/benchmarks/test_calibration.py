@@ -1,4 +1,4 @@
-"""What takes time is measured in units of work that is always the same; what cannot be measured is told."""
+"""Work that takes time is measured in units of work that is always the same; what cannot be measured is told."""
 
 from __future__ import annotations
 

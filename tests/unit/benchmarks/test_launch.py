@@ -1,4 +1,4 @@
-"""What the launch suite reads: points of ranks, reports of imports, its surroundings."""
+"""The output that the launch suite reads: points of ranks, reports of imports, its surroundings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the suite of training makes of its runs, and what it says where Ray Train or a run is missing."""
+"""The figures that the suite of training makes of its runs, and its words where Ray Train or a run is missing."""
 
 from __future__ import annotations
 

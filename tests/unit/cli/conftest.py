@@ -29,7 +29,7 @@ def same(one: JobSpec, two: JobSpec) -> bool:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where jobs are; nothing of the environment says another thing about them."""
+    """The folder of jobs; nothing of the environment says another thing about them."""
     monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
     for name in [name for name in os.environ if name.startswith("PET_")]:
         monkeypatch.delenv(name)
@@ -45,7 +45,7 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def store(url: str) -> Iterator[Store]:
-    """That store."""
+    """The store in that folder."""
     store = open_store(url)
     yield store
     store.close()

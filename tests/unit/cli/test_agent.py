@@ -1,4 +1,4 @@
-"""What ``unirun agent`` refuses before it reaches for a job."""
+"""The refusals of ``unirun agent`` before it reaches for a job."""
 
 from __future__ import annotations
 

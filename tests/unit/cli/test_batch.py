@@ -1,4 +1,4 @@
-"""What `unirun --slurm` submits, as far as that needs no Slurm."""
+"""The batch job that `unirun --slurm` submits, as far as that needs no Slurm."""
 
 from __future__ import annotations
 

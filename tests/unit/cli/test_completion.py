@@ -19,7 +19,7 @@ from unirun.wire import new_token
 
 
 def complete(*words: str, path: str = os.environ["PATH"], cwd: Path | None = None) -> set[str]:
-    """What bash offers for the last of `words`."""
+    """The words that bash offers for the last of `words`."""
     quoted = " ".join(map(shlex.quote, words))
     script = f"{bash()}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _unirun; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     env = {**os.environ, "PATH": path}

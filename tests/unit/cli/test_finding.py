@@ -1,4 +1,4 @@
-"""Which job a command means that names none, or names a worker."""
+"""The job that a command means when it names none, or names a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is over is cleared, here and in the store; what runs, or is another's, is left alone."""
+"""Finished jobs are cleared, here and in the store; what runs, or is another's, is left alone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def job(
 
 
 def stored(store: Store, run_id: str, phase: str = "succeeded", days: float = 30, uid: str = "other") -> None:
-    """What a store has of such a job."""
+    """Write the entries that a store has of such a job."""
     when = time.time() - days * DAY
     line = Summary(run_id, uid, "t", phase, when, None if phase == "running" else when, None, {"a": 1}).line()
     prefix = job_prefix(run_id)

@@ -40,7 +40,7 @@ def placed(
 
 
 def picture_of(placement: Placement, inventory: str) -> Grid:
-    """Who has a mask is on CUDA devices, who has none on processors."""
+    """A node with a mask has CUDA devices, one without has processors."""
     types = {each.role: "cuda" if each.devices else "cpu" for each in placement.assignments}
     return grid(placement, parse_fake(inventory), types)
 

@@ -1,4 +1,4 @@
-"""What a command does not need it does not import: that is why it answers at once."""
+"""A command does not import modules that it does not need: that is why it answers at once."""
 
 from __future__ import annotations
 

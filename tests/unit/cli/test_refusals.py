@@ -1,4 +1,4 @@
-"""What cannot be meant on a command line or in a job file is refused in one line, and nothing is made for the job."""
+"""Nonsense on a command line or in a job file is refused in one line, and nothing is made for the job."""
 
 from __future__ import annotations
 

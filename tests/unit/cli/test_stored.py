@@ -44,7 +44,7 @@ def running(run_id: str, started: float = 100.0, uid: str = "other") -> JobState
 
 
 def put(store: Store, state: JobState, host: str = "far") -> Term:
-    """What the job's first master writes."""
+    """Write the entries that the job's first master writes."""
     term = lead(store, state.spec.run_id, host)
     ContextStore(store, state.spec.run_id, term).create(state)
     return term

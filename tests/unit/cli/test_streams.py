@@ -1,4 +1,4 @@
-"""What the commands print: whatever a file or a store says is printable, and no stream that is closed or full is a crash."""
+"""The output of the commands: whatever a file or a store says is printable, and no stream that is closed or full is a crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``unirun weights`` makes of the metrics of ranks."""
+"""The table that ``unirun weights`` makes of the metrics of ranks."""
 
 from __future__ import annotations
 

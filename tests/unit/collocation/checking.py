@@ -1,4 +1,4 @@
-"""What a placement must be, and whether there is one: said again, rank by rank, without a look at the planner."""
+"""The conditions of a placement, and a search for one that meets them: said again, rank by rank, without a look at the planner."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def check(request: Request, placement: Placement, allowed: Sequence[Node]) -> No
 
 
 def node_faults(request: Request, where: Nodes) -> Iterator[str]:
-    """What is wrong with the nodes of ranks."""
+    """The faults of the nodes of ranks."""
     for role in request.roles:
         each = where[role.name]
         if role.component is not None and {component_of(node) for node in each} - {role.component}:
@@ -189,7 +189,7 @@ def slot_faults(
     node: str,
     numa: Mapping[tuple[str, str], int],
 ) -> Iterator[str]:
-    """What is wrong with the slots of those ranks on a node that have some, but for how much they take."""
+    """The faults of the slots of those ranks on a node that have some, but for how much they take."""
     slots: dict[str, set[str]] = defaultdict(set)
     for (role, _), indices in own.items():
         slots[role] |= set(indices)
@@ -276,7 +276,7 @@ def _choices(request: Request, node: Node, role: RoleRequest, rank: int) -> Iter
 def may_stay(
     request: Request, before: Placement, gone: Collection[Assignment], targets: Sequence[Node]
 ) -> bool:
-    """Whether there are places on `targets` for the ranks that are `gone` when all others stay where they are."""
+    """Return True if there are places on `targets` for the ranks that are `gone` when all others stay where they are."""
     stay = [a for a in before.assignments if a not in gone]
     roles = {role.name: role for role in request.roles}
     part = shares(request)

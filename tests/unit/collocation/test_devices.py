@@ -1,4 +1,4 @@
-"""What an NVML tells, by stand-ins for its binding; and types of devices that others add."""
+"""The answers of an NVML, by stand-ins for its binding; and types of devices that others add."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unirun.errors import UsageError
 
 
 class NVMLError(Exception):
-    """What NVML raises."""
+    """The error that NVML raises."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What is there, and what a mask leaves of it."""
+"""The devices of a host, and those that a mask leaves."""
 
 from __future__ import annotations
 

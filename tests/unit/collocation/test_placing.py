@@ -148,7 +148,7 @@ class TestAJobThatSaysNothingOfPlacesOnOneNode:
         assert {name: len(placement.of_role(name)) for name in counts} == counts
 
     def test_a_job_without_placement_options_is_planned_again_as_it_was_planned(self) -> None:
-        """What the planner is asked for is all that it takes: nothing else decides about devices."""
+        """The planner's request has all that it takes: nothing else decides about devices."""
         spec, inventory = job(*ranks(actor=2, critic=1)), hosts("devices=4")
         _, placement = place(spec, inventory)
         assert plan(request_of(spec, inventory), inventory).assignments == placement.assignments

@@ -1,4 +1,4 @@
-"""What cannot be is said at once, with what would fit."""
+"""Impossible requests are refused at once, with ones that would fit."""
 
 from __future__ import annotations
 

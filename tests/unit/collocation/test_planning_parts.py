@@ -25,7 +25,7 @@ RING = dict.fromkeys(
 
 
 def parts_on(placement: Placement, parts: Sequence[Sequence[str]]) -> list[int]:
-    """How many nodes each of `parts` is on."""
+    """The number of nodes that each of `parts` is on."""
     return [len({a.node for role in part for a in placement.of_role(role)}) for part in parts]
 
 
@@ -77,7 +77,7 @@ class TestWhatAPlanGoesBy:
 
 
 class TestThousandsOfRanks:
-    """Where nodes are filled, and not all that is possible is looked at."""
+    """Plans so large that nodes are filled, and not all possibilities are looked at."""
 
     @given(
         st.lists(st.tuples(st.integers(1, 150), st.integers(1, 150)), min_size=2, max_size=4),

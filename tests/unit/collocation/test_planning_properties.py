@@ -1,4 +1,4 @@
-"""What holds for every plan, beside a search that looks at everything."""
+"""The properties of every plan, beside a search that looks at everything."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ slow = settings(suppress_health_check=list(HealthCheck))
 
 
 def planned(request: Request, inventory: Inventory) -> Placement | None:
-    """What `plan` gives; what it says when nothing fits is the matter of `test_planning_errors`."""
+    """The result of `plan`; what it says when nothing fits is the matter of `test_planning_errors`."""
     try:
         return find(request, inventory)
     except PlacementError:
@@ -113,7 +113,7 @@ def tied(draw: st.DrawFn) -> tuple[Request, Inventory]:
 def test_where_as_little_crosses_nodes_parts_are_on_the_fewest_and_then_the_job(
     case: tuple[Request, Inventory],
 ) -> None:
-    """Where the search is complete, as here, a plan is the best: not nearly, and not in most cases."""
+    """A complete search, as here, finds the best plan: not nearly, and not in most cases."""
     request, inventory = case
     placement = planned(request, inventory)
     assume(placement is not None)
@@ -218,8 +218,8 @@ def test_a_loss_of_any_node_is_planned_again_whenever_that_is_possible(
 def fewest_that_move(
     request: Request, before: Placement, gone: Sequence[Assignment], targets: Sequence[Node]
 ) -> int | None:
-    """How many ranks beside those that are `gone` have to leave their slots; None when there is no way at all. Ranks that
-    have to be on one node move together."""
+    """The number of ranks beside those that are `gone` that have to leave their slots; None when there is no
+    way at all. Ranks that have to be on one node move together."""
     cells: dict[tuple[int, int], list[Assignment]] = {}
     for number, bundle in enumerate(problem_of(request).bundles):
         for name in bundle.names:

@@ -123,14 +123,14 @@ class TestPlans:
 
 
 def far(one: Device, other: Device) -> tuple[int, bool]:
-    """How far two devices are from each other: by what they say of it, then by their NUMA nodes."""
+    """The distance of two devices from each other: by what they say of it, then by their NUMA nodes."""
     told = dict(one.links)
     same = max(one.numa, 0) == max(other.numa, 0)
     return NEARNESS.index(told.get(other.index, "numa" if same else "system")), not same
 
 
 def pairs_of(devices: Sequence[Device]) -> list[tuple[int, bool]]:
-    """How far all pairs are, the farthest first: the less the better."""
+    """The distances of all pairs, the farthest first: the less the better."""
     return sorted((far(*pair) for pair in combinations(devices, 2)), reverse=True)
 
 

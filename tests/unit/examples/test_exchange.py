@@ -1,4 +1,4 @@
-"""How the PPO example shares its environments out among rollouts and among actors."""
+"""The division of the environments of the PPO example among rollouts and among actors."""
 
 from __future__ import annotations
 

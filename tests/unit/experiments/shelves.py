@@ -33,7 +33,7 @@ class Wire:
         self.shelf = shelf
         self.asked: list[dict[str, Any]] = []
         self.breaks = 0
-        """How often the connection still breaks."""
+        """The number of times that the connection still breaks."""
 
     def ask(self, head: bytes) -> Future[Parcel]:
         if self.breaks:
@@ -65,7 +65,7 @@ class Workers:
 
     @property
     def asked(self) -> list[tuple[int, str, tuple[str, ...]]]:
-        """Who was asked for the data of which key and ids."""
+        """The processes that were asked for data, with the key and ids."""
         return [
             (rank, want["key"], tuple(want["ids"]))
             for rank, wire in enumerate(self.wires)

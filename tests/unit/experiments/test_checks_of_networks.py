@@ -37,7 +37,7 @@ def config(**models: dict[str, Any]) -> ExperimentConfig:
 
 
 def refused(config: ExperimentConfig) -> list[Fault]:
-    """What is refused, of networks that can all be read here."""
+    """The faults for which networks are refused that can all be read here."""
     found, absent = network_faults(config)
     assert not absent
     return found

@@ -1,4 +1,4 @@
-"""When an experiment saves, checkpoints and evaluates."""
+"""The times at which an experiment saves, checkpoints and evaluates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from a configuration, compared with tables that are written by hand."""
+"""The consequences of a configuration, compared with tables that are written by hand."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ register_experiment({!r}, Experiment)
 class TestModules:
     @pytest.fixture(autouse=True)
     def alone(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """What is imported here is not imported any more afterwards."""
+        """Forget the modules that a test has imported when it ends."""
         before = {**sys.modules}
         monkeypatch.setattr(sys, "path", [*sys.path])
         for name in [name for name in before if name.partition(".")[0] == "experiments"]:

@@ -1,4 +1,4 @@
-"""How the master goes on from a checkpoint. Its workers are in memory, and note what they are asked."""
+"""The master's continuation from a checkpoint. Its workers are in memory, and note what they are asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the master tells workers: who gets which sequences, and the seeds of calls."""
+"""The orders of the master to workers: who gets which sequences, and the seeds of calls."""
 
 from __future__ import annotations
 

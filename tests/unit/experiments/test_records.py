@@ -1,4 +1,4 @@
-"""What a trial writes of itself, and which saved models are evaluated."""
+"""The records that a trial writes of itself, and the saved models that are evaluated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What interfaces return: data and figures that fit their call, and errors that name the call and the rank."""
+"""The values that interfaces return: data and figures that fit their call, and errors that name the call and the rank."""
 
 from __future__ import annotations
 

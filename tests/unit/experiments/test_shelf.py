@@ -1,4 +1,4 @@
-"""What workers give each other: data comes once, and parameters bit for bit."""
+"""The data that workers give each other: data comes once, and parameters bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which calls of a step run beside each other, in whatever order they end."""
+"""The calls of a step that run beside each other, in whatever order they end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def steps(draw: st.DrawFn) -> tuple[Graph, Workers]:
 
 
 def check_beside(graph: Graph, workers: Workers, running: list[str]) -> None:
-    """What holds of calls that run at the same time."""
+    """Check the conditions of calls that run at the same time."""
     used = [worker for name in running for worker in workers[graph.calls[name].model_name]]
     assert len(used) == len(set(used))
     for name in running:

@@ -92,7 +92,7 @@ def end(
 
 
 def starts(job: Job) -> list[tuple[str, int, list[tuple[int, int]]]]:
-    """Who is ordered: role, generation, ranks with their incarnations."""
+    """The ranks whose start is ordered: role, generation, ranks with their incarnations."""
     return [
         (o.role, o.generation, [(m.rank, m.incarnation) for m in o.members]) for o in job.orders(StartRole)
     ]

@@ -1,4 +1,4 @@
-"""What workers say of their calls: kept through restarts and masters, shown as edges, and told of when one fails."""
+"""The reports of workers about their calls: kept through restarts and masters, shown as edges, and told of when one fails."""
 
 from __future__ import annotations
 

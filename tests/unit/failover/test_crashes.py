@@ -36,7 +36,7 @@ EXIT = WorkerExited(WorkerId("actor", 7, 2), 1.0, 1, None)
 
 
 def error(text: str = "nobody") -> Exception:
-    """What the core raises, through some of its frames."""
+    """The error that the core raises, through some of its frames."""
     with pytest.raises(IllegalTransition) as caught:
         Transition(Job({"actor": 1}).state, 1.0).role(text)
     return caught.value

@@ -197,7 +197,7 @@ def test_a_node_may_be_drained_while_its_role_restarts_after_a_failure() -> None
 
 
 def test_who_asks_while_a_store_is_being_opened_has_to_ask_again() -> None:
-    """That store may be on the node that is to leave."""
+    """The rendezvous store may be on the node that is to leave."""
     job = scripts(stores_open=False).running().exits("actor", 2, 1)
     for rank in (0, 1, 3):
         job.exits("actor", rank, by=TERM, asked=TERM)

@@ -1,4 +1,4 @@
-"""What the words of a failure say about peers. The texts are those that torch 2.11 to 2.15 print."""
+"""Statements of failures about peers, read from their texts. The texts are those that torch 2.11 to 2.15 print."""
 
 from __future__ import annotations
 

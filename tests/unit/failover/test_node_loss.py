@@ -1,4 +1,4 @@
-"""When a node is gone its ranks are placed anew, and nobody else is touched who need not be."""
+"""Ranks of a node that is gone are placed anew, and no other rank is touched without need."""
 
 from __future__ import annotations
 

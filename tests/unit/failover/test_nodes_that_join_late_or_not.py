@@ -1,4 +1,4 @@
-"""Which nodes are given up, when, and which are waited for."""
+"""The nodes that are given up, the times of that, and the nodes that are waited for."""
 
 from __future__ import annotations
 

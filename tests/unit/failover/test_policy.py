@@ -162,7 +162,7 @@ class TestALostNode:
 
 
 class TestAnyLoss:
-    """What happened, whom it is about, and whether one worker may start again alone."""
+    """A loss in words, the ranks that it is about, and whether one worker may start again alone."""
 
     @given(losses, histories)
     def test_any_loss_has_a_reason_that_begins_with_what_happened_and_says_what_follows(

@@ -1,4 +1,4 @@
-"""Which nodes a master takes for silent and for lost, and when."""
+"""The nodes that a master takes for silent and for lost, and the times of that."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def running(when: float, stalls: list[tuple[float, float]]) -> float:
 
 
 def given_up(heard: list[float], stalls: list[tuple[float, float]], rate: float) -> float | None:
-    """When the master gives the node up first, if it does: it looks on time whenever it runs."""
+    """The time at which the master first gives the node up, if it does: it looks on time whenever it runs."""
     if not heard:
         return None
     now = running(heard[0], stalls)

@@ -1,4 +1,4 @@
-"""What the master decides when a worker fails or an agent is lost."""
+"""The master's decisions when a worker fails or an agent is lost."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def serving(**more: object) -> Job:
 
 
 def reformed(job: Job) -> Job:
-    """Whoever was started for an earlier generation has formed the present one, and all serve."""
+    """Let all workers that were started for an earlier generation form the present one, and serve."""
     role = job.state.roles["actor"]
     for worker in role.live:
         if worker.generation < role.generation:
@@ -46,6 +46,6 @@ def reformed(job: Job) -> Job:
 
 
 def seen(job: Job, role: str = "actor") -> RoleView:
-    """What workers were told last about `role`."""
+    """The view of `role` that workers were told last."""
     (found,) = (each for each in job.orders(View)[-1].roles if each.name == role)
     return found

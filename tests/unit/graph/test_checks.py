@@ -1,4 +1,4 @@
-"""What is wrong with a graph, and what is odd about it."""
+"""The faults of a graph, and its oddities."""
 
 from __future__ import annotations
 

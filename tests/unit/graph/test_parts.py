@@ -1,4 +1,4 @@
-"""What belongs together, and who feels a failure."""
+"""The parts of a graph that belong together, and those that feel a failure."""
 
 from __future__ import annotations
 

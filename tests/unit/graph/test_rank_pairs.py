@@ -1,4 +1,4 @@
-"""Which rank calls which."""
+"""The ranks that call each other."""
 
 from __future__ import annotations
 

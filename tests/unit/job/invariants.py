@@ -1,4 +1,4 @@
-"""What holds of the state of a job after every step."""
+"""The invariants of the state of a job, after every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is remembered of a failure is small, whatever a worker has said, and is what tells most."""
+"""The record of a failure is small, whatever a worker has said, and keeps the words that tell most."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nodes offer: why one cannot take part, and what all of them have."""
+"""The offers of nodes: why one cannot take part, and what all of them have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of a standby look at: the candidates that it starts, and the master that it follows."""
+"""Views of a standby for its tests: the candidates that it starts, and the master that it follows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an agent keeps the contact with a master on another host."""
+"""The agent's contact with a master on another host."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_a_head_that_has_no_master_says_so_and_one_with_a_busy_master_does_not(
 
 
 def test_a_machine_that_has_taken_the_heads_address_keeps_no_worker_alive(hall: Hall, away: Place) -> None:
-    """That its kernel takes connections and bytes is no sign of the job."""
+    """The kernel of that machine takes connections and bytes, which is no sign of the job."""
     accepted: list[socket.socket] = []
     away.listener.setblocking(False)
 

@@ -1,4 +1,4 @@
-"""When an agent has to kill its workers as its node may have been given up."""
+"""The times at which an agent has to kill its workers as its node may have been given up."""
 
 from __future__ import annotations
 

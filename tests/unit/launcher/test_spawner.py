@@ -128,7 +128,7 @@ def spawner(start: Callable[..., Spawner]) -> Spawner:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process does not exist or is a zombie, which may be reaped between two checks."""
+    """Return True if the process does not exist or is a zombie, which may be reaped between two checks."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:

@@ -104,17 +104,17 @@ class Court:
         return stream
 
     def status(self) -> dict[str, Any]:
-        """How the job stands, for who reads."""
+        """The status of the job, for a reader."""
         found: dict[str, Any] = json.loads(self.job.state.read_text())
         return found
 
     def events(self, kind: str) -> list[str]:
-        """What the log of events has."""
+        """The lines of the log of events."""
         return [event.text for event in read_events(self.job.events) if event.kind == kind]
 
 
 async def until(stream: Stream, kind: type[Message]) -> list[Message]:
-    """What comes, up to the first message of a kind."""
+    """The messages that come, up to the first of a kind."""
     found = [await stream.receive()]
     while not isinstance(found[-1], kind):
         found.append(await stream.receive())
@@ -122,7 +122,7 @@ async def until(stream: Stream, kind: type[Message]) -> list[Message]:
 
 
 async def all_of(stream: Stream) -> list[Message]:
-    """What comes until the stream ends."""
+    """The messages that come until the stream ends."""
     found: list[Message] = []
     try:
         while True:

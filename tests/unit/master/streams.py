@@ -1,4 +1,4 @@
-"""What tests say to a master over its streams."""
+"""The messages of tests to a master over its streams."""
 
 from __future__ import annotations
 

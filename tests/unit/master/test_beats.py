@@ -1,4 +1,4 @@
-"""What a master makes of the beats of agents and commands on other hosts, and of their silence."""
+"""The master's use of the beats of agents and commands on other hosts, and of their silence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process becomes the master of a job, which state it takes over, and when it leaves the job alone."""
+"""The steps by which a process becomes the master of a job, the state that it takes over, and the cases in which it leaves the job alone."""
 
 from __future__ import annotations
 

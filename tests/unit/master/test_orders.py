@@ -1,4 +1,4 @@
-"""What a step lets be done and told follows from the states before and after it, in every history."""
+"""The actions and news that a step permits follow from the states before and after it, in every history."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ KINDS = {
     *("join", "formed", "store", "stop", "agent_lost", "notice", "running", "role", "restart"),
     *("start", "exit", "decision", "affected", "move", "stopping", "end"),
 }
-"""What events of the log are called by who reads them."""
+"""The names of the events of the log, for readers."""
 
 
 class Step:
@@ -81,7 +81,7 @@ class Step:
         assert {kind for kind, _ in self.records} <= KINDS
 
     def due_records(self) -> set[tuple[str, str]]:
-        """What the log of events must have of this step."""
+        """The records that the log of events must have of this step."""
         due: set[tuple[str, str]] = set()
         match self.event:
             case Join(node, pid):
@@ -113,7 +113,7 @@ class Step:
         return due
 
     def check_starts(self) -> None:
-        """Who is to have a process now and had none is ordered, once, where its place is."""
+        """Check that each rank that is to have a process now and had none is ordered, once, where its place is."""
         members: Counter[Who] = Counter()
         for node, order in self.orders:
             if isinstance(order, StartRole):
@@ -207,7 +207,7 @@ class Step:
             assert ("stopping", verdict.reason) in self.records
 
     def check_views(self) -> None:
-        """What workers may know of each other is told to all of them, now or in a moment."""
+        """Check that the news that workers may have of each other is told to all of them, now or in a moment."""
         views = {node: order for node, order in self.orders if isinstance(order, View)}
         nodes, true = self.after.agents.keys(), view_of(self.after)
         assert views.keys() <= nodes
@@ -224,7 +224,7 @@ class Step:
             assert same or views.keys() == nodes, "not everybody is told"
 
     def check_watchers(self) -> None:
-        """Who follows the job hears how far roles are, and what was decided."""
+        """Check that the watchers of the job are told how far roles are, and of each decision."""
         for name, role in self.after.roles.items():
             told = [m for m in self.told if isinstance(m, RoleChanged) and m.role == name]
             now, old = progress(role), progress(self.before.roles[name])
@@ -249,7 +249,7 @@ class Step:
 
 
 def ordered(state: JobState) -> set[Who]:
-    """Who was ever ordered, as far as the state has it."""
+    """The ranks that were ever ordered, as far as the state has it."""
     return {
         (role.name, worker.rank, worker.incarnation)
         for role in state.roles.values()
@@ -279,7 +279,7 @@ def view_of(state: JobState) -> View:
 
 
 def known_of(view: View) -> object:
-    """What workers act on: which of them are there, and in which generation."""
+    """The facts that workers act on: which of them are there, and in which generation."""
     return [(role.name, role.generation, role.workers) for role in view.roles]
 
 

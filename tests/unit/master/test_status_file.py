@@ -1,4 +1,4 @@
-"""When the status of a job is written, and when it is not."""
+"""The status of a job is written when it has changed, and not otherwise."""
 
 from __future__ import annotations
 

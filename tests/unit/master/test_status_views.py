@@ -1,4 +1,4 @@
-"""What a status, a summary, and who attaches are told of a job, figure by figure."""
+"""The figures of a job in a status, in a summary, and in the view of an attached process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the master tells of a rank that has not failed, and is the cause that its peers have."""
+"""The master's reports of a rank that has not failed, and is the cause that its peers have."""
 
 from __future__ import annotations
 

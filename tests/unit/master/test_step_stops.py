@@ -1,4 +1,4 @@
-"""What the master decides when somebody wants the job to end."""
+"""The master's decisions when it is asked to end the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a master makes of what comes over its streams: agents, commands, and others."""
+"""The master's reactions to the messages of its streams: agents, commands, and others."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TestAnAgent:
         assert court.run(play) == []
 
     def test_an_agent_is_told_of_its_peers_in_a_moment(self, court: Court) -> None:
-        """What waits for more news comes by itself."""
+        """News that waits for more news is sent by itself."""
 
         async def play() -> None:
             agent = await court.agent()

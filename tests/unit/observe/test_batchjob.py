@@ -1,4 +1,4 @@
-"""How a batch job stands, read from what the commands of Slurm 22.05 print."""
+"""The state of a batch job, read from the output of the commands of Slurm 22.05."""
 
 from __future__ import annotations
 

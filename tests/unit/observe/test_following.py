@@ -52,7 +52,7 @@ def heard(master: StandIn) -> Message:
 
 
 def ending(place: Place) -> Script:
-    """What a master does in which the job ends as soon as somebody asks."""
+    """The actions of a master in which the job ends at the first request."""
 
     def script(stream: BlockingStream) -> None:
         stream.receive()

@@ -212,7 +212,7 @@ class TestJobsRoot:
         assert [mode(path) for path in (home, jobs_root(), job.path, job.logs)] == [0o700] * 4
 
     def test_a_jobs_root_that_others_may_open_is_closed_to_them(self, create: Create, home: Path) -> None:
-        """Who can open a directory can lock it."""
+        """A process that can open a directory can lock it."""
         (home / "jobs").mkdir(parents=True)
         (home / "jobs").chmod(0o755)
         create()

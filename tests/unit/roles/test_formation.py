@@ -1,5 +1,5 @@
-"""How a worker's default group follows the generations of its role. The worker is this process, its role has one rank
-or two, and the stores are real ones."""
+"""The default group of a worker follows the generations of its role. The worker is this process, its role has
+one rank or two, and the stores are real ones."""
 
 from __future__ import annotations
 

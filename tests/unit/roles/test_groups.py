@@ -28,7 +28,7 @@ ROLES = ("actor", "rollout")
 
 
 class Actor(Peers):
-    """What `actor:0` knows; both roles have one rank and meet in a real store."""
+    """The knowledge of `actor:0`; both roles have one rank and meet in a real store."""
 
     def __init__(self) -> None:
         super().__init__("actor", 0, {name: RoleInfo(name, 1, 0) for name in ROLES})
@@ -57,7 +57,7 @@ class Rollout:
         self._actor, self._pool = actor, pool
 
     def prefix(self, actor: int, rollout: int) -> str:
-        """Where the members of the roles' generations meet."""
+        """The prefix under which the members of the roles' generations meet."""
         return f"unirun/actor.{actor}+rollout.{rollout}/gloo"
 
     def comes(self, actor: int, rollout: int) -> Future[Any]:

@@ -1,4 +1,4 @@
-"""Which ranks of which roles are members of a group."""
+"""The members of a group, by roles and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where callers find workers, also when a role has become smaller."""
+"""The places where callers find workers, also when a role has become smaller."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ LONG = timedelta(minutes=30)
 
 
 def published(ip: str, port: int, numbers: tuple[int, ...], host: bytes = b"host") -> bytes:
-    """What a rank puts into the store, made by hand."""
+    """The value that a rank puts into the store, made by hand."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     storage = struct.pack("=H", family) + struct.pack(">H", port)
     storage += (b"\0" * 4 if family == socket.AF_INET6 else b"") + socket.inet_pton(family, ip)
@@ -76,7 +76,7 @@ class Meeting:
         return group
 
     def publish(self, key: str, value: bytes) -> None:
-        """What a rank does when it forms the group; torch's types know values of text only."""
+        """Do the same as a rank that forms the group; torch's types know values of text only."""
         self.store.set(key, value)  # type: ignore[arg-type]
 
     def end(self) -> None:
@@ -336,7 +336,7 @@ def listening() -> Iterator[int]:
 
 
 def address_of(number: int) -> tuple[str, int]:
-    """Where it listens."""
+    """The address at which it listens."""
     with socket.socket(fileno=os.dup(number)) as sock:
         found: tuple[str, int] = sock.getsockname()[:2] if sock.family != socket.AF_UNIX else ("", 0)
         return found

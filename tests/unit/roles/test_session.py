@@ -1,4 +1,4 @@
-"""Which addresses a worker knows as those of its job's hosts."""
+"""The addresses that a worker knows as those of its job's hosts."""
 
 from __future__ import annotations
 

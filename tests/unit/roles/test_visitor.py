@@ -27,7 +27,7 @@ def welcome(ranks: int = 2, transport: str = "socket") -> Welcome:
 
 
 def greets(message: Message, *more: Message) -> Script:
-    """What a master does that answers a visitor."""
+    """The actions of a master that answers a visitor."""
 
     def script(stream: BlockingStream) -> None:
         assert stream.receive() == Visit()

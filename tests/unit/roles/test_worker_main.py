@@ -1,4 +1,4 @@
-"""How a workload or a trainer is made of what a spec names."""
+"""The making of a workload or a trainer from the names of a spec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a class is there is told from its source; nothing is imported."""
+"""The existence of a class is told from its source; nothing is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documentation says of job files is so. (`tests/unit/test_documents.py` reads those that it shows.)"""
+"""The statements of the documentation about job files are true. (`tests/unit/test_documents.py` reads those that it shows.)"""
 
 from __future__ import annotations
 

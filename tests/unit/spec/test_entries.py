@@ -1,4 +1,4 @@
-"""What Python runs is let through, whatever it is called; what it does not run is told before anything starts."""
+"""An entry that Python can run is let through, whatever its name; what it does not run is told before anything starts."""
 
 from __future__ import annotations
 

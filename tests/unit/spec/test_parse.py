@@ -191,7 +191,7 @@ def specs(draw: st.DrawFn) -> JobSpec:
 
 
 def write_code() -> None:
-    """What the specs name."""
+    """Write the files that the specs name."""
     Path("train.py").touch()
     Path("ppo.py").write_text("class Actor: ...\nclass Rollout: ...\nclass PPOTrainer: ...\n")
 

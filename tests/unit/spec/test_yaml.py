@@ -1,4 +1,4 @@
-"""What a job file says is what it looks like."""
+"""A job file means the same to YAML as to its reader."""
 
 from __future__ import annotations
 

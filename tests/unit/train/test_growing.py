@@ -1,4 +1,4 @@
-"""When a run asks for more ranks: right after a checkpoint, and not too often."""
+"""The times at which a run asks for more ranks: right after a checkpoint, and not too often."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def run(clock: Clock, asked: Asked, *, elastic: bool = True, every: float = EVER
 def asks(
     rounds: list[tuple[float, int | None]], *, elastic: bool = True, every: float = EVERY
 ) -> tuple[list[float], list[float]]:
-    """When more ranks are asked for, and when a checkpoint is committed: the `rounds` of a run each have the seconds
-    since the last one, and the number of a checkpoint or None."""
+    """The times at which more ranks are asked for, and those at which a checkpoint is committed: the `rounds`
+    of a run each have the seconds since the last one, and the number of a checkpoint or None."""
     clock = Clock()
     asked, saved = Asked(clock), list[float]()
     iterator = run(clock, asked, elastic=elastic, every=every)

@@ -1,4 +1,4 @@
-"""What is in lists, tuples and dicts is changed, and they stay what they are."""
+"""The elements of lists, tuples and dicts are changed, and the containers keep their types."""
 
 from __future__ import annotations
 

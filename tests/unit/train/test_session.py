@@ -1,4 +1,4 @@
-"""What a training function finds, in a worker and in plain python."""
+"""The session of a training function, in a worker and in plain python."""
 
 from __future__ import annotations
 

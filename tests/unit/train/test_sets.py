@@ -1,4 +1,4 @@
-"""How many sets of workers there may be side by side, and the devices and threads of each."""
+"""The number of sets of workers that fit side by side, and the devices and threads of each."""
 
 from __future__ import annotations
 

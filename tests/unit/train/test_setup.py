@@ -1,4 +1,4 @@
-"""What a trainer asks for, and how its arguments say that."""
+"""The request of a trainer, made from its arguments."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from unirun.train.arguments import checkpoint_of, directory, takes_config
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where jobs would be."""
+    """The folder where jobs would be."""
     folder = tmp_path / "home"
     monkeypatch.setenv("UNIRUN_HOME", str(folder))
     yield folder

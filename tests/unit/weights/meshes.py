@@ -18,7 +18,7 @@ from unirun.weights.layout import Layout, Part, Tensor, pieces_of
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is cut over a mesh."""
+    """The division of a tensor over a mesh."""
 
     mesh: tuple[int, ...]
     placements: tuple[Any, ...]
@@ -33,7 +33,7 @@ class Cut:
         return local_indices(tuple(tensor.shape), self.mesh, coordinate, self.placements)
 
     def local(self, tensor: torch.Tensor, coordinate: tuple[int, ...]) -> torch.Tensor:
-        """What a rank has, in memory of its own."""
+        """The tensor of a rank, in memory of its own."""
         for axis, indices in enumerate(self.indices(tensor, coordinate)):
             tensor = tensor.index_select(axis, torch.tensor(indices, dtype=torch.long))
         return tensor.clone()

@@ -73,7 +73,7 @@ class Place:
         return line
 
     def end_publishers(self) -> None:
-        """What their death does to the connections."""
+        """End the publishers' connections, as their death does."""
         for transport in self._listening:
             transport.close()
 

@@ -1,4 +1,4 @@
-"""What every `Device` does, in two processes that use it: the twin everywhere, CUDA where there is a GPU."""
+"""The contract of every `Device`, in two processes that use it: the twin everywhere, CUDA where there is a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a receiver has received it gives to others, when the publisher is gone."""
+"""A receiver gives the version that it has received to others, when the publisher is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is looked at before the first byte of a version is written: a version is received as a whole or not at all."""
+"""The checks before the first byte of a version is written: a version is received as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ EMPTY: dict[str, Callable[[], torch.Tensor]] = {
     "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
     "less than a byte": lambda: torch.empty(SHAPE, dtype=dtype_of("uint4")),
 }
-"""What has no elements that could be copied, by what it is."""
+"""Objects that have no elements that could be copied, by kind."""
 
 LOCKED: dict[str, Callable[[], torch.Tensor]] = {
     "expanded": lambda: torch.zeros(1).expand(SHAPE),
@@ -86,7 +86,7 @@ LOCKED: dict[str, Callable[[], torch.Tensor]] = {
     "negative": lambda: torch.zeros(SHAPE, dtype=torch.complex64).conj().imag,
     "mapped for reading": lambda: mapped(writable=False),
 }
-"""What can be read, and not written as itself."""
+"""Tensors that can be read, and not written as themselves."""
 
 GOOD: dict[str, Callable[[], torch.Tensor]] = {
     "plain": lambda: torch.zeros(SHAPE),

@@ -1,4 +1,4 @@
-"""Whatever another process sends is a message about weights or queues, or a `FrameError`."""
+"""Bytes of another process are a message about weights or queues, or raise a `FrameError`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ BYTES = 8 * 4000
 
 
 def all_receive(readers: Sequence[Reader], version: int) -> list[tuple[int, set[float]]]:
-    """What they get who receive at the same time."""
+    """Let all readers receive at the same time, and return their results."""
     found: list[tuple[int, set[float]]] = []
 
     def receive(reader: Reader) -> None:

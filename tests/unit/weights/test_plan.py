@@ -1,4 +1,4 @@
-"""Who takes what from whom."""
+"""The transfers between ranks."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from unirun.weights.devices.protocol import DeviceError
 
 GARBAGE = 0xA5
-"""What memory has in it that nobody has written to."""
+"""The content of memory that nothing has been written to."""
 
 
 class Misuse(AssertionError):
@@ -48,7 +48,7 @@ class Machine:
 
     @property
     def borrowed(self) -> int:
-        """How many borrowers there are."""
+        """The number of borrowers."""
         return sum(len(region.borrowers) for region in self.regions)
 
 

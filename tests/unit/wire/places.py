@@ -1,4 +1,4 @@
-"""Where streams go in tests: a unix socket, TCP with TLS, and TCP without it."""
+"""The places of streams in tests: a unix socket, TCP with TLS, and TCP without it."""
 
 from __future__ import annotations
 

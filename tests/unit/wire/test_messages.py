@@ -32,7 +32,7 @@ messages = st.one_of([st.from_type(kind) for kind in typing.get_args(Message)])
 
 
 def sendable(message: Message) -> bool:
-    """Whether a message equals itself and can be encoded."""
+    """Return True if a message equals itself and can be encoded."""
     said = message.message if isinstance(message, FromWorker) else message
     if isinstance(said, Metrics) and not all(map(math.isfinite, said.values.values())):
         return False

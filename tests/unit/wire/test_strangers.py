@@ -1,4 +1,4 @@
-"""Which connections may prove the token: addresses take turns, known ones come first, and each takes no more than its part."""
+"""The connections that may prove the token: addresses take turns, known ones come first, and each takes no more than its part."""
 
 from __future__ import annotations
 

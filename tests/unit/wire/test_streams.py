@@ -93,7 +93,7 @@ class Refusing:
         self.refused.put_nowait(text)
 
     async def reason(self) -> str:
-        """Why the next connection was refused."""
+        """The reason why the next connection was refused."""
         return await asyncio.wait_for(self.refused.get(), SOON)
 
     def close(self) -> None:

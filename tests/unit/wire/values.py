@@ -1,4 +1,4 @@
-"""Which values have a form on the wire."""
+"""The values that have a form on the wire."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def within(value: object) -> bool:
-    """Whether all numbers are finite and all integers have at most 64 bits."""
+    """Return True if all numbers are finite and all integers have at most 64 bits."""
     match value:
         case dict():
             return all(map(within, value.values()))

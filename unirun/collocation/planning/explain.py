@@ -1,4 +1,4 @@
-"""Why a request does not fit, and which requests near it do, in words."""
+"""The reasons why a request does not fit, and similar requests that do, in words."""
 
 from __future__ import annotations
 

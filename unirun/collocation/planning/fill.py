@@ -113,7 +113,7 @@ class Filler:
         )
 
     def possible(self) -> bool:
-        """Whether some way places all cells."""
+        """Return True if some way places all cells."""
         return next(self._ways(), None) is not None
 
     def _ways(self) -> Iterator[list[Run]]:
@@ -236,7 +236,7 @@ class Filler:
         return None if any(left) else done + waiting[::-1]
 
     def _holds(self, run: Run, left: Sequence[int]) -> bool:
-        """Whether a node of `run` has room for all that is left."""
+        """Return True if a node of `run` has room for all that is left."""
         return self._packer.fits(run.kind, tuple(a + b for a, b in zip(run.cells, left, strict=True)))
 
     def _fill_up(self, run: Run, left: Sequence[int], rule: Rule) -> Cells:

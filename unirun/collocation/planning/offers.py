@@ -114,7 +114,7 @@ class Trials:
         return feasible(Packer(problem), Kinds(problem, most).of(nodes), problem.least)
 
     def fit(self, request: Request, more: int = 0) -> bool:
-        """Whether the least ranks of `request` can be placed."""
+        """Return True if the least ranks of `request` can be placed."""
         try:
             problem = problem_of(request)
         except PlacementError:

@@ -1,4 +1,4 @@
-"""What fits on a node of a kind, and on which of its slots: near each other where there is a choice.
+"""The cells that fit on a node of a kind, and the slots for them: near each other where there is a choice.
 
 Nearness never decides what fits. There are three preferences: that the slots of a rank are near each
 other, that those of a group of ranks are (`per_group`), and that those of all ranks of a role on the node are. Each has
@@ -51,7 +51,7 @@ class Packer:
         self._same: dict[NodeKind, NodeKind] = {}
 
     def fits(self, kind: NodeKind, cells: Cells) -> bool:
-        """Whether a node of `kind` has room for `cells`, and all constraints hold among the cells it then has."""
+        """Return True if a node of `kind` has room for `cells`, and all constraints hold among its cells then."""
         same = self._same.get(kind)
         if same is None:
             same = self._same[kind] = self._first.setdefault(kind.shape, kind)
@@ -91,7 +91,7 @@ class Packer:
         return packing
 
     def _may_choose(self, kind: NodeKind) -> bool:
-        """Whether free slots are on several islands, for a stack whose slots should be near each other."""
+        """Return True if free slots are on several islands, for a stack whose slots should be near each other."""
         islands = Counter(type for type, _ in {(s.type, s.island) for s in kind.slots if s.free})
         return any(
             islands[stack.device or ""] > 1 and (stack.device != CPU or stack.width > 1 or stack.group > 1)

@@ -20,7 +20,7 @@ from unirun.errors import Fault, PlacementError
 from unirun.values import Value
 
 Cells = tuple[int, ...]
-"""How many cells of each bundle."""
+"""The number of cells of each bundle."""
 
 BITS = 80
 """Weights are integers of so many bits."""
@@ -131,7 +131,7 @@ class Problem(Value):
 
     @property
     def countable(self) -> bool:
-        """Whether cells fit on a node as soon as there are as many free slots as they take."""
+        """True if cells fit on a node as soon as there are as many free slots as they take."""
         plain = all(stack.units == self.unit and stack.only is None for stack in self.stacks)
         return plain and not any(self.isolated)
 

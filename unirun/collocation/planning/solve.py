@@ -91,7 +91,7 @@ def _in_order(kinds: Sequence[NodeKind], runs: Iterable[tuple[NodeKind, Cells, i
 
 
 def most_cells(packer: Packer, kinds: Sequence[NodeKind], least: Cells, most: Cells) -> Cells | None:
-    """How many cells of each bundle, from `least` to `most`, can be placed; None when too few can.
+    """The number of cells of each bundle, from `least` to `most`, that can be placed; None when too few can.
 
     All bundles grow from `least` by equal parts of the difference, as long as there is room, then those that still can.
     So no role could have more without another having fewer. When `least` is `most`, `distribute` finds out.

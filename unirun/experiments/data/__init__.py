@@ -1,1 +1,1 @@
-"""What sequences are, how they are split, and where they come from."""
+"""Sequences, their division, and the datasets that they come from."""

@@ -19,7 +19,7 @@ from unirun.experiments.registry import Registry, register_dataset
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; those of transformers are such."""
+    """The part of a tokenizer that is used here; those of transformers are such."""
 
     eos_token_id: int
     pad_token_id: int
@@ -57,8 +57,9 @@ def load_tokenizer(name_or_path: str) -> Any:
 
 @dataclass(frozen=True)
 class DatasetUtility:
-    """What a dataset gets from its worker: the tokenizer and the seed. Every dataset has all samples: the master says
-    which ones a rank reads. So `dp_rank` is always 0, and `world_size` is always 1."""
+    """The values that a dataset gets from its worker: the tokenizer and the seed. Every dataset has all
+    samples: the master says which ones a rank reads. So `dp_rank` is always 0, and `world_size` is always
+    1."""
 
     tokenizer: Any
     seed: int = 0
@@ -188,7 +189,7 @@ def read_rows(
 
 
 class _Rows:
-    """What datasets of rows have in common."""
+    """The common part of all datasets of rows."""
 
     keys: tuple[str, ...] = ()
     needs: ClassVar[Mapping[str, type]] = {}
@@ -276,8 +277,8 @@ class PairedDataset(_Rows):
 
 
 def is_of_rows(cls: Any) -> bool:
-    """Tell whether the arguments of a dataset say where its rows are (`read_rows`), as those of the built-in ones
-    do."""
+    """Return True if the arguments of a dataset say where its rows are (`read_rows`), as those of the
+    built-in ones do."""
     return isinstance(cls, type) and cls.__init__ in (_Rows.__init__, PairedDataset.__init__)  # type: ignore[misc]
 
 

@@ -95,7 +95,7 @@ class NamedArray(Mapping[str, Any]):
 
 
 class _Header(Value):
-    """What is before the bytes of the tensors: for each its path, dtype and shape, None for nothing."""
+    """The header, before the bytes of the tensors: for each its path, dtype and shape, None for nothing."""
 
     leaves: list[tuple[str, tuple[str, tuple[int, ...]] | None]]
     metadata: dict[str, Any] = {}  # noqa: RUF012

@@ -1,4 +1,4 @@
-"""How sequences are split over data-parallel ranks and micro-batches: pure functions of their numbers of tokens."""
+"""The division of sequences over data-parallel ranks and micro-batches: pure functions of their numbers of tokens."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class SequenceSample:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What it has of each id."""
+        """The keys that each id has."""
         return tuple(self.seqlens)
 
     def __len__(self) -> int:

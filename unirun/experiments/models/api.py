@@ -1,4 +1,4 @@
-"""What runs a call: a `Model`, the `ModelBackend` that has prepared it, and the `ModelInterface` that uses it."""
+"""The parts of a call: a `Model`, the `ModelBackend` that has prepared it, and the `ModelInterface` that uses it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from unirun.values import Value
 
 @dataclass(frozen=True)
 class Place:
-    """Where a shard of a model is: its coordinates, its device, and the mesh of all of the model's ranks, whose
-    dimensions are the axes of `topo`. Without torch.distributed there is no mesh, and one rank."""
+    """The place of one shard of a model: its coordinates, its device, and the mesh of all of the model's
+    ranks, whose dimensions are the axes of `topo`. Without torch.distributed there is no mesh, and one
+    rank."""
 
     name: ModelName
     topo: ProcessTopology
@@ -50,12 +51,12 @@ class Place:
 
     @property
     def last_stage(self) -> bool:
-        """Whether outputs of the network are here."""
+        """True if outputs of the network are here."""
         return self.pipe == self.topo.get_dim("pipe") - 1
 
     @property
     def speaks(self) -> bool:
-        """Whether the metrics of this rank are used: it is tensor-parallel rank 0 of the last pipeline stage."""
+        """True if the metrics of this rank are used: it is tensor-parallel rank 0 of the last pipeline stage."""
         return self.last_stage and self.tensor == 0
 
     def group(self, axis: str) -> Any:
@@ -66,7 +67,7 @@ class Place:
 
 
 class FinetuneSpec(Value):
-    """How much a model is trained, for schedules of the learning rate."""
+    """The amount of training that a model gets, for schedules of the learning rate."""
 
     total_train_epochs: int
     dataset_size: int
@@ -79,8 +80,9 @@ class FinetuneSpec(Value):
 
 
 class GenerationConfig(Value):
-    """How sequences are generated: `n` for each prompt, of `max_new_tokens` at most, ending with a stop token. Without
-    `greedy`, tokens are drawn with `temperature` from the `top_p` mass and the `top_k` likeliest ones (0: from all)."""
+    """The settings of generation: `n` for each prompt, of `max_new_tokens` at most, ending with a stop token.
+    Without `greedy`, tokens are drawn with `temperature` from the `top_p` mass and the `top_k` likeliest ones
+    (0: from all)."""
 
     n: int = 1
     max_new_tokens: int = 64
@@ -172,8 +174,8 @@ class Engine(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs from this rank: its shards of the parameters and of the optimizer's state. On the CPU
-        the result shares memory with them."""
+        """The part of a checkpoint that this rank has to give: its shards of the parameters and of the
+        optimizer's state. On the CPU the result shares memory with them."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -207,7 +209,7 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The device that it runs on."""
         return self.place.device
 
     def running(self) -> Engine:
@@ -246,7 +248,7 @@ class ModelBackend:
 
 
 class ModelInterface:
-    """What an algorithm does with a model. Registered with `register_interface`; one defines what it needs.
+    """The operations of an algorithm on a model. Registered with `register_interface`; one defines what it needs.
 
     Each method is called in all ranks of the model, with the sequences of its data-parallel rank. All tensor-parallel
     ranks of the last stage must return the same sample. Metrics are taken from ranks with `Place.speaks`: the mean over

@@ -125,7 +125,7 @@ def _through(
 
 
 def _shared(place: Place, tokens: torch.Tensor, logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the first tensor-parallel rank of the last stage has drawn, on all ranks of the data-parallel rank."""
+    """The tokens drawn by the first tensor-parallel rank of the last stage, on all ranks of the data-parallel rank."""
     last = place.topo.get_dim("pipe") - 1
     for axis, source, involved in (
         ("tensor", 0, place.pipe == last),

@@ -218,9 +218,9 @@ def _built(whole: nn.Module, stage: int, stages: int) -> Stage:
 
 
 def network_faults(where: str, topo: ProcessTopology, arguments: Mapping[str, Any]) -> list[Fault]:
-    """Why a `causal_lm` with these `arguments` cannot have this layout: its sizes, or a family whose parts compute
-    something else than the whole (`families`). Nothing of its size is made. Raises `SpecError` when its configuration
-    cannot be read."""
+    """The reasons why a `causal_lm` with these `arguments` cannot have this layout: its sizes, or a family
+    whose parts compute something else than the whole (`families`). Nothing of its size is made. Raises
+    `SpecError` when its configuration cannot be read."""
     found = configuration(where, arguments.get("config"), arguments.get("path", ""))
     return _faults(where, topo, found, bool(arguments.get("critic")))
 

@@ -103,7 +103,7 @@ class Channel:
                 return to_answer(line)
 
     async def _end(self) -> RendezvousError:
-        """Why the probe has ended."""
+        """The reason why the probe has ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2.0):
                 await self._process.wait()

@@ -81,7 +81,7 @@ async def examine(
 
 
 class _Examiner:
-    """What was found so far, and the channels to the hosts that could be reached, by name."""
+    """The findings so far, and the channels to the hosts that could be reached, by name."""
 
     def __init__(self, hosts: Sequence[Host], way: Way) -> None:
         self._hosts, self._way = hosts, way
@@ -156,7 +156,7 @@ class _Examiner:
         await self._each(self._reached, read, CLOCKS_AT_ONCE)
 
     async def compare_directories(self) -> None:
-        """Which directories are those of the first host: it writes a file, and the others look for it."""
+        """Compare the directories of each host with those of the first, which writes a file for the others to find."""
         head, *others = self._reached or [""]
         if not others:
             return

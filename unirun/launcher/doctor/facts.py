@@ -1,4 +1,4 @@
-"""What a host says of itself, without torch and without a CUDA context."""
+"""The facts that a host reports of itself, without torch and without a CUDA context."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def own_address(interface: str | None, head: str | None) -> str:
 
 
 def _lookup(address: str) -> float:
-    """How long it takes to look up the name of `address`, also when it has none."""
+    """The time that a look-up of the name of `address` takes, also when it has none."""
     began = time.perf_counter()
     with suppress(OSError):
         socket.gethostbyaddr(address)

@@ -42,7 +42,7 @@ _SAME: Mapping[str, tuple[Callable[[Facts], str], str]] = {
     "GPU driver": (lambda facts: facts.driver or "none", "install the same driver on all hosts"),
     _GPUS: (lambda facts: _counted(facts.gpus), "see nvidia-smi there; a GPU may have failed"),
 }
-"""What all hosts should agree on, and the remedy."""
+"""The facts in which all hosts should agree, and the remedy."""
 
 
 def findings(found: Examination) -> tuple[Finding, ...]:

@@ -83,7 +83,7 @@ class Probe:
 
 
 def _written(path: Path) -> bool:
-    """Whether the file could be written: a home directory may be read-only."""
+    """Return True if the file could be written: a home directory may be read-only."""
     try:
         path.touch(mode=0o600)
     except OSError:

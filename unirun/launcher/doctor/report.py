@@ -70,7 +70,7 @@ def _matrix(title: str, found: Examination, cell: Callable[[Link], str]) -> list
 
 
 def _together(found: Examination) -> Iterable[str]:
-    """What the hosts share, and what they did together."""
+    """The directories that the hosts share, and the results of the checks that they ran together."""
     if len(found.reached) > 1:
         for directory, name in (("cwd", "working directory"), ("home", "$HOME")):
             sharing = [host.name for host in found.reached if directory in host.shared]

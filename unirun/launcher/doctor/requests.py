@@ -1,4 +1,4 @@
-"""What the command asks a probe, and its answers: JSON objects, one on each line."""
+"""The requests of the command to a probe, and its answers: JSON objects, one on each line."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Reduced(Value, tag=True):
 
 
 class Failed(Value, tag=True):
-    """What was asked is not possible there, and what to do."""
+    """The error of a request that is not possible there, and the remedy."""
 
     problem: str
     remedy: str = ""

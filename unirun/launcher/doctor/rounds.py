@@ -1,4 +1,4 @@
-"""Which pairs of hosts are measured at the same time."""
+"""The pairs of hosts that are measured at the same time."""
 
 from __future__ import annotations
 

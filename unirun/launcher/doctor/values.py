@@ -1,4 +1,4 @@
-"""What an examination of hosts has found, as values."""
+"""The findings of an examination of hosts, as values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unirun.values import Value
 
 
 class Facts(Value):
-    """What a host says of itself.
+    """The facts that a host reports of itself.
 
     `address` is the one by which others reach it, on `interface`. Versions are empty where something is not installed.
     Sizes are in bytes; `open_files` is the soft limit of a process. `lookup` is the time in seconds to look up the name
@@ -32,7 +32,7 @@ class Facts(Value):
 
 
 class Clock(Value):
-    """How far a host's clock is ahead of the command's, in seconds; the error is at most `uncertainty`."""
+    """The seconds by which a host's clock is ahead of the command's; the error is at most `uncertainty`."""
 
     offset: float
     uncertainty: float
@@ -86,7 +86,7 @@ class Examination(Value):
 
 
 class Finding(Value):
-    """What is wrong with `hosts`, and what to do. `stops`: a job should leave them out."""
+    """A fault of `hosts`, and the remedy. `stops`: a job should leave them out."""
 
     hosts: tuple[str, ...]
     problem: str

@@ -31,7 +31,7 @@ COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
 
 
 def shown(log: LogSpec, local_rank: int, stream: int) -> bool:
-    """Whether the console shows `stream` (1 stdout, 2 stderr) of a local rank, by ``-r``, ``-t`` and filter."""
+    """Return True if the console shows `stream` (1 stdout, 2 stderr) of a local rank, by ``-r``, ``-t`` and filter."""
     if log.local_ranks_filter is not None and local_rank not in log.local_ranks_filter:
         return False
     return bool(_bits(log.tee, local_rank) & stream) or not _bits(log.redirects, local_rank) & stream

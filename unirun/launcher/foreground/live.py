@@ -39,7 +39,7 @@ class LiveLine:
 
     @property
     def new_row(self) -> str:
-        """What to write before a line that must start on a new row."""
+        """The text to write before a line that must start on a new row."""
         return "\n" if self._begun else ""
 
     def _draw(self, width: int) -> str:

@@ -90,7 +90,7 @@ def drop_output() -> None:
 
 
 def may_read() -> bool:
-    """Whether a worker may read this process's stdin: a background job must not take the shell's input."""
+    """Return True if a worker may read this process's stdin: a background job must not take the shell's input."""
     return not os.isatty(0) or in_foreground(0)
 
 
@@ -118,17 +118,17 @@ def _to_null(number: int) -> None:
 
 
 def is_screen(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that supports escape sequences."""
+    """Return True if `stream` is a terminal that supports escape sequences."""
     return stream.isatty() and os.environ.get("TERM", "").lower() not in _DUMB
 
 
 def in_colour(stream: TextIO) -> bool:
-    """Whether to colour output to `stream`; not with NO_COLOR (https://no-color.org)."""
+    """Return True if output to `stream` is to be coloured; not with NO_COLOR (https://no-color.org)."""
     return is_screen(stream) and not os.environ.get("NO_COLOR")
 
 
 def is_pipe(stream: TextIO) -> bool:
-    """Whether another program reads `stream`, which may write to the same terminal, as ``| tee log`` does."""
+    """Return True if another program reads `stream`, which may write to the same terminal, as ``| tee log`` does."""
     try:
         mode = os.fstat(stream.fileno()).st_mode
     except (OSError, ValueError):
@@ -137,7 +137,7 @@ def is_pipe(stream: TextIO) -> bool:
 
 
 def one_file(one: TextIO, other: TextIO) -> bool:
-    """Whether both streams are the same file, as with ``2>&1``."""
+    """Return True if both streams are the same file, as with ``2>&1``."""
     try:
         return os.path.samestat(os.fstat(one.fileno()), os.fstat(other.fileno()))
     except (OSError, ValueError):
@@ -145,7 +145,7 @@ def one_file(one: TextIO, other: TextIO) -> bool:
 
 
 def in_foreground(number: int) -> bool:
-    """Whether this process is in the foreground of the terminal with this descriptor, and so may draw on it."""
+    """Return True if this process is in the foreground of the terminal with this descriptor, and so may draw on it."""
     try:
         return os.tcgetpgrp(number) == os.getpgrp()
     except OSError:

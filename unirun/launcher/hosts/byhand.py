@@ -43,7 +43,7 @@ AGAIN = 0.2
 
 
 class Meeting(Value):
-    """Where and how the nodes of a job meet.
+    """The place and the manner in which the nodes of a job meet.
 
     This host is `node`, with the node rank `rank` (-1: any); it is the head if `head`. The head listens at `host`, a
     name or an address, and `port`, and waits for `least` to `most` nodes, `timeout` seconds at most; once there are
@@ -142,7 +142,7 @@ def run_member(meeting: Meeting, *, quiet: bool, detach: bool = False) -> int:
 
 
 def tasks(planned: PlannedJob, head: Head, store: str | None) -> dict[str, Assigned]:
-    """What each node besides the head is told."""
+    """The tasks of all nodes but the head."""
     names = tuple(
         node.name for node in planned.inventory.nodes if node.name not in planned.placement.excluded
     )
@@ -202,5 +202,5 @@ def _follow(running: RunningJob, *, quiet: bool) -> int:
 
 
 def is_here(host: str) -> bool:
-    """Whether the name or address `host` is this host. Raises `RendezvousError` when it has no address."""
+    """Return True if the name or address `host` is this host. Raises `RendezvousError` when it has no address."""
     return host in (socket.gethostname(), "localhost") or is_own(resolve(host))

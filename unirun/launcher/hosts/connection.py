@@ -56,7 +56,7 @@ BY_HOST = (
         "install the same environment there: {python}",
     ),
 )
-"""What ssh itself, or the host's shell about Python, say, and what to do about it."""
+"""Messages of ssh itself, or of the host's shell about Python, and the remedy for each."""
 
 
 class Remote:
@@ -87,7 +87,7 @@ class Remote:
         return expected(word, kind)
 
     async def failure(self) -> RendezvousError:
-        """Why the process has ended."""
+        """The reason why the process has ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2.0):
                 await self._listening
@@ -140,7 +140,7 @@ async def reach(host: Host) -> Remote:
 
 
 def is_local(host: Host) -> bool:
-    """Whether `host` is this one, which needs no ssh."""
+    """Return True if `host` is this one, which needs no ssh."""
     return host.target == "localhost"
 
 

@@ -97,5 +97,5 @@ def reachable_address() -> str:
 
 
 def is_own(addr: str) -> bool:
-    """Whether the numeric address `addr` is one of this host."""
+    """Return True if the numeric address `addr` is one of this host."""
     return any(addr in addresses for addresses in own_addresses().values())

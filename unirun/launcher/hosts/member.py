@@ -45,7 +45,7 @@ def offer(
     *,
     addr: str,
 ) -> Offer:
-    """What this host brings into a job as `node`; others reach it at `addr`."""
+    """The resources that this host brings into a job as `node`; others reach it at `addr`."""
     inventory = replace(local_inventory().nodes[0], name=node, component=component_here(os.environ))
     about = to_json(inventory).decode(), versions()
     return Offer(node, socket.gethostname(), rank, *about, masters, faults, possible_member(node, addr))

@@ -48,7 +48,7 @@ class Mirror:
         self._silent = silent
         self._offsets = {} if remote is not None else offsets_here(job, host.name)
         self.current = asyncio.Event()
-        """What the node had written when it was asked is here, or it does not answer."""
+        """Set when all that the node had written when it was asked is here, or when it does not answer."""
 
     async def run(self) -> None:
         """Copy until the node's agent has ended and everything is here."""
@@ -115,7 +115,10 @@ class Mirror:
 
 
 def offsets_here(job: JobDir, node: str) -> dict[str, int]:
-    """How much of each file of `node` is in `job`. What masters of several nodes may have written begins anew."""
+    """The number of bytes of each file of `node` that are in `job`.
+
+    What masters of several nodes may have written begins anew.
+    """
     logs = job.logs.resolve()
     files = {str(Path("logs", path.relative_to(logs))): path for path in logs.rglob("*") if is_regular(path)}
     files |= {path.name: path for path in job.path.glob("agent.*.log")}
@@ -128,7 +131,7 @@ def offsets_here(job: JobDir, node: str) -> dict[str, int]:
 
 
 def is_regular(path: Path) -> bool:
-    """Tell whether it is a regular file, and not a link to one."""
+    """Return True if it is a regular file, and not a link to one."""
     return path.is_file() and not path.is_symlink()
 
 

@@ -40,7 +40,7 @@ class Containers(Value):
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].strip("-") or "job"
 
     def command(self, rank: str, head: str, token: str) -> list[str]:
-        """What the node `rank` runs, where the first one is found as `head`."""
+        """The command that the node `rank` runs when the first node can be reached as `head`."""
         command = ["unirun", "--config", f"{_FOLDER}/{self.file}", "--rdzv-id", self.label]
         if self.nodes > 1:
             command += ["--nnodes", str(self.nodes), "--node-rank", rank]

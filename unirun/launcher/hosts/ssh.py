@@ -177,7 +177,7 @@ class _Run:
         )
 
     def _inventory(self, guests: Sequence[Guest]) -> Inventory:
-        """What the hosts have, cut to the slots that the user allows."""
+        """The slots of the hosts, cut to those that the user allows."""
         slots = {host.name: host.slots for host in self._hosts}
         nodes = []
         for node in inventory_of([guest.offer for guest in guests]).nodes:
@@ -304,7 +304,7 @@ class RemoteProcesses:
         return None
 
     def given_up(self, led: bool, busy: bool | None = None) -> bool:
-        """Tell whether to stop looking for a master; `busy` as for `JobProcesses`.
+        """Return True to stop looking for a master; `busy` as for `JobProcesses`.
 
         Stop also when only hosts answer whose agents have ended without a master: then too many are lost.
         """

@@ -9,7 +9,7 @@ from typing import cast
 from unirun.wire.blocking import BlockingStream
 
 MARK = b"\x00unirun node\n"
-"""What a node writes first: the login shell of a host may write to stdout before it."""
+"""The mark that a node writes first: the login shell of a host may write to stdout before it."""
 
 
 class _Stdio:

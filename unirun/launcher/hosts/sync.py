@@ -110,7 +110,7 @@ async def _send(host: Host, top: Path, mark: Path, packed: Path) -> None:
 
 
 def _git(folder: Path, *words: str) -> bytes | None:
-    """What git says; None when there is no repository, or no git."""
+    """The output of git; None when there is no repository, or no git."""
     try:
         done = subprocess.run(["git", "-C", folder, *words], capture_output=True, check=False, timeout=60)
     except OSError:

@@ -41,7 +41,7 @@ def outliving_the_script(run_id: str, environ: Mapping[str, str], look: float = 
 
 
 def script_is_gone(job: JobDir, look: float = LOOK) -> bool:
-    """Tell whether the batch script of `job` is gone."""
+    """Return True if the batch script of `job` is gone."""
     before = _beat(job)
     if before is None:
         return False

@@ -86,7 +86,7 @@ def running() -> list[Warm]:
 
 
 def some_start() -> bool:
-    """Whether a warm process is starting. Raises `JobError`."""
+    """Return True if a warm process is starting. Raises `JobError`."""
     return not all((folder / DESCRIPTION).exists() for folder in _folders())
 
 
@@ -112,7 +112,7 @@ def _folders() -> list[Path]:
 
 
 def is_alive(folder: Path) -> bool:
-    """Whether a warm process holds the lock of this folder."""
+    """Return True if a warm process holds the lock of this folder."""
     try:
         with (folder / LOG).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -179,7 +179,7 @@ def choose(want: Borrow) -> Choice:
 
 
 def reasons_against(warm: Warm, want: Borrow) -> list[str]:
-    """Why `warm` cannot lend `want`, as far as this process can see."""
+    """The reasons why `warm` cannot lend `want`, as far as this process can see."""
     try:
         there = state_of(warm.description.pid)
         # State that Yama hides is compared by the warm process.

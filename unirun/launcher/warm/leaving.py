@@ -32,7 +32,7 @@ def starts(choice: Choice) -> str:
 
 
 def leaves_behind() -> bool:
-    """Whether jobs should leave warm processes behind."""
+    """Return True if jobs should leave warm processes behind."""
     return os.environ.get(VARIABLE) == "1"
 
 

@@ -143,7 +143,7 @@ class Description(Value):
 
 
 def counts_in_warm(name: str) -> bool:
-    """Whether a variable must be equal for a fork to be like a new process."""
+    """Return True if a variable must be equal for a fork to be like a new process."""
     return counts_at_import(name) or name.startswith(_IN_C)
 
 

@@ -1,1 +1,1 @@
-"""How the job context gets into the store and back: documents, the ledger of waiting commands, the writer."""
+"""The way of the job context into the store and back: documents, the ledger of waiting commands, the writer."""

@@ -62,8 +62,8 @@ _CALLS = ("calls", "called")
 
 
 def urgent(before: JobState, after: JobState) -> bool:
-    """Whether `after` has decisions or exits of workers that `before` has not: nothing may follow from them before
-    they are in the store. What agents can report again is not urgent."""
+    """Return True if `after` has decisions or exits of workers that `before` has not: nothing may follow from
+    them before they are in the store. What agents can report again is not urgent."""
     if before is after:
         return False
     if _other_nodes(before, after) or _decided_of_job(before) != _decided_of_job(after):
@@ -83,7 +83,7 @@ def _decided(role: RoleState) -> tuple[Any, ...]:
 
 
 def _turned(before: RoleState, after: RoleState) -> bool:
-    """Whether workers were ordered or have ended, or trainers have reported whether they are recoverable."""
+    """Return True if workers were ordered or have ended, or trainers have reported whether they are recoverable."""
 
     def decided(worker: WorkerState) -> tuple[Any, ...]:
         recoverable = worker.recoverable if after.kind == "trainer" else None

@@ -45,7 +45,7 @@ MAX_DIGITS = 18
 
 MAX_OPERATIONS = 100
 MAX_BYTES = 1_000_000
-"""What goes into one transaction; etcd takes 128 operations and 1.5 MB."""
+"""The most bytes of one transaction; etcd takes 128 operations and 1.5 MB."""
 
 
 def load(store: Store, run_id: str) -> JobState | None:
@@ -80,7 +80,7 @@ def _merged(items: dict[str, str]) -> dict[str, str]:
 
 
 def _staged(items: dict[str, str]) -> dict[str, Changes]:
-    """What a write in pieces has committed and not yet moved to its place: documents, by where their piece is."""
+    """The committed changes of a write in pieces that are not at their places yet, by the key of their piece."""
     found: dict[str, Changes] = {}
     if _COMMITTED in items:
         write = f"{_STAGED}{items[_COMMITTED]}/"

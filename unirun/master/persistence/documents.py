@@ -1,4 +1,4 @@
-"""What documents of a job's context are made of: JSON in numbered pieces, none longer than a store takes at once."""
+"""The parts of the documents of a job's context: JSON in numbered pieces, none longer than a store takes at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which commands may be carried out: those that follow from what is in the store.
+"""The commands that may be carried out: those that follow from what is in the store.
 
 A decision is written before anything is done about it. Whoever leads after this master then knows of it, and a master
 whose term is over does nothing any more, because it cannot write.

@@ -76,12 +76,12 @@ class Writer:
 
     @property
     def trouble(self) -> str:
-        """What keeps decisions from being written; empty when nothing does."""
+        """The reason why decisions cannot be written; empty when they can."""
         return next(iter(self._troubles.values()), "")
 
     @property
     def certain(self) -> JobState:
-        """How the job stands, without decisions that are not written yet."""
+        """The state of the job, without decisions that are not written yet."""
         return self._latest if self._ledger.due is None else self._ledger.kept
 
     def add(self, state: JobState, commands: list[Command]) -> None:

@@ -156,7 +156,7 @@ class Cluster:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this is a copy in a forked child, whose locks and connections cannot be used."""
+        """True if this is a copy in a forked child, whose locks and connections cannot be used."""
         return self._pid != os.getpid()
 
     def close(self) -> None:

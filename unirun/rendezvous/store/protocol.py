@@ -71,7 +71,7 @@ class Put(Value):
 
 
 class Outcome(Value):
-    """Whether all comparisons were true, so that the changes were made; and the store's revision after it."""
+    """The outcome of a transaction: true if all comparisons held and it was made; and the revision after it."""
 
     succeeded: bool
     revision: int

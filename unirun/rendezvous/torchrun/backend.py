@@ -54,7 +54,7 @@ class StoreBackend(RendezvousBackend):
         self.meeting = ""
         """Id of the meeting that was read or written last."""
         self.away = False
-        """Whether the last operation on the store failed."""
+        """True if the last operation on the store failed."""
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ class StoreBackend(RendezvousBackend):
 
     @property
     def blinded(self) -> bool:
-        """Whether heartbeats may be old because of an outage of the store."""
+        """True if heartbeats may be old because of an outage of the store."""
         return self.away or time.monotonic() < self._grace_ends
 
     @contextmanager

@@ -66,7 +66,7 @@ class RoundStore(TorchStore):
         self._values(keys, self._deadline(timeout))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys have a value now."""
+        """Return True if all keys have a value now."""
         deadline = self._deadline()
         return all(self._listing(self._place(key), deadline).items for key in keys)
 

@@ -77,7 +77,7 @@ class Caller:
         peers.when_changed(lambda: self._scheduler.soon(self._look))
 
     def method(self, role: str, name: str, options: Invocation, ranks: Sequence[int] | None = None) -> Method:
-        """What `invoke` calls; `ranks` come before the target in `options`.
+        """The method that `invoke` calls; `ranks` come before the target in `options`.
 
         Raises `UsageError` for ranks that there are not.
         """
@@ -367,7 +367,7 @@ class Caller:
 
 
 def _ready(peer: Peer, call: OpenCall) -> bool:
-    """Whether a part need not wait: its worker serves, or never will again."""
+    """Return True if a part need not wait: its worker serves, or never will again."""
     return peer.over or (bool(peer.endpoint) and (peer.whole or not call.joint))
 
 

@@ -79,7 +79,7 @@ def _dump_any(value: Any, what: str) -> tuple[bytes, tuple[memoryview, ...]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether `value` is ``(args, {})`` with simple arguments only, for which plain pickle is enough and fastest."""
+    """Return True if `value` is ``(args, {})`` with simple arguments only: plain pickle is enough and fastest."""
     return (
         type(value) is tuple
         and len(value) == 2

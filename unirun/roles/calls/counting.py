@@ -33,7 +33,7 @@ class Count:
         self.what = what
         """The role, the method, and whether the call is asynchronous."""
         self.split = False
-        """Whether the workers of one call got different arguments."""
+        """True if the workers of one call got different arguments."""
         self._news = news
         self._lock = threading.Lock()
         self._calls = self._bytes = self._returned = 0

@@ -69,7 +69,7 @@ class _Run:
 
 @dataclass(eq=False, slots=True)
 class _CallerState:
-    """What is kept for the process that holds a calling rank; `incarnation` is the latest one that has called."""
+    """The state that is kept for the process of a calling rank; `incarnation` is the latest that has called."""
 
     incarnation: int
     heard: float
@@ -87,7 +87,7 @@ class Generations(Protocol):
         """Form the group of `generation`, or a later one, if that has not been done. In the main thread."""
 
     def explain(self, error: BaseException) -> bool:
-        """Tell whether a call in this process has failed with `error` because the group has ended. Waits for the
+        """Return True if a call in this process has failed with `error` because the group has ended. Waits for the
         news."""
 
     def kept_away(self, by: Callable[[], bool]) -> None:
@@ -303,7 +303,7 @@ class Dispatcher:
         self._finish(run, outcome)
 
     def _explained(self, error: BaseException) -> bool:
-        """Whether the end of the group explains `error`; not if that cannot be found out, as while the program ends."""
+        """Return True if the end of the group explains `error`; False while that is unknown, as at exit."""
         try:
             return self._generations is not None and self._generations.explain(error)
         except Exception as other:  # noqa: BLE001 - the caller has to get the first one

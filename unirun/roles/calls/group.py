@@ -162,7 +162,7 @@ class RoleMethods:
 
 
 class _Workers:
-    """What a role group and a handle on one worker share."""
+    """The common part of a role group and a handle on one worker."""
 
     def __init__(self, methods: RoleMethods, ranks: Sequence[int]) -> None:
         self._role_methods, self._own_ranks = methods, tuple(ranks)

@@ -48,7 +48,8 @@ class Method:
 
 
 class OpenCall:
-    """What is sent to which ranks, and their outcomes: a worker's answer, or the error because of which there is none.
+    """The parcels for each rank, and their outcomes: a worker's answer, or the error because of which there
+    is none.
 
     For the caller:
 
@@ -111,7 +112,7 @@ class OpenCall:
         return f"{self.prepared.role}:{self.ranks[index]}"
 
     def parcel(self, index: int) -> Parcel | None:
-        """What the worker at `index` is sent; None when the call is over."""
+        """The parcel for the worker at `index`; None when the call is over."""
         parcels = self.parcels
         return parcels[index if len(parcels) > 1 else 0] if parcels else None
 
@@ -123,17 +124,17 @@ class OpenCall:
                 self._bad += isinstance(outcome, BaseException) or outcome.head[:1] != OK
 
     def has(self, index: int) -> bool:
-        """Whether there is an outcome of this worker."""
+        """Return True if there is an outcome of this worker."""
         return index in self._outcomes
 
     @property
     def settled(self) -> bool:
-        """Whether there is an outcome of every worker."""
+        """True if there is an outcome of every worker."""
         return len(self._outcomes) == len(self.ranks)
 
     @property
     def failed(self) -> bool:
-        """Whether any outcome is an error."""
+        """True if any outcome is an error."""
         return self._bad > 0
 
     @property
@@ -143,7 +144,7 @@ class OpenCall:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a worker was lost, or an error is the consequence of a loss."""
+        """True if a worker was lost, or an error is the consequence of a loss."""
         return any(
             isinstance(o, WorkerLost) or (isinstance(o, Parcel) and o.head[:1] == INTERRUPTED)
             for o in list(self._outcomes.values())

@@ -52,14 +52,14 @@ class Invocation:
 
     @property
     def one(self) -> bool:
-        """Whether it goes to one worker, so that the bare result is returned."""
+        """True if it goes to one worker, so that the bare result is returned."""
         return self.target in (RANK0, ANY) or isinstance(self.target, int)
 
 
 _NAMES = tuple(field.name for field in fields(Invocation))
 
 _OF_A_CALL = ("timeout", "target", "auto_shard", "pre_func", "post_func", "idempotent", "retries")
-"""What the calling process carries out, besides whether it waits."""
+"""The options that the calling process carries out, besides the choice to wait."""
 
 DEFAULT = Invocation()
 """The options of public methods that are not decorated."""
@@ -235,7 +235,7 @@ def _is_target(value: Any) -> bool:
 
 
 def called_ranks(role: str, size: int, options: Invocation, ranks: Sequence[int] | None) -> Sequence[int]:
-    """Which ranks of a role with `size` may be called: `ranks` come before the target in `options`.
+    """The ranks of a role with `size` that may be called: `ranks` come before the target in `options`.
 
     Raises `UsageError` for ranks that there are not.
     """

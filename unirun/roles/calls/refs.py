@@ -31,7 +31,7 @@ class InvocationRef(OpenCall, Generic[R]):
     """
 
     def done(self) -> bool:
-        """Whether `result` would return or raise without waiting."""
+        """Return True if `result` would return or raise without waiting."""
         return self.over
 
     def result(self, timeout: float | None = None) -> R:
@@ -165,5 +165,5 @@ def wait(
 
 
 def _clamped(seconds: float) -> float:
-    """What Python's locks take."""
+    """The time-out, cut to the most that Python's locks take."""
     return min(max(seconds, 0.0), threading.TIMEOUT_MAX)

@@ -52,10 +52,10 @@ class ReliableChannel:
         self._breaks = 0
         self._gone = False
         self.reconnecting = False
-        """Whether the worker cannot be reached now; the next attempt is in a moment."""
+        """True if the worker cannot be reached now; the next attempt is in a moment."""
 
     def __len__(self) -> int:
-        """How many calls are open."""
+        """The number of open calls."""
         return len(self._parts)
 
     def send(self, call: OpenCall, index: int) -> bool:

@@ -77,8 +77,8 @@ def _slots(error: BaseException) -> dict[str, Any]:
 
 
 def _alike(again: BaseException, error: BaseException) -> bool:
-    """Whether an exception was rebuilt: same type and text. Arguments are not compared, as many objects have no
-    equality."""
+    """Return True if an exception was rebuilt: same type and text. Arguments are not compared, as many
+    objects have no equality."""
     return type(again) is type(error) and _ADDRESS.sub("", _text(again)) == _ADDRESS.sub("", _text(error))
 
 

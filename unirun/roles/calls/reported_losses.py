@@ -1,4 +1,7 @@
-"""Which losses of workers a caller has reported. Each is reported once: by a call that was open, or by the next one."""
+"""The losses of workers that a caller has reported.
+
+Each is reported once: by a call that was open, or by the next one.
+"""
 
 from __future__ import annotations
 

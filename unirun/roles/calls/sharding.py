@@ -1,4 +1,4 @@
-"""How the arguments of one call are split over several workers. Pure functions."""
+"""The division of the arguments of one call over several workers. Pure functions."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ def split(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int, *, auto: bo
 
 
 def sizes(length: int, ranks: int) -> tuple[int, ...]:
-    """How many of `length` items each rank gets. If `ranks` does not divide `length`, the first ranks get one more."""
+    """The number of items, of `length`, that each rank gets.
+
+    If `ranks` does not divide `length`, the first ranks get one more.
+    """
     return tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
 
 

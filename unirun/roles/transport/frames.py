@@ -175,7 +175,7 @@ class FrameParser:
 
 
 def stream_of(begin: bytes, buffers: Iterable[memoryview]) -> Iterator[bytes | memoryview]:
-    """What is written of a frame that begins with `begin` and has large buffers; only small ones are copied."""
+    """The buffers to write for a frame that begins with `begin` and has large buffers; only small ones are copied."""
     small: list[bytes | memoryview] = [begin]
     for buffer in buffers:
         padding = bytes(-buffer.nbytes % ALIGN)

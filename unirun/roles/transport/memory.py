@@ -39,4 +39,4 @@ def _references() -> int:
 
 
 _UNUSED = _references()
-"""What `sys.getrefcount` counts of an array that is in a list alone, in a loop over it."""
+"""The value of `sys.getrefcount` for an array that is in a list alone, in a loop over it."""

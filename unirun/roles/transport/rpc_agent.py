@@ -33,9 +33,9 @@ ERROR = 2
 """The level of torch's C++ log that has errors and no warnings."""
 
 CHANNELS = ("cma", "basic")
-"""How tensors are sent. Of torch's other channels, ``mpt_uv`` opens 16 more ports in each process, for several
-network cards, and aborts the process when it is greeted on the wrong one of them; those for CUDA have no use without
-a device map."""
+"""The channels by which tensors are sent. Of torch's other channels, ``mpt_uv`` opens 16 more ports in each
+process, for several network cards, and aborts the process when it is greeted on the wrong one of them; those
+for CUDA have no use without a device map."""
 
 
 def rpc_worker_name(address: WorkerId) -> str:

@@ -122,7 +122,7 @@ def _write(handle: int, buffer: memoryview, place: int) -> None:
 
 
 def _is_sealed(handle: int) -> bool:
-    """Whether the file behind `handle` is sealed against shrinking. Only a memfd can be."""
+    """Return True if the file behind `handle` is sealed against shrinking. Only a memfd can be."""
     try:
         return bool(fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     except OSError:

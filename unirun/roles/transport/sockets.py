@@ -26,7 +26,7 @@ from unirun.wire.sockets import listen, listen_tcp, tcp_address
 
 
 class Endpoint(Value):
-    """Where a worker takes calls: a unix socket for processes on its node, and `tcp` for those on others."""
+    """The address of a worker for calls: a unix socket for processes on its node, and `tcp` for those on others."""
 
     path: str
     tcp: TcpAddress | None = None
@@ -92,7 +92,7 @@ class SocketTransport:
             raise ChannelError(f"{peer} cannot be reached: {error}") from error
 
     def is_here(self, endpoint: str) -> bool:
-        """Whether `endpoint` is on this host, so that memory can be shared with it. Raises `FrameError`."""
+        """Return True if `endpoint` is on this host, so that memory can be shared with it. Raises `FrameError`."""
         tcp = Endpoint.parse(endpoint).tcp
         return tcp is None or tcp.node == self._credentials.node
 

@@ -76,7 +76,7 @@ class ProgressCallback(TrainingCallback):
 
 
 def _is_screen(console: Console) -> bool:
-    """Whether a table can be redrawn in place."""
+    """Return True if a table can be redrawn in place."""
     isatty = False
     with contextlib.suppress(AttributeError, ValueError):  # no file, or a closed one
         # FORCE_COLOR makes rich say that the log file of a CI is a terminal.
@@ -202,7 +202,7 @@ def _width(column: _Column) -> int:
 
 
 def _fitting(columns: list[_Column], width: int) -> int:
-    """How many of `columns` fit into `width` characters, but one at least."""
+    """The number of `columns` that fit into `width` characters, but one at least."""
     widths = itertools.accumulate(map(_width, columns))
     return max(sum(each <= width for each in widths), 1)
 

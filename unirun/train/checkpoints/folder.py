@@ -50,7 +50,8 @@ ALTERED = "is not as it was written"
 
 
 class Manifest(Value):
-    """What ``checkpoint.json`` says. `files` has the size of each file, in bytes, and its CRC-32; 0: none was made.
+    """The content of ``checkpoint.json``. `files` has the size of each file, in bytes, and its CRC-32; 0:
+    none was made.
 
     `world_size` is the number of ranks that wrote it, and `sharded` whether each has written a part. `data` is how far
     the datasets were used, by name, by all ranks together.
@@ -169,7 +170,7 @@ class Folder:
                 raise self.damaged(manifest.number, name, ALTERED)
 
     def manifest(self, number: int) -> Manifest:
-        """What a checkpoint says of itself. Raises `CheckpointDamaged`, and FileNotFoundError for one that is not
+        """The manifest of a checkpoint. Raises `CheckpointDamaged`, and FileNotFoundError for one that is not
         whole."""
         try:
             with self.open(number, MANIFEST) as file:

@@ -1,4 +1,4 @@
-"""What a user saves, as bytes or by torch.distributed.checkpoint.
+"""The state that a user saves, as bytes or by torch.distributed.checkpoint.
 
 A value may be anything that pickles. A module or an optimizer stands for its state dict; the wrappers of
 DistributedDataParallel and torch.compile are taken off, so names are those of the model alone. When any tensor is a
@@ -113,13 +113,13 @@ def _small_bytes(value: Any) -> bytes:
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether some tensor in it is a part. There is none where nobody has imported DTensor, which takes long."""
+    """Return True if some tensor in it is a part. There is none where nobody has imported DTensor, which takes long."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(each, module.DTensor) for each in _leaves(value))
 
 
 def _leaves(value: Any) -> list[Any]:
-    """What is in `value`, however deep in lists, tuples and mappings."""
+    """The leaves of `value`, however deep in lists, tuples and mappings."""
     if isinstance(value, Mapping):
         return [leaf for each in value.values() for leaf in _leaves(each)]
     if isinstance(value, list | tuple):

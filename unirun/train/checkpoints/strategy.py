@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and which is the best: pure functions of what is known of them."""
+"""The choice of the checkpoints that are kept, and of the best: pure functions of what is known of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Info(Value):
 
 
 class CheckpointStrategy:
-    """Which checkpoints a run keeps.
+    """The checkpoints that a run keeps.
 
     ::
 
@@ -75,7 +75,7 @@ class CheckpointStrategy:
         )
 
     def is_scored(self, *found: Mapping[str, Any]) -> bool:
-        """Whether one of these mappings has the score, or none is asked for."""
+        """Return True if one of these mappings has the score, or none is asked for."""
         name = self.checkpoint_score_attribute
         return name is None or any(name in values for values in found)
 

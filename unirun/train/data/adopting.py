@@ -66,7 +66,7 @@ def sharded(
 
 
 def _order(name: str, dataset: Any, sampler: Any, seed: int) -> tuple[bool, int]:
-    """Whether the sampler shuffles, and with which seed."""
+    """True if the sampler shuffles, and its seed."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         return False, seed
     size = len(dataset)

@@ -54,7 +54,7 @@ class Loader:
 
     @property
     def batch_size(self) -> int:
-        """How many samples a batch has at most; 1 where a `DataLoader` has made none."""
+        """The most samples of a batch; 1 where a `DataLoader` has made none."""
         return self._size
 
     def __iter__(self) -> Iterator[Any]:
@@ -95,10 +95,10 @@ def _check_options(name: str, options: Mapping[str, Any], source: Source) -> Non
 
 
 class _Feed(Protocol):
-    """Where batches come from."""
+    """The source of batches."""
 
     def read(self, progress: Progress) -> Iterator[tuple[Sequence[Mark], Any]]:
-        """What is left of the share, in batches, and what each of them has."""
+        """Yield the rest of the share, in batches, each with the marks of its samples."""
         ...
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class _Batches(_Closing):
         self._batches: DataLoader[Any] = DataLoader(source.dataset, batch_sampler=self._sampler, **options)
 
     def read(self, progress: Progress) -> Iterator[tuple[Sequence[Mark], Any]]:
-        """What is left of the share, in batches."""
+        """Yield the rest of the share, in batches."""
         self._sampler.progress, self._sampler.marks = progress, deque()
         marks = self._sampler.marks
         for batch in self._batches:
@@ -160,7 +160,7 @@ class _Items(_Closing):
         )
 
     def read(self, progress: Progress) -> Iterator[tuple[Sequence[Mark], Any]]:
-        """What is left of the share, in batches."""
+        """Yield the rest of the share, in batches."""
         self._reader.progress = progress
         return iter(self._batches)
 

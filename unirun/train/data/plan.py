@@ -1,4 +1,4 @@
-"""Which rank consumes which positions of an epoch, and what of it is consumed: pure functions.
+"""The positions of an epoch that each rank consumes, and those that are consumed: pure functions.
 
 A *position* is a place in the order of an epoch, from 0. What is left of an epoch when ranks begin is *split* over
 them, and each counts what it has consumed of its *share*. `merged` makes one `Progress` of those of all ranks; from it
@@ -23,7 +23,8 @@ POSITIONS = 4096
 
 
 class Split(Value):
-    """How the `left` positions of an epoch are split over `world` ranks, `batch` of them per rank and step at most.
+    """The division of the `left` positions of an epoch over `world` ranks, `batch` of them per rank and step
+    at most.
 
     The positions that are left are numbered from 0, and cut into *cells* of consecutive numbers. Rank `r` consumes the
     cell ``step * world + r`` in each step, so that what all ranks have consumed after a step is a prefix. The number of
@@ -74,7 +75,8 @@ class Split(Value):
 
 
 class Share(Value):
-    """What `rank` has consumed since the epoch was split: its first `count` cells, and those in `apart`, which ascend.
+    """The positions that `rank` has consumed since the epoch was split: its first `count` cells, and those in
+    `apart`, which ascend.
 
     Its cells are numbered by their step. Cells are apart when the processes that read files for a rank finish them out
     of order.
@@ -100,7 +102,7 @@ class Share(Value):
 
 
 class Progress(Value):
-    """What is consumed of one epoch of a dataset. It is part of a checkpoint: `msgspec.json` writes and reads it.
+    """The consumed part of one epoch of a dataset. It is part of a checkpoint: `msgspec.json` writes and reads it.
 
     Consumed are the first `prefix` positions of the epoch, those in `ahead`, which ascend, and of the position of a
     file, which has many items, as many items as `partial` has for it. One rank's progress has its `share` too, which
@@ -152,7 +154,7 @@ class Progress(Value):
 
 
 def merged(progresses: Iterable[Progress]) -> Progress:
-    """What all ranks together have consumed, from the progress of each: their union.
+    """The progress of all ranks together, from the progress of each: their union.
 
     Pass those that belong to one checkpoint, as each rank's has its own share only. It takes as long as ranks differ in
     their number of steps: with equal numbers, the same for an epoch of any size. What a missing rank has consumed is
@@ -211,13 +213,13 @@ def _advance(prefix: int, ahead: Sequence[int]) -> tuple[int, tuple[int, ...]]:
 
 
 def _without(partial: dict[int, int], prefix: int, ahead: tuple[int, ...]) -> dict[int, int]:
-    """What is begun, without what is consumed whole."""
+    """The positions that are begun, without those that are consumed whole."""
     whole = set(ahead) if partial else ()
     return {at: items for at, items in partial.items() if at >= prefix and at not in whole}
 
 
 def _gaps(prefix: int, ahead: tuple[int, ...]) -> Numbers:
-    """How many positions are left before each of `ahead`."""
+    """The number of positions that are left before each of `ahead`."""
     return np.array(ahead, np.int64) - prefix - np.arange(len(ahead))
 
 

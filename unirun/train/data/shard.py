@@ -101,7 +101,7 @@ class Shard:
 
     @property
     def progress(self) -> Progress:
-        """What this rank has consumed of the epoch, with its share."""
+        """The consumed part of this rank's epoch, with its share."""
         return replace(self._base, partial=dict(self._partial), share=self._share, ended=self._ended)
 
     def restore(self, progress: Progress) -> None:
@@ -156,7 +156,7 @@ class Shard:
         return count if self._first is None else self._first
 
     def consume(self, batch: int, read: Read) -> Iterator[Any]:
-        """What `read` gives of the rest of the epoch, in steps of `batch`; each is counted when it is handed out."""
+        """Yield the rest of the epoch from `read`, in steps of `batch`; each is counted when it is handed out."""
         progress = self.upcoming(batch)
         self._set(progress)
         assert self._share is not None

@@ -1,4 +1,4 @@
-"""What a dataset can be, and how the share of a rank is read from each kind.
+"""The kinds of datasets, and the way to read the share of a rank from each.
 
 ============  ======================================================================  ================
 kind          which datasets                                                          a position is
@@ -29,7 +29,7 @@ from unirun.values import Value
 
 
 class Mark(Value):
-    """How far a cell of the share is consumed once an item is: `items` of its position, which is `whole` or begun."""
+    """The part of a cell that is consumed once an item is: `items` of its position, which is `whole` or begun."""
 
     cell: int
     position: int
@@ -38,7 +38,7 @@ class Mark(Value):
 
 
 class Turn(Value):
-    """What the process `worker` of `workers` reads: every `workers`-th batch, or file, from its own number on."""
+    """The part that process `worker` of `workers` reads: each `workers`-th batch, or file, from its own number on."""
 
     worker: int = 0
     workers: int = 1
@@ -61,7 +61,7 @@ class Source(Protocol):
     size: int | None
 
     def read(self, progress: Progress, turn: Turn = ALL) -> Iterator[Marked]:
-        """What is left of the share of `progress`; of that, what `turn` has."""
+        """Yield the rest of the share of `progress`; of that, what `turn` has."""
         ...
 
 
@@ -83,7 +83,7 @@ class Indexed:
                 yield Mark(cell, int(positions[0])), indices[positions - first].tolist()
 
     def read(self, progress: Progress, turn: Turn = ALL) -> Iterator[Marked]:
-        """What is left of the share, whose cells have one sample each. A `DataLoader` gives turns itself."""
+        """Yield the rest of the share, whose cells have one sample each. A `DataLoader` gives turns itself."""
         for mark, (index,) in self.batches(progress):
             yield (mark,), self.dataset[index]
 
@@ -113,7 +113,7 @@ class Streamed:
         self.dataset = dataset
 
     def read(self, progress: Progress, turn: Turn = ALL) -> Iterator[Marked]:
-        """What is left of the share. Whole batches go to the turns, one after the other."""
+        """Yield the rest of the share. Whole batches go to the turns, one after the other."""
         assert progress.share is not None
         rank, split, count = progress.share.rank, progress.share.split, progress.share.count
         number = count * split.world + rank
@@ -146,7 +146,7 @@ class FromFiles:
         self.size: int | None = order.n
 
     def read(self, progress: Progress, turn: Turn = ALL) -> Iterator[Marked]:
-        """What is left of the share. Whole files go to the turns, one after the other."""
+        """Yield the rest of the share. Whole files go to the turns, one after the other."""
         order = replace(self._order, epoch=progress.epoch)
         # Files without items; the next item marks them, so that they are not looked at again.
         passed: tuple[Mark, ...] = ()

@@ -105,7 +105,7 @@ def _decoded(raw: bytes) -> Any:
 
 
 def _words(raw: bytes, found: Any) -> str:
-    """What the server says is wrong: ``detail``, ``error`` or ``message``, the innermost; else all of it."""
+    """The server's words about the fault: ``detail``, ``error`` or ``message``, the innermost; else all of it."""
     while isinstance(found, dict):
         found = next((found[key] for key in ("detail", "error", "message") if found.get(key)), None)
     words = found if isinstance(found, str) else raw.decode(errors="replace").strip()

@@ -1,4 +1,4 @@
-"""What is sent to a server, and the rounds of it: `Source`, and `Sender`, the base of the trainer engines."""
+"""The requests to a server, in rounds: `Source`, and `Sender`, the base of the trainer engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class WeightSource(Protocol):
     """Whole tensors by name, as often as they are asked for: what vLLM calls a ``WeightSource``."""
 
     def metadata(self) -> list[Param]:
-        """What iteration yields, in its order."""
+        """The metadata of the tensors that iteration yields, in the same order."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors, from the first one."""

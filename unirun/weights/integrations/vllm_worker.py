@@ -20,11 +20,11 @@ from unirun.errors import Fault, WeightsError
 from unirun.weights.integrations.checkpoint import read
 
 REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What the loaders of vLLM's models raise for a name or a shape that is not theirs."""
+"""The errors that the loaders of vLLM's models raise for a foreign name or shape."""
 
 
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the trainer writes its tensors in each round."""
+    """The place where the trainer writes its tensors in each round."""
 
     def __init__(self, path: str, token: str) -> None:
         self.path, self.token = path, token

@@ -1,4 +1,4 @@
-"""Who may make one more item: the bound on how old its weights are when it is trained on."""
+"""The decision about who may make one more item: the bound on the age of its weights when it is trained on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Bound(Value):
     max_head_offpolicyness: int
 
     def may_begin(self, made: int, version: int) -> bool:
-        """Whether, after `made` items, the next one will be in a batch that is trained on early enough.
+        """Return True if, after `made` items, the next one will be in a batch that is trained on early enough.
 
         It will be in batch ``made // batch``, which is trained on with that version at the earliest. This is AReaL's
         rule (``is_staled`` of its rollout manager).
@@ -29,7 +29,7 @@ class Bound(Value):
         return made // self.batch <= version + self.max_head_offpolicyness
 
     def is_stale(self, made_with: int, version: int) -> bool:
-        """Whether an item is too old to be trained on."""
+        """Return True if an item is too old to be trained on."""
         return version - made_with > self.max_head_offpolicyness
 
 

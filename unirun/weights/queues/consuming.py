@@ -22,8 +22,8 @@ PATIENCE = 60.0
 
 
 class Item(Value):
-    """What was put into a queue as `value`, made with the weights of `version`. An item has the same `id` when it is
-    taken again, after the death of the consumer that had it."""
+    """An item that was put into a queue as `value`, made with the weights of `version`. An item has the same
+    `id` when it is taken again, after the death of the consumer that had it."""
 
     id: str
     value: Any
@@ -62,12 +62,12 @@ class Feed:
 
     @property
     def asked(self) -> int:
-        """How many items were asked for and have not come."""
+        """The number of items that were asked for and have not come."""
         return len(self._asked)
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has said that it has no item, and not yet that it has one again."""
+        """True if it has said that it has no item, and not yet that it has one again."""
         return self._woken is not None and not self._woken.done()
 
     def ask(self) -> None:
@@ -112,7 +112,7 @@ class Feed:
 
 
 class Consumer:
-    """What one process takes from one queue. Not thread-safe, but for `changed`."""
+    """The items that one process takes from one queue. Not thread-safe, but for `changed`."""
 
     def __init__(self, queue: str, bound: Bound | None, now: Callable[[], float] = time.monotonic) -> None:
         self._queue, self._bound, self._now = queue, bound, now

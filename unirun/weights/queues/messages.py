@@ -1,4 +1,5 @@
-"""What consumers ask producers and producers the gate, and the answers: JSON in the head of a parcel.
+"""The requests of consumers to producers and of producers to the gate, and the answers: JSON in the head of a
+parcel.
 
 The item itself is the only buffer of the parcel: its pickle, then the memory of its tensors.
 """

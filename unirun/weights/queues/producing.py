@@ -50,8 +50,8 @@ class _Waiting(Value):
 
 
 class Producer:
-    """What one process has put into one queue, first in, first out. Thread-safe; `handle` is called in a thread of the
-    transport."""
+    """The items that one process has put into one queue, first in, first out. Thread-safe; `handle` is called
+    in a thread of the transport."""
 
     def __init__(self, queue: str, now: Callable[[], float] = time.monotonic) -> None:
         self._queue, self._now = queue, now
@@ -68,12 +68,12 @@ class Producer:
         """Items that consumers have used."""
 
     def __len__(self) -> int:
-        """How many items nobody has taken."""
+        """The number of items that no consumer has taken."""
         return len(self._items)
 
     @property
     def left(self) -> int:
-        """How many items nobody has used."""
+        """The number of items that no consumer has used."""
         with self._changed:
             return len(self._items) + len(self._taken) + self._filling
 
@@ -83,7 +83,7 @@ class Producer:
         return self._dropped
 
     def has_room(self, most: int) -> bool:
-        """Whether `put` would not wait."""
+        """Return True if `put` would not wait."""
         return len(self._items) + self._filling < most
 
     def put(self, value: object, version: int | None, most: int, deadline: float) -> None:
@@ -118,7 +118,7 @@ class Producer:
         self._tell(woken)
 
     def _woken(self) -> list[Reply]:
-        """Who waits for an item, when there is one."""
+        """The consumers that wait for an item, when there is one."""
         now = self._now()
         self._waiting = [each for each in self._waiting if each.until > now]
         if not self._items:

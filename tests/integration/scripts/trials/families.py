@@ -88,7 +88,7 @@ def differ(ours: torch.Tensor, theirs: torch.Tensor, scale: torch.Tensor) -> str
 
 
 class Found:
-    """What a model computes in one layout, as far as this rank knows it."""
+    """The results of a model in one layout, as far as this rank knows them."""
 
     def __init__(self, place: Place, backend: TrainBackend, config: dict[str, Any], folder: Path) -> None:
         weights = folder / "weights.pt"
@@ -126,7 +126,7 @@ class Found:
         self.network: dict[str, torch.Tensor] = torch.load(folder / "model.pt")
 
     def difference(self, one: Found) -> str:
-        """What is not as `one` rank has it; empty if all is."""
+        """The first difference from the results of `one` rank; empty if there is none."""
         for name, value in self.outputs.items():
             if why := differ(value, one.outputs[name], one.outputs[name]):
                 return f"outputs of {name} {why}"
@@ -146,7 +146,7 @@ class Found:
 
 
 def tried(make: Callable[[], Found]) -> Found | str:
-    """What a layout computes, or the state of one that cannot."""
+    """The results of a layout, or the state of one that cannot run."""
     try:
         return make()
     except SpecError as error:
@@ -156,7 +156,7 @@ def tried(make: Callable[[], Found]) -> Found | str:
 
 
 def states(kind: str, meshes: dict[str, DeviceMesh]) -> dict[str, str]:
-    """What becomes of a family in each layout."""
+    """The state of a family in each layout."""
     config, rank, name, cpu = config_of(kind), dist.get_rank(), ModelName("actor"), torch.device("cpu")
     given: list[Any] = [None, None]
     if rank == 0:

@@ -36,7 +36,7 @@ from unirun.experiments import (
 from unirun.experiments.models.backends import TrainBackend
 
 _times = Counter[str]()
-"""How often this process was at each place."""
+"""The number of times that this process was at each place."""
 
 
 def kill(where: str, rank: int) -> None:
@@ -57,7 +57,7 @@ def trainer() -> psutil.Process:
 
 
 def once(name: str) -> bool:
-    """Whether this is asked for the first time in this trial."""
+    """Return True if this is asked for the first time in this trial."""
     try:
         os.close(os.open(f"{os.environ['KILLED']}/{name}", os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -142,7 +142,7 @@ class KillingInterface(ModelInterface):
 
 
 _written: list[Path] = []
-"""Where this process has written checkpoints."""
+"""The paths at which this process has written checkpoints."""
 
 
 class KillingBackend(TrainBackend):

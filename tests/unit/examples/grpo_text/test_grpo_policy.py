@@ -37,7 +37,7 @@ def imports() -> None:
 
 
 def alone(vector: Tensor) -> None:
-    """What one rank adds up with: nothing."""
+    """Add up nothing, as one rank does without others."""
 
 
 def policy(model: LlamaForCausalLM, add_up: Callable[[Tensor], object] = alone) -> Policy:

@@ -1,4 +1,4 @@
-"""How sequences are split: nothing is lost, nothing is too large, and the parts are nearly equal."""
+"""The division of sequences: nothing is lost, nothing is too large, and the parts are nearly equal."""
 
 from __future__ import annotations
 

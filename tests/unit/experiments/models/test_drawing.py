@@ -1,4 +1,4 @@
-"""How the next tokens are drawn, and with which probabilities."""
+"""The draw of the next tokens, and its probabilities."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def step(engine: Engine, factor: float = 1.0, *, gradients: float = 1.0) -> dict
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two states are equal to the bit."""
+    """Return True if two states are equal to the bit."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)

@@ -97,7 +97,7 @@ def stops(network: Any) -> list[int]:
 
 
 def expected(network: Any, stops: list[int], pad: int = 0, least: int = 0) -> list[torch.Tensor]:
-    """What transformers generates for each prompt alone."""
+    """The tokens that transformers generates for each prompt alone."""
     rows = []
     for prompt in (prompt for each in PROMPTS for prompt in each):
         tokens = torch.tensor([prompt])

@@ -1,4 +1,4 @@
-"""Which output is shown, and its form."""
+"""The output that is shown, and its form."""
 
 from __future__ import annotations
 

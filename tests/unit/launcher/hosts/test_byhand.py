@@ -35,7 +35,7 @@ from unirun.wire.lobby import Assigned, Dismissed, Offer, Ready
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the directories of jobs are."""
+    """The folder with the directories of jobs."""
     monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 

@@ -1,4 +1,4 @@
-"""Which hosts a copy is of, and what of their files is in it already."""
+"""The hosts that a copy is made of, and the part of their files that it has already."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from unirun.wire.messages import Beat
 
 
 def sent(job: JobDir, offsets: dict[str, int]) -> list[Chunk]:
-    """What a node whose agent has ended sends after `offsets`."""
+    """The chunks that a node whose agent has ended sends after `offsets`."""
     here, there = socket.socketpair()
     for end in (here, there):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)

@@ -1,4 +1,4 @@
-"""When the command gives a job on other hosts up, by what it hears of the hosts."""
+"""The command gives up a job on other hosts by the news that it gets from the hosts."""
 
 from __future__ import annotations
 

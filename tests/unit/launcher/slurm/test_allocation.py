@@ -1,4 +1,4 @@
-"""What a task knows of its allocation; the variables are those of Slurm 22.05."""
+"""A task's knowledge of its allocation; the variables are those of Slurm 22.05."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_nodes_are_unused_in_the_shell_of_salloc(host: str, unused: tuple[str, .
 
 
 def test_nodes_are_unused_in_the_shell_of_salloc_that_is_a_step() -> None:
-    """Where LaunchParameters has use_interactive_step."""
+    """The shell of salloc is a step where LaunchParameters has use_interactive_step."""
     interactive = STEP | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NODELIST": "n2"}
     assert unused_nodes(interactive, "n2") == ("n1", "n3")
 

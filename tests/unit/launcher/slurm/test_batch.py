@@ -18,7 +18,7 @@ from unirun.launcher.slurm.options import parse_slurm
 
 
 def of_job(words: Sequence[str], folder: Path) -> Batch:
-    """What `unirun --slurm` submits, in `folder`, which is also the home of jobs."""
+    """The batch that `unirun --slurm` submits, in `folder`, which is also the home of jobs."""
     return Batch("ppo", tuple(words), "ppo-1", folder, folder, "/logs/o.log")
 
 

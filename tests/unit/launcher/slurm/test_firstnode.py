@@ -1,4 +1,4 @@
-"""What the other nodes of a batch job do when its script is gone; Slurm's commands are programs that write down calls."""
+"""The actions of the other nodes of a batch job when its script is gone; Slurm's commands are programs that write down calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What --slurm may ask for."""
+"""The options that --slurm may ask for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a fork of a warm process would be like a new process, and the differences otherwise."""
+"""The comparison of a fork of a warm process with a new process, and the differences."""
 
 from __future__ import annotations
 

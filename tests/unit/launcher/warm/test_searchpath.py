@@ -1,4 +1,4 @@
-"""Whether a fork can use another PYTHONPATH."""
+"""The values of PYTHONPATH that a fork can take over."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Documents = dict[str, str]
 
 
 def kept(state: JobState) -> JobState:
-    """What the documents hold of `state`: all but metrics, and what a new master sets itself."""
+    """The part of `state` that the documents hold: all but metrics, and what a new master sets itself."""
     roles = {
         name: replace(
             role,

@@ -30,7 +30,7 @@ class Died(Exception):
 
 
 class TestAWriteInPieces:
-    """What is too much for one transaction is there as a whole or not at all, whenever the master dies."""
+    """A change that is too large for one transaction is written as a whole or not at all, whenever the master dies."""
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def names(store: UnsteadyStore) -> list[str]:
 
 
 def dies_after(store: UnsteadyStore, last: int, do: Callable[[], object]) -> bool:
-    """Whether `do` makes more than `last` transactions: there it ends."""
+    """Return True if `do` makes more than `last` transactions: there it ends."""
     left = last
 
     def count() -> None:
@@ -149,7 +149,7 @@ def dies_after(store: UnsteadyStore, last: int, do: Callable[[], object]) -> boo
 
 
 def commits(states: tuple[JobState, JobState], count: int) -> bool:
-    """Whether a write is there after so many transactions."""
+    """Return True if a write is there after so many transactions."""
     before, after = states
     store = UnsteadyStore()
     hand = contexts(store)

@@ -73,7 +73,7 @@ def test_steps_may_be_left_out(seed: int, data: st.DataObject) -> None:
 @examples(25)
 @given(seeds)
 def test_a_step_that_is_not_urgent_may_be_lost_without_a_decision_or_an_end(seed: int) -> None:
-    """Whoever comes in this master's place has all that follows from nothing else than the store."""
+    """The next master derives everything from the store, and from nothing else."""
 
     def decided(state: JobState) -> object:
         resumed, _ = resume(restore(written(state)), 0.0)
@@ -112,7 +112,7 @@ def test_the_term_of_another_master_is_written_but_is_no_decision() -> None:
 
 
 def happens(job: Job, *events: Event) -> bool:
-    """Whether what `events` change is urgent."""
+    """Return True if what `events` change is urgent."""
     before = job.state
     return urgent(before, job.on(*events).state)
 
@@ -256,7 +256,7 @@ class TestDocumentsThatAreRefused:
 
 
 def test_a_small_document_does_not_become_any_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who may write to a shared store could fill the memory of the next master."""
+    """A process that may write to a shared store could fill the memory of the next master."""
     monkeypatch.setattr(documents, "WHOLE", 1000)
     for blanks, allowed in ((998, True), (999, False), (1_000_000, False)):
         bomb = b64encode(zlib.compress(b"[" + b" " * blanks + b"]", 9)).decode()

@@ -166,7 +166,7 @@ class TestAStoreThatFails:
     def test_a_failing_store_that_does_it_when_it_was_made_again_has_done_it_once(
         self, store: UnsteadyStore, job: Job
     ) -> None:
-        """What arrives late is older than what is there."""
+        """A write that arrives late is older than the content of the store."""
         hand, before = contexts(store), job.state
         hand.create(before)
         after = job.exits("actor", 0).state

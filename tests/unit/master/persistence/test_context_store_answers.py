@@ -1,4 +1,4 @@
-"""What workers ask of the store, and what they get."""
+"""The requests of workers to the store, and the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How torch's operations are run: participants counted, times of the next look, deadlines."""
+"""The execution of torch's operations: participants counted, times of the next look, deadlines."""
 
 from __future__ import annotations
 

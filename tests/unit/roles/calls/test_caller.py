@@ -160,7 +160,7 @@ class Told(Stale):
         return self.place
 
     def when_changed(self, listener: Callable[[], None]) -> None:
-        """When it is told something."""
+        """The time at which it is told something."""
         self._listeners.append(listener)
 
     def say(self, place: Peer) -> None:
@@ -352,7 +352,7 @@ class Ordered(Peers):
         return 2
 
     def find(self, role: str, rank: int) -> Peer:
-        """Where it serves."""
+        """The place where it serves."""
         if rank == 1 and threading.current_thread().name == "first" and not self.between.is_set():
             self.between.set()
             assert self.go_on.wait(SOON)

@@ -25,7 +25,7 @@ from unirun.roles.transport.protocol import Parcel, own
 
 
 def through(value: Any) -> Any:
-    """What arrives."""
+    """The value that arrives."""
     head, buffers = dump(value, "a value")
     parcel = own(Parcel(head, buffers))
     return load(parcel.head, parcel.buffers)

@@ -1,4 +1,4 @@
-"""What a process has called is counted, and told ever more seldom."""
+"""The calls of a process are counted, and told ever more seldom."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands on a request: there and back, and nothing but `FrameError` for anything else."""
+"""The envelope of a request: there and back, and nothing but `FrameError` for anything else."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ def total(results: list[int]) -> int:
 
 
 class Desk:
-    """What is called."""
+    """The class that is called."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.gate = threading.Event()
 
     def mine(self, *args: Any, **kwargs: Any) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-        """Who was called with what."""
+        """The rank that was called, and its arguments."""
         return self._rank, args, kwargs
 
     @trainer_invocation(concurrency=2)
@@ -66,7 +66,7 @@ class Desk:
 
     @trainer_invocation(target="ANY")
     def anyone(self, value: int = 0) -> tuple[int, int]:
-        """Whoever has time."""
+        """The first worker that is free."""
         return self._rank, value
 
     @trainer_invocation(pre_func=clipped, post_func=total)

@@ -1,4 +1,4 @@
-"""What one worker gets of its caller, whatever happens to the connection between them."""
+"""The messages that one worker gets of its caller, whatever happens to the connection between them."""
 
 from __future__ import annotations
 

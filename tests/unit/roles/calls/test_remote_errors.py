@@ -25,7 +25,7 @@ from unirun.roles.calls.remote_errors import dump_error, load_error
 
 
 def through(error: BaseException) -> BaseException:
-    """What the caller gets for an error that was raised in a worker."""
+    """The error that the caller gets for one that was raised in a worker."""
     try:
         raise error
     except BaseException as raised:  # noqa: BLE001 - whatever it is

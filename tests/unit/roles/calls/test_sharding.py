@@ -1,4 +1,4 @@
-"""How arguments are split: every item goes to exactly one worker, in order."""
+"""The division of arguments: every item goes to exactly one worker, in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANKS = st.integers(1, 20)
 
 
 def parts_of(done: Split, ranks: int, where: int | str = 0) -> list[Any]:
-    """What each rank gets of one argument."""
+    """The part of one argument that each rank gets."""
     rows = done.arguments * ranks if len(done.arguments) == 1 else done.arguments
     assert len(rows) == ranks
     return [row[0][where] if isinstance(where, int) else row[1][where] for row in rows]

@@ -1,4 +1,4 @@
-"""What a type checker knows of a role group whose class is derived from `RoleGroup` and the workload."""
+"""The knowledge of a type checker about a role group whose class is derived from `RoleGroup` and the workload."""
 
 from __future__ import annotations
 

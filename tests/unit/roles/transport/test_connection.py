@@ -90,7 +90,7 @@ def parcel(head: bytes, *sizes: int, value: int = 1) -> Parcel:
 
 
 def same(left: Parcel, right: Parcel) -> bool:
-    """Whether two are alike."""
+    """Return True if two are alike."""
     return left.head == right.head and [bytes(b) for b in left.buffers] == [bytes(b) for b in right.buffers]
 
 

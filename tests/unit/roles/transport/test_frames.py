@@ -142,7 +142,7 @@ def received(parser: FrameParser, *sizes: int, filled: bytes = b"x") -> Frame:
 
 
 def address(frame: Frame) -> int:
-    """Where its first buffer is."""
+    """The address of its first buffer."""
     return torch.frombuffer(frame.inline[0], dtype=torch.uint8).data_ptr()
 
 

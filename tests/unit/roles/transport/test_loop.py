@@ -1,4 +1,4 @@
-"""Who reads: whoever waits for something to do, else the thread."""
+"""The thread that reads: whoever waits for something to do, else the thread."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Line:
         self._socket.close()
 
     def say(self, words: str) -> None:
-        """What the caller sends."""
+        """Send as the caller."""
         self.caller.send(words.encode())
 
     def reader(self) -> threading.Thread:
-        """Who has read next."""
+        """The thread that has read next."""
         return self.readers.get(timeout=SOON)
 
 
@@ -198,7 +198,7 @@ class Arrival:
 
 class TestASpinningPoll:
     def sleeps(self, *waits: float, timeout: float | None = None) -> list[bool]:
-        """Whether it sleeps in each of these waits, one after the other."""
+        """For each of these waits, one after the other, True if it sleeps in it."""
         arrival, slept = Arrival(), []
         poll = SpinningPoll(arrival.poll, lambda: arrival.now)
         for wait in waits:

@@ -28,7 +28,7 @@ def buffer(size: int, value: int = 1) -> memoryview:
 
 
 def files() -> int:
-    """How many descriptors are open."""
+    """The number of open descriptors."""
     return len(os.listdir("/proc/self/fd"))
 
 

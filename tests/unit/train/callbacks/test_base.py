@@ -36,7 +36,7 @@ class Recorder(TrainingCallback):
 
 
 def run(*callbacks: TrainingCallback, error: BaseException | None = None) -> BaseException | None:
-    """What a run raises that makes one report, and is ended by `error` after it: as its caller does it."""
+    """The error that a run raises that makes one report, and is ended by `error` after it: as its caller does it."""
     those = Callbacks(callbacks)
     try:
         try:

@@ -40,7 +40,7 @@ def run(callback: TrainingCallback, logdir: Path, *reports: Results) -> None:
 
 
 def lines(logdir: Path, name: str = "results.json") -> list[Any]:
-    """What is in the file: all of its lines are whole."""
+    """The rows of the file: all of its lines are whole."""
     text = (logdir / name).read_text("ascii")
     assert text == "" or text.endswith("\n")
     return [json.loads(line) for line in text.splitlines()]
@@ -132,7 +132,7 @@ def test_json_has_all_whole_lines_before_a_kill_and_the_next_run_goes_on_there(
 
 
 def cut(path: Path, share: float) -> bytes:
-    """What a kill has left of the file."""
+    """The rest of the file after a kill."""
     path.write_bytes(path.read_bytes()[: round(share * path.stat().st_size)])
     return path.read_bytes()
 
@@ -219,7 +219,7 @@ def test_rows_of_any_runs_come_back_and_columns_appear_at_the_right(
 
 
 def whole_rows(left: bytes, full: list[list[str]]) -> int:
-    """How many of the rows of a file are whole in its first bytes: their lengths are added up, nothing is parsed."""
+    """The number of rows of a file that are whole in its first bytes: their lengths are added up, nothing is parsed."""
     number = size = 0
     for row in full:
         size += sum(len(quoted(each).encode()) + 1 for each in row)

@@ -38,7 +38,7 @@ class Screen(io.TextIOWrapper):
 
     @property
     def drawings(self) -> list[list[str]]:
-        """What was drawn: the rows of each table, without the control sequences between them."""
+        """The tables that were drawn: the rows of each table, without the control sequences between them."""
         texts = (text.strip("\r\n") for text in re.split(r"(?:\r?\x1b\[[\d?]*[A-Za-z])+", self.text))
         return [[row.rstrip() for row in text.splitlines()] for text in texts if text]
 

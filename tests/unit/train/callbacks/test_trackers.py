@@ -20,7 +20,7 @@ CONFIG = {"lr": 0.1, "model": {"layers": [1, 2], "path": Path("/m")}}
 
 
 def report(iteration: int) -> list[dict[str, Any]]:
-    """What two ranks report, of which rank 1 is of no interest here."""
+    """The reports of two ranks, of which rank 1 is of no interest here."""
     ours = {"_timestamp": 100.0 + iteration, "_time_this_iter_s": 0.5, "_training_iteration": iteration}
     first = {
         "loss": torch.tensor(1.0 / iteration),

@@ -1,4 +1,4 @@
-"""What a user saves is copied at once, and models and optimizers in it stand for their states."""
+"""The state that a user saves is copied at once, and models and optimizers in it stand for their states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and which is the best."""
+"""The checkpoints that are kept, and the best of them."""
 
 from __future__ import annotations
 

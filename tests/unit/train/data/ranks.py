@@ -54,7 +54,7 @@ def in_files(lengths: Sequence[int], folder: str) -> Files:
 
 
 def stored(shards: Sequence[Shard]) -> Progress:
-    """What a checkpoint of these ranks gives when it is read again."""
+    """The progress that a checkpoint of these ranks gives when it is read again."""
     written = [msgspec.json.encode(shard.progress) for shard in shards]
     return merged(msgspec.json.decode(each, type=Progress) for each in written)
 

@@ -1,4 +1,4 @@
-"""Whatever rank is lost, and however the number of ranks changes: each sample of an epoch is used once.
+"""Lost ranks and changes of the number of ranks, in histories: each sample of an epoch is used once.
 
 A history is what the job has trained on as far as it counts: what came after the last checkpoint is lost with a rank.
 """

@@ -1,4 +1,4 @@
-"""Which rank consumes what, and what all of them have consumed."""
+"""The positions that each rank consumes, and those that all of them have consumed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shares(split: Split) -> list[list[list[int]]]:
 
 @st.composite
 def bases(draw: st.DrawFn) -> Progress:
-    """What may be consumed when ranks begin."""
+    """The positions that may be consumed when ranks begin."""
     return Progress(prefix=draw(st.integers(0, 20))).consume(draw(st.sets(st.integers(0, 40), max_size=12)))
 
 

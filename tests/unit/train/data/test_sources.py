@@ -1,4 +1,4 @@
-"""What a dataset can be."""
+"""The kinds of datasets."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Model:
 
 
 def initialize_layerwise_reload(model: Model) -> None:
-    """What vLLM's does as far as an engine sees it: loaded tensors are kept until later."""
+    """The same as vLLM's function, as far as an engine sees it: loaded tensors are kept until later."""
     model.reload = {}
 
 
@@ -208,7 +208,7 @@ class Server:
 
 
 def fields(body: Any, needed: Mapping[str, type], optional: Mapping[str, type] = {}) -> str:
-    """What is wrong with the fields of a request; empty when nothing is."""
+    """The fault of the fields of a request; empty when nothing is."""
     if not isinstance(body, dict):
         return "not an object"
     known = {**needed, **optional}
@@ -344,7 +344,7 @@ class Sglang(Server):
         }
 
     def _load(self, folder: str, load_format: str) -> str:
-        """What is wrong with the checkpoint in `folder`; else it is loaded."""
+        """The fault of the checkpoint in `folder`; else it is loaded."""
         files = glob.glob(os.path.join(folder, "*.safetensors"))
         if load_format not in ("auto", "safetensors") or not files:
             return f"Failed to get weights iterator: {load_format} in {folder}."

@@ -39,7 +39,7 @@ class Place:
     def sender(
         self, kind: str, url: str, weights: Any, timeout: float = SOON
     ) -> tuple[Any, AbstractContextManager[None]]:
-        """What sends `weights`, and the pause for one round."""
+        """The iterator that sends `weights`, and the pause for one round."""
         if kind == "vllm":
             client = vllm.Client(url, timeout=timeout)
             sender: Any = vllm.TrainerEngine(client, vllm.Source(weights))

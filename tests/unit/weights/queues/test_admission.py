@@ -1,4 +1,4 @@
-"""Who may begin an item, without transports: replies are collected."""
+"""The processes that may begin an item, without transports: replies are collected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Asking:
         return answers
 
     def begins(self, count: int, rank: int = 0) -> int:
-        """How many of `count` items a producer may begin now."""
+        """The number of items, of `count`, that a producer may begin now."""
         begun = 0
         while begun < count and self.ask(rank, made=begun):
             begun += 1
