@@ -16,7 +16,7 @@ from benchmarks.figure import Figure
 from benchmarks.table import table
 
 Figures = Callable[[int], list[Figure]]
-"""The figures of a suite: its figures, each from this many runs."""
+"""A suite: a function that measures each of its figures in this many runs."""
 
 
 def suite_names() -> list[str]:

@@ -131,7 +131,7 @@ class TestCheckpoints:
                 train.report()
 
         trainer.run(function)
-        assert capfd.readouterr().err.count("'generator' of ranks 1-2 is not as that of rank 0") == 1
+        assert capfd.readouterr().err.count("'generator' of ranks 1-2 differs from the value of rank 0") == 1
 
     def test_one_that_is_not_loaded_after_a_loss_is_told(
         self, trainer: Trainer, tmp_path: Path, capfd: pytest.CaptureFixture[str]

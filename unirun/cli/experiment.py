@@ -196,7 +196,7 @@ def _refuse_options(options: Any) -> None:
             )
     if options.accept_change and options.recover_mode not in ("auto", "resume"):
         raise UsageError(
-            f"--accept-change is for trials that go on, and the recover mode is {options.recover_mode}",
+            f"--accept-change needs a trial that continues, but --recover-mode is {options.recover_mode}",
             "add --recover-mode auto or resume, or leave it out",
         )
     if options.mode == "ssh" and not options.hosts:
@@ -214,7 +214,7 @@ def _check_networks(config: Any, mode: str) -> None:
 
 
 def _check_files(config: Any, mode: str) -> None:
-    """Raise `SpecError` for files that are not there; tell what may be too long."""
+    """Raise `SpecError` for missing files; print a warning for sequences that may be too long."""
     from unirun.experiments.checks_of_arguments import file_faults, length_warnings
 
     _refuse_or_tell(file_faults(config), mode)
@@ -223,7 +223,7 @@ def _check_files(config: Any, mode: str) -> None:
 
 
 def _refuse_or_tell(faults: list[Fault], mode: str) -> None:
-    """Raise `SpecError` for what is not on this host. Other hosts may have it: then it is told, and workers check."""
+    """Raise `SpecError` for files missing on this host; if other hosts may have them, print the faults only."""
     if faults and mode == "local":
         raise SpecError(faults)
     for fault in faults:

@@ -225,10 +225,9 @@ ONE_NODE = {"is_host": ("1", "true", "t", "yes", "y"), "store_type": ("tcp",), "
 
 
 def rendezvous_settings(options: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The items ``key=value`` of ``--rdzv-conf``, and those that are ignored.
-
-    In a list of arguments quotes are not removed, as they are by a shell. Then they are part of the first key and of
-    the last value, which torchrun does not know and ignores.
+    """The items ``key=value`` of ``--rdzv-conf``, and the ignored ones. A shell removes quotes, but a list of
+    arguments keeps them. Then they are part of the first key and of the last value; torchrun does not know
+    such a key, and ignores it.
     """
     text = str(options.get("rdzv_conf", "")).strip()
     found = items([text])

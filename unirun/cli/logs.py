@@ -95,7 +95,7 @@ def _show(file: BinaryIO, prefix: bytes, count: int | None) -> None:
     begins = True
     while piece := file.readline(PIECE):
         if piece.endswith(b"\r"):
-            # A newline after it is part of the same line end.
+            # A newline after a carriage return belongs to the same line end.
             piece += file.read(1)
         for row in piece.splitlines(keepends=True):
             line = row.rstrip(b"\r\n")

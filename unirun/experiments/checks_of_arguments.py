@@ -23,7 +23,7 @@ BUILT_IN = ("ddp", "fsdp2", "inference", "null")
 
 
 def argument_faults(config: ExperimentConfig) -> list[Fault]:
-    """Faults of arguments that a registered class or function does not take, or that it lacks."""
+    """Faults of the arguments of registered classes and functions: unknown ones, and missing ones."""
     found = []
     for where, kind, registry, chosen, first in _named(config):
         if chosen.type_ not in registry:
@@ -194,12 +194,12 @@ def _first_rows(dataset: Abstraction, most: int) -> int | None:
 
 
 def _length_faults(config: ExperimentConfig) -> list[Fault]:
-    """New tokens that are more than their network has positions, whatever the prompt."""
+    """Faults of calls that make more new tokens than their network has positions, whatever the prompt."""
     return [
         Fault(
             f"model_rpcs.{call.name}",
             f"it makes up to {new} new tokens (max_new_tokens), and {call.model_name} has {positions} positions",
-            "make max_new_tokens smaller, or give a network with more",
+            "make max_new_tokens smaller, or give a network with more positions",
         )
         for call, _, new, positions in _lengths(config)
         if new > positions
@@ -207,8 +207,8 @@ def _length_faults(config: ExperimentConfig) -> list[Fault]:
 
 
 def length_warnings(config: ExperimentConfig) -> list[Fault]:
-    """Sequences that may be longer than their network has positions. A dataset only cuts at its ``max_length``: all of
-    its samples may be shorter."""
+    """Warnings for sequences that may be longer than their network has positions. A dataset only cuts at its
+    ``max_length``: all of its samples may be shorter."""
     found = []
     for call, prompt, new, positions in _lengths(config):
         if new <= positions < prompt + new:
@@ -218,14 +218,18 @@ def length_warnings(config: ExperimentConfig) -> list[Fault]:
                 f"and {call.model_name} has {positions} positions"
             )
             found.append(
-                Fault(f"model_rpcs.{call.name}", problem, "make them shorter, or give a network with more")
+                Fault(
+                    f"model_rpcs.{call.name}",
+                    problem,
+                    "make them shorter, or give a network with more positions",
+                )
             )
     return found
 
 
 def _lengths(config: ExperimentConfig) -> Iterator[tuple[MFCDef, int, int, int]]:
-    """For each call of a network of which the positions are known: the longest prompt, and the most new tokens, 0 where
-    the configuration does not say them, and the positions."""
+    """For each call whose network has a known number of positions: the longest prompt, the most new tokens
+    (each 0 where the configuration does not say it), and that number."""
     shards = _shards(config)
     prompt = max([0, *(_max_length(each) for worker in config.model_worker for each in worker.datasets)])
     for call in config.model_rpcs:

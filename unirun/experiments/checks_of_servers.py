@@ -48,7 +48,7 @@ def serving_faults(config: ExperimentConfig) -> list[Fault]:
     alike = {(server.backend_type, server.model_path, server.tp_size) for server in servers}
     if len(alike) > 1:
         problem = "they differ in backend_type, model_path or tp_size"
-        found.append(Fault("generation_server", problem, "servers of one model are alike"))
+        found.append(Fault("generation_server", problem, "give all servers the same"))
     for manager in managers:
         if manager.n_servers != len(servers):
             problem = f"n_servers is {manager.n_servers}, and there are {len(servers)} generation servers"
@@ -81,7 +81,7 @@ def serving_faults(config: ExperimentConfig) -> list[Fault]:
                 Fault(where, f"it asks for {rollout.model_name}", f"{managers[0].model_name} is served")
             )
         if not rollout.datasets:
-            found.append(Fault(where, "it has no datasets", "give it one at least"))
+            found.append(Fault(where, "it has no datasets", "give it at least one"))
         if not rollout.tokenizer_path:
             found.append(Fault(f"{where}.tokenizer_path", "it is empty", "give the tokenizer of the model"))
         found += [

@@ -232,8 +232,9 @@ class Resolved:
 
 @dataclass
 class ExperimentConfig:
-    """An experiment: its calls, and what each of its workers has. `call_timeout` is how many seconds a call of a step,
-    an evaluation, a save or a checkpoint may take; after it the trial has failed."""
+    """An experiment: its calls, and what each of its workers has. `call_timeout` is the number of seconds
+    that a call of a step, an evaluation, a save or a checkpoint may take; a longer one ends the trial with an
+    error."""
 
     exp_ctrl: ExperimentSaveEvalControl
     model_rpcs: list[MFCDef]

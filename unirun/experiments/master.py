@@ -140,7 +140,8 @@ class MasterWorkerProcess(BaseTrainer):
                 self._saves.follow(to_end=True)
                 return {**figures, **self._evaluate(info)}
             except Exception as error:
-                # Another worker may say that a peer was lost before the job does: calls wait for those it knows of.
+                # A worker may report a lost peer before the job does. Calls wait only for losses that the job
+                # has reported.
                 news = isinstance(error, WorkerLost) or self._lost_meanwhile()
                 if not isinstance(error, LOST) and not news:
                     if (
@@ -160,8 +161,8 @@ class MasterWorkerProcess(BaseTrainer):
                 info = None
 
     def _lost(self, error: Exception) -> tuple[str, str]:
-        """The loss of a worker in words, with its end as far as it is known here, and its kind. An error that follows
-        from a loss does not say whose."""
+        """The loss of a worker in words, with its end as far as it is known here, and its kind. An error that
+        is a consequence of a loss does not name the lost worker."""
         worker = str(getattr(error, "worker", ""))
         deadline = time.monotonic() + NEWS
         while started(self._root) is not None and time.monotonic() < deadline:
@@ -187,7 +188,7 @@ class MasterWorkerProcess(BaseTrainer):
         # An error after the loss of a worker may be due to that loss; any other would be raised again.
         self._generation = self._generation_now()
         group, info = self._group, self._last()
-        # They are not made again by themselves: each loss is counted, with how the worker has ended.
+        # Without retries: each loss has to be counted here, with the end of the worker.
         setups = group.about.options(idempotent=True, retries=0).call()
         samples = max(setup.samples for setup in setups)
         content = _content_of(setups)
@@ -221,7 +222,7 @@ class MasterWorkerProcess(BaseTrainer):
             # A worker that has died after it was ready is not ready, and the groups of the others have ended.
             if self._generation_now() == self._generation:
                 break
-        # Not before: if none can be read, all stay as they are.
+        # Only now: if no checkpoint can be read, all of them stay as they are.
         for step in unreadable:
             self._recovery.discard(step)
         self._drop_what_is_made_again(info)

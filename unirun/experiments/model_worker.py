@@ -48,7 +48,8 @@ class Shard:
         self._meant: frozenset[str] = frozenset()
 
     def begins(self) -> None:
-        """The model is as it should be: what is not finite in it now, as a mask with -inf, is meant to be so."""
+        """Note the present values of the model as right: those that are not finite now, such as a mask with
+        -inf, are intended."""
         self._meant = frozenset(self._found())
 
     def not_finite(self) -> list[str]:
@@ -94,8 +95,8 @@ class ModelWorkerProcess(BaseWorkload):
         dist.init_process_group("cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo")
 
     def _read(self) -> None:
-        """Read the tokenizer and the datasets, once. This is done in calls of the master, which hears of errors and
-        ends, and not in `setup`, after whose errors the worker would be started again."""
+        """Read the tokenizer and the datasets, once. The master calls this, and ends the trial after an
+        error; after an error in `setup` the worker would be started again."""
         if self._has_read:
             return
         self._tokenizer = load_tokenizer(self._mine.tokenizer_name_or_path)

@@ -98,8 +98,8 @@ class Settings(Value):
         return Settings({**self.values, DATA: json.dumps(content)}, self.code)
 
     def changes(self, now: Settings) -> list[Change]:
-        """The settings that are different `now`. The content of datasets and the number of epochs count when both know
-        them."""
+        """The settings that are different `now`. The content of datasets and the number of epochs are
+        compared only if both have them."""
         names = sorted({*self.values, *now.values} - {DATA, EPOCHS})
         names += [name for name in (DATA, EPOCHS) if name in self.values and name in now.values]
         found = [Change(name, self.values.get(name, ""), now.values.get(name, "")) for name in sorted(names)]
@@ -211,8 +211,8 @@ class Recovery:
 
     def latest(self, before: int | None = None) -> RecoverInfo | None:
         """The last valid checkpoint, of those `before` a step if one is given; None without any. One whose recover.json
-        is damaged is skipped, with a warning. Raises `CheckpointDamaged` when there are some, and none can be read:
-        what a trial has done is not dropped unasked."""
+        is damaged is skipped, with a warning. Raises `CheckpointDamaged` when there are checkpoints and none
+        can be read: a trial must not lose its work unasked."""
         steps, found = self.steps(), None
         damaged: list[CheckpointDamaged] = []
         for step in reversed([step for step in steps if before is None or step < before]):

@@ -123,7 +123,7 @@ def reduced(
         if kind != "mean":
             found[name] = combined(kind, values)
         elif len(set(values)) == 1:
-            # An engine has the same in all ranks, to the bit.
+            # The figures of an engine are the same in all ranks, to the bit.
             found[name] = values[0]
         else:
             found[name] = sum(v * count for v, count in some) / max(sum(count for _, count in some), 1.0)

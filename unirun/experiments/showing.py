@@ -76,11 +76,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, set | frozenset):
-        # Their order is another one in each process.
+        # The order of a set differs between processes.
         return [plain(each) for each in sorted(value, key=repr)]
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
-        # JSON has no such number, and this one is a setting: null would be None.
+        # JSON has no such number, and null would mean None: this is a setting, not a figure.
         return str(value)
     return value if isinstance(value, bool | int | float) or value is None else str(value)

@@ -111,8 +111,8 @@ def _runs_already(experiment: str, trial: str, job: str) -> UsageError:
 
 
 def make_root(root: Path) -> None:
-    """Make the directory of a trial, for this user only. Raises `UsageError` when another user could replace what is in
-    it, from which the trial goes on; OSError."""
+    """Make the directory of a trial, for this user only. Raises `UsageError` when another user could replace
+    its files, from which the trial goes on; OSError."""
     for _ in range(2):
         exposed = exposure(root)
         if exposed is not None:
@@ -120,7 +120,7 @@ def make_root(root: Path) -> None:
                 f"the trial is not safe in {root}: {exposed.problem}",
                 f"{exposed.remedy}; --root says where trials are",
             )
-        # Checked again: another user may have made it meanwhile.
+        # Checked again: another user may have made the directory meanwhile.
         make_private(root)
 
 

@@ -1,4 +1,4 @@
-"""The new places of ranks when nodes are lost, leave or come: those that need not move stay where they are."""
+"""The new places of ranks when nodes are lost, leave or come: ranks that need not move stay where they are."""
 
 from __future__ import annotations
 

@@ -22,8 +22,9 @@ from unirun.wire.messages import Shutdown
 from unirun.wire.reports import Ending, Notice
 
 EVIDENCE = 1.0
-"""Seconds in which the peers of a worker that blames another may fail too, or end: one that does not is the cause. A
-hang has lasted longer; when a peer is gone, all others fail within milliseconds, and there is no wait."""
+"""Seconds that peers get to fail or end by themselves after a failure that blames a peer: a rank that does
+neither is the cause. A hang has lasted longer by then; when a peer is gone, all others fail within
+milliseconds, and there is no wait."""
 
 
 def advance(transition: Transition, role: RoleState) -> None:
@@ -47,8 +48,8 @@ def advance(transition: Transition, role: RoleState) -> None:
 
 
 def _tell_cause(transition: Transition, role: RoleState) -> None:
-    """Tell the cause of a restart of `role` when it is a rank that has not failed: it can be known only now, when all
-    failures are."""
+    """Report the cause of a restart of `role` if it is a rank that has not failed, which is known only once
+    all failures are."""
     failures = [
         each for each in transition.state.failures if each.worker.role == role.name and not each.inferred
     ]

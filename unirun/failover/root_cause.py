@@ -1,9 +1,10 @@
 """The choice of the root cause among several failures, and its report for a person.
 
-The first in time is, with two corrections. A process that is killed drops its connections, and its peers may raise an
-error about that before the kill itself is seen: a failure whose own words say that a peer went away is a consequence as
-long as there is one that does not say so. And when all say so, a rank that has not failed is the cause if it is known:
-one that left its peers with exit code 0, or the one that they all waited for.
+It is the first failure in time, with two corrections. A process that is killed drops its connections, and its
+peers may raise an error about that before the kill itself is seen: a failure whose text says that a peer went
+away is a consequence as long as there is one that does not say so. When all failures say so, the cause is a
+rank that has not failed, if it is known: one that left its peers with exit code 0, or the one that they all
+waited for.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def episode(failures: Sequence[Failure], gap: float = 5.0) -> tuple[Failure, ...
     """The failures that belong together with the last one.
 
     Of each role only the latest generation that failed counts, and, going back from the last failure, no
-    silence longer than `gap` seconds lies between two of them. Those that were inferred are none.
+    silence longer than `gap` seconds lies between two of them. Inferred failures do not count.
     """
     failures = [failure for failure in failures if not failure.inferred]
     latest = {

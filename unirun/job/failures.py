@@ -56,10 +56,10 @@ class Failure(Value):
     """One worker that ended when it should not have.
 
     `time` is in seconds since the epoch: when the exception was raised, or, without one, when the exit was
-    seen. `message` and `traceback` are empty when the worker left no word. `tail` holds the
-    last lines of its stderr then. `log` is its log directory. `decision` is what followed from it, in words; empty
-    when that was decided before, as in a role that restarts or stops already. An `inferred` one is the cause of others
-    without having failed itself, as far as can be told; `note` says why.
+    seen. `message` and `traceback` are empty when the worker reported no error. `tail` holds the last lines
+    of its stderr then. `log` is its log directory. `decision` is what followed from it, in words; empty when
+    that was decided before, as in a role that restarts or stops already. An `inferred` one has not failed
+    itself, but is taken for the cause of others; `note` says why.
     """
 
     worker: WorkerId

@@ -103,7 +103,7 @@ class Transition:
             self.send(After(GATHER, GrowthDue()))
 
     def stop(self, role: RoleState, signum: int, grace: float, after: float = 0.0) -> None:
-        """Order the end of all that lives of `role`, in `after` seconds."""
+        """Order the end of all live workers of `role`, in `after` seconds."""
         ranks: dict[str, list[int]] = {}
         for worker in role.live:
             ranks.setdefault(worker.node, []).append(worker.rank)

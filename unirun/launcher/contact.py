@@ -150,8 +150,8 @@ class Contact:
 
 async def _lets_in(head: TcpAddress, credentials: Credentials) -> bool:
     """Return True if a process of the job at `head` lets this node in: both have proved the token, and over
-    TLS their nodes. It is a master, or the agent there that tells the masters (`unirun.launcher.witness`); so
-    none of them gives this node up now."""
+    TLS their nodes. The process is a master, or the agent there, which tells the masters
+    (`unirun.launcher.witness`); so no master gives this node up now."""
     try:
         stream = await connect(head, credentials, timeout=ENTRY)
     except (RendezvousError, WireError):

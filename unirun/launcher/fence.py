@@ -45,8 +45,8 @@ class Fence:
                 self._renew(began + FENCE, now)
 
     def let_in(self, began: float, now: float) -> None:
-        """A process of the job on the only host where a master can be has let this node in; the node has begun to
-        connect at `began`."""
+        """A process of the job on the head, the only host where masters can run, has let this node in. The
+        node began to connect at `began`."""
         self._renew(began + FENCE, now)
 
     def unmarked(self, began: float, now: float) -> None:

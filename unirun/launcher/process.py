@@ -43,8 +43,8 @@ def outlive_parent() -> None:
 
 
 def ignore_signals(*signums: signal.Signals) -> None:
-    """Ignore `signums`, and those that are for users' programs: a batch system may send them to all processes of a job,
-    and by default they kill."""
+    """Ignore `signums`, SIGUSR1 and SIGUSR2. The last two are for users' programs: a batch system may send
+    them to all processes of a job, and by default they kill."""
     for signum in (*signums, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
 

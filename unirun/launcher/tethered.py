@@ -34,8 +34,8 @@ def main(argv: list[str]) -> int:
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         return 0
     child = os.pidfd_open(pid)
-    # The module decides what follows; this process ends after it, with its code. Of what is sent to both, only SIGTERM
-    # may come twice.
+    # The child, which runs the module, decides about signals; this process ends after it, with its exit code.
+    # If a sender signals both processes, only SIGTERM may reach the child twice.
     signal.signal(signal.SIGTERM, partial(_pass_on, child))
     ignore_signals(signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     poll = select.poll()

@@ -61,7 +61,7 @@ class Beats:
         return self._silence.watches(node)
 
     def knocked(self, node: str, origin: str) -> None:
-        """Count that `node` has connected and proved the token as a message of it, as it may send no other before it is
+        """Take the proof of the token by `node` for a message from it: it may send no other before it is
         given up. Without TLS only its address `origin` is known."""
         for each, known in self._origins.items():
             if (each == node if node else known == origin) and self._silence.watches(each):

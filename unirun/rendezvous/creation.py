@@ -133,7 +133,7 @@ def _lock(handle: int, root: Path) -> None:
 
 
 def _make_room(job: JobDir, *, batch: bool, restarts: int, node: bool) -> None:
-    """Remove what a finished job of the same id has left, but for what a batch job keeps."""
+    """Remove the files of a finished job of the same id, except those that a batch job keeps."""
     if job.is_locked():
         raise JobError(f"job {job.run_id} is running", f"stop it with: unirun stop {job.run_id}")
     if not restarts or job.path.is_symlink():
@@ -155,7 +155,7 @@ def _keep_attempt(job: JobDir, number: int) -> None:
     shutil.copyfile(job.path / "uid", kept.path / "uid")
     written = (job.logs, job.events, job.metrics, job.state, job.master_log, *job.path.glob("agent.*.log"))
     for path in written:
-        # With --log-dir, the logs are a link, and what it names stays.
+        # With --log-dir, the logs are a link, whose target stays.
         if os.path.lexists(path):
             path.rename(kept.path / path.name)
 

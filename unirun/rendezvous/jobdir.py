@@ -320,11 +320,11 @@ def job_at(run_id: str, node: str = "") -> JobDir:
 
 
 def directories_of_nodes(job: JobDir, attempt: int | None = None) -> list[JobDir]:
-    """Return the directories that the nodes of `job` have beside its own, where hosts share the home directory; with
-    `attempt`, what they keep of that run."""
+    """Return the directories that the nodes of `job` have beside its own, where hosts share the home
+    directory; with `attempt`, those that have the files of that run."""
     root = unirun_home() / "nodes"
     run = job if attempt is None else job.attempt(attempt)
-    # A node that the runs since then did not have keeps it in the place of the last run.
+    # A node without a later run still has those files in the place of the last run.
     found = (*root.glob(f"*/{job.run_id}"), *root.glob(f"*/{job.run_id}/{ATTEMPT}*"))
     return [
         each for each in map(JobDir, sorted(found)) if (each.path / "uid").exists() and each.uid == run.uid

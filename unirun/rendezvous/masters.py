@@ -25,7 +25,8 @@ CONNECT = 3.0
 
 BUSY = 2.0
 _AGAIN = 0.1
-"""Seconds for which a master on the head is tried again that does not accept, and between two attempts."""
+"""Seconds for which connecting to a master on the head is tried again while it does not accept, and between
+two attempts."""
 
 
 HEAD_PAUSE = 0.1

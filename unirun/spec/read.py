@@ -100,7 +100,7 @@ class Section:
         return Section(items, self.where, self.faults)
 
     def known(self, keys: tuple[str, ...], elsewhere: Mapping[str, str] | None = None) -> None:
-        """Every key must be one of `keys`; `elsewhere` says what is to be written for keys of other launchers."""
+        """Every key must be one of `keys`; `elsewhere` has the remedy for each key of another launcher."""
         for key in self.fields:
             if key not in keys:
                 self.fault(key, "unknown key", (elsewhere or {}).get(key) or nearest(key, keys))

@@ -177,7 +177,7 @@ class Attempts:
         return [ref for _, ref in self._open.values()]
 
     def _told(self, turn: Turn, refs: Sequence[InvocationRef[Any]]) -> list[Any]:
-        """As `_finish`. A loss says how the process ended."""
+        """Finish as `_finish` does; the error of a lost worker says how its process ended."""
         try:
             return self._finish(turn, refs)
         except WorkerLost as error:

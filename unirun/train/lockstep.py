@@ -63,7 +63,7 @@ class Lockstep:
         self._outlines: dict[int, Mapping[str, int]] = {}
 
     def hear(self, rank: int, said: Reported | Finished) -> Round | None:
-        """Take the next word of a rank. Returns the round when it is complete.
+        """Take the next message of a rank. Returns the round when it is complete.
 
         Raises `TrainingFailed` when some ranks have finished and others report once more, and when a checkpoint would
         not be kept, as ranks have saved unequally often: at the end, and before that if the rank that lags has not
@@ -93,16 +93,16 @@ class Lockstep:
         return Round(None if finished else results, said_by[0].pending, dropped(saved))
 
     def _with_outline(self, rank: int, saved: Saved) -> Saved:
-        """`saved` with the outline that the rank has told, now or before: another rank may tell its own one later."""
+        """`saved` with the outline that the rank has reported, now or before; outlines of other ranks may
+        come later."""
         if saved.outline:
             self._outlines[rank] = saved.outline
         return replace(saved, outline=self._outlines.get(rank, {}))
 
 
 def _lags(saved: Sequence[Saved]) -> dict[int, int]:
-    """The ranks that have saved more or less often than rank 0, each with how often the one of both that lags has.
-
-    What rank 0 saves counts. Without datasets it may do so alone.
+    """The ranks that have saved more or less often than rank 0, each with the smaller one of the two numbers.
+    A checkpoint counts if rank 0 saves it; without datasets rank 0 may save alone.
     """
     own = saved[0]
     return {
@@ -140,4 +140,4 @@ def dropped(saved: Sequence[Saved]) -> str:
         return ""
     names = ", ".join(f"{name!r} of rank{'s' * (len(r) > 1)} {show_ranks(r)}" for name, r in found.items())
     kept = "one rank, as it is no part of a DTensor" if own.sharded else "rank 0, as none of it is a DTensor"
-    return f"{names} is not as that of rank 0: the checkpoint has that of {kept}"
+    return f"{names} differs from the value of rank 0: the checkpoint has that of {kept}"

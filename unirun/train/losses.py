@@ -13,7 +13,7 @@ LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (.*)", re.DOTA
 KILLED = "killed by SIGKILL"
 
 PERHAPS = "perhaps for lack of memory"
-"""Said of a kill of which nobody knows the reason."""
+"""The note on a kill whose reason is not known."""
 
 FROM_OUTSIDE = re.compile(
     r"was lost|(?:lost a process of a DataLoader, which )?(?:is|was) killed by SIG(?:KILL|TERM)"
@@ -32,8 +32,9 @@ class Loss(Value):
 
     @property
     def kind(self) -> str:
-        """Equal for losses with one cause. What ends every rank ends any of them first. SIGKILL, SIGTERM and what
-        nobody knows come from outside, and to another rank for another reason; what is said of that may change."""
+        """A text that is equal for losses with the same cause. The same exit code or signal in another rank
+        has the same cause, as the function runs in all of them. SIGKILL, SIGTERM and unknown ends come from
+        outside, so another rank has another cause; a note on these does not count."""
         outside = FROM_OUTSIDE.match(self.end)
         return f"{self.worker} {outside[0]}" if outside is not None else self.end
 

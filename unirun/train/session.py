@@ -60,9 +60,9 @@ class Place(Value):
 
 
 class Precision:
-    """The precision in which the function computes (`accelerate`): in which `dtype`, None for that of the
-    parameters, and what scales gradients, which is there for float16 on a GPU only. `used`: something was
-    prepared for it; `chosen`: the function has said before that how it computes."""
+    """The precision in which the function computes (`accelerate`): its `dtype`, None for that of the
+    parameters, and the scaler of gradients, which exists for float16 on a GPU only. `used`: a model or an
+    optimizer was prepared for it; `chosen`: the function called `accelerate` before that."""
 
     chosen = used = False
     dtype: torch.dtype | None = None

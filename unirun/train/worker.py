@@ -195,8 +195,8 @@ class TrainWorker(BaseWorkload):
 
     @trainer_invocation(concurrency=CALLS)
     def checkpoints(self, url: str, below: int | None) -> tuple[Info | None, list[Info], int]:
-        """The last checkpoint of a run, with a number `below` that if it is given, all those until then, and the number
-        of the next one. Its files have their sizes; `verify` reads them."""
+        """The last checkpoint of a run (with `below`, the last one with a lower number), all those until
+        then, and the number of the next one. Its files have their sizes; `verify` reads them."""
         folder = Folder(url)
         latest = folder.latest(below)
         # Later ones are damaged.

@@ -48,10 +48,10 @@ START = 120.0
 """Seconds in which the workers must be up."""
 
 TOLD = 2.0
-"""Seconds in which the job says how a worker has ended."""
+"""Seconds within which the job reports how a worker has ended."""
 
 LOOK = 0.02
-"""Seconds between two looks whether it has."""
+"""Seconds between two looks for that report."""
 
 STOP = 30.0
 """Seconds in which the job must end."""
@@ -226,7 +226,7 @@ class Workers:
         """The end of the worker whose loss `error` reports. `called` are the incarnations of the ranks that were
         called."""
         if isinstance(error.__cause__, RemoteTraceback):
-            # It has said so itself.
+            # The worker has reported its end itself.
             return Loss(error.worker, error.problem.removeprefix(f"{error.worker} "))
         rank, deadline = int(error.worker.rpartition(":")[2]), time.monotonic() + TOLD
         while True:

@@ -45,7 +45,7 @@ def request_of(head: bytes) -> Request | Demand | Enter | Begun | Ask:
 
 
 LONGEST = threading.TIMEOUT_MAX / 2
-"""Seconds of any wait for others at most: Python's locks do not take more, nor inf."""
+"""The longest wait for another process, in seconds: Python's locks take no longer one, and not inf."""
 
 
 class Hub:

@@ -169,7 +169,7 @@ class Queue:
             try:
                 self._untold = False
                 with contextlib.suppress(PeerLost):
-                    # One that is gone has a successor, which learns it with the next question.
+                    # The successor of a gate that is gone learns the counts from the next request.
                     self._gate = self._hub.line(self.consumer, 0, self._gate)
                     if self._gate is not None:
                         self._gate.ask(encode(Begun(self.name, self._context.session.me, *self._counts())))

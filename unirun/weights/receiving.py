@@ -181,7 +181,7 @@ class Receiver:
         whole_ones = [(name, local(target.tensors[name]), view) for name, view in assigned]
         tied = untied([*zip(names, into, from_, strict=True), *whole_ones])
         if tied:
-            # What is kept is lent until it is freed: nobody writes to it.
+            # Tensors that the receiver keeps are lent until they are freed: the publisher does not write to them.
             unchanged = keep or self._fetching.unchanged(found, deadline)
             self._holder.give_back(leases(found))
             if not unchanged:

@@ -32,7 +32,8 @@ def encode(message: Message) -> dict[str, Any]:
 
 
 def finite(values: Mapping[str, T]) -> dict[str, T | None]:
-    """Replace nan and infinities, which JSON does not have, by None: what reads figures, as pandas, knows null."""
+    """Replace nan and infinities, which JSON does not have, by None: readers of figures, such as pandas, know
+    null."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()

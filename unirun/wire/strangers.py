@@ -29,7 +29,7 @@ WAIT = 10.0
 """Seconds after which a connection that waits is refused."""
 
 LOOK = 0.05
-"""Seconds until the next look at who is `overdue`, while connections wait."""
+"""Seconds until the next look for connections that are `overdue`, while some wait."""
 
 ORIGINS = 4096
 """Number of addresses whose connections are counted; when there are more, idle ones are forgotten."""

@@ -106,8 +106,8 @@ class TestWhatIsNotInTheCheckpoint:
         )
         assert found is not None
         assert found.dropped == (
-            "'rng' of ranks 1-2, 'mine' of rank 1 is not as that of rank 0: the checkpoint has that of rank 0, as none "
-            "of it is a DTensor"
+            "'rng' of ranks 1-2, 'mine' of rank 1 differs from the value of rank 0: the checkpoint has that of rank 0, "
+            "as none of it is a DTensor"
         )
 
     @pytest.mark.parametrize("late", [0, 1])
@@ -118,7 +118,7 @@ class TestWhatIsNotInTheCheckpoint:
         before, after = rounds_of(first, then)
         assert before is not None
         assert after is not None
-        assert (before.dropped, after.dropped.split(" is not ")[0]) == ("", "'rng' of rank 1")
+        assert (before.dropped, after.dropped.split(" differs ")[0]) == ("", "'rng' of rank 1")
 
     def test_a_sharded_one_has_the_names_of_all_ranks(self) -> None:
         own = Saved(1, sharded=True, outline={"rng": 1})

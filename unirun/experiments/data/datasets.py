@@ -68,8 +68,8 @@ class DatasetUtility:
 
 
 class Dataset(Protocol):
-    """Samples by their number: each is a `SequenceSample` of one id, with the keys that the class names. It may have a
-    text `fingerprint`, by which other content is known (`content_of`)."""
+    """Samples by their number: each is a `SequenceSample` of one id, with the keys that the class names. An
+    attribute `fingerprint`, a text that changes with the content, is optional (`content_of`)."""
 
     keys: tuple[str, ...]
 
@@ -83,15 +83,16 @@ SAMPLES = 16
 
 
 def content_of(dataset: Dataset) -> str:
-    """A text that is another one for other content: the number of samples, with the `fingerprint` of the dataset, or
-    with a digest of some samples that are spread over it. Where these are drawn at random, it is their number alone."""
+    """A text that differs for datasets with different content: the number of samples, with the `fingerprint`
+    of the dataset, or else with a digest of some samples that are spread over it. For samples that are drawn
+    at random it is the number alone."""
     count = len(dataset)
     known = getattr(dataset, "fingerprint", None)
     if known is not None:
         return f"{count} samples, {known}"
     places = sorted({number * (count - 1) // (SAMPLES - 1) for number in range(SAMPLES)} if count else ())
     digest = _digest(dataset, places)
-    # Samples that are drawn at random, as augmented ones are, are others each time: they tell nothing.
+    # Samples that are drawn at random, such as augmented ones, differ at each reading: a digest says nothing.
     return f"{count} samples, {digest}" if _digest(dataset, places) == digest else f"{count} samples"
 
 
@@ -108,14 +109,14 @@ def _digest(dataset: Dataset, places: Sequence[int]) -> str:
 
 
 def _as_text(value: Any) -> bytes:
-    # What JSON does not have, as a picture, is known by its type.
+    # A value without a form in JSON, such as a picture, counts by its type alone.
     return json.dumps(
         _with_texts(value), sort_keys=True, default=lambda each: type(each).__qualname__
     ).encode()
 
 
 def _with_texts(value: Any) -> Any:
-    """The same with mappings whose keys are texts: JSON has no others, and they could not be sorted."""
+    """The same value with texts as the keys of mappings: JSON has no other keys, and mixed ones have no order."""
     if isinstance(value, list | tuple):
         return [_with_texts(each) for each in value]
     if not isinstance(value, dict):

@@ -248,7 +248,8 @@ class ModelBackend:
 
 
 class ModelInterface:
-    """The operations of an algorithm on a model. Registered with `register_interface`; one defines what it needs.
+    """The operations of an algorithm on a model. Register it with `register_interface`, and define the
+    methods that the algorithm needs.
 
     Each method is called in all ranks of the model, with the sequences of its data-parallel rank. All tensor-parallel
     ranks of the last stage must return the same sample. Metrics are taken from ranks with `Place.speaks`: the mean over

@@ -68,7 +68,7 @@ class TrainBackend(ModelBackend):
         self._options, self._shape, self._warmup, self._least = dict(options or {}), schedule, warmup, min_lr
         if optimizer == "adam":
             self._options.setdefault("weight_decay", 0.0)
-        # Its arguments are refused before anything starts, and not when each rank makes its own.
+        # Made once here, so that wrong arguments are refused before anything starts, and not by each rank.
         self._make([torch.zeros(1)], lr=lr, foreach=False, **self._options)
 
     def initialize(self, model: Model, spec: FinetuneSpec) -> Model:

@@ -77,7 +77,7 @@ def prepare_streams() -> None:
 def outlast_user_signals() -> None:
     """Let SIGUSR1 and SIGUSR2, which a batch system may send to all processes of a job, do nothing instead of killing.
 
-    Ignored ones stay ignored; by this a signal that the user's shell ignores can be told from others.
+    A signal that is ignored already stays so: thus one that the user's shell ignores can be told from others.
     """
     for signum in (signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(signum) is signal.SIG_DFL:

@@ -177,7 +177,7 @@ def _reach_head(meeting: Meeting, credentials: Credentials) -> BlockingStream:
         try:
             return BlockingStream.connect(TcpAddress(resolve(meeting.host), meeting.port, ""), credentials)
         except (RendezvousError, WireError) as error:
-            # Another secret does not become the right one; a connection that was cut may be made the next time.
+            # A wrong secret stays wrong, while a connection that was cut may succeed at the next attempt.
             refused = isinstance(error, WireError) and not isinstance(error.__cause__, OSError)
             if refused or isinstance(error, AuthError):
                 raise

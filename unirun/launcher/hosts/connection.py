@@ -154,11 +154,10 @@ def on_host(host: Host, module: str) -> list[str]:
 
 
 def for_any_shell(command: Sequence[str]) -> str:
-    """Join the words of `command` to a line that the login shell of a host takes apart again, whichever it is.
-
-    ssh gives the line to that shell: sh, bash and zsh, but also tcsh, in which ``!`` has a meaning between quotes, and
-    fish, in which ``\\`` has. So both stand outside of quotes. What needs the language of one shell goes to ``sh -c``.
-    A newline cannot be quoted in tcsh.
+    """Quote the words of `command` as one line for the login shell of a host, whichever shell it is. ssh
+    gives the line to that shell: sh, bash and zsh, but also tcsh, in which ``!`` has a meaning between
+    quotes, and fish, in which ``\\`` has. So both stand outside of quotes. A command that needs the language
+    of one shell goes to ``sh -c``. A newline cannot be quoted in tcsh.
     """
     return " ".join(map(_quoted, command))
 

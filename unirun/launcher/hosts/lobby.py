@@ -112,7 +112,7 @@ class Lobby:
             await stream.close()
             return
         assert isinstance(first, Offer)
-        # Who lets the nodes go closes their streams.
+        # The caller that lets the nodes go closes their streams.
         self._guests[first.node] = Guest(stream, first)
         self._news.set()
 

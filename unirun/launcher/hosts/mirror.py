@@ -131,7 +131,7 @@ def offsets_here(job: JobDir, node: str) -> dict[str, int]:
 
 
 def is_regular(path: Path) -> bool:
-    """Return True if it is a regular file, and not a link to one."""
+    """Return True if `path` is a regular file, and not a link to one."""
     return path.is_file() and not path.is_symlink()
 
 
@@ -155,8 +155,8 @@ def write(folder: Path, node: str, chunk: Chunk, offset: int) -> None:
         return
     if chunk.offset != offset:
         raise FrameError(f"{node} sends {chunk.path!a:.80} from {chunk.offset} on, not {offset}")
-    # Logs may lie where others may write, below --log-dir. Of the event log, each host has what its own masters have
-    # written, so all is appended.
+    # Other users may be able to write where logs lie, below --log-dir. Each host has the part of the event
+    # log that its own masters have written, so all parts are appended.
     base, below = (folder / "logs", name.relative_to("logs")) if log else (folder, name)
     make_private(base)
     with os.fdopen(open_log(base, Path(below)), "ab") as file:

@@ -268,7 +268,7 @@ class RemoteProcesses:
         self._ended_alone = False
         self._changed = threading.Condition()
         self._alone_since: float | None = None
-        # When the kernel of a master's host has taken a connection last.
+        # The last time at which the kernel of a master's host accepted a connection.
         self._taken = 0.0
         self._master = 0
 
@@ -295,7 +295,7 @@ class RemoteProcesses:
             self._changed.notify_all()
 
     def silent(self, node: str, lost: bool) -> None:
-        """`node` has fallen silent, or is back."""
+        """Note that `node` has fallen silent, or is back."""
         with self._changed:
             (self._silent.add if lost else self._silent.discard)(node)
 

@@ -15,8 +15,8 @@ PIECE = 200_000
 """Bytes, as the documents are in ASCII."""
 
 WHOLE = 1 << 26
-"""Bytes of one value that is compressed; the nodes of the largest jobs take some MB. A small document of a shared store
-could become any number of bytes otherwise."""
+"""The largest decompressed value, in bytes; the nodes of the largest jobs take some MB. Without a limit, a
+small document of a shared store could fill the memory."""
 
 Documents = Mapping[str, str]
 """By their names."""

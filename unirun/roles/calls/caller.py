@@ -379,7 +379,7 @@ def _lost(address: WorkerId, peer: Peer, call: OpenCall) -> WorkerLost:
 
 
 def _restarted(worker: str) -> WorkerLost:
-    reason = f"{worker} was started again since it was called last, what it held is gone"
+    reason = f"{worker} was started again since it was called last, so its state is lost"
     return lost(worker, reason, "the next call goes to the new worker: give it what it needs")
 
 

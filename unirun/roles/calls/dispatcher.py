@@ -50,7 +50,8 @@ ACK = b"__ack__"
 _ACK = ACK.decode()
 
 GIVE_UP = b"__give_up__"
-"""The method of a request that gives up another one, whose number it has: the caller no longer waits for its result."""
+"""The method of a request that gives up an earlier request, whose number is in it: the caller no longer waits
+for that result."""
 
 _GIVE_UP = GIVE_UP.decode()
 

@@ -113,7 +113,7 @@ class Listener:
                     target=partial(self._admit, each), name="unirun-handshake", daemon=True
                 ).start()
             except RuntimeError as error:
-                # There can be no more threads.
+                # No more threads can be started.
                 self._refuse(each, error)
 
     def _admit(self, stranger: _Stranger) -> None:

@@ -62,9 +62,9 @@ class CsvLoggerCallback(TrainingCallback):
     """Writes each report as one row per rank to `filename` in the run's directory.
 
     The first column is ``_rank``; the others are the metrics of the first report, those of nested dicts as
-    ``outer/inner``. A metric that comes later gets a column at the right, and the file is written anew in one step:
-    who reads it sees the old one or the new one. A metric that a rank does not report is an empty cell. Lists and
-    tensors are JSON, nan is ``nan``, the infinities are ``inf`` and ``-inf``.
+    ``outer/inner``. A metric that comes later gets a column at the right, and the file is replaced in one
+    step: a reader sees the old file or the new one. A metric that a rank does not report is an empty cell.
+    Lists and tensors are JSON, nan is ``nan``, the infinities are ``inf`` and ``-inf``.
 
     A file that exists is continued after its last whole row. Raises `UsageError` when that is another file, and
     OSError when it cannot be written.

@@ -31,7 +31,8 @@ def plain(value: object) -> Plain:
 
 
 def readable(value: object) -> Plain:
-    """The same for what is no JSON: a figure that is not finite becomes ``"nan"``, ``"inf"`` or ``"-inf"``."""
+    """The same for formats other than JSON: a figure that is not finite becomes ``"nan"``, ``"inf"`` or
+    ``"-inf"``."""
     found = plain(value)
     figure = number(value) if found is None else None
     return found if figure is None else str(figure)

@@ -7,7 +7,7 @@
                  rank.00003.json      which of these files rank 3 has written, and how far it has come in its datasets
                  checkpoint.json      written last, by one rename: which files there are, how large, and their CRCs
 
-A checkpoint without its ``checkpoint.json`` is none. So a kill at any moment leaves the last whole one.
+A checkpoint without its ``checkpoint.json`` does not count. So a kill at any moment leaves the last whole one.
 """
 
 from __future__ import annotations
@@ -144,8 +144,9 @@ class Folder:
         return found
 
     def latest(self, below: int | None = None) -> Info | None:
-        """The last checkpoint, with a number `below` that if it is given, of which all files have their sizes; others
-        are skipped, with a warning. What is in the files is not read: `verify` does that."""
+        """The last checkpoint whose files all have their recorded sizes; with `below`, the last one with a
+        lower number. Others are skipped, with a warning. The content of files is not read: `verify` does
+        that."""
         for number in reversed(self.numbers()):
             if below is not None and number >= below:
                 continue
@@ -200,7 +201,7 @@ class Folder:
             f"checkpoint {number} cannot be read: {error.strerror or str(error) or type(error).__name__}"
         )
         if error.errno is None:
-            # As of the time limits of remote file systems.
+            # For example a timeout of a remote file system.
             kind = TimeoutError if isinstance(error, TimeoutError) else OSError
             return kind(f"{problem}: {self.path(number)}/{name}")
         return OSError(error.errno, problem, f"{self.path(number)}/{name}")

@@ -117,7 +117,7 @@ def _read(file: BinaryIO, folder: Folder, number: int) -> dict[str, Any]:
     found: dict[str, Any]
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001 - no pickle at all raises what it likes, and does so again
+    except Exception as error:  # noqa: BLE001 - bytes that are no pickle may raise anything, here and below
         _check_own(folder, number, "it does not consist of tensors and plain data alone", error)
         file.seek(0)
         found = torch.load(file, map_location="cpu", weights_only=False)
@@ -163,7 +163,7 @@ def _load_sharded(folder: Folder, number: int, into: Mapping[str, Any] | None) -
     except OSError as error:
         raise folder.unreadable(number, INDEX, error) from error
     except Exception as error:
-        # Bytes that are no pickle raise what they like.
+        # Bytes that are no pickle may raise anything.
         raise folder.damaged(number, INDEX, f"cannot be read: {error}") from error
     paths = {name: saved.planner_data.get(name, (name,)) for name in saved.state_dict_metadata}
 
@@ -220,11 +220,11 @@ def _fill(state: dict[str, Any], reader: Any, folder: Folder, number: int) -> No
 
     try:
         with warnings.catch_warnings():
-            # That is what is meant.
+            # This is intended: each rank reads for itself.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load_parts(state, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
-        # It is no Exception, and holds those of the ranks, of which there is one.
+        # CheckpointException is no Exception. It holds the exceptions of all ranks, here of this one.
         ((cause, _),) = error.failures.values()
         if isinstance(cause, OSError):
             raise folder.unreadable(number, os.path.basename(cause.filename or ""), cause) from error

@@ -159,8 +159,9 @@ def encode(state: Mapping[str, Any]) -> bytes:
 def save_sharded(
     folder: Folder, number: int, state: dict[str, Any], group: Any, files: dict[str, tuple[int, int]]
 ) -> Any:
-    """Begin to save what all ranks of `group` have, which all of them call. Returns a future: all of it is written.
-    Then `files` has the size and the CRC-32 of each file that this rank has written.
+    """Begin to save the state of all ranks of `group`; all of them call this. Returns a future, which is done
+    when all of it is written. Then `files` has the size and the CRC-32 of each file that this rank has
+    written.
 
     The tensors are copied before this returns.
     """
@@ -172,13 +173,13 @@ def save_sharded(
 
 
 def awaited(saved: Any, patience: float) -> None:
-    """Wait until all of it is written. Raises what writing it has raised in some rank."""
+    """Wait until all of it is written. Raises the exception that writing it has raised in some rank."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         saved.result(patience)
     except CheckpointException as error:
-        # CheckpointException is no Exception, and holds those of the ranks.
+        # CheckpointException is no Exception, and holds the exceptions of the ranks.
         raise next(iter(error.failures.values()))[0] from error
 
 

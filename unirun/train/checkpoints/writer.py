@@ -2,10 +2,11 @@
 
 A plain state is written by rank 0, a sharded one by all ranks. Each rank writes how far it has come in its datasets,
 and which files it has written.
-Rank 0 *commits*: it waits until everything is written, and writes the manifest. That is done when the driver says so,
-who has the report that follows by then: so a report arrives once for each checkpoint, whatever dies in between. A
-checkpoint that no report follows within `HOLD` seconds, or after which another one is saved, is committed by rank 0,
-and the driver learns of it from the next report. A checkpoint whose score is in its report waits for that report.
+Rank 0 *commits*: it waits until everything is written, and writes the manifest. It does so when the driver
+orders it, which has the report that follows by then: so a report arrives once for each checkpoint, whatever
+dies in between. A checkpoint that no report follows within `HOLD` seconds, or after which another one is
+saved, is committed by rank 0, and the driver learns of it from the next report. A checkpoint whose score is
+in its report waits for that report.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Gate:
             known = self._counts.get(request.producer)
             base = known.base if known is not None else request.delivered
             self._counts[request.producer] = _Count(base, request.count - base, request.delivered - base)
-            # It asks once at a time: an earlier question, if it waits yet, is one that it has given up.
+            # A producer has one request at a time: an earlier one that still waits was given up.
             self._waiting = [each for each in self._waiting if each.producer != request.producer]
             if isinstance(request, Enter):
                 self._waiting.append(_Waiting(request.producer, reply, self._now() + request.patience))

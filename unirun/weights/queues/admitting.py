@@ -101,7 +101,7 @@ class Admissions:
         self._given_back()
 
     def close(self, kept: int) -> None:
-        """The producer puts no more; all but `kept` of its items are gone."""
+        """Note that the producer puts no more, and that all but `kept` of its items are gone."""
         with self._lock:
             self._made = kept
             self._open.clear()

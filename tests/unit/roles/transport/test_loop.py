@@ -1,4 +1,4 @@
-"""The thread that reads: whoever waits for something to do, else the thread."""
+"""The thread that reads: one that waits for something, else the loop's own."""
 
 from __future__ import annotations
 

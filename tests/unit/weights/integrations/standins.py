@@ -208,7 +208,7 @@ class Server:
 
 
 def fields(body: Any, needed: Mapping[str, type], optional: Mapping[str, type] = {}) -> str:
-    """The fault of the fields of a request; empty when nothing is."""
+    """The fault of the fields of a request; empty when there is none."""
     if not isinstance(body, dict):
         return "not an object"
     known = {**needed, **optional}
@@ -344,7 +344,7 @@ class Sglang(Server):
         }
 
     def _load(self, folder: str, load_format: str) -> str:
-        """The fault of the checkpoint in `folder`; else it is loaded."""
+        """Load the checkpoint in `folder`. Returns its fault, or an empty text."""
         files = glob.glob(os.path.join(folder, "*.safetensors"))
         if load_format not in ("auto", "safetensors") or not files:
             return f"Failed to get weights iterator: {load_format} in {folder}."
