@@ -441,7 +441,7 @@ class TestEqualEnds:
             trainer.run(function)
         assert re.fullmatch(
             r"worker:[12] ended with exit code 3; 3 times in a row in function, without a report or a checkpoint "
-            r"between; see unirun logs train-\w+ for what they wrote",
+            r"between; see unirun logs train-\w+ for their output",
             str(raised.value),
         )
         assert trainer.run(train.world_rank) == [0, 1, 2]

@@ -67,7 +67,7 @@ _REFUSED = {
     "inventory": "the nodes are those of the allocation",
     "node_name": "the nodes have Slurm's names",
     "node_rank": "the nodes are in Slurm's order",
-    "nnodes": "the number of nodes is said by --slurm nodes=N",
+    "nnodes": "--slurm nodes=N gives the number of nodes",
     "pre_check": "it is for hosts that are reached by ssh",
     "stdin": "a batch job has no stdin",
     "sync": "it is for hosts that are reached by ssh",

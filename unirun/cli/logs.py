@@ -113,7 +113,7 @@ def start_of_last(file: BinaryIO, count: int) -> int:
         return end
     number = 0
     for at in range((end - 1) // BLOCK * BLOCK, -1, -BLOCK):
-        # With a byte before and one behind, as the end of a line may be in two blocks.
+        # With the byte before and the byte behind the block, as the end of a line may lie in two blocks.
         first = max(at - 1, 0)
         file.seek(first)
         data = file.read(min(at + BLOCK + 1, end) - first)

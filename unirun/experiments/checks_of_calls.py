@@ -75,8 +75,8 @@ def call_faults(config: ExperimentConfig) -> list[Fault]:
 
 
 def _lacks_method(call: MFCDef) -> bool:
-    """Return True if the interface has only what `ModelInterface` defines. Unknown for what is no class of
-    this kind, or not imported yet."""
+    """Return True if the interface has only the methods that `ModelInterface` defines. False if it is no
+    class of this kind, or not imported yet."""
     cls = INTERFACES.at_hand(call.interface_impl.type_)
     if not isinstance(cls, type) or not issubclass(cls, ModelInterface):
         return False

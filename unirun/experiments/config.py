@@ -94,8 +94,8 @@ class TasksGroup:
 
 @dataclass
 class ExperimentScheduling:
-    """The number of workers of each type, and the resources that each needs. The evaluator needs what a model
-    worker does, if nothing else is said."""
+    """The number of workers of each type, and the resources that each needs. By default, the evaluator needs
+    the same as a model worker."""
 
     model_worker: TasksGroup
     master_worker: TasksGroup = field(

@@ -16,7 +16,7 @@ class ExperimentSaveEvalControl:
     many epochs, steps or seconds, whichever comes first. None: this unit does not trigger it. Models are
     always saved at the end.
 
-    It *saves* models for others to use, writes *checkpoints* from which it can be resumed, and *evaluates*.
+    It *saves* models for other programs, writes *checkpoints* from which it can be resumed, and *evaluates*.
     `benchmark_steps` ends it after so many steps.
     """
 

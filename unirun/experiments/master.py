@@ -155,7 +155,7 @@ class MasterWorkerProcess(BaseTrainer):
                 if why := losses.over():
                     raise TrainingFailed(
                         f"a worker was lost {self._doing}: {problem}; {why}",
-                        f"unirun logs {getattr(error, 'worker', WORKERS)} shows what it wrote",
+                        f"unirun logs {getattr(error, 'worker', WORKERS)} shows its output",
                     ) from None
                 report(f"unirun: {self._doing}: {problem}: the trial goes on from its last checkpoint")
                 info = None
@@ -232,8 +232,8 @@ class MasterWorkerProcess(BaseTrainer):
         return info
 
     def _last(self, before: int | None = None) -> RecoverInfo | None:
-        """The last checkpoint, if there is one, of those `before` a step if one is given. Its settings are those of
-        this trial."""
+        """The last checkpoint, if there is one, of those `before` a step if one is given. A checkpoint with
+        other settings is an error."""
         info = self._recovery.latest(before)
         if info is not None:
             self._check_settings(info)

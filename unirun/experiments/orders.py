@@ -19,7 +19,8 @@ class Trial(Value):
     ``config:`` of the job.
 
     `resume`: continue from the last checkpoint, if there is one. Without `resume`, existing checkpoints are deleted.
-    `resume_only`: fail if no checkpoint can be read. `accept` are settings that may be others than in the checkpoint.
+    `resume_only`: fail if no checkpoint can be read. `accept` names settings that may differ from those of
+    the checkpoint.
     """
 
     experiment: str

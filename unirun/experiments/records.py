@@ -114,7 +114,7 @@ class SavedModels:
                 # The call was made again already.
                 raise TrainingFailed(
                     f"{error.problem}; that is the same end {LIMIT} times while it evaluated {name}",
-                    f"unirun logs {error.worker} shows what it wrote",
+                    f"unirun logs {error.worker} shows its output",
                 ) from error
             self._records.write(SAVES, {"save": name, **found})
             self._known.add(name)

@@ -1,4 +1,5 @@
-"""The calls of a step that may run now: a pure function of what has run, and of who is busy."""
+"""The calls of a step that may run now: a pure function of the calls that have run, and of the workers that
+are busy."""
 
 from __future__ import annotations
 

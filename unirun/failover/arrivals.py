@@ -77,7 +77,7 @@ def grow_elastic(transition: Transition, name: str) -> None:
 
 
 def _settled(state: JobState) -> bool:
-    """Return True if every role runs or has ended, and nobody is waited for."""
+    """Return True if every role runs or has ended, and no worker is waited for."""
     phases = {role.phase for role in state.roles.values()}
     whole = phases <= {RolePhase.RUNNING, *ROLE_ENDS}
     return whole and state.phase is JobPhase.RUNNING and not state.away and not state.losses

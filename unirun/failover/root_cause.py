@@ -19,15 +19,15 @@ from unirun.job.state import JobState
 from unirun.values import Value, WorkerId
 
 SEEN_LATER = 1.0
-"""Seconds by which the end of a process may be seen later than what follows from it."""
+"""Seconds by which the end of a process may be seen later than its consequences."""
 
 NEAR = 60.0
 """Seconds from the end of a rank to the failures in another role that are taken for a consequence of it."""
 
 
 class Bystander(Value):
-    """A worker that has not failed. `left` is when it has ended with 0 by itself, in seconds since the epoch; 0 if it
-    lived until it was told to end. `log` is its log directory."""
+    """A worker that has not failed. `left` is the time at which it ended with 0 by itself, in seconds since
+    the epoch; 0 if it lived until it was told to end. `log` is its log directory."""
 
     worker: WorkerId
     node: str
@@ -39,7 +39,7 @@ class Bystander(Value):
 class Diagnosis(Value):
     """The `cause`, the `reason` for taking it, and the `others` in order of time.
 
-    `inferred`: the cause is a rank that has not failed; its `note` says what it did instead.
+    `inferred`: the cause is a rank that has not failed; its `note` says how it caused the other failures.
     """
 
     cause: Failure
@@ -144,7 +144,7 @@ def _without_failure(failures: Sequence[Failure], others: Sequence[Bystander]) -
     if absent := [each for each in silent if (each.worker.role, each.worker.rank) in named]:
         return _blamed(absent, waiting, "did not come to a barrier where {others} waited for {it}")
     if len(silent) == 1 or 0 < len(silent) < len(waiting):
-        # With more of them, most were told to end before their own wait was over.
+        # If there are more such ranks, most of them were told to end before their own wait was over.
         return _blamed(silent, waiting, "had not failed when {others} waited for a peer in vain")
     if gone := [each for each in early if each.left >= first - NEAR]:
         return _blamed(gone, waiting, left)

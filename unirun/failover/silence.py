@@ -150,8 +150,8 @@ class Silence:
 
 
 def may_answer(renewed: float, now: float, *, alone: bool) -> bool:
-    """Return True if a master may tell agents that nobody has given them up. `renewed` is when it began to
-    renew its term for the last time, on a clock that also counts while the host is suspended.
+    """Return True if a master may tell agents that no master has given them up. `renewed` is the time at
+    which it last began to renew its term, on a clock that also counts while the host is suspended.
 
     Later another master may lead. It can start nothing if no node is with it, so `alone`, while every node of the job
     is heard by this one, the store may be away for any time.

@@ -105,7 +105,7 @@ def _complete(transition: Transition, role: RoleState, newcomers: Sequence[Worke
 
 def obstructed(state: JobState, role: RoleState) -> bool:
     """Return True if a worker that has to leave still runs: where ranks of `role` are to start, as both would
-    use one device; or at a rank of `role` itself, which nobody else may hold meanwhile."""
+    use one device; or at a rank of `role` itself, which no other worker may hold meanwhile."""
     if not state.placement.lost and not state.draining:
         return False
     if any(state.misplaced(role, worker) for worker in role.live):

@@ -109,7 +109,7 @@ class GraceOver(Value):
 
 
 class StopDue(Value):
-    """The time has come at which a worker is told to end, if it lives and was not told before (see `StopWorkers`)."""
+    """The time at which a worker is told to end has come, if it lives and was not told before (see `StopWorkers`)."""
 
     id: int
     signal: int

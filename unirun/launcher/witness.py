@@ -59,7 +59,8 @@ class Witness:
         self._origins: set[str] = set()
 
     async def watch(self) -> None:
-        """Let nodes in whenever no master does. An error in that, as a lack of descriptors, ends nothing else."""
+        """Let nodes in whenever no master does. An error in that, such as a lack of descriptors, ends nothing
+        else."""
         while True:
             await _comes(self._listener)
             if (found := await self._old()) is None:

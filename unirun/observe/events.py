@@ -117,7 +117,8 @@ def chain(by_id: dict[str, LoggedEvent], event: LoggedEvent) -> list[LoggedEvent
 
 
 def covers(subject: str, who: str) -> bool:
-    """Return True if what concerns `subject` concerns `who`: the same, a rank of a role, a rank among several."""
+    """Return True if an event about `subject` is about `who`: the same subject, a rank of that role, or one
+    of several ranks."""
     if subject == who:
         return True
     role, _, ranks = subject.partition(":")

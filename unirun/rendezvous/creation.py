@@ -204,8 +204,8 @@ def _clear(path: Path, keep: Collection[str]) -> None:
 
 
 def _make_logs(job: JobDir, log_dir: str | None, restarts: int) -> None:
-    """Create the log directory, or with ``--log-dir`` a link to one there: of a requeued job, one in that of the first
-    run."""
+    """Create the log directory, or with ``--log-dir`` a link to one there. That of a requeued job is in the
+    log directory of its first run."""
     try:
         if log_dir is None:
             make_private(job.logs)

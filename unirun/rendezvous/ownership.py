@@ -95,7 +95,7 @@ def _directory(path: str, trusted: frozenset[int], *, last: bool) -> Exposure | 
         )
     if last and (who := listed_writer(path, _DEFAULT)):
         return Exposure(
-            f"what is made in {path} may be written by {who}, by its access control list",
+            f"new files in {path} may be written by {who}, by its access control list",
             f"setfacl -k {path}, or name another directory",
         )
     return None

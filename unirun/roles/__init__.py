@@ -1,4 +1,4 @@
-"""The code that runs inside a worker: who it is, who the others are, groups with them, and calls to them."""
+"""The code that runs inside a worker: its identity, its peers, groups with them, and calls to them."""
 
 from unirun.roles.calls.group import RemoteMethod, RoleGroup, WorkerHandle
 from unirun.roles.calls.policy import trainer_invocation

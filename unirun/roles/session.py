@@ -185,8 +185,8 @@ class Session:
 
 
 def hosts_in(views: Iterable[RoleView]) -> Iterator[str]:
-    """The addresses in `views`, of stores and of workers that others can reach. Texts that are no address are left
-    out."""
+    """The addresses in `views`: those of stores, and of workers that listen for other hosts. Texts that are
+    no address are left out."""
     from unirun.roles.transport.sockets import Endpoint
 
     for view in views:

@@ -1,7 +1,7 @@
 """The detection of a main thread that waits for something that will not come.
 
 A wait in native code cannot be interrupted. gloo forgets an operation that has begun when the connection to a dead peer
-ends (`gloo`): who waits for it waits until the timeout of the group.
+ends (`gloo`): a thread that waits for it waits until the timeout of the group.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Attempts:
                 what = " or ".join(f"{name} {name_of(each)}" for name, each in parts if each is not None)
                 raise TrainingFailed(
                     f"{loss}, {repeats.count} times in a row, in {what}",
-                    f"see unirun logs {self.workers.name} for what it wrote",
+                    f"see unirun logs {self.workers.name} for its output",
                 ) from error
             return repeats
         return Repeats()

@@ -17,8 +17,8 @@ from unirun.values import Value
 
 class Saved(Value):
     """The checkpoints that a rank has saved in this attempt. `together`: each of them needs all ranks, as it has the
-    positions of datasets. `sharded`: each rank has written a part. `outline` is that of the first one (`outline` in
-    `checkpoints.state`), with the report that follows it."""
+    positions of datasets. `sharded`: each rank has written a part. `outline` is the outline of the first one
+    (`checkpoints.state.outline`), sent with the report that follows it."""
 
     count: int = 0
     together: bool = False

@@ -23,8 +23,9 @@ def absolute(url: str) -> str:
 
 
 def check_writable(url: str) -> None:
-    """Raise `UsageError` when nothing can be written below `url`, and when another user could replace what is written:
-    runs read their checkpoints again, which are pickles. What is elsewhere is known when it is written."""
+    """Raise `UsageError` when nothing can be written below `url`, and when another user could replace its
+    files: runs read their checkpoints again, which are pickles. Errors of other file systems are only known
+    when something is written there."""
     if "://" in url:
         try:
             fsspec.url_to_fs(url)

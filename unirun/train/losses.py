@@ -22,7 +22,7 @@ FROM_OUTSIDE = re.compile(
 
 
 class Loss(Value):
-    """A worker that was lost (``worker:1``), and its `end`: what follows its name in a sentence."""
+    """A worker that was lost (``worker:1``), and its `end`, the predicate of a sentence about it."""
 
     worker: str
     end: str
@@ -40,8 +40,8 @@ class Loss(Value):
 
 
 def loss_of(worker: str, exit_: str, message: str = "") -> Loss:
-    """The loss of a worker of which the job says how it ended (``exit code 3``, ``killed by SIGSEGV``), and the first
-    line of its error, or what it knows of a kill. Both may be empty."""
+    """The loss of a worker. `exit_` is the job's text for its end (``exit code 3``, ``killed by SIGSEGV``),
+    `message` the first line of its error, or a note on a kill. Both may be empty."""
     if not exit_:
         return Loss(worker, "was lost")
     end = f"was {exit_}" if exit_.startswith("killed") else f"ended with {exit_}"

@@ -229,7 +229,7 @@ class TrainingIterator:
                 raise again.cause
             raise TrainingFailed(
                 f"{what}; {problem}",
-                f"see unirun logs {self._workers.name} for what they wrote"
+                f"see unirun logs {self._workers.name} for their output"
                 + ", or allow more" * (not self._repeats.hopeless),
             ) from again.cause
         limit = f" of {most}" if most >= 0 else ""
@@ -241,8 +241,8 @@ class TrainingIterator:
         return self._reached != before
 
     def _has_saved(self) -> bool:
-        """Return True if the attempt that has failed has saved a checkpoint that no report has told of. False
-        if that cannot be learned: then the failure at hand is the one to tell."""
+        """Return True if the attempt that has failed has saved a checkpoint that no report has mentioned.
+        False if that cannot be learned: then the failure at hand is the error of the run."""
         with contextlib.suppress(UnirunError, OSError):
             self._where(self._attempts.ready())
         return self._progressed()

@@ -291,8 +291,8 @@ class Session:
         return Progress()
 
     def end_loaders(self) -> None:
-        """The function has ended: end the processes that its loaders have kept. Otherwise they
-        end when this process is told to, and torch raises for each that ends before it is waited for."""
+        """End the processes that the loaders of the function have kept, as it has ended. Otherwise the signal
+        that ends this process ends them, too, and torch raises an error for each."""
         for _, loader in self._adopted:
             loader.close()
 

@@ -1,6 +1,6 @@
 """Names of tensors without the part that torch.compile adds.
 
-The module that `torch.compile` returns holds the user's one as ``_orig_mod``, and so do compiled parts of a model:
+The module that `torch.compile` returns holds the user's module as ``_orig_mod``, and so do compiled parts of a model:
 ``_orig_mod.layers.0._orig_mod.weight`` is the tensor ``layers.0.weight``. Weights and checkpoints have the latter, so
 that either side may be compiled, as a whole or in parts.
 """
@@ -32,7 +32,7 @@ def by_original_name(named: Mapping[str, T]) -> dict[str, T]:
         original = original_name(name)
         if original in found:
             raise UsageError(
-                f"two tensors are called {original}, one of a compiled module", "rename the one that is not"
+                f"two tensors are called {original}, one of a compiled module", "rename the other one"
             )
         found[original] = value
     return found

@@ -237,7 +237,7 @@ class Fetching:
                     self._holder.give_back([(source, said.block)])
 
     def unchanged(self, found: Sequence[Got], deadline: float) -> bool:
-        """Return True if nobody has written to what was read."""
+        """Return True if no process has written to the memory that was read."""
         held = True
         asked = [(got.source, got.source.was_read(got.fetched)) for got in found]
         for source, future in asked:

@@ -330,7 +330,7 @@ class Publisher:
         return here, {reader: tuple(places) for reader, places in others.items()}, tuple(same)
 
     def _reads(self, number: int, reader: str) -> bool:
-        """Return True if nobody has written to the block since the reader has asked for it."""
+        """Return True if no process has written to the block since the reader has asked for it."""
         with self._lock:
             block = self._blocks.find(number)
             return block is not None and reader in block.readers

@@ -101,7 +101,7 @@ def test_in_a_container_unirun_is_found_on_the_path(script: Path, capsys: pytest
             "--hosts: the nodes are those that Slurm gives the job; leave",
         ),
         ("--slurm nodes=1 --hostfile a train.py", "leave out one of --hostfile and --slurm"),
-        ("--slurm nodes=2 --nnodes 2 train.py", "the number of nodes is said by --slurm nodes=N"),
+        ("--slurm nodes=2 --nnodes 2 train.py", "--slurm nodes=N gives the number of nodes"),
         ("--slurm nodes=2 --node-rank 1 train.py", "the nodes are in Slurm's order"),
         ("--slurm nodes=2 --sync train.py", "it is for hosts that are reached by ssh"),
         ("--slurm-extra=--account=x train.py", "--slurm-extra is for jobs that are submitted to Slurm; add"),

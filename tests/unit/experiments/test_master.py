@@ -315,7 +315,7 @@ class TestErrorsThatComeAgain:
             run(workers)
         assert str(caught.value) == (
             "a worker was lost in step 2, train: a worker has died; that is the same end 3 times, without a new step "
-            "between them; unirun logs model_worker:0 shows what it wrote"
+            "between them; unirun logs model_worker:0 shows its output"
         )
         assert workers.asked.count("restore None") == 3
         assert capsys.readouterr().err.count("goes on from its last checkpoint") == 2

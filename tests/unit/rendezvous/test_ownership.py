@@ -211,7 +211,7 @@ def test_a_directory_is_exposed_to_whom_its_access_control_list_lets_write(
 
 def test_a_directory_is_exposed_in_which_files_get_such_a_list(tmp_path: Path) -> None:
     set_list(tmp_path, "default", (0x02, 7, NOBODY), (0x10, 7, NONE))
-    assert problem(tmp_path).startswith(f"what is made in {tmp_path} may be written by user nobody")
+    assert problem(tmp_path).startswith(f"new files in {tmp_path} may be written by user nobody")
 
 
 @given(st.binary(max_size=200))
@@ -221,7 +221,7 @@ def test_no_access_control_list_ends_in_another_error(entries: bytes) -> None:
         assert isinstance(listed_writer("/"), str)
 
 
-def test_only_ordinary_files_are_read_and_nobody_is_waited_for(tmp_path: Path) -> None:
+def test_only_regular_files_are_read_and_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "file").write_bytes(b"a\xff\n")
     assert read_file(tmp_path / "file") == "a\ufffd\n"

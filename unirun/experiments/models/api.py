@@ -142,9 +142,9 @@ class Engine(Protocol):
     ) -> dict[str, float]:
         """One step of the optimizer. The loss is summed over all data-parallel ranks and divided by the sum of weights.
 
-        Returns what `loss` logs, ``loss`` itself, ``grad_norm`` and ``lr``; the same on all ranks. What is logged in
-        micro-batches is added up over all of them and divided by the sum of weights, a mean, unless `reductions` says
-        ``sum``, ``max`` or ``min`` for its name.
+        Returns the values that `loss` logs, ``loss`` itself, ``grad_norm`` and ``lr``; the same on all ranks.
+        A value that micro-batches log is added up over all of them and divided by the sum of weights, which
+        gives a mean, unless `reductions` names ``sum``, ``max`` or ``min`` for it.
         """
         ...
 

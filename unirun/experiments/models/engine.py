@@ -141,7 +141,8 @@ class TorchEngine:
         total: float,
         reductions: Mapping[str, str],
     ) -> dict[str, float]:
-        """Run all micro-batches forward and backward. Returns what was logged in all of them, on the last stage.
+        """Run all micro-batches forward and backward. Returns the values that were logged in all of them, on
+        the last stage.
 
         All data-parallel ranks run the same number of `rounds`, because each one is a collective with FSDP2.
         """

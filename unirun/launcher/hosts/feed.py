@@ -1,7 +1,8 @@
 """The growth of the files in a node's directory, sent to the command that follows the job: logs, events, status.
 
-The command writes the same files, so that everything that reads a job's directory works there too. What is behind the
-last bytes that it has is sent again after a reconnect; a slow command is waited for, as the files are here.
+The command writes the same files, so that everything that reads a job's directory works there too. Bytes
+behind the last ones that it has are sent again after a reconnect; a slow command is waited for, as the files
+are here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The commands that may be carried out: those that follow from what is in the store.
-
-A decision is written before anything is done about it. Whoever leads after this master then knows of it, and a master
-whose term is over does nothing any more, because it cannot write.
+"""The commands that may be carried out: those that follow from decisions in the store. A decision is written
+before it is carried out. The next master knows of it then, and a master whose term is over does nothing any
+more, because it cannot write.
 """
 
 from __future__ import annotations

@@ -316,7 +316,7 @@ class Caller:
     def _settle(self, call: OpenCall, index: int, outcome: Parcel | CallError) -> None:
         call.settle(index, outcome)
         if isinstance(outcome, WorkerLost) and call.retries > 0:
-            # The call is made again when the others have left it.
+            # The call is made again when the other workers have left it.
             for other, channel in enumerate(call.channels):
                 if channel is not None and not call.has(other):
                     channel.give_up(call.seq, lost=True)

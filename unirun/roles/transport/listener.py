@@ -93,7 +93,7 @@ class Listener:
                 each.sock.close()
 
     def _go_on(self) -> None:
-        """Let connections begin whose turn it is, and end those that make room for others."""
+        """Begin the handshakes of connections whose turn it is, and end those that have to make room."""
         with self._changing:
             now, out, begin = time.monotonic(), [], []
             if now >= self._looked + LOOK:

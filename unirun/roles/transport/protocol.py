@@ -111,7 +111,7 @@ class LendingTransport(Transport, Protocol):
     """A transport for parcels with memory that is `Lent`."""
 
     def is_here(self, endpoint: str) -> bool:
-        """Return True if who listens there is on this host, so that memory can be lent to it."""
+        """Return True if the listener there is on this host, so that memory can be lent to it."""
 
 
 def own(parcel: Parcel) -> Parcel:

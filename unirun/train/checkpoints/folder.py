@@ -35,7 +35,7 @@ from unirun.values import Value
 MANIFEST = "checkpoint.json"
 STATE = "state.pt"
 INDEX = ".metadata"
-"""The file of torch.distributed.checkpoint that says what is in its others."""
+"""The index of torch.distributed.checkpoint, which says what its other files have."""
 
 CHUNK = 16 << 20
 """Bytes that are read at a time."""

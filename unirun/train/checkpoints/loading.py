@@ -25,10 +25,9 @@ ALIKE = "load it under the name with which save_checkpoint has saved it"
 
 
 def load(folder: Folder, manifest: Manifest, into: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The state of a checkpoint; models, optimizers and the like in `into` are changed to what it has under their name.
-
-    Raises `CheckpointDamaged`, and `UsageError` for a name that it does not have, and for a checkpoint that another
-    user may have written and that has more than tensors and plain data.
+    """The state of a checkpoint; models, optimizers and the like in `into` load the states that it has under
+    their names. Raises `CheckpointDamaged`; `UsageError` for a name that it does not have, and for a
+    checkpoint that another user may have written if it has more than tensors and plain data.
     """
     if manifest.sharded:
         return _load_sharded(folder, manifest.number, into)

@@ -113,7 +113,7 @@ def _small_bytes(value: Any) -> bytes:
 
 
 def is_sharded(value: Any) -> bool:
-    """Return True if some tensor in it is a part. There is none where nobody has imported DTensor, which takes long."""
+    """Return True if some tensor in it is a part. There is none while DTensor is not imported, which takes long."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(each, module.DTensor) for each in _leaves(value))
 
@@ -192,8 +192,8 @@ def _summed(
     *,
     private: bool,
 ) -> Iterator[Any]:
-    """As `create`, a method of a file system of torch.distributed.checkpoint, with the sums of what is written. On this
-    host a `private` file is for this user alone."""
+    """Open a file as `create` does, a method of torch.distributed.checkpoint's file systems, and note its
+    size and CRC-32 when it is written. On this host a `private` file is for this user alone."""
     with create(path, mode) as stream:
         if private:
             os.chmod(path, PRIVATE)

@@ -1,4 +1,4 @@
-"""The choice of the checkpoints that are kept, and of the best: pure functions of what is known of them."""
+"""The choice of the checkpoints that are kept, and of the best: pure functions of their numbers and scores."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ class Part(Value):
 
 
 class _Pending:
-    """A checkpoint that is not committed. `scores` are where its score is looked for, `files` are those that this rank
-    has written."""
+    """A checkpoint that is not committed. Its score is looked for in `scores`; `files` are those that this
+    rank has written."""
 
     def __init__(self, number: int, state: Mapping[str, Any]) -> None:
         self.number = number

@@ -51,7 +51,7 @@ class Admissions:
         self._made = 0
         # Admissions without an item, the oldest first.
         self._open: list[Admission] = []
-        # Of blocks that have not ended, used by a put of which nobody knows the block.
+        # Admissions of open blocks that were used by a put whose block is not known.
         self._taken: list[Admission] = []
 
     @property

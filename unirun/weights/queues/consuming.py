@@ -67,7 +67,7 @@ class Feed:
 
     @property
     def is_empty(self) -> bool:
-        """True if it has said that it has no item, and not yet that it has one again."""
+        """True if the producer has said that it has no item, and not yet that it has one again."""
         return self._woken is not None and not self._woken.done()
 
     def ask(self) -> None:
