@@ -16,7 +16,7 @@ class BenchmarkError(RuntimeError):
 
 
 class ProgramMissing(BenchmarkError):
-    """The error of a figure that needs a program that is not here."""
+    """The error of a figure that needs a program which is not installed."""
 
     def __init__(self, program: str, remedy: str) -> None:
         super().__init__(f"{program} is not installed: {remedy}")

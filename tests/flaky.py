@@ -1,4 +1,4 @@
-"""A plugin of pytest: what a run could not pass is run once more, alone, and what passes then is named as flaky.
+"""A plugin of pytest that runs failed tests once more, alone, and names those that pass then as flaky.
 
 ``-p tests.flaky`` remembers how a run ended. ``-p tests.flaky --again --last-failed --last-failed-no-failures none`` is
 the second run. It passes when each test that had failed passes. It runs nothing, and ends with `NOTHING_RUN`, when tests
@@ -16,7 +16,7 @@ _ENDED, _FAILED = "flaky/ended", "cache/lastfailed"
 """Keys in pytest's cache; the second one is that of ``--last-failed``."""
 
 _PHASES = ("setup", "call", "teardown")
-"""xdist's report of a test in which a worker has crashed is of none of them."""
+"""The phases of pytest's reports; xdist's report of a test in which a worker has crashed has another one."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,11 +37,11 @@ class First:
         self._config, self._crashed = config, False
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """See a worker that has crashed."""
+        """Note the crash of a worker of xdist."""
         self._crashed |= str(report.when) not in _PHASES
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Write the end down."""
+        """Write down how the run ended."""
         self._cache().set(_ENDED, {"status": int(exitstatus), "crashed": self._crashed})
 
     def _cache(self) -> pytest.Cache:
@@ -50,7 +50,7 @@ class First:
 
 
 class Second:
-    """Fails unless all that had failed passes; names what passes."""
+    """Fails unless all tests that had failed pass; names those that pass."""
 
     def __init__(self, config: pytest.Config) -> None:
         assert config.cache is not None, "it is the cache that says what has failed"
@@ -68,11 +68,11 @@ class Second:
             pytest.exit(f"not run again: the first run has ended with {status}", NOTHING_RUN)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Run what had failed alone: pytest runs all when it finds none of that."""
+        """Run only the tests that had failed: pytest runs all tests when it finds none of those."""
         items[:] = [item for item in items if item.nodeid in self._wanted]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep what has passed and what has not."""
+        """Keep the names of tests that have passed, and of those that have failed."""
         if report.when == "call" and report.passed:
             self._passed.add(report.nodeid)
         elif report.failed:
@@ -80,12 +80,12 @@ class Second:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Fail for a test that was not run again, too."""
+        """Fail also when a failed test was not run again."""
         if exitstatus == pytest.ExitCode.OK and self._wanted - self._flaky:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Name them before the line with which pytest closes."""
+        """Name flaky and lost tests before the last line of pytest."""
         for nodeid in sorted(self._flaky):
             terminalreporter.write_line(f"flaky: {nodeid} has failed, and passes alone")
         for nodeid in sorted(self._wanted - self._passed - self._failed):

@@ -82,7 +82,7 @@ asyncio.run(main())
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    """The last one is no part of the job."""
+    """Four hosts, of which the last one is no part of the job."""
     with available(), Hosts(4) as four:
         yield four
 
@@ -101,7 +101,7 @@ def head_of(host: Host) -> tuple[Path, str, str]:
 
 
 def give_addresses(hosts: Hosts, count: int) -> list[str]:
-    """So many addresses for the last host, which the others can answer."""
+    """Give the last host so many addresses, to which the others have a route."""
     found = [f"198.19.{number // 200}.{1 + number % 200}" for number in range(count)]
     for address in found:
         hosts[3].run(["ip", "address", "add", f"{address}/32", "dev", "lo"])

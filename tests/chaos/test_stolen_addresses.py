@@ -47,7 +47,7 @@ MOVED = 30.0
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    """The last one is no part of the job."""
+    """Hosts of which the last one is no part of the job."""
     with available(), Hosts(4) as four:
         yield four
 

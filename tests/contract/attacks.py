@@ -240,7 +240,7 @@ INSIDE: tuple[Callable[[Target], None], ...] = (
 
 
 def flood(target: Target, count: int, origins: int) -> list[socket.socket]:
-    """So many silent connections from so many addresses of this host, which the listener may close."""
+    """Open many silent connections from several addresses of this host; the listener may close them."""
     found = []
     for number in range(count):
         origin = f"127.7.{number % origins // 250}.{1 + number % origins % 250}"

@@ -223,7 +223,7 @@ class Desk:
         return value + 1
 
     def watched_is_gone(self) -> bool:
-        """Return True if it is free."""
+        """Return True if the watched object was freed."""
         return self._watched() is None
 
     def lend(self) -> torch.Tensor:

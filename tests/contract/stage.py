@@ -122,11 +122,11 @@ class Generations:
             self._say(("formed", generation))
 
     def explain(self, error: BaseException) -> bool:
-        """There are no collectives that could fail."""
+        """Return False: there are no collectives that could fail."""
         return False
 
     def kept_away(self, by: Callable[[], bool]) -> None:
-        """Nobody waits for it."""
+        """Do nothing, as no peer waits to form a group with this worker."""
 
 
 def work(
@@ -374,7 +374,7 @@ class Stage:
         return self.player(call, WorkerId("other999", 0, incarnation), places, script)
 
     def counted(self, cast: Cast) -> dict[tuple[str, bool], CallCount]:
-        """The calls of this caller to a role: by method, and whether nobody waits for it."""
+        """The calls of this caller to a role: by method, and whether the caller does not wait."""
         self.caller.report()
         counts = self.told[-1].counts if self.told else ()
         return {(each.method, each.asynchronous): each for each in counts if each.role == cast.role}

@@ -25,7 +25,7 @@ from unirun.wire import new_token, strangers
 
 ME = WorkerId("desk", 0, 0)
 LET_IN = 8.0
-"""Seconds in which a peer that proves the token is let in and served, whoever else connects; mostly one."""
+"""Seconds in which a peer that proves the token is let in and served, whatever other peers connect; mostly one."""
 REFUSED = "a connection from 127.0.0.1 was refused: "
 
 

@@ -1,4 +1,4 @@
-"""The contract of sockets alone: who is let in, and what becomes of memory and descriptors."""
+"""The contract of sockets alone: the peers that are let in, and the use of memory and descriptors."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
 
 
 def closed_by_peer(sock: socket.socket) -> bool:
-    """Return True if the other end hangs up, whatever it says before."""
+    """Return True if the other end closes the connection, whatever it sends before."""
     with contextlib.suppress(ConnectionError):
         while sock.recv(1 << 16):
             pass

@@ -96,7 +96,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def walked(home: Unirun) -> dict[str, dict[str, str]]:
-    """Two ranks have walked all families."""
+    """The results of two ranks that have walked all families."""
     file = home.root / "families.json"
     result = home("--roles", "model=2", TRIALS / "families.py", "--", file, *FAMILIES, within=240)
     assert result.code == 0, result.err

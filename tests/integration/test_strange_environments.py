@@ -56,7 +56,7 @@ def test_a_user_without_a_passwd_entry_runs_jobs_in_the_temporary_directory(
 
 
 class TestTheFirstProcessOfAContainer:
-    """For which the kernel has no default actions, and which is the parent of all orphans."""
+    """PID 1, for which the kernel has no default actions of signals, and which adopts all orphans."""
 
     CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", UNIRUN)
 

@@ -429,7 +429,7 @@ class TestKills:
 
 
 class TestEqualEnds:
-    """Three of them without progress between are the end, and are told in one place."""
+    """Three equal ends without progress between them end the run, with one message."""
 
     def test_of_the_function(self, trainer: Trainer) -> None:
         def function() -> None:

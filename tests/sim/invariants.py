@@ -329,7 +329,7 @@ class Invariants:
 
     @property
     def _hopeless(self) -> bool:
-        """True if nobody is left who could go on, or start somebody who can."""
+        """True if no process is left that could go on, or start one that can."""
         here = (node for name, node in self.nodes.items() if name not in self.plan.absent)
         return not any(node.alive for node in here) and not any(m.leads for m in self.masters)
 

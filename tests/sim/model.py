@@ -243,7 +243,7 @@ class Spawner:
             self.node.apply(events.LinkMessage(number, Stuck("it waits for ever", "Stack: in a wait")))
 
     def trips(self, number: int, process: Process) -> None:
-        """Let the wait of the worker fail: somebody has died, or the store has. It waits for the news of that."""
+        """Let the wait of the worker fail: a peer or the store has died. It waits for the news of that."""
         if process.alive and process.waits is not None:
             met, process.waits = process.met, None
             self.world.clock.after(NEWS, lambda: self._give_up(number, process, met))

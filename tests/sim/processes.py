@@ -30,7 +30,7 @@ class Process:
     waits: StoreModel | None = None
     """The store in which it waits for its peers: until all are there, or until something wakes it."""
     formed: bool = False
-    """True if it is in a group, of the present generation or an earlier one."""
+    """True if the process is in a group, of the present generation or an earlier one."""
     view: View | None = None
     """Its knowledge of all roles, once it is welcome."""
     serving: bool = False

@@ -28,7 +28,7 @@ ROWS: dict[tuple[str, ...], str] = {
 
 
 def families() -> list[str]:
-    """Those that are asked for, or all."""
+    """The families that the environment variable names, or all."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return os.environ.get("UNIRUN_SOAK_FAMILIES", "").split() or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]

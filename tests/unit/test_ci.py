@@ -1,4 +1,5 @@
-"""`.ci/run` with the Makefile, on a small project: what fails twice is a failure, what fails once is named."""
+"""`.ci/run` with the Makefile, on a small project: a test that fails twice is a failure, one that fails once
+is named."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Worker:
         return self.told > self.generation
 
     def kept_away(self, by: Callable[[], bool]) -> None:
-        """No call of this role waits for anything but a collective."""
+        """Do nothing, as no call of this role waits for anything but a collective."""
 
     def _met(self, wanted: int, here: dict[int, Worker]) -> bool:
         """Return True if all are in `wanted`, or it is over."""
@@ -208,7 +208,7 @@ class Role:
         self.noticed: dict[tuple[int, int], set[int]] = {}
         self.deaths: list[int] = []
         self.losses: list[tuple[int, float]] = []
-        """The times at which ranks died that had been called: its next call tells that."""
+        """The times at which ranks died that had been called: the next call reports the death."""
         self.listeners: list[Callable[[], None]] = []
         self._views: deque[dict[int, Peer]] = deque()
         self._reforming = False

@@ -29,7 +29,7 @@ def same(one: JobSpec, two: JobSpec) -> bool:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of jobs; nothing of the environment says another thing about them."""
+    """The folder of jobs; no variable of the environment names another."""
     monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
     for name in [name for name in os.environ if name.startswith("PET_")]:
         monkeypatch.delenv(name)

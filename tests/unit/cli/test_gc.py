@@ -1,4 +1,4 @@
-"""Finished jobs are cleared, here and in the store; what runs, or is another's, is left alone."""
+"""Finished jobs are cleared, here and in the store; jobs that run, or are another user's, are left alone."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class TestEveryTorchrunOption:
         assert same(compose("--logs-specs", "default", "train.py"), compose("train.py"))
 
     def test_an_empty_template_is_none(self, compose: Compose) -> None:
-        """As in torchrun, of which it is the default."""
+        """An empty template is the default of torchrun."""
         assert compose("--log-line-prefix-template=", "train.py").log.line_prefix_template is None
 
     def test_numa_binding_lands_on_a_host_with_devices(self, compose: Compose) -> None:

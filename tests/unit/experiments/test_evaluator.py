@@ -30,7 +30,7 @@ class Bare:
 
 
 class Largest(Bare):
-    """One that says how its figures become one."""
+    """An interface that names reductions."""
 
     reductions = {"largest": "max"}  # noqa: RUF012
 

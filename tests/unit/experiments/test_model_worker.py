@@ -12,7 +12,7 @@ from unirun.experiments.model_worker import Shard
 
 
 def shard_of(tensors: dict[str, torch.Tensor]) -> Shard:
-    """One of a model with these parameters and buffers."""
+    """A shard of a model with these parameters and buffers."""
     model: Any = SimpleNamespace(engine=SimpleNamespace(tensors=lambda: tensors))
     about: Any = None
     backend: Any = None

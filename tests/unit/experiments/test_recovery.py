@@ -153,7 +153,7 @@ class TestDamage:
 
 
 def settings(lr: float = 0.1, seed: int = 1, tensor: int = 1, **more: Any) -> Settings:
-    """Those of an experiment with one call and one model."""
+    """The settings of an experiment with one call and one model."""
     shape: dict[str, Any] = {name: more.pop(name) for name in ("schedule", "warmup") if name in more}
     backend = ModelBackendAbstraction("tests-backend", {"lr": lr, **shape})
     model = Allocation(NETWORK, backend, topology(tensor=tensor))

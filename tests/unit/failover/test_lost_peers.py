@@ -96,7 +96,7 @@ def test_a_process_that_a_thread_of_torch_has_aborted_says_why_on_stderr() -> No
     )
     assert waited_for_a_peer(failure(tail=tail, end=Exit(signal=6)))
     assert waited_for_a_peer(failure(tail=tail, end=Exit(code=1)))
-    # It may have said that before somebody killed it.
+    # The worker may have written that before it was killed.
     assert not is_consequence(failure(tail=tail, end=Exit(signal=9)))
 
 

@@ -318,7 +318,7 @@ class TestAnEndOfTheJobThatCouldNotBeWritten:
         assert job.exits("actor", 1, by=TERM, asked=TERM, cause="leaving").end == (130, "got SIGINT")
 
     def test_an_unwritten_end_of_the_job_that_is_success_has_roles_that_have_succeeded(self) -> None:
-        """The agents of these roles have left since; nobody else knows of that."""
+        """The agents of these roles have left since; no other process knows of that."""
         job = Job({"actor": 2, "rollout": 1}, nodes=TWO, primary=("actor",)).running()
         before = job.state
         take_over(job)

@@ -215,7 +215,7 @@ def test_an_agent_without_the_store_goes_on_while_the_heads_agent_lets_it_in(hal
 
 
 def test_the_heads_agent_lets_nobody_in_while_a_master_accepts(away: Place) -> None:
-    """Even if a connection waits at each of its looks."""
+    """A busy master keeps its connections, even if one waits at each look of the agent."""
 
     async def play() -> int:
         witness = Witness(away.listener, away.credentials, lambda knock: None, lambda: True, unexpected)
@@ -232,7 +232,7 @@ def test_the_heads_agent_lets_nobody_in_while_a_master_accepts(away: Place) -> N
             sock.close()
         return accepted
 
-    # It takes one in half a second, to see whether that is old.
+    # The agent accepts one connection in half a second, to see whether that is old.
     assert asyncio.run(play()) >= 14
 
 

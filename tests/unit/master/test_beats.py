@@ -172,7 +172,7 @@ class TestSilence:
     def test_a_node_that_proves_the_token_and_says_nothing_is_not_silent(
         self, court: Court, n0: Credentials
     ) -> None:
-        """Its agent takes that for a sign that nobody has given it up."""
+        """The agent of that node takes the answer for a sign that no master has given it up."""
 
         async def play() -> None:
             agent = await court.agent(n0)

@@ -129,7 +129,7 @@ def test_weights_and_items_go_from_thread_to_thread() -> None:
 
 
 class Patient(BaseWorkload):
-    """One that waits as long as it takes, in every call that waits."""
+    """A workload that waits without a limit in every call that waits."""
 
     def setup(self) -> None:
         roles = {"producer": "pupil", "consumer": "teacher"}

@@ -133,7 +133,7 @@ def test_a_wait_in_users_code_for_a_peer_that_does_nothing_is_found_with_its_sta
 def test_no_garbage_is_collected_while_frames_are_looked_at(
     monkeypatch: pytest.MonkeyPatch, collects: bool
 ) -> None:
-    """CPython 3.11 may stand still for ever otherwise."""
+    """No garbage collection may begin while frames are read, as CPython 3.11 could hang for ever."""
     found, frames = [], sys._current_frames
 
     def look() -> dict[int, FrameType]:

@@ -40,7 +40,7 @@ def test_ranks_that_report_unequally_often_are_named(first: str) -> None:
 
 
 def rounds_of(*rounds: list[Saved], end: list[Saved] | None = None) -> list[Round | None]:
-    """The last word on each round, of ranks that have saved this before it, and on the end."""
+    """The result of the last report of each round, and of the end; the ranks have saved these checkpoints before."""
     said: list[list[Reported | Finished]] = [
         [Reported(number, {}, saved=each) for each in saved] for number, saved in enumerate(rounds, 1)
     ]
@@ -82,7 +82,7 @@ def test_ranks_that_save_by_the_clock_may_do_so_on_both_sides_of_a_report(
         counts = [count, early] if late == 0 else [early, count]
         return [Saved(each, together=together and each > 0) for each in counts]
 
-    # The one that is late lags at rounds 2 and 3, and has saved between both.
+    # The late rank lags at rounds 2 and 3, and has saved between them.
     found = rounds_of(saved(0, 0), saved(1, 0), saved(2, 1), saved(2, 2), end=saved(2, 2))
     assert [each is not None and not each.dropped for each in found] == [True] * 5
 

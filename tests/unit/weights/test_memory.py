@@ -26,7 +26,8 @@ SHAPE = (4, 3)
 
 
 class Hollow(torch.Tensor):
-    """As a FakeTensor, or as one that holds others: torch knows its shape, and there is nothing at its address."""
+    """A tensor such as a FakeTensor, or one that holds others: torch knows its shape, and there is no memory
+    at its address."""
 
     @staticmethod
     def __new__(cls) -> Hollow:
@@ -194,7 +195,7 @@ class TestTargetsOfOneMemory:
                 lent_before = len(block.readers)
                 with pytest.raises(WeightsError, match="b: it is tied to a"):
                     reader.receive({"a": tied, "b": tied})
-                # It answers in the order in which it is asked.
+                # It answers in the order of requests.
                 reader.latest()
                 assert len(block.readers) == lent_before
 
@@ -281,7 +282,7 @@ def test_a_module_whose_state_dict_has_names_of_its_own_is_not_assigned_by_halve
 
 
 class TestCompiledModules:
-    """Channels have the names of the model, whoever has compiled what."""
+    """Channels have the names of the model, whichever side has compiled which part."""
 
     class Compiled(torch.nn.Module):
         """Holds a module as that does which `torch.compile` returns, which takes seconds to import."""

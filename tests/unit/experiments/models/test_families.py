@@ -125,7 +125,7 @@ class Beside(nn.Module):
 
 
 class OddConfig(LlamaConfig):  # type: ignore[no-untyped-call]
-    """Of a family that nobody knows."""
+    """The configuration of an unknown family."""
 
     model_type = "odd"
     place: str = ""

@@ -74,7 +74,7 @@ def test_no_prompts_give_no_sequences(engine: Engine) -> None:
 
 @pytest.fixture(scope="module")
 def network() -> Any:
-    """One of transformers, whose sequences are not all alike."""
+    """A network of transformers whose sequences are not all alike."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {name: value for name, value in CONFIG.items() if name != "model_type"}
@@ -126,7 +126,7 @@ def continued(network: Any, folder: Path, least: int = 0, **more: Any) -> Genera
 
 
 class TestTokensThatEndASequence:
-    """As transformers' own generate does it."""
+    """Tokens end sequences as in transformers' own generate."""
 
     @pytest.mark.parametrize("least", [0, 5])
     def test_any_of_several_ends_it(self, network: Any, stops: list[int], least: int, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_a_node_with_another_secret_fails_at_once(tmp_path: Path, insecure: bool
 def test_a_command_waits_long_for_a_master_whose_host_takes_connections(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is busy, or strangers have its places."""
+    """The master is busy, or strangers take the places of its listener."""
     monkeypatch.setattr(ssh, "LOST", 0.0)
     job, lock = create_job("run-1", new_token(), head=TcpAddress("127.0.0.1", 1, "n0"))
     os.close(lock)

@@ -161,7 +161,7 @@ def test_a_node_writes_logs_and_known_files_only(
 
 
 def test_copied_logs_follow_no_link_and_are_private(copy: Path, tmp_path: Path) -> None:
-    """They may lie below --log-dir, where others may write."""
+    """Logs may lie below --log-dir, where other users may write."""
     data = base64.b64encode(b"said").decode()
     before = os.umask(0)
     try:

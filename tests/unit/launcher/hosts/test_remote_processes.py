@@ -13,7 +13,7 @@ from unirun.rendezvous import JobDir
 
 @pytest.fixture
 def processes(tmp_path: Path) -> RemoteProcesses:
-    """Of a job on three hosts, with a store elsewhere, whose master leads."""
+    """The processes of a job on three hosts, with a store elsewhere, whose master leads."""
     found = RemoteProcesses(JobDir(tmp_path), ["h1", "h2", "h3"])
     found.master = 4242
     return found

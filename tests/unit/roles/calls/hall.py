@@ -115,7 +115,7 @@ class Hall:
         return answers
 
     def give_up(self, seq: int, *, lost: bool = False) -> None:
-        """Nobody waits for this call."""
+        """Do nothing, as no caller waits for this call."""
         body = encode_giving_up(seq, lost=lost)
         head = encode_request(encode_address(TRAINER), 0, 0, False, [], GIVE_UP, body)
         self.dispatcher.handle(Parcel(head), lambda answer: None)

@@ -160,7 +160,7 @@ class Told(Stale):
         return self.place
 
     def when_changed(self, listener: Callable[[], None]) -> None:
-        """The time at which it is told something."""
+        """Call `listener` after each change."""
         self._listeners.append(listener)
 
     def say(self, place: Peer) -> None:

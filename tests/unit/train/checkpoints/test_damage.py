@@ -26,7 +26,7 @@ def group() -> Iterator[None]:
 
 @pytest.fixture(params=["whole", "in parts"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """One that is whole or in parts, and as it was written."""
+    """A checkpoint, plain or sharded, that is as it was written."""
     model = torch.nn.Linear(8, 8)
     if request.param == "in parts":
         fully_shard(model)

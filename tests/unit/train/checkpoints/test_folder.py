@@ -123,7 +123,8 @@ PASSING = [
 
 @pytest.mark.parametrize("error", PASSING, ids=["EIO", "ESTALE", "EACCES", "a time limit"])
 class TestAnErrorThatMayPass:
-    """It is no damage, so that a run does not go back to an earlier checkpoint, or to its beginning."""
+    """An error that may pass is no damage, so that a run does not go back to an earlier checkpoint, or to its
+    beginning."""
 
     @pytest.fixture
     def failing(self, error: OSError, tmp_path: Path) -> Folder:

@@ -1,4 +1,5 @@
-"""A checkpoint is a pickle, so of what another user may have written only tensors and plain data are read."""
+"""A checkpoint is a pickle, so only tensors and plain data are read from a file that another user may have
+written."""
 
 from __future__ import annotations
 

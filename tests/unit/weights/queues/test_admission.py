@@ -31,7 +31,7 @@ class Asking:
         return answers
 
     def tell(self, rank: int = 0, *, made: int, delivered: int = 0) -> list[Parcel]:
-        """Tell how many were begun, without a question."""
+        """Tell the gate how many items were begun, without a request."""
         answers: list[Parcel] = []
         self.gate.handle(Begun("q", WorkerId("rollout", rank, 0), made, delivered), answers.append)
         return answers

@@ -14,7 +14,7 @@ from unirun.weights.queues.admitting import Admission, Admissions
 
 
 class Told:
-    """Admissions, and what was begun whenever one was given back."""
+    """Admissions, and the number of begun items at each time when one was given back."""
 
     def __init__(self) -> None:
         self.begun: list[int] = []
@@ -81,7 +81,7 @@ def test_an_item_of_a_thread_that_does_not_know_its_block_leaves_the_others_thei
     told = Told()
     with told.admissions.admit():
         with told.admissions.admit():
-            # As of a pool.
+            # For example a thread of a pool.
             thread = threading.Thread(target=told.admissions.put)
             thread.start()
             thread.join()
