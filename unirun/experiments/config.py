@@ -158,7 +158,8 @@ class GenerationServer:
 
 @dataclass
 class GserverManager:
-    """The manager that sends requests to `n_servers` generation servers, and holds back those too stale."""
+    """The manager that sends requests to `n_servers` generation servers, and holds back samples that would be
+    too stale."""
 
     model_name: ModelName
     n_servers: int
@@ -210,7 +211,7 @@ class AutomaticEvaluator:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The consequences of an `ExperimentConfig`.
+    """The values that follow from an `ExperimentConfig`.
 
     The calls of `graph` have the added hooks. `data_transfer_pairs` are the models between which data goes, producer
     first; `sync_param_pairs` those between which parameters go, source first. `instantiated` have parameters of their

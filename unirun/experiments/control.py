@@ -33,7 +33,7 @@ class ExperimentSaveEvalControl:
     benchmark_steps: int | None = None
 
     def every(self, what: str) -> Every:
-        """The interval of `what`: ``save``, ``ckpt`` or ``eval``."""
+        """The interval at which it does `what`: ``save``, ``ckpt`` or ``eval``."""
         return Every(*(getattr(self, f"{what}_freq_{unit}") for unit in ("epochs", "steps", "secs")))
 
     def faults(self) -> list[Fault]:

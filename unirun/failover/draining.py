@@ -1,4 +1,4 @@
-"""The way of a node out of a running job: its ranks go elsewhere, nothing fails, then its agent leaves."""
+"""The removal of a node from a running job: its ranks go elsewhere, nothing fails, then its agent leaves."""
 
 from __future__ import annotations
 

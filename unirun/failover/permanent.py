@@ -1,4 +1,4 @@
-"""The distinction of permanent errors: a restart of the worker would raise them again."""
+"""The test for permanent errors, which a restart of the worker would raise again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way of a process to becoming the master of a job: it is elected, and takes over what the one before has left."""
+"""The start of a master: it is elected, and takes over the state that the master before has left."""
 
 from __future__ import annotations
 

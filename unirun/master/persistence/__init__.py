@@ -1,1 +1,1 @@
-"""The way of the job context into the store and back: documents, the ledger of waiting commands, the writer."""
+"""The job context in the store, written and read again: documents, the ledger of waiting commands, the writer."""

@@ -54,7 +54,7 @@ class Loader:
 
     @property
     def batch_size(self) -> int:
-        """The most samples of a batch; 1 where a `DataLoader` has made none."""
+        """The largest number of samples in a batch; 1 where a `DataLoader` has made none."""
         return self._size
 
     def __iter__(self) -> Iterator[Any]:
