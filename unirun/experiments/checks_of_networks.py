@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def network_faults(config: ExperimentConfig) -> tuple[list[Fault], list[Fault]]:
-    """Networks that cannot have their layout, and networks that cannot be read on this host, of which others may have
-    the files. Nothing is known of models that are not built in."""
+    """Faults of networks that cannot have their layout, and faults of networks that cannot be read on this
+    host, as other hosts may have their files. Models that are not built in are not checked."""
     topologies = derive.topologies(config)
     found: list[Fault] = []
     absent: list[Fault] = []

@@ -299,8 +299,8 @@ class Session:
             self._master.send(stop)
 
     def _pass_on(self, signum: signal.Signals) -> None:
-        """Pass a signal on that ends nothing. In a job with a command on each host, each does that for its host, as a
-        batch system signals all of them."""
+        """Pass on a signal that does not stop the job. In a job with a command on each host, each command
+        passes it on to its own host, as a batch system signals all commands."""
         message = PassOn(int(signum), self._node)
         if self._master is not None:
             self._master.send(message)

@@ -95,8 +95,9 @@ def component_here(environ: Mapping[str, str]) -> int:
 
 
 def unused_nodes(environ: Mapping[str, str], host: str) -> tuple[str, ...]:
-    """The nodes of an allocation that a job started by this process on `host` does not have: all but this one in a
-    shell or a batch script of the allocation, where no step of srun is. The shell of salloc may be on none of them."""
+    """The nodes of an allocation that a job started by this process on `host` does not use: outside of a step
+    of srun, as in a shell or a batch script of the allocation, all but this one. The shell of salloc may be
+    on another host."""
     if "SLURM_JOB_NODELIST" not in environ or environ.get("SLURM_STEP_ID", _INTERACTIVE) != _INTERACTIVE:
         return ()
     here = environ.get("SLURMD_NODENAME") or host

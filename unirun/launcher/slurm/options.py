@@ -71,7 +71,7 @@ WITHOUT = (
     *("job_name", "no_kill", "nodes", "ntasks_per_node"),
     *("open_mode", "output", "requeue", "signal"),
 )
-"""Options of sbatch that a script has without being asked, and that can be left out."""
+"""Options of sbatch that unirun writes into every script, and that the user can leave out."""
 _LEFT_OUT = "|".join(WITHOUT).replace("_", "[-_]")
 
 _OURS = {
