@@ -115,8 +115,8 @@ def diagnose(failures: Sequence[Failure], others: Sequence[Bystander] = ()) -> D
 
 
 def _idle(failures: Sequence[Failure], others: Sequence[Bystander]) -> str:
-    """What to look at when all ranks of a role have waited for a peer in vain: it may be of another role, with which
-    they have a group."""
+    """The hint for the case that all ranks of a role have waited for a peer in vain: it may be of another role, with
+    which they have a group."""
     roles = {failure.worker.role for failure in failures}
     silent = [each.worker for each in others if not each.left]
     if not any(map(waited_for_a_peer, failures)) or not silent or any(each.role in roles for each in silent):

@@ -225,8 +225,8 @@ class Processes:
         return first if not led and first is not None and 0 < first < 128 else None
 
     def given_up(self, led: bool, busy: bool | None = None) -> bool:
-        """Return True if no master will be found any more: nobody is left to start one, or the first has refused to lead
-        (`led`: one has led already)."""
+        """Return True if no master will be found any more: no process is left to start one, or the first has refused
+        to lead (`led`: one has led already)."""
         if self.refusal(led) is not None:
             return True
         if any(self._wait(agent, 0.0) is None for agent in self._agents):

@@ -380,7 +380,7 @@ class Session:
 
 
 def _busy(error: UnirunError) -> bool | None:
-    """Whether a master that could not be reached may be busy, as for `JobProcesses.given_up`."""
+    """Return True if a master that could not be reached may be busy, as for `JobProcesses.given_up`."""
     if isinstance(error, Vacant):
         return False
     # Its kernel has taken the connection, but its place there may be taken by strangers.

@@ -30,9 +30,9 @@ LOOKS = 30
 
 @contextmanager
 def outliving_the_script(run_id: str, environ: Mapping[str, str], look: float = LOOK) -> Iterator[None]:
-    """Context of the part of a node, not the first, in the job `run_id`. At its end, when this is a batch job whose
-    script is gone, the batch job is requeued; it is ended where it may not be requeued, or the job has ended. Takes a
-    second where the script lives."""
+    """A context in which a node other than the first does its part of the job `run_id`. At the end of the context, if
+    the script of this batch job is gone, the batch job is requeued; it is ended instead where it may not be requeued,
+    or when the job has ended. Takes a second while the script lives."""
     try:
         yield
     finally:
