@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from tests.documents import ROOT
+from unirun.experiments.starting import PRELOAD
 
 from .harness import Unirun
+from .warm import ONE, Warm
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 
 TRIALS = Path(__file__).parent / "scripts" / "trials"
 TIMES = ("seconds", "master_seconds", "bytes_moved", "bytes_needed")
@@ -58,6 +60,12 @@ def equal(one: Path, other: Path) -> None:
     first, second = saved(one), saved(other)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported(warm: Warm) -> None:
+    """What the workers of trials have in common is imported once for all of them."""
+    warm.start("--preload", ",".join(PRELOAD), env=ONE)
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +113,8 @@ def test_a_trial_whose_workers_die_while_they_read_and_write_files_is_the_same(
     assert result.code == 0, result.err
     assert {*kills.split(",")} <= {*os.listdir(home.root / "killed")}
     assert len(re.findall(r"killed by SIGKILL; restart", result.err)) == 7
-    # Reading a checkpoint is tried again, and is no new attempt.
-    assert len(re.findall("goes on from its last checkpoint", result.err)) == 5
+    # Reading a checkpoint is tried again, which is no new attempt unless the worker is lost before it has begun to read.
+    assert 5 <= len(re.findall("goes on from its last checkpoint", result.err)) <= 7
     equal(trial(home, "files"), unbroken)
 
 
