@@ -9,6 +9,13 @@ import contextlib
 import sys
 import traceback
 
+NO_THREAD = "no thread can be started: the limit of this user's processes is reached; see ulimit -u"
+
+
+def lacks_threads(error: BaseException) -> bool:
+    """Whether Python could not start a thread: `NO_THREAD` says it better than a traceback."""
+    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+
 
 def report(text: object) -> None:
     """Write `text` and a newline to stderr, and flush."""

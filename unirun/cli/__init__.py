@@ -15,6 +15,7 @@ from unirun.launcher.foreground.terminal import (
     say,
     warn,
 )
+from unirun.reporting import NO_THREAD, lacks_threads
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -50,9 +51,9 @@ def main(argv: list[str] | None = None) -> None:
         warn(str(error))
         code = error.exit_code
     except RuntimeError as error:
-        if "can't start new thread" not in str(error):
+        if not lacks_threads(error):
             raise
-        warn("no thread can be started: the limit of this user's processes is reached; see ulimit -u")
+        warn(NO_THREAD)
         code = EXIT_FAILURE
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT

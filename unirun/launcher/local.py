@@ -23,7 +23,7 @@ from unirun.launcher.process import collect_orphans, ignore_signals, kill_childr
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.creation import discard_job
 from unirun.rendezvous.endpoints import Endpoint, hold_endpoints
-from unirun.reporting import flush, report, report_error
+from unirun.reporting import NO_THREAD, flush, lacks_threads, report, report_error
 from unirun.spec import JobSpec
 from unirun.values import Value
 
@@ -202,7 +202,10 @@ def _become(title: str, log: Path, run: Callable[[int | None], None], stdin: boo
         code = error.exit_code
         report(f"{title}: {error}")
     except BaseException as error:  # noqa: BLE001 - the last frame of a process: what is not written here is lost
-        report_error(error)
+        if lacks_threads(error):
+            report(f"{title}: {NO_THREAD}")
+        else:
+            report_error(error)
     finally:
         flush()
         os._exit(code)

@@ -12,10 +12,10 @@ import socket
 import sys
 from pathlib import Path
 
-from unirun.errors import UnirunError
+from unirun.errors import EXIT_FAILURE, UnirunError
 from unirun.master.lead import lead
 from unirun.rendezvous import JobDir
-from unirun.reporting import report
+from unirun.reporting import NO_THREAD, lacks_threads, report
 from unirun.wire.sockets import listen
 
 TITLE = b"unirun-master"
@@ -38,6 +38,11 @@ def main() -> int:
     except UnirunError as error:
         report(f"unirun-master: {error}")
         return error.exit_code
+    except RuntimeError as error:
+        if not lacks_threads(error):
+            raise
+        report(f"unirun-master: {NO_THREAD}")
+        return EXIT_FAILURE
     finally:
         path.unlink(missing_ok=True)
     return 0

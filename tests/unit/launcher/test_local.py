@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,23 @@ def test_a_job_is_not_given_up_while_its_agent_lives() -> None:
             assert not found.given_up(led=False)
             assert not found.given_up(led=True)
             local.kill_children()
+    """)
+
+
+@pytest.mark.starts_processes
+def test_an_agent_or_a_master_that_can_start_no_thread_says_so_in_one_line(tmp_path: Path) -> None:
+    """At the user's limit of processes."""
+    run(f"""
+        from pathlib import Path
+        from unirun.reporting import NO_THREAD
+
+        def begin(_):
+            raise RuntimeError("can't start new thread")
+
+        log = Path("{tmp_path}/log")
+        _, status = os.waitpid(local._fork("unirun-master", log, begin), 0)
+        assert os.waitstatus_to_exitcode(status) == 1
+        assert log.read_text() == f"unirun-master: {{NO_THREAD}}\\n"
     """)
 
 
