@@ -29,10 +29,10 @@ from unirun.launcher.orders import Orders
 from unirun.launcher.process import (
     BOOT,
     adopt_orphans,
-    has_handler,
     kill_children,
     kill_group,
     spare_descriptors,
+    takes_signal,
 )
 from unirun.launcher.sampling import sample_of
 from unirun.launcher.standby import following
@@ -219,7 +219,7 @@ class Agent:
                 kill_children(keep=self._kept.union((each.pid for each in self._popens), self._masters.pids))
             case events.Signal(pid, signum, handled):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    if not handled or has_handler(pid, signum):
+                    if not handled or takes_signal(pid, signum):
                         os.kill(pid, signum)
             case events.Leave():
                 self._left.set()

@@ -231,7 +231,7 @@ class KillGroups(Value):
 
 
 class Signal(Value):
-    """Send `signal` to one process; with `handled` only if it has a handler for it, so that the signal ends nothing."""
+    """Send `signal` to one process; with `handled` only if it handles or awaits it, so that the signal ends nothing."""
 
     pid: int
     signal: int

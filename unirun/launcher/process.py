@@ -49,14 +49,25 @@ def ignore_signals(*signums: signal.Signals) -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-def has_handler(pid: int, signum: int) -> bool:
-    """Return True if process `pid` catches `signum`. Raises `ProcessLookupError` when it is gone."""
+def takes_signal(pid: int, signum: int) -> bool:
+    """Return True if process `pid` has a handler for `signum`, or all of its threads block it, as for ``sigwait``. Raises
+    `ProcessLookupError` when it is gone."""
+
+    def has(status: Path, name: str) -> bool:
+        value = next(line for line in status.read_text().splitlines() if line.startswith(f"{name}:"))
+        return bool(int(value.split()[1], 16) >> (signum - 1) & 1)
+
     try:
-        text = Path(f"/proc/{pid}/status").read_text()
+        if has(Path(f"/proc/{pid}/status"), "SigCgt"):
+            return True
     except FileNotFoundError as error:
         raise ProcessLookupError(pid) from error
-    caught = next(line for line in text.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
+    for thread in Path(f"/proc/{pid}/task").glob("*/status"):
+        # A thread may end meanwhile.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if not has(thread, "SigBlk"):
+                return False
+    return True
 
 
 def set_title(title: str) -> None:

@@ -121,15 +121,35 @@ def test_environment_of_is_the_initial_environment() -> None:
 
 
 @pytest.mark.starts_processes
-def test_a_signal_with_a_handler_is_told_from_others() -> None:
-    code = "import signal; signal.signal(signal.SIGUSR1, lambda *_: None); print(flush=True); input()"
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("signal.signal(signal.SIGUSR1, lambda *_: None)", True),
+        ("signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]); wait()", True),
+        # The thread does not block it, so the kernel would end the process there.
+        ("wait(); signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])", False),
+        ("", False),
+    ],
+    ids=["handler", "blocked", "blocked-in-one-thread", "neither"],
+)
+def test_a_signal_that_a_process_handles_or_awaits_is_told_from_others(before: str, expected: bool) -> None:
+    code = f"""
+import signal, threading
+over = threading.Event()
+def wait():
+    threading.Thread(target=over.wait).start()
+{before}
+print(flush=True)
+input()
+over.set()
+"""
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        handled = {each: process.has_handler(child.pid, each) for each in (signal.SIGUSR1, signal.SIGUSR2)}
+        taken = [process.takes_signal(child.pid, each) for each in (signal.SIGUSR1, signal.SIGUSR2)]
         child.kill()
-    assert handled == {signal.SIGUSR1: True, signal.SIGUSR2: False}
+    assert taken == [expected, False]
     with pytest.raises(ProcessLookupError):
-        process.has_handler(child.pid, signal.SIGUSR1)
+        process.takes_signal(child.pid, signal.SIGUSR1)
