@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from unirun.errors import UsageError
@@ -147,7 +147,7 @@ def with_settings(name: str, overrides: Sequence[str]) -> Experiment:
     try:
         merged = OmegaConf.structured(experiment)
         for override in overrides:
-            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([override]))
+            merged = OmegaConf.merge(merged, _dotted(override))
         found: Any = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, yaml.YAMLError, TypeError) as error:
         there = ", ".join(field.name for field in dataclasses.fields(experiment))
@@ -156,9 +156,18 @@ def with_settings(name: str, overrides: Sequence[str]) -> Experiment:
         key = getattr(error, "full_key", None) or given
         where = override if key == given else key
         remedy = f"{_quoting(merged, key, override, error)}the settings of {name} are: {there}"
-        raise UsageError(f"{where and f'{where}: '}{str(error).splitlines()[0]}", remedy) from error
+        problem = str(error).partition("\n")[0]
+        raise UsageError(f"{where and f'{where}: '}{problem}", remedy) from error
     assert isinstance(found, Experiment)
     return found
+
+
+def _dotted(override: str) -> DictConfig:
+    try:
+        return OmegaConf.from_dotlist([override])
+    except IndexError as error:
+        # A key of brackets alone, "[=1".
+        raise OmegaConfBaseException("this names no setting") from error
 
 
 def _quoting(settings: Any, key: str, override: str, error: Exception) -> str:

@@ -183,6 +183,7 @@ class TestSettings:
             ("optimizer=3", "optimizer=3: "),
             ("steps=[1", "steps=[1: while parsing"),
             ("optimizer.name=${nothing}", "optimizer.name=${nothing}: Interpolation key 'nothing' not found"),
+            ("[=1", "[=1: this names no setting"),
         ],
     )
     def test_the_setting_with_the_error_is_named_among_others(self, override: str, told: str) -> None:

@@ -131,7 +131,7 @@ def pass_on_error(ended: Ended, path: str | None) -> None:
     except (OSError, ValueError):
         # A worker killed by a signal has no error file; use the report.
         extra = {"py_callstack": ended.report, "timestamp": str(int(time.time()))}
-        error = {"message": {"message": ended.report.splitlines()[0], "extraInfo": extra}}
+        error = {"message": {"message": ended.report.partition("\n")[0], "extraInfo": extra}}
     if isinstance(error.get("message"), dict):
         error["message"]["errorCode"] = ended.code
     try:
