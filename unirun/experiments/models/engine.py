@@ -267,7 +267,7 @@ class TorchEngine:
             if parameter.grad is None or (parameter is self._stage.tied and not self._stage.first):
                 continue
             grad = parameter.grad
-            norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
+            norm = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
             whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
             squares += whole.double().cpu() ** 2
         pipe = self._place.group("pipe")

@@ -6,14 +6,16 @@ network does, so that one which transformers adds or changes is never cut by cha
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from unirun.errors import SpecError
 from unirun.experiments.models.plan import Cut, cuts, partial_names
@@ -26,6 +28,12 @@ MOST = 200_000_000
 
 LENGTHS = (12, 7, 9)
 """The lengths of the sequences that a small network gets."""
+
+ROUNDING = 1e-6
+"""Largest relative difference that is due to the order of sums. Networks compute in float64, which rounds by 1e-16."""
+
+ZERO = 1e-12
+"""Fraction of a module's largest gradient below which another one counts as zero."""
 
 PARTS = 2
 """Tensor-parallel ranks in this process."""
@@ -79,13 +87,46 @@ def small(config: Any) -> Any:
             found[name] = 1
     for name in ("architectures", "dtype", "torch_dtype"):
         found.pop(name, None)
-    return type(config).from_dict(found)
+    # torch's product of all experts at once has no float64.
+    return type(config).from_dict({**found, "experts_implementation": "eager"})
 
 
 def refusal(config: Any, build: Build, layout: str, *, critic: bool) -> str:
     """The reason to refuse networks of this configuration at all (`layout` is ``""``), in stages (``pipe``), or cut by
     tensor parallelism (``tensor``); empty if they run. It is found once in a process for each configuration."""
     return _refusal(_Key(config), build, layout, critic)
+
+
+@contextlib.contextmanager
+def doubles() -> Iterator[None]:
+    """In the block float32 is float64, in the code of networks too: what then differs is no rounding."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Doubles():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _Doubles(TorchFunctionMode):
+    """Calls of torch with float64 in place of float32."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        # Most calls have no dtype, and there are many.
+        for value in args:
+            if value is torch.float32:
+                args = [torch.float64 if each is torch.float32 else each for each in args]
+                break
+        more = kwargs or {}
+        for name, value in more.items():
+            if value is torch.float32:
+                more = {**more, name: torch.float64}
+        return function(*args, **more)
 
 
 class _Key:
@@ -107,11 +148,13 @@ def _refusal(key: _Key, build: Build, layout: str, critic: bool) -> str:
 
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), doubles():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         try:
-            whole = _network(key.config, critic)
+            whole = _network(key.config, build, critic)
+        except SpecError as error:
+            return error.faults[0].problem
         except Exception as error:  # noqa: BLE001 - whatever a network of another family raises
             return f"no small network of it can be made, to try it: {first_line(error)}"
         finally:
@@ -129,14 +172,17 @@ def _refusal(key: _Key, build: Build, layout: str, critic: bool) -> str:
 
 
 @torch.no_grad()
-def _network(config: Any, critic: bool) -> Any:
+def _network(config: Any, build: Build, critic: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     def made() -> Any:
-        return AutoModelForCausalLM.from_config(small(config), dtype=torch.float32)  # type: ignore[no-untyped-call]
+        return AutoModelForCausalLM.from_config(small(config), dtype=torch.float64)  # type: ignore[no-untyped-call]
 
     with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in made().parameters())
+        shape = made()
+    count = sum(parameter.numel() for parameter in shape.parameters())
+    # Raises `SpecError` when it has no layers that stages can have.
+    build(shape, 0, 1)
     if count > MOST:
         raise ValueError(f"it still has {count} parameters")
     whole = made()
@@ -166,20 +212,25 @@ def _trials(whole: Any, build: Build, layout: str, critic: bool) -> Iterator[tup
     for count in numbers:
         shown = f"in {count} stage{'s' * (count > 1)}"
 
-        def stages(count: int = count) -> list[Any]:
-            return [build(copy.deepcopy(whole), each, count).eval() for each in range(count)]
+        stages: list[Any] = []
 
-        def outputs() -> str:
-            why = _outputs(stages(), tokens, _whole(whole, tokens, critic))
-            if why and not _outputs(stages(), tokens, _whole(whole, tokens, True)):
+        def outputs(stages: list[Any] = stages, count: int = count) -> str:
+            stages += [build(_copied(whole, whole.parameters()), each, count).eval() for each in range(count)]
+            why = _outputs(stages, tokens, _whole(whole, tokens, critic))
+            if why and not _outputs(stages, tokens, _whole(whole, tokens, True)):
                 return "the network changes its logits after the last layer"
             return why
 
+        def cached(stages: list[Any] = stages) -> str:
+            return _cached(stages, tokens, _whole(whole, tokens, critic))
+
         yield f"{shown} it has other outputs", outputs
-        yield (
-            f"{shown} it continues sequences differently",
-            lambda: _cached(stages(), tokens, _whole(whole, tokens, critic)),
-        )
+        yield f"{shown} it continues sequences differently", cached
+
+
+def _copied(module: Any, same: Iterable[nn.Parameter] = ()) -> Any:
+    """A copy with the same configuration, which takes longer to copy than the rest, and with these parameters."""
+    return copy.deepcopy(module, {id(each): each for each in (getattr(module, "config", None), *same)})
 
 
 @torch.no_grad()
@@ -205,13 +256,15 @@ def _through(stages: Sequence[Any], value: torch.Tensor, each: Sequence[Mapping[
     return value
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor) -> str:
-    """The difference of two tensors in words; empty if it is due to rounding."""
+def _differ(one: torch.Tensor, other: torch.Tensor, largest: float = 0.0) -> str:
+    """The difference of two tensors in words; empty if it is due to rounding. What is zero but for rounding is small
+    beside `largest`, which its terms may have."""
     if one.shape != other.shape:
         return f"the shapes are {list(one.shape)} and {list(other.shape)}"
-    scale = float(other.abs().max()) or 1.0
-    most = float((one - other).abs().max()) / scale
-    return "" if most < 1e-4 else f"they differ by {most:.1%}"
+    scale, most = float(other.abs().max()), float((one - other).abs().max())
+    if most <= ROUNDING * scale + ZERO * largest:
+        return ""
+    return f"they differ by {most / scale:.1%}" if scale else f"they differ by {most:.1g}, and one is zero"
 
 
 @torch.no_grad()
@@ -345,12 +398,14 @@ def _parts(
                 sums[key] = sums[key] + grad if rank else grad
     if why := _differ(total, output.detach()):
         return f"the outputs of its parts do not add up: {why}"
-    whole = dict(module.named_parameters())
+    whole = {
+        key: parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        for key, parameter in module.named_parameters()
+    }
+    largest = max(float(grad.abs().max()) for grad in whole.values())
     partial = partial_names(layer)
     for key, found in sums.items():
-        grad = whole[key].grad
-        expected = grad if grad is not None else torch.zeros_like(whole[key])
-        if why := _differ(found, expected):
+        if why := _differ(found, whole[key], largest):
             kind = "partial" if f"{name}.{key}" in partial else "sharded"
             return f"the gradients of {key}, which is {kind}, do not add up: {why}"
     return ""
@@ -372,7 +427,7 @@ def _interrupted(part: nn.Module, cut: Cut) -> list[tuple[torch.Tensor, torch.Te
 
 def _part(module: nn.Module, cut: Cut, rank: int) -> Any:
     """The part of a module that tensor-parallel `rank` has."""
-    part: Any = copy.deepcopy(module)
+    part: Any = _copied(module)
     for parameter in part.parameters():
         parameter.grad = None
     for name in (*cut.columns, *cut.rows):

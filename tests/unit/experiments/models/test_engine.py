@@ -16,8 +16,8 @@ from unirun.experiments.models.backends import TrainBackend, causal_lm
 from .test_stage import CONFIG, SPEC, place, tokens
 
 
-def engine(**how: Any) -> Engine:
-    stage = causal_lm(place(), config=CONFIG)
+def engine(dtype: str = "float32", **how: Any) -> Engine:
+    stage = causal_lm(place(), config=CONFIG, dtype=dtype)
     schedule: dict[str, Any] = {"lr": 0.1, "schedule": "linear", "updates": 10}
     return TrainBackend(**schedule, **how).initialize(Model(place(), stage, None), SPEC).running()
 
@@ -76,6 +76,12 @@ class TestNotFinite:
         last = step(skipping)
         assert {**step(other), "skipped_steps": 1.0} == last
         assert "is not finite" in capfd.readouterr().err
+
+
+def test_a_network_is_trained_in_float64() -> None:
+    trained = engine("float64")
+    assert 0.0 < step(trained)["grad_norm"] < math.inf
+    assert {each.dtype for each in trained.state()["tensors"].values()} == {torch.float64}
 
 
 def test_the_count_of_skipped_steps_is_in_a_checkpoint() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from unirun.experiments import Place
-from unirun.experiments.models.families import HEADS, LAYERS, refusal, small
+from unirun.experiments.models.families import HEADS, LAYERS, doubles, refusal, small
 from unirun.experiments.models.plan import cuts, partial_names
 from unirun.experiments.models.stage import Stage
 
@@ -115,6 +115,10 @@ class Beside(nn.Module):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         before = value * self.scale if self.place == "before" else value
         inside = self.act_fn(self.gate_proj(before)) * self.up_proj(before)
+        if self.place == "shift":
+            # What is added to both of two exponents changes nothing: the gradient is rounding.
+            both = torch.stack([inside, 2.0 * inside]) + self.scale.sum()
+            inside = inside * both.softmax(0)[0]
         if self.place == "sum":
             inside = inside / inside.pow(2).mean(-1, keepdim=True).add(1.0).sqrt()
         if self.place == "gate":
@@ -160,3 +164,31 @@ def test_a_parameter_of_which_the_plan_knows_nothing_is_not_left_to_chance(where
     found = OddConfig(**settings, place=where)
     assert not refusal(found, build, "", critic=False)
     assert told in refusal(found, build, "tensor", critic=False)
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference() -> None:
+    settings: dict[str, Any] = {name: value for name, value in CONFIG.items() if name != "model_type"}
+    assert not refusal(OddConfig(**settings, place="shift"), build, "tensor", critic=False)
+
+
+class TestDoubles:
+    def test_networks_that_ask_for_float32_compute_in_float64(self) -> None:
+        with doubles():
+            found = [
+                torch.zeros(1),
+                torch.zeros(1, dtype=torch.float32),
+                torch.zeros(1).to(torch.float32),
+                torch.zeros(1, dtype=torch.float16).float(),
+                torch.zeros(1).softmax(-1, dtype=torch.float32),
+                torch.arange(2, dtype=torch.int64).to(dtype=torch.float),
+            ]
+        assert {each.dtype for each in found} == {torch.float64}
+
+    def test_others_stay_as_they_are(self) -> None:
+        with doubles():
+            assert torch.zeros(1).to(torch.bfloat16).dtype is torch.bfloat16
+
+    def test_they_end_with_the_block(self) -> None:
+        with pytest.raises(ValueError, match="an error"), doubles():
+            raise ValueError("an error")
+        assert torch.zeros(1, dtype=torch.float32).dtype is torch.zeros(1).dtype is torch.float32
