@@ -13,7 +13,7 @@ NO_THREAD = "no thread can be started: the limit of this user's processes is rea
 
 
 def lacks_threads(error: BaseException) -> bool:
-    """Whether Python could not start a thread: `NO_THREAD` says it better than a traceback."""
+    """Return True if Python could not start a thread: `NO_THREAD` says it better than a traceback."""
     return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
 
 

@@ -64,7 +64,7 @@ def equal(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def imported(warm: Warm) -> None:
-    """What the workers of trials have in common is imported once for all of them."""
+    """The modules that the workers of all trials import are imported once."""
     warm.start("--preload", ",".join(PRELOAD), env=ONE)
 
 

@@ -50,8 +50,10 @@ def ignore_signals(*signums: signal.Signals) -> None:
 
 
 def takes_signal(pid: int, signum: int) -> bool:
-    """Return True if process `pid` has a handler for `signum`, or all of its threads block it, as for ``sigwait``. Raises
-    `ProcessLookupError` when it is gone."""
+    """Return True if process `pid` has a handler for `signum`, or all of its threads block it, as for ``sigwait``.
+
+    Raises `ProcessLookupError` when it is gone.
+    """
 
     def has(status: Path, name: str) -> bool:
         value = next(line for line in status.read_text().splitlines() if line.startswith(f"{name}:"))
