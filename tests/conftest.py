@@ -9,6 +9,8 @@ that, and unirun leaves a signal alone that is ignored when it starts.
 torch looks up the name of each address that it connects to. A resolver that loses a packet asks again after five seconds,
 which says nothing about unirun: here it asks once, for a second.
 
+The networks of tests are small. Two threads that compute one of them spend most of their time waiting for each other.
+
 What was imported for the tests lives until the end: the garbage collector does not look at it again. With torch imported a
 full collection takes half a second, and tests that end with one, or make many objects, cause many.
 """
@@ -28,6 +30,7 @@ from hypothesis import HealthCheck, settings
 
 gc.disable()  # until everything is imported
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(trylast=True)
