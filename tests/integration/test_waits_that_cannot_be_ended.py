@@ -9,6 +9,8 @@ import textwrap
 
 import pytest
 
+from tests.effort import variants
+
 from .harness import SOON, Script, Unirun
 
 WORKLOADS = """
@@ -147,11 +149,13 @@ class Trainer(unirun.BaseTrainer):
 """
 
 
+@pytest.mark.parametrize("transport", variants("socket", "torch"))
 def test_a_rank_that_sleeps_in_a_call_that_was_lost_is_killed_and_one_that_computes_is_not(
-    unirun: Unirun, script: Script
+    unirun: Unirun, script: Script, transport: str
 ) -> None:
     folder = script(textwrap.dedent(SLEEPING), "sleeping.py").parent
-    job = unirun.start("--roles", "w=3@sleeping:Worker", "--trainer", "sleeping:Trainer", "--cwd", folder)
+    roles = ("--roles", "w=3@sleeping:Worker", "--trainer", "sleeping:Trainer", "--transport", transport)
+    job = unirun.start(*roles, "--cwd", folder)
     job.lines(r"^\[w:\d\] begun", 3)
     before = [unirun.pid_of(f"w:{rank}") for rank in range(3)]
     os.kill(before[2], signal.SIGKILL)

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import math
+import os
 import resource
 import sys
 import sysconfig
@@ -114,16 +115,30 @@ class Idleness:
 
 
 def processor_time() -> float:
-    """Seconds of processor time that this process, without the calling thread, and its descendants have used."""
+    """Seconds of processor time that this process and its descendants have used, without the calling thread and
+    those of TensorPipe, of which one may poll."""
     import psutil  # slow, and it reads variables when it is imported
 
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used = time.process_time() - time.thread_time() + ended.ru_utime + ended.ru_stime
+    used = time.process_time() - time.thread_time() - _of_tensorpipe() + ended.ru_utime + ended.ru_stime
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             times = child.cpu_times()
             used += times.user + times.system
     return used
+
+
+def _of_tensorpipe() -> float:
+    """Seconds of processor time that the threads of torch.distributed.rpc's transport have used."""
+    ticks = 0
+    for thread in Path("/proc/self/task").iterdir():
+        # It may end meanwhile.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            _, _, rest = (thread / "stat").read_text().partition(" (TP_")
+            if rest:
+                fields = rest.rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def wait_until_idle(relevant: Callable[[], bool], counts: Callable[[], bool]) -> str | None:

@@ -77,6 +77,25 @@ def test_the_processor_time_of_a_child_counts() -> None:
     assert processor_time() >= before + 0.3
 
 
+@pytest.mark.starts_processes
+def test_the_processor_time_of_an_agent_of_rpc_that_polls_does_not_count() -> None:
+    code = """
+import time
+from unirun.roles.transport.rpc_agent import RpcAgent
+from unirun.roles.waits import BUSY, processor_time
+from unirun.values import WorkerId
+
+agent = RpcAgent(WorkerId("a", 0, 0), lambda worker: 0, 1, polls=True)
+agent.start()
+begun, before = time.process_time(), processor_time()
+while (polled := time.process_time() - begun) < 0.5:
+    time.sleep(0.01)
+assert processor_time() - before < polled * 0.2, processor_time() - before
+agent.close()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=SOON)
+
+
 @pytest.mark.parametrize("relevant", [True, False])
 def test_a_main_thread_that_keeps_its_role_waiting_is_found_with_its_stack(
     monkeypatch: pytest.MonkeyPatch, relevant: bool
