@@ -122,6 +122,15 @@ def test_a_stream_on_one_host_imports_nothing_of_tls() -> None:
 
 
 @pytest.mark.starts_processes
+def test_the_check_of_a_backend_imports_neither_the_compiler_nor_networks() -> None:
+    code = "import sys; from unirun.experiments.models.backends import TrainBackend as B; B(); print(*sys.modules)"
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=True
+    ).stdout
+    assert {"torch._dynamo", "torch.distributed.tensor", "transformers"} & set(output.split()) == set()
+
+
+@pytest.mark.starts_processes
 def test_the_package_itself_imports_nothing() -> None:
     code = "import sys; before = set(sys.modules); import unirun; print(sorted(set(sys.modules) - before))"
     output = subprocess.run(

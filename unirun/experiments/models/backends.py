@@ -68,8 +68,8 @@ class TrainBackend(ModelBackend):
         self._options, self._shape, self._warmup, self._least = dict(options or {}), schedule, warmup, min_lr
         if optimizer == "adam":
             self._options.setdefault("weight_decay", 0.0)
-        # Made once here, so that wrong arguments are refused before anything starts, and not by each rank.
-        self._make([torch.zeros(1)], lr=lr, foreach=False, **self._options)
+        # Its arguments are refused before anything starts, and not when each rank makes its own.
+        _checks(self._make)([torch.zeros(1)], lr=lr, foreach=False, **self._options)
 
     def initialize(self, model: Model, spec: FinetuneSpec) -> Model:
         """Give it an engine with an optimizer."""
@@ -98,6 +98,12 @@ class TrainBackend(ModelBackend):
             error_if_nonfinite=self._error_if_nonfinite,
         )
         return model
+
+
+def _checks(make: Any) -> Callable[..., torch.optim.Optimizer]:
+    """The same optimizer, which only checks its arguments. One that gets parameters makes torch import its compiler,
+    which takes more than a second."""
+    return type("Checks", (make,), {"add_param_group": lambda *_: None})
 
 
 class ShardedBackend(TrainBackend):

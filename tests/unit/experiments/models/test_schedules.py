@@ -77,3 +77,13 @@ class TestStepsInAll:
 def test_other_optimizers_and_schedules_are_refused(wrong: dict[str, str], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         TrainBackend(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"), [({"betas": (2.0, 3.0)}, "Invalid beta"), ({"momentum": 0.9}, "momentum")]
+)
+def test_options_that_the_optimizer_does_not_take_are_refused_before_there_is_a_network(
+    options: dict[str, object], problem: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=problem):
+        TrainBackend(options=options)
