@@ -1,7 +1,8 @@
 """Families of decoders in layouts of two ranks: each is equal to one rank, or refused.
 
 ``families.py FILE llama qwen3``: FILE gets an object with an entry for each family; each has, for each layout, "equal",
-"refused: …", "differs: …" or "failed: …". A network has the sizes of `families.small`.
+"refused: …", "differs: …" or "failed: …". A network has the sizes of `families.small`, and all of it is in float64, so
+that no difference is taken for rounding.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from unirun.experiments import (
     topology,
 )
 from unirun.experiments.models.backends import ShardedBackend, TrainBackend, causal_lm
-from unirun.experiments.models.families import MOST, small
+from unirun.experiments.models.families import MOST, doubles, small
 from unirun.experiments.models.saving import save_whole
 
 LAYOUTS = {"tensor": topology(tensor=2), "pipe": topology(pipe=2), "fsdp2": topology(data=2)}
@@ -58,17 +59,47 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """Settings of families whose defaults make no network."""
 
 
+ROUNDING = 1e-8
+"""Largest relative difference of values that are the same but for the order of sums."""
+
+NARROW = {"hidden_size": 64, "head_dim": 16}
+LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "qk_head_dim": 32,
+    "v_head_dim": 16,
+}
+OTHERS = {
+    "ffn_dim": 64,
+    "intermediate_size_mlp": 32,
+    "linear_head_dim": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "lru_width": 64,
+    "moe_num_experts": 16,
+    "n_routed_experts": 16,
+    "num_experts": 16,
+    "num_local_experts": 16,
+    "unpadded_vocab_size": 64,
+}
+"""Sizes that a small network has at most, where its family can have them."""
+
+
 def config_of(kind: str) -> dict[str, Any]:
-    """A small configuration without dropout, with narrow heads if it can have them; the default one where none can be
-    made."""
-    for narrow in (True, False):
+    """A small configuration without dropout, with the narrowest layers that its family can have; the default one where
+    none can be made."""
+    for sizes in (NARROW | LATENT | OTHERS, NARROW | LATENT, NARROW | OTHERS, NARROW, {}):
         try:
             default = transformers.AutoConfig.for_model(kind, **SETTINGS.get(kind, {}))
-            more = {"hidden_size": 64} | ({"head_dim": 16} if getattr(default, "head_dim", None) else {})
-            found = {**small(default).to_dict(), **(more if narrow else {}), "model_type": kind}
+            found = small(default).to_dict()
+            found |= {name: min(found[name], size) for name, size in sizes.items() if found.get(name)}
             found |= {
                 name: 0.0 for name, value in found.items() if "drop" in name and isinstance(value, float)
             }
+            # torch's product of all experts at once has no float64.
+            found |= {"model_type": kind, "experts_implementation": "eager"}
             network = transformers.AutoConfig.for_model(**found)
             with torch.device("meta"):
                 made = transformers.AutoModelForCausalLM.from_config(network)
@@ -81,10 +112,10 @@ def config_of(kind: str) -> dict[str, Any]:
 
 
 def differ(ours: torch.Tensor, theirs: torch.Tensor, scale: torch.Tensor) -> str:
-    """By how much of `scale` they differ, if it is more than rounding, which some networks make larger."""
+    """By how much of `scale` they differ, if it is more than the rounding of float64."""
     most, largest = float((ours - theirs).abs().max()), float(scale.abs().max())
-    rounding = 2e-2 * largest + 1e-6 * float(theirs.abs().max())
-    return f"differ by {most / max(largest, 1e-12):.2%}" if most > rounding else ""
+    rounding = ROUNDING * largest + 1e-14 * float(theirs.abs().max())
+    return f"differ by {most / largest if largest else most:.1e}" if not most <= rounding else ""
 
 
 class Found:
@@ -92,7 +123,8 @@ class Found:
 
     def __init__(self, place: Place, backend: TrainBackend, config: dict[str, Any], folder: Path) -> None:
         weights = folder / "weights.pt"
-        stage = causal_lm(place, config=config, weights=str(weights) if weights.exists() else "")
+        more = {"weights": str(weights)} if weights.exists() else {}
+        stage = causal_lm(place, config=config, dtype="float64", **more)
         if not weights.exists():
             # What is zero or one in a new network hides differences.
             chance = torch.Generator().manual_seed(5)
@@ -109,17 +141,16 @@ class Found:
         output = engine.forward(mine, "tokens", spec)
         if output is not None:
             self.outputs = dict(zip(mine.ids, output.split(mine.sizes("tokens")), strict=True))
-        how = GenerationConfig(greedy=True, max_new_tokens=4)
-        made = engine.generate(mine, "tokens", spec, how, stop=0, pad=0, seed=0)
+        how = GenerationConfig(greedy=True, max_new_tokens=3)
+        made = engine.generate(mine, "tokens", MicroBatchSpec(), how, stop=0, pad=0, seed=0)
         if made is not None:
             self.generated = {
                 each: rows[0].tolist() for each, rows in zip(mine.ids, made.tokens, strict=True)
             }
         # With SGD and lr=1 a step subtracts the gradient, here one that is clipped.
-        self.figures = [
-            engine.train_batch(mine, "tokens", spec, loss, lambda part: float(part.total("tokens")))
-            for _ in range(2)
-        ]
+        self.figures = engine.train_batch(
+            mine, "tokens", spec, loss, lambda part: float(part.total("tokens"))
+        )
         save_whole(model, folder)
         if place.topo.world_size() > 1:
             dist.barrier()
@@ -134,11 +165,11 @@ class Found:
             return f"parameters have other names: {sorted(self.network.keys() ^ one.network.keys())[:3]}"
         for name, value in self.network.items():
             if why := differ(value, one.network[name], one.network[name] - one.before[name]):
-                return f"steps of {name} {why}"
-        for step, (some, others) in enumerate(zip(self.figures, one.figures, strict=True)):
-            for name in ("loss", "grad_norm"):
-                if abs(some[name] - others[name]) > 1e-3 * abs(others[name]):
-                    return f"{name} of step {step}: {some[name]} and {others[name]}"
+                return f"gradients of {name} {why}"
+        for name in ("loss", "grad_norm"):
+            ours, theirs = self.figures[name], one.figures[name]
+            if not abs(ours - theirs) <= ROUNDING * abs(theirs):
+                return f"{name}: {ours} and {theirs}"
         for each, tokens in self.generated.items():
             if tokens != one.generated[each]:
                 return f"generated of {each}: {tokens} and {one.generated[each]}"
@@ -203,5 +234,6 @@ def main(file: Path, kinds: list[str]) -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    main(Path(sys.argv[1]), sys.argv[2:])
+    with doubles():
+        main(Path(sys.argv[1]), sys.argv[2:])
     dist.destroy_process_group()
