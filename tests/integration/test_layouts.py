@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from unirun.experiments.starting import PRELOAD
+
 from .harness import Unirun
 from .test_trials import TRIALS
+from .warm import Warm
 
 ONE = "111-ddp"
 LAYOUTS = [
@@ -47,14 +50,23 @@ class Found:
         self.network: dict[str, torch.Tensor] = torch.load(folder / "model.pt")
 
 
+MODULES = ",".join(PRELOAD)
+"""What ranks would import otherwise, which takes longer than what they compute."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported(warm: Warm) -> None:
+    """Both jobs fork their ranks from a process with these modules."""
+    warm.start("--preload", MODULES)
+
+
 @pytest.fixture(scope="module")
 def folder(home: Unirun) -> Path:
     """All layouts were run by one job of four ranks."""
     path = home.root / "layouts"
     path.mkdir()
-    result = home(
-        "--roles", "model=4", TRIALS / "layouts.py", "--", path, ONE, f"{ONE}-tied", *LAYOUTS, within=240
-    )
+    script, layouts = TRIALS / "layouts.py", (ONE, f"{ONE}-tied", *LAYOUTS)
+    result = home("--roles", "model=4", "--preload", MODULES, script, "--", path, *layouts, within=240)
     assert result.code == 0, result.err
     return path
 
@@ -98,7 +110,8 @@ FAMILIES = {
 def walked(home: Unirun) -> dict[str, dict[str, str]]:
     """The results of two ranks that have walked all families."""
     file = home.root / "families.json"
-    result = home("--roles", "model=2", TRIALS / "families.py", "--", file, *FAMILIES, within=240)
+    script = TRIALS / "families.py"
+    result = home("--roles", "model=2", "--preload", MODULES, script, "--", file, *FAMILIES, within=240)
     assert result.code == 0, result.err
     found: dict[str, dict[str, str]] = json.loads(file.read_text())
     return found

@@ -37,7 +37,7 @@ CONFIG = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
@@ -108,7 +108,7 @@ def main(folder: Path, data: int, tensor: int, pipe: int, backend: str, tied: st
     weight = lambda part: float(part.total("tokens") - len(part))  # noqa: E731 - one line says it
     before = {name: tensor.clone() for name, tensor in engine.state()["tensors"].items()}
     figures = [engine.train_batch(mine, "tokens", spec, loss, weight, LONGEST) for _ in range(2)]
-    how = GenerationConfig(greedy=True, max_new_tokens=5)
+    how = GenerationConfig(greedy=True, max_new_tokens=3)
     made = engine.generate(mine, "tokens", spec, how, stop=0, pad=0, seed=0)
     at_once = engine.generate(mine, "tokens", MicroBatchSpec(), how, stop=0, pad=0, seed=0)
     assert at_once is None if made is None else same(at_once.tokens, made.tokens)
