@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.store.etcd_server import Servers
+from unirun.experiments.starting import PRELOAD
 from unirun.train import Trainer
 
 from ..testbed.fixtures import hosts as hosts
@@ -16,7 +17,7 @@ from ..testbed.fixtures import slurm as slurm
 from ..testbed.fixtures import slurm_of_hosts as slurm_of_hosts
 from .harness import EXEC, Running, Script, Unirun, eventually, home_of, swept
 from .serving import SERVE
-from .warm import Warm, WarmUnirun, warm_in
+from .warm import ONE, Warm, WarmUnirun, warm_in
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +25,12 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     """Warm processes for jobs of one rank and of several, so that not every job imports torch."""
     with warm_in(tmp_path_factory.mktemp("warm")) as processes:
         yield processes
+
+
+@pytest.fixture(scope="session")
+def warm_models(warm: Warm) -> None:
+    """One more warm process, which has imported what the workers of trials import."""
+    warm.start("--preload", ",".join(PRELOAD), env=ONE)
 
 
 @pytest.fixture

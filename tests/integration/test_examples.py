@@ -13,6 +13,8 @@ import pytest
 
 from .harness import Unirun
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -15,7 +15,8 @@ from unirun.experiments.starting import PRELOAD
 
 from .harness import Unirun
 from .test_trials import TRIALS
-from .warm import Warm
+
+pytestmark = [pytest.mark.usefixtures("warm_models"), pytest.mark.long]
 
 ONE = "111-ddp"
 LAYOUTS = [
@@ -51,13 +52,7 @@ class Found:
 
 
 MODULES = ",".join(PRELOAD)
-"""What ranks would import otherwise, which takes longer than what they compute."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported(warm: Warm) -> None:
-    """Both jobs fork their ranks from a process with these modules."""
-    warm.start("--preload", MODULES)
+"""The ranks of both jobs are forked from a process that has imported these."""
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ from ..testbed.slurm import Slurm
 from . import test_trials as trials
 from .harness import EXEC, START, UNIRUN, Running, Script, Unirun, eventually
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 WAIT = "import time; print('here', flush=True); time.sleep(600)"

@@ -21,6 +21,8 @@ from tests.documents import ROOT, blocks, pattern, text_of
 
 from .harness import START, Unirun
 
+pytestmark = pytest.mark.long
+
 EXAMPLE = ROOT / "examples" / "train_function"
 README = "examples/train_function/README.md"
 SEARCH = ROOT / "examples/tune_digits/tune.py"

@@ -13,12 +13,10 @@ import pytest
 import torch
 
 from tests.documents import ROOT
-from unirun.experiments.starting import PRELOAD
 
 from .harness import Unirun
-from .warm import ONE, Warm
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
+pytestmark = [pytest.mark.usefixtures("warm_models"), pytest.mark.timeout(600), pytest.mark.long]
 
 TRIALS = Path(__file__).parent / "scripts" / "trials"
 TIMES = ("seconds", "master_seconds", "bytes_moved", "bytes_needed")
@@ -60,12 +58,6 @@ def equal(one: Path, other: Path) -> None:
     first, second = saved(one), saved(other)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported(warm: Warm) -> None:
-    """The modules that the workers of all trials import are imported once."""
-    warm.start("--preload", ",".join(PRELOAD), env=ONE)
 
 
 @pytest.fixture(scope="module")
