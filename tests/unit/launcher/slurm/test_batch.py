@@ -97,7 +97,7 @@ def test_the_loss_of_a_task_or_a_node_does_not_end_the_step() -> None:
 STUBS = """\
 srun() { for word; do printf '%s\\0' "$word"; done >words; return CODE; }
 scancel() { :; }
-sleep() { :; }
+sleep() { command sleep 0.1; }
 scontrol() { case $1 in show) echo "JobId=1 PreemptTime=$PREEMPTED Power=";; *) echo "$@" >told;; esac; }
 """
 
@@ -182,7 +182,7 @@ def test_the_exit_code_is_the_jobs_own_where_a_node_was_lost(tmp_path: Path, sum
     (tmp_path / "jobs" / "ppo-1").mkdir(parents=True)
     (tmp_path / "jobs" / "ppo-1" / "summary.json").write_text("{}")
     late = f"echo {shlex.quote(summary)} > jobs/ppo-1/summary.json\n"
-    done = run_with_stubs(tmp_path, text.replace("while", f"{late}while", 1), 137)
+    done = run_with_stubs(tmp_path, text.replace("again=yes\nwhile", f"again=yes\n{late}while"), 137)
     assert done.returncode == code
 
 
