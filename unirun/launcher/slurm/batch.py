@@ -47,15 +47,15 @@ beat=$!
 _WAIT = r"""step=$!
 # Slurm passes no signal on to a step that is about to begin, so it is sent again until one is sent to a job that runs.
 tell() {
-  trap '' TERM USR1 USR2
   while kill -0 "$step"; do
     began=$(sed -n '/"phase":"launching"/!s/.*"phase":.*/yes/p' "$job/summary.json")
     scancel --signal=TERM "$SLURM_JOB_ID"
     [ -z "$began" ] || break
-    sleep 3
+    sleep 1
   done
 }
-trap 'again=yes; [ -n "$asked" ] || tell >/dev/null 2>&1 & asked=yes' TERM
+# Not in the background: Slurm may requeue the job, and scancel would then tell the next run.
+trap 'again=yes; tell 2>/dev/null' TERM
 trap again=yes USR1 USR2
 again=yes
 while [ -n "$again" ]; do
