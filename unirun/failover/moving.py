@@ -32,7 +32,7 @@ from unirun.wire.reports import Notice
 class Cause(Value):
     """The cause of a move of ranks.
 
-    `nodes` are lost, leave because somebody has `asked`, or have `come`; the `reason` in words.
+    `nodes` are lost, leave on request (`asked`), or have joined (`come`); the `reason` in words.
     """
 
     nodes: tuple[str, ...]

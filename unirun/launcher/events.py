@@ -109,7 +109,7 @@ class GraceOver(Value):
 
 
 class StopDue(Value):
-    """The time at which a worker is told to end has come, if it lives and was not told before (see `StopWorkers`)."""
+    """The end of the delay of `StopWorkers`: tell the worker to end, if it lives and was not told before."""
 
     id: int
     signal: int

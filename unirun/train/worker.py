@@ -29,7 +29,7 @@ INTERRUPT = signal.SIGRTMIN + 7
 """The signal that interrupts a function in the main thread. Nobody else uses it, and its number says nothing."""
 
 AGAIN = 0.05
-"""Seconds until a function that has not noticed that it is interrupted is told again."""
+"""Seconds between two signals to the main thread, until the function that runs there has noticed its interruption."""
 
 OVER = 1 << 62
 """After every attempt."""

@@ -84,7 +84,8 @@ class Mirror:
             return False
 
     async def _next(self, stream: Stream) -> Message:
-        """The next message; while none comes, the node counts as silent."""
+        """Return the next message. After `SILENT` seconds without one the node counts as silent until one comes; ssh's
+        keep-alive ends the wait for a host that is lost."""
         try:
             async with asyncio.timeout(SILENT):
                 return await stream.receive()
