@@ -150,7 +150,9 @@ def test_a_job_that_is_told_to_end_before_its_step_has_begun_ends(
     job.lines("CANCELLED AT")
     (command.root / "go").touch()
     result = job.end()
-    assert (result.code, command.status()["code"]) == (143, 143), result
+    # The signal may come before unirun has handlers: then nothing says more of the end.
+    assert (result.code, command.status()["phase"] in ("stopped", "lost")) == (143, True), result
+    assert cluster.wait(slurm_id(job))["JobState"] == "FAILED"
 
 
 @pytest.mark.skipif(not CHAOS, reason="make chaos")
@@ -158,7 +160,7 @@ def test_a_job_is_told_to_end_before_its_time_limit(command: Unirun, script: Scr
     """Slurm looks at time limits once in 30 s, so a job of a minute is told in its first half."""
     job = command.start("--slurm", "nodes=1,time=1,grace=59", *EXEC, script(WAIT))
     assert job.end(2 * START).code == 143
-    assert cluster.job(slurm_id(job))["JobState"] == "FAILED", "it has not reached the limit"
+    assert cluster.wait(slurm_id(job))["JobState"] == "FAILED", "it has not reached the limit"
 
 
 def test_a_preempted_job_begins_anew_and_finds_what_its_workers_had_saved(

@@ -189,8 +189,11 @@ class Slurm:
         return found
 
     def start_now(self, job: str) -> None:
-        """Start a job that was requeued; Slurm would wait for two minutes."""
-        self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        """Start a job that was requeued, in a second or two; Slurm would wait for two minutes.
+
+        A slurmd that has ended a run of the job refuses one that starts in the same second: ``Job credential revoked``.
+        """
+        self.run("scontrol", "update", f"JobId={job}", "StartTime=now+1")
 
     def end_soon(self, job: str) -> None:
         """The time limit of a running job ends in a second. Slurm looks at time limits once in 30 s."""
@@ -238,8 +241,9 @@ def _kill_all(conf: Path, marks: tuple[str, ...] = ()) -> None:
     """SIGKILL to all of them, also to those that start meanwhile; returns when they are gone."""
 
     def gone() -> bool:
-        found = _processes(conf, marks)
-        # As in a power failure, none sees the end of another.
+        # As in a power failure, none sees the end of another: all are stopped first, and the youngest is killed first, as
+        # the kernel sends SIGCONT to stopped processes whose parent has ended.
+        found = sorted(_processes(conf, marks), reverse=True)
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
