@@ -5,6 +5,10 @@ RANK and WORLD_SIZE are those of the role's group. Precedence: the environment o
 
 from __future__ import annotations
 
+import getpass
+import os
+import re
+import tempfile
 from collections.abc import Mapping
 
 from unirun.launcher.hosts.interfaces import interface_of
@@ -25,6 +29,8 @@ _AT_IMPORT = (
 # fmt: on
 _READ_LATER = ("TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_", "TORCH_ELASTIC_", "TORCH_GLOO_")
 """Exceptions to `_AT_IMPORT`: read when a group is formed, or read again by the worker's bootstrap."""
+
+_COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 INTERPRETER = "PYTHON_EXEC"
 """torchrun's variable: the interpreter, or a wrapper of it, that runs the workers."""
@@ -55,11 +61,27 @@ def counts_at_import(name: str) -> bool:
 
 
 def for_workers(environ: Mapping[str, str]) -> dict[str, str]:
-    """The agent's environment without the store's password, for spawners and workers.
+    """The agent's environment for spawners and workers: without the store's password, and without the cache directory
+    that torch has chosen in a process of this job that has imported its compiler.
 
-    Spawners must not have it either: a process's initial environment can be read in its forks.
+    Spawners must not have the password either: a process's initial environment can be read in its forks.
     """
-    return {name: value for name, value in environ.items() if name != PASSWORD_VARIABLE}
+    own = {PASSWORD_VARIABLE}
+    if _COMPILER_CACHE in environ and environ[_COMPILER_CACHE] == _default_cache():
+        own.add(_COMPILER_CACHE)
+    return {name: value for name, value in environ.items() if name not in own}
+
+
+def _default_cache() -> str:
+    """The value that torch gives `_COMPILER_CACHE` when it is not set (torch._inductor.runtime.cache_dir_utils).
+
+    Many imports do that, transformers among them. Workers choose theirs, which may differ on other hosts.
+    """
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = f"uid_{os.getuid()}"
+    return os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
 
 def is_loopback(addr: str) -> bool:

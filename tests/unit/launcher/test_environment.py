@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from unirun.errors import RendezvousError
 from unirun.launcher.environment import (
@@ -104,6 +105,12 @@ def test_workers_do_not_get_the_stores_password() -> None:
     assert "UNIRUN_STORE_PASSWORD" not in env
     assert env["UNIRUN_STORE"] == "etcd://h?user=u"
     assert for_workers({"UNIRUN_STORE_PASSWORD": "secret", "PATH": "/bin"}) == {"PATH": "/bin"}
+
+
+def test_workers_do_not_get_the_cache_directory_that_torch_has_chosen_for_another_process() -> None:
+    name, path = "TORCHINDUCTOR_CACHE_DIR", {"PATH": "/bin"}
+    assert for_workers({name: default_cache_dir(), **path}) == path
+    assert for_workers({name: "/scratch/cache", **path}) == {name: "/scratch/cache", **path}
 
 
 def test_omp_threads_are_limited_when_there_are_several_workers() -> None:
