@@ -10,15 +10,20 @@ from pathlib import Path
 import pytest
 
 from tests.effort import CHAOS
+from unirun.experiments.starting import PRELOAD
 
 from ..testbed.fixtures import available
 from ..testbed.slurm import Slurm
 from . import test_trials as trials
 from .harness import EXEC, START, UNIRUN, Running, Script, Unirun, eventually
+from .warm import ONE, Warm
 
 pytestmark = pytest.mark.long
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+KILLED = {"UNIRUN_WARM": "0"}
+"""For jobs on a node that is killed: all of their processes must be found there."""
 
 WAIT = "import time; print('here', flush=True); time.sleep(600)"
 
@@ -49,8 +54,17 @@ def cluster() -> Iterator[Slurm]:
         yield slurm
 
 
+@pytest.fixture(scope="session")
+def warm_steps(warm: Warm) -> None:
+    """Warm processes for spawners in steps, which have root's group as a supplementary one; one is for trials."""
+    for more in ((), ("--preload", ",".join(PRELOAD))):
+        start = ["setpriv", "--groups", "0", UNIRUN, "warm", "start", *more]
+        done = warm.command.start_program(start, env=ONE).end()
+        assert done.code == 0, done.err
+
+
 @pytest.fixture
-def command(unirun: Unirun, cluster: Slurm, monkeypatch: pytest.MonkeyPatch) -> Unirun:
+def command(unirun: Unirun, cluster: Slurm, warm_steps: None, monkeypatch: pytest.MonkeyPatch) -> Unirun:
     """The command on a login node."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     return unirun
@@ -293,7 +307,7 @@ class TestJobsOnThreeNodes:
         )
         roles = "{a: {count: 2, per_node: 1, max_restarts: 1}}"
         job_file = script(f"{{script: train.py, start_method: exec, roles: {roles}}}", "job.yaml")
-        job = command.start("--slurm", "nodes=3", "--config", job_file)
+        job = command.start("--slurm", "nodes=3", "--config", job_file, env=KILLED)
         before = job.lines(r"rank \d on (n\d)", 2)
         lost = next(node for node in before if node != "n1")
         cluster.kill_node(lost)
@@ -315,7 +329,7 @@ class TestJobsOnThreeNodes:
                 time.sleep(600)
             """
         )
-        job = command.start("--slurm", "nodes=2", *EXEC, "--nproc-per-node", "1", train)
+        job = command.start("--slurm", "nodes=2", *EXEC, "--nproc-per-node", "1", train, env=KILLED)
         job.lines(r"rank \d on (n\d)", 2)
         number = slurm_id(job)
         first = cluster.job(number)["BatchHost"]
@@ -344,7 +358,7 @@ class TestJobsOnThreeNodes:
             """
         )
         roles = ("--roles", "a=2", "--max-restarts", "3", train)
-        job = command.start("--slurm", "nodes=3", "--store", "etcd", *EXEC, *roles)
+        job = command.start("--slurm", "nodes=3", "--store", "etcd", *EXEC, *roles, env=KILLED)
         job.lines(r"rank \d on (n\d)", 2)
         number = slurm_id(job)
         first = cluster.job(number)["BatchHost"]
