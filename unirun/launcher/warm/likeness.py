@@ -52,8 +52,10 @@ _IN_C = (
     "NUMPY_",
     "OMPI_",
     "ACC_DEVICE_",
+    "FSSPEC_",
 )
-"""Prefixes of variables that libraries of torch and numpy read in C when loaded, besides `counts_at_import`."""
+"""Prefixes of variables that libraries of torch and numpy read in C when loaded, and fsspec in a copy of all variables,
+besides `counts_at_import`."""
 
 _OWN_SIGNALS = sum(1 << (number - 1) for number in (1, 2, 3, 10, 12, 13, 15, 25))
 """HUP, INT, QUIT, USR1, USR2, PIPE, TERM, XFSZ: unirun and Python decide whether these are ignored."""

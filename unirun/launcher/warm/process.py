@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import ItemsView, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 from msgspec import to_builtins
@@ -41,6 +42,10 @@ _DONTNEED = 4
 _libc = ctypes.CDLL(None)
 
 
+_OF_A_PREFIX = frozenset(("fsspec.config", "tqdm.utils"))
+"""Modules that copy all variables for those with their prefix, which are compared in any case (`counts_in_warm`)."""
+
+
 class _Noting(os._Environ):  # type: ignore[type-arg]
     """Records which variables are read, and whether all of them are (`every`)."""
 
@@ -48,17 +53,28 @@ class _Noting(os._Environ):  # type: ignore[type-arg]
     every: ClassVar[bool] = False
 
     def __getitem__(self, name: str) -> str:
-        self.names.add(name)
+        if not _for_a_prefix():
+            self.names.add(name)
         value: str = super().__getitem__(name)
         return value
 
     def __iter__(self) -> Iterator[str]:
         # Also called by keys(), values() and copies.
-        type(self).every = True
+        type(self).every |= not _for_a_prefix()
         return super().__iter__()
 
     def items(self) -> ItemsView[str, str]:
         return {name: super(_Noting, self).__getitem__(name) for name in self}.items()
+
+
+def _for_a_prefix() -> bool:
+    """Return True if one of these modules reads the environment. A copy is made below a frame or two of others."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(4):
+        if frame is None or frame.f_globals.get("__name__") in _OF_A_PREFIX:
+            return frame is not None
+        frame = frame.f_back
+    return False
 
 
 class WarmProcess:
@@ -173,9 +189,7 @@ def main(argv: list[str]) -> None:
             modules.load(name)
         except ModuleNotFoundError as error:
             raise SystemExit(f"{name} cannot be imported: {error}") from None
-        # torch's tqdm iterates over all variables for TQDM_*, which are compared in any case.
-        every |= _Noting.every and name.partition(".")[0] not in ("torch", "unirun")
-        _Noting.every = False
+    every |= _Noting.every
     env.__class__ = os._Environ
     if modules.threads:
         raise SystemExit(f"unirun: {', '.join(modules.threads)} starts threads, which a fork would lack")
