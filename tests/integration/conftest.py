@@ -11,6 +11,7 @@ import pytest
 from tests.contract.store.etcd_server import Servers
 from unirun.experiments.starting import PRELOAD
 from unirun.train import Trainer
+from unirun.train.setup import PRELOAD as PRELOAD_OF_FUNCTIONS
 
 from ..testbed.fixtures import hosts as hosts
 from ..testbed.fixtures import slurm as slurm
@@ -31,6 +32,12 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
 def warm_models(warm: Warm) -> None:
     """One more warm process, which has imported what the workers of trials import."""
     warm.start("--preload", ",".join(PRELOAD), env=ONE)
+
+
+@pytest.fixture(scope="session")
+def warm_functions(warm: Warm) -> None:
+    """One more warm process, which has imported what the workers of trainers import."""
+    warm.start("--preload", ",".join(PRELOAD_OF_FUNCTIONS), env=ONE)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.effort import variants
 from tests.testbed.hosts import Hosts
 
 from .harness import START, UNIRUN
@@ -28,7 +29,7 @@ class Trainer(BaseTrainer):
 """
 
 
-@pytest.mark.parametrize("transport", ["socket", "torch"])
+@pytest.mark.parametrize("transport", variants("socket", "torch"))
 def test_a_trainer_calls_workers_on_all_hosts(hosts: Hosts, transport: str) -> None:
     for host in hosts:
         folder = host.path("/tmp/job")

@@ -14,7 +14,7 @@ from tests.documents import PAGES, Step, blocks, numbers_in, pattern, steps, wri
 
 from .harness import SOON, START, Unirun
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.usefixtures("warm_functions"), pytest.mark.long]
 
 LOOKS = ("unirun status", "unirun logs", "unirun graph", "unirun ls")
 """Read-only commands: they are repeated, as their output may take a moment to appear."""

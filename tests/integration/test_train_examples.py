@@ -21,7 +21,7 @@ from tests.documents import ROOT, blocks, pattern, text_of
 
 from .harness import START, Unirun
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.usefixtures("warm_functions"), pytest.mark.long]
 
 EXAMPLE = ROOT / "examples" / "train_function"
 README = "examples/train_function/README.md"

@@ -32,6 +32,8 @@ from unirun.errors import (
 )
 from unirun.train import Trainer, TrainingCallback
 
+pytestmark = pytest.mark.usefixtures("warm_functions")
+
 Results = list[dict[str, Any]]
 
 

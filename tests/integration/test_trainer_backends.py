@@ -19,6 +19,8 @@ from unirun import train
 from unirun.errors import RemoteTraceback, TrainingFailed
 from unirun.train import Trainer
 
+pytestmark = pytest.mark.usefixtures("warm_functions")
+
 BACKEND = """
 import os
 from unirun.train import NoBackend

@@ -21,6 +21,8 @@ from unirun.errors import TrainingFailed, UsageError
 from unirun.train import Trainer
 from unirun.train.worker import INTERRUPT
 
+pytestmark = pytest.mark.usefixtures("warm_functions")
+
 
 def summed() -> float:
     """A collective of all ranks."""

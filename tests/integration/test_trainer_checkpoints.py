@@ -21,6 +21,8 @@ from unirun.errors import CheckpointDamaged, TrainingFailed
 from unirun.train import Trainer
 from unirun.train.checkpoints import writer
 
+pytestmark = pytest.mark.usefixtures("warm_functions")
+
 Results = list[dict[str, Any]]
 
 

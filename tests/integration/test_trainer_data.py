@@ -18,6 +18,8 @@ from tests.integration.warm import Warm, WarmUnirun
 from unirun import train
 from unirun.train import Trainer
 
+pytestmark = pytest.mark.usefixtures("warm_functions")
+
 SAMPLES = 200
 
 

@@ -22,6 +22,8 @@ from unirun import train
 from unirun.errors import EncodingError, TrainingFailed, UsageError
 from unirun.train import Files, Loader, Trainer, kfold
 
+pytestmark = pytest.mark.usefixtures("warm_functions")
+
 SAMPLES = 60
 
 

@@ -23,6 +23,8 @@ from unirun import train
 from unirun.errors import UsageError
 from unirun.train import Trainer
 
+pytestmark = pytest.mark.usefixtures("warm_functions")
+
 STEPS = 9
 
 

@@ -20,6 +20,8 @@ from tests.integration.harness import Script, Unirun
 from unirun import train
 from unirun.train import Trainer
 
+pytestmark = pytest.mark.usefixtures("warm_functions")
+
 SEARCH = """
     import sys, time
     import optuna

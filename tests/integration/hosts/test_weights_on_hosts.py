@@ -51,7 +51,7 @@ MOVES = """
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["", "gloo"], ids=["sockets", "gloo"])
+@pytest.mark.parametrize("backend", variants("", "gloo"), ids=variants("sockets", "gloo"))
 def test_stages_arrive_whole_over_a_bad_cable_and_again_when_a_publisher_was_killed(
     cluster: OnHosts, backend: str
 ) -> None:
