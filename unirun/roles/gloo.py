@@ -7,8 +7,8 @@ peer, or for a survivor that has left, waits until the group's timeout of half a
 - in a collective, or for an answer of a peer: the group's sockets are shut down, once nothing is under way on them;
 - for a peer that never connects: `end` connects in its place, and closes the connection.
 
-The group's sockets are known exactly: each rank publishes the address on which it listens, and every connection of the
-group has such an address at one end. So `ProcessGroupGloo` is constructed with a store that records these addresses.
+The group's sockets are known: each rank publishes the address on which it listens, and each connection of the group has
+such an address at one end. So `ProcessGroupGloo` is constructed with a store that records these addresses.
 """
 
 from __future__ import annotations
@@ -119,10 +119,12 @@ class GlooGroup:
         self.formed = True
 
     def intact(self) -> bool:
-        """Return True if all connections with which it was formed are still established."""
-        return not self.ended and all(
-            _inode(number) == inode and _established(number) for number, inode in self._sockets.items()
-        )
+        """Return True if as many connections as it has peers are still established, of those with which it was formed.
+
+        There may be more: anybody can connect to the address on which it listens, and is no peer.
+        """
+        kept = (_inode(number) == inode and _established(number) for number, inode in self._sockets.items())
+        return not self.ended and sum(kept) >= min(len(self._sockets), self._size - 1)
 
     @property
     def open(self) -> bool:

@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from tests.effort import SOON
 from unirun.errors import GroupError
-from unirun.roles.gloo import GlooGroup, Published, parse_published
+from unirun.roles.gloo import GlooGroup, Published, _ends, _established, parse_published
 from unirun.roles.process_groups import ProcessGroups, process_groups
 
 LONG = timedelta(minutes=30)
@@ -285,6 +285,10 @@ class Others:
         if sock.recv(64) != b"ping":
             raise OSError("the connection was shut down")
 
+    def among(self, numbers: Iterable[int]) -> bool:
+        """Return True if one of these descriptors is an end of its connections."""
+        return any(self._server.getsockname() in _ends(number) for number in numbers)
+
     def __enter__(self) -> Others:
         return self
 
@@ -305,13 +309,35 @@ class TestOtherPeoplesConnections:
             for _ in range(10):
                 meeting = Meeting(groups)
                 formed(meeting, ranks)
-                assert {len(group._sockets) for group in meeting.made} == {1}
+                assert all(group._sockets and not others.among(group._sockets) for group in meeting.made)
                 assert all(group.intact() for group in meeting.made)
                 before = others.made
                 eventually(lambda before=before: others.made > before, "others have come and gone")  # type: ignore[misc]
                 assert all(group.intact() for group in meeting.made), "although others have closed theirs"
                 meeting.end()
         assert others.failed == []
+
+    def test_to_the_address_of_a_group_leave_it_intact_when_they_end(
+        self, meeting: Meeting, ranks: ThreadPoolExecutor
+    ) -> None:
+        first = ranks.submit(meeting.join, 0)
+        eventually(lambda: meeting.store.check(["0/0"]), "it listens")
+        address = parse_published(meeting.store.get("0/0")).address
+        strangers = [socket.create_connection(address) for _ in range(4)]
+        one, other = ranks.submit(meeting.join, 1).result(SOON), first.result(SOON)
+        for stranger in strangers:
+            stranger.close()
+        made = meeting.made
+        # Both ends of a stranger are in this process: one seems to be rank 0's, the other one rank 1's.
+        assert [len(group._sockets) for group in made] == [5, 5]
+        eventually(
+            lambda: {sum(map(_established, each._sockets)) for each in made} == {1}, "strangers are gone"
+        )
+        assert all(group.intact() for group in meeting.made)
+        sums = [ranks.submit(summed, one, 1.0), ranks.submit(summed, other, 2.0)]
+        assert [each.result(SOON) for each in sums] == [3.0, 3.0]
+        meeting.end()
+        assert not any(group.intact() for group in meeting.made)
 
     def test_are_none_of_a_groups_while_it_waits(
         self, groups: ProcessGroups, ranks: ThreadPoolExecutor
