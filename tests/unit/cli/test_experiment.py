@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -134,6 +135,7 @@ def orphaned(run_id: str) -> int:
 def test_a_network_that_cannot_run_is_refused_before_anything_starts(
     home: Path, jobs: Jobs, capsys: Captured
 ) -> None:
+    pytest.importorskip("transformers")
     assert call("experiment", "start", "-e", "tests-fused", "-f", "first") == 2
     assert "the family gpt2 cannot run: GPT2LMHeadModel is not built as Llama is" in capsys.readouterr().err
     assert not jobs.files
@@ -143,6 +145,7 @@ def test_a_network_that_cannot_run_is_refused_before_anything_starts(
 def test_a_network_that_is_not_on_this_host_is_refused_only_where_the_trial_runs_here(
     home: Path, jobs: Jobs, capsys: Captured
 ) -> None:
+    pytest.importorskip("transformers")
     start = ("experiment", "start", "-e", "tests-elsewhere", "-f", "first")
     assert call(*start) == 2
     assert not jobs.files
@@ -152,7 +155,20 @@ def test_a_network_that_is_not_on_this_host_is_refused_only_where_the_trial_runs
     assert len(jobs.files) == 1
 
 
+def test_a_network_without_transformers_is_refused_with_what_to_install(
+    home: Path, jobs: Jobs, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    start = ("experiment", "start", "-e", "tests-long", "-f", "first")
+    assert call(*start) == 2
+    assert "which cannot be imported: " in (told := capsys.readouterr().err)
+    assert told.endswith("pip install transformers\n")
+    assert not jobs.files
+    assert call(*start, "--mode", "ssh", "--hosts", "h1:4,h2") == 0
+
+
 def test_data_that_may_be_too_long_is_told_and_not_refused(home: Path, jobs: Jobs, capsys: Captured) -> None:
+    pytest.importorskip("transformers")
     assert call("experiment", "start", "-e", "tests-long", "-f", "first") == 0
     told = "unirun: model_rpcs.train: sequences may have 65 tokens (max_length), and actor@0 has 64 positions"
     assert told in capsys.readouterr().err

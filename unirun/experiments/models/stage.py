@@ -230,7 +230,10 @@ def configuration(where: str, config: Mapping[str, Any] | None, path: str) -> An
     settings = dict(config or {})
     try:
         from transformers import AutoConfig
-
+    except ImportError as error:
+        problem = f"its network is one of transformers, which cannot be imported: {first_line(error)}"
+        raise SpecError([Fault(where, problem, "pip install transformers")]) from error
+    try:
         if path:
             return AutoConfig.from_pretrained(path)
         return AutoConfig.for_model(settings.pop("model_type", "llama"), **settings)
