@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from unirun.errors import RendezvousError
 from unirun.launcher.environment import (
@@ -107,9 +107,14 @@ def test_workers_do_not_get_the_stores_password() -> None:
     assert for_workers({"UNIRUN_STORE_PASSWORD": "secret", "PATH": "/bin"}) == {"PATH": "/bin"}
 
 
-def test_workers_do_not_get_the_cache_directory_that_torch_has_chosen_for_another_process() -> None:
+def test_workers_do_not_get_the_cache_directory_that_torch_has_chosen_for_another_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     name, path = "TORCHINDUCTOR_CACHE_DIR", {"PATH": "/bin"}
-    assert for_workers({name: default_cache_dir(), **path}) == path
+    # Importing the compiler sets it in this process, too.
+    monkeypatch.setenv(name, "/scratch/cache")
+    chosen = importlib.import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir()
+    assert for_workers({name: chosen, **path}) == path
     assert for_workers({name: "/scratch/cache", **path}) == {name: "/scratch/cache", **path}
 
 
