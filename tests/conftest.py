@@ -9,6 +9,9 @@ that, and unirun leaves a signal alone that is ignored when it starts.
 torch looks up the name of each address that it connects to. A resolver that loses a packet asks again after five seconds,
 which says nothing about unirun: here it asks once, for a second.
 
+Jobs of tests have the environment with which the tests were started: torch's compiler, which test modules import, adds a
+variable to it.
+
 The networks of tests are small. Two threads that compute one of them spend most of their time waiting for each other.
 
 What was imported for the tests lives until the end: the garbage collector does not look at it again. With torch imported a
@@ -31,6 +34,9 @@ from hypothesis import HealthCheck, settings
 gc.disable()  # until everything is imported
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+COMPILER_CACHE_IS_GIVEN = COMPILER_CACHE in os.environ
 
 
 @pytest.hookimpl(trylast=True)
@@ -70,7 +76,10 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if not COMPILER_CACHE_IS_GIVEN:
+        os.environ.pop(COMPILER_CACHE, None)
     if item.get_closest_marker("gpu") is not None and not _has_gpu():
         pytest.skip("there is no GPU")
 
