@@ -54,6 +54,9 @@ CREW = """
             print("saved", flush=True)
 
     class Lead(unirun.BaseTrainer):
+        def init(self):
+            pass
+
         def fit(self):
             while True:
                 time.sleep(60)
