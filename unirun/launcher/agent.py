@@ -177,7 +177,7 @@ class Agent:
         self._apply(events.Abandon(reason, grace=0.0))
 
     def _warm_up(self) -> None:
-        """Start the workers' spawners before the master connects, as importing torch dominates the start of a job."""
+        """Start the spawners before the master connects, as importing torch dominates the start of a job."""
         keys = self._orders.spawners
         self._state = replace(self._state, spawners=dict.fromkeys(keys, False))
         for key in keys:

@@ -60,11 +60,9 @@ class Orders:
 
     @property
     def spawners(self) -> tuple[SpawnerKey, ...]:
-        """The keys of the spawners of all workers.
-
-        When none of these imports torch, another one serves the stores: it starts on the node that is told to open one.
-        """
-        return tuple(dict.fromkeys(self._key(role.name) for role in self._spec.roles))
+        """The keys of all spawners that the job needs, that of the first store first."""
+        names = [role.name for role in self._spec.roles]
+        return tuple(dict.fromkeys([*map(self._store_key, names), *map(self._key, names)]))
 
     @property
     def timers(self) -> bool:

@@ -79,16 +79,19 @@ class OnHosts(Unirun):
             (folder / name).write_text(textwrap.dedent(text))
 
     def warmed_up(self) -> None:
-        """Wait until the node that serves the rendezvous stores has imported torch; workers do not wait for it."""
+        """Wait until every node has imported torch for rendezvous stores, without which no role starts again; workers
+        do not wait for it."""
 
-        def ready() -> bool:
+        def all_ready() -> bool:
             said = [
-                re.fullmatch(r"\w+: torch is imported after (.*) s", text) for text in self.events("spawner")
+                re.fullmatch(r"(\w+): torch is imported after (.*) s", text)
+                for text in self.events("spawner")
             ]
             # A spawner of fresh interpreters imports nothing.
-            return any(match and float(match[1]) > IMPORT for match in said)
+            ready = {match[1] for match in said if match and float(match[2]) > IMPORT}
+            return ready == {host.name for host in self.hosts}
 
-        eventually(ready, "torch is imported", START)
+        eventually(all_ready, "torch is imported everywhere", START)
 
     def enough(self) -> None:
         """Let all workers end."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from unirun.job.offers import AgentTask
 from unirun.launcher.environment import FRESH
 from unirun.launcher.orders import PRELOAD, Orders
 from unirun.rendezvous import JobDir
 from unirun.spec import Entry, JobSpec, RoleSpec
-from unirun.spec.job import StartMethod
-from unirun.wire.messages import OpenStore, StartRole, StartWorker
+from unirun.wire.messages import StartRole, StartWorker
 from unirun.wire.spawning import Spawn
 
 STDIN = 7
@@ -63,25 +63,13 @@ def test_no_worker_on_another_node_reads_stdin() -> None:
     assert all(made.stdin_for(key) == [] for key in made.spawners)
 
 
-@pytest.mark.parametrize(
-    ("methods", "before", "of_store"),
-    [
-        (("exec",), [()], PRELOAD),
-        (("exec", "exec"), [()], PRELOAD),
-        (("exec", "fork"), [(), (*PRELOAD, "mine")], (*PRELOAD, "mine")),
-    ],
-)
-def test_a_spawner_for_stores_only_waits_for_a_store_and_imports_torch_and_no_user_module(
-    methods: tuple[StartMethod, ...], before: list[tuple[str, ...]], of_store: tuple[str, ...]
-) -> None:
-    roles = tuple(
-        RoleSpec(name, 1, Entry("script", "a.py"), start_method=method)
-        for name, method in zip("abc", methods, strict=False)
-    )
-    spec = JobSpec("job", "run-1", roles, tuple(each.name for each in roles), preload=("mine",))
-    which = Orders(JOB, AgentTask(spec, "n0", ("n0",), "/", ""), {})
-    assert [which.modules(key) for key in which.spawners] == before
-    assert which.modules(which.store(OpenStore("a", 0), 3).spawner) == of_store
+def test_a_spawner_for_stores_only_imports_torch_and_no_user_module() -> None:
+    role = RoleSpec("actor", 1, Entry("workload", "pkg:Actor"), start_method="exec")
+    other = replace(role, name="critic", start_method="fork", entry=Entry("script", "a.py"))
+    for roles, expected in (((role,), PRELOAD), ((role, other), (*PRELOAD, "mine"))):
+        spec = JobSpec("job", "run-1", roles, tuple(each.name for each in roles), preload=("mine",))
+        which = Orders(JOB, AgentTask(spec, "n0", ("n0",), "/", ""), {})
+        assert {which.modules(key) for key in which.spawners} == {(), expected}
 
 
 def test_workers_of_another_interpreter_are_not_forked() -> None:
