@@ -61,22 +61,27 @@ def counts_at_import(name: str) -> bool:
 
 
 def for_workers(environ: Mapping[str, str]) -> dict[str, str]:
-    """The agent's environment for spawners and workers: without the store's password, and without the cache directory
-    that torch has chosen in a process of this job that has imported its compiler.
+    """The agent's environment for spawners and workers, without the store's password (`without_default_cache`).
 
     Spawners must not have the password either: a process's initial environment can be read in its forks.
     """
-    own = {PASSWORD_VARIABLE}
-    if _COMPILER_CACHE in environ and environ[_COMPILER_CACHE] == _default_cache():
-        own.add(_COMPILER_CACHE)
-    return {name: value for name, value in environ.items() if name not in own}
+    return {
+        name: value for name, value in without_default_cache(environ).items() if name != PASSWORD_VARIABLE
+    }
+
+
+def without_default_cache(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without the cache directory of torch's compiler, if it is torch's default for this host and user.
+
+    A process that imports torch's compiler, as transformers does, has it in its environment from then on. Workers
+    choose their own: on another host, or for another user, it is another directory.
+    """
+    chosen = _COMPILER_CACHE in environ and environ[_COMPILER_CACHE] == _default_cache()
+    return {name: value for name, value in environ.items() if not (chosen and name == _COMPILER_CACHE)}
 
 
 def _default_cache() -> str:
-    """The value that torch gives `_COMPILER_CACHE` when it is not set (torch._inductor.runtime.cache_dir_utils).
-
-    Many imports do that, transformers among them. Workers choose theirs, which may differ on other hosts.
-    """
+    """torch's value for `_COMPILER_CACHE` when it is not set (torch._inductor.runtime.cache_dir_utils)."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):

@@ -121,7 +121,8 @@ class GlooGroup:
     def intact(self) -> bool:
         """Return True if as many connections as it has peers are still established, of those with which it was formed.
 
-        There may be more: anybody can connect to the address on which it listens, and is no peer.
+        There may be more: any process can connect to the address on which the group listens. While such a connection is
+        open, the loss of a peer is not seen here.
         """
         kept = (_inode(number) == inode and _established(number) for number, inode in self._sockets.items())
         return not self.ended and sum(kept) >= min(len(self._sockets), self._size - 1)

@@ -19,6 +19,7 @@ from unirun.launcher.environment import (
     spawner_key,
     worker_env,
 )
+from unirun.launcher.hosts.connection import carried
 from unirun.rendezvous import JobDir
 from unirun.spec import Entry, JobSpec, RoleSpec
 from unirun.wire.messages import StartRole, StartWorker
@@ -116,6 +117,7 @@ def test_workers_do_not_get_the_cache_directory_that_torch_has_chosen_for_anothe
     chosen = importlib.import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir()
     assert for_workers({name: chosen, **path}) == path
     assert for_workers({name: "/scratch/cache", **path}) == {name: "/scratch/cache", **path}
+    assert carried({name: chosen, "TMPDIR": "/tmp", **path}) == path, "that of another host may differ"
 
 
 def test_omp_threads_are_limited_when_there_are_several_workers() -> None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from unirun.errors import RendezvousError, UnirunError
+from unirun.launcher.environment import without_default_cache
 from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.stdio import MARK
 from unirun.wire.aio import Stream
@@ -198,4 +199,5 @@ _OF_THE_HOST = re.compile(
 
 def carried(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of `environ` that a host gets: not those that describe this host, its terminal or its devices."""
-    return {name: value for name, value in environ.items() if not _OF_THE_HOST.fullmatch(name)}
+    there = without_default_cache(environ)
+    return {name: value for name, value in there.items() if not _OF_THE_HOST.fullmatch(name)}

@@ -68,7 +68,8 @@ class _Noting(os._Environ):  # type: ignore[type-arg]
 
 
 def _for_a_prefix() -> bool:
-    """Return True if one of these modules reads the environment. A copy is made below a frame or two of others."""
+    """Return True if a module of `_OF_A_PREFIX` reads the environment, by itself or through an iterator of ``os``
+    or ``collections.abc``, which are frames in between."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(4):
         if frame is None or frame.f_globals.get("__name__") in _OF_A_PREFIX:
