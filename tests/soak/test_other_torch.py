@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("cli", "spec", "roles", "wire", "weights", "train")
+ROOMS = ("cli", "spec", "roles", "wire", "weights", "train/checkpoints", "train/data")
 JOBS = ("test_one_role_is_torchrun.py", "test_running_a_job.py", "test_calls.py", "test_weights.py")
 EXTRAS = ("etcd", "hosts")
 TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "mypy>=1.11", "safetensors")
