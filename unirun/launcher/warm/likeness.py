@@ -43,7 +43,7 @@ _FILES = (
 _IOPRIO_GET = {"x86_64": 252, "aarch64": 31, "riscv64": 31, "ppc64le": 274, "s390x": 283}
 """Number of the system call, for which libc has no function."""
 
-_IN_C = (
+_OF_LIBRARIES = (
     "GFORTRAN_",
     "GOTO_",
     "I_MPI_",
@@ -146,7 +146,7 @@ class Description(Value):
 
 def counts_in_warm(name: str) -> bool:
     """Return True if a variable must be equal for a fork to be like a new process."""
-    return counts_at_import(name) or name.startswith(_IN_C)
+    return counts_at_import(name) or name.startswith(_OF_LIBRARIES)
 
 
 def unlike(there: Description, wanted: Borrow) -> list[str]:

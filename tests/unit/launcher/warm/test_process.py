@@ -50,7 +50,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Noting]]:
     env: Any = os.environ
     monkeypatch.setattr(_Noting, "names", set())
     monkeypatch.setattr(_Noting, "every", False)
-    monkeypatch.setattr(env, "__class__", _Noting)
+    env.__class__ = _Noting
     yield _Noting
     env.__class__ = os._Environ
 
