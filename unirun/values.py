@@ -36,3 +36,15 @@ class WorkerId(NamedTuple):
     def before(self) -> WorkerId | None:
         """The worker that held the rank before, None when this is the first one."""
         return self._replace(incarnation=self.incarnation - 1) if self.incarnation > 0 else None
+
+
+class Place(Value):
+    """The address of one rank: its `host`, and the ports that it was given, in the order of their names in the spec."""
+
+    host: str
+    ports: tuple[int, ...] = ()
+
+    def addr(self, number: int = 0) -> str:
+        """``host:port`` of a port, with an IPv6 address in brackets; the host alone when the rank has no port."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.ports[number]}" if self.ports else self.host

@@ -164,11 +164,15 @@ def _set_entry(data: dict[str, Any], line: CommandLine, options: Mapping[str, An
         for kind in ENTRY_KINDS:
             data.pop(kind, None)
         data[kinds[0] if kinds else "script"] = line.script
+        if kinds == ["program"]:
+            data["contract"] = "torchrun"
         if own and all(own):
             problem = f"no role runs {line.script}: each has an entry of its own"
             raise UsageError(problem, "arguments for all of them follow --")
     elif kinds and "script" in data:
         data[kinds[0]] = data.pop("script")
+        if kinds == ["program"]:
+            data["contract"] = "torchrun"
     elif kinds and kinds[0] not in data:
         option = "-m" if kinds == ["module"] else "--no-python"
         raise UsageError(

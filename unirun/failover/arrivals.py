@@ -66,14 +66,20 @@ def grow(transition: Transition) -> None:
     transition.state = replace(state, newcomers=tuple(node for node in state.newcomers if node not in come))
     # Others call workloads by their number, which stays.
     names = [role.name for role in state.roles.values() if role.restart == "role"]
-    _grow(transition, state, names, Cause(come, f"{', '.join(come)} joined", asked=True, come=True))
+    _grow(
+        transition,
+        state,
+        names,
+        Cause(come, f"{', '.join(come)} joined", transition.now, asked=True, come=True),
+    )
 
 
 def grow_elastic(transition: Transition, name: str) -> None:
     """Give an elastic role more ranks, if there is room for some. Otherwise nothing changes; it may be asked again."""
     state = transition.state
     if name in state.roles and state.role_spec(name).elastic and _settled(state):
-        _grow(transition, state, [name], Cause((), "more ranks were asked for", asked=True, come=True))
+        cause = Cause((), "more ranks were asked for", transition.now, asked=True, come=True)
+        _grow(transition, state, [name], cause)
 
 
 def _settled(state: JobState) -> bool:

@@ -77,7 +77,7 @@ def _move(transition: Transition, node: str) -> Drained | None:
     """Move what runs on `node`. Returns why that is impossible, having changed nothing."""
     before = transition.state
     after = replace(before, draining=(*before.draining, node))
-    cause = Cause((node,), f"node {node} is drained", asked=True)
+    cause = Cause((node,), f"node {node} is drained", transition.now, asked=True)
     missing, decisions = decide_missing(before, after, cause)
     try:
         placement = placed_again(after, ()) if _has_ranks(before, node) else before.placement

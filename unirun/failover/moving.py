@@ -32,11 +32,13 @@ from unirun.wire.reports import Notice
 class Cause(Value):
     """The cause of a move of ranks.
 
-    `nodes` are lost, leave on request (`asked`), or have joined (`come`); the `reason` in words.
+    `nodes` are lost, leave on request (`asked`), or have joined (`come`), at `time` (seconds since the epoch); the
+    `reason` in words.
     """
 
     nodes: tuple[str, ...]
     reason: str
+    time: float
     asked: bool = False
     come: bool = False
 
@@ -154,7 +156,7 @@ def _missing(before: JobState, after: JobState, gone: Collection[str]) -> Iterat
 def _loses_its_store(before: JobState, role: RoleState, gone: Collection[str]) -> bool:
     """Return True if the survivors have lost the store in which they meet. Where a rank has succeeded and
     workers restart alone, they do not need it (as in `worker_failure.store_ended`)."""
-    if leader(before, role.name) not in gone:
+    if role.is_program or leader(before, role.name) not in gone:
         return False
     return bool(role.living) and not (
         role.restart == "process" and any(worker.ended_well for worker in role.workers)
@@ -183,7 +185,7 @@ def _decide(
         together=together,
         asked=cause.asked,
     )
-    return decide(loss, history_of(state, role))
+    return decide(loss, history_of(state, role, cause.time))
 
 
 def _grown(role: RoleState, placement: Placement) -> RoleState:

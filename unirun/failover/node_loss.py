@@ -43,7 +43,7 @@ def nodes_lost(transition: Transition, nodes: Mapping[str, str]) -> None:
     for node, why in nodes.items():
         transition.record("agent_lost", f"{node}: {why}", node, *_workers_on(transition.state, node))
     before = transition.state
-    cause = Cause(tuple(nodes), _reason(nodes))
+    cause = Cause(tuple(nodes), _reason(nodes), transition.now)
     failures = _fall(transition, nodes, cause.reason)
     transition.state = without(transition.state, nodes.keys())
     transition.tell_now()
@@ -69,7 +69,7 @@ def begin_without(transition: Transition, gone: Collection[str], reason: str) ->
     except PlacementError:
         return False
     transition.state = state
-    begin(transition, placement, Cause(tuple(gone), reason))
+    begin(transition, placement, Cause(tuple(gone), reason, transition.now))
     return True
 
 

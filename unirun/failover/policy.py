@@ -24,22 +24,35 @@ class Decision(Value):
     free: bool = False
 
 
-class Budget(Value):
-    """The number of restarts that a role may have, and the number that it has had.
+LONGEST_DELAY = 60.0
+"""Seconds of back-off before a restart, at most."""
 
-    A restart of one worker counts like one of all.
+
+class Budget(Value):
+    """The number of restarts that a role may have, and the number that it has had: in the last `window` seconds, or
+    since its start for 0. A restart of one worker counts like one of all.
+
+    The first is at once; the second comes `delay` seconds after the failure, each further one after twice as long.
     """
 
     limit: int
     spent: int = 0
+    window: float = 0.0
+    delay: float = 0.0
 
     @property
     def left(self) -> int:
         """Restarts that are left."""
         return self.limit - self.spent
 
+    @property
+    def back_off(self) -> float:
+        """Seconds before the next restart."""
+        return min(self.delay * 2.0 ** min(self.spent - 1, 32), LONGEST_DELAY) if self.spent else 0.0
+
     def __str__(self) -> str:
-        return f"restart {self.spent + 1} of {self.limit}"
+        when = f" in {self.back_off:g} s" if self.back_off else ""
+        return f"restart {self.spent + 1} of {self.limit}{when}"
 
 
 class Loss(Value):
@@ -51,7 +64,8 @@ class Loss(Value):
     `stale`: the worker had not begun to form the role's present generation; it was still in an earlier one, which
     another death had ended, or could not be woken in that.
     `elsewhere`: the ranks go to other nodes. `together`: all ranks of the role have to restart, whatever its level is.
-    `asked`: nothing has failed, somebody wants them to leave.
+    `asked`: nothing has failed, somebody wants them to leave. `taken`: another process has its port, so that it cannot
+    have started.
     """
 
     what: str
@@ -64,6 +78,7 @@ class Loss(Value):
     elsewhere: bool = False
     together: bool = False
     asked: bool = False
+    taken: bool = False
 
     @property
     def who(self) -> str:
@@ -102,6 +117,9 @@ def decide(loss: Loss, history: History) -> Decision:
         )
     if loss.asked:
         return _move(loss, history)
+    if loss.taken:
+        others = f"{loss.what}, as another process listens on its port; it gets another one, at no cost"
+        return Decision("restart_role" if history.restart == "role" else "restart_worker", others, free=True)
     if history.budget.left <= 0:
         return _without_budget(loss, history.budget)
     restart = f"{loss.what}; {history.budget}"
@@ -125,9 +143,10 @@ def _move(loss: Loss, history: History) -> Decision:
 
 
 def _without_budget(loss: Loss, budget: Budget) -> Decision:
-    if budget.limit == 0:
+    if budget.limit <= 0:
         return Decision("end_job", f"{loss.what}; role {loss.role} has no restarts (--max-restarts 0)")
-    reason = f"{loss.what}; all {budget.limit} restarts of role {loss.role} are used up"
+    time = f" in {budget.window:g} s" if budget.window else ""
+    reason = f"{loss.what}; all {budget.limit} restarts of role {loss.role}{time} are used up"
     return Decision("end_job", reason, budget_spent=True)
 
 

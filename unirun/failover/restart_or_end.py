@@ -11,7 +11,7 @@ from unirun.failover.lost_peers import waited_for_a_peer
 from unirun.failover.policy import Budget, Decision, History
 from unirun.failover.root_cause import Diagnosis, bystanders, diagnose, episode, failure_report
 from unirun.graph import show_ranks
-from unirun.job.events import Finish, ToWatchers
+from unirun.job.events import After, Finish, StartDue, ToWatchers
 from unirun.job.failures import Exit
 from unirun.job.generations import form_next, start_missing
 from unirun.job.ranks import Ranks
@@ -94,21 +94,30 @@ def settle(transition: Transition, role: RoleState) -> None:
     transition.put(role)
 
 
-def stop_all(transition: Transition, verdict: Verdict, signum: int, grace: float | None) -> None:
+def stop_all(
+    transition: Transition, verdict: Verdict, signum: int, grace: float | None, *, together: bool = False
+) -> None:
     """Stop every role; the job ends with `verdict` when the last worker is gone. The role that has failed may have some
-    time before that (`_patience`)."""
+    time before that (`_patience`). Unless all stop `together`, services are told later, when others have ended
+    (`unirun.failover.readiness.stop_due`)."""
+    grace = transition.state.spec.shutdown_timeout if grace is None else grace
+    verdict = replace(verdict, signal=int(signum), grace=grace)
     transition.state = replace(transition.state, phase=JobPhase.STOPPING, verdict=verdict)
     transition.record("stopping", verdict.reason)
     transition.state = replace(transition.state, cause=transition.cause)
-    grace = transition.state.spec.shutdown_timeout if grace is None else grace
     for role in list(transition.state.roles.values()):
-        if role.phase in ROLE_ENDS:
-            continue
-        role = replace(role, phase=RolePhase.STOPPING)
-        transition.put(role)
-        after = _patience(transition.state, role.name) if verdict.by_failure else 0.0
-        transition.stop(role, signum, grace, after)
-        advance(transition, role)
+        later = transition.state.role_spec(role.name).service and role.living and not together
+        if role.phase not in ROLE_ENDS and not later:
+            stop_role(transition, role, verdict)
+            advance(transition, transition.role(role.name))
+
+
+def stop_role(transition: Transition, role: RoleState, verdict: Verdict) -> None:
+    """Tell the workers of `role` to end, as the job ends with `verdict`."""
+    role = replace(role, phase=RolePhase.STOPPING)
+    transition.put(role)
+    after = _patience(transition.state, role.name) if verdict.by_failure else 0.0
+    transition.stop(role, verdict.signal, verdict.grace, after)
 
 
 def shutdown_order(state: JobState, verdict: Verdict) -> Shutdown:
@@ -164,9 +173,13 @@ def finish(transition: Transition, verdict: Verdict) -> None:
     transition.send(Finish(verdict))
 
 
-def history_of(state: JobState, role: RoleState) -> History:
-    """The policy's knowledge of `role`."""
-    budget = Budget(state.role_spec(role.name).max_restarts, role.restarts)
+def history_of(state: JobState, role: RoleState, now: float) -> History:
+    """The policy's knowledge of `role` at the time `now`."""
+    spec = state.role_spec(role.name)
+    spent = role.restarts
+    if spec.restart_window:
+        spent = sum(now - spec.restart_window < paid <= now for paid in role.paid)
+    budget = Budget(spec.max_restarts, spent, spec.restart_window, spec.restart_delay)
     return History(budget, role.kind, role.restart, role.living, role.generation)
 
 
@@ -175,7 +188,15 @@ def restart(transition: Transition, role: RoleState, decision: Decision) -> None
     if decision.action == "join":
         start_missing(transition, role)
         return
-    role = replace(role, restarts=role.restarts + (not decision.free))
+    if role.is_program:
+        role = _backing_off(transition, role)
+    if not decision.free:
+        paid = (*role.paid, transition.now)[-transition.state.role_spec(role.name).max_restarts :]
+        role = replace(role, restarts=role.restarts + 1, paid=paid)
+    if decision.action == "restart_worker" and role.is_program:
+        # The other ranks have no group with it.
+        transition.put(replace(role, phase=RolePhase.STARTING))
+        return
     if decision.action == "restart_worker":
         form_anew(transition, replace(role, phase=RolePhase.REFORMING))
         return
@@ -184,6 +205,17 @@ def restart(transition: Transition, role: RoleState, decision: Decision) -> None
     grace = transition.state.spec.shutdown_timeout
     transition.stop(role, signal.SIGTERM, grace, _patience(transition.state, role.name))
     advance(transition, role)
+
+
+def _backing_off(transition: Transition, role: RoleState) -> RoleState:
+    """`role`, of which the ranks that have just ended start again after the back-off of its budget."""
+    delay = history_of(transition.state, role, transition.now).budget.back_off
+    if delay:
+        for worker in role.workers:
+            if not worker.live and not worker.ended_well and 0 <= worker.due <= transition.now:
+                role = role.with_worker(replace(worker, due=transition.now + delay))
+        transition.send(After(delay, StartDue()))
+    return role
 
 
 def end_job(transition: Transition, decision: Decision, code: int, *, by_failure: bool) -> None:

@@ -60,7 +60,9 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
 def _unseen(role: RoleState) -> RoleState:
     """The role with what the store knows of live workers: the order to start them. Their agents tell the rest."""
     workers = Ranks(
-        replace(w, phase=WorkerPhase.STARTING, pid=None, addresses={}, metrics={}) if w.live else w
+        replace(w, phase=WorkerPhase.STARTING, pid=None, addresses={}, metrics={}, health=None)
+        if w.live
+        else w
         for w in role.workers
     )
     phase = RolePhase.STARTING if role.phase is RolePhase.RUNNING else role.phase
@@ -90,7 +92,11 @@ def take_up(
             yield each.exit
     stores = {store.role: store for store in event.stores}
     for role in list(transition.state.roles.values()):
-        if role.phase in ROLE_ENDS or leader(transition.state, role.name) != event.node:
+        if (
+            role.is_program
+            or role.phase in (*ROLE_ENDS, RolePhase.WAITING)
+            or leader(transition.state, role.name) != event.node
+        ):
             continue
         if role.phase is RolePhase.RESTARTING and role.opened == role.generation:
             # Its workers are about to end: the next store is opened after that, on another node perhaps.
@@ -109,7 +115,11 @@ def all_back(transition: Transition) -> None:
         if role.generation > role.opened:
             # `StoreOpened` may have come while nodes were away, and was ignored: the agent repeats it.
             order_store(transition, role)
-        elif role.phase in ROLE_WORKS and any(not w.live and not w.ended_well for w in role.workers):
+        elif (
+            not role.is_program
+            and role.phase in ROLE_WORKS
+            and any(not w.live and not w.ended_well for w in role.workers)
+        ):
             complete(transition, role)
 
 
@@ -144,11 +154,13 @@ def _take_up_role(transition: Transition, role: RoleState, event: Join) -> None:
 def _as_held(role: RoleState, worker: WorkerState, known: Held) -> WorkerState:
     phase = WorkerPhase.STARTING if known.pid is None else WorkerPhase.ALIVE
     phase = WorkerPhase.RUNNING if known.running else phase
-    phase = WorkerPhase.SERVING if known.serving else phase
+    ready = known.health is not None and known.health.ready
+    phase = WorkerPhase.SERVING if known.serving or ready else phase
     return replace(
         worker,
         phase=phase,
         pid=known.pid,
+        health=known.health,
         generation=max(worker.generation, min(known.generation, role.generation)),
         addresses=known.addresses,
         recoverable=known.recoverable if known.serving else worker.recoverable,
@@ -158,9 +170,12 @@ def _as_held(role: RoleState, worker: WorkerState, known: Held) -> WorkerState:
 def _never_started(worker: WorkerState) -> WorkerState:
     """The worker whose start order was lost with the old master: its rank is as before that order."""
     if worker.incarnation == 0:
-        return WorkerState(worker.rank, worker.node, own=worker.own)
+        return WorkerState(worker.rank, worker.node, own=worker.own, ports=worker.ports)
     end = Exit(signal=signal.SIGTERM)
     before = WorkerState(
-        worker.rank, worker.node, worker.incarnation - 1, own=worker.own, called=worker.called
+        *(worker.rank, worker.node, worker.incarnation - 1),
+        own=worker.own,
+        called=worker.called,
+        ports=worker.ports,
     )
     return before.ended(end)

@@ -11,7 +11,7 @@ from unirun.failover.restart_or_end import advance, end_job, form_anew, history_
 from unirun.job.events import ToWatchers
 from unirun.job.failures import Exit, Failure
 from unirun.job.generations import clear_the_way
-from unirun.job.state import ROLE_WORKS, JobState, RolePhase, RoleState, WorkerState
+from unirun.job.state import NEVER, ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, WorkerState
 from unirun.job.transition import Transition
 from unirun.wire.messages import ExitAck
 from unirun.wire.reports import Notice, WorkerExited
@@ -31,19 +31,20 @@ def exited(transition: Transition, event: WorkerExited) -> None:
     if found is None:
         return
     role, worker = found
-    end = Exit(event.code, event.signal)
-    works = role.phase in ROLE_WORKS
+    works = role.phase in ROLE_WORKS and transition.state.phase is not JobPhase.STOPPING
+    spec = transition.state.role_spec(role.name)
+    end = Exit(event.code, event.signal, early=works and spec.service and event.code == 0)
     # Its rank goes to another node: it was told to end, whatever its own reason is.
     moves = works and obstructs
     if moves and end.ok and event.cause == "order":
         # A clean exit on request is not success.
         end = Exit(signal=event.sent)
     text = f"{event.worker} ended: {end}{', ' + event.note if event.note else ''}"
-    if event.cause != "own" or role.phase not in ROLE_WORKS:
+    if event.cause != "own" or not works:
         transition.cause = role.cause
     transition.record("exit", text, str(event.worker))
     left = event.time if end.ok and event.sent is None else 0.0
-    role = role.with_worker(replace(worker.ended(end), left=left))
+    role = role.with_worker(_without_ports(replace(worker.ended(end), left=left), event))
     if works and event.cause == "order" and not moves:
         raise IllegalTransition(f"{text}, by an order that no master has written")
     if works and event.cause == "leaving":
@@ -60,14 +61,21 @@ def exited(transition: Transition, event: WorkerExited) -> None:
             transition.tell_now()
         return
     failure = failure_of(transition.state, role, worker, event, end)
-    if role.phase in ROLE_WORKS:
-        decision = decide(_loss(role, worker, event, end), history_of(transition.state, role))
+    if works:
+        decision = decide(_loss(role, worker, event, end), history_of(transition.state, role, transition.now))
         transition.state = transition.state.with_failures(replace(failure, decision=decision.reason))
-        _carry_out(transition, role, decision, EXIT_FAILURE, source=str(event.worker))
+        code = EXIT_RENDEZVOUS if event.cause == "unready" else EXIT_FAILURE
+        tail = f"\n{event.tail}" if role.is_program and event.tail else ""
+        _carry_out(transition, role, decision, code, source=str(event.worker), tail=tail)
     else:
         transition.state = transition.state.with_failures(failure)
         advance(transition, transition.role(role.name))
     transition.tell_now()
+
+
+def _without_ports(worker: WorkerState, event: WorkerExited) -> WorkerState:
+    """The worker without its ports if another process has one of them."""
+    return replace(worker, ports=None) if event.taken else worker
 
 
 def _leaves_with_its_agent(transition: Transition, event: WorkerExited) -> bool:
@@ -106,32 +114,51 @@ def failure_of(
 
 def _loss(role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit) -> Loss:
     """The loss of `worker` (its state before it ended) for the policy."""
-    in_past = max(worker.generation, event.met) < role.generation
+    in_past = not role.is_program and max(worker.generation, event.met) < role.generation
+    what = f"{event.worker} {end.predicate}"
+    if event.cause in ("unready", "silent"):
+        what = f"{event.worker} {event.note}"
+    elif role.probed and not role.up(worker):
+        what = f"{what} before it was ready"
     return Loss(
-        f"{event.worker} {end.predicate}",
+        what,
         role.name,
         str(worker.rank),
         recoverable=worker.recoverable,
         first_start=worker.incarnation == 0,
-        permanent=event.error is not None and event.error.permanent,
+        permanent=event.cause == "unready" or (event.error is not None and event.error.permanent),
         stale=in_past and (event.cause == "stuck" or not role.up(worker)),
+        taken=event.taken,
     )
 
 
 def _carry_out(
-    transition: Transition, role: RoleState, decision: Decision, code: int, *, source: str
+    transition: Transition, role: RoleState, decision: Decision, code: int, *, source: str, tail: str = ""
 ) -> None:
-    """Report and carry out the decision about `source`, which is `role` or one of its ranks."""
+    """Report and carry out the decision about `source`, which is `role` or one of its ranks. `tail` are its last lines,
+    for a program, whose output may be in its log only."""
     transition.record("decision", decision.reason, source)
+    if decision.action == "end_job" and transition.state.role_spec(role.name).optional:
+        _give_up(transition, role, f"{decision.reason}; the job goes on without it{tail}", source)
+        return
     if decision.action == "end_job":
         end_job(transition, decision, code, by_failure=code == EXIT_FAILURE)
         return
-    transition.send(ToWatchers(Notice(source, decision.reason)))
+    transition.send(ToWatchers(Notice(source, f"{decision.reason}{tail}")))
     # When many fail at once, only the consequences of the first one are reported.
     failed = role.name if decision.action == "restart_role" else source
     if role.phase is RolePhase.RUNNING and (waiting := consequences(unit_of(transition.state, [failed]))):
         transition.record("affected", waiting, source)
     restart(transition, role, decision)
+
+
+def _give_up(transition: Transition, role: RoleState, text: str, source: str) -> None:
+    """Go on without the ranks of an optional service that have ended."""
+    transition.send(ToWatchers(Notice(source, text)))
+    for worker in role.workers:
+        if not worker.live:
+            role = role.with_worker(replace(worker, due=NEVER))
+    transition.put(role if role.living else replace(role, phase=RolePhase.FAILED))
 
 
 def store_ended(transition: Transition, event: StoreEnded) -> None:
@@ -160,5 +187,5 @@ def store_ended(transition: Transition, event: StoreEnded) -> None:
         form_anew(transition, replace(role, phase=RolePhase.REFORMING))
     elif in_place or (role.phase is RolePhase.RESTARTING and not role.living):
         what = f"the store of role {role.name} is gone before its workers have met: {event.reason}"
-        decision = decide(Loss(what, role.name), history_of(transition.state, role))
+        decision = decide(Loss(what, role.name), history_of(transition.state, role, transition.now))
         _carry_out(transition, role, decision, EXIT_RENDEZVOUS, source=role.name)

@@ -14,6 +14,7 @@ from unirun.wire.messages import (
     Message,
     OpenStore,
     PassOn,
+    Reserve,
     Shutdown,
     StartRole,
     Stop,
@@ -24,6 +25,7 @@ from unirun.wire.reports import (
     FromWorker,
     Join,
     Notice,
+    Placed,
     SpawnerReady,
     ViewWanted,
     WorkerExited,
@@ -66,6 +68,10 @@ class RejoinTimedOut(Value):
     """The time in which every node had to join a master that has come in another's place is over."""
 
 
+class StartDue(Value):
+    """The back-off of a program that has ended is over."""
+
+
 class ViewDue(Value):
     """The time in which changes are gathered into one view is over."""
 
@@ -92,6 +98,8 @@ Event = (
     | OwnerLost
     | JoinTimedOut
     | RejoinTimedOut
+    | Placed
+    | StartDue
     | ViewDue
 )
 
@@ -170,6 +178,9 @@ def order_text(node: str, message: Message) -> tuple[str, ...] | None:
     match message:
         case OpenStore(role, generation):
             return f"{node} serves the store of role {role}, generation {generation}", role
+        case Reserve(role, ranks):
+            who = f"{role}:{show_ranks(ranks)}"
+            return f"{node} chooses the ports of {who}", who
         case StartRole(role=role, generation=generation, members=members):
             who = f"{role}:{show_ranks([member.rank for member in members])}"
             return f"{node} starts {who} in generation {generation}", who

@@ -22,21 +22,23 @@ MARK = "…"
 """Stands where something was left out."""
 
 
-class Exit(Value):
-    """The end of a process: an exit `code`, or the number of the `signal` that killed it."""
+class Exit(Value, omit_defaults=True):
+    """The end of a process: an exit `code`, or the number of the `signal` that killed it. `early`: a service has ended
+    though it was still needed, which is a failure whatever its code is."""
 
     code: int | None = None
     signal: int | None = None
+    early: bool = False
 
     @property
     def ok(self) -> bool:
         """True if the process ended as it should."""
-        return self.code == 0
+        return self.code == 0 and not self.early
 
     @property
     def status(self) -> int:
-        """As a shell gives it: the code, or 128 + the signal's number."""
-        return 128 + self.signal if self.signal is not None else int(self.code or 0)
+        """As a shell gives it: the code, or 128 + the signal's number; 1 for a failure with code 0."""
+        return 128 + self.signal if self.signal is not None else int(self.code or self.early)
 
     @property
     def predicate(self) -> str:
@@ -45,7 +47,7 @@ class Exit(Value):
 
     def __str__(self) -> str:
         if self.signal is None:
-            return f"exit code {self.code}"
+            return f"exit code {self.code}{', too early' if self.early and not self.code else ''}"
         try:
             return f"killed by {signals.Signals(self.signal).name}"
         except ValueError:

@@ -9,41 +9,57 @@ connect to that one.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import zip_longest
 
 from msgspec.structs import replace
 
 from unirun.collocation import Assignment
 from unirun.job.ranks import Ranks
-from unirun.job.state import JobPhase, JobState, RolePhase, RoleState, WorkerPhase, WorkerState
+from unirun.job.state import (
+    JobPhase,
+    JobState,
+    RolePhase,
+    RoleState,
+    WorkerPhase,
+    WorkerState,
+    waiting,
+)
 from unirun.job.transition import Transition
 from unirun.job.views import endpoint, leader
+from unirun.values import Place
 from unirun.wire.messages import OpenStore, StartRole, StartWorker
 
 
-def form_first(transition: Transition) -> None:
-    """Order every worker of every role, as generation 0."""
-    for role in transition.state.roles.values():
-        workers = Ranks(worker.ordered(0, 0, worker.node, worker.own) for worker in role.workers)
-        transition.put(replace(role, phase=RolePhase.STARTING, workers=workers))
+def form_first(transition: Transition, names: Collection[str]) -> None:
+    """Order every worker of these roles, as generation 0."""
+    wave = 1 + max(role.wave for role in transition.state.roles.values())
+    for role in [transition.state.roles[name] for name in names]:
+        # While it waited, the role may have got other places.
+        workers = Ranks(
+            replace(worker.ordered(0, 0, worker.node, worker.own), ports=before.ports if before else None)
+            for worker, before in zip_longest(waiting(transition.state.placement, role.name), role.workers)
+            if worker is not None
+        )
+        transition.put(replace(role, phase=RolePhase.STARTING, workers=workers, wave=wave))
     transition.tell_now()
-    for role in transition.state.roles.values():
+    for role in [transition.state.roles[name] for name in names]:
         order_store(transition, role)
         _start(transition, role, range(len(role.workers)))
 
 
 def form_if_all_are_there(transition: Transition) -> None:
-    """Start the job once every node with ranks has joined, and every node that had joined an earlier master."""
+    """The job runs once every node with ranks has joined, and every node that had joined an earlier master; what starts
+    then follows from `unirun.failover.readiness`."""
     state = transition.state
     waits = bool(state.away) or len(state.agents) < len(state.placement.nodes)
     if not waits and state.agents.keys() >= set(state.placement.nodes):
         transition.state = replace(state, phase=JobPhase.RUNNING)
         nodes = ", ".join(state.placement.nodes) if len(state.placement.nodes) <= 4 else "all nodes"
-        transition.record("start", f"every role starts, as {nodes} joined", *state.roles)
-        form_first(transition)
+        transition.record("start", f"the job starts, as {nodes} joined", *state.roles)
 
 
 def form_next(transition: Transition, role: RoleState) -> None:
-    """Order the store of the next generation; `opened` continues when it is there."""
+    """Order the store of the next generation; `opened` continues when it is there, for programs when they are due."""
     role = replace(role, generation=role.generation + 1)
     transition.put(role)
     order_store(transition, role)
@@ -87,6 +103,14 @@ def complete(transition: Transition, role: RoleState) -> None:
     )
 
 
+def start_again(transition: Transition, role: RoleState, workers: Sequence[WorkerState]) -> None:
+    """Start these ranks of a role of programs."""
+    names = [f"{role.name}:{worker.rank}" for worker in workers]
+    transition.cause = role.cause
+    transition.record("restart", f"{', '.join(names)} starts again", *names)
+    _complete(transition, role, workers)
+
+
 def _complete(transition: Transition, role: RoleState, newcomers: Sequence[WorkerState]) -> None:
     if newcomers and role.phase is RolePhase.REFORMING:
         names = [f"{role.name}:{worker.rank}" for worker in newcomers]
@@ -128,8 +152,16 @@ def clear_the_way(transition: Transition) -> None:
 
 
 def order_store(transition: Transition, role: RoleState) -> None:
-    """Order the store of the role's current generation."""
+    """Order the store of the role's current generation, if it has stores."""
+    if role.is_program:
+        return
     transition.order(leader(transition.state, role.name), OpenStore(role.name, role.generation))
+
+
+def places_of(state: JobState) -> dict[str, tuple[Place, ...]]:
+    """The addresses of the ranks of roles that have ports, and know them all."""
+    found = {name: [worker.place for worker in role.workers] for name, role in state.roles.items()}
+    return {name: tuple(filter(None, places)) for name, places in found.items() if all(places)}
 
 
 def _start(transition: Transition, role: RoleState, ranks: Collection[int]) -> None:
@@ -163,5 +195,6 @@ def _start(transition: Transition, role: RoleState, ranks: Collection[int]) -> N
             endpoint=address,
             members=members,
             mask=transition.state.placement.masks.get(role.name, ""),
+            places=places_of(transition.state),
         )
         transition.order(node, order)

@@ -13,8 +13,8 @@ from unirun.graph import added
 from unirun.job.failures import Exit, Failure, brief
 from unirun.job.ranks import Ranks
 from unirun.spec import EntryKind, JobSpec, Restart, RoleSpec
-from unirun.values import Value
-from unirun.wire.reports import CallCount, Join
+from unirun.values import Place, Value
+from unirun.wire.reports import CallCount, Health, Join
 
 
 class JobPhase(StrEnum):
@@ -47,7 +47,8 @@ class RolePhase(StrEnum):
 
 
 class WorkerPhase(StrEnum):
-    """`STARTING`: ordered; `ALIVE`: has a process; `RUNNING`: in the user's code; `SERVING`: takes calls."""
+    """`STARTING`: ordered; `ALIVE`: has a process; `RUNNING`: in the user's code; `SERVING`: takes calls, or is ready,
+    as its probe says."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -63,10 +64,20 @@ ROLE_WORKS = (RolePhase.STARTING, RolePhase.RUNNING, RolePhase.REFORMING)
 """The phases in which the workers of a role are meant to run: the end of one has to be handled."""
 
 
+NEVER = -1.0
+"""The `WorkerState.due` of a rank that is not started again."""
+
 NOT_LIVE = (WorkerPhase.WAITING, WorkerPhase.EXITED)
 
 Standing = tuple[WorkerPhase, int, bool]
 """The facts that decide how far a role is: a worker's phase, its generation, and whether it has ended well."""
+
+
+class Ports(Value, omit_defaults=True):
+    """The ports of a rank, which were asked of the agent of `node`; `place` is its answer."""
+
+    node: str
+    place: Place | None = None
 
 
 class WorkerState(Value, omit_defaults=True):
@@ -77,7 +88,8 @@ class WorkerState(Value, omit_defaults=True):
     `generation` is that of the process group which the worker was started for, or has formed since. `addresses`
     is where it takes calls, `recoverable` what it said of itself with them. `metrics` are the latest by name. `calls`
     is what this worker has called, `called` what those before it had. `left` is when it has ended with 0 by itself, in
-    seconds since the epoch; 0 when it lives, has failed or was told to end.
+    seconds since the epoch; 0 when it lives, has failed or was told to end. `ports` stay when the rank starts again on
+    its node. `health` is what the probe of a program says. A program is not started again before `due`.
     """
 
     rank: int
@@ -94,6 +106,14 @@ class WorkerState(Value, omit_defaults=True):
     called: tuple[CallCount, ...] = ()
     own: tuple[str, ...] = ()
     left: float = 0.0
+    ports: Ports | None = None
+    health: Health | None = None
+    due: float = 0.0
+
+    @property
+    def place(self) -> Place | None:
+        """Its address, if it was given one."""
+        return self.ports.place if self.ports is not None else None
 
     @property
     def live(self) -> bool:
@@ -112,10 +132,10 @@ class WorkerState(Value, omit_defaults=True):
 
     def ended(self, end: Exit) -> WorkerState:
         """The worker after its process has ended."""
-        return replace(self, phase=WorkerPhase.EXITED, exit=end, addresses={})
+        return replace(self, phase=WorkerPhase.EXITED, exit=end, addresses={}, health=None)
 
     def ordered(self, incarnation: int, generation: int, node: str, own: tuple[str, ...]) -> WorkerState:
-        """The next worker at this rank. It inherits only the call counts of the one before."""
+        """The next worker at this rank. It inherits the call counts of the one before, and its ports."""
         return WorkerState(
             self.rank,
             node,
@@ -124,6 +144,7 @@ class WorkerState(Value, omit_defaults=True):
             generation=generation,
             called=added(self.called, self.calls),
             own=own,
+            ports=self.ports,
         )
 
 
@@ -134,6 +155,9 @@ class RoleState(Value):
     when they can meet in its store. `cause` is the id of the event that its phase and generation follow from.
     `orderly`: its workers are told to end because nodes leave or have come, not because of a failure. `dropped` is the
     greatest incarnation of the ranks that it had before it became smaller, -1 if there were none.
+    A role of programs (`is_program`) has no rendezvous store: each of its ranks starts when it is due. With a `probed`
+    role, ranks are up when they are ready. `wave` is its place in the order of the starts, from 1. `paid` are the times
+    of the latest restarts that its budget has paid for.
     """
 
     name: str
@@ -147,6 +171,10 @@ class RoleState(Value):
     cause: str = ""
     orderly: bool = False
     dropped: int = -1
+    is_program: bool = False
+    probed: bool = False
+    wave: int = 0
+    paid: tuple[float, ...] = ()
 
     @property
     def live(self) -> tuple[WorkerState, ...]:
@@ -173,9 +201,9 @@ class RoleState(Value):
 
     @property
     def settled(self) -> bool:
-        """True if every rank is up and in the current generation, or has succeeded."""
+        """True if every rank is up and, where there are any, in the current generation; or has succeeded."""
         return self.opened == self.generation and all(
-            well or (self._is_up(phase) and generation == self.generation)
+            well or (self._is_up(phase) and (self.is_program or generation == self.generation))
             for phase, generation, well in self.workers.standings
         )
 
@@ -189,7 +217,8 @@ class RoleState(Value):
         return self._is_up(worker.phase)
 
     def _is_up(self, phase: WorkerPhase) -> bool:
-        return phase is WorkerPhase.SERVING or (phase is WorkerPhase.RUNNING and self.kind != "workload")
+        runs = phase is WorkerPhase.RUNNING and not self.probed and self.kind != "workload"
+        return phase is WorkerPhase.SERVING or runs
 
     def with_worker(self, worker: WorkerState) -> RoleState:
         """This role with the worker of one rank replaced."""
@@ -199,7 +228,8 @@ class RoleState(Value):
 class Verdict(Value):
     """The end that the job will have once every worker is gone. `by_failure`: the code is that of the root cause.
 
-    `report` is for people, and `error_file` the root cause's, if it left one; both are there at the end.
+    `report` is for people, and `error_file` the root cause's, if it left one; both are there at the end. Workers are
+    told to end with `signal`, and have `grace` seconds then.
     """
 
     phase: JobPhase
@@ -208,6 +238,8 @@ class Verdict(Value):
     by_failure: bool = False
     report: str = ""
     error_file: str = ""
+    signal: int = 15
+    grace: float = 30.0
 
 
 class Told(Value):
@@ -335,7 +367,14 @@ def new_job(
 ) -> JobState:
     """The state of a job before its first event."""
     roles = {
-        role.name: RoleState(role.name, role.entry.kind, role.restart, waiting(placement, role.name))
+        role.name: RoleState(
+            role.name,
+            role.entry.kind,
+            role.restart,
+            waiting(placement, role.name),
+            is_program=role.is_program,
+            probed=role.ready is not None,
+        )
         for role in spec.roles
     }
     return JobState(

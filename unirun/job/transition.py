@@ -16,7 +16,7 @@ from unirun.job.events import (
     ToWatchers,
     ViewDue,
 )
-from unirun.job.state import JobState, RoleState, Told, WorkerState
+from unirun.job.state import JobState, RoleState, Told, WorkerPhase, WorkerState
 from unirun.job.views import endpoints_of, news_of, whole_view
 from unirun.values import WorkerId
 from unirun.wire.messages import Message, RoleChanged, StopWorkers, View, WorkerOutput
@@ -155,4 +155,5 @@ def output_of(state: JobState, role: str, rank: int) -> WorkerOutput:
     # A role that becomes smaller has workers without a place until they have ended.
     local_rank = places[rank].local_rank if rank < len(places) else 0
     worker = state.roles[role].workers[rank]
-    return WorkerOutput(WorkerId(role, rank, worker.incarnation), local_rank, worker.node)
+    quiet = worker.phase is WorkerPhase.SERVING and state.role_spec(role).service
+    return WorkerOutput(WorkerId(role, rank, worker.incarnation), local_rank, worker.node, quiet)

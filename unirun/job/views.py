@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from unirun.job.state import JobState, RoleState, Told, WorkerPhase, WorkerState
 from unirun.spec import JobSpec
+from unirun.values import Place
 from unirun.wire.messages import ChannelBrief, RoleBrief, RoleView, View, Welcome, WorkerView
 from unirun.wire.views import FIRST, whole
 
@@ -45,9 +47,10 @@ def endpoints_of(state: JobState) -> Mapping[str, str]:
 
 
 def endpoint(state: JobState, role: str) -> str:
-    """The address of the role's store: at the node of its rank 0. Empty when that node is not there."""
+    """The address of the role's store: at the node of its rank 0. Empty when that node is not there, and for a role
+    of programs, which has none."""
     agent = state.agents.get(leader(state, role))
-    return agent.endpoints[role] if agent else ""
+    return agent.endpoints.get(role, "") if agent else ""
 
 
 def leader(state: JobState, role: str) -> str:
@@ -67,8 +70,8 @@ def _head(role: RoleState, endpoint: str) -> tuple[int, int, str, str]:
     return len(role.workers), role.opened, endpoint, role.phase.value
 
 
-def _seen(worker: WorkerState) -> tuple[int, str, dict[str, str]]:
-    return worker.incarnation, _phase(worker), dict(worker.addresses)
+def _seen(worker: WorkerState) -> tuple[int, str, dict[str, str], Place | None]:
+    return worker.incarnation, _phase(worker), dict(worker.addresses), worker.place
 
 
 def _phase(worker: WorkerState) -> str:
@@ -84,7 +87,10 @@ def _phase(worker: WorkerState) -> str:
 def welcome(view: View, spec: JobSpec) -> Welcome:
     """The answer to a worker's `Hello`, and to a visitor."""
     briefs = (
-        RoleBrief(role.name, role.entry.kind, role.entry.target, role.count, role.per_node, role.restart)
+        RoleBrief(
+            *(role.name, role.entry.kind, role.entry.target, role.count, role.per_node, role.restart),
+            role.ports,
+        )
         for role in spec.roles
     )
     return Welcome(
@@ -97,3 +103,25 @@ def welcome(view: View, spec: JobSpec) -> Welcome:
         transport=spec.transport,
         channels=tuple(ChannelBrief(c.name, c.publisher, c.receivers) for c in spec.channels),
     )
+
+
+def addresses_of(view: View, spec: JobSpec) -> dict[str, list[dict[str, Any]]]:
+    """The addresses in `view`, by role in rank order, for the file that programs read. A rank is `ready` when its probe
+    says so; without one, when it runs."""
+    roles = {role.name: role for role in spec.roles if role.ports}
+    return {
+        role.name: [
+            {
+                "rank": worker.rank,
+                "incarnation": worker.incarnation,
+                "host": worker.place.host,
+                "ports": dict(zip(roles[role.name].ports, worker.place.ports, strict=True)),
+                "addr": worker.place.addr(),
+                "ready": worker.phase == ("serving" if roles[role.name].ready else "running"),
+            }
+            for worker in role.workers
+            if worker.place is not None
+        ]
+        for role in view.roles
+        if role.name in roles
+    }

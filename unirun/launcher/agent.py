@@ -14,10 +14,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from unirun.errors import Refused, WireError
+from unirun.errors import Refused, RendezvousError, WireError
 from unirun.failover.silence import FENCE
 from unirun.job.offers import AgentTask
-from unirun.job.views import welcome
+from unirun.job.views import addresses_of, welcome
 from unirun.launcher import core, events
 from unirun.launcher.backlog import Backlog
 from unirun.launcher.contact import Contact
@@ -26,6 +26,8 @@ from unirun.launcher.environment import FRESH, SpawnerKey, for_workers
 from unirun.launcher.filters import LineFilters
 from unirun.launcher.notes import Notes, tail
 from unirun.launcher.orders import Orders
+from unirun.launcher.ports import PortBook
+from unirun.launcher.probes import Probing
 from unirun.launcher.process import (
     BOOT,
     adopt_orphans,
@@ -54,6 +56,7 @@ from unirun.wire.messages import (
     Message,
     OpenStore,
     PassOn,
+    Reserve,
     Shutdown,
     StartRole,
     StopWorkers,
@@ -61,7 +64,7 @@ from unirun.wire.messages import (
 )
 from unirun.wire.reports import FromWorker, Join, Knock, Metrics, Notice, WorkerStarted
 from unirun.wire.sockets import listen
-from unirun.wire.spawning import Borrow, SpawnFailed
+from unirun.wire.spawning import Borrow, Reaped, SpawnFailed
 
 SPAWNER_END = 2.0
 """Seconds for a spawner to exit after its stream was closed."""
@@ -105,6 +108,10 @@ class Agent:
         self._notes = Notes()
         self._descriptors = 0
         self._filters = LineFilters(job, task.spec.log)
+        self._addr = task.addr
+        self._addresses: dict[str, Any] = {}
+        self._ports = PortBook(task.addr, *task.spec.port_range)
+        self._probing = Probing(self._probed, self._fail)
 
     async def run(self, owner_pid: int | None) -> None:
         """Serve one master after another, until `Shutdown` or the end of the process `owner_pid`."""
@@ -139,7 +146,9 @@ class Agent:
             if timers is not None:
                 timers.close()
             self._contact.close()
+            self._probing.close()
             await self._end_spawners()
+            self._ports.close()
             if self._master is not None:
                 await self._master.close()
             kill_children(keep=self._masters.pids | self._kept)
@@ -207,7 +216,12 @@ class Agent:
             case events.ToLink(number, message):
                 for link in self._links.get(number, ()):
                     link.send(message)
+            case events.Watch(number):
+                self._probing.watch(self._state.workers[number])
+            case events.Unwatch(number):
+                self._probing.forget(number)
             case events.ToLinks(message):
+                self._write_addresses()
                 frame = frame_of(message)
                 for link in (link for links in self._links.values() for link in links):
                     link.send_frame(frame)
@@ -247,7 +261,7 @@ class Agent:
             workers, stores = holdings(self._state)
             endpoints = {role: str(endpoint) for role, endpoint in self._endpoints.items()}
             about = (self._state.node, os.getpid(), socket.gethostname(), endpoints)
-            stream.send(Join(*about, workers, stores, self._state.ending))
+            stream.send(Join(*about, workers, stores, self._state.ending, self._addr))
             for ask in self._state.asks.values():
                 stream.send(ask)
             for frame in self._unsent.take():
@@ -291,6 +305,8 @@ class Agent:
                         self._contact.answered(message)
                     case StartRole():
                         self._apply(events.Order(epoch, self._orders.launch(message)))
+                    case Reserve():
+                        self._reserve(message)
                     case OpenStore(role):
                         handle = self._endpoints[role].socket.fileno()
                         self._apply(events.Order(epoch, self._orders.store(message, handle)))
@@ -341,7 +357,8 @@ class Agent:
                     why = message.reason
                     continue
                 note, last = self._notes.kill(self._state, message), tail(self._state, message)
-                self._apply(events.FromSpawner(key, message, note, last))
+                taken = isinstance(message, Reaped) and self._has_lost_its_port(message.id)
+                self._apply(events.FromSpawner(key, message, note, last, taken))
         except WireError:
             code = await asyncio.to_thread(popen.wait)
             if isinstance(popen, Borrowed):
@@ -353,6 +370,31 @@ class Agent:
             self._apply(events.SpawnerDown(key, reason, time.time()))
         finally:
             await stream.close()
+
+    def _reserve(self, order: Reserve) -> None:
+        try:
+            self._tell(self._orders.place(self._ports, order))
+        except RendezvousError as error:
+            self._fail(error)
+
+    def _has_lost_its_port(self, number: int) -> bool:
+        """Return True if another process listens on a port of a worker that has ended before it was ready."""
+        worker = self._state.workers.get(number)
+        if worker is None or worker.was_ready or worker.cause == "order":
+            return False
+        return self._ports.release_taken(worker.who.role, worker.who.rank)
+
+    def _probed(self, number: int, ok: bool, why: str) -> None:
+        self._apply(events.Probed(number, ok, why, time.time()))
+
+    def _write_addresses(self) -> None:
+        """Replace the file with the addresses of roles, for programs, when it is another than before."""
+        if self._state.view is None or not any(role.ports for role in self._spec.roles):
+            return
+        addresses = addresses_of(self._state.view, self._spec)
+        if addresses != self._addresses:
+            self._job.write_json(self._job.addresses(self._state.node).name, addresses)
+            self._addresses = addresses
 
     def _late(self, expiry: Expiry) -> None:
         self._apply(events.TimerExpired(expiry.pid, session_of(expiry.pid), expiry.scopes, expiry.signal))

@@ -30,6 +30,8 @@ from unirun.launcher.events import (
     LinkMessage,
     Order,
     Phase,
+    Probed,
+    ReadyDue,
     Signal,
     SpawnerDown,
     StartSpawner,
@@ -41,8 +43,11 @@ from unirun.launcher.events import (
     ToLinks,
     ToMaster,
     ToSpawner,
+    Unwatch,
+    Watch,
     Worker,
 )
+from unirun.launcher.health import probed, ready_due
 from unirun.launcher.state import AgentState, held
 from unirun.launcher.worker_messages import (
     answered,
@@ -106,6 +111,10 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
             return still_without_link(state, event)
         case TimerExpired():
             return timer_expired(state, event)
+        case Probed():
+            return probed(state, event)
+        case ReadyDue():
+            return ready_due(state, event)
 
 
 def _obey(state: AgentState, what: Instruction) -> tuple[AgentState, list[Command]]:
@@ -260,7 +269,8 @@ def _from_spawner(state: AgentState, event: FromSpawner) -> tuple[AgentState, li
         case SpawnFailed(number, when, reason):
             return _ended(state, state.workers[number], when, 1, None, reason)
         case Reaped(number, when, code, signum):
-            return _ended(state, state.workers[number], when, code, signum, event.note, event.tail)
+            end = (when, code, signum, event.note, event.tail)
+            return _ended(state, state.workers[number], *end, taken=event.taken)
         case StoreOpened():
             return _store_opened(state, event.message)
         case Notice():
@@ -277,6 +287,8 @@ def _forked(state: AgentState, worker: Worker, pid: int) -> tuple[AgentState, li
         # A program does not send `Hello`: it counts as running from its start.
         state, more = runs(state, state.workers[worker.id])
         commands += more
+    if worker.ready is not None:
+        commands += [Watch(worker.id), After(worker.ready_timeout, ReadyDue(worker.id))]
     return state, commands
 
 
@@ -355,6 +367,8 @@ def _ended(
     signum: int | None,
     note: str,
     tail: str = "",
+    *,
+    taken: bool = False,
 ) -> tuple[AgentState, list[Command]]:
     state = _without(state, worker)
     end = WorkerExited(
@@ -368,10 +382,13 @@ def _ended(
         note=worker.doom or (worker.expired if code != 0 else "") or note,
         met=worker.met,
         tail="" if worker.error else tail,
+        taken=taken,
     )
     end = short_end(end)
     state = _remembering(state, worker, end)
     commands: list[Command] = [ToMaster(end)]
+    if worker.ready is not None:
+        commands.append(Unwatch(worker.id))
     if state.leaving and not state.workers:
         commands.append(Leave())
     return state, commands

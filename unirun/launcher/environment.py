@@ -1,6 +1,7 @@
 """The environment of workers: torchrun's variables, so that an unchanged script works, and unirun's own.
 
 RANK and WORLD_SIZE are those of the role's group. Precedence: the environment of `unirun` < built in < job < role.
+Programs get none of torchrun's variables, as those that start ranks themselves would take them for their own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from unirun.rendezvous.endpoints import split_endpoint
 from unirun.rendezvous.jobdir import JobDir
 from unirun.rendezvous.store.address import PASSWORD_VARIABLE
 from unirun.spec import JobSpec, RoleSpec
+from unirun.spec.programs import variables_of
+from unirun.spec.read import RESERVED_ENV
 from unirun.values import WorkerId
 from unirun.wire.messages import StartRole, StartWorker
 
@@ -96,15 +99,12 @@ def is_loopback(addr: str) -> bool:
 
 def base_env(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> dict[str, str]:
     """The environment common to all workers of `role`: inherited, built in, the job's, the role's."""
-    workers = sum(each.count for each in spec.roles)
     env = for_workers(inherited)
-    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if workers > 1:
-        # As torchrun does: many processes with one thread per core each would oversubscribe the cores.
-        env.setdefault("OMP_NUM_THREADS", str(threads_of(spec.role(role))))
-    if spec.transport == "torch" and any(each.restart == "process" for each in spec.roles):
-        # torch's RPC agent warns of every peer that ends, also normally.
-        env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if spec.role(role).is_program:
+        # unirun itself may run under a launcher.
+        env = {name: value for name, value in env.items() if name not in RESERVED_ENV}
+    else:
+        _set_defaults(env, spec, role)
     # Without these, TensorPipe, gloo and NCCL listen at the address of the host's name, which others may reach.
     # In a job of several hosts the job's environment has others (`bound_to`). On one host TensorPipe, for calls, stays
     # there wherever the rendezvous stores are.
@@ -114,6 +114,31 @@ def base_env(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> dict[str
             env.setdefault(variable, "lo")
     env.update(spec.env)
     env.update(spec.role(role).env)
+    return _with_interpreter(env, spec.role(role))
+
+
+def _set_defaults(env: dict[str, str], spec: JobSpec, role: str) -> None:
+    """Set the defaults of torchrun, and of unirun for calls over torch."""
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if sum(each.count for each in spec.roles) > 1:
+        # As torchrun does: many processes with one thread per core each would oversubscribe the cores.
+        env.setdefault("OMP_NUM_THREADS", str(threads_of(spec.role(role))))
+    if spec.transport == "torch" and any(each.restart == "process" for each in spec.roles):
+        # torch's RPC agent warns of every peer that ends, also normally.
+        env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def _with_interpreter(env: dict[str, str], role: RoleSpec) -> dict[str, str]:
+    """`env` for the role's own interpreter, as the ``activate`` of its virtual environment changes it."""
+    for name, value in variables_of(role.python).items():
+        if value is None:
+            env.pop(name, None)
+        elif name == "PATH":
+            env[name] = os.pathsep.join(filter(None, (value, env.get(name))))
+        else:
+            env[name] = value
+    if role.python is not None and role.entry.kind != "program":
+        env[INTERPRETER] = role.python
     return env
 
 
@@ -140,14 +165,16 @@ def threads_of(role: RoleSpec) -> int:
     return int(role.slots) if role.device == "cpu" and role.slots > 1 else 1
 
 
-def worker_env(
-    spec: JobSpec, order: StartRole, member: StartWorker, job: JobDir, node: str, inherited: Mapping[str, str]
-) -> dict[str, str]:
-    """The complete environment of one worker."""
-    role = spec.role(order.role)
+def addresses_variable(role: str) -> str:
+    """The variable that has the addresses of `role`: ``UNIRUN_ADDRS_ENGINE``."""
+    return f"UNIRUN_ADDRS_{role.upper().replace('-', '_')}"
+
+
+def _of_torchrun(spec: JobSpec, order: StartRole, member: StartWorker, job: JobDir) -> dict[str, str]:
+    """torchrun's variables of one worker."""
     addr, port = split_endpoint(order.endpoint)
-    env = {
-        **base_env(spec, order.role, inherited),
+    logs = job.worker_logs(WorkerId(order.role, member.rank, member.incarnation))
+    return {
         "RANK": str(member.rank),
         "WORLD_SIZE": str(order.world_size),
         "LOCAL_RANK": "0" if spec.virtual_local_rank else str(member.local_rank),
@@ -161,19 +188,36 @@ def worker_env(
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": spec.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(order.restarts),
-        "TORCHELASTIC_MAX_RESTARTS": str(role.max_restarts),
-        "TORCHELASTIC_ERROR_FILE": str(
-            job.worker_logs(WorkerId(order.role, member.rank, member.incarnation)) / "error.json"
-        ),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.role(order.role).max_restarts),
+        "TORCHELASTIC_ERROR_FILE": str(logs / "error.json"),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         # As torchrun's --signals-to-handle sets it, for workers that start processes with torch's own classes.
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(spec.signals),
+    }
+
+
+def worker_env(
+    spec: JobSpec, order: StartRole, member: StartWorker, job: JobDir, node: str, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """The complete environment of one worker."""
+    role = spec.role(order.role)
+    env = base_env(spec, order.role, inherited)
+    if not role.is_program:
+        env |= _of_torchrun(spec, order, member, job)
+    env |= {
         "UNIRUN_JOB": spec.run_id,
         "UNIRUN_NODE": node,
+        "UNIRUN_ROLE": order.role,
+        "UNIRUN_RANK": str(member.rank),
         "UNIRUN_GENERATION": str(order.generation),
         "UNIRUN_INCARNATION": str(member.incarnation),
         "UNIRUN_SOCKET": str(job.agent_socket(node)),
     }
+    if any(each.ports for each in spec.roles):
+        env["UNIRUN_ADDRS_FILE"] = str(job.addresses(node))
+    for name, places in order.places.items():
+        heads = places[:: spec.role(name).group or 1]
+        env[addresses_variable(name)] = ",".join(place.addr() for place in heads)
     if env.get(ENABLE) == "1":
         env[PIPE] = str(job.timer_pipe(node))
     own_mask = order.mask in {**spec.env, **role.env}

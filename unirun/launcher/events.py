@@ -9,10 +9,11 @@ from signal import SIGTERM
 from msgspec import field
 
 from unirun.launcher.environment import SpawnerKey
+from unirun.spec.probes import Probe
 from unirun.values import Value, WorkerId
 from unirun.wire.asking import ToWorker
 from unirun.wire.messages import ExitAck, Message, PassOn, Shutdown, StopWorkers, View
-from unirun.wire.reports import CallCount, Cause, Serving, WorkerError
+from unirun.wire.reports import CallCount, Cause, Health, Serving, WorkerError
 from unirun.wire.spawning import ServeStore, Spawn, StoreEnded
 
 
@@ -30,7 +31,9 @@ class Worker(Value):
     `cause` is the reason for its end, ``own`` until there is another; `sent` is the last signal that it was sent by
     order or because the agent leaves. `doom` explains the causes ``doom`` and ``stuck``. The worker itself reports
     `generation` (which it has formed), `met` (whose store it has used), `serving`, `calls`, and the `addresses` at
-    which it listens. `expired` names a timer that it has not released in time.
+    which it listens. `expired` names a timer that it has not released in time. `ready` and `alive` are the probes of a
+    program, `health` is what they say, and `was_ready` whether it was ever ready; `misses` counts answers in a row that
+    did not come.
     """
 
     id: int
@@ -51,6 +54,12 @@ class Worker(Value):
     grace: float = 30.0
     doom: str = ""
     expired: str = ""
+    ready: Probe | None = None
+    ready_timeout: float = 0.0
+    alive: Probe | None = None
+    health: Health | None = None
+    was_ready: bool = False
+    misses: int = 0
 
 
 class Launch(Value):
@@ -73,12 +82,28 @@ class Store(Value):
 
 
 class FromSpawner(Value):
-    """A message of a spawner; for the end of a worker with `note` and `tail` (see `WorkerExited`)."""
+    """A message of a spawner; for the end of a worker with `note`, `tail` and `taken` (see `WorkerExited`)."""
 
     key: SpawnerKey
     message: Message
     note: str = ""
     tail: str = ""
+    taken: bool = False
+
+
+class Probed(Value):
+    """A worker was asked at `time`, in seconds since the epoch, and has answered (`ok`), or not, and `why`."""
+
+    id: int
+    ok: bool
+    why: str
+    time: float
+
+
+class ReadyDue(Value):
+    """The time in which a worker had to become ready is over."""
+
+    id: int
 
 
 class SpawnerDown(Value):
@@ -181,6 +206,8 @@ Event = (
     | StillEnding
     | StillWithoutLink
     | TimerExpired
+    | Probed
+    | ReadyDue
     | Abandon
 )
 
@@ -238,8 +265,32 @@ class Signal(Value):
     handled: bool = False
 
 
+class Watch(Value):
+    """Ask the worker's probes from now on."""
+
+    id: int
+
+
+class Unwatch(Value):
+    """Ask them no more."""
+
+    id: int
+
+
 class Leave(Value):
     """End the agent."""
 
 
-Command = ToMaster | ToSpawner | StartSpawner | ToLink | ToLinks | After | KillGroups | Signal | Leave
+Command = (
+    ToMaster
+    | ToSpawner
+    | StartSpawner
+    | ToLink
+    | ToLinks
+    | After
+    | KillGroups
+    | Signal
+    | Watch
+    | Unwatch
+    | Leave
+)

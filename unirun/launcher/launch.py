@@ -178,7 +178,8 @@ def task_of(planned: PlannedJob, names: tuple[str, ...], node: str) -> AgentTask
     """The task of the agent of `node`, without the address and the directory, which depend on its host."""
     spec = planned.spec
     # The port that a user has chosen is that of the first role's rank 0, wherever it is.
-    first = planned.placement.of_role(spec.roles[0].name)[0].node
+    role = next((role for role in spec.roles if not role.is_program), spec.roles[0])
+    first = planned.placement.of_role(role.name)[0].node
     return AgentTask(spec, node, names, "", "", spec.master_port if node == first else 0)
 
 

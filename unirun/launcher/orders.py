@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -19,12 +19,25 @@ from unirun.launcher.environment import (
     worker_env,
 )
 from unirun.launcher.events import Launch, Store, Worker
+from unirun.launcher.ports import PortBook
 from unirun.launcher.timers import ENABLE
 from unirun.launcher.warm.borrowing import wish
 from unirun.rendezvous import JobDir
+from unirun.spec.probes import Probe
+from unirun.spec.templates import Own, fill
 from unirun.values import WorkerId
-from unirun.wire.messages import OpenStore, StartRole, StartWorker
+from unirun.wire.messages import OpenStore, Reserve, StartRole, StartWorker
+from unirun.wire.reports import Placed
 from unirun.wire.spawning import Borrow, ServeStore, Spawn
+
+
+def _probe(probe: Probe | None, filled: Callable[[str], str]) -> Probe | None:
+    """`probe` of one worker, without names; a TCP probe without an address is about its first port."""
+    if probe is None:
+        return None
+    words = probe.words or (("{addr}",) if probe.kind == "tcp" else ())
+    return replace(probe, words=tuple(map(filled, words)))
+
 
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing.errors")
 """Modules that every spawner imports; ``--preload`` adds to them."""
@@ -62,7 +75,8 @@ class Orders:
     def spawners(self) -> tuple[SpawnerKey, ...]:
         """The keys of all spawners that the job needs, that of the first store first."""
         names = [role.name for role in self._spec.roles]
-        return tuple(dict.fromkeys([*map(self._store_key, names), *map(self._key, names)]))
+        stores = [self._store_key(role.name) for role in self._spec.roles if not role.is_program]
+        return tuple(dict.fromkeys([*stores, *map(self._key, names)]))
 
     @property
     def timers(self) -> bool:
@@ -88,29 +102,47 @@ class Orders:
         workers = []
         for member in order.members:
             self._last_id += 1
+            role, filled = self._spec.role(order.role), self._filler(order, member)
             workers.append(
                 Worker(
                     id=self._last_id,
                     who=WorkerId(order.role, member.rank, member.incarnation),
                     spawner=self._key(order.role),
-                    request=self._spawn(order, member),
+                    request=self._spawn(order, member, filled),
                     grace=self._spec.shutdown_timeout,
+                    ready=_probe(role.ready, filled),
+                    ready_timeout=role.ready_timeout,
+                    alive=_probe(role.alive, filled),
                 )
             )
         return Launch(tuple(workers))
 
-    def _spawn(self, order: StartRole, member: StartWorker) -> Spawn:
+    def _filler(self, order: StartRole, member: StartWorker) -> Callable[[str], str]:
+        """A function that replaces the names in a text of one worker."""
+        roles = {role.name: role for role in self._spec.roles}
+        own = Own(
+            *(order.role, member.rank, order.world_size, self._task.addr),
+            node_rank=order.group_rank,
+            nodes=order.group_world_size,
+        )
+        return lambda text: fill(text, own, roles, order.places)
+
+    def _spawn(self, order: StartRole, member: StartWorker, filled: Callable[[str], str]) -> Spawn:
         """The request that starts one worker."""
         role = self._spec.role(order.role)
+        env = worker_env(self._spec, order, member, self._job, self._task.node, self._inherited)
+        env |= {name: filled(text) for name, text in role.env.items() if env.get(name) == text}
         logs = self._job.worker_logs(WorkerId(order.role, member.rank, member.incarnation))
         return Spawn(
             id=self._last_id,
             title=f"{order.role}:{member.rank}",
             kind=role.entry.kind,
             target=role.entry.target,
-            args=tuple(arg.replace("${local_rank}", str(member.local_rank)) for arg in role.entry.args),
+            args=tuple(
+                filled(arg.replace("${local_rank}", str(member.local_rank))) for arg in role.entry.args
+            ),
             fresh=is_fresh(self._spec, order.role, self._inherited),
-            env=worker_env(self._spec, order, member, self._job, self._task.node, self._inherited),
+            env=env,
             cwd=role.cwd or self._task.cwd,
             logs=str(self._job.logs),
             folder=str(logs.relative_to(self._job.logs)),
@@ -133,6 +165,12 @@ class Orders:
         if is_fresh(self._spec, role, self._inherited):
             return FRESH
         return spawner_key(base_env(self._spec, role, self._inherited))
+
+    def place(self, book: PortBook, order: Reserve) -> Placed:
+        """The answer to the order for ports. Raises `RendezvousError`."""
+        count = len(self._spec.role(order.role).ports)
+        places = tuple(book.place(order.role, rank, count) for rank in order.ranks)
+        return Placed(self._task.node, order.role, order.ranks, places)
 
     def _store_key(self, role: str) -> SpawnerKey:
         """The spawner that serves the store of `role`: its own or, when that does not import torch, another role's."""

@@ -77,7 +77,7 @@ class _Store(Value):
     handle: int
 
 
-_OWNER = ("ROLE_NAME", "RANK", "UNIRUN_INCARNATION")
+_OWNER = ("UNIRUN_JOB", "UNIRUN_ROLE", "UNIRUN_RANK", "UNIRUN_INCARNATION")
 
 
 class Spawner:

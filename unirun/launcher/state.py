@@ -68,4 +68,5 @@ def held(worker: Worker) -> Held:
         serving=serving is not None,
         recoverable=serving is not None and serving.recoverable,
         calls=worker.calls,
+        health=worker.health,
     )

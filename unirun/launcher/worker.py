@@ -59,7 +59,7 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
     # After the exit handlers of the user's code.
     atexit.register(wait_for_threads)
     owner = os.getpid()
-    title = f"{os.environ['ROLE_NAME']}:{os.environ['RANK']}"
+    title = f"{os.environ['UNIRUN_ROLE']}:{os.environ['UNIRUN_RANK']}"
     set_title(title)
     set_command_line(" ".join(["unirun", title, target, *args]))
     # As started by torchrun.

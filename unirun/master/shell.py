@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import socket
 import time
@@ -43,7 +42,6 @@ from unirun.master.visitors import Visitors, tell_all
 from unirun.observe import EventLog, JobStatus, LineLog, led_to
 from unirun.rendezvous import JobDir, ProcessWatch
 from unirun.rendezvous.election import Term
-from unirun.rendezvous.endpoints import split_endpoint
 from unirun.reporting import report
 from unirun.values import Value
 from unirun.wire import load_credentials
@@ -282,11 +280,7 @@ class Master:
     def _is_host(self, addr: str) -> bool:
         """Return True if an agent of the job is at `addr`."""
         if self._hosts[0] is not self._state.agents:
-            found = set()
-            for join in self._state.agents.values():
-                for endpoint in join.endpoints.values():
-                    with contextlib.suppress(ValueError):
-                        found.add(split_endpoint(endpoint)[0])
+            found = (join.addr for join in self._state.agents.values())
             self._hosts = self._state.agents, frozenset(found)
         return addr in self._hosts[1]
 

@@ -11,6 +11,7 @@ from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
 from unirun.failover.arrivals import arrived, grow, grow_elastic
 from unirun.failover.draining import drain, leave_when_empty
 from unirun.failover.node_loss import agent_lost, begin_without, nodes_lost
+from unirun.failover.readiness import health_changed, placed, reserve_again, start_due, stop_due, wait_again
 from unirun.failover.restart_or_end import end_as_told, end_if_over, settle, stop_all
 from unirun.failover.takeover import REJOIN_TIMEOUT, all_back, bare, take_up
 from unirun.failover.worker_failure import exited, store_ended
@@ -26,6 +27,7 @@ from unirun.job.events import (
     LossesDue,
     OwnerLost,
     RejoinTimedOut,
+    StartDue,
     ToWatchers,
     ViewDue,
 )
@@ -47,10 +49,12 @@ from unirun.wire.reports import (
     Calls,
     FromWorker,
     GroupFormed,
+    Health,
     Join,
     Listening,
     Metrics,
     Notice,
+    Placed,
     Serving,
     SpawnerReady,
     ViewWanted,
@@ -77,6 +81,8 @@ def step(state: JobState, event: Event, now: float) -> tuple[JobState, list[Comm
         _handle(transition, event)
         leave_when_empty(transition)
         end_if_over(transition)
+        start_due(transition)
+        stop_due(transition)
     except IllegalTransition as error:
         error.cause = transition.cause
         raise
@@ -110,6 +116,13 @@ def _handle(transition: Transition, event: Event) -> None:
             _metrics(transition, who, said)
         case FromWorker(who, Calls() as said):
             _calls(transition, who, said)
+        case FromWorker(who, Health() as said):
+            health_changed(transition, who, said)
+        case Placed():
+            placed(transition, event)
+        case StartDue():
+            # What is due is started after every event.
+            pass
         case WorkerExited():
             exited(transition, event)
         case StoreOpened():
@@ -132,7 +145,8 @@ def _handle(transition: Transition, event: Event) -> None:
         case GrowthDue():
             grow(transition)
         case OwnerLost():
-            _stop(transition, Stop(signal.SIGTERM, "the unirun command was killed", OWNER_LOST_GRACE))
+            lost = Stop(signal.SIGTERM, "the unirun command was killed", OWNER_LOST_GRACE)
+            _stop(transition, lost, together=True)
         case AgentLost(node, reason):
             agent_lost(transition, node, reason)
         case LossesDue():
@@ -188,8 +202,10 @@ def _rejoined(transition: Transition, event: Join) -> None:
     for role in list(transition.state.roles.values()):
         if role.phase in ROLE_WORKS:
             settle(transition, role)
+    reserve_again(transition, event.node)
     if not transition.state.away:
         all_back(transition)
+        wait_again(transition)
 
 
 def _started(transition: Transition, event: WorkerStarted) -> None:
@@ -300,7 +316,7 @@ def _pass_on(transition: Transition, event: PassOn) -> None:
             transition.order(node, event)
 
 
-def _stop(transition: Transition, event: Stop) -> None:
+def _stop(transition: Transition, event: Stop, *, together: bool = False) -> None:
     _refuse_unknown(event.signal)
     if not 1 <= event.exit_code <= 255:
         raise Refused(f"a job that is stopped does not end with {event.exit_code}")
@@ -313,10 +329,11 @@ def _stop(transition: Transition, event: Stop) -> None:
         for role in transition.state.roles.values():
             if again:
                 transition.stop(role, signal.SIGKILL, 0.0)
-            elif event.grace is not None:
+            elif event.grace is not None and role.phase is RolePhase.STOPPING:
                 transition.stop(role, event.signal, event.grace)
         return
-    stop_all(transition, Verdict(JobPhase.STOPPED, event.exit_code, event.reason), event.signal, event.grace)
+    verdict = Verdict(JobPhase.STOPPED, event.exit_code, event.reason)
+    stop_all(transition, verdict, event.signal, event.grace, together=together)
 
 
 def _rejoin_timed_out(transition: Transition) -> None:
@@ -326,6 +343,7 @@ def _rejoin_timed_out(transition: Transition) -> None:
     nodes_lost(transition, dict.fromkeys(sorted(transition.state.away), reason))
     if transition.state.phase is JobPhase.RUNNING:
         all_back(transition)
+        wait_again(transition)
 
 
 def _join_timed_out(transition: Transition) -> None:

@@ -87,13 +87,15 @@ def _check_reachable(addr: str) -> None:
 
 
 def hold_endpoints(spec: JobSpec, addr: str, port: int) -> dict[str, Endpoint]:
-    """Bind one listening socket per role at `addr`; that of the first role gets `port`, unless it is 0. Raises
-    `RendezvousError` when the port is taken, or this host cannot connect to its own address."""
+    """Bind one listening socket per role with a rendezvous store at `addr`; that of the first one gets `port`, unless
+    it is 0. Raises `RendezvousError` when the port is taken, or this host cannot connect to its own address."""
     held: dict[str, Endpoint] = {}
     try:
         if any(role.entry.kind != "program" for role in spec.roles):
             _check_reachable(addr)
         for role in spec.roles:
+            if role.is_program:
+                continue
             held[role.name] = hold_endpoint(addr, 0 if held else port)
     except RendezvousError:
         for endpoint in held.values():

@@ -18,6 +18,7 @@
         metrics.jsonl           the workers' metrics
         alive.lock              held by the agents and the master as long as one of them lives
         master.<pid>.sock       0600; where each master listens
+        addresses.<node>.json   the addresses of services, as the processes of a node are told them
         agent.<node>.sock       0600; where the agent of each node listens for its workers
         timer.<node>            0600; a named pipe for torch's timers, when they are enabled
         master.log agent.<node>.log  stderr of these processes
@@ -80,6 +81,10 @@ class JobDir(Value):
     def master_socket(self, pid: int) -> Path:
         """Socket of the master whose process, or whose parent, is `pid`."""
         return self.path / f"master.{pid}.sock"
+
+    def addresses(self, node: str) -> Path:
+        """The file with the addresses of the roles that have ports, replaced when one changes."""
+        return self.path / f"addresses.{node}.json"
 
     def master_sockets(self) -> list[Path]:
         """Sockets of all masters, also of dead ones."""

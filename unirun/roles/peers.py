@@ -251,7 +251,7 @@ def linked_peers(environ: Mapping[str, str]) -> Peers:
         welcome = link.receive(timeout=WELCOME_TIMEOUT)
     if not isinstance(welcome, Welcome):
         raise FrameError(f"the agent sent {type(welcome).__name__} where a Welcome was expected")
-    role, rank = environ["ROLE_NAME"], int(environ["RANK"])
+    role, rank = environ["UNIRUN_ROLE"], int(environ["UNIRUN_RANK"])
     peers = Peers(role, rank, role_infos(welcome.view), welcome=welcome, link=link)
     for message in link.buffered():
         _take(peers, message)

@@ -24,15 +24,18 @@ _MAIN = ("__main__.py", "__main__.pyc")
 """The files that Python runs when it is given a directory."""
 
 
-def missing_entry(entry: Entry, cwd: str | None, python_path: Sequence[str]) -> Missing | None:
-    """The reason why `entry` cannot be run in `cwd`; None when no reason is found."""
+def missing_entry(
+    entry: Entry, cwd: str | None, python_path: Sequence[str], path: str | None = None
+) -> Missing | None:
+    """The reason why `entry` cannot be run in `cwd`; None when no reason is found. Programs are searched in `path`
+    (None: PATH)."""
     match entry.kind:
         case "script":
             return _script(entry.target, Path(cwd or ".", entry.target))
         case "module":
             return _module(entry.target)
         case "program":
-            return _program(entry.target, Path(cwd or ".", entry.target))
+            return _program(entry.target, Path(cwd or ".", entry.target), path)
         case kind:
             what: Kind = "function" if kind == "function" else "class"
             return missing_name(entry.target, what, [cwd or ".", *python_path])
@@ -86,8 +89,8 @@ def _module(name: str) -> Missing | None:
     return None
 
 
-def _program(name: str, path: Path) -> Missing | None:
-    if "/" not in name and shutil.which(name) is not None:
+def _program(name: str, path: Path, folders: str | None) -> Missing | None:
+    if "/" not in name and shutil.which(name, path=folders) is not None:
         return None
     if not os.path.isfile(path):
         return Missing(f"program {name!r} is not found", "give its path, or check PATH")

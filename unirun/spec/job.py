@@ -9,15 +9,22 @@ from msgspec import convert, field, to_builtins
 
 from unirun.spec.channels import Channel
 from unirun.spec.edges import Edge
+from unirun.spec.probes import READY_TIMEOUT, Probe
 from unirun.values import Value
 
 EntryKind = Literal["script", "module", "program", "function", "workload", "trainer"]
 Restart = Literal["role", "process"]
 Transport = Literal["torch", "socket"]
 StartMethod = Literal["fork", "exec"]
+Contract = Literal["torchrun", "none"]
 
 GROUPS = ("collocations", "host_collocations", "separations", "isolations")
 """The keys of a job file whose value is a list of groups of roles."""
+
+
+PORT_RANGE = (20000, 29999)
+"""The default of `JobSpec.port_range`: below the ports that Linux gives to clients (32768 and up, ip(7)), so that no
+connection has one of them by chance."""
 
 
 class Entry(Value):
@@ -49,6 +56,15 @@ class RoleSpec(Value):
 
     The number of `elastic` workloads may change while they run, for which all of them start again: it falls when a node
     is lost, and rises when a visitor asks for that.
+
+    With the `contract` of ``torchrun`` its processes find torchrun's variables and a rendezvous store; programs have
+    ``none``, unless they ask for it. `python` is a virtual environment or an interpreter, None for that of unirun.
+    `ports` are the names of the ports that each rank is given. A `service` is needed until the primary roles have
+    ended; an `optional` one may fail. Its ranks are ready when `ready` says so, which may take `ready_timeout` seconds,
+    and are stopped when `alive` says that they do not answer any more; `group` consecutive ranks are one server. The
+    role starts when as many ranks of the roles in `after` are ready, all of them for 0. Of its restarts, those of the
+    last `restart_window` seconds count (0: all); before the second of them there are `restart_delay` seconds, before
+    each further one twice as many.
     """
 
     name: str
@@ -69,6 +85,23 @@ class RoleSpec(Value):
     devices: tuple[str, ...] | None = None
     component: int | None = None
     elastic: bool = False
+    contract: Contract = "torchrun"
+    python: str | None = None
+    ports: tuple[str, ...] = ()
+    service: bool = False
+    optional: bool = False
+    ready: Probe | None = None
+    ready_timeout: float = READY_TIMEOUT
+    alive: Probe | None = None
+    group: int | None = None
+    after: Mapping[str, int] = field(default_factory=dict)
+    restart_window: float = 0.0
+    restart_delay: float = 0.0
+
+    @property
+    def is_program(self) -> bool:
+        """True if its processes find nothing of torchrun's, and have no rendezvous store."""
+        return self.contract == "none"
 
 
 class LogSpec(Value):
@@ -102,6 +135,7 @@ class JobSpec(Value):
     `exclude_nodes` are not used; `most_nodes` may take part, None for any number. `edges` say which role calls which
     (`unirun.graph`), and `channels` from which to which weights go. `call_timeout` is how long a call between roles may
     take, and `transport` what carries it. `stdin` names the worker, as ``actor:0``, that has the stdin of the command.
+    `port_range` has the lowest and the highest number of the ports that ranks are given.
     """
 
     name: str
@@ -133,6 +167,7 @@ class JobSpec(Value):
     call_timeout: float = 1800.0
     transport: Transport = "socket"
     stdin: str | None = None
+    port_range: tuple[int, int] = PORT_RANGE
 
     def role(self, name: str) -> RoleSpec:
         """The role called `name`. Raises KeyError."""
@@ -147,7 +182,8 @@ class JobSpec(Value):
         if self.stdin is not None:
             role, _, rank = self.stdin.rpartition(":")
             return role, int(rank)
-        return (self.roles[0].name, 0) if sum(role.count for role in self.roles) == 1 else None
+        alone = sum(role.count for role in self.roles) == 1 and not self.roles[0].is_program
+        return (self.roles[0].name, 0) if alone else None
 
     @property
     def groups(self) -> dict[str, tuple[tuple[str, ...], ...]]:

@@ -17,7 +17,8 @@ from unirun.errors import SpecError
 from unirun.names import RUN_ID_RULE, id_stem, is_run_id
 from unirun.spec.channels import read_channels
 from unirun.spec.edges import read_edges
-from unirun.spec.job import GROUPS, JobSpec, LogSpec, RoleSpec
+from unirun.spec.job import GROUPS, PORT_RANGE, JobSpec, LogSpec, RoleSpec
+from unirun.spec.programs import program_faults
 from unirun.spec.read import Section, nearest, shown
 from unirun.spec.roles import (
     JOB_WIDE_KEYS,
@@ -84,18 +85,37 @@ def parse_job(
         "call_timeout": job.seconds("call_timeout", 1800.0, 0.001),
         "transport": job.choice("transport", ("socket", "torch"), "socket"),
         "stdin": _stdin(job, roles),
+        "port_range": _port_range(job),
     }
+    job.faults += program_faults(roles)
+    for name in primary:
+        if any(role.name == name and role.service for role in roles):
+            problem = f"{name} is a service, which is needed until the primary roles have ended"
+            job.fault("primary", problem, "leave out service: true, or name another role")
     if job.faults:
         raise SpecError(job.faults)
     return JobSpec(roles=tuple(roles), primary=primary, **fields)
 
 
 def _default_primary(roles: Sequence[RoleSpec]) -> tuple[str, ...]:
-    """The trainer; without one all roles that end by themselves, which workloads do not."""
-    kinds = {role.name: role.entry.kind for role in roles}
+    """The trainer; without one all roles that end by themselves, which workloads and services do not."""
+    kinds = {role.name: role.entry.kind for role in roles if not role.service}
     if "trainer" in kinds.values():
         return (TRAINER,)
     return tuple(name for name, kind in kinds.items() if kind != "workload") or tuple(kinds)
+
+
+def _port_range(job: Section) -> tuple[int, int]:
+    """``20000-29999``."""
+    if not job.given("port_range"):
+        return PORT_RANGE
+    text = str(job.fields["port_range"])
+    found = re.fullmatch(r"(\d{1,5})\s*-\s*(\d{1,5})", text)
+    low, high = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 0 < low <= high < 65536:
+        job.fault("port_range", f"expected two numbers of ports, found {shown(text)}", "write 20000-29999")
+        return PORT_RANGE
+    return low, high
 
 
 def _groups(job: Section, key: str, roles: Sequence[RoleSpec]) -> tuple[tuple[str, ...], ...]:

@@ -113,7 +113,7 @@ class Section:
     def _text(self, key: str, value: Any) -> str:
         if isinstance(value, str) and can_be_passed_on(value):
             return value
-        self.fault(key, f"expected a text, found {shown(value)}")
+        self.fault(key, f"expected a text, found {shown(value)}", _unquoted([value]))
         return ""
 
     def texts(self, key: str) -> tuple[str, ...]:
@@ -125,7 +125,7 @@ class Section:
             value = [value]
         if isinstance(value, list | tuple) and all(isinstance(v, str | int | float) for v in value):
             return tuple(self._text(key, str(v)) for v in value)
-        self.fault(key, f"expected a list of texts, found {shown(value)}")
+        self.fault(key, f"expected a list of texts, found {shown(value)}", _unquoted(value))
         return ()
 
     def integer(self, key: str, default: int, least: int, most: int = MAX_COUNT) -> int:
@@ -184,10 +184,19 @@ class Section:
             elif name in RESERVED_ENV or name.startswith("UNIRUN_"):
                 env.fault(name, "unirun sets this for every worker itself")
             elif isinstance(value, bool) or not isinstance(value, str | int | float):
-                env.fault(name, f"expected a text or a number, found {shown(value)}", "quote it")
+                remedy = _unquoted([value]) or "quote it"
+                env.fault(name, f"expected a text or a number, found {shown(value)}", remedy)
             else:
                 found[name] = env._text(name, str(value))
         return found
+
+
+def _unquoted(values: Any) -> str:
+    """The remedy for ``[--port, {port}]``: in YAML, a name in braces without quotes is a mapping."""
+    for value in values if isinstance(values, list | tuple) else ():
+        if isinstance(value, Mapping) and len(value) == 1 and [*value.values()] == [None]:
+            return f"quote it: '{{{next(iter(value))}}}'"
+    return ""
 
 
 def as_number(value: Any) -> float:

@@ -13,6 +13,13 @@ from msgspec.structs import replace
 from unirun.errors import Fault
 from unirun.spec.entries import missing_entry
 from unirun.spec.job import Entry, EntryKind, RoleSpec, StartMethod
+from unirun.spec.programs import (
+    JOB_WIDE_PROGRAM_KEYS,
+    PROGRAM_KEYS,
+    SERVICE_RESTARTS,
+    read_program,
+    variables_of,
+)
 from unirun.spec.read import Section, as_number, shown
 
 SlotCounter = Callable[[str], int]
@@ -26,7 +33,11 @@ TRAINER = "trainer"
 """The name of the role that a job's ``trainer`` makes."""
 
 ENTRY_KINDS: tuple[EntryKind, ...] = ("script", "module", "program", "function", "workload")
-JOB_WIDE_KEYS = (*ENTRY_KINDS, "args", "env", "cwd", "max_restarts", "start_method")
+JOB_WIDE_KEYS = (
+    *ENTRY_KINDS,
+    *("args", "env", "cwd", "max_restarts", "start_method"),
+    *JOB_WIDE_PROGRAM_KEYS,
+)
 """Keys that a role inherits from the job."""
 
 AUTO_DEVICE = ("auto_visible_device", "enable_ray_auto_visible_device")
@@ -43,6 +54,7 @@ ROLE_KEYS = (
     "component",
     "elastic",
     *AUTO_DEVICE,
+    *PROGRAM_KEYS,
 )
 ELSEWHERE = {
     **dict.fromkeys(
@@ -52,9 +64,8 @@ ELSEWHERE = {
         ("cpu", "cpus", "num_cpus", "memory", "resources"),
         "a rank has slots, which are devices, or places for processes; write slots: N",
     ),
-    **dict.fromkeys(
-        ("depends_on", "healthcheck"), "all roles start at once; let the program wait for what it needs"
-    ),
+    "depends_on": "write after: [ROLE], and ready: in that role",
+    "healthcheck": "write ready: http://{addr}/health, and alive: for the time after that",
     **dict.fromkeys(("replicas", "num_replicas", "num_workers", "world_size"), "write count: N"),
     **dict.fromkeys(("command", "cmd", "entrypoint"), "write script: FILE, or program: NAME, with args: […]"),
     **dict.fromkeys(("environment", "env_vars"), "write env: {NAME: VALUE}"),
@@ -134,7 +145,11 @@ def _role(
 
 def _finish(role: Section, job: Section, name: str, entry: Entry, count: int = 1) -> RoleSpec:
     """The settings that roles and the trainer have in common."""
-    wide = {key: job.fields[key] for key in ("cwd", "max_restarts", "start_method") if key in job.fields}
+    keys = ("cwd", "max_restarts", "start_method", *JOB_WIDE_PROGRAM_KEYS)
+    wide = {key: job.fields[key] for key in keys if key in job.fields}
+    if entry.kind != "program":
+        # The job's is for the roles that run its program.
+        wide.pop("contract", None)
     role = Section({**wide, **role.fields}, role.where, role.faults)
     cwd = role.text("cwd") or None
     if cwd is not None and not os.path.isdir(cwd):
@@ -142,19 +157,23 @@ def _finish(role: Section, job: Section, name: str, entry: Entry, count: int = 1
     chosen = role.choice("start_method", tuple(START_METHODS), "fork")
     env = role.env("env")
     by_class = entry.kind in ("workload", "trainer")
+    program = read_program(role, entry)
     if entry.target:
-        _check_target(role, entry, cwd, python_path(env, job.fields.get("env")))
+        path = search_path(program["python"], env, job.fields.get("env"))
+        _check_target(role, entry, cwd, python_path(env, job.fields.get("env")), path)
+    restarts = SERVICE_RESTARTS if program["service"] else CLASS_RESTARTS if by_class else 0
     return RoleSpec(
         name=name,
         count=count,
         entry=entry,
         env=env,
         cwd=cwd,
-        max_restarts=role.integer("max_restarts", CLASS_RESTARTS if by_class else 0, 0),
-        start_method="exec" if entry.kind == "program" else START_METHODS[chosen],
-        restart="process" if by_class else "role",
+        max_restarts=role.integer("max_restarts", restarts, 0),
+        start_method="exec" if entry.kind == "program" or program["python"] else START_METHODS[chosen],
+        restart="process" if by_class or (program["service"] and program["contract"] == "none") else "role",
         per_node=_divisor(role, "per_node", count, "every node"),
         auto_visible_device=_auto_device(role),
+        **program,
     )
 
 
@@ -254,8 +273,19 @@ def python_path(*envs: object) -> list[str]:
     return []
 
 
-def _check_target(role: Section, entry: Entry, cwd: str | None, python_path: list[str]) -> None:
-    missing = missing_entry(entry, cwd, python_path)
+def search_path(python: str | None, *envs: object) -> str | None:
+    """The PATH in which a role finds its program: that of the first of `envs` that has one, else this process's,
+    behind the folder of its interpreter."""
+    given = next((str(env["PATH"]) for env in envs if isinstance(env, Mapping) and env.get("PATH")), None)
+    path = os.environ.get("PATH") if given is None else given
+    folder = variables_of(python).get("PATH")
+    return path if folder is None else os.pathsep.join(filter(None, (folder, path)))
+
+
+def _check_target(
+    role: Section, entry: Entry, cwd: str | None, python_path: list[str], path: str | None
+) -> None:
+    missing = missing_entry(entry, cwd, python_path, path)
     if missing is not None:
         key = {"workload": "workload", "trainer": "class", "function": "function"}.get(entry.kind)
         where = role.at(key) if key else role.where

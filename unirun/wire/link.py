@@ -40,7 +40,9 @@ def open_link(environ: Mapping[str, str]) -> BlockingStream:
         link.socket = socket.socket(fileno=out_of_the_way(link.socket.detach()))
         link.send(
             Hello(
-                WorkerId(environ["ROLE_NAME"], int(environ["RANK"]), int(environ["UNIRUN_INCARNATION"])),
+                WorkerId(
+                    environ["UNIRUN_ROLE"], int(environ["UNIRUN_RANK"]), int(environ["UNIRUN_INCARNATION"])
+                ),
                 pid=pid,
                 running=True,
             )

@@ -1,9 +1,10 @@
 """All messages between the processes of a job, as frozen values; `unirun.wire.codec` encodes them.
 
 ============  =======================================================================
-agent→master  Join Beat SpawnerReady StoreOpened StoreEnded Notice Sample Knock ViewWanted
-              WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Metrics Calls Ask)
-master→agent  Appointed Beat OpenStore StartRole StopWorkers PassOn ExitAck View ToWorker Shutdown
+agent→master  Join Beat SpawnerReady StoreOpened StoreEnded Notice Sample Knock ViewWanted Placed
+              WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Metrics Calls Ask
+              Health)
+master→agent  Appointed Beat OpenStore Reserve StartRole StopWorkers PassOn ExitAck View ToWorker Shutdown
 worker→agent  Hello Serving Listening GroupMeets GroupFormed Stuck Metrics Calls Ask WorkerError ViewWanted
 agent→worker  Welcome View Answer
 CLI→master    Attach Stop PassOn Drain Beat
@@ -18,7 +19,9 @@ before there is a master: `unirun.wire.lobby`
 
 from __future__ import annotations
 
-from unirun.values import Value, WorkerId
+from msgspec import field
+
+from unirun.values import Place, Value, WorkerId
 from unirun.wire.asking import Answer, Ask, ToWorker
 from unirun.wire.lobby import Assigned, Chunk, Complete, Current, Dismissed, Go, Invite, Offer, Ready, Resume
 from unirun.wire.reports import (
@@ -27,11 +30,13 @@ from unirun.wire.reports import (
     FromWorker,
     GroupFormed,
     GroupMeets,
+    Health,
     Join,
     Knock,
     Listening,
     Metrics,
     Notice,
+    Placed,
     Sample,
     Serving,
     SpawnerReady,
@@ -97,10 +102,19 @@ class OpenStore(Value, tag=True):
     generation: int
 
 
+class Reserve(Value, tag=True):
+    """Orders ports for these ranks of a role; the agent answers with `Placed`. The ports of a rank stay the same,
+    except when a foreign process listens on one (`WorkerExited.taken`)."""
+
+    role: str
+    ranks: tuple[int, ...]
+
+
 class StartRole(Value, tag=True):
     """Orders the start of `members` of a role for a generation of its process group; its other workers keep running.
 
-    `mask` is the environment variable of the device mask (``CUDA_VISIBLE_DEVICES``), empty for none.
+    `mask` is the environment variable of the device mask (``CUDA_VISIBLE_DEVICES``), empty for none. `places` are the
+    addresses of the ranks that have ports, by role. `endpoint` is empty for programs, which have no rendezvous store.
     """
 
     role: str
@@ -113,6 +127,7 @@ class StartRole(Value, tag=True):
     endpoint: str
     members: tuple[StartWorker, ...]
     mask: str = ""
+    places: dict[str, tuple[Place, ...]] = field(default_factory=dict)
 
 
 class StopWorkers(Value, tag=True):
@@ -128,15 +143,16 @@ class StopWorkers(Value, tag=True):
 class WorkerView(Value):
     """The state of a worker that its peers see.
 
-    `phase` is ``starting``; ``running`` (in the user's code, takes no calls); ``serving`` (takes calls); ``ended``
-    (with code 0); or ``lost`` (with any other exit). `addresses` are where it listens: for calls by the name of the
-    transport, and in any phase for what else others connect to.
+    `phase` is ``starting``; ``running`` (in the user's code, takes no calls); ``serving`` (takes calls, or is ready);
+    ``ended`` (with code 0); or ``lost`` (with any other exit). `addresses` are where it listens: for calls by the name
+    of the transport, and in any phase for what else others connect to. `place` has the ports that it was given.
     """
 
     rank: int
     incarnation: int
     phase: str
     addresses: dict[str, str]
+    place: Place | None = None
 
 
 class RoleView(Value):
@@ -181,7 +197,8 @@ class Hello(Value, tag=True):
 
 
 class RoleBrief(Value):
-    """The part of a role's spec that workers see: its entry (`kind`, `target`) and its `restart` level."""
+    """The part of a role's spec that workers see: its entry (`kind`, `target`), its `restart` level, and the names of
+    the ports of each rank."""
 
     name: str
     kind: str
@@ -189,6 +206,7 @@ class RoleBrief(Value):
     count: int
     per_node: int | None
     restart: str
+    ports: tuple[str, ...] = ()
 
 
 class ChannelBrief(Value):
@@ -287,11 +305,13 @@ class RoleChanged(Value, tag=True):
 
 
 class WorkerOutput(Value, tag=True):
-    """A worker's process was started on `node`, so its output can be followed there."""
+    """A worker's process was started on `node`, so its output can be followed there. `quiet`: it is a service that is
+    ready, of which the output is for the log only."""
 
     worker: WorkerId
     local_rank: int
     node: str
+    quiet: bool = False
 
 
 class Ended(Value, tag=True):
@@ -323,12 +343,14 @@ Message = (
     | Listening
     | GroupFormed
     | GroupMeets
+    | Health
     | Stuck
     | Metrics
     | Calls
     | WorkerError
     | WorkerExited
     | Notice
+    | Placed
     | Sample
     | Knock
     | Ask
@@ -339,6 +361,7 @@ Message = (
     | Beat
     | ExitAck
     | OpenStore
+    | Reserve
     | StartRole
     | StopWorkers
     | View

@@ -6,14 +6,14 @@ from typing import Literal
 
 from msgspec import field
 
-from unirun.values import Value, WorkerId
+from unirun.values import Place, Value, WorkerId
 from unirun.wire.asking import Ask
 from unirun.wire.spawning import StoreEnded
 
-Cause = Literal["own", "order", "leaving", "doom", "stuck"]
+Cause = Literal["own", "order", "leaving", "doom", "stuck", "unready", "silent"]
 """The reason why a worker has ended: by itself (``own``), by the master's order, because its agent leaves,
-because something it depends on is gone (``doom``), or because it was blocked in an abandoned process group
-(``stuck``)."""
+because something it depends on is gone (``doom``), because it was blocked in an abandoned process group
+(``stuck``), because it was not ready in time (``unready``), or because it did not answer any more (``silent``)."""
 
 
 class SpawnerReady(Value, tag=True):
@@ -58,6 +58,24 @@ class Listening(Value, tag=True):
     """A worker can be reached at `addresses`, by what listens there, whether it takes calls or not."""
 
     addresses: dict[str, str]
+
+
+class Health(Value, tag=True):
+    """The answer to the probe of a program has changed at `since`, in seconds since the epoch: it is `ready`, or why
+    not."""
+
+    ready: bool
+    since: float
+    why: str = ""
+
+
+class Placed(Value, tag=True):
+    """The ports that an agent has chosen for these ranks of a role, in their order."""
+
+    node: str
+    role: str
+    ranks: tuple[int, ...]
+    places: tuple[Place, ...]
 
 
 class GroupFormed(Value, tag=True):
@@ -132,7 +150,7 @@ class FromWorker(Value, tag=True):
     """A worker's message that its agent forwards to the master."""
 
     worker: WorkerId
-    message: Serving | Listening | GroupFormed | Metrics | Calls | Ask
+    message: Serving | Listening | GroupFormed | Metrics | Calls | Ask | Health
 
 
 class WorkerError(Value, tag=True):
@@ -154,6 +172,7 @@ class WorkerExited(Value, tag=True):
     `note` is the agent's explanation, if it has one: out of memory, the worker never ran.
     `tail` has the last lines of its stderr when it failed without an exception.
     `met` is the last generation whose rendezvous store it was about to write to (`GroupMeets`), 0 for none.
+    `taken`: a process that is none of its own listens on one of its ports, so that the rank needs others.
     """
 
     worker: WorkerId
@@ -166,13 +185,14 @@ class WorkerExited(Value, tag=True):
     note: str = ""
     tail: str = ""
     met: int = 0
+    taken: bool = False
 
 
 class Held(Value):
     """A worker as its agent knows it; `exit` is set until a master acknowledges it.
 
     `generation` and `calls` are those it reported last; `addresses` are those of `Serving` and `Listening`, and
-    `recoverable` is as in `Serving`.
+    `recoverable` is as in `Serving`. `health` is that of a program with a probe.
     """
 
     worker: WorkerId
@@ -184,6 +204,7 @@ class Held(Value):
     recoverable: bool = False
     exit: WorkerExited | None = None
     calls: tuple[CallCount, ...] = ()
+    health: Health | None = None
 
 
 class HeldStore(Value):
@@ -209,6 +230,7 @@ class Ending(Value):
 
 class Join(Value, tag=True):
     """An agent's first message to a master. `endpoints`: by role, the ``addr:port`` bound for its rendezvous store.
+    Its workers are reached at `addr`.
 
     `workers` and `stores` are those it already has, for a master that has taken over.
     `ending` is the decided end of the job, if an earlier master sent one (see `Shutdown`).
@@ -221,6 +243,7 @@ class Join(Value, tag=True):
     workers: tuple[Held, ...] = ()
     stores: tuple[HeldStore, ...] = ()
     ending: Ending | None = None
+    addr: str = ""
 
 
 class Notice(Value, tag=True):

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from unirun.wire.messages import RoleView, View, WorkerView
 
-FIRST: tuple[int, str, dict[str, str]] = (0, "starting", {})
-"""The initial state of a worker: incarnation, phase, addresses."""
+FIRST: tuple[int, str, dict[str, str], None] = (0, "starting", {}, None)
+"""The initial state of a worker: incarnation, phase, addresses, no place."""
 
 
 def updated(view: View | None, news: View) -> View | None:
@@ -44,6 +44,5 @@ def whole(view: View) -> View:
 
 
 def _brief(role: RoleView) -> RoleView:
-    return replace(
-        role, workers=tuple(w for w in role.workers if (w.incarnation, w.phase, w.addresses) != FIRST)
-    )
+    changed = (w for w in role.workers if (w.incarnation, w.phase, w.addresses, w.place) != FIRST)
+    return replace(role, workers=tuple(changed))

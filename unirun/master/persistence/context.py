@@ -41,7 +41,7 @@ from unirun.master.persistence.documents import (
     values_of,
 )
 
-SCHEMA = 8
+SCHEMA = 9
 
 _NODES, _PLACES, _FAILURES = 100, 50, 8
 _ENDPOINTS = 1000
@@ -83,11 +83,12 @@ def _decided(role: RoleState) -> tuple[Any, ...]:
 
 
 def _turned(before: RoleState, after: RoleState) -> bool:
-    """Return True if workers were ordered or have ended, or trainers have reported whether they are recoverable."""
+    """Return True if workers were ordered, have ended or have got ports, or trainers have reported whether they are
+    recoverable."""
 
     def decided(worker: WorkerState) -> tuple[Any, ...]:
         recoverable = worker.recoverable if after.kind == "trainer" else None
-        return worker.incarnation, worker.live, worker.exit, recoverable
+        return worker.incarnation, worker.live, worker.exit, recoverable, worker.ports
 
     changed = after.workers.since(before.workers)
     return any(was is None or decided(was) != decided(now) for was, now in changed)

@@ -1,0 +1,174 @@
+"""The order in which roles start and end, and the readiness of programs.
+
+Nothing waits for a particular event: after each one, whatever is due then is started or told to end. A role begins
+when all ranks have their ports, and enough ranks of the roles in its `after` are ready. A program that has ended starts
+again when its back-off is over. At the end of the job, services end after all other roles, the last started first.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from unirun.errors import Refused
+from unirun.failover.policy import LONGEST_DELAY
+from unirun.failover.restart_or_end import advance, settle, stop_role
+from unirun.job.events import After, StartDue, ToWatchers
+from unirun.job.generations import form_first, obstructed, opened, start_again
+from unirun.job.state import (
+    NEVER,
+    ROLE_WORKS,
+    JobPhase,
+    JobState,
+    Ports,
+    RolePhase,
+    RoleState,
+    WorkerPhase,
+    WorkerState,
+)
+from unirun.job.transition import Transition, output_of
+from unirun.spec import RoleSpec
+from unirun.values import WorkerId
+from unirun.wire.messages import Reserve
+from unirun.wire.reports import Health, Placed
+
+
+def start_due(transition: Transition) -> None:
+    """Start the roles and programs that are due. While nodes are away after a takeover, none is."""
+    state = transition.state
+    if state.phase is not JobPhase.RUNNING or state.away or not _has_to_start(state):
+        return
+    _reserve(transition)
+    if not all(_has_ports(transition.state, spec) for spec in state.spec.roles if spec.ports):
+        return
+    names = [name for name, role in transition.state.roles.items() if _may_begin(transition.state, role)]
+    if names:
+        form_first(transition, names)
+    for role in list(transition.state.roles.values()):
+        if role.is_program and role.phase is not RolePhase.WAITING:
+            _start_programs(transition, role)
+
+
+def _has_to_start(state: JobState) -> bool:
+    """Return True if a role waits, or has programs that do not run. It counts; no worker is looked at."""
+    return any(
+        role.phase is RolePhase.WAITING or (role.is_program and role.living < len(role.workers))
+        for role in state.roles.values()
+    )
+
+
+def _may_begin(state: JobState, role: RoleState) -> bool:
+    if role.phase is not RolePhase.WAITING:
+        return False
+    after = state.role_spec(role.name).after
+    return all(_enough(state.roles[name], state.role_spec(name), count) for name, count in after.items())
+
+
+def _enough(role: RoleState, spec: RoleSpec, count: int) -> bool:
+    """Return True if `count` ranks are ready (0: all); of an optional service, those that can become so."""
+    given_up = sum(worker.due == NEVER for worker in role.workers) if spec.optional else 0
+    return role.running >= min(count or len(role.workers), len(role.workers) - given_up)
+
+
+def _start_programs(transition: Transition, role: RoleState) -> None:
+    if role.phase is RolePhase.RESTARTING:
+        whole = not role.living and role.generation > role.opened and not obstructed(transition.state, role)
+        if whole and all(_is_due(transition, worker) for worker in role.workers):
+            opened(transition, role)
+            settle(transition, transition.role(role.name))
+        return
+    if role.phase not in ROLE_WORKS or obstructed(transition.state, role):
+        return
+    missing = [w for w in role.workers if not w.live and not w.ended_well and _is_due(transition, w)]
+    if missing:
+        start_again(transition, role, missing)
+
+
+def _is_due(transition: Transition, worker: WorkerState) -> bool:
+    """Return True if the back-off of `worker` is over; also when the clock was set back."""
+    return worker.due != NEVER and not transition.now < worker.due <= transition.now + LONGEST_DELAY
+
+
+def _has_ports(state: JobState, spec: RoleSpec) -> bool:
+    """Return True if every rank of a role knows its ports. They may be on a node that it has to leave."""
+    return all(worker.place is not None for worker in state.roles[spec.name].workers)
+
+
+def _reserve(transition: Transition) -> None:
+    """Ask agents for the ports of ranks that have none there, once."""
+    for spec in transition.state.spec.roles:
+        if not spec.ports:
+            continue
+        role, places = transition.state.roles[spec.name], transition.state.placement.of_role(spec.name)
+        asked: dict[str, list[int]] = {}
+        for worker, place in zip(role.workers, places, strict=False):
+            if not worker.live and (worker.ports is None or worker.ports.node != place.node):
+                role = role.with_worker(replace(worker, ports=Ports(place.node)))
+                asked.setdefault(place.node, []).append(worker.rank)
+        transition.put(role)
+        for node, ranks in asked.items():
+            transition.order(node, Reserve(spec.name, tuple(ranks)))
+
+
+def reserve_again(transition: Transition, node: str) -> None:
+    """Repeat the orders for ports that the agent of `node` has not answered: it may have got none of them."""
+    for role in transition.state.roles.values():
+        asked = [w.rank for w in role.workers if w.ports is not None and w.ports.node == node and not w.place]
+        if asked:
+            transition.order(node, Reserve(role.name, tuple(asked)))
+
+
+def placed(transition: Transition, event: Placed) -> None:
+    """Ranks have got their ports."""
+    role = transition.role(event.role)
+    count = len(transition.state.role_spec(event.role).ports)
+    for rank, place in zip(event.ranks, event.places, strict=False):
+        if not 0 <= rank < len(role.workers) or len(place.ports) != count:
+            raise Refused(f"{event.node} has other ports than {event.role}:{rank} has asked for")
+        worker = role.workers[rank]
+        if worker.ports == Ports(event.node):
+            role = role.with_worker(replace(worker, ports=Ports(event.node, place)))
+    transition.put(role)
+    transition.tell_soon()
+
+
+def health_changed(transition: Transition, who: WorkerId, health: Health) -> None:
+    """A program has become ready, or is not any more."""
+    found = transition.find(who)
+    if found is None or not found[0].probed:
+        return
+    role, worker = found
+    phase = WorkerPhase.SERVING if health.ready else WorkerPhase.RUNNING
+    changed = phase is not worker.phase
+    role = role.with_worker(replace(worker, phase=phase, health=health))
+    settle(transition, role)
+    if changed:
+        text = "is ready" if health.ready else f"is not ready: {health.why}"
+        transition.record("ready" if health.ready else "unready", f"{who} {text}", str(who))
+        transition.send(ToWatchers(output_of(transition.state, role.name, worker.rank)))
+        transition.tell_now()
+
+
+def wait_again(transition: Transition) -> None:
+    """Wait for the back-offs that an earlier master has begun."""
+    workers = (
+        worker for role in transition.state.roles.values() if role.is_program for worker in role.workers
+    )
+    dues = {worker.due for worker in workers if not worker.live and worker.due > transition.now}
+    for due in dues:
+        transition.send(After(min(due - transition.now, LONGEST_DELAY), StartDue()))
+
+
+def stop_due(transition: Transition) -> None:
+    """Tell the services to end that are next: those of the latest start, once all that ended before are gone."""
+    state = transition.state
+    if state.phase is not JobPhase.STOPPING or state.verdict is None:
+        return
+    live = [role for role in state.roles.values() if role.living]
+    waiting = [role for role in live if role.phase is not RolePhase.STOPPING]
+    if not waiting or len(waiting) < len(live):
+        return
+    latest = max(role.wave for role in waiting)
+    for role in waiting:
+        if role.wave == latest:
+            stop_role(transition, role, state.verdict)
+            advance(transition, transition.role(role.name))

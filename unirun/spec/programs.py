@@ -1,0 +1,191 @@
+"""Parses the keys of a role that are about programs and services: contract, interpreter, ports, readiness and order."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unirun.errors import Fault
+from unirun.spec.job import Contract, Entry, RoleSpec
+from unirun.spec.probes import READY_TIMEOUT, Probe, read_probe
+from unirun.spec.read import Section, nearest, shown
+from unirun.spec.templates import faults_of, names_in
+
+JOB_WIDE_PROGRAM_KEYS = ("contract", "python")
+PROGRAM_KEYS = (
+    *("ports", "service", "optional", "ready", "ready_timeout", "alive", "group", "after"),
+    *("restart_window", "restart_delay"),
+)
+"""Keys of a role, with those that it inherits from the job (`JOB_WIDE_PROGRAM_KEYS`)."""
+
+SERVICE_RESTARTS, SERVICE_WINDOW, SERVICE_DELAY = 10, 3600.0, 1.0
+"""Defaults of services: ten restarts of the role in an hour; the first at once, the second after a second, then
+after 2, 4, 8 s, and so on."""
+
+_PORT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,30}")
+
+
+def read_program(role: Section, entry: Entry) -> dict[str, Any]:
+    """The fields of a `RoleSpec` that are about programs and services."""
+    contract = read_contract(role, entry)
+    service = role.flag("service")
+    if service and entry.kind in ("workload", "trainer"):
+        role.fault(
+            "service", f"a {entry.kind} is none", "leave it out: the job ends without waiting for workloads"
+        )
+    ports = _ports(role, service=service)
+    ready = read_probe(role, "ready")
+    alive = read_probe(role, "alive")
+    if ready is None and service and ports and _uses_a_port(role, entry):
+        ready = Probe("tcp")
+    for key, probe in (("ready", ready), ("alive", alive)):
+        if probe is not None and probe.kind == "tcp" and not probe.words and not ports:
+            role.fault(key, "the role has no port", "write ports: [http]")
+        if probe is not None and entry.kind in ("workload", "trainer"):
+            role.fault(key, f"a {entry.kind} says itself when it takes calls", "leave it out")
+    if alive is not None and ready is None:
+        role.fault(
+            "alive", "it is asked once the program is ready, and there is no ready:", "write ready: tcp"
+        )
+    return {
+        "contract": contract,
+        "python": _python(role, entry),
+        "ports": ports,
+        "service": service,
+        "optional": _optional(role, service=service),
+        "ready": ready,
+        "ready_timeout": role.seconds("ready_timeout", READY_TIMEOUT, 0.01),
+        "alive": alive,
+        "group": role.integer("group", 1, 1) if role.given("group") else None,
+        "after": _after(role),
+        "restart_window": role.seconds("restart_window", SERVICE_WINDOW if service else 0.0),
+        "restart_delay": role.seconds("restart_delay", SERVICE_DELAY if service else 0.0),
+    }
+
+
+def read_contract(role: Section, entry: Entry) -> Contract:
+    """The contract of a role with this entry: torchrun's, except of programs that do not ask for it."""
+    chosen = role.choice("contract", ("torchrun", "none"), "none" if entry.kind == "program" else "torchrun")
+    if chosen == "none" and entry.kind != "program":
+        role.fault("contract", f"a {entry.kind} has torchrun's", "leave it out, or run it as a program")
+    return "none" if chosen == "none" else "torchrun"
+
+
+def _ports(role: Section, *, service: bool) -> tuple[str, ...]:
+    if not role.given("ports"):
+        return ("http",) if service else ()
+    names = role.texts("ports")
+    for name in names:
+        if not _PORT_NAME.fullmatch(name):
+            remedy = "name the ports; unirun chooses the numbers, from port_range: ports: [http]"
+            role.fault("ports", f"{name!r} is no name of a port", remedy)
+    if len(set(names)) < len(names):
+        role.fault("ports", "a name stands there twice", "name each port once")
+    return names
+
+
+def _uses_a_port(role: Section, entry: Entry) -> bool:
+    """Return True if the command is told its port, so that it can be expected to listen there."""
+    texts = [*entry.args, *(str(value) for value in role.mapping("env").values())]
+    return any(name in ("port", "addr") or name.startswith("ports.") for name in names_in(texts))
+
+
+def _optional(role: Section, *, service: bool) -> bool:
+    optional = role.flag("optional")
+    if optional and not service:
+        role.fault("optional", "only a service is", "add service: true")
+    return optional
+
+
+def _after(role: Section) -> dict[str, int]:
+    value = role.fields.get("after")
+    if not isinstance(value, Mapping):
+        return dict.fromkeys(role.texts("after"), 0)
+    after = role.section("after")
+    return {name: after.integer(name, 1, 1) for name in after.fields}
+
+
+def _python(role: Section, entry: Entry) -> str | None:
+    """The interpreter that a path of a virtual environment or of an interpreter means."""
+    path = role.text("python")
+    if not path:
+        return None
+    if entry.kind in ("workload", "trainer", "function"):
+        problem = f"a {entry.kind} runs with unirun's own interpreter"
+        role.fault("python", problem, "leave it out; scripts, modules and programs may have another one")
+    found = interpreter(path)
+    if found is None:
+        problem = f"{shown(path)} is no virtual environment, and no interpreter"
+        role.fault("python", problem, "name its directory, which has bin/python, or the interpreter")
+    return found
+
+
+def interpreter(path: str) -> str | None:
+    """The absolute path of the interpreter in the directory `path`, or `path` itself; None when there is none."""
+    given = Path(path).expanduser()
+    if given.is_dir():
+        given = given / "bin" / "python"
+    elif "/" not in path:
+        return shutil.which(path)
+    # Not resolved: the link in an environment is what makes it one.
+    return os.path.abspath(given) if given.is_file() and os.access(given, os.X_OK) else None
+
+
+def variables_of(python: str | None) -> dict[str, str | None]:
+    """The variables of a process whose interpreter is `python`, as ``activate`` sets them; None to unset one.
+
+    ``PATH`` is the folder that goes in front of it.
+    """
+    if python is None:
+        return {}
+    folder = Path(python).parent
+    environment = str(folder.parent) if (folder.parent / "pyvenv.cfg").is_file() else None
+    return {"PATH": str(folder), "VIRTUAL_ENV": environment, "PYTHONHOME": None}
+
+
+def program_faults(roles: Sequence[RoleSpec]) -> Iterator[Fault]:
+    """Faults of templates, of the order of roles, and of groups of ranks."""
+    known = {role.name: role for role in roles}
+    for role in roles:
+        yield from faults_of(role, known)
+        yield from _order_faults(role, known)
+        if role.group and role.count % role.group:
+            problem = f"{role.group} does not divide the role's {role.count} ranks"
+            yield Fault(f"roles.{role.name}.group", problem, f"write count: {role.group}, or a multiple")
+        if role.ports and role.least is not None:
+            problem = "ranks with ports have a fixed number, so that their addresses stay"
+            yield Fault(f"roles.{role.name}.count", problem, "write one number")
+    yield from _circles(known)
+
+
+def _order_faults(role: RoleSpec, known: Mapping[str, RoleSpec]) -> Iterator[Fault]:
+    where = f"roles.{role.name}.after"
+    for name, number in role.after.items():
+        if name not in known:
+            yield Fault(where, f"no role is called {name!r}", nearest(name, [*known]))
+        elif number > known[name].count:
+            problem = f"{name} has {known[name].count} ranks, so {number} are never ready"
+            yield Fault(where, problem, "write a smaller number")
+
+
+def _circles(known: Mapping[str, RoleSpec]) -> Iterator[Fault]:
+    """A fault for each circle of roles that start after each other."""
+    done: set[str] = set()
+    for start in known:
+        way = [start]
+        while way and start not in done:
+            ahead = [name for name in known[way[-1]].after if name in known and name not in done]
+            if not ahead:
+                done.add(way.pop())
+            elif ahead[0] in way:
+                circle = [*way[way.index(ahead[0]) :], ahead[0]]
+                yield Fault(
+                    f"roles.{circle[0]}.after", f"a circle: {' after '.join(circle)}", "drop one of them"
+                )
+                done.update(way)
+            else:
+                way.append(ahead[0])
