@@ -148,7 +148,10 @@ def _new_id(data: Mapping[str, Any], script: str | None) -> str:
 
 
 def _set_entry(data: dict[str, Any], line: CommandLine, options: Mapping[str, Any]) -> None:
-    """Set what the positional script is: a file, or what -m and --no-python in `options` make of it."""
+    """Set what the positional script is: a file, or what -m and --no-python in `options` make of it.
+
+    With --no-python it has torchrun's variables, as under torchrun; programs of roles in a job file do not.
+    """
     kinds = [kind for kind, name in (("module", "module"), ("program", "no_python")) if options.get(name)]
     if len(kinds) == 2:
         raise UsageError("-m and --no-python exclude each other", "a program is not a module")
@@ -164,21 +167,22 @@ def _set_entry(data: dict[str, Any], line: CommandLine, options: Mapping[str, An
         for kind in ENTRY_KINDS:
             data.pop(kind, None)
         data[kinds[0] if kinds else "script"] = line.script
-        if kinds == ["program"]:
-            data["contract"] = "torchrun"
         if own and all(own):
             problem = f"no role runs {line.script}: each has an entry of its own"
             raise UsageError(problem, "arguments for all of them follow --")
     elif kinds and "script" in data:
         data[kinds[0]] = data.pop("script")
-        if kinds == ["program"]:
-            data["contract"] = "torchrun"
     elif kinds and kinds[0] not in data:
         option = "-m" if kinds == ["module"] else "--no-python"
         raise UsageError(
             f"{option} says what the script is, and no script for all roles is named",
             f"in a job file, a role may have a {kinds[0]} of its own",
         )
+    if kinds == ["program"] and "contract" not in data:
+        for role in roles:
+            if isinstance(role, dict) and role.get("program"):
+                role.setdefault("contract", "none")
+        data["contract"] = "torchrun"
     if line.args or line.script is not None:
         data["args"] = list(line.args)
     if line.args and line.script is None and not any((*own, *map(data.get, ENTRY_KINDS))):

@@ -71,7 +71,7 @@ def read_contract(role: Section, entry: Entry) -> Contract:
     """The contract of a role with this entry: torchrun's, except of programs that do not ask for it."""
     chosen = role.choice("contract", ("torchrun", "none"), "none" if entry.kind == "program" else "torchrun")
     if chosen == "none" and entry.kind != "program":
-        role.fault("contract", f"a {entry.kind} has torchrun's", "leave it out, or run it as a program")
+        role.fault("contract", f"a {entry.kind} has that of torchrun", "leave it out, or write program: NAME")
     return "none" if chosen == "none" else "torchrun"
 
 

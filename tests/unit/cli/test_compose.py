@@ -35,6 +35,17 @@ class TestALineLikeTorchruns:
         assert compose("--no-python", "ls", "-l").roles[0].entry == Entry("program", "ls", ("-l",))
         assert compose("--no-python", "ls").roles[0].start_method == "exec"
 
+    def test_no_python_means_torchruns_contract(self, compose: Compose, job_file: JobFile) -> None:
+        """Programs of a job file have their own."""
+        assert compose("--no-python", "ls").roles[0].contract == "torchrun"
+        file = job_file(
+            "program: ls\nroles: {a: 1, b: {program: cat}, c: {program: cat, contract: torchrun}}"
+        )
+        of_file = compose("--config", file).roles
+        assert [role.contract for role in of_file] == ["none", "none", "torchrun"]
+        of_line = compose("--config", file, "--no-python", "ls").roles
+        assert [role.contract for role in of_line] == ["torchrun", "none", "torchrun"]
+
     def test_nproc_per_node_counts_devices_or_processors(self, compose: Compose) -> None:
         assert compose("--nproc-per-node", "cpu", "train.py").roles[0].count == 4
         assert compose("--nproc-per-node", "auto", "train.py").roles[0].count == 4

@@ -333,6 +333,29 @@ def test_what_cannot_be_the_name_of_a_node_is_told(name: str) -> None:
         parse_job({"module": "m", "exclude_nodes": [name]}, count_slots=count, run_id="x")
 
 
+def test_programs_have_no_contract_unless_the_job_or_the_role_names_one() -> None:
+    def contracts(**job: Any) -> list[str]:
+        roles = {
+            "a": {"program": "true"},
+            "b": {"program": "true", "contract": "torchrun"},
+            "c": {"module": "m"},
+        }
+        return [
+            role.contract for role in parse_job({"roles": roles, **job}, count_slots=count, run_id="x").roles
+        ]
+
+    assert contracts() == ["none", "torchrun", "torchrun"]
+    assert contracts(contract="torchrun") == ["torchrun", "torchrun", "torchrun"]
+    assert contracts(contract="none") == ["none", "torchrun", "torchrun"]
+
+
+def test_a_contract_of_what_is_no_program_is_told() -> None:
+    with pytest.raises(SpecError, match=r"roles\.a\.contract: a module has that of torchrun; leave it out"):
+        parse_job({"roles": {"a": {"module": "m", "contract": "none"}}}, count_slots=count, run_id="x")
+    with pytest.raises(SpecError, match="expected one of torchrun, none, found 'slurm'"):
+        parse_job({"program": "true", "contract": "slurm"}, count_slots=count, run_id="x")
+
+
 def test_a_missing_program_is_told() -> None:
     with pytest.raises(SpecError, match="program 'no-such-program' is not found"):
         parse_job({"program": "no-such-program"}, count_slots=count, run_id="x")
