@@ -73,10 +73,11 @@ def main(argv: list[str]) -> int:
             rows_of_moves = [[each.worker, each.before, each.after or "nowhere"] for each in moved]
             print_table(["WORKER", "FROM", "TO"], rows_of_moves)
         say()
-    names = ("role", "rank", "node", "slot")
+    names = ("role", "rank", "node")
     table = [
         [
             *(str(row[name]) for name in names),
+            "-" if row["slot"] < 0 else str(row["slot"]),
             f"{row['restart']}×{row['max_restarts']}",
             _short_env(row["env"]),
             row["command"],

@@ -16,8 +16,8 @@ class Assignment(Value):
     `slot` is the number of its first slot among those of its type on the node, in the node's order (of roles that
     are collocated the same), -1 for a role that needs none. `devices` is the mask that the worker sees: the devices of
     its role on its node in the order of their local ranks, so that ``cuda:{LOCAL_RANK}`` is its own, where each rank
-    has one device to itself, else those of this rank alone; None when the mask is left as it is. `cpus` are the
-    processors it is bound to, None for no binding.
+    has one device to itself, else those of this rank alone; empty when it is to see none, and None when the mask is
+    left as it is. `cpus` are the processors it is bound to, None for no binding.
 
     `own` are the indices of its slots, and `share` is its part of each of them, at most 1. `numa` is the NUMA node
     that all of them are near to, -1 when they are near to several or it has none.

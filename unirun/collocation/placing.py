@@ -14,6 +14,7 @@ from unirun.collocation.inventory import CPU, Inventory, Node, accelerators, slo
 from unirun.collocation.numa import Topology, near_cpus, told_topology
 from unirun.collocation.placement import Assignment, Placement
 from unirun.collocation.planning import plan, replan
+from unirun.collocation.planning.problem import both
 from unirun.collocation.request import Request, RoleRequest, Ties
 from unirun.collocation.torchrun_devices import TorchrunDevices, torchrun_devices
 from unirun.spec import JobSpec, RoleSpec
@@ -66,11 +67,15 @@ def _as_jobs(
     """The planner's placement with device masks, processors and notes; and the job with the counts of its roles."""
     as_torchrun = _as_torchrun(spec, inventory)
     cpus_of = _binding(spec, inventory, topology)
+    # With an empty mask, two roles never use one device by accident. A trainer's mask is left as it is.
+    blind = {role.name for role in spec.roles if not role.slots}
+    accelerated = {node.name for node in inventory.nodes if accelerators(node)}
     assignments = []
     for each in placement.assignments:
         rank = as_torchrun.assigned(each) if as_torchrun else each
         # With virtual_local_rank every LOCAL_RANK is 0: with a mask for the whole role all would use one device.
         mask = rank.own if spec.virtual_local_rank and rank.devices is not None else rank.devices
+        mask = () if rank.role in blind and rank.node in accelerated else mask
         cpus = cpus_of(rank)
         # Ranks that stay keep their values, so that callers can compare by identity.
         unchanged = (mask, cpus) == (rank.devices, rank.cpus)
@@ -78,6 +83,7 @@ def _as_jobs(
     unwanted = _unwanted(spec, inventory)
     excluded = tuple(node.name for node in inventory.nodes if node.name in unwanted)
     words = [as_torchrun.note(spec) if as_torchrun else placement.note]
+    words += [f"{both(sorted(blind))} {'needs' if len(blind) == 1 else 'need'} no slot"] if blind else []
     words += _own_masks(spec, assignments)
     words += [f"{', '.join(excluded)} excluded"] if excluded else []
     words += [f"{', '.join(placement.lost)} lost"] if placement.lost else []
@@ -104,7 +110,7 @@ def _own_masks(spec: JobSpec, assignments: Sequence[Assignment]) -> list[str]:
     roles = dict.fromkeys(
         each.role
         for each in assignments
-        if each.local_rank and each.devices is not None and len(each.devices) <= each.local_rank
+        if each.local_rank and each.devices and len(each.devices) <= each.local_rank
     )
     roles |= dict.fromkeys(
         each.role
@@ -116,8 +122,10 @@ def _own_masks(spec: JobSpec, assignments: Sequence[Assignment]) -> list[str]:
 
 def _masks(spec: JobSpec, inventory: Inventory) -> dict[str, str]:
     known = device_types()
-    types = {role: known[type] for role, type in slot_types(spec, inventory).items() if type in known}
-    return {role: type.mask_variable for role, type in types.items() if type.mask_variable is not None}
+    usual = _usual(_usable(spec, inventory))
+    types = {role.name: usual for role in spec.roles if not role.slots} | slot_types(spec, inventory)
+    variables = {role: known[type].mask_variable for role, type in types.items() if type in known}
+    return {role: variable for role, variable in variables.items() if variable is not None}
 
 
 def request_of(spec: JobSpec, inventory: Inventory, ties: Ties = NO_TIES) -> Request:
@@ -155,9 +163,9 @@ def unknown_nodes(spec: JobSpec, inventory: Inventory) -> list[str]:
 
 
 def slot_types(spec: JobSpec, inventory: Inventory) -> dict[str, str]:
-    """By role, the type of its slots: its own, else the usual type of the nodes. Trainers are not in it."""
+    """By role, the type of its slots: its own, else the usual type of the nodes. Roles without slots are not in it."""
     usual = _usual(_usable(spec, inventory))
-    return {role.name: role.device or usual for role in spec.roles if role.entry.kind != "trainer"}
+    return {role.name: role.device or usual for role in spec.roles if role.takes_slots}
 
 
 def _usual(nodes: Sequence[Node]) -> str:
@@ -189,7 +197,7 @@ def _role_request(role: RoleSpec, device: str | None) -> RoleRequest:
         count=role.count,
         least=role.count if role.least is None else role.least,
         device=device,
-        slots=Fraction(role.slots).limit_denominator(1000),
+        slots=Fraction(role.slots or 1).limit_denominator(1000),
         per_node=role.per_node,
         per_group=role.per_group,
         devices=role.devices,

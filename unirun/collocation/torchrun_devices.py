@@ -44,7 +44,7 @@ class TorchrunDevices(Value):
             replace(
                 role,
                 device=role.device if self.mode is Mode.MASKED or role.device is None else CPU,
-                per_node=role.per_node or role.count,
+                per_node=role.per_node or (None if role.device is None else role.count),
             )
             for role in request.roles
         )
@@ -79,21 +79,24 @@ def torchrun_devices(spec: JobSpec, nodes: Sequence[Node], usual: str) -> Torchr
 
     `usual` is the type of device of a role that names none. Ranks get a device each when there are several roles, which
     share a node, and enough devices. A role alone can choose by ``LOCAL_RANK``, as under torchrun, unless
-    ``virtual_local_rank`` makes that 0 everywhere. A trainer needs no device.
+    ``virtual_local_rank`` makes that 0 everywhere. Roles without slots need no device, and change nothing.
     """
     if len(nodes) != 1 or _has_placement_options(spec):
         return None
     devices = () if usual == CPU else slots_of(nodes[0], usual)
     # Roles that share devices have the same number of ranks: the first one's count for all.
     sharing = {name for group in spec.collocations for name in group[1:]}
-    needed = sum(
-        role.count for role in spec.roles if role.name not in sharing and role.entry.kind != "trainer"
-    )
+    takers = [role for role in spec.roles if role.takes_slots]
+    needed = sum(role.count for role in takers if role.name not in sharing)
+    # Beside a trainer a role is one of several, though the trainer needs no device.
+    trained = any(role.entry.kind == "trainer" for role in spec.roles)
+    if not takers:
+        return None
     if not devices:
         mode = Mode.NONE
     elif len(devices) < needed:
         mode = Mode.UNKNOWN
-    elif len(spec.roles) > 1 or spec.virtual_local_rank:
+    elif len(takers) > 1 or trained or spec.virtual_local_rank:
         mode = Mode.MASKED
     else:
         mode = Mode.BY_LOCAL_RANK
@@ -109,5 +112,6 @@ def _has_placement_options(spec: JobSpec) -> bool:
         or any(
             role.device or role.slots != 1 or role.per_group or role.devices or role.least is not None
             for role in spec.roles
+            if role.takes_slots
         )
     )

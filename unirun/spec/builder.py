@@ -53,6 +53,11 @@ class WorkloadDraft(Value):
     needs: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a role in a job file: ``slots``, ``device``, ``devices``, ``per_group``."""
 
+    @property
+    def takes_slots(self) -> bool:
+        """True if its ranks need slots."""
+        return bool(self.needs.get("slots", 1))
+
 
 class Draft(Value):
     """The calls for a job; None for a value that was not set."""
@@ -255,18 +260,20 @@ def _groups(draft: Draft) -> tuple[dict[str, list[list[str]]], list[Fault]]:
             faults.append(Fault(f"{call}[{len(found[key])}]", problem, f"call .{call}('a', 'b')"))
         names = [name for name in group if isinstance(name, str)]
         found[key].append([spelled.get(name, spelled.get(name.lower(), name)) for name in names])
-    if draft.collocate_all and len(roles) > 1:
-        found["collocations"].append(roles)
+    on_devices = [workload.role for workload in draft.workloads if workload.takes_slots]
+    if draft.collocate_all and len(on_devices) > 1:
+        found["collocations"].append(on_devices)
     return found, faults
 
 
 def _device_faults(draft: Draft, groups: Sequence[Sequence[str]]) -> list[Fault]:
-    """Faults when devices are short. Roles that share devices need as many as the largest; the trainer needs none."""
-    by_name = {workload.role: workload for workload in draft.workloads}
+    """Faults when devices are short. Roles that share devices need as many as the largest; roles
+    without slots and the trainer need none."""
+    by_name = {workload.role: workload for workload in draft.workloads if workload.takes_slots}
     together = [[by_name[name] for name in group if name in by_name] for group in groups]
     grouped = {workload.role for group in together for workload in group}
     units = [group for group in together if group]
-    units += [[workload] for workload in draft.workloads if workload.role not in grouped]
+    units += [[workload] for role, workload in by_name.items() if role not in grouped]
     there = draft.node_num * draft.device_per_node
     for where, limit, needs in (
         ("total", there, [max(workload.total for workload in unit) for unit in units]),

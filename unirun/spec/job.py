@@ -49,10 +49,10 @@ class RoleSpec(Value):
     for whatever fits. `auto_visible_device`: whether a worker's device mask is set to the devices that it was given.
 
     A rank takes `slots` of `device` (``cpu``, ``cuda`` or another type; None: of what the nodes have), a fraction being
-    a share of one. With `least` there may be fewer ranks than `count` where there is no room for all; once it is
-    placed, `count` is how many it has, and `most` how many it may have when nodes join. `per_group` cuts the ranks into
-    groups of that many, each on one node; `devices` are the only ones, by index, that it may have. With `component`,
-    its nodes are those of that component of a heterogeneous Slurm job.
+    a share of one; with 0 it needs no slot, only a node. With `least` there may be fewer ranks than `count` where there
+    is no room for all; once it is placed, `count` is how many it has, and `most` how many it may have when nodes join.
+    `per_group` cuts the ranks into groups of that many, each on one node; `devices` are the only ones, by index, that
+    it may have. With `component`, its nodes are those of that component of a heterogeneous Slurm job.
 
     The number of `elastic` workloads may change while they run, for which all of them start again: it falls when a node
     is lost, and rises when a visitor asks for that.
@@ -102,6 +102,11 @@ class RoleSpec(Value):
     def is_program(self) -> bool:
         """True if its processes find nothing of torchrun's, and have no rendezvous store."""
         return self.contract == "none"
+
+    @property
+    def takes_slots(self) -> bool:
+        """True if its ranks need slots, and not only a node. A trainer needs none."""
+        return self.slots > 0 and self.entry.kind != "trainer"
 
 
 class LogSpec(Value):

@@ -135,12 +135,13 @@ def _role(
     if "count" not in role.fields and nodes != ONE_NODE:
         each = _count(role, value, count_slots)
         made = replace(_finish(role, job, name, entry, each * nodes[1]), least=each * nodes[0])
-        return replace(made, per_node=made.per_node or each, **_needs(role, made.count))
+        return replace(made, per_node=made.per_node or each, **_needs(role, made))
     least, count = _counts(role, value, count_slots)
     if role.flag("elastic", False) and (least is None or entry.kind != "workload"):
         problem = "only workloads of which the number is given as MIN:MAX are elastic"
         role.fault("elastic", problem, "write count: 2:8, or leave it out")
-    return replace(_finish(role, job, name, entry, count), least=least, **_needs(role, count))
+    made = _finish(role, job, name, entry, count)
+    return replace(made, least=least, **_needs(role, made))
 
 
 def _finish(role: Section, job: Section, name: str, entry: Entry, count: int = 1) -> RoleSpec:
@@ -177,27 +178,34 @@ def _finish(role: Section, job: Section, name: str, entry: Entry, count: int = 1
     )
 
 
-def _needs(role: Section, count: int) -> dict[str, Any]:
-    """Slots and devices of each rank, and groups of ranks."""
+def _needs(role: Section, made: RoleSpec) -> dict[str, Any]:
+    """Slots and devices of each rank, and groups of ranks. `made` has the settings of the role that are known."""
+    on_device = role.given("device") or role.given("devices")
+    slots = _slots(role, 1.0 if on_device or made.contract == "torchrun" else 0.0)
+    if not slots and on_device:
+        key = "device" if role.given("device") else "devices"
+        role.fault(
+            "slots", f"a rank without slots has no device, and {key} is given", "leave one of them out"
+        )
     return {
         "device": role.text("device") or None,
-        "slots": _slots(role),
-        "per_group": _divisor(role, "per_group", count, "every group"),
+        "slots": slots,
+        "per_group": _divisor(role, "per_group", made.count, "every group"),
         "devices": _devices(role) if role.given("devices") else None,
         "component": role.integer("component", 0, 0) if role.given("component") else None,
         "elastic": role.flag("elastic", False),
     }
 
 
-def _slots(role: Section) -> float:
-    """Whole slots, or a share of one."""
+def _slots(role: Section, default: float) -> float:
+    """Whole slots, or a share of one; 0 for none."""
     if not role.given("slots"):
-        return 1.0
+        return default
     number = as_number(role.fields["slots"])
-    if not 0 < number < 1e6 or (number > 1 and number != int(number)):
+    if not 0 <= number < 1e6 or (number > 1 and number != int(number)):
         problem = f"expected a whole number or a share of one, found {shown(role.fields['slots'])}"
-        role.fault("slots", problem, "for example 2 or 0.5")
-        return 1.0
+        role.fault("slots", problem, "for example 2 or 0.5; 0 for a role that needs no device")
+        return default
     return number
 
 

@@ -25,8 +25,12 @@ def group_faults(key: str, groups: Sequence[Sequence[str]], roles: Sequence[Role
     A role may be in several groups of one kind, except groups that share. Contradictions between groups, and numbers of
     ranks that do not fit them, are found by the planner.
     """
-    known = {role.name: role for role in roles if role.entry.kind != "trainer"}
-    trainers = {role.name for role in roles} - known.keys()
+    known = {role.name for role in roles if role.entry.kind != "trainer"}
+    without = {
+        role.name: "has no slots" if role.name in known else "is the trainer, which uses no device"
+        for role in roles
+        if not role.takes_slots
+    }
     faults: list[Fault] = []
     home: dict[str, int] = {}
     for number, group in enumerate(groups):
@@ -35,9 +39,9 @@ def group_faults(key: str, groups: Sequence[Sequence[str]], roles: Sequence[Role
             remedy = f"name those that {WHAT_GROUPS_SAY[key]}"
             faults.append(Fault(where, f"{[*group]} names fewer than two roles", remedy))
         for name in group:
-            if name in trainers and key == "collocations":
-                faults.append(Fault(where, f"{name!r} is the trainer, which uses no device", "leave it out"))
-            elif name not in known and name not in trainers:
+            if name in without and key == "collocations":
+                faults.append(Fault(where, f"{name!r} {without[name]}", "leave it out"))
+            elif name not in known and name not in without:
                 faults.append(Fault(where, f"no role is called {name!r}", nearest(name, [*known])))
             elif name in home and (key in SHARING or home[name] == number):
                 other = f"{key}[{home[name]}]"

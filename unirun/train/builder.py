@@ -213,7 +213,7 @@ class WorkloadBuilder(_JobMethods[J]):
         return self
 
     def slots(self, num: float = 1) -> Self:
-        """The number of devices that each rank takes: a whole number, or a share of one like 0.5."""
+        """The number of devices that each rank takes: a whole number, a share of one like 0.5, or 0 for none."""
         return self._need(slots=num)
 
     def device(self, kind: str) -> Self:

@@ -166,3 +166,20 @@ def test_a_job_that_needs_more_nodes_than_one_does_not_fit(
     (scripts / "job.yaml").write_text("{script: train.py, roles: {a: {count: 4, per_node: 2}}}")
     assert plan("--inventory", "fake:devices=0", "--config", "job.yaml") == 3
     assert "a per_node 4 fits" in capsys.readouterr().err
+
+
+def test_a_program_that_needs_no_slot_is_drawn_beside_the_slots(
+    capsys: pytest.CaptureFixture[str], scripts: Path
+) -> None:
+    (scripts / "job.yaml").write_text("{roles: {a: {script: train.py}, engine: {program: ls, count: 2}}}")
+    assert plan("--inventory", "fake:devices=2", "--config", "job.yaml") == 0
+    head, picture, table = capsys.readouterr().out.split("\n\n")
+    assert head.splitlines()[0].endswith("by LOCAL_RANK; engine needs no slot")
+    assert picture == (
+        "NODE   cuda 0  cuda 1  no slot     FREE\n"
+        "node0  a:0     ·       engine:0-1  1"
+    )  # fmt: skip
+    a, engine, _ = table.splitlines()[1:]
+    assert "CUDA_VISIBLE_DEVICES" not in a, "as it is without the program"
+    assert engine.split()[:4] == ["engine", "0", "node0", "-"]
+    assert " CUDA_VISIBLE_DEVICES= " in engine

@@ -98,6 +98,31 @@ class TestAJobThatSaysNothingOfPlacesOnOneNode:
             "filters can still tell ranks apart"
         )
 
+    @given(counts, st.integers(0, 12), st.booleans(), st.booleans(), st.integers(1, 3))
+    def test_is_the_same_beside_roles_that_need_no_slot(
+        self, counts: dict[str, int], devices: int, virtual: bool, trained: bool, services: int
+    ) -> None:
+        roles = [*ranks(**counts), *([TRAINER] if trained else [])]
+        beside = [role(f"s{number}", number, slots=0.0) for number in range(1, services + 1)]
+        inventory = hosts(f"cpus=4,devices={devices}")
+        _, alone = place(job(*roles, virtual_local_rank=virtual), inventory)
+        spec = job(*beside[:1], *roles, *beside[1:], virtual_local_rank=virtual)
+        _, placement = place(spec, inventory)
+        assert {each.name: placement.of_role(each.name) for each in roles} == {
+            each.name: alone.of_role(each.name) for each in roles
+        }
+        assert placement.note.startswith(alone.note.split(";")[0])
+        for each in (each for service in beside for each in placement.of_role(service.name)):
+            assert (each.slot, each.own, each.cpus) == (-1, (), None)
+            assert each.devices == (() if devices else None), "two roles never use one device by accident"
+
+    def test_of_roles_that_need_no_slot_is_on_the_first_node(self) -> None:
+        services = [role("engine", 2, slots=0.0), role("gateway", 1, slots=0.0)]
+        _, placement = place(job(*services), hosts("devices=2"))
+        assert masks(placement) == {"engine": [(), ()], "gateway": [()]}
+        assert placement.masks == dict.fromkeys(["engine", "gateway"], "CUDA_VISIBLE_DEVICES")
+        assert placement.note == "1 node in use; engine and gateway need no slot"
+
     def test_has_places_for_processes_where_there_are_no_devices(self) -> None:
         inventory = Inventory((Node("host", (0, 1, 2, 3)),))
         _, placement = place(job(*ranks(actor=2)), inventory)

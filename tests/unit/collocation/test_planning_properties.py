@@ -34,6 +34,7 @@ from tests.unit.collocation.requests import inventories, requests, spread
 from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
 from unirun.collocation.planning import plan, replan
+from unirun.collocation.planning.anywhere import searched
 from unirun.collocation.planning.plan import find
 from unirun.collocation.planning.problem import problem_of
 from unirun.collocation.request import Request, Ties
@@ -295,7 +296,9 @@ def test_a_loss_of_any_node_moves_only_who_must_and_to_spares_first(
         spares = [n for n in left if n.name in before.spares]
         if fewest == 0 and may_stay(request, before, gone, spares):
             event("to spares")
-            assert {b.node for a, b in pairs if a.node == node} <= set(before.spares)
+            # Roles that may be anywhere go where the others are.
+            names = [role.name for role in searched(request).roles or request.roles]
+            assert {b.node for a, b in pairs if a.node == node and a.role in names} <= set(before.spares)
 
 
 PROGRAM = """

@@ -172,6 +172,12 @@ class TestTheDeviceMask:
         assert env_of(spec(), self.MASKED)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID", "as the numbers are meant"
         assert env_of(spec(), self.MASKED, CUDA_VISIBLE_DEVICES="0")["CUDA_VISIBLE_DEVICES"] == "4,5"
 
+    def test_the_device_mask_of_a_worker_that_is_to_see_no_device_is_empty(self) -> None:
+        blind = StartWorker(0, 0, 0, devices=())
+        assert env_of(spec(), blind, CUDA_VISIBLE_DEVICES="0,1")["CUDA_VISIBLE_DEVICES"] == ""
+        sees = RoleSpec("actor", 4, Entry("script", "a.py"), auto_visible_device=False)
+        assert env_of(spec(roles=(sees,)), blind, CUDA_VISIBLE_DEVICES="0")["CUDA_VISIBLE_DEVICES"] == "0"
+
     def test_the_device_mask_is_unchanged_without_devices(self) -> None:
         assert "CUDA_VISIBLE_DEVICES" not in env_of(spec())
         assert env_of(spec(), CUDA_VISIBLE_DEVICES="6")["CUDA_VISIBLE_DEVICES"] == "6"

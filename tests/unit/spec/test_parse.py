@@ -349,6 +349,19 @@ def test_programs_have_no_contract_unless_the_job_or_the_role_names_one() -> Non
     assert contracts(contract="none") == ["none", "torchrun", "torchrun"]
 
 
+def test_programs_need_no_slot_unless_they_ask_for_one_or_are_started_as_by_torchrun() -> None:
+    def slots(entry: str = "program", **keys: Any) -> float:
+        data = {"roles": {"a": {entry: "true", **keys}}}
+        return parse_job(data, count_slots=count, run_id="x").role("a").slots
+
+    assert slots() == slots(per_node=1) == slots(slots=0) == slots("module", slots=0) == 0
+    assert (
+        slots(device="cuda") == slots(device="cpu") == slots(devices=[0]) == slots(contract="torchrun") == 1
+    )
+    assert (slots(slots=2), slots(slots=0.5, device="cuda"), slots("module")) == (2, 0.5, 1)
+    assert slots(contract="torchrun", slots=0) == 0
+
+
 def test_a_contract_of_what_is_no_program_is_told() -> None:
     with pytest.raises(SpecError, match=r"roles\.a\.contract: a module has that of torchrun; leave it out"):
         parse_job({"roles": {"a": {"module": "m", "contract": "none"}}}, count_slots=count, run_id="x")

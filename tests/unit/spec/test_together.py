@@ -53,6 +53,13 @@ def test_a_wrong_group_is_told(groups: object, problem: str, remedy: str) -> Non
     assert all(fault.where.startswith("collocations") for fault in found)
 
 
+def test_a_role_without_slots_shares_no_device() -> None:
+    (fault,) = faults(roles={"critic": {"count": 2, "slots": 0}}, collocations=[["actor", "critic"]])
+    assert (fault.problem, fault.remedy) == ("'critic' has no slots", "leave it out")
+    roles = {"critic": {"count": 4, "slots": 0}}
+    assert job(roles=roles, separations=[["actor", "critic"]], host_collocations=[["rollout", "critic"]])
+
+
 def test_a_number_per_node_divides_the_ranks() -> None:
     (fault,) = faults(roles={"actor": {"count": 6, "per_node": 4}})
     assert (fault.where, fault.problem) == (

@@ -66,6 +66,8 @@ def test_all_other_scalars_are_read_as_by_omegaconf(
         ({"slots": float("nan")}, "whole number or a share of one"),
         ({"slots": True}, "whole number or a share of one"),
         ({"slots": 1.5}, "whole number or a share of one"),
+        ({"slots": 0, "device": "cuda"}, "a rank without slots has no device, and device is given; leave"),
+        ({"slots": 0, "devices": [0]}, "a rank without slots has no device, and devices is given; leave"),
         ({"devices": [0, 1, 0]}, "0 stands there twice; name each device once"),
         ({"devices": "0-3"}, "'0-3' is no device; name each one"),
         ({"per_group": 3}, "every group has as many: 1, 2, 4"),

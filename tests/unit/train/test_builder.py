@@ -192,6 +192,14 @@ class TestPlaces:
             | {"kind": "broadcast"}
         ]
 
+    def test_are_nodes_only_for_roles_without_slots(self) -> None:
+        builder = whole().node_num(1).device_per_node(2)
+        builder.workload("rollout", "algo", "Rollout").total(2).per_node(2)
+        builder.workload("judge", "algo", "Actor").total(8).per_node(8).slots(0)
+        job = builder.with_collocation_all().build()
+        assert job.mapping["collocations"] == [["actor", "rollout"]]
+        assert [role.slots for role in job.spec.roles] == [1, 1, 0, 1]
+
     def test_that_there_are_not_are_told(self) -> None:
         apart = whole()
         apart.workload("rollout", "algo", "Rollout").total(2).per_node(2)

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from unirun.collocation.inventory import CPU, Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
+from unirun.collocation.planning.anywhere import none_in_use, searched, with_the_others
 from unirun.collocation.planning.nodes import NodeKind, names_of
 from unirun.collocation.planning.packer import Packer
 from unirun.collocation.planning.problem import Cells, Problem, Stack, both, join, problem_of, some
@@ -88,7 +89,8 @@ def plan(request: Request, inventory: Inventory) -> Placement:
     Every constraint is kept. The criteria are, in this order: little traffic between nodes; each group of roles that
     wait for each other on few nodes; few nodes in use; the ranks of a role together. Nodes are in the order of the
     inventory, ranks in that of nodes and slots. Small problems (up to `solve.WORK` steps: some ten ranks on some nodes)
-    are solved to the optimum; for larger ones nodes are filled by a few rules, and the best result is taken.
+    are solved to the optimum; for larger ones nodes are filled by a few rules, and the best result is taken. Roles that
+    may be `anywhere` do not change where others are.
 
     Raises `PlacementError`, with all faults of the request, or with the constraint that binds and requests that fit.
     """
@@ -97,16 +99,29 @@ def plan(request: Request, inventory: Inventory) -> Placement:
         # Slow to import, and needed only when nothing fits.
         from unirun.collocation.planning.explain import does_not_fit
 
-        raise does_not_fit(request, inventory)
+        raise does_not_fit(short_of(request), inventory)
     return placement
+
+
+def short_of(request: Request) -> Request:
+    """The part of `request`, which does not fit, that is the reason: roles that may be anywhere need but a node."""
+    rest = searched(request)
+    return rest if any(role.least for role in rest.roles) else request
 
 
 def find(request: Request, inventory: Inventory) -> Placement | None:
     """The placement of `plan`, or None when nothing fits, without the search for an explanation, which takes longer."""
+    sound = [node for node in inventory.nodes if node.name not in request.tainted]
+    rest = searched(request)
+    names = [node.name for node in sound]
+    placement = _searched(rest, sound) if rest.roles else none_in_use(rest, names)
+    return None if placement is None else with_the_others(request, placement, names)
+
+
+def _searched(request: Request, sound: Sequence[Node]) -> Placement | None:
+    """The placement of roles that have needs, on nodes of which the last are the spares."""
     problem = problem_of(request)
     packer = Packer(problem)
-    sound = [node for node in inventory.nodes if node.name not in request.tainted]
-    # The last nodes are the spares.
     use = max(len(sound) - request.spares, 0)
     nodes, spares = sound[:use], tuple(node.name for node in sound[use:])
     solution = solve(packer, nodes)

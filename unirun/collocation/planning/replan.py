@@ -16,9 +16,10 @@ from msgspec.structs import replace
 
 from unirun.collocation.inventory import CPU, Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
+from unirun.collocation.planning.anywhere import none_in_use, searched, with_the_others
 from unirun.collocation.planning.nodes import Kinds, NodeKind
 from unirun.collocation.planning.packer import Packer
-from unirun.collocation.planning.plan import crossing, in_order, note, seating
+from unirun.collocation.planning.plan import crossing, in_order, note, seating, short_of
 from unirun.collocation.planning.problem import Bundle, Cells, Problem, problem_of
 from unirun.collocation.planning.solve import distribute, most_cells, processes
 from unirun.collocation.request import Request
@@ -51,25 +52,39 @@ def replan(request: Request, inventory: Inventory, previous: Placement, lost: fr
     the fewest ranks move, as far as such sets can be tried (`RELEASES`), else all of one node, of two, of four, and so
     on. Ranks that have to be on one node move together. An elastic role shrinks before a survivor moves; then the
     survivors with the highest ranks take the missing numbers, and stay where they are. A survivor keeps its local rank
-    and mask when others join it. Raises `PlacementError` as `plan` does.
+    and mask when others join it. Roles that may be `anywhere` go to nodes that are in use. Raises `PlacementError` as
+    `plan` does.
     """
+    nodes = [node for node in inventory.nodes if node.name not in lost and node.name not in request.tainted]
+    rest = searched(request)
+    names = [node.name for node in nodes]
+    placement = _searched(rest, inventory, previous, nodes) if rest.roles else none_in_use(rest, names)
+    whole = None if placement is None else with_the_others(request, placement, names, previous)
+    if whole is not None:
+        return whole
+    left = tuple(node for node in inventory.nodes if node.name not in lost)
+    # Slow to import, and needed only when nothing fits.
+    from unirun.collocation.planning.explain import does_not_fit
+
+    raise does_not_fit(replace(short_of(request), spares=0), Inventory(left))
+
+
+def _searched(
+    request: Request, inventory: Inventory, previous: Placement, nodes: Sequence[Node]
+) -> Placement | None:
+    """The placement of roles that have needs on those `nodes` that are left; None when they do not fit."""
     problem = problem_of(request)
     packer = Packer(problem)
-    nodes = [node for node in inventory.nodes if node.name not in lost and node.name not in request.tainted]
     survivors = _Survivors(problem, previous, nodes)
     # Spares first, so that they are preferred to equal nodes.
     spares = frozenset(previous.spares)
-    nodes.sort(key=lambda node: node.name not in spares)
+    nodes = sorted(nodes, key=lambda node: node.name not in spares)
     kinds = [Kinds(problem, number) for number in processes(problem, nodes)]
     for homes in _stays(survivors, nodes):
         moved = _move(packer, kinds, survivors, homes, nodes, spares)
         if moved is not None:
             return _result(request, packer, survivors, moved, inventory)
-    left = tuple(node for node in inventory.nodes if node.name not in lost)
-    # Slow to import, and needed only when nothing fits.
-    from unirun.collocation.planning.explain import does_not_fit
-
-    raise does_not_fit(replace(request, spares=0), Inventory(left))
+    return None
 
 
 class _Survivors:
