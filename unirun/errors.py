@@ -169,8 +169,9 @@ class JobElsewhere(JobError):
 class PlacementError(UnirunError):
     """The ranks of `role` do not fit: it needs `needed` slots, and `available` are free.
 
-    `constraint` describes what prevents the placement. `nearest` lists changes that each make the job fit, the
-    smallest first. `faults` has all faults; the other fields describe the first.
+    With the `constraint` ``cpus`` or ``memory`` these are processors, or bytes, of a node; others say what prevents
+    the placement. `nearest` lists changes that each make the job fit, the smallest first. `faults` has all faults; the
+    other fields describe the first.
     """
 
     exit_code = EXIT_PLACEMENT

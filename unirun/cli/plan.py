@@ -20,6 +20,7 @@ from unirun.cli.gridtext import text
 from unirun.cli.options import PLAN_OPTIONS
 from unirun.cli.output import print_table, write_file
 from unirun.collocation import Placement, slot_types
+from unirun.collocation.needs import shown_need
 from unirun.collocation.placing import TopologyOf
 from unirun.errors import UsageError
 from unirun.launcher.environment import worker_env
@@ -74,17 +75,21 @@ def main(argv: list[str]) -> int:
             print_table(["WORKER", "FROM", "TO"], rows_of_moves)
         say()
     names = ("role", "rank", "node")
+    needs = {role.name: shown_need(role) for role in spec.roles}
+    needy = any(needs.values())
     table = [
         [
             *(str(row[name]) for name in names),
             "-" if row["slot"] < 0 else str(row["slot"]),
+            *([needs[row["role"]] or "-"] if needy else []),
             f"{row['restart']}×{row['max_restarts']}",
             _short_env(row["env"]),
             row["command"],
         ]
         for row in rows
     ]
-    print_table(["ROLE", "RANK", "NODE", "SLOT", "RESTART", "ENV", "COMMAND"], table)
+    needed = ["NEEDS"] if needy else []
+    print_table(["ROLE", "RANK", "NODE", "SLOT", *needed, "RESTART", "ENV", "COMMAND"], table)
     return 0
 
 

@@ -11,12 +11,15 @@ from msgspec.structs import replace
 
 from unirun.collocation.devices import device_types
 from unirun.collocation.inventory import CPU, Inventory, Node, accelerators, slots_of
+from unirun.collocation.needs import check_needs
 from unirun.collocation.numa import Topology, near_cpus, told_topology
 from unirun.collocation.placement import Assignment, Placement
 from unirun.collocation.planning import plan, replan
+from unirun.collocation.planning.plan import find
 from unirun.collocation.planning.problem import both
 from unirun.collocation.request import Request, RoleRequest, Ties
 from unirun.collocation.torchrun_devices import TorchrunDevices, torchrun_devices
+from unirun.errors import PlacementError
 from unirun.spec import JobSpec, RoleSpec
 
 Cpus = tuple[int, ...] | None
@@ -39,7 +42,7 @@ def place(
     from the job's graph (`unirun.graph.weights`, `unirun.graph.tight_parts`). With ``numa_binding``, `topology` is
     called for each node that has ranks on devices.
     """
-    return _as_jobs(spec, inventory, topology, plan(request_of(spec, inventory, ties), inventory))
+    return _as_jobs(spec, inventory, topology, ties, plan(request_of(spec, inventory, ties), inventory))
 
 
 def place_again(
@@ -58,13 +61,19 @@ def place_again(
     gone = frozenset((*lost, *previous.lost))
     placement = replan(request_of(spec, inventory, ties), inventory, previous, gone)
     names = tuple(node.name for node in inventory.nodes if node.name in gone)
-    return _as_jobs(spec, inventory, topology, replace(placement, lost=names))
+    return _as_jobs(spec, inventory, topology, ties, replace(placement, lost=names))
 
 
 def _as_jobs(
-    spec: JobSpec, inventory: Inventory, topology: TopologyOf, placement: Placement
+    spec: JobSpec, inventory: Inventory, topology: TopologyOf, ties: Ties, placement: Placement
 ) -> tuple[JobSpec, Placement]:
-    """The planner's placement with device masks, processors and notes; and the job with the counts of its roles."""
+    """The planner's placement with device masks, processors and notes; and the job with the counts of its roles.
+
+    Raises `PlacementError` where a node has not the processors or the memory that its ranks need.
+    """
+    if any(role.cpus or role.memory for role in spec.roles):
+        left = Inventory(tuple(node for node in inventory.nodes if node.name not in placement.lost))
+        check_needs(spec, placement, left, lambda changed: _found(changed, left, ties))
     as_torchrun = _as_torchrun(spec, inventory)
     cpus_of = _binding(spec, inventory, topology)
     # With an empty mask, two roles never use one device by accident. A trainer's mask is left as it is.
@@ -96,6 +105,14 @@ def _as_jobs(
     )
     roles = tuple(_placed(role, len(placement.of_role(role.name))) for role in spec.roles)
     return replace(spec, roles=roles), placement
+
+
+def _found(spec: JobSpec, inventory: Inventory, ties: Ties) -> Placement | None:
+    """The planner's placement; None when nothing fits, or the request has faults."""
+    try:
+        return find(request_of(spec, inventory, ties), inventory)
+    except PlacementError:
+        return None
 
 
 def _placed(role: RoleSpec, count: int) -> RoleSpec:

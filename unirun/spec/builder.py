@@ -51,7 +51,7 @@ class WorkloadDraft(Value):
     env: Any = field(default_factory=dict)
     auto_visible_device: bool = True
     needs: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of a role in a job file: ``slots``, ``device``, ``devices``, ``per_group``."""
+    """Keys of a role in a job file: ``slots``, ``device``, ``devices``, ``per_group``, ``cpus``, ``memory``."""
 
     @property
     def takes_slots(self) -> bool:

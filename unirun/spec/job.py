@@ -52,7 +52,9 @@ class RoleSpec(Value):
     a share of one; with 0 it needs no slot, only a node. With `least` there may be fewer ranks than `count` where there
     is no room for all; once it is placed, `count` is how many it has, and `most` how many it may have when nodes join.
     `per_group` cuts the ranks into groups of that many, each on one node; `devices` are the only ones, by index, that
-    it may have. With `component`, its nodes are those of that component of a heterogeneous Slurm job.
+    it may have. With `component`, its nodes are those of that component of a heterogeneous Slurm job. Each rank needs
+    `cpus` of the processors of its node, or ``all``, and `memory` in bytes: what is needed has to be there, but no rank
+    is bound to it.
 
     The number of `elastic` workloads may change while they run, for which all of them start again: it falls when a node
     is lost, and rises when a visitor asks for that.
@@ -86,6 +88,8 @@ class RoleSpec(Value):
     component: int | None = None
     elastic: bool = False
     contract: Contract = "torchrun"
+    cpus: int | Literal["all"] | None = None
+    memory: int | None = None
     python: str | None = None
     ports: tuple[str, ...] = ()
     service: bool = False

@@ -6,11 +6,12 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
 from unirun.errors import Fault
+from unirun.sizes import parse_size
 from unirun.spec.entries import missing_entry
 from unirun.spec.job import Entry, EntryKind, RoleSpec, StartMethod
 from unirun.spec.programs import (
@@ -28,6 +29,8 @@ NodeCount = tuple[int, int]
 ONE_NODE: NodeCount = (1, 1)
 """Turns ``auto``, ``cpu`` or ``gpu`` into how many workers that is on this node. Raises UnirunError."""
 
+LEAST_MEMORY = 10**6
+"""A smaller size is a number without its unit."""
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,62}")
 TRAINER = "trainer"
 """The name of the role that a job's ``trainer`` makes."""
@@ -53,6 +56,8 @@ ROLE_KEYS = (
     "devices",
     "component",
     "elastic",
+    "cpus",
+    "memory",
     *AUTO_DEVICE,
     *PROGRAM_KEYS,
 )
@@ -60,10 +65,9 @@ ELSEWHERE = {
     **dict.fromkeys(
         ("gpu", "gpus", "num_gpus", "gpus_per_worker"), "write slots: N, the devices that each rank has"
     ),
-    **dict.fromkeys(
-        ("cpu", "cpus", "num_cpus", "memory", "resources"),
-        "a rank has slots, which are devices, or places for processes; write slots: N",
-    ),
+    **dict.fromkeys(("cpu", "num_cpus"), "write cpus: N, the processors that each rank needs"),
+    **dict.fromkeys(("mem", "ram"), "write memory: 64GB, what each rank needs"),
+    "resources": "write what each rank needs in the role: slots: N, cpus: N, memory: 64GB",
     "depends_on": "write after: [ROLE], and ready: in that role",
     "healthcheck": "write ready: http://{addr}/health, and alive: for the time after that",
     **dict.fromkeys(("replicas", "num_replicas", "num_workers", "world_size"), "write count: N"),
@@ -72,7 +76,7 @@ ELSEWHERE = {
 }
 """Keys of other launchers' files, and what to write for them in a role."""
 
-TRAINER_KEYS = ("class", "env", "cwd", "max_restarts", "start_method")
+TRAINER_KEYS = ("class", "env", "cwd", "max_restarts", "start_method", "cpus", "memory")
 START_METHODS: dict[str, StartMethod] = {
     "fork": "fork",
     "forkserver": "fork",
@@ -174,6 +178,8 @@ def _finish(role: Section, job: Section, name: str, entry: Entry, count: int = 1
         restart="process" if by_class or (program["service"] and program["contract"] == "none") else "role",
         per_node=_divisor(role, "per_node", count, "every node"),
         auto_visible_device=_auto_device(role),
+        cpus=_cpus(role),
+        memory=_memory(role),
         **program,
     )
 
@@ -207,6 +213,36 @@ def _slots(role: Section, default: float) -> float:
         role.fault("slots", problem, "for example 2 or 0.5; 0 for a role that needs no device")
         return default
     return number
+
+
+def _cpus(role: Section) -> int | Literal["all"] | None:
+    """Processors of its node that each rank needs, ``all`` for all of them."""
+    if not role.given("cpus"):
+        return None
+    value = role.fields["cpus"]
+    if value == "all":
+        return "all"
+    if isinstance(value, str) and not value.strip().isdecimal():
+        role.fault("cpus", f"expected a whole number or all, found {shown(value)}", "for example 8")
+        return None
+    return role.as_integer("cpus", value, 1, 1)
+
+
+def _memory(role: Section) -> int | None:
+    """Bytes that each rank needs, as a number or as a size."""
+    if not role.given("memory"):
+        return None
+    value = role.fields["memory"]
+    try:
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise ValueError(f"expected a size, found {shown(value)}")
+        size = parse_size(str(value))
+        if size < LEAST_MEMORY:
+            raise ValueError(f"{shown(value)} is {size} bytes, less than any process needs")
+    except ValueError as error:
+        role.fault("memory", str(error), "for example 64GB or 512MiB")
+        return None
+    return size
 
 
 def _counts(role: Section, value: Any, count_slots: SlotCounter) -> tuple[int | None, int]:

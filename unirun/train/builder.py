@@ -220,6 +220,14 @@ class WorkloadBuilder(_JobMethods[J]):
         """The type of its devices: ``cpu``, ``cuda``, or another that the nodes have."""
         return self._need(device=kind)
 
+    def cpus(self, num: int | Literal["all"]) -> Self:
+        """The processors of its node that each rank needs, ``all`` for all of them."""
+        return self._need(cpus=num)
+
+    def memory(self, size: int | str) -> Self:
+        """The memory of its node that each rank needs: bytes, or a size like ``64GB``."""
+        return self._need(memory=size)
+
     def devices(self, *indices: int | str) -> Self:
         """The indices of the only devices that its ranks may have on any node."""
         return self._need(devices=[*indices])
@@ -309,8 +317,9 @@ class RLJobBuilder(_RLMethods):
 def _check_placement(mapping: Mapping[str, Any], nodes: int, devices: int) -> None:
     """Check that the ranks fit on so many nodes. Raises `SpecError`."""
     spec = parse_job(mapping, count_slots=lambda _: 1, run_id="draft")
-    # The names of the nodes are not known here, so none is excluded.
-    spec = replace(spec, exclude_nodes=())
+    # The names of the nodes are not known here, so none is excluded, nor are their processors and memory.
+    roles = tuple(replace(role, cpus=None, memory=None) for role in spec.roles)
+    spec = replace(spec, exclude_nodes=(), roles=roles)
     try:
         plan(spec, parse_fake(f"fake:nodes={nodes},devices={devices}"), told_topology)
     except PlacementError as error:

@@ -183,3 +183,20 @@ def test_a_program_that_needs_no_slot_is_drawn_beside_the_slots(
     assert "CUDA_VISIBLE_DEVICES" not in a, "as it is without the program"
     assert engine.split()[:4] == ["engine", "0", "node0", "-"]
     assert " CUDA_VISIBLE_DEVICES= " in engine
+
+
+def test_processors_and_memory_that_ranks_need_are_in_the_plan(
+    capsys: pytest.CaptureFixture[str], scripts: Path
+) -> None:
+    engine = "{program: ls, cpus: 8, memory: 64GB}"
+    (scripts / "job.yaml").write_text(f"{{roles: {{a: {{script: train.py}}, engine: {engine}}}}}")
+    assert plan("--inventory", "fake:cpus=8", "--config", "job.yaml") == 0
+    head, a, of_engine = capsys.readouterr().out.rpartition("\n\n")[2].splitlines()
+    assert head.split()[3:6] == ["SLOT", "NEEDS", "RESTART"]
+    assert a.split()[3:5] == ["0", "-"]
+    assert re.search(r" -  +8 cpus, 64.0 GB  ", of_engine)
+    assert plan("--json", "--inventory", "fake:cpus=8", "--config", "job.yaml") == 0
+    roles = json.loads(capsys.readouterr().out)["spec"]["roles"]
+    assert [(role["cpus"], role["memory"]) for role in roles] == [(None, None), (8, 64 * 10**9)]
+    assert plan("--inventory", "fake:cpus=7", "--config", "job.yaml") == 3
+    assert "engine needs 8 cpus of node0" in capsys.readouterr().err

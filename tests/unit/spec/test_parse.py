@@ -267,7 +267,13 @@ def test_a_slip_of_the_pen_gets_the_key_that_was_meant(key: str, place: int, let
 
 @pytest.mark.parametrize(
     ("key", "remedy"),
-    [("gpus", "slots: N"), ("cpus", "slots: N"), ("depends_on", "at once"), ("replicas", "count: N")],
+    [
+        ("gpus", "slots: N"),
+        ("num_cpus", "cpus: N"),
+        ("resources", "memory: 64GB"),
+        ("depends_on", "at once"),
+        ("replicas", "count: N"),
+    ],
 )
 def test_a_key_of_another_launcher_gets_what_stands_for_it_here(key: str, remedy: str) -> None:
     with pytest.raises(SpecError) as caught:

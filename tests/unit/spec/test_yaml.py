@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from unirun.errors import SpecError
-from unirun.spec import parse_job
+from unirun.spec import JobSpec, parse_job
 from unirun.spec.yaml import load_job_file
 
 
@@ -68,6 +69,12 @@ def test_all_other_scalars_are_read_as_by_omegaconf(
         ({"slots": 1.5}, "whole number or a share of one"),
         ({"slots": 0, "device": "cuda"}, "a rank without slots has no device, and device is given; leave"),
         ({"slots": 0, "devices": [0]}, "a rank without slots has no device, and devices is given; leave"),
+        ({"cpus": 0}, "expected a number from 1"),
+        ({"cpus": 1.5}, "expected a whole number, found 1.5"),
+        ({"cpus": "every"}, "expected a whole number or all, found 'every'"),
+        ({"memory": "64 gigs"}, "'64 gigs' is no number of bytes; write 64MB"),
+        ({"memory": 64}, "64 is 64 bytes, less than any process needs; for example 64GB"),
+        ({"memory": 1.5}, "expected a size, found 1.5"),
         ({"devices": [0, 1, 0]}, "0 stands there twice; name each device once"),
         ({"devices": "0-3"}, "'0-3' is no device; name each one"),
         ({"per_group": 3}, "every group has as many: 1, 2, 4"),
@@ -80,3 +87,27 @@ def test_what_a_rank_cannot_need_is_told(role: dict[str, Any], says: str) -> Non
     with pytest.raises(SpecError) as caught:
         parse_job(data, count_slots=lambda _kind: 1, run_id="x")
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("role", "cpus", "memory"),
+    [
+        ({}, None, None),
+        ({"cpus": 8, "memory": "64GB"}, 8, 64 * 10**9),
+        ({"cpus": "8", "memory": "1.5 GiB"}, 8, 3 * 2**29),
+        ({"cpus": "all", "memory": 10**9}, "all", 10**9),
+    ],
+    ids=str,
+)
+def test_any_rank_may_need_processors_and_memory(role: dict[str, Any], cpus: object, memory: object) -> None:
+    data = {
+        "roles": {
+            "tool": {"program": "true", **role},
+            "script": {"module": "m", **role},
+            "called": {"workload": "json:JSONDecoder", **role},
+        },
+        "trainer": {"class": "json:JSONEncoder", **role},
+    }
+    spec = parse_job(data, count_slots=lambda _kind: 1, run_id="x")
+    assert [(each.cpus, each.memory) for each in spec.roles] == [(cpus, memory)] * 4
+    assert JobSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec

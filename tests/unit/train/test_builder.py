@@ -195,10 +195,12 @@ class TestPlaces:
     def test_are_nodes_only_for_roles_without_slots(self) -> None:
         builder = whole().node_num(1).device_per_node(2)
         builder.workload("rollout", "algo", "Rollout").total(2).per_node(2)
-        builder.workload("judge", "algo", "Actor").total(8).per_node(8).slots(0)
+        builder.workload("judge", "algo", "Actor").total(8).per_node(8).slots(0).cpus(96).memory("2TB")
         job = builder.with_collocation_all().build()
         assert job.mapping["collocations"] == [["actor", "rollout"]]
         assert [role.slots for role in job.spec.roles] == [1, 1, 0, 1]
+        judge = job.spec.role("judge")
+        assert (judge.cpus, judge.memory) == (96, 2 * 10**12), "what nodes have is known when it starts"
 
     def test_that_there_are_not_are_told(self) -> None:
         apart = whole()
