@@ -93,7 +93,8 @@ def parse_job(
             problem = f"{name} is a service, which is needed until the primary roles have ended"
             job.fault("primary", problem, "leave out service: true, or name another role")
     if job.faults:
-        raise SpecError(job.faults)
+        # The value of a key of the job is read for each role.
+        raise SpecError([*dict.fromkeys(job.faults)])
     return JobSpec(roles=tuple(roles), primary=primary, **fields)
 
 

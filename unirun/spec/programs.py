@@ -29,9 +29,8 @@ after 2, 4, 8 s, and so on."""
 _PORT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,30}")
 
 
-def read_program(role: Section, entry: Entry) -> dict[str, Any]:
+def read_program(role: Section, entry: Entry, contract: Contract) -> dict[str, Any]:
     """The fields of a `RoleSpec` that are about programs and services."""
-    contract = read_contract(role, entry)
     service = role.flag("service")
     if service and entry.kind in ("workload", "trainer"):
         role.fault(
@@ -67,12 +66,15 @@ def read_program(role: Section, entry: Entry) -> dict[str, Any]:
     }
 
 
-def read_contract(role: Section, entry: Entry) -> Contract:
-    """The contract of a role with this entry: torchrun's, except of programs that do not ask for it."""
-    chosen = role.choice("contract", ("torchrun", "none"), "none" if entry.kind == "program" else "torchrun")
-    if chosen == "none" and entry.kind != "program":
+def read_contract(role: Section, job: Section, entry: Entry) -> Contract:
+    """The contract of a program: the role's, the job's, or ``none``; other entries have that of torchrun."""
+    if entry.kind == "program":
+        section = role if role.given("contract") else job
+        chosen = section.choice("contract", ("torchrun", "none"), "none")
+        return "none" if chosen == "none" else "torchrun"
+    if role.given("contract"):
         role.fault("contract", f"a {entry.kind} has that of torchrun", "leave it out, or write program: NAME")
-    return "none" if chosen == "none" else "torchrun"
+    return "torchrun"
 
 
 def _ports(role: Section, *, service: bool) -> tuple[str, ...]:

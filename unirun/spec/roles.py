@@ -13,11 +13,12 @@ from msgspec.structs import replace
 from unirun.errors import Fault
 from unirun.sizes import parse_size
 from unirun.spec.entries import missing_entry
-from unirun.spec.job import Entry, EntryKind, RoleSpec, StartMethod
+from unirun.spec.job import Contract, Entry, EntryKind, RoleSpec, StartMethod
 from unirun.spec.programs import (
     JOB_WIDE_PROGRAM_KEYS,
     PROGRAM_KEYS,
     SERVICE_RESTARTS,
+    read_contract,
     read_program,
     variables_of,
 )
@@ -90,7 +91,8 @@ CLASS_RESTARTS = 3
 def read_roles(job: Section, count_slots: SlotCounter, nodes: NodeCount) -> list[RoleSpec]:
     """The roles of a job in the order of the file; without any, one that is called ``default``.
 
-    A role without a count has ``nproc_per_node`` ranks on each of the job's `nodes`.
+    A role without a count has ``nproc_per_node`` ranks on each of the job's `nodes`, as under torchrun; a program that
+    has not torchrun's contract has one.
     """
     raw = job.mapping("roles")
     if not raw and job.given("trainer"):
@@ -135,26 +137,27 @@ def _role(
         job.fault(where, "nothing to run", f"name a script, or one for this role: --script {name}=FILE")
     elif not entry.target:
         job.fault(where, "there is nothing to run", "name a script: unirun train.py")
-    value = role.fields.get("count", job.fields.get("nproc_per_node", 1))
-    if "count" not in role.fields and nodes != ONE_NODE:
+    contract = read_contract(role, job, entry)
+    usual = job.fields.get("nproc_per_node", 1) if contract == "torchrun" else 1
+    value = role.fields.get("count", usual)
+    if "count" not in role.fields and nodes != ONE_NODE and contract == "torchrun":
         each = _count(role, value, count_slots)
-        made = replace(_finish(role, job, name, entry, each * nodes[1]), least=each * nodes[0])
+        made = replace(_finish(role, job, name, entry, each * nodes[1], contract), least=each * nodes[0])
         return replace(made, per_node=made.per_node or each, **_needs(role, made))
     least, count = _counts(role, value, count_slots)
     if role.flag("elastic", False) and (least is None or entry.kind != "workload"):
         problem = "only workloads of which the number is given as MIN:MAX are elastic"
         role.fault("elastic", problem, "write count: 2:8, or leave it out")
-    made = _finish(role, job, name, entry, count)
+    made = _finish(role, job, name, entry, count, contract)
     return replace(made, least=least, **_needs(role, made))
 
 
-def _finish(role: Section, job: Section, name: str, entry: Entry, count: int = 1) -> RoleSpec:
+def _finish(
+    role: Section, job: Section, name: str, entry: Entry, count: int = 1, contract: Contract = "torchrun"
+) -> RoleSpec:
     """The settings that roles and the trainer have in common."""
-    keys = ("cwd", "max_restarts", "start_method", *JOB_WIDE_PROGRAM_KEYS)
+    keys = ("cwd", "max_restarts", "start_method", "python")
     wide = {key: job.fields[key] for key in keys if key in job.fields}
-    if entry.kind != "program":
-        # The job's is for the roles that run its program.
-        wide.pop("contract", None)
     role = Section({**wide, **role.fields}, role.where, role.faults)
     cwd = role.text("cwd") or None
     if cwd is not None and not os.path.isdir(cwd):
@@ -162,7 +165,7 @@ def _finish(role: Section, job: Section, name: str, entry: Entry, count: int = 1
     chosen = role.choice("start_method", tuple(START_METHODS), "fork")
     env = role.env("env")
     by_class = entry.kind in ("workload", "trainer")
-    program = read_program(role, entry)
+    program = read_program(role, entry, contract)
     if entry.target:
         path = search_path(program["python"], env, job.fields.get("env"))
         _check_target(role, entry, cwd, python_path(env, job.fields.get("env")), path)
@@ -175,7 +178,7 @@ def _finish(role: Section, job: Section, name: str, entry: Entry, count: int = 1
         cwd=cwd,
         max_restarts=role.integer("max_restarts", restarts, 0),
         start_method="exec" if entry.kind == "program" or program["python"] else START_METHODS[chosen],
-        restart="process" if by_class or (program["service"] and program["contract"] == "none") else "role",
+        restart="process" if by_class or (program["service"] and contract == "none") else "role",
         per_node=_divisor(role, "per_node", count, "every node"),
         auto_visible_device=_auto_device(role),
         cpus=_cpus(role),

@@ -368,6 +368,25 @@ def test_programs_need_no_slot_unless_they_ask_for_one_or_are_started_as_by_torc
     assert slots(contract="torchrun", slots=0) == 0
 
 
+def test_programs_without_torchruns_contract_have_one_rank_unless_they_say_how_many() -> None:
+    roles = {
+        "a": {"module": "m"},
+        "b": {"program": "true"},
+        "c": {"program": "true", "contract": "torchrun"},
+        "d": {"program": "true", "count": 3},
+    }
+    data = {"roles": roles, "nproc_per_node": 4}
+    here = parse_job(data, count_slots=count, run_id="x").roles
+    assert [role.count for role in here] == [4, 1, 4, 3]
+    on_nodes = parse_job(data, count_slots=count, run_id="x", nodes=(1, 2)).roles
+    assert [(role.least, role.count, role.per_node) for role in on_nodes] == [
+        (4, 8, 4),
+        (None, 1, None),
+        (4, 8, 4),
+        (None, 3, None),
+    ]
+
+
 def test_a_contract_of_what_is_no_program_is_told() -> None:
     with pytest.raises(SpecError, match=r"roles\.a\.contract: a module has that of torchrun; leave it out"):
         parse_job({"roles": {"a": {"module": "m", "contract": "none"}}}, count_slots=count, run_id="x")
