@@ -81,12 +81,14 @@ class Row(Value):
 
 
 class Grid(Value):
-    """The whole picture. `roles` are in the order of their colours; `rest` sums up the nodes without a row."""
+    """The whole picture. `roles` are in the order of their colours, `programs` those that are programs; `rest` sums up
+    the nodes without a row."""
 
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     roles: tuple[str, ...]
     rest: str = ""
+    programs: frozenset[str] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -104,10 +106,16 @@ class Grid(Value):
         return (self.columns[number], *texts)
 
 
-def grid(placement: Placement, inventory: Inventory, types: Mapping[str, str]) -> Grid:
+def grid(
+    placement: Placement,
+    inventory: Inventory,
+    types: Mapping[str, str],
+    programs: frozenset[str] = frozenset(),
+) -> Grid:
     """The picture of `placement` on `inventory`.
 
-    `types` has the type of the slots of each role (`unirun.collocation.slot_types`).
+    `types` has the type of the slots of each role (`unirun.collocation.slot_types`), `programs` the roles that are
+    programs.
     """
     given = any(each.own for each in placement.assignments)
     here: dict[str, dict[Column, dict[tuple[str, float], list[int]]]] = defaultdict(dict)
@@ -132,7 +140,7 @@ def grid(placement: Placement, inventory: Inventory, types: Mapping[str, str]) -
         "no slot" if column == _NOWHERE else f"{column[0]} {_clip(column[1], 12)}" for column in columns
     )
     roles = tuple(dict.fromkeys(each.role for each in placement.assignments))
-    return Grid(names, tuple(rows[:MOST]), roles, _rest(rows[MOST:]))
+    return Grid(names, tuple(rows[:MOST]), roles, _rest(rows[MOST:]), programs)
 
 
 def _columns_of(rank: Assignment, kind: str, given: bool) -> list[Column]:

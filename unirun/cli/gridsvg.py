@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from unirun.cli.grid import Cell, Grid, Tenant
-from unirun.graph.svgparts import document, text_at, text_width
+from unirun.graph.svgparts import bars, document, text_at, text_width
 
 FONT, LINE, GAP, MARGIN = 12.0, 20.0, 6.0, 20.0
 """Pixels: the size of letters, from one line to the next, between cells, and around everything."""
@@ -27,7 +27,10 @@ _FILLS = (
 
 
 def svg(picture: Grid) -> str:
-    """The picture: ranks in the colours of their roles, those that share a slot below each other, free slots dashed."""
+    """The picture: ranks in the colours of their roles, those that share a slot below each other, free slots dashed.
+
+    Programs have boxes with sharp corners and bars at their sides, as in `unirun.graph.svg`.
+    """
     return _Picture(picture).text()
 
 
@@ -39,7 +42,8 @@ class _Picture:
         self.fills = {role: _FILLS[number % len(_FILLS)] for number, role in enumerate(picture.roles)}
         self.first = self._width(picture.names) + GAP
         self.wide = [
-            max(self._width(picture.column(number)), 30.0) + 12 for number in range(len(picture.columns))
+            max(self._width(picture.column(number)), 30.0) + (20 if picture.programs else 12)
+            for number in range(len(picture.columns))
         ]
 
     @staticmethod
@@ -100,8 +104,11 @@ class _Picture:
     def tenant(self, tenant: Tenant, x: float, y: float, width: float, height: float) -> Iterator[str]:
         """One role's ranks on a slot."""
         fill, stroke = self.fills[tenant.role]
+        program = tenant.role in self.picture.programs
         yield (
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" '
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{0 if program else 4}" '
             f'fill="{fill}" stroke="{stroke}"/>'
         )
-        yield text_at(tenant.text, x + 6, y + height / 2, _INK)
+        if program:
+            yield bars(x, y, width, height, stroke)
+        yield text_at(tenant.text, x + (10 if program else 6), y + height / 2, _INK)

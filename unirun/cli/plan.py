@@ -46,7 +46,8 @@ def main(argv: list[str]) -> int:
     types = slot_types(spec, inventory)
     moved = moves(before.placement, placement, types)
     if "svg" in line.options:
-        write_file(line.options["svg"], svg(grid(placement, inventory, types)))
+        programs = frozenset(role.name for role in spec.roles if role.entry.kind == "program")
+        write_file(line.options["svg"], svg(grid(placement, inventory, types, programs)))
     if line.options.get("json"):
         whole = {
             "spec": spec.to_json(),

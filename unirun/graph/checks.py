@@ -56,6 +56,8 @@ def warnings(graph: Graph, joined: Collection[str] = ()) -> tuple[str, ...]:
     starts = [name for name in names if name in callers - called] or names[:1]
     reached = _reached(starts, graph.edges)
     found = []
+    # Programs are reached at their addresses, without calls of unirun.
+    joined = {*joined, *(role.name for role in graph.roles if role.program)}
     for name in names:
         if name in joined and name not in called | callers:
             continue

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from unirun.errors import SpecError
 from unirun.graph.checks import faults
 from unirun.graph.values import Graph, Role
-from unirun.spec import JobSpec
+from unirun.spec import Entry, JobSpec
 from unirun.spec.edges import Edge, Kind
 
 
@@ -20,7 +20,13 @@ def declared(spec: JobSpec) -> Graph:
         trainers = (role.name for role in spec.roles if role.entry.kind == "trainer")
         workloads = [role.name for role in spec.roles if role.entry.kind == "workload"]
         edges = tuple(Edge(trainer, workload, kind="") for trainer in trainers for workload in workloads)
-    return graph_of({role.name: role.count for role in spec.roles}, edges)
+    graph = graph_of({role.name: role.count for role in spec.roles}, edges)
+    programs = {role.name: _program(role.entry) for role in spec.roles}
+    return replace(graph, roles=tuple(replace(role, program=programs[role.name]) for role in graph.roles))
+
+
+def _program(entry: Entry) -> str:
+    return entry.target.rpartition("/")[2] if entry.kind == "program" else ""
 
 
 def graph_of(counts: Mapping[str, int], edges: Iterable[Edge]) -> Graph:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from unirun.graph.layout import Layout, Pair, Point, heights, layout
 from unirun.graph.states import look
-from unirun.graph.svgparts import document, text_at, text_width
+from unirun.graph.svgparts import bars, document, text_at, text_width
 from unirun.graph.text import NO_STATES, edge_line, vertex_lines
 from unirun.graph.values import Graph, Role
 from unirun.spec.edges import Edge
@@ -30,7 +30,8 @@ _LINE, _LABEL = "#475569", "#1e293b"
 def svg(graph: Graph, states: Mapping[str, str] = NO_STATES) -> str:
     """The picture. `states` has the phases of roles by their names, which give the boxes their colours.
 
-    Dashed lines are asynchronous calls; the thicker a line, the more bytes go along it.
+    Dashed lines are asynchronous calls; the thicker a line, the more bytes go along it. Programs have boxes with sharp
+    corners and bars at their sides.
     """
     return _Picture(graph, states).text()
 
@@ -102,11 +103,14 @@ class _Picture:
         shown = look(self.states.get(name, ""))
         middle = self.middle[name] + MARGIN
         height = self.size[name]
+        role = self.roles[name]
         yield (
-            f'<rect x="{x:g}" y="{middle - height / 2:g}" width="{width:g}" height="{height:g}" rx="8" '
-            f'fill="{shown.fill}" stroke="{shown.stroke}" stroke-width="1.5"/>'
+            f'<rect x="{x:g}" y="{middle - height / 2:g}" width="{width:g}" height="{height:g}" '
+            f'rx="{0 if role.program else 8}" fill="{shown.fill}" stroke="{shown.stroke}" stroke-width="1.5"/>'
         )
-        words = vertex_lines(self.roles[name], self.states)
+        if role.program:
+            yield bars(x, middle - height / 2, width, height, shown.stroke)
+        words = vertex_lines(role, self.states)
         for number, line in enumerate(words):
             y = middle + (number - (len(words) - 1) / 2) * LINE
             bold = ' font-weight="bold"' if number == 0 else ""

@@ -23,6 +23,12 @@ def document(width: float, height: float, font: float, parts: Iterable[str]) -> 
     return "\n".join([head, back, *parts, "</svg>"]) + "\n"
 
 
+def bars(x: float, y: float, width: float, height: float, stroke: str) -> str:
+    """The bars at the sides of the box of a program."""
+    d = " ".join(f"M{at:g} {y:g}v{height:g}" for at in (x + 5, x + width - 5))
+    return f'<path d="{d}" fill="none" stroke="{stroke}" stroke-width="1.5"/>'
+
+
 def text_at(text: str, x: float, y: float, fill: str, more: str = "") -> str:
     """One line of text whose middle is at height `y`. `more` are further attributes."""
     place = f'x="{x:g}" y="{y:g}" dominant-baseline="central"'

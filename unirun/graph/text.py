@@ -20,7 +20,8 @@ def mermaid(graph: Graph, states: Mapping[str, str] = NO_STATES) -> str:
     lines = ["flowchart LR"]
     for role in graph.roles:
         label = "<br/>".join(_mermaid(line) for line in vertex_lines(role, states))
-        lines.append(f'    {ids[role.name]}["{label}"]')
+        left, right = ("[[", "]]") if role.program else ("[", "]")
+        lines.append(f'    {ids[role.name]}{left}"{label}"{right}')
     for edge in graph.edges:
         arrow = "-.->" if edge.asynchronous else "-->"
         label = _mermaid(edge_line(edge))
@@ -41,7 +42,8 @@ def dot(graph: Graph, states: Mapping[str, str] = NO_STATES) -> str:
         shown = look(states.get(role.name, ""))
         label = "\\n".join(_dot(line) for line in vertex_lines(role, states))
         colours = f'fillcolor="{shown.fill}", color="{shown.stroke}", fontcolor="{shown.text}"'
-        lines.append(f'    {ids[role.name]} [label="{label}", {colours}];')
+        shape = ', shape=component, style="filled"' if role.program else ""
+        lines.append(f'    {ids[role.name]} [label="{label}", {colours}{shape}];')
     for edge in graph.edges:
         style = ", style=dashed" if edge.asynchronous else ""
         lines.append(
@@ -86,9 +88,9 @@ def yaml(graph: Graph) -> str:
 
 
 def vertex_lines(role: Role, states: Mapping[str, str]) -> tuple[str, ...]:
-    """The text of a role's box: its name and count, and its state if known."""
-    state = states.get(role.name, "")
-    return (f"{role.name} ×{role.count}", *((state,) if state else ()))
+    """The text of a role's box: its name and count, the program that it runs, and its state if known."""
+    more = (role.program, states.get(role.name, ""))
+    return (f"{role.name} ×{role.count}", *(each for each in more if each))
 
 
 def edge_line(edge: Edge) -> str:

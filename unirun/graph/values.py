@@ -9,10 +9,11 @@ from unirun.values import Value
 
 
 class Role(Value):
-    """A vertex: `count` identical ranks."""
+    """A vertex: `count` identical ranks. `program` is the name of the one that they are; empty for other entries."""
 
     name: str
     count: int = 1
+    program: str = ""
 
 
 class Graph(Value):

@@ -54,6 +54,16 @@ def test_a_tree_is_drawn_of_the_edges(
     assert output.err == ""
 
 
+def test_programs_are_named_and_need_no_edge(
+    capsys: pytest.CaptureFixture[str], job_file: Callable[[str], str]
+) -> None:
+    roles = "{a: {script: train.py}, b: {script: train.py}, engine: {program: /bin/ls, count: 2}}"
+    assert graph("--config", job_file(f"{{roles: {roles}, edges: [a -> b]}}")) == 0
+    output = capsys.readouterr()
+    assert "engine ×2  ls\n" in output.out
+    assert output.err == ""
+
+
 def test_a_trainer_without_edges_calls_every_role(capsys: pytest.CaptureFixture[str]) -> None:
     assert graph("--roles", "actor=1@ppo:Actor,rollout=2@ppo:Rollout", "--trainer", "ppo:PPOTrainer") == 0
     assert capsys.readouterr().out == (

@@ -185,6 +185,15 @@ def test_a_program_that_needs_no_slot_is_drawn_beside_the_slots(
     assert " CUDA_VISIBLE_DEVICES= " in engine
 
 
+def test_a_program_has_a_box_of_its_own_in_the_picture(
+    capsys: pytest.CaptureFixture[str], scripts: Path
+) -> None:
+    (scripts / "job.yaml").write_text("{roles: {a: {script: train.py}, engine: {program: ls}}}")
+    assert plan("--inventory", "fake:devices=2", "--config", "job.yaml", "--svg", "plan.svg") == 0
+    corners = re.findall(r'rx="(\d+)"', (scripts / "plan.svg").read_text(encoding="utf-8"))
+    assert corners == ["10", "4", "4", "0"], "the page, a rank, a free slot, the program"
+
+
 def test_processors_and_memory_that_ranks_need_are_in_the_plan(
     capsys: pytest.CaptureFixture[str], scripts: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The computation graphs of the four scenarios of DLRover's proposal, with weights of a plausible size.
+"""The computation graphs of the four scenarios of DLRover's proposal, and of engines, with weights of a plausible size.
 
 Weights are bytes per step. A model of 7 billion parameters has 14 GB in bfloat16; samples are texts and their tokens.
 """
@@ -83,10 +83,28 @@ def ppo(actors: int = 4, rollouts: int = 4, judges: int = 2) -> Graph:
     )
 
 
+def engines(actors: int = 2, servers: int = 2) -> Graph:
+    """An actor beside programs: engines that get its weights, and the router before them."""
+    return Graph(
+        (
+            Role("actor", actors),
+            Role("engine", servers, "vllm"),
+            Role("router", 1, "sglang_router"),
+            Role("sandbox", 3, "sandbox-server"),
+        ),
+        (
+            Edge("actor", "router", "generate", "gather", "both", False, 32e6),
+            Edge("router", "engine", "generate", "scatter", "both", False, 32e6),
+            Edge("actor", "engine", "load_weights", "broadcast", "forward", True, _WEIGHTS),
+        ),
+    )
+
+
 SCENARIOS: dict[str, Callable[..., Graph]] = {
     "pretrain": pretrain,
     "online_learning": online_learning,
     "multimodal": multimodal,
     "ppo": ppo,
+    "engines": engines,
 }
 """By name; each takes the numbers of ranks, and has some without."""

@@ -193,6 +193,16 @@ def test_calls_go_to_the_right_but_those_that_close_a_circle(graph: Graph) -> No
         assert all(b - a >= 15 - 1e-6 for a, b in pairwise(places))
 
 
+def test_programs_have_boxes_of_their_own() -> None:
+    graph = Graph((Role("actor", 2), Role("engine", 2, "vllm")))
+    assert texts(svg(graph)) == ["actor ×2", "engine ×2", "vllm"]
+    corners = [each.get("rx") for each in ElementTree.fromstring(svg(graph)).iter(f"{SVG}rect")]
+    assert corners[1:] == ["8", "0"]
+    assert '[["engine ×2<br/>vllm"]]' in mermaid(graph)
+    assert dot(graph).count("shape=component") == 1
+    assert tree(graph, {"engine": "running"}).splitlines() == ["actor ×2", "engine ×2  vllm  running"]
+
+
 def test_a_picture_of_nothing_is_a_picture() -> None:
     assert texts(svg(Graph(()))) == []
     assert tree(Graph(())) == ""
