@@ -21,6 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 from safetensors import safe_open
 
+from tests.testbed.engine import Transfer, fields
 from unirun.errors import UnirunError
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -207,21 +208,6 @@ class Server:
         self._http.server_close()
 
 
-def fields(body: Any, needed: Mapping[str, type], optional: Mapping[str, type] = {}) -> str:
-    """The fault of the fields of a request; empty when there is none."""
-    if not isinstance(body, dict):
-        return "not an object"
-    known = {**needed, **optional}
-    wrong = [f"unknown field {key}" for key in body if key not in known]
-    wrong += [f"missing field {key}" for key in needed if key not in body]
-    wrong += [
-        f"{key} is no {known[key].__name__}"
-        for key in body
-        if key in known and not isinstance(body[key], known[key])
-    ]
-    return ", ".join(wrong)
-
-
 class Vllm(Server):
     """``vllm serve`` with ``VLLM_SERVER_DEV_MODE=1``: the router of weight transfers, and the workers behind it."""
 
@@ -237,8 +223,16 @@ class Vllm(Server):
         config = SimpleNamespace(model_config=SimpleNamespace(quantization=None))
         self.models = [Model(like, shard, workers) for shard in range(workers)]
         self.engines: list[Engine] = [made(None, config, torch.device("cpu"), each) for each in self.models]
-        self.paused, self.updating, self.version = "", False, "default"
+        self.transfer = Transfer(self._do)
         super().__init__(**options)
+
+    @property
+    def paused(self) -> str:
+        return self.transfer.paused
+
+    @property
+    def version(self) -> str:
+        return self.transfer.version
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -251,51 +245,22 @@ class Vllm(Server):
 
     def answer(self, path: str, query: dict[str, list[str]], body: Any) -> Answer:
         try:
-            return 200, self._done(path, query, body)
+            return 200, self.transfer.answer(path, query, body)
         except LookupError as error:
             return 400, {"detail": str(error.args[0])}
         except (AssertionError, RuntimeError, TypeError, ValueError, UnirunError) as error:
             return 500, {"error": {"message": str(error), "type": "InternalServerError", "code": 500}}
 
-    def _done(self, path: str, query: dict[str, list[str]], body: Any) -> dict[str, Any]:
-        needed = {
-            "/init_weight_transfer_engine": {"init_info": dict},
-            "/start_weight_update": {},
-            "/update_weights": {"update_info": dict},
-            "/finish_weight_update": {},
-            "/pause": {},
-            "/resume": {},
-        }
-        if path not in needed:
-            raise LookupError("Not Found")
-        optional = {"weight_version": str} if path == "/finish_weight_update" else {}
-        if wrong := fields(body, needed[path], optional):
-            raise LookupError(wrong)
-        if path == "/pause":
-            (self.paused,) = query["mode"]
-            assert self.paused in ("abort", "wait", "keep"), f"Invalid pause mode {self.paused}"
-        elif path == "/resume":
-            self.paused = ""
-        elif path == "/init_weight_transfer_engine":
-            for engine in self.engines:
-                engine.init_transfer_engine(engine.parse_init_info(body["init_info"]))
-        elif path == "/start_weight_update":
-            if self.updating:
-                raise RuntimeError("start_weight_update called while a weight update is already active.")
-            self.updating = True
-            for engine in self.engines:
+    def _do(self, phase: str, values: dict[str, Any]) -> None:
+        for engine in self.engines:
+            if phase == "init":
+                engine.init_transfer_engine(engine.parse_init_info(values))
+            elif phase == "start":
                 engine.start_weight_update()
-        elif not self.updating:
-            raise RuntimeError(f"start_weight_update must be called before {path.strip('/')}.")
-        elif path == "/update_weights":
-            for engine in self.engines:
-                engine.update_weights(body["update_info"])
-        else:
-            for engine in self.engines:
+            elif phase == "update":
+                engine.update_weights(values)
+            else:
                 engine.finish_weight_update()
-            self.updating = False
-            self.version = body.get("weight_version", self.version)
-        return {"message": "done"}
 
 
 class Sglang(Server):
