@@ -43,6 +43,14 @@ SECTIONS = {
     ],
     "Weights": ["WeightsChannel", "LocalShard", "WeightsError", "WeightsTimeout", "PeerLost"],
     "Queues": ["Queue", "Admission", "Item", "QueueTimeout", "QueueEnded"],
+    "Engines": [
+        "EngineClient",
+        "rollout.client.Answer",
+        "rollout.client.Span",
+        *(f"rollout.engines.{name}" for name in ("Engine", "Engines", "EngineList", "AddressFile")),
+        "ServerError",
+        "ServerTimeout",
+    ],
     "Jobs from Python": [
         "DLJobBuilder",
         "RLJobBuilder",

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
         QueueTimeout,
         RemoteError,
         RemoteTraceback,
+        ServerError,
+        ServerTimeout,
         UnirunError,
         WeightsError,
         WeightsTimeout,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
         trainer_invocation,
         wait,
     )
+    from unirun.rollout import EngineClient
     from unirun.train import DLJobBuilder, JobBuilder, JobHandle, RLJobBuilder, attach
     from unirun.weights import Admission, Item, LocalShard, Queue, WeightsChannel
 
@@ -52,6 +55,7 @@ __all__ = [
     "Context",
     "DLJobBuilder",
     "EncodingError",
+    "EngineClient",
     "InvocationRef",
     "InvocationTimeout",
     "Item",
@@ -70,6 +74,8 @@ __all__ = [
     "RemoteMethod",
     "RemoteTraceback",
     "RoleGroup",
+    "ServerError",
+    "ServerTimeout",
     "UnirunError",
     "WeightsChannel",
     "WeightsError",
@@ -99,6 +105,8 @@ _ERRORS = frozenset(
         "QueueTimeout",
         "RemoteError",
         "RemoteTraceback",
+        "ServerError",
+        "ServerTimeout",
         "UnirunError",
         "WeightsError",
         "WeightsTimeout",
@@ -123,6 +131,8 @@ def __getattr__(name: str) -> Any:
     home = "unirun.roles"
     if name in _ERRORS:
         home = "unirun.errors"
+    elif name == "EngineClient":
+        home = "unirun.rollout"
     elif name in _TRAIN:
         home = "unirun.train"
     elif name in _WEIGHTS:

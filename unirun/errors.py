@@ -32,7 +32,7 @@
     ├── QueueTimeout            a queue was full, or empty, until the deadline
     ├── QueueEnded              a queue is empty, and all of its producers have ended
     ├── PeerLost                a worker died while weights were moved to it or from it
-    ├── ServerError             an inference server did not take weights: it refused, or died
+    ├── ServerError             an inference server did not do what it was asked for: it refused, or died
     │   └── ServerTimeout       it did not answer before the deadline
     ├── JobFailed               a submitted job did not succeed
     ├── TrainingFailed          a training run could not go on: workers were lost too often, reports did not match
@@ -349,9 +349,10 @@ class PeerLost(UnirunError):
 
 
 class ServerError(UnirunError):
-    """The inference server `server` (``http://127.0.0.1:8000``) did not take weights.
+    """The inference server `server` (``http://127.0.0.1:8000``) did not take weights, or did not answer a request.
 
-    `status` is the HTTP status with which it refused, and the message has its words; 0 when it did not answer.
+    `status` is the HTTP status with which it refused, and the message has its words; 0 when it did not answer. `server`
+    is a role when none of its engines was ready.
     """
 
     def __init__(self, problem: str, remedy: str = "", *, server: str, status: int = 0) -> None:

@@ -117,14 +117,17 @@ class Transfer:
 
 
 class Stub:
-    """The server. `ready` and `broken` may be changed while it runs; `seen` has the path of each request."""
+    """The server. `ready` and `broken` may be changed while it runs.
+
+    `seen` has the path of each request; `running` is the number of outputs that are being made, `made` that of all tokens.
+    """
 
     def __init__(self, *, latency: float = 0.0, ready: bool = True, flaps: int = 0) -> None:
         self.latency, self.ready, self.flaps = latency, ready, flaps
         self.broken = False
         self.transfer = Transfer()
         self.seen: list[str] = []
-        self.running = 0
+        self.running = self.made = 0
         self._aborts = 0
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -247,6 +250,7 @@ class Stub:
                 await self._resumed.wait()
                 version, start = self.transfer.version, len(output)
                 output += tokens(prompt, min(count, start + step), version, start)
+                self.made += len(output) - start
                 if spans and spans[-1]["version"] == version:
                     spans[-1]["end"] = len(output)
                 else:

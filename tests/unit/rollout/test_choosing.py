@@ -1,0 +1,220 @@
+"""A request goes to the engine with the least to do, and again to another one when that engine fails; never twice at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirun.rollout.choosing import (
+    LONGEST,
+    SHORTEST,
+    Failure,
+    GiveUp,
+    Kind,
+    Load,
+    Send,
+    Wait,
+    begun,
+    choose,
+    cut,
+    ended,
+    follow,
+)
+from unirun.rollout.engines import Engine
+
+
+def engine(rank: int, *, ready: bool = True, incarnation: int = 0) -> Engine:
+    return Engine(rank, incarnation, f"http://127.0.0.1:{20_000 + rank}", ready)
+
+
+def failure(kind: Kind = "lost", status: int = 0, rank: int = 0) -> Failure:
+    return Failure(engine(rank), kind, "words", status)
+
+
+def chosen(loads: Iterable[Load], avoid: tuple[Engine, ...] = (), now: float = 0.0) -> int:
+    found = choose(loads, avoid, now)
+    assert isinstance(found, Send)
+    return found.engine.rank
+
+
+def test_the_engine_with_the_fewest_requests_in_flight_gets_the_next_one() -> None:
+    assert chosen([Load(engine(0), 2), Load(engine(1), 1), Load(engine(2), 3)]) == 1
+
+
+def test_among_equals_it_is_the_one_whose_turn_is_longest_ago() -> None:
+    loads = {rank: Load(engine(rank)) for rank in range(3)}
+    order = []
+    for turn in range(1, 7):
+        rank = chosen(loads.values())
+        order.append(rank)
+        loads[rank] = cut(begun(loads[rank], turn))
+    assert order == [0, 1, 2, 0, 1, 2]
+
+
+def test_an_engine_that_is_not_ready_gets_none() -> None:
+    assert chosen([Load(engine(0, ready=False)), Load(engine(1), 9)]) == 1
+
+
+def test_without_a_ready_engine_a_request_waits_for_a_change() -> None:
+    assert choose([], (), 0.0) == Wait(None)
+    assert choose([Load(engine(0, ready=False))], (), 0.0) == Wait(None)
+
+
+def test_an_engine_that_has_failed_on_a_request_gets_it_again_only_if_there_is_no_other() -> None:
+    loads = [Load(engine(0)), Load(engine(1), 5)]
+    assert chosen(loads, (engine(0),)) == 1
+    assert chosen(loads, (engine(0), engine(1))) == 0
+
+
+def test_an_engine_that_has_failed_is_doubted_for_a_while_and_longer_each_time() -> None:
+    load, now, doubts = Load(engine(0)), 100.0, []
+    for turn in range(10):
+        load = ended(begun(load, turn), failure(), now)
+        doubts.append(load.doubted - now)
+        assert choose([load], (), now) == Wait(load.doubted - now)
+        now = load.doubted
+        assert choose([load], (), now) == Send(load.engine)
+    assert doubts[:3] == pytest.approx([SHORTEST, 2 * SHORTEST, 4 * SHORTEST])
+    assert doubts[-1] == pytest.approx(LONGEST)
+    assert ended(begun(load, 11), None, now).failures == 0
+
+
+def test_the_requests_that_an_engine_takes_with_it_are_one_failure() -> None:
+    load = begun(begun(begun(Load(engine(0)), 1), 2), 3)
+    for _ in range(3):
+        load = ended(load, failure(), 10.0)
+    assert (load.in_flight, load.failures, load.doubted) == (0, 1, 10.0 + SHORTEST)
+
+
+def test_a_wrong_request_says_nothing_against_its_engine() -> None:
+    assert ended(begun(Load(engine(0)), 1), failure("status", 400), 10.0).doubted == 0.0
+
+
+@pytest.mark.parametrize("status", [301, 400, 401, 404, 422, 501])
+def test_what_the_server_says_is_wrong_is_not_sent_again(status: int) -> None:
+    wrong = failure("status", status)
+    assert follow((wrong,), 5) == GiveUp(wrong, True)
+
+
+@pytest.mark.parametrize("kind", ["refused", "lost", "unready"])
+def test_what_an_engine_had_not_finished_is_sent_again(kind: Kind) -> None:
+    assert follow((failure(kind),), 2) is None
+
+
+def test_a_request_on_which_engines_fail_again_and_again_is_given_up() -> None:
+    failures = (failure("lost"), failure("status", 500), failure("unready"))
+    assert follow(failures, 4) is None
+    assert follow(failures, 3) == GiveUp(failures[-1], False)
+
+
+def test_an_engine_that_never_got_a_request_did_not_fail_because_of_it() -> None:
+    assert follow((failure("refused"), failure("status", 503), failure("status", 502)) * 50, 2) is None
+
+
+ACTIONS = ("ask", "finish", "die", "start", "tell", "later")
+ATTEMPTS = 4
+
+
+class World:
+    """Three engines that die and start, what a client knows of them, and its requests; without time or input and output."""
+
+    def __init__(self) -> None:
+        self.alive = [True] * 3
+        self.incarnations = [0] * 3
+        self.loads = {each: Load(each) for each in map(engine, range(3))}
+        self.now, self.turn = 0.0, 0
+        self.waiting: dict[int, tuple[Failure, ...]] = {}
+        self.running: dict[int, tuple[Engine, tuple[Failure, ...]]] = {}
+        self.outcomes: dict[int, list[str]] = {}
+
+    def ask(self) -> None:
+        number = len(self.outcomes)
+        self.outcomes[number], self.waiting[number] = [], ()
+
+    def send(self) -> None:
+        """Send all that can be sent; a dead engine refuses at once."""
+        again = True
+        while again:
+            again = False
+            for number, failures in list(self.waiting.items()):
+                found = choose(self.loads.values(), [each.engine for each in failures], self.now)
+                if isinstance(found, Wait):
+                    continue
+                again, its = True, found.engine
+                assert number not in self.running
+                del self.waiting[number]
+                self.turn += 1
+                self.loads[its] = begun(self.loads[its], self.turn)
+                self.running[number] = its, failures
+                if not self.lives(its):
+                    self.fail(number, Failure(its, "refused", ""))
+
+    def lives(self, its: Engine) -> bool:
+        return self.alive[its.rank] and self.incarnations[its.rank] == its.incarnation
+
+    def fail(self, number: int, failed: Failure) -> None:
+        its, failures = self.running.pop(number)
+        if its in self.loads:
+            self.loads[its] = ended(self.loads[its], failed, self.now)
+        end = follow((*failures, failed), ATTEMPTS)
+        if end is None:
+            self.waiting[number] = *failures, failed
+        else:
+            self.outcomes[number].append("given up")
+            assert sum(each.was_tried for each in (*failures, failed)) == ATTEMPTS
+
+    def finish(self, pick: int) -> None:
+        if self.running:
+            number = sorted(self.running)[pick % len(self.running)]
+            its, _ = self.running.pop(number)
+            assert self.lives(its)
+            self.loads[its] = ended(self.loads[its], None, self.now)
+            self.outcomes[number].append("answered")
+
+    def die(self, rank: int) -> None:
+        self.alive[rank] = False
+        for number, (its, _) in list(self.running.items()):
+            if its.rank == rank:
+                self.fail(number, Failure(its, "lost", ""))
+
+    def start(self, rank: int) -> None:
+        if not self.alive[rank]:
+            self.alive[rank] = True
+            self.incarnations[rank] += 1
+
+    def tell(self) -> None:
+        """The client learns of the engines."""
+        told = [
+            engine(rank, ready=alive, incarnation=self.incarnations[rank])
+            for rank, alive in enumerate(self.alive)
+        ]
+        self.loads = {each: self.loads.get(each, Load(each)) for each in told}
+
+
+@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2)), max_size=60))
+def test_no_request_is_lost_and_none_is_answered_twice(history: list[tuple[str, int]]) -> None:
+    world = World()
+    for action, pick in history:
+        if action == "ask":
+            world.ask()
+        elif action == "tell":
+            world.tell()
+        elif action == "later":
+            world.now += SHORTEST
+        else:
+            getattr(world, action)(pick)
+        world.send()
+    for rank in range(3):
+        world.start(rank)
+    world.tell()
+    world.now += LONGEST
+    world.send()
+    while world.running:
+        world.finish(0)
+        world.send()
+    assert not world.waiting
+    assert all(len(outcome) == 1 for outcome in world.outcomes.values())
+    assert all(load.in_flight == 0 for load in world.loads.values())

@@ -1,0 +1,347 @@
+"""A client of several engines, which are stubs in the same event loop, gets each answer once, whatever becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+import unirun
+from tests.effort import SOON
+from tests.testbed.engine import Stub, decoded, encoded, tokens
+from unirun.errors import ServerError, ServerTimeout, UsageError
+from unirun.rollout import Engine, EngineClient, EngineList
+
+
+class Engines:
+    """Stubs, and what their client is told of them."""
+
+    def __init__(self, count: int, latency: float = 0.0) -> None:
+        self.stubs = [Stub(latency=latency) for _ in range(count)]
+        self.urls = [stub.start() for stub in self.stubs]
+        self.source = EngineList.at(*self.urls)
+
+    def client(self, **options: Any) -> EngineClient:
+        return EngineClient("engine", engines=self.source, **{"timeout": SOON, **options})
+
+    def tell(self, *ready: bool, incarnation: int = 0) -> None:
+        self.source.set(
+            Engine(rank, incarnation, url, its)
+            for (rank, url), its in zip(enumerate(self.urls), ready, strict=True)
+        )
+
+    def close(self) -> None:
+        for stub in self.stubs:
+            stub.close()
+
+
+def play(count: int, story: Callable[[Engines], Awaitable[None]], latency: float = 0.0) -> None:
+    """The story with so many engines."""
+
+    async def whole() -> None:
+        engines = Engines(count, latency)
+        try:
+            await story(engines)
+        finally:
+            engines.close()
+
+    asyncio.run(whole())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SOON):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+def test_tokens_in_and_tokens_out_with_the_engine_and_the_version() -> None:
+    async def story(engines: Engines) -> None:
+        engines.stubs[0].transfer.version = "7"
+        async with engines.client() as client:
+            answer = await client.generate([1, 2, 3], max_tokens=5, temperature=0.0)
+        assert answer.token_ids == tokens([1, 2, 3], 5, "7")
+        assert (str(answer.engine), answer.engine.incarnation, answer.version) == ("engine:0", 0, "7")
+        assert [(span.version, span.start, span.end) for span in answer.spans] == [("7", 0, 5)]
+        assert answer.finish_reason == "length"
+
+    play(1, story)
+
+
+def test_an_output_during_which_the_weights_changed_tells_the_version_of_each_token() -> None:
+    async def story(engines: Engines) -> None:
+        (stub,) = engines.stubs
+        async with engines.client() as client:
+            asked = asyncio.create_task(client.generate([1], max_tokens=8))
+            await until(lambda: stub.made > 0)
+            await client.post("/pause?mode=keep", {})
+            await client.post("/update_weight_version", {"new_version": "2"})
+            await client.post("/resume", {})
+            answer = await asked
+        first, second = answer.spans
+        assert (first.version, second.version, second.end) == ("default", "2", 8)
+        assert answer.version == "default"
+        assert answer.token_ids == tokens([1], first.end) + tokens([1], 8, "2", second.start)
+
+    play(1, story, latency=0.4)
+
+
+def test_completions_and_chats_have_the_parameters_of_the_server() -> None:
+    async def story(engines: Engines) -> None:
+        async with engines.client() as client:
+            text = await client.complete("hello", max_tokens=4, n=2)
+            ids = await client.complete([5, 6], max_tokens=3, return_token_ids=True)
+            chat = await client.chat([{"role": "user", "content": "hello"}], max_tokens=4)
+        assert text.text == decoded(tokens(encoded("hello"), 4))
+        assert len(text.choices) == 2
+        assert ids.token_ids == tokens([5, 6], 3)
+        assert chat.text == decoded(tokens(encoded("user: hello\n"), 4))
+        assert chat.version is None  # vLLM says it only for tokens
+
+    play(1, story)
+
+
+def test_requests_at_a_time_are_spread_evenly() -> None:
+    async def story(engines: Engines) -> None:
+        async with engines.client() as client:
+            answers = await asyncio.gather(*(client.generate([each]) for each in range(30)))
+        assert [sum(each.engine.rank == rank for each in answers) for rank in range(3)] == [10, 10, 10]
+
+    play(3, story, latency=0.1)
+
+
+def test_a_request_that_its_engine_had_not_answered_when_it_died_is_sent_to_another() -> None:
+    async def story(engines: Engines) -> None:
+        async with engines.client() as client:
+            asked = [asyncio.create_task(client.generate([each])) for each in range(20)]
+            await until(lambda: engines.stubs[0].running == 10)
+            engines.stubs[0].close()
+            answers = await asyncio.gather(*asked)
+        assert [each.token_ids for each in answers] == [tokens([each], 16) for each in range(20)]
+        assert {each.engine.rank for each in answers} == {1}
+
+    play(2, story, latency=0.2)
+
+
+def test_requests_to_an_engine_that_hangs_are_sent_to_another_when_it_is_no_longer_ready() -> None:
+    async def story(engines: Engines) -> None:
+        engines.stubs[0].latency = 10 * SOON
+        async with engines.client() as client:
+            asked = [asyncio.create_task(client.generate([each])) for each in range(6)]
+            await until(lambda: engines.stubs[0].running == 3)
+            engines.tell(False, True)
+            answers = await asyncio.gather(*asked)
+            assert {each.engine.rank for each in answers} == {1}
+            await until(lambda: engines.stubs[0].running == 0)  # their connections are closed
+
+    play(2, story, latency=0.05)
+
+
+def test_an_engine_that_answers_500_or_is_not_ready_yet_loses_its_requests_to_others() -> None:
+    async def story(engines: Engines) -> None:
+        engines.stubs[0].broken = True
+        engines.stubs[1].ready = False
+        async with engines.client() as client:
+            answers = await asyncio.gather(*(client.generate([each]) for each in range(20)))
+        assert {each.engine.rank for each in answers} == {2}
+        # Once it has failed it is doubted, though it has the fewest requests.
+        assert len(engines.stubs[0].seen) <= 20
+
+    play(3, story, latency=0.02)
+
+
+def test_requests_wait_for_an_engine() -> None:
+    async def story(engines: Engines) -> None:
+        engines.tell(False)
+        async with engines.client() as client:
+            asked = [asyncio.create_task(client.generate([each])) for each in range(3)]
+            await asyncio.sleep(0.02)
+            assert engines.stubs[0].seen == []
+            engines.tell(True, incarnation=1)
+            assert [each.engine.incarnation for each in await asyncio.gather(*asked)] == [1, 1, 1]
+
+    play(1, story)
+
+
+def test_a_wrong_request_is_an_error_at_once_with_the_words_of_the_server() -> None:
+    async def story(engines: Engines) -> None:
+        async with engines.client() as client:
+            with pytest.raises(
+                ServerError, match=r"engine:0 \(.*/generate\) refused \(400\): List should have"
+            ) as caught:
+                await client.generate([])
+            assert (caught.value.server, caught.value.status) == (engines.urls[0], 400)
+        assert engines.stubs[0].seen + engines.stubs[1].seen == ["/inference/v1/generate"]
+
+    play(2, story)
+
+
+def test_a_route_that_the_server_does_not_have_is_an_error() -> None:
+    async def story(engines: Engines) -> None:
+        async with engines.client() as client:
+            with pytest.raises(ServerError, match=r"refused \(404\): Not Found"):
+                await client.post("/v1/nothing", {})
+
+    play(1, story)
+
+
+def test_a_request_on_which_engines_fail_again_and_again_is_an_error() -> None:
+    async def story(engines: Engines) -> None:
+        for stub in engines.stubs:
+            stub.broken = True
+        async with engines.client(attempts=3) as client:
+            with pytest.raises(ServerError, match="as the last of 3 attempts; .* perhaps it is this request"):
+                await client.generate([1])
+        assert sum(len(stub.seen) for stub in engines.stubs) == 3
+
+    play(2, story)
+
+
+def test_every_request_has_a_deadline_whatever_it_waits_for() -> None:
+    async def story(engines: Engines) -> None:
+        async with engines.client(timeout=0.1) as client:
+            with pytest.raises(ServerTimeout, match=r"engine:0 \(.*\) did not answer within 0.1 s"):
+                await client.generate([1])
+            engines.stubs[0].close()
+            with pytest.raises(
+                ServerTimeout, match="within 0.2 s: engine:0 failed; before, engine:0: Connection refused"
+            ):
+                await client.generate([1], timeout=0.2)
+            engines.tell(False)
+            with pytest.raises(ServerTimeout, match="within 0.1 s: engine:0 not ready") as caught:
+                await client.generate([1])
+            assert isinstance(caught.value, TimeoutError)
+
+    play(1, story, latency=SOON)
+
+
+def test_a_call_that_is_cancelled_closes_its_request() -> None:
+    async def story(engines: Engines) -> None:
+        (stub,) = engines.stubs
+        async with engines.client() as client:
+            asked = asyncio.create_task(client.generate([1]))
+            await until(lambda: stub.running == 1)
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            await until(lambda: stub.running == 0)
+        assert stub.seen == ["/inference/v1/generate"]
+
+    play(1, story, latency=SOON)
+
+
+def test_the_end_of_the_client_ends_its_requests() -> None:
+    async def story(engines: Engines) -> None:
+        async with engines.client() as client:
+            asked = asyncio.create_task(client.generate([1]))
+            await until(lambda: engines.stubs[0].running == 1)
+        with pytest.raises(UsageError, match="the client of engine is closed"):
+            await asked
+        with pytest.raises(UsageError, match="closed"):
+            await client.generate([1])
+        await until(lambda: engines.stubs[0].running == 0)
+
+    play(1, story, latency=SOON)
+
+
+def test_proxies_of_the_environment_are_not_for_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+
+    async def story(engines: Engines) -> None:
+        async with engines.client() as client:
+            assert (await client.generate([1])).token_ids
+
+    play(1, story)
+
+
+def test_changes_of_the_engines_can_be_followed() -> None:
+    async def story(engines: Engines) -> None:
+        seen = []
+        async with engines.client() as client:
+            async with asyncio.timeout(SOON):
+                async for each in client.changes():
+                    seen.append([engine.ready for engine in each])
+                    if len(seen) == 3:
+                        break
+                    engines.tell(len(seen) == 2, True)
+            assert client.engines == engines.source.engines()
+        assert seen == [[True, True], [False, True], [True, True]]
+
+    play(2, story)
+
+
+def test_a_stream_is_refused() -> None:
+    async def story(engines: Engines) -> None:
+        async with engines.client() as client:
+            with pytest.raises(UsageError, match="does not stream"):
+                await client.complete("hello", stream=True)
+
+    play(1, story)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_request_is_lost_and_none_is_answered_twice_while_engines_die_and_start(seed: int) -> None:
+    chance = random.Random(seed)
+
+    async def story(engines: Engines) -> None:
+        incarnations, alive = [0] * 3, [True] * 3
+
+        def tell() -> None:
+            told = zip(range(3), incarnations, engines.urls, alive, strict=True)
+            engines.source.set(Engine(*each) for each in told)
+
+        async with engines.client(attempts=20) as client:
+            asked = [asyncio.create_task(client.generate([each + 1])) for each in range(60)]
+            for _ in range(12):
+                await asyncio.sleep(chance.random() * 0.02)
+                rank = chance.randrange(3)
+                if alive[rank]:
+                    engines.stubs[rank].close()
+                else:
+                    port = int(engines.urls[rank].rpartition(":")[2])
+                    engines.stubs[rank] = Stub(latency=0.02)
+                    engines.stubs[rank].start(port=port)
+                    incarnations[rank] += 1
+                alive[rank] = not alive[rank]
+                if chance.random() < 0.7:  # sometimes the client finds out by itself
+                    tell()
+            for rank in range(3):
+                if not alive[rank]:
+                    engines.stubs[rank] = Stub(latency=0.02)
+                    engines.stubs[rank].start(port=int(engines.urls[rank].rpartition(":")[2]))
+                    incarnations[rank], alive[rank] = incarnations[rank] + 1, True
+            tell()
+            answers = await asyncio.gather(*asked)
+        assert [each.token_ids for each in answers] == [tokens([each + 1], 16) for each in range(60)]
+
+    play(3, story, latency=0.02)
+
+
+def test_outside_a_job_the_servers_have_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNIRUN_ADDRS_FILE", raising=False)
+    with pytest.raises(UsageError, match="UNIRUN_ADDRS_FILE is not set"):
+        EngineClient("engine")
+
+
+def test_without_httpx_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx2", None)
+    with pytest.raises(UsageError, match=r"pip install 'torch-unirun\[engines\]'"):
+        EngineClient("engine", engines=EngineList())
+
+
+def test_it_is_a_public_name() -> None:
+    assert unirun.EngineClient is EngineClient
+
+
+@pytest.mark.starts_processes
+def test_it_does_not_import_torch() -> None:
+    program = "import sys, unirun; unirun.EngineClient; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=SOON, check=True
+    )
+    assert done.stdout.split() == ["False", "False"]

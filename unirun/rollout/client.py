@@ -1,0 +1,371 @@
+"""`EngineClient`: requests to all engines of a role, as if they were one server that never dies.
+
+::
+
+    async with unirun.EngineClient("engine") as client:
+        answer = await client.generate([1, 15043], max_tokens=64, temperature=1.0)
+        print(answer.token_ids, answer.engine, answer.version)
+
+The routes are those of vLLM 0.32 and of servers that are compatible with OpenAI's. `EngineClient.generate` uses vLLM's
+own route for tokens, ``/inference/v1/generate``: only its answers say which version of the weights has made each token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from unirun.errors import ServerError, ServerTimeout, UnirunError, UsageError
+from unirun.rollout.choosing import Failure, GiveUp, Wait, choose, follow
+from unirun.rollout.connections import Connections
+from unirun.rollout.engines import ADDRESSES, AddressFile, Engine, EngineList, Engines
+from unirun.values import Value, WorkerId
+
+__all__ = ["Answer", "EngineClient", "EngineList", "Span"]
+
+IDLE = 1.0
+"""Seconds without a request after which the client no longer looks for changes of the engines."""
+
+LONGEST_WORDS = 2000
+"""Characters of a server's answer that an error repeats."""
+
+
+class Span(Value, forbid_unknown_fields=False):
+    """Tokens `start` to `end` (exclusive) of an output were made by the weights that are labelled `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Answer(Value):
+    """The answer to one request: the server's own JSON (`body`), and the `engine` that gave it.
+
+    `engine` is printed ``engine:0``, and has an ``incarnation``. `version` is the label of the weights that made the
+    first token, and `spans` has it for all tokens of the first output; None and empty if the server does not say.
+    """
+
+    body: dict[str, Any]
+    engine: WorkerId
+    version: str | None
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def choices(self) -> list[dict[str, Any]]:
+        """The outputs, of which there are ``n``."""
+        return list(self.body.get("choices", ()))
+
+    @property
+    def text(self) -> str:
+        """The text of the first output; empty when the server was asked for tokens only."""
+        first = self.choices[0]
+        return str((first["message"]["content"] if "message" in first else first.get("text")) or "")
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the first output. `complete` and `chat` have them with ``return_token_ids=True``."""
+        return list(self.choices[0].get("token_ids") or ())
+
+    @property
+    def finish_reason(self) -> str | None:
+        """``stop``, ``length``, or ``abort`` when the server was paused so that it ended its requests."""
+        found = self.choices[0].get("finish_reason")
+        return None if found is None else str(found)
+
+
+class EngineClient:
+    """A client of all engines of `role`. A request goes to the ready engine that has the fewest of this client.
+
+    What an engine had not answered when it died, became unready, or said that it has failed, is sent to another one;
+    while none is ready, requests wait. Each call returns one answer, or raises; what was answered is not sent again. A
+    call that is cancelled closes its request, which ends it in vLLM. A client belongs to one event loop; there is no
+    limit to the requests at a time.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        *,
+        engines: Engines | None = None,
+        timeout: float = 600.0,
+        attempts: int = 5,
+        api_key: str = "",
+    ) -> None:
+        """`engines` are those of the job, unless given.
+
+        A request has `timeout` seconds, all attempts and waiting included, and is given up when `attempts` engines have
+        failed on it: it may be what kills them. `api_key` is that of the servers. Raises `UsageError`.
+        """
+        try:
+            importlib.import_module("httpx2")
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                "EngineClient needs the package httpx2", "pip install 'torch-unirun[engines]'"
+            ) from error
+        if timeout <= 0 or attempts < 1:
+            raise UsageError("timeout must be more than 0, and attempts 1 or more")
+        self.role, self.timeout, self.attempts = role, timeout, attempts
+        self._source = engines or _of_the_job(role)
+        self._api_key = api_key
+        self._known: tuple[Engine, ...] = ()
+        self._lines: dict[Engine, Connections] = {}
+        self._turn, self._pending, self._last_request = 0, 0, 0.0
+        self._news = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections. Requests that are not answered raise `UsageError`."""
+        self._closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+        for line in self._lines.values():
+            line.abandon()
+        self._tell()
+        for line in self._lines.values():
+            await line.close()
+        self._lines.clear()
+        await asyncio.gather(*self._closing, *([self._watch] if self._watch else ()), return_exceptions=True)
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """The engines of the role as they are now, ready or not."""
+        return self._source.engines()
+
+    async def changes(self) -> AsyncIterator[tuple[Engine, ...]]:
+        """The engines of the role: as they are now, and again whenever that changes."""
+        known = self._source.engines()
+        yield known
+        while not self._closed:
+            found = await self._source.changed(known, IDLE)
+            if found != known:
+                known = found
+                yield known
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int] | Sequence[str],
+        *,
+        timeout: float | None = None,
+        **parameters: Any,
+    ) -> Answer:
+        """``/v1/completions``, for text or tokens. `parameters` are the server's: ``max_tokens``, ``model``, ``n`` …
+
+        Raises `ServerError` and `ServerTimeout`, as the other methods do.
+        """
+        return await self.post("/v1/completions", {"prompt": prompt, **parameters}, timeout=timeout)
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, timeout: float | None = None, **parameters: Any
+    ) -> Answer:
+        """``/v1/chat/completions``. `messages` and `parameters` are the server's."""
+        return await self.post("/v1/chat/completions", {"messages": messages, **parameters}, timeout=timeout)
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str | None = None,
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> Answer:
+        """Tokens for tokens, by vLLM's ``/inference/v1/generate``. `sampling` has fields of vLLM's ``SamplingParams``.
+
+        The answer has `Answer.token_ids` and `Answer.spans` (vLLM 0.32; earlier ones do not say the versions). For a
+        server without this route there is ``complete(token_ids, return_token_ids=True)``.
+        """
+        body = {"token_ids": token_ids, "sampling_params": sampling}
+        if model is not None:
+            body["model"] = model
+        return await self.post("/inference/v1/generate", body, timeout=timeout)
+
+    async def post(self, path: str, body: Mapping[str, Any], *, timeout: float | None = None) -> Answer:
+        """The answer to `body`, as JSON, from any route of the servers: ``/pooling``, ``/v1/embeddings`` …
+
+        Raises `ServerError` when a server says that the request is wrong, or when several have failed on it;
+        `ServerTimeout` at the deadline; and `UsageError`.
+        """
+        if body.get("stream"):
+            raise UsageError(
+                "EngineClient does not stream", "what has been streamed cannot be asked of another engine"
+            )
+        seconds = self.timeout if timeout is None else timeout
+        now = asyncio.get_running_loop().time
+        deadline = now() + seconds
+        encoded = msgspec.json.encode(body)
+        failures: tuple[Failure, ...] = ()
+        line: Connections | None = None
+        self._pending += 1
+        try:
+            while True:
+                line = None
+                line = await self._line(failures, deadline)
+                self._turn += 1
+                found = await line.post(path, encoded, turn=self._turn, deadline=deadline)
+                if not isinstance(found, Failure):
+                    return self._answer(found, line.load.engine)
+                failures = (*failures, found)
+                if (end := follow(failures, self.attempts)) is not None:
+                    raise self._given_up(end, len(failures), path)
+        except TimeoutError as error:
+            holder = None if line is None else line.load.engine
+            raise self._late(path, seconds, holder, failures) from error
+        finally:
+            self._pending -= 1
+            self._last_request = now()
+
+    async def _line(self, failures: tuple[Failure, ...], deadline: float) -> Connections:
+        """The connections to the engine that gets the request. Raises `TimeoutError` at the deadline."""
+        now = asyncio.get_running_loop().time
+        avoid = tuple(each.engine for each in failures)
+        while True:
+            self._update()
+            chosen = choose([each.load for each in self._lines.values()], avoid, now())
+            if not isinstance(chosen, Wait):
+                return self._lines[chosen.engine]
+            look = deadline if chosen.seconds is None else min(deadline, now() + chosen.seconds)
+            try:
+                async with asyncio.timeout_at(look):
+                    await self._news.wait()
+            except TimeoutError:
+                if now() >= deadline:
+                    raise
+
+    def _update(self) -> None:
+        """Take over what the source says, and have a task that waits for more while there are requests."""
+        if self._closed:
+            raise UsageError(f"the client of {self.role} is closed")
+        self._take(self._source.engines())
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._look_for_changes(), name=f"engines of {self.role}")
+
+    async def _look_for_changes(self) -> None:
+        now = asyncio.get_running_loop().time
+        try:
+            while self._pending or now() - self._last_request < IDLE:
+                self._take(await self._source.changed(self._known, IDLE))
+        except UnirunError:
+            # Requests that wait ask the source themselves, and raise it.
+            self._tell()
+
+    def _take(self, engines: tuple[Engine, ...]) -> None:
+        """These are the engines: end requests to those that are not ready, and let others go on."""
+        if engines is self._known or engines == self._known:
+            return
+        self._known = engines
+        gone, self._lines = self._lines, {}
+        for engine in engines:
+            if engine.ready:
+                self._lines[engine] = (
+                    gone.pop(engine) if engine in gone else Connections(engine, self._api_key)
+                )
+        for line in gone.values():
+            line.abandon()
+            closing = asyncio.create_task(line.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Wake the requests that wait for an engine."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _answer(self, raw: bytes, engine: Engine) -> Answer:
+        try:
+            body = msgspec.json.decode(raw, type=dict[str, Any])
+            version, spans = _versions(body)
+        except msgspec.DecodeError as error:
+            raise ServerError(
+                f"{self._name(engine)} ({engine.url}) gave an answer that cannot be read: {error}",
+                "is it a server with the routes of OpenAI or vLLM?",
+                server=engine.url,
+                status=200,
+            ) from error
+        return Answer(body, WorkerId(self.role, engine.rank, engine.incarnation), version, spans)
+
+    def _name(self, engine: Engine) -> str:
+        return f"{self.role}:{engine.rank}"
+
+    def _given_up(self, end: GiveUp, times: int, path: str) -> ServerError:
+        failure = end.failure
+        where = f"{self._name(failure.engine)} ({failure.engine.url}{path})"
+        said = f"refused ({failure.status}): {_message(failure.words)}" if failure.status else failure.words
+        problem = f"{where} {said}" if failure.status else f"{where} did not answer: {said}"
+        if end.wrong:
+            remedy = ""
+            if failure.status == 404 and path == "/inference/v1/generate":
+                remedy = "for servers without this route: complete(token_ids, return_token_ids=True)"
+        else:
+            problem = f"{problem}, as the last of {times} attempts"
+            remedy = "its log has the cause; perhaps it is this request"
+        return ServerError(problem, remedy, server=failure.engine.url, status=failure.status)
+
+    def _late(
+        self, path: str, seconds: float, holder: Engine | None, failures: tuple[Failure, ...]
+    ) -> ServerTimeout:
+        """The error of a request that `holder` has not answered yet; or for which there was no engine (None)."""
+        if holder is not None:
+            problem = f"{self._name(holder)} ({holder.url}{path}) did not answer within {seconds:g} s"
+        else:
+            states = [f"{self._name(each)} {'failed' if each.ready else 'not ready'}" for each in self._known]
+            state = ", ".join(states) or "none is known"
+            problem = f"no engine of {self.role} could take {path} within {seconds:g} s: {state}"
+        latest = {self._name(each.engine): _message(each.words)[:200] for each in failures}
+        if latest:
+            problem = f"{problem}; before, {', '.join(f'{name}: {words}' for name, words in latest.items())}"
+        return ServerTimeout(
+            problem,
+            f"see `unirun status` and `unirun logs {self.role}`",
+            server=self.role if holder is None else holder.url,
+        )
+
+
+def _of_the_job(role: str) -> Engines:
+    """The engines of `role` in the job of this process."""
+    path = os.environ.get(ADDRESSES)
+    if not path:
+        raise UsageError(
+            f"EngineClient({role!r}) is not in a job: {ADDRESSES} is not set",
+            "run it in a role of a job, or name the servers: engines=unirun.rollout.EngineList.at(url, …)",
+        )
+    return AddressFile(path, role)
+
+
+def _versions(body: Mapping[str, Any]) -> tuple[str | None, tuple[Span, ...]]:
+    """The versions of the weights behind an answer: vLLM has them in each output, SGLang in the ``metadata``."""
+    choices = body.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    if isinstance(first, dict) and first.get("weight_versions"):
+        spans = msgspec.convert(first["weight_versions"], type=tuple[Span, ...])
+        return spans[0].version, spans
+    metadata = body.get("metadata")
+    if isinstance(metadata, dict) and isinstance(metadata.get("weight_version"), str):
+        return metadata["weight_version"], ()
+    return None, ()
+
+
+def _message(words: str) -> str:
+    """The server's words about a fault, out of its JSON if that is what they are."""
+    try:
+        found: Any = msgspec.json.decode(words.encode())
+    except msgspec.DecodeError:
+        return words[:LONGEST_WORDS]
+    while isinstance(found, dict):
+        found = next((found[key] for key in ("detail", "error", "message") if found.get(key)), None)
+    return (found if isinstance(found, str) else words)[:LONGEST_WORDS]
