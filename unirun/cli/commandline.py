@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ _ELSEWHERE = {
 USAGE = """unirun [options] [--] script.py [args]
        unirun --roles actor=4,rollout=4 [options] script.py [args]
        unirun --roles actor=4@ppo:Actor,… --trainer ppo:PPOTrainer [options]
+       unirun --service 'engine=2: vllm serve MODEL --port {port}' --after engine [options] script.py [args]
        unirun --config job.yaml [key=value …] [script.py] [-- args]
        unirun plan …          show what would run where, start nothing
        unirun graph …         show who calls whom, start nothing
@@ -58,6 +60,14 @@ class CommandLine(Value):
     overrides: tuple[str, ...]
     script: str | None
     args: tuple[str, ...]
+
+
+class ServiceItem(Value):
+    """One ``--service``, ``NAME=COUNT: COMMAND``. The count is None when it is left out."""
+
+    name: str
+    count: str | None
+    words: tuple[str, ...]
 
 
 class RoleItem(Value):
@@ -227,6 +237,22 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 def items(values: Iterable[str]) -> list[str]:
     """The items between the commas of all `values`."""
     return [item.strip() for value in values for item in value.split(",") if item.strip()]
+
+
+def service_items(options: Mapping[str, Any]) -> list[ServiceItem]:
+    """The services of all ``--service``. Raises `UsageError`."""
+    found = []
+    for text in options.get("service", ()):
+        head, colon, command = text.partition(":")
+        name, equals, count = (part.strip() for part in head.partition("="))
+        try:
+            words = shlex.split(command)
+        except ValueError as error:
+            raise UsageError(f"--service {text!r}: {error}", "quote the command as for a shell") from error
+        if not colon or not words or not name:
+            raise UsageError(f"--service {text!r} names no command", "write 'engine=2: COMMAND --port {port}'")
+        found.append(ServiceItem(name, count if equals else None, tuple(words)))
+    return found
 
 
 def role_items(options: Mapping[str, Any]) -> list[RoleItem]:

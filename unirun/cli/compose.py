@@ -99,7 +99,8 @@ def job_spec(
     data = options_to_job(defaults, known, trained=trained, alone=alone)
     merge(data, file)
     known = [*data["roles"]] if isinstance(data.get("roles"), dict) else []
-    merge(data, options_to_job(line.options, known, trained=trained, alone=alone))
+    script = line.script is not None or any(data.get(kind) for kind in ENTRY_KINDS)
+    merge(data, options_to_job(line.options, known, trained=trained, alone=alone, script=script))
     for item in named:
         if item.target is not None:
             _set_target(data, item.name, item.target)

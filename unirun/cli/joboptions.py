@@ -6,19 +6,24 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unirun.cli.commandline import RoleItem, items, role_items
+from unirun.cli.commandline import RoleItem, ServiceItem, items, role_items, service_items
 from unirun.errors import Fault, SpecError, UsageError
 from unirun.spec.read import nearest
 from unirun.spec.roles import NAME, TRAINER, NodeCount
 
 
 def options_to_job(
-    options: Mapping[str, Any], known: Sequence[str], *, trained: bool = False, alone: bool = True
+    options: Mapping[str, Any],
+    known: Sequence[str],
+    *,
+    trained: bool = False,
+    alone: bool = True,
+    script: bool = False,
 ) -> dict[str, Any]:
     """Options as the mapping that a job file would be.
 
     `known`: the roles that the file already has; `trained`: whether there is a trainer, here or there; `alone`: whether
-    the job has one host.
+    the job has one host; `script`: whether there is one, so that a job of services has a role beside them.
     """
     job: dict[str, Any] = {}
     roles: dict[str, dict[str, Any]] = {}
@@ -28,8 +33,13 @@ def options_to_job(
         faults.append(Fault("--roles", "it names no role", "write --roles actor=4,rollout=4"))
     for item in named:
         _add_role(item, roles, faults)
+    for service in service_items(options):
+        _add_service(service, roles, faults)
+    services = {item.name for item in service_items(options)}
+    if services and not named and not known and "role" not in options and script:
+        roles["default"] = {}
     if "role" in options:
-        if roles or known:
+        if roles.keys() - services or known:
             raise UsageError("--role names the only role; there are several", "use --roles alone")
         roles[options["role"]] = {}
     if "trainer" in options:
@@ -40,6 +50,9 @@ def options_to_job(
     scope.scoped("max_restarts", options.get("max_restarts", ()))
     scope.scoped("count", options.get("nproc_per_node", ()), job_key="nproc_per_node")
     scope.scoped("component", options.get("component", ()), needs_role=True)
+    scope.scoped("slots", options.get("slots", ()), needs_role=True)
+    scope.scoped("ready", options.get("ready", ()), needs_role=True)
+    scope.order(options.get("after", ()))
     scope.environment(options.get("env", ()))
     if roles:
         job["roles"] = roles
@@ -68,6 +81,14 @@ def _add_role(item: RoleItem, roles: dict[str, dict[str, Any]], faults: list[Fau
         roles[item.name] = {} if item.count is None else {"count": item.count}
 
 
+def _add_service(item: ServiceItem, roles: dict[str, dict[str, Any]], faults: list[Fault]) -> None:
+    if item.name in roles:
+        faults.append(Fault("--service", f"role {item.name!r} is there twice", "give each role one name"))
+        return
+    command = {"program": item.words[0], "args": [*item.words[1:]], "service": True}
+    roles[item.name] = command if item.count is None else {"count": item.count, **command}
+
+
 class _Scope:
     """Puts ``ROLE=value`` into the mapping of its role, and a bare ``value`` into that of the job."""
 
@@ -93,6 +114,15 @@ class _Scope:
                 self._faults.append(Fault(option, f"{value!r} names no role", f"write ROLE={value}"))
             elif self._known(role, option):
                 self._of(role)[key] = rest
+
+    def order(self, values: Any) -> None:
+        """``train=engine,router``; without a role, for all that are no services."""
+        for value in values:
+            role, equals, rest = value.rpartition("=")
+            every = [name for name in self._names if not self._roles.get(name, {}).get("service")]
+            for name in [role] if equals else every:
+                if self._known(name, "--after"):
+                    self._of(name).setdefault("after", []).extend(items([rest]))
 
     def folders(self, values: Any) -> None:
         """Working directories, whose names may hold an equals sign themselves."""

@@ -53,6 +53,28 @@ OURS: tuple[Option, ...] = (
         "ROLE=N[@pkg.mod:NAME],…",
         many=True,
     ),
+    Option(
+        "--service",
+        ROLES,
+        "a program that the job needs until its end, such as a server: 'engine=2: vllm serve MODEL --port {port}'",
+        "ROLE[=N]: COMMAND",
+        many=True,
+    ),
+    Option(
+        "--ready",
+        ROLES,
+        "a service is ready when this URL answers, tcp: when its port is open (default, if its command has {port})",
+        "ROLE=URL|tcp",
+        many=True,
+    ),
+    Option(
+        "--after",
+        ROLES,
+        "roles start when these services are ready: engine for all roles, or train=engine",
+        "[ROLE=]ROLE,…",
+        many=True,
+    ),
+    Option("--slots", ROLES, "devices of each rank of a role; services have none", "ROLE=N", many=True),
     Option("--trainer", ROLES, "the class that drives the workloads; the job ends with it", "pkg.mod:CLASS"),
     Option("--script", ROLES, "a script for one role: rollout=serve.py", "ROLE=FILE", many=True),
     Option(

@@ -12,6 +12,7 @@ from unirun.launcher.foreground.console import Console, Prefixer, shown
 from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.local import RunningJob
 from unirun.launcher.logs import LogFollower
+from unirun.values import WorkerId
 from unirun.wire.messages import Ended, Message, RoleChanged, WorkerOutput
 from unirun.wire.reports import Notice
 
@@ -26,7 +27,7 @@ class Display:
         template = spec.log.line_prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         self._prefix = Prefixer(spec, console.colour, template)
         self._follower = LogFollower()
-        self._followed: set[WorkerOutput] = set()
+        self._followed: dict[WorkerId, bool] = {}
         self._spawner = "importing torch"
         self._began = time.monotonic()
         self._up = False
@@ -76,15 +77,19 @@ class Display:
             self._console.error(f"job {self._spec.run_id} {ended.phase}, exit code {ended.code}")
 
     def _follow(self, output: WorkerOutput) -> None:
-        if output in self._followed:
+        worker, before = output.worker, self._followed.get(output.worker)
+        self._followed[worker] = output.quiet
+        if output.quiet:
+            if before is False:
+                self._release(worker)
             return
-        self._followed.add(output)
-        worker = output.worker
+        if before is not None:
+            return
         logs = self._job.worker_logs(worker)
         prefix = self._prefix(worker, output.local_rank, output.node)
+        if (predecessor := worker.before) is not None and self._followed.get(predecessor) is not True:
+            self._release(predecessor)
         for stream, name in ((1, "stdout"), (2, "stderr")):
-            if (before := worker.before) is not None:
-                self._follower.release(self._job.worker_logs(before) / f"{name}.log")
             if shown(self._spec.log, output.local_rank, stream):
                 if self._copied:
                     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -94,6 +99,11 @@ class Display:
                     lambda data, stream=stream: self._console.lines(stream, prefix, data),  # type: ignore[misc]
                     parts=not prefix,
                 )
+
+    def _release(self, worker: WorkerId) -> None:
+        """Show the rest of the output of a worker, and no more."""
+        for name in ("stdout", "stderr"):
+            self._follower.release(self._job.worker_logs(worker) / f"{name}.log")
 
     def _draw(self) -> None:
         """Draw the live line until all ranks run, then remove it."""
