@@ -87,7 +87,11 @@ def _print(status: JobStatus, master: str, batch: str, logs: str) -> None:
     say()
     workers = [(role, worker) for role in status.roles for worker in role.workers]
     headers = ["WORKER", "STATE", "NODE", "PID", "INCARNATION", "MEMORY", "CPU", "ROLE"]
-    rows = [_row(role, worker) for role, worker in workers]
+    rows = [_row(role, worker, now) for role, worker in workers]
+    if any(worker.address for _, worker in workers):
+        headers.append("ADDRESS")
+        for row, (_, worker) in zip(rows, workers, strict=True):
+            row.append(worker.address)
     if any(worker.metrics for _, worker in workers):
         headers.append("METRICS")
         for row, (_, worker) in zip(rows, workers, strict=True):
@@ -108,11 +112,11 @@ def _print(status: JobStatus, master: str, batch: str, logs: str) -> None:
         print_table(headers, [_failure(failure, now) for failure in status.failures])
 
 
-def _row(role: RoleStatus, worker: WorkerStatus) -> list[str]:
+def _row(role: RoleStatus, worker: WorkerStatus, now: float) -> list[str]:
     restarts = f"generation {role.generation}, {role.restarts}/{role.max_restarts} restarts"
     return [
         f"{role.name}:{worker.rank}",
-        worker.exit or worker.phase,
+        worker.exit or _state(worker, now),
         worker.node,
         str(worker.pid or ""),
         str(worker.incarnation),
@@ -120,6 +124,13 @@ def _row(role: RoleStatus, worker: WorkerStatus) -> list[str]:
         "" if worker.cpu is None else f"{worker.cpu:.1f} s",
         f"{role.phase} ({restarts})",
     ]
+
+
+def _state(worker: WorkerStatus, now: float) -> str:
+    """The phase, or ``ready since 31 s``, or why it is not."""
+    if worker.ready is None:
+        return worker.phase
+    return f"ready for {age(now - worker.since)}" if worker.ready else f"not ready: {worker.why}"
 
 
 def _failure(failure: FailureStatus, now: float) -> list[str]:

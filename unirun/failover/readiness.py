@@ -69,6 +69,22 @@ def _enough(role: RoleState, spec: RoleSpec, count: int) -> bool:
     return role.running >= min(count or len(role.workers), len(role.workers) - given_up)
 
 
+def waiting_to_start(state: JobState) -> tuple[str, ...]:
+    """The roles that have not begun, and what they wait for, in words."""
+    found = []
+    for role in state.roles.values():
+        after = state.role_spec(role.name).after if role.phase is RolePhase.WAITING else {}
+        for name, count in after.items():
+            other = state.roles[name]
+            if not _enough(other, state.role_spec(name), count):
+                ready = "ready" if other.probed else "up"
+                whys = dict.fromkeys(w.health.why for w in other.workers if w.health and not w.health.ready)
+                why = f" ({'; '.join([*whys][:3])})" if whys else ""
+                number = f"{other.running} of {count or len(other.workers)}"
+                found.append(f"{role.name} starts after {name}, of which {number} are {ready}{why}")
+    return tuple(found)
+
+
 def _start_programs(transition: Transition, role: RoleState) -> None:
     if role.phase is RolePhase.RESTARTING:
         whole = not role.living and role.generation > role.opened and not obstructed(transition.state, role)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unirun.failover.blast_radius import learned, waiting
+from unirun.failover.readiness import waiting_to_start
 from unirun.job.failures import Failure
 from unirun.job.state import JOB_ENDS, JobState
 from unirun.job.transition import output_of, role_changed
@@ -69,6 +70,10 @@ def status_of(
                     cpu=cpu.get(f"{role.name}:{worker.rank}") if worker.live else None,
                     generation=worker.generation,
                     metrics=finite(worker.metrics),
+                    address=worker.place.addr() if worker.place is not None else "",
+                    ready=worker.health.ready if worker.health is not None else None,
+                    since=worker.health.since if worker.health is not None else 0.0,
+                    why=worker.health.why if worker.health is not None else "",
                 )
                 for worker in role.workers
             ),
@@ -91,7 +96,7 @@ def status_of(
         calls=tuple(
             shaped(CallStatus, seen.edge, seen, method=seen.edge.invocation) for seen in learned(state)
         ),
-        waiting=waiting(state),
+        waiting=(*waiting_to_start(state), *waiting(state)),
     )
 
 

@@ -31,7 +31,8 @@ class WorkerStatus(Value):
     """One worker: its phase, its node, and how it has ended (`exit`, in words).
 
     `generation` is that of its role's process group which it is in; `metrics` are the latest by name; those that
-    are not finite, which JSON has no words for, are text (``"nan"``).
+    are not finite, which JSON has no words for, are text (``"nan"``). `address` is ``host:port`` of a rank that was
+    given ports. `ready` is what the probe of a program says, since the time `since`, and `why` if it is not.
     """
 
     rank: int
@@ -44,6 +45,10 @@ class WorkerStatus(Value):
     cpu: float | None = None
     generation: int = 0
     metrics: dict[str, float | None] = field(default_factory=dict)
+    address: str = ""
+    ready: bool | None = None
+    since: float = 0.0
+    why: str = ""
 
 
 class RoleStatus(Value):

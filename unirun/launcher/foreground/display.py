@@ -12,6 +12,7 @@ from unirun.launcher.foreground.console import Console, Prefixer, shown
 from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.local import RunningJob
 from unirun.launcher.logs import LogFollower
+from unirun.spec import RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import Ended, Message, RoleChanged, WorkerOutput
 from unirun.wire.reports import Notice
@@ -122,14 +123,19 @@ class Display:
             return
         if not self._up:
             parts = [
-                f"{name} {self.roles[name].running if name in self.roles else 0}/{total}"
-                for name, total in ((role.name, role.count) for role in self._spec.roles)
+                _progress(role, self.roles[role.name].running if role.name in self.roles else 0)
+                for role in self._spec.roles
             ]
             joined = any(role.phase != "waiting" for role in self.roles.values())
             seconds = time.monotonic() - self._began
             # The most important first, as a narrow terminal cuts the rest.
             words = [f"{seconds:.1f} s", *parts, self._spawner if joined else "waiting for the nodes"]
             self._console.live("  ".join(words))
+
+
+def _progress(role: RoleSpec, up: int) -> str:
+    """``actor 3/4``, or ``engine 1 of 2 ready``."""
+    return f"{role.name} {up} of {role.count} ready" if role.ready else f"{role.name} {up}/{role.count}"
 
 
 def pass_on_error(ended: Ended, path: str | None) -> None:
