@@ -30,6 +30,8 @@ Place = Callable[[JobSpec], Placement | None]
 
 OFFERS = 4
 """At most so many changes that fit are named."""
+NAMES = 6
+"""At most so many roles are named, those that need most."""
 NODES = 3
 """At most so many nodes with a shortage are named."""
 
@@ -130,10 +132,15 @@ def _largest(spec: JobSpec, short: Shortage) -> str:
 
 def _said(spec: JobSpec, short: Shortage) -> str:
     """``engine and judge need 20 cpus of node0 (engine 2 × 8, judge 4 × 1), and it has 16``."""
+    needs = {name: need_of(spec.role(name), short.resource, short.node) for name in short.counts}
+    names = sorted(needs, key=lambda name: -short.counts[name] * needs[name])[:NAMES]
     each = [
-        f"{name} {count} × {_amount(short.resource, need_of(spec.role(name), short.resource, short.node))}"
-        for name, count in short.counts.items()
+        f"{name} {short.counts[name]} × {_amount(short.resource, needs[name])}"
+        for name in short.counts
+        if name in names
     ]
+    each += [some(len(needs) - NAMES, "more role")] if len(needs) > NAMES else []
+    who = both(needs) if len(needs) <= NAMES else f"{len(needs)} roles"
     verb = "needs" if len(short.counts) == 1 else "need"
     amount = _amount(short.resource, short.needed)
     memory = " of memory" if short.resource == "memory" else ""
@@ -141,7 +148,7 @@ def _said(spec: JobSpec, short: Shortage) -> str:
     if has == amount:
         # Sizes that differ by less than they are rounded.
         amount, has = f"{short.needed} B", f"{short.available} B"
-    return f"{both(short.counts)} {verb} {amount}{memory} of {short.node.name} ({', '.join(each)}), and it has {has}"
+    return f"{who} {verb} {amount}{memory} of {short.node.name} ({', '.join(each)}), and it has {has}"
 
 
 def _offers(spec: JobSpec, placement: Placement, inventory: Inventory, place: Place) -> Iterator[Offer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
@@ -27,6 +27,8 @@ Cpus = tuple[int, ...] | None
 TopologyOf = Callable[[Node], Topology]
 """A function that gives the processors near each device of a node."""
 NO_TIES = Ties()
+NAMES = 6
+"""A note names at most so many roles."""
 
 
 def place(
@@ -92,7 +94,7 @@ def _as_jobs(
     unwanted = _unwanted(spec, inventory)
     excluded = tuple(node.name for node in inventory.nodes if node.name in unwanted)
     words = [as_torchrun.note(spec) if as_torchrun else placement.note]
-    words += [f"{both(sorted(blind))} {'needs' if len(blind) == 1 else 'need'} no slot"] if blind else []
+    words += _without_slots(blind)
     words += _own_masks(spec, assignments)
     words += [f"{', '.join(excluded)} excluded"] if excluded else []
     words += [f"{', '.join(placement.lost)} lost"] if placement.lost else []
@@ -118,6 +120,14 @@ def _found(spec: JobSpec, inventory: Inventory, ties: Ties) -> Placement | None:
 def _placed(role: RoleSpec, count: int) -> RoleSpec:
     """The role with `count` ranks, which may become as many as it was to have."""
     return replace(role, count=count, most=None if role.least is None else max(role.count, role.most or 0))
+
+
+def _without_slots(names: Collection[str]) -> list[str]:
+    """A note on the roles that need no slot; of many their number."""
+    if not names:
+        return []
+    told = both(sorted(names)) if len(names) <= NAMES else f"{len(names)} roles"
+    return [f"{told} {'needs' if len(names) == 1 else 'need'} no slot"]
 
 
 def _own_masks(spec: JobSpec, assignments: Sequence[Assignment]) -> list[str]:

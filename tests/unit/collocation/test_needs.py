@@ -84,6 +84,15 @@ def test_nothing_is_offered_that_does_not_fit() -> None:
     assert (error.nearest, error.remedy) == ((), "use larger nodes")
 
 
+def test_of_many_roles_those_that_need_most_are_told() -> None:
+    services = [service(f"s{number}", 1, cpus=1 + number // 95) for number in range(100)]
+    error = refused(job(*services), "cpus=64")
+    assert error.problem == (
+        "100 roles need 105 cpus of node0 (s0 1 × 1 cpu, s95 1 × 2 cpus, s96 1 × 2 cpus, s97 1 × 2 cpus, "
+        "s98 1 × 2 cpus, s99 1 × 2 cpus, 94 more roles), and it has 64 cpus"
+    )
+
+
 def test_memory_that_is_not_known_is_enough() -> None:
     place(job(service("engine", 1, memory=10**15)), Inventory((Node("host", (0, 1)),)))
 

@@ -122,6 +122,8 @@ class TestAJobThatSaysNothingOfPlacesOnOneNode:
         assert masks(placement) == {"engine": [(), ()], "gateway": [()]}
         assert placement.masks == dict.fromkeys(["engine", "gateway"], "CUDA_VISIBLE_DEVICES")
         assert placement.note == "1 node in use; engine and gateway need no slot"
+        _, placement = place(job(*(role(f"s{n}", 1, slots=0.0) for n in range(100))), hosts("devices=2"))
+        assert placement.note == "1 node in use; 100 roles need no slot"
 
     def test_has_places_for_processes_where_there_are_no_devices(self) -> None:
         inventory = Inventory((Node("host", (0, 1, 2, 3)),))
