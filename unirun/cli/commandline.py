@@ -250,7 +250,9 @@ def service_items(options: Mapping[str, Any]) -> list[ServiceItem]:
         except ValueError as error:
             raise UsageError(f"--service {text!r}: {error}", "quote the command as for a shell") from error
         if not colon or not words or not name:
-            raise UsageError(f"--service {text!r} names no command", "write 'engine=2: COMMAND --port {port}'")
+            raise UsageError(
+                f"--service {text!r} names no command", "write 'engine=2: COMMAND --port {port}'"
+            )
         found.append(ServiceItem(name, count if equals else None, tuple(words)))
     return found
 

@@ -185,7 +185,7 @@ def _decide(
         together=together,
         asked=cause.asked,
     )
-    return decide(loss, history_of(state, role, cause.time))
+    return decide(loss, history_of(state, role, cause.time, ranks))
 
 
 def _grown(role: RoleState, placement: Placement) -> RoleState:

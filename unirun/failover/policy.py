@@ -87,13 +87,15 @@ class Loss(Value):
 
 
 class History(Value):
-    """The policy's knowledge of a role. `survivors` are its workers that live on; `generation` is the present one."""
+    """The policy's knowledge of a role. `survivors` are its workers that live on; `generation` is the present one.
+    `grouped`: its ranks have a process group, as those of programs have not."""
 
     budget: Budget
     kind: EntryKind = "script"
     restart: Restart = "role"
     survivors: int = 0
     generation: int = 0
+    grouped: bool = True
 
 
 def decide(loss: Loss, history: History) -> Decision:
@@ -129,6 +131,8 @@ def decide(loss: Loss, history: History) -> Decision:
     if not loss.ranks:
         return Decision("restart_worker", f"{restart} of role {loss.role}")
     manner = "elsewhere" if loss.elsewhere else "alone"
+    if not history.grouped:
+        return Decision("restart_worker", f"{restart}, {manner}")
     return Decision("restart_worker", f"{restart}: {loss.who} {manner}, {_survivors(loss.role, history)}")
 
 
@@ -137,9 +141,8 @@ def _move(loss: Loss, history: History) -> Decision:
     if history.restart == "role" or loss.together:
         others = f", with {loss.who} elsewhere" if loss.elsewhere else ""
         return Decision("restart_role", f"{loss.what}; role {loss.role} starts again{others}", free=True)
-    return Decision(
-        "restart_worker", f"{loss.what}; {loss.who} moves, {_survivors(loss.role, history)}", free=True
-    )
+    others = f", {_survivors(loss.role, history)}" if history.grouped else ""
+    return Decision("restart_worker", f"{loss.what}; {loss.who} moves{others}", free=True)
 
 
 def _without_budget(loss: Loss, budget: Budget) -> Decision:

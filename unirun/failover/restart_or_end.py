@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
@@ -17,6 +18,7 @@ from unirun.job.generations import form_next, start_missing
 from unirun.job.ranks import Ranks
 from unirun.job.state import ROLE_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, Verdict
 from unirun.job.transition import Transition
+from unirun.spec import RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import Shutdown
 from unirun.wire.reports import Ending, Notice
@@ -173,14 +175,23 @@ def finish(transition: Transition, verdict: Verdict) -> None:
     transition.send(Finish(verdict))
 
 
-def history_of(state: JobState, role: RoleState, now: float) -> History:
-    """The policy's knowledge of `role` at the time `now`."""
-    spec = state.role_spec(role.name)
-    spent = role.restarts
+def history_of(state: JobState, role: RoleState, now: float, ranks: Collection[int] = ()) -> History:
+    """The policy's knowledge of `role` at the time `now`, when these of its ranks have ended."""
+    grouped = not (role.is_program and role.restart == "process")
+    if grouped:
+        budget = budget_of(state.role_spec(role.name), role.restarts, role.paid, now)
+    else:
+        ended = [role.workers[rank].paid for rank in ranks] or [()]
+        budgets = (budget_of(state.role_spec(role.name), len(paid), paid, now) for paid in ended)
+        budget = max(budgets, key=lambda each: each.spent)
+    return History(budget, role.kind, role.restart, role.living, role.generation, grouped)
+
+
+def budget_of(spec: RoleSpec, restarts: int, paid: Sequence[float], now: float) -> Budget:
+    """The budget of a role, or of one rank of a service; `paid` are the times of the latest of its `restarts`."""
     if spec.restart_window:
-        spent = sum(now - spec.restart_window < paid <= now for paid in role.paid)
-    budget = Budget(spec.max_restarts, spent, spec.restart_window, spec.restart_delay)
-    return History(budget, role.kind, role.restart, role.living, role.generation)
+        restarts = sum(now - spec.restart_window < time <= now for time in paid)
+    return Budget(spec.max_restarts, restarts, spec.restart_window, spec.restart_delay)
 
 
 def restart(transition: Transition, role: RoleState, decision: Decision) -> None:
@@ -189,10 +200,9 @@ def restart(transition: Transition, role: RoleState, decision: Decision) -> None
         start_missing(transition, role)
         return
     if role.is_program:
-        role = _backing_off(transition, role)
+        role = _backing_off(transition, role, decision)
     if not decision.free:
-        paid = (*role.paid, transition.now)[-transition.state.role_spec(role.name).max_restarts :]
-        role = replace(role, restarts=role.restarts + 1, paid=paid)
+        role = replace(role, restarts=role.restarts + 1, paid=_paid(transition, role, role.paid))
     if decision.action == "restart_worker" and role.is_program:
         # The other ranks have no group with it.
         transition.put(replace(role, phase=RolePhase.STARTING))
@@ -207,15 +217,23 @@ def restart(transition: Transition, role: RoleState, decision: Decision) -> None
     advance(transition, role)
 
 
-def _backing_off(transition: Transition, role: RoleState) -> RoleState:
-    """`role`, of which the ranks that have just ended start again after the back-off of its budget."""
-    delay = history_of(transition.state, role, transition.now).budget.back_off
-    if delay:
-        for worker in role.workers:
-            if not worker.live and not worker.ended_well and 0 <= worker.due <= transition.now:
-                role = role.with_worker(replace(worker, due=transition.now + delay))
-        transition.send(After(delay, StartDue()))
+def _backing_off(transition: Transition, role: RoleState, decision: Decision) -> RoleState:
+    """`role`, of which the ranks that have just ended start again after the back-off of their budget."""
+    now = transition.now
+    for worker in role.workers:
+        if worker.live or worker.ended_well or not 0 <= worker.due <= now:
+            continue
+        delay = history_of(transition.state, role, now, [worker.rank]).budget.back_off
+        paid = worker.paid if decision.free else _paid(transition, role, worker.paid)
+        role = role.with_worker(replace(worker, due=now + delay, paid=paid))
+        if delay:
+            transition.send(After(delay, StartDue()))
     return role
+
+
+def _paid(transition: Transition, role: RoleState, before: Sequence[float]) -> tuple[float, ...]:
+    """The times of the latest restarts, with this one; as many as the budget has."""
+    return (*before, transition.now)[-transition.state.role_spec(role.name).max_restarts :]
 
 
 def end_job(transition: Transition, decision: Decision, code: int, *, by_failure: bool) -> None:

@@ -170,12 +170,13 @@ def _as_held(role: RoleState, worker: WorkerState, known: Held) -> WorkerState:
 def _never_started(worker: WorkerState) -> WorkerState:
     """The worker whose start order was lost with the old master: its rank is as before that order."""
     if worker.incarnation == 0:
-        return WorkerState(worker.rank, worker.node, own=worker.own, ports=worker.ports)
+        return WorkerState(worker.rank, worker.node, own=worker.own, ports=worker.ports, paid=worker.paid)
     end = Exit(signal=signal.SIGTERM)
     before = WorkerState(
         *(worker.rank, worker.node, worker.incarnation - 1),
         own=worker.own,
         called=worker.called,
         ports=worker.ports,
+        paid=worker.paid,
     )
     return before.ended(end)

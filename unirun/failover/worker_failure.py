@@ -62,7 +62,8 @@ def exited(transition: Transition, event: WorkerExited) -> None:
         return
     failure = failure_of(transition.state, role, worker, event, end)
     if works:
-        decision = decide(_loss(role, worker, event, end), history_of(transition.state, role, transition.now))
+        history = history_of(transition.state, role, transition.now, [worker.rank])
+        decision = decide(_loss(role, worker, event, end), history)
         transition.state = transition.state.with_failures(replace(failure, decision=decision.reason))
         code = EXIT_RENDEZVOUS if event.cause == "unready" else EXIT_FAILURE
         tail = f"\n{event.tail}" if role.is_program and event.tail else ""
@@ -119,7 +120,7 @@ def _loss(role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit) 
     if event.cause in ("unready", "silent"):
         what = f"{event.worker} {event.note}"
     elif role.probed and not role.up(worker):
-        what = f"{what} before it was ready"
+        what = f"{event.worker} {replace(end, early=False).predicate} before it was ready"
     return Loss(
         what,
         role.name,

@@ -89,7 +89,8 @@ class WorkerState(Value, omit_defaults=True):
     is where it takes calls, `recoverable` what it said of itself with them. `metrics` are the latest by name. `calls`
     is what this worker has called, `called` what those before it had. `left` is when it has ended with 0 by itself, in
     seconds since the epoch; 0 when it lives, has failed or was told to end. `ports` stay when the rank starts again on
-    its node. `health` is what the probe of a program says. A program is not started again before `due`.
+    its node. `health` is what the probe of a program says. A program is not started again before `due`;
+    `paid` are the times of the latest restarts of a rank of a service, which has a budget of its own.
     """
 
     rank: int
@@ -109,6 +110,7 @@ class WorkerState(Value, omit_defaults=True):
     ports: Ports | None = None
     health: Health | None = None
     due: float = 0.0
+    paid: tuple[float, ...] = ()
 
     @property
     def place(self) -> Place | None:
@@ -145,6 +147,7 @@ class WorkerState(Value, omit_defaults=True):
             called=added(self.called, self.calls),
             own=own,
             ports=self.ports,
+            paid=self.paid,
         )
 
 
@@ -157,7 +160,7 @@ class RoleState(Value):
     greatest incarnation of the ranks that it had before it became smaller, -1 if there were none.
     A role of programs (`is_program`) has no rendezvous store: each of its ranks starts when it is due. With a `probed`
     role, ranks are up when they are ready. `wave` is its place in the order of the starts, from 1. `paid` are the times
-    of the latest restarts that its budget has paid for.
+    of its latest restarts that were not free.
     """
 
     name: str
