@@ -26,6 +26,7 @@ from unirun.job.events import (
 )
 from unirun.job.state import (
     JOB_ENDS,
+    NEVER,
     ROLE_ENDS,
     ROLE_WORKS,
     JobPhase,
@@ -130,7 +131,11 @@ class Invariants:
                     continue
                 again = old.dropped if earlier.phase is WorkerPhase.WAITING else earlier.incarnation
                 assert worker.incarnation in (earlier.incarnation, again + 1)
-                if worker.incarnation != earlier.incarnation:
+                if worker.incarnation != earlier.incarnation and role.is_program:
+                    # When it is due, after whatever event.
+                    ended = isinstance(event, WorkerExited) and event.worker[:2] == (name, worker.rank)
+                    assert ended or not earlier.live, f"{name}:{worker.rank} is started while it lives"
+                elif worker.incarnation != earlier.incarnation:
                     joins = isinstance(event, WorkerExited) and event.worker[:2] == (
                         name,
                         worker.rank,
@@ -164,6 +169,8 @@ class Invariants:
                 was = before.placement.of_role(name)
                 told = isinstance(event, LossesDue) and before.phase is JobPhase.RUNNING
                 # Its store may have been there though nobody of it lived there any more.
+                if role.is_program or role.phase is not before.roles[name].phase:
+                    continue
                 if gone and told and was == places and leader(before, name) not in gone:
                     assert not any(worker.node in gone for worker in before.roles[name].live)
                     assert role == before.roles[name], f"{event} changes {name}, which had nothing there"
@@ -180,7 +187,7 @@ class Invariants:
         if self.state.phase is not JobPhase.RUNNING or not isinstance(event, WorkerExited | StoreEnded):
             return
         for name, role in self.state.roles.items():
-            if role.restart == "process":
+            if role.restart == "process" and not role.is_program and before.roles[name].wave:
                 hit = (
                     event.worker.rank
                     if isinstance(event, WorkerExited) and event.worker.role == name
@@ -222,7 +229,9 @@ class Invariants:
         soon = self.plan.spec.shutdown_timeout + DELAYS
         now = self.clock.now
         if self.state.phase is JobPhase.STOPPING and before.phase is not JobPhase.STOPPING:
-            self.clock.after(soon, lambda: self._must_be_over(now))
+            # Services end one after the other.
+            services = sum(role.service for role in self.plan.spec.roles)
+            self.clock.after(soon * (1 + services), lambda: self._must_be_over(now))
         for name, role in self.state.roles.items():
             between = (RolePhase.RESTARTING, RolePhase.REFORMING)
             old = before.roles[name]
@@ -244,7 +253,9 @@ class Invariants:
         worker has ended well, those that live on are not disturbed by it.
         """
         for role in self.state.roles.values():
-            if not self._hopeless and self.state.phase is JobPhase.RUNNING and role.live:
+            if not self._hopeless and self.state.phase is JobPhase.RUNNING and role.is_program:
+                self._must_have_programs(role)
+            elif not self._hopeless and self.state.phase is JobPhase.RUNNING and role.live:
                 broken = [w.rank for w in role.workers if w.exit and not w.exit.ok]
                 assert not broken, f"{role.name} runs on without its ranks {broken}"
                 leader = self.plan.placement.of_role(role.name)[0].node
@@ -258,6 +269,22 @@ class Invariants:
                 assert store.generation == role.generation, f"the store of {role.name} is an old one"
                 here = [p for p in self.processes if p.alive and p.who[0] == role.name]
                 assert {p.generation for p in here} == {role.generation}, f"{role.name} is not in one group"
+
+    def _must_have_programs(self, role: RoleState) -> None:
+        """Every rank of a service runs, or will soon; a role that waits has to."""
+        state, spec = self.state, self.state.role_spec(role.name)
+        if self._troubled_since(self.clock.now - 2 * DELAYS) or state.away:
+            return
+        if role.phase is RolePhase.WAITING:
+            others = [state.roles[name] for name in spec.after]
+            assert any(other.running < len(other.workers) for other in others), f"{role.name} never starts"
+        elif spec.service and role.phase in ROLE_WORKS:
+            down = [
+                w.rank
+                for w in role.workers
+                if not w.live and w.due != NEVER and w.due <= self.clock.now - DELAYS
+            ]
+            assert not down, f"{role.name} goes on without its ranks {down}"
 
     def _check_order(self, before: JobState, event: Event, message: Message) -> None:
         """A worker is stopped when its own role restarts or the job ends, never for another role."""
@@ -383,9 +410,10 @@ class Invariants:
             assert code != 0
             assert finish.verdict.report
         if code == EXIT_BUDGET and EXIT_BUDGET not in statuses:
-            assert any(r.restarts == end.role_spec(r.name).max_restarts > 0 for r in end.roles.values())
+            assert any(r.restarts >= end.role_spec(r.name).max_restarts > 0 for r in end.roles.values())
         if code == EXIT_RENDEZVOUS and EXIT_RENDEZVOUS not in statuses:
-            assert self.plan.absent or self._troubled_since(self._began)
+            never = any("was not ready within" in failure.note for failure in end.failures)
+            assert never or self.plan.absent or self._troubled_since(self._began)
 
 
 def _stage(role: RoleState) -> tuple[RolePhase, int, int]:

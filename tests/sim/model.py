@@ -44,7 +44,7 @@ class Spawner:
         self.processes: dict[int, Process] = {}
         clock, rng, slow = self.world.clock, self.world.rng, self.world.plan.slow
         self.inbox = Pipe(clock, rng, slow, self._receive)
-        self.outbox = Pipe(clock, rng, slow, lambda m: node.apply(events.FromSpawner(key, m)))
+        self.outbox = Pipe(clock, rng, slow, lambda m: node.told_by(key, m))
         self._held: list[Message] = []
         self._frozen_until = 0.0
         seconds = 0.01 if key == FRESH else rng.uniform(0.2, 2.0)

@@ -22,9 +22,20 @@ from unirun.launcher.standby import PATIENCE, STEADY
 from unirun.launcher.state import AgentState, holdings
 from unirun.rendezvous.election import leader_of
 from unirun.rendezvous.keys import job_prefix
-from unirun.wire.messages import Beat, ExitAck, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
-from unirun.wire.reports import Join, WorkerExited
-from unirun.wire.spawning import Kill
+from unirun.values import Place
+from unirun.wire.messages import (
+    Beat,
+    ExitAck,
+    Message,
+    OpenStore,
+    Reserve,
+    Shutdown,
+    StartRole,
+    StopWorkers,
+    View,
+)
+from unirun.wire.reports import Join, Placed, WorkerExited
+from unirun.wire.spawning import Kill, Reaped
 
 
 class Led(Protocol):
@@ -67,6 +78,7 @@ class Node:
         self.alive = True
         self.spawners: dict[SpawnerKey, Spawner] = {}
         self.exits: list[Who] = []
+        self.ports: dict[tuple[str, int], Place] = {}
         self.client = world.client(name)
         self.master: Led | None = None
         self.to_master: Pipe | None = None
@@ -268,6 +280,8 @@ class Node:
         match message:
             case StartRole():
                 self.apply(events.Order(epoch, self.orders.launch(message)))
+            case Reserve():
+                self._reserve(message)
             case OpenStore():
                 self.apply(events.Order(epoch, self.orders.store(message, 5)))
             case StopWorkers() | View() | ExitAck() | Shutdown():
@@ -290,8 +304,45 @@ class Node:
         for command in commands:
             self._carry_out(command)
 
+    def told_by(self, key: SpawnerKey, message: Message) -> None:
+        """A message of a spawner. Of a program that has ended before it was ready another process may have the port."""
+        taken = False
+        if isinstance(message, Reaped) and (worker := self.state.workers.get(message.id)) is not None:
+            here = worker.who[:2] in self.ports and not worker.was_ready and worker.cause != "order"
+            taken = here and self.world.rng.random() < 0.1
+            if taken:
+                del self.ports[worker.who[:2]]
+        self.apply(events.FromSpawner(key, message, taken=taken))
+
+    def _reserve(self, order: Reserve) -> None:
+        for rank in order.ranks:
+            if (order.role, rank) not in self.ports:
+                count = len(self.world.plan.spec.role(order.role).ports)
+                numbers = tuple(self.world.next_pid() for _ in range(count))
+                self.ports[order.role, rank] = Place(self.name, numbers)
+        places = tuple(self.ports[order.role, rank] for rank in order.ranks)
+        if self.to_master is not None:
+            self.to_master.send(Placed(self.name, order.role, order.ranks, places))
+
+    def _probe(self, number: int, *, never: bool) -> None:
+        """Ask a program until it is ready, then from time to time."""
+        worker = self.state.workers.get(number)
+        if worker is None or not self.alive:
+            return
+        rng, clock = self.world.rng, self.world.clock
+        ok = not never and rng.random() < (0.9 if worker.was_ready else 0.4)
+        why = "" if ok else rng.choice(("status 503", "it does not answer"))
+        self.apply(events.Probed(number, ok, why, self.world.wall(self.name)))
+        worker = self.state.workers.get(number)
+        if worker is not None and (not worker.was_ready or worker.alive is not None):
+            pause = worker.alive.every if worker.was_ready and worker.alive is not None else 0.5
+            clock.after(pause, lambda: self.awake(lambda: self._probe(number, never=never)))
+
     def _carry_out(self, command: events.Command) -> None:
         match command:
+            case events.Watch(number):
+                never = self.world.rng.random() < 0.03
+                self.world.clock.after(0.01, lambda: self.awake(lambda: self._probe(number, never=never)))
             case events.ToMaster(message):
                 if isinstance(message, WorkerExited):
                     self.exits.append(message.worker)
@@ -334,7 +385,8 @@ class Node:
         """A worker that can outlive its peers is killed for an order, for this agent's end, or for its own fault."""
         worker = self.state.workers[kill.id]
         if worker.who.role in self.state.in_place:
-            assert worker.sent is not None or worker.error is not None, f"{worker.who} is killed for a peer"
+            own = worker.sent is not None or worker.error is not None or worker.cause in ("unready", "silent")
+            assert own, f"{worker.who} is killed for a peer"
 
     def die(self, reason: str) -> None:
         """The agent ends; its workers end with it, and the master sees the end of the stream."""

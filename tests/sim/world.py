@@ -22,6 +22,7 @@ from unirun.errors import ConnectionLost, PlacementError
 from unirun.launcher.orders import CALLS
 from unirun.rendezvous import JobDir
 from unirun.spec import Entry, EntryKind, JobSpec, RoleSpec
+from unirun.spec.probes import Probe
 from unirun.wire.codec import decode, encode
 from unirun.wire.messages import Message
 
@@ -308,7 +309,63 @@ def make_plan(seed: int) -> Plan:
             plan.accidents += [(rng.uniform(0.3, 6.0), move) for move in moves]
         case "planted":
             plan.planted = rng.choice(PLANTED)
+    # Drawn apart, so that the rest of a history does not depend on it.
+    services = random.Random(f"services {seed}")
+    if services.random() < 0.5:
+        _add_services(plan, services)
     return plan
+
+
+def _add_services(plan: Plan, rng: random.Random) -> None:
+    """Servers beside the roles, which start after each other."""
+    names = ("engine", "router")[: rng.randint(1, 2)]
+    nodes, added, places = plan.placement.nodes, [], []
+    for name in names:
+        after = {"engine": rng.choice((0, 1))} if name == "router" and rng.random() < 0.7 else {}
+        ready = Probe("tcp") if rng.random() < 0.8 else None
+        asked = ready is not None and rng.random() < 0.5
+        service = RoleSpec(
+            name,
+            rng.randint(1, 3),
+            Entry("program", name),
+            max_restarts=rng.choice((0, 1, 3, 10)),
+            start_method="exec",
+            restart="process",
+            slots=0,
+            contract="none",
+            ports=("http", "dist")[: rng.randint(0, 2)],
+            service=True,
+            optional=rng.random() < 0.2,
+            ready=ready,
+            ready_timeout=rng.choice((2.0, 20.0)),
+            alive=Probe("tcp", every=3.0, misses=rng.choice((1, 2))) if asked else None,
+            after=after,
+            restart_window=rng.choice((0.0, 5.0)),
+            restart_delay=rng.choice((0.0, 0.5)),
+        )
+        local = dict.fromkeys(nodes, 0)
+        for rank in range(service.count):
+            node = rng.choice(nodes)
+            places.append(Assignment(name, rank, node, -1, local[node]))
+            local[node] += 1
+        added.append(service)
+        plan.habits[name] = Habits(
+            fails=rng.choice((0.0, 0.1, 0.4)),
+            finishes=rng.choice((0.0, 0.05)),
+            lifetime=rng.choice((0.5, 5.0, 20.0)),
+            stubborn=rng.choice((0.0, 0.3)),
+            follows=0.0,
+            recovers=1.0,
+        )
+    wait = {name: rng.choice((0, 1)) for name in names}
+    roles = [replace(role, after=wait) if rng.random() < 0.5 else role for role in plan.spec.roles]
+    if rng.random() < 0.3:
+        role = rng.choice(roles)
+        roles[roles.index(role)] = replace(role, ports=("http",), least=None)
+    first = rng.random() < 0.5
+    plan.spec = replace(plan.spec, roles=(*added, *roles) if first else (*roles, *added))
+    before = plan.placement.assignments
+    plan.placement = replace(plan.placement, assignments=(*places, *before) if first else (*before, *places))
 
 
 def _make_hosts(plan: Plan, rng: random.Random) -> None:

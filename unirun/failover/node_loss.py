@@ -11,7 +11,7 @@ from unirun.errors import EXIT_PLACEMENT, PlacementError
 from unirun.failover.moving import Cause, begin, decide_missing, named, relocate, relocation_to
 from unirun.failover.policy import Decision
 from unirun.failover.relocation import place_without
-from unirun.failover.restart_or_end import advance, end_job
+from unirun.failover.restart_or_end import advance, end_job, starting_again
 from unirun.failover.worker_failure import failure_of
 from unirun.graph import show_ranks
 from unirun.job.events import After, LossesDue
@@ -107,7 +107,7 @@ def _fall(transition: Transition, nodes: Collection[str], reason: str) -> list[F
             failures.append(failure_of(transition.state, role, worker, end, killed))
             role = role.with_worker(worker.ended(killed))
         if fallen:
-            transition.put(role)
+            transition.put(starting_again(role) if role.is_program else role)
     return failures
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from unirun.errors import Refused
 from unirun.failover.policy import LONGEST_DELAY
-from unirun.failover.restart_or_end import advance, settle, stop_role
+from unirun.failover.restart_or_end import advance, settle, starting_again, stop_role
 from unirun.job.events import After, StartDue, ToWatchers
 from unirun.job.generations import form_first, obstructed, opened, start_again
 from unirun.job.state import (
@@ -156,7 +156,7 @@ def health_changed(transition: Transition, who: WorkerId, health: Health) -> Non
     phase = WorkerPhase.SERVING if health.ready else WorkerPhase.RUNNING
     changed = phase is not worker.phase
     role = role.with_worker(replace(worker, phase=phase, health=health))
-    settle(transition, role)
+    settle(transition, starting_again(role))
     if changed:
         text = "is ready" if health.ready else f"is not ready: {health.why}"
         transition.record("ready" if health.ready else "unready", f"{who} {text}", str(who))

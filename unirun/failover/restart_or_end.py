@@ -96,6 +96,15 @@ def settle(transition: Transition, role: RoleState) -> None:
     transition.put(role)
 
 
+def starting_again(role: RoleState) -> RoleState:
+    """`role`, which does not run as a whole any more if a rank of it is not up."""
+    return (
+        replace(role, phase=RolePhase.STARTING)
+        if role.phase is RolePhase.RUNNING and not role.settled
+        else role
+    )
+
+
 def stop_all(
     transition: Transition, verdict: Verdict, signum: int, grace: float | None, *, together: bool = False
 ) -> None:

@@ -7,7 +7,14 @@ from msgspec.structs import replace
 from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
 from unirun.failover.blast_radius import consequences, unit_of
 from unirun.failover.policy import Decision, Loss, decide
-from unirun.failover.restart_or_end import advance, end_job, form_anew, history_of, restart
+from unirun.failover.restart_or_end import (
+    advance,
+    end_job,
+    form_anew,
+    history_of,
+    restart,
+    starting_again,
+)
 from unirun.job.events import ToWatchers
 from unirun.job.failures import Exit, Failure
 from unirun.job.generations import clear_the_way
@@ -50,6 +57,8 @@ def exited(transition: Transition, event: WorkerExited) -> None:
     if works and event.cause == "leaving":
         # Its agent has ended it; AgentLost or OwnerLost follows with the reason.
         role = replace(role, phase=RolePhase.STOPPING)
+    if role.is_program:
+        role = starting_again(role)
     transition.put(role)
     if obstructs:
         clear_the_way(transition)
@@ -159,7 +168,7 @@ def _give_up(transition: Transition, role: RoleState, text: str, source: str) ->
     for worker in role.workers:
         if not worker.live:
             role = role.with_worker(replace(worker, due=NEVER))
-    transition.put(role if role.living else replace(role, phase=RolePhase.FAILED))
+    transition.put(starting_again(role) if role.living else replace(role, phase=RolePhase.FAILED))
 
 
 def store_ended(transition: Transition, event: StoreEnded) -> None:

@@ -23,11 +23,14 @@ def check_role(role: RoleState, max_restarts: int) -> None:
     hold(role.phase is not RolePhase.RUNNING or role.settled, f"is running with {role.running} ranks")
     hold(role.phase is not RolePhase.REFORMING or not role.settled, "is reforming and complete")
     hold(role.phase is not RolePhase.REFORMING or role.restart == "process", "reforms, which it cannot")
-    hold(role.restarts <= max_restarts, f"has {role.restarts} restarts, which is over its budget")
+    own_budgets = role.is_program and role.restart == "process"
+    restarts = max((len(w.paid) for w in role.workers), default=0) if own_budgets else role.restarts
+    hold(restarts <= max_restarts, f"has {restarts} restarts, which is over its budget")
     hold(role.opened <= role.generation, f"has a store of generation {role.opened}, which is to come")
     for worker in role.workers:
         who = f"has rank {worker.rank}"
-        hold(worker.incarnation <= role.generation, f"{who} started more often than it was formed")
+        formed = role.is_program or worker.incarnation <= role.generation
+        hold(formed, f"{who} started more often than it was formed")
         hold(worker.generation <= role.generation, f"{who} in a generation that is to come")
         hold(not worker.addresses or worker.phase is WorkerPhase.SERVING, f"{who} called though it is away")
     if role.phase is RolePhase.SUCCEEDED:
