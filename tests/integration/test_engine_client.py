@@ -76,7 +76,7 @@ class Engines:
         self.tell()
 
     async def restart(self, rank: int) -> None:
-        """What an agent does then: SIGKILL, and the same again on the same port."""
+        """Do what an agent does then: SIGKILL, and the same program again on the same port."""
         self.close(rank)
         self.incarnations[rank] += 1
         self.processes[rank] = await asyncio.to_thread(self._started, rank)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from unirun.errors import UsageError
@@ -32,6 +34,23 @@ PROBES = (
 """The kernel ends a connection to a host that has been gone for 25 s."""
 
 
+AT_ONCE = 64
+"""Requests of one pool of connections. A pool looks at all of them whenever one begins or ends."""
+
+
+class Pool:
+    """Some of the connections to an engine."""
+
+    def __init__(self, httpx: ModuleType, context: ssl.SSLContext) -> None:
+        self.in_flight = 0
+        self.transport: httpx2.AsyncHTTPTransport = httpx.AsyncHTTPTransport(
+            verify=context,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP),
+            socket_options=PROBES,
+        )
+
+
 class Connections:
     """Those to the engine of `load`.
 
@@ -45,13 +64,9 @@ class Connections:
         if not engine.url.startswith(("http://", "https://")):
             raise UsageError(f"{engine.url!r} is no server", "write http://host:port")
         self._httpx = httpx2
-        self._transport = httpx2.AsyncHTTPTransport(
-            # To read the certificates of authorities takes longer than many requests.
-            verify=engine.url.startswith("https"),
-            trust_env=False,
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP),
-            socket_options=PROBES,
-        )
+        # To read the certificates of authorities takes longer than many requests.
+        self._context = httpx2.create_ssl_context(verify=engine.url.startswith("https"), trust_env=False)
+        self._pools: list[Pool] = []
         self._base = engine.url.rstrip("/")
         self._headers = [(b"Host", httpx2.URL(self._base).netloc), (b"Content-Type", b"application/json")]
         if api_key:
@@ -94,21 +109,42 @@ class Connections:
             return self._failed("lost", _words(error))
 
     async def _answer(self, path: str, body: bytes) -> bytes | Failure:
-        url = self._urls.get(path)
-        if url is None:
-            url = self._urls[path] = self._httpx.URL(f"{self._base}{path}")
         request = self._httpx.Request(
-            "POST", url, headers=self._headers, content=body, extensions={"timeout": TIMEOUTS}
+            "POST", self._url(path), headers=self._headers, content=body, extensions={"timeout": TIMEOUTS}
         )
-        response = await self._transport.handle_async_request(request)
+        pool = self._pool()
+        pool.in_flight += 1
         try:
-            raw = await response.aread()
+            response = await pool.transport.handle_async_request(request)
+            try:
+                raw = await response.aread()
+            finally:
+                await response.aclose()
         finally:
-            await response.aclose()
+            pool.in_flight -= 1
         if response.status_code == 200:
             return raw
         words = raw.decode(errors="replace").strip()
         return self._failed("status", words or response.reason_phrase, response.status_code)
+
+    def _pool(self) -> Pool:
+        """The first one that has room, so that those beyond it come to rest when there are fewer requests."""
+        for pool in self._pools:
+            if pool.in_flight < AT_ONCE:
+                return pool
+        self._pools.append(Pool(self._httpx, self._context))
+        return self._pools[-1]
+
+    def _url(self, path: str) -> httpx2.URL:
+        url = self._urls.get(path)
+        if url is None:
+            try:
+                url = self._urls[path] = self._httpx.URL(f"{self._base}{path}")
+            except self._httpx.InvalidURL as error:
+                raise UsageError(
+                    f"{self._base}{path!r} is no URL: {error}", "write /v1/completions"
+                ) from error
+        return url
 
     def _failed(self, kind: Kind, words: str, status: int = 0) -> Failure:
         return Failure(self.load.engine, kind, words, status)
@@ -122,7 +158,8 @@ class Connections:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._transport.aclose()
+        for pool in self._pools:
+            await pool.transport.aclose()
 
 
 def _words(error: Exception) -> str:
