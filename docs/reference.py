@@ -45,8 +45,8 @@ SECTIONS = {
     "Queues": ["Queue", "Admission", "Item", "QueueTimeout", "QueueEnded"],
     "Engines": [
         "EngineClient",
-        "rollout.client.Answer",
-        "rollout.client.Span",
+        "rollout.answers.Answer",
+        "rollout.answers.Span",
         *(f"rollout.engines.{name}" for name in ("Engine", "Engines", "EngineList", "AddressFile")),
         "ServerError",
         "ServerTimeout",

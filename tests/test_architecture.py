@@ -228,7 +228,7 @@ def test_the_cores_do_no_input_and_no_output() -> None:
         "graph.",
         *(f"collocation.{name}" for name in ("inventory", "fake")),
         *(f"weights.{name}" for name in ("layout", "plan", "messages")),
-        "rollout.choosing",
+        *("rollout.choosing", "rollout.answers"),
         *(f"train.{name}" for name in ("lockstep", "data.plan", "data.order", "checkpoints.strategy")),
         "wire.frames",
         "wire.messages",

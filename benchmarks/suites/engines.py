@@ -45,7 +45,9 @@ def stubs(count: int) -> Iterator[list[str]]:
     try:
         urls = []
         for _ in range(count):
-            process = subprocess.Popen([sys.executable, str(STUB)], stdout=subprocess.PIPE, text=True)
+            process = subprocess.Popen(
+                [sys.executable, str(STUB), "--enable-scale-out"], stdout=subprocess.PIPE, text=True
+            )
             processes.append(process)
             line = process.stdout.readline() if process.stdout is not None else ""
             if not line:

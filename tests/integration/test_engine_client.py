@@ -35,14 +35,8 @@ class Engines:
         self.tell()
 
     def _started(self, rank: int) -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            stub.__file__,
-            "--port",
-            str(self.ports[rank]),
-            "--latency",
-            str(self.latency),
-        ]
+        options = ["--port", str(self.ports[rank]), "--latency", str(self.latency), "--enable-scale-out"]
+        command = [sys.executable, stub.__file__, *options]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         self.ports[rank] = int(process.stdout.readline().rpartition(":")[2])
@@ -130,6 +124,14 @@ async def killed(engines: Engines) -> None:
     await engines.restart(0)
 
 
+async def told_to_end(engines: Engines) -> None:
+    """One gets SIGTERM, and aborts what it has."""
+    await asyncio.sleep(0.1)
+    engines.signal(1, signal.SIGTERM)
+    await asyncio.sleep(0.1)
+    await engines.restart(1)
+
+
 async def stopped(engines: Engines) -> None:
     """One hangs, which its agent notices some time later."""
     await asyncio.sleep(0.1)
@@ -149,7 +151,7 @@ async def restarted(engines: Engines) -> None:
         await engines.restart(rank)
 
 
-@pytest.mark.parametrize("accident", [killed, stopped, restarted])
+@pytest.mark.parametrize("accident", [killed, told_to_end, stopped, restarted])
 def test_of_200_requests_none_is_lost_and_none_is_answered_twice(
     engines: Engines, accident: Callable[[Engines], Awaitable[None]]
 ) -> None:

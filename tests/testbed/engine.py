@@ -122,8 +122,10 @@ class Stub:
     `seen` has the path of each request; `running` is the number of outputs that are being made, `made` that of all tokens.
     """
 
-    def __init__(self, *, latency: float = 0.0, ready: bool = True, flaps: int = 0) -> None:
-        self.latency, self.ready, self.flaps = latency, ready, flaps
+    def __init__(
+        self, *, latency: float = 0.0, ready: bool = True, flaps: int = 0, scale_out: bool = True
+    ) -> None:
+        self.latency, self.ready, self.flaps, self.scale_out = latency, ready, flaps, scale_out
         self.broken = False
         self.transfer = Transfer()
         self.seen: list[str] = []
@@ -157,6 +159,10 @@ class Stub:
     def closed(self) -> bool:
         return self._listener is None
 
+    def abort(self) -> None:
+        """End all outputs at their next step, with the reason ``abort``."""
+        self._aborts += 1
+
     def close(self) -> None:
         """Close the port and all connections, whatever runs."""
         if self._listener is not None:
@@ -176,6 +182,11 @@ class Stub:
             return (200 if self._healthy() else 503), {}
         if not self.ready:
             return _error(503, "The server is not ready.", "ServiceUnavailableError")
+        if parts.path.startswith("/inference/") and not self.scale_out:
+            words = (
+                "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+            )
+            return _error(403, words, "Forbidden")
         try:
             body = json.loads(raw) if raw else {}
             return 200, await self._answer(method, parts.path, parse_qs(parts.query), body)
@@ -203,7 +214,7 @@ class Stub:
         if path == "/inference/v1/generate":
             return await self._generated(body)
         if path == "/abort_requests":
-            self._aborts += 1
+            self.abort()
             return {"status": "aborted", "aborted": self.running}
         if path == "/reset_prefix_cache":
             return {"success": True}
@@ -230,7 +241,7 @@ class Stub:
     async def _pause(self) -> None:
         """``abort`` ends requests, ``wait`` waits for them, ``keep`` goes on with them after the pause."""
         if self.transfer.paused == "abort":
-            self._aborts += 1
+            self.abort()
         while self.transfer.paused == "wait" and self.running:
             await asyncio.sleep(0.005)
         self._resumed.clear()
@@ -411,7 +422,7 @@ class Connection(asyncio.Protocol):
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options, of which those for a time are in seconds after the start."""
+    """The options, of which those for a time are in seconds after the start. Others, which vLLM has, do nothing."""
     parser = argparse.ArgumentParser(description="A stub of vllm serve.")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: a free one, which is printed")
@@ -431,7 +442,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--latency", type=float, default=0.0, help="of each output")
     parser.add_argument("--version", default=DEFAULT, help="the label of the weights at the start")
     parser.add_argument("--log-line", action="append", default=[], help="printed at the start")
-    return parser.parse_args(argv)
+    parser.add_argument("--enable-scale-out", action="store_true", help="have /inference/v1/generate")
+    return parser.parse_known_args(argv)[0]
 
 
 def leak() -> int:
@@ -453,7 +465,7 @@ def say(line: str) -> None:
 async def serve(options: argparse.Namespace) -> None:
     """Run until a signal or an option ends the process."""
     loop = asyncio.get_running_loop()
-    stub = Stub(latency=options.latency, ready=False, flaps=options.flap)
+    stub = Stub(latency=options.latency, ready=False, flaps=options.flap, scale_out=options.enable_scale_out)
     stub.transfer.version = options.version
     url = stub.start(options.host, options.port)
     say(f"Started server process [{os.getpid()}] on {url}")
@@ -470,8 +482,12 @@ async def serve(options: argparse.Namespace) -> None:
         os._exit(1 if options.exit_code is None else options.exit_code)
 
     def end() -> None:
-        if not options.ignore_term:
+        if options.ignore_term:
+            return
+        if not stub.running:
             os._exit(options.exit_code or 0)
+        stub.abort()  # and answer, as vLLM does
+        loop.call_later(options.latency / STEPS + 0.02, os._exit, options.exit_code or 0)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)

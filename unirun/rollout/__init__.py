@@ -1,6 +1,7 @@
 """Requests to the engines of a job: which one gets each, and what becomes of those that a dead one had not finished."""
 
-from unirun.rollout.client import Answer, EngineClient, Span
+from unirun.rollout.answers import Answer, Span
+from unirun.rollout.client import EngineClient
 from unirun.rollout.engines import AddressFile, Engine, EngineList, Engines
 
 __all__ = ["AddressFile", "Answer", "Engine", "EngineClient", "EngineList", "Engines", "Span"]

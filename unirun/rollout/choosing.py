@@ -46,14 +46,15 @@ class Wait(Value):
     seconds: float | None
 
 
-Kind = Literal["refused", "lost", "unready", "status"]
+Kind = Literal["refused", "lost", "unready", "aborted", "status"]
 
 
 class Failure(Value):
     """An engine did not answer a request. `words` are those of the server or of the operating system.
 
     ``refused``: it never got the request. ``lost``: its connection ended. ``unready``: it was no longer ready, so that
-    it was not waited for. ``status``: it answered with `status`, an error.
+    it was not waited for. ``aborted``: it has ended the request before its end. ``status``: it answered with `status`,
+    which is no success, or what nobody can read.
     """
 
     engine: Engine

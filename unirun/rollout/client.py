@@ -7,7 +7,11 @@
         print(answer.token_ids, answer.engine, answer.version)
 
 The routes are those of vLLM 0.32 and of servers that are compatible with OpenAI's. `EngineClient.generate` uses vLLM's
-own route for tokens, ``/inference/v1/generate``: only its answers say which version of the weights has made each token.
+own route for tokens, ``/inference/v1/generate`` (``vllm serve --enable-scale-out``): only its answers say which version
+of the weights has made each token.
+
+Run with two servers of vLLM 0.32.0 (CPU): all routes; 64 requests while one of the servers, or its engine core, was
+killed, or got SIGTERM; the tokens were those of a run without that. Never run with SGLang or another server.
 """
 
 from __future__ import annotations
@@ -22,61 +26,18 @@ from typing import Any, Self
 import msgspec
 
 from unirun.errors import ServerError, ServerTimeout, UnirunError, UsageError
+from unirun.rollout.answers import Answer, answered, fault
 from unirun.rollout.choosing import Failure, GiveUp, Wait, choose, follow
 from unirun.rollout.connections import Connections
-from unirun.rollout.engines import ADDRESSES, AddressFile, Engine, EngineList, Engines
-from unirun.values import Value, WorkerId
+from unirun.rollout.engines import ADDRESSES, AddressFile, Engine, Engines
+from unirun.values import WorkerId
 
-__all__ = ["Answer", "EngineClient", "EngineList", "Span"]
+__all__ = ["EngineClient"]
+
+GENERATE = "/inference/v1/generate"
 
 IDLE = 1.0
 """Seconds without a request after which the client no longer looks for changes of the engines."""
-
-LONGEST_WORDS = 2000
-"""Characters of a server's answer that an error repeats."""
-
-
-class Span(Value, forbid_unknown_fields=False):
-    """Tokens `start` to `end` (exclusive) of an output were made by the weights that are labelled `version`."""
-
-    version: str
-    start: int
-    end: int
-
-
-class Answer(Value):
-    """The answer to one request: the server's own JSON (`body`), and the `engine` that gave it.
-
-    `engine` is printed ``engine:0``, and has an ``incarnation``. `version` is the label of the weights that made the
-    first token, and `spans` has it for all tokens of the first output; None and empty if the server does not say.
-    """
-
-    body: dict[str, Any]
-    engine: WorkerId
-    version: str | None
-    spans: tuple[Span, ...] = ()
-
-    @property
-    def choices(self) -> list[dict[str, Any]]:
-        """The outputs, of which there are ``n``."""
-        return list(self.body.get("choices", ()))
-
-    @property
-    def text(self) -> str:
-        """The text of the first output; empty when the server was asked for tokens only."""
-        first = self.choices[0]
-        return str((first["message"]["content"] if "message" in first else first.get("text")) or "")
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens of the first output. `complete` and `chat` have them with ``return_token_ids=True``."""
-        return list(self.choices[0].get("token_ids") or ())
-
-    @property
-    def finish_reason(self) -> str | None:
-        """``stop``, ``length``, or ``abort`` when the server was paused so that it ended its requests."""
-        found = self.choices[0].get("finish_reason")
-        return None if found is None else str(found)
 
 
 class EngineClient:
@@ -95,12 +56,15 @@ class EngineClient:
         engines: Engines | None = None,
         timeout: float = 600.0,
         attempts: int = 5,
+        partial: bool = False,
         api_key: str = "",
     ) -> None:
         """`engines` are those of the job, unless given.
 
         A request has `timeout` seconds, all attempts and waiting included, and is given up when `attempts` engines have
-        failed on it: it may be what kills them. `api_key` is that of the servers. Raises `UsageError`.
+        failed on it: it may be what kills them. vLLM aborts its requests when it is told to end, or to pause so; these
+        are sent again, unless outputs that are `partial` are wanted, with ``abort`` as `Answer.finish_reason`.
+        `api_key` is that of the servers. Raises `UsageError`.
         """
         try:
             importlib.import_module("httpx2")
@@ -112,7 +76,7 @@ class EngineClient:
             raise UsageError("timeout must be more than 0, and attempts 1 or more")
         self.role, self.timeout, self.attempts = role, timeout, attempts
         self._source = engines or _of_the_job(role)
-        self._api_key = api_key
+        self._partial, self._api_key = partial, api_key
         self._known: tuple[Engine, ...] = ()
         self._lines: dict[Engine, Connections] = {}
         self._turn, self._pending, self._last_request = 0, 0, 0.0
@@ -186,13 +150,13 @@ class EngineClient:
     ) -> Answer:
         """Tokens for tokens, by vLLM's ``/inference/v1/generate``. `sampling` has fields of vLLM's ``SamplingParams``.
 
-        The answer has `Answer.token_ids` and `Answer.spans` (vLLM 0.32; earlier ones do not say the versions). For a
-        server without this route there is ``complete(token_ids, return_token_ids=True)``.
+        The answer has `Answer.token_ids` and `Answer.spans` (vLLM 0.32; 0.28 does not say the versions). vLLM has this
+        route with ``--enable-scale-out``; without it there is ``complete(token_ids, return_token_ids=True)``.
         """
         body = {"token_ids": token_ids, "sampling_params": sampling}
         if model is not None:
             body["model"] = model
-        return await self.post("/inference/v1/generate", body, timeout=timeout)
+        return await self.post(GENERATE, body, timeout=timeout)
 
     async def post(self, path: str, body: Mapping[str, Any], *, timeout: float | None = None) -> Answer:
         """The answer to `body`, as JSON, from any route of the servers: ``/pooling``, ``/v1/embeddings`` …
@@ -272,7 +236,7 @@ class EngineClient:
         for engine in engines:
             if engine.ready:
                 self._lines[engine] = (
-                    gone.pop(engine) if engine in gone else Connections(engine, self._api_key)
+                    gone.pop(engine) if engine in gone else Connections(engine, self._partial, self._api_key)
                 )
         for line in gone.values():
             line.abandon()
@@ -286,18 +250,16 @@ class EngineClient:
         self._news.set()
         self._news = asyncio.Event()
 
-    def _answer(self, raw: bytes, engine: Engine) -> Answer:
+    def _answer(self, body: dict[str, Any], engine: Engine) -> Answer:
         try:
-            body = msgspec.json.decode(raw, type=dict[str, Any])
-            version, spans = _versions(body)
-        except msgspec.DecodeError as error:
+            return answered(body, WorkerId(self.role, engine.rank, engine.incarnation))
+        except msgspec.ValidationError as error:
             raise ServerError(
-                f"{self._name(engine)} ({engine.url}) gave an answer that cannot be read: {error}",
-                "is it a server with the routes of OpenAI or vLLM?",
+                f"{self._name(engine)} ({engine.url}) tells the versions of its weights in an unknown way: {error}",
+                "vLLM 0.32 is known",
                 server=engine.url,
                 status=200,
             ) from error
-        return Answer(body, WorkerId(self.role, engine.rank, engine.incarnation), version, spans)
 
     def _name(self, engine: Engine) -> str:
         return f"{self.role}:{engine.rank}"
@@ -305,12 +267,14 @@ class EngineClient:
     def _given_up(self, end: GiveUp, times: int, path: str) -> ServerError:
         failure = end.failure
         where = f"{self._name(failure.engine)} ({failure.engine.url}{path})"
-        said = f"refused ({failure.status}): {_message(failure.words)}" if failure.status else failure.words
+        said = f"refused ({failure.status}): {fault(failure.words)}" if failure.status else failure.words
         problem = f"{where} {said}" if failure.status else f"{where} did not answer: {said}"
         if end.wrong:
             remedy = ""
-            if failure.status == 404 and path == "/inference/v1/generate":
-                remedy = "for servers without this route: complete(token_ids, return_token_ids=True)"
+            if failure.status in (403, 404) and path == GENERATE:
+                remedy = (
+                    "start vLLM with --enable-scale-out, or use complete(token_ids, return_token_ids=True)"
+                )
         else:
             problem = f"{problem}, as the last of {times} attempts"
             remedy = "its log has the cause; perhaps it is this request"
@@ -326,7 +290,7 @@ class EngineClient:
             states = [f"{self._name(each)} {'failed' if each.ready else 'not ready'}" for each in self._known]
             state = ", ".join(states) or "none is known"
             problem = f"no engine of {self.role} could take {path} within {seconds:g} s: {state}"
-        latest = {self._name(each.engine): _message(each.words)[:200] for each in failures}
+        latest = {self._name(each.engine): fault(each.words)[:200] for each in failures}
         if latest:
             problem = f"{problem}; before, {', '.join(f'{name}: {words}' for name, words in latest.items())}"
         return ServerTimeout(
@@ -345,27 +309,3 @@ def _of_the_job(role: str) -> Engines:
             "run it in a role of a job, or name the servers: engines=unirun.rollout.EngineList.at(url, …)",
         )
     return AddressFile(path, role)
-
-
-def _versions(body: Mapping[str, Any]) -> tuple[str | None, tuple[Span, ...]]:
-    """The versions of the weights behind an answer: vLLM has them in each output, SGLang in the ``metadata``."""
-    choices = body.get("choices")
-    first = choices[0] if isinstance(choices, list) and choices else None
-    if isinstance(first, dict) and first.get("weight_versions"):
-        spans = msgspec.convert(first["weight_versions"], type=tuple[Span, ...])
-        return spans[0].version, spans
-    metadata = body.get("metadata")
-    if isinstance(metadata, dict) and isinstance(metadata.get("weight_version"), str):
-        return metadata["weight_version"], ()
-    return None, ()
-
-
-def _message(words: str) -> str:
-    """The server's words about a fault, out of its JSON if that is what they are."""
-    try:
-        found: Any = msgspec.json.decode(words.encode())
-    except msgspec.DecodeError:
-        return words[:LONGEST_WORDS]
-    while isinstance(found, dict):
-        found = next((found[key] for key in ("detail", "error", "message") if found.get(key)), None)
-    return (found if isinstance(found, str) else words)[:LONGEST_WORDS]

@@ -7,9 +7,12 @@ import os
 import socket
 import ssl
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from unirun.errors import UsageError
+from unirun.rollout.answers import is_aborted
 from unirun.rollout.choosing import Failure, Kind, Load, begun, cut, ended
 from unirun.rollout.engines import Engine
 
@@ -57,10 +60,11 @@ class Connections:
     httpx's transport is used without its client: no cookies, no redirects, and no proxies of the environment.
     """
 
-    def __init__(self, engine: Engine, api_key: str) -> None:
+    def __init__(self, engine: Engine, partial: bool, api_key: str) -> None:
+        """With `partial`, an answer that the server has aborted is one."""
         import httpx2
 
-        self.load = Load(engine)
+        self.load, self._partial = Load(engine), partial
         if not engine.url.startswith(("http://", "https://")):
             raise UsageError(f"{engine.url!r} is no server", "write http://host:port")
         self._httpx = httpx2
@@ -75,7 +79,7 @@ class Connections:
         self._scopes: set[asyncio.Timeout] = set()
         self._abandoned = False
 
-    async def post(self, path: str, body: bytes, *, turn: int, deadline: float) -> bytes | Failure:
+    async def post(self, path: str, body: bytes, *, turn: int, deadline: float) -> dict[str, Any] | Failure:
         """Send `body`; return the answer, or the reason why there is none.
 
         Raises `TimeoutError` when it is not there at `deadline`, in the time of the event loop.
@@ -90,7 +94,7 @@ class Connections:
         self.load = ended(self.load, failure, asyncio.get_running_loop().time())
         return found
 
-    async def _exchange(self, path: str, body: bytes, deadline: float) -> bytes | Failure:
+    async def _exchange(self, path: str, body: bytes, deadline: float) -> dict[str, Any] | Failure:
         scope = asyncio.timeout_at(deadline)
         try:
             async with scope:
@@ -108,7 +112,7 @@ class Connections:
         except self._httpx.TransportError as error:
             return self._failed("lost", _words(error))
 
-    async def _answer(self, path: str, body: bytes) -> bytes | Failure:
+    async def _answer(self, path: str, body: bytes) -> dict[str, Any] | Failure:
         request = self._httpx.Request(
             "POST", self._url(path), headers=self._headers, content=body, extensions={"timeout": TIMEOUTS}
         )
@@ -122,10 +126,16 @@ class Connections:
                 await response.aclose()
         finally:
             pool.in_flight -= 1
-        if response.status_code == 200:
-            return raw
-        words = raw.decode(errors="replace").strip()
-        return self._failed("status", words or response.reason_phrase, response.status_code)
+        if response.status_code != 200:
+            words = raw.decode(errors="replace").strip()
+            return self._failed("status", words or response.reason_phrase, response.status_code)
+        try:
+            found = msgspec.json.decode(raw, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            return self._failed("status", f"its answer is no JSON object: {error}", 200)
+        if not self._partial and is_aborted(found):
+            return self._failed("aborted", "it has aborted the request")
+        return found
 
     def _pool(self) -> Pool:
         """The first one that has room, so that those beyond it come to rest when there are fewer requests."""

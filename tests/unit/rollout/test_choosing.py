@@ -99,7 +99,7 @@ def test_what_the_server_says_is_wrong_is_not_sent_again(status: int) -> None:
     assert follow((wrong,), 5) == GiveUp(wrong, True)
 
 
-@pytest.mark.parametrize("kind", ["refused", "lost", "unready"])
+@pytest.mark.parametrize("kind", ["refused", "lost", "unready", "aborted"])
 def test_what_an_engine_had_not_finished_is_sent_again(kind: Kind) -> None:
     assert follow((failure(kind),), 2) is None
 
@@ -111,7 +111,8 @@ def test_a_request_on_which_engines_fail_again_and_again_is_given_up() -> None:
 
 
 def test_an_engine_that_never_got_a_request_did_not_fail_because_of_it() -> None:
-    assert follow((failure("refused"), failure("status", 503), failure("status", 502)) * 50, 2) is None
+    others = (failure("refused"), failure("status", 503), failure("status", 502), failure("aborted"))
+    assert follow(others * 50, 2) is None
 
 
 ACTIONS = ("ask", "finish", "die", "start", "tell", "later")

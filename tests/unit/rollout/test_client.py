@@ -127,6 +127,35 @@ def test_a_request_that_its_engine_had_not_answered_when_it_died_is_sent_to_anot
     play(2, story, latency=0.2)
 
 
+def test_a_request_that_its_engine_has_aborted_is_sent_to_another() -> None:
+    async def story(engines: Engines) -> None:
+        first, _ = engines.stubs
+        async with engines.client() as client:
+            asked = [asyncio.create_task(client.generate([each])) for each in range(6)]
+            await until(lambda: first.running == 3)
+            first.abort()
+            answers = await asyncio.gather(*asked)
+        assert [each.token_ids for each in answers] == [tokens([each], 16) for each in range(6)]
+        assert {each.engine.rank for each in answers} == {1}
+
+    play(2, story, latency=0.1)
+
+
+def test_a_client_may_want_what_an_aborted_request_has() -> None:
+    async def story(engines: Engines) -> None:
+        (stub,) = engines.stubs
+        async with engines.client(partial=True) as client:
+            asked = asyncio.create_task(client.generate([1]))
+            await until(lambda: stub.made > 0)
+            stub.abort()
+            answer = await asked
+        assert answer.finish_reason == "abort"
+        assert answer.token_ids == tokens([1], len(answer.token_ids))
+        assert 0 < len(answer.token_ids) < 16
+
+    play(1, story, latency=0.2)
+
+
 def test_requests_to_an_engine_that_hangs_are_sent_to_another_when_it_is_no_longer_ready() -> None:
     async def story(engines: Engines) -> None:
         engines.stubs[0].latency = 10 * SOON
@@ -185,6 +214,20 @@ def test_a_route_that_the_server_does_not_have_is_an_error() -> None:
         async with engines.client() as client:
             with pytest.raises(ServerError, match=r"refused \(404\): Not Found"):
                 await client.post("/v1/nothing", {})
+
+    play(1, story)
+
+
+def test_a_server_without_the_route_for_tokens_is_told_with_the_remedy() -> None:
+    async def story(engines: Engines) -> None:
+        engines.stubs[0].scale_out = False
+        async with engines.client() as client:
+            with pytest.raises(
+                ServerError, match="Scale-out endpoints are disabled.*; start vLLM with --enable-scale-out"
+            ):
+                await client.generate([1])
+            answer = await client.complete([1], return_token_ids=True)
+        assert answer.token_ids == tokens([1], 16)
 
     play(1, story)
 
