@@ -267,8 +267,10 @@ class EngineClient:
     def _given_up(self, end: GiveUp, times: int, path: str) -> ServerError:
         failure = end.failure
         where = f"{self._name(failure.engine)} ({failure.engine.url}{path})"
-        said = f"refused ({failure.status}): {fault(failure.words)}" if failure.status else failure.words
-        problem = f"{where} {said}" if failure.status else f"{where} did not answer: {said}"
+        if failure.status >= 300:
+            problem = f"{where} refused ({failure.status}): {fault(failure.words)}"
+        else:
+            problem = f"{where} did not answer: {failure.words}"
         if end.wrong:
             remedy = ""
             if failure.status in (403, 404) and path == GENERATE:

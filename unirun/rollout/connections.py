@@ -132,7 +132,7 @@ class Connections:
         try:
             found = msgspec.json.decode(raw, type=dict[str, Any])
         except msgspec.DecodeError as error:
-            return self._failed("status", f"its answer is no JSON object: {error}", 200)
+            return self._failed("status", f"this is no JSON object: {error}", 200)
         if not self._partial and is_aborted(found):
             return self._failed("aborted", "it has aborted the request")
         return found

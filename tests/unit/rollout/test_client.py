@@ -183,6 +183,65 @@ def test_an_engine_that_answers_500_or_is_not_ready_yet_loses_its_requests_to_ot
     play(3, story, latency=0.02)
 
 
+async def told(*answers: bytes) -> tuple[asyncio.Server, str]:
+    """A server that sends these bytes to the requests of its connections, one after the other, and closes each."""
+    left = iter(answers)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split()[0]))
+        writer.write(next(left))
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    return server, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def response(body: bytes, length: int | None = None) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (
+        len(body) if length is None else length,
+        body,
+    )
+
+
+def test_half_an_answer_is_none() -> None:
+    async def story() -> None:
+        whole = b'{"choices": [{"token_ids": [1, 2]}]}'
+        server, url = await told(response(whole[:20], len(whole)), b"", response(whole))
+        async with server, EngineClient("engine", engines=EngineList.at(url), timeout=SOON) as client:
+            assert (await client.generate([1])).token_ids == [1, 2]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"<html>", "did not answer: this is no JSON object"),
+        (b'{"choices": [{"weight_versions": [7]}]}', "tells the versions of its weights in an unknown way"),
+    ],
+)
+def test_an_answer_that_cannot_be_read_is_an_error(answer: bytes, words: str) -> None:
+    async def story() -> None:
+        server, url = await told(response(answer))
+        async with server, EngineClient("engine", engines=EngineList.at(url), timeout=SOON) as client:
+            with pytest.raises(ServerError, match=words):
+                await client.generate([1])
+
+    asyncio.run(story())
+
+
+def test_the_version_of_sglang_is_in_the_metadata() -> None:
+    async def story() -> None:
+        body = b'{"choices": [{"text": "a"}], "metadata": {"weight_version": "12"}}'
+        server, url = await told(response(body))
+        async with server, EngineClient("engine", engines=EngineList.at(url), timeout=SOON) as client:
+            assert (await client.complete("hello")).version == "12"
+
+    asyncio.run(story())
+
+
 def test_requests_wait_for_an_engine() -> None:
     async def story(engines: Engines) -> None:
         engines.tell(False)
