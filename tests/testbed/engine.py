@@ -65,6 +65,10 @@ def fields(body: Any, needed: Mapping[str, type], optional: Mapping[str, type] =
     return ", ".join(wrong)
 
 
+class NotFound(LookupError):
+    """There is no such route."""
+
+
 class Transfer:
     """vLLM's routes for new weights (``VLLM_SERVER_DEV_MODE=1``), in the order that it demands.
 
@@ -83,17 +87,29 @@ class Transfer:
 
     def __init__(self, do: Callable[[str, dict[str, Any]], None] = lambda phase, values: None) -> None:
         self.do, self.paused, self.updating, self.version = do, "", False, DEFAULT
+        self.cleared = False
+        """The last pause has made it forget keys and values of the old weights."""
 
     def answer(self, path: str, query: Mapping[str, list[str]], body: Any) -> dict[str, Any]:
-        """Raises `LookupError` for what the server does not understand, `RuntimeError` for what it cannot do now."""
+        """Raises `NotFound`, `LookupError` for what the server does not understand, `RuntimeError` for what it cannot do
+        now."""
         if path not in self.BODIES:
-            raise LookupError("Not Found")
+            raise NotFound("Not Found")
+        needed = self.BODIES[path]
         optional = {"weight_version": str} if path == "/finish_weight_update" else {}
-        if wrong := fields(body, self.BODIES[path], optional):
+        # Fields that it does not know are ignored.
+        known = (
+            {key: body[key] for key in body if key in {**needed, **optional}}
+            if isinstance(body, dict)
+            else body
+        )
+        if wrong := fields(known, needed, optional):
             raise LookupError(wrong)
         if path == "/pause":
-            (self.paused,) = query.get("mode", ["abort"])
-            assert self.paused in ("abort", "wait", "keep"), f"Invalid pause mode {self.paused}"
+            (mode,), (clear,) = query.get("mode", ["abort"]), query.get("clear_cache", ["true"])
+            if mode not in ("abort", "wait", "keep") or clear not in ("true", "false"):
+                raise LookupError(f"query.mode: {mode}, query.clear_cache: {clear}")
+            self.paused, self.cleared = mode, clear == "true"
         elif path == "/resume":
             self.paused = ""
         elif path == "/update_weight_version":
@@ -102,14 +118,23 @@ class Transfer:
             self.do("init", body["init_info"])
         elif path == "/start_weight_update":
             if self.updating:
-                raise RuntimeError("start_weight_update called while a weight update is already active.")
-            self.updating = True
+                raise RuntimeError(
+                    "start_weight_update called while a weight update is already active. Call finish_weight_update first."
+                )
             self.do("start", {})
-        elif not self.updating:
-            raise RuntimeError(f"start_weight_update must be called before {path.strip('/')}.")
+            self.updating = True
         elif path == "/update_weights":
-            self.do("update", body["update_info"])
+            if not self.updating:
+                raise RuntimeError("start_weight_update must be called before update_weights.")
+            try:
+                self.do("update", body["update_info"])
+            except BaseException:
+                # Another update may start, but layers that were loaded are in no state for it.
+                self.updating = False
+                raise
         else:
+            if not self.updating:
+                raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
             self.do("finish", {})
             self.updating = False
             self.version = body.get("weight_version", self.version)
@@ -191,7 +216,7 @@ class Stub:
             body = json.loads(raw) if raw else {}
             return 200, await self._answer(method, parts.path, parse_qs(parts.query), body)
         except LookupError as error:
-            return _error(404 if error.args[0] == "Not Found" else 400, str(error.args[0]), "BadRequestError")
+            return _error(404 if isinstance(error, NotFound) else 400, str(error.args[0]), "BadRequestError")
         except (AssertionError, TypeError, ValueError) as error:
             return _error(400, str(error), "BadRequestError")
         except RuntimeError as error:
@@ -235,7 +260,7 @@ class Stub:
             "/get_world_size": {"world_size": 1},
         }
         if path not in known:
-            raise LookupError("Not Found")
+            raise NotFound("Not Found")
         return known[path]
 
     async def _pause(self) -> None:

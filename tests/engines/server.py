@@ -1,0 +1,128 @@
+"""``vllm serve`` as a process of a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tests.engines.environment import binaries
+from tests.engines.llama import LONGEST
+
+START = 600.0
+"""Seconds; it takes half a minute on a busy machine."""
+
+ANSWER = 120.0
+"""Seconds for one request."""
+
+NAME = "policy"
+KV_CACHE = 1 << 26
+
+
+def port() -> int:
+    """A port that is free now."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        number: int = bound.getsockname()[1]
+        return number
+
+
+class Server:
+    """One engine, in a session of its own. Its output goes to a file in `folder`."""
+
+    def __init__(self, model: Path, folder: Path, *options: str, at: int = 0) -> None:
+        self.port = at or port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / f"vllm-{self.port}.log"
+        environment = {
+            **os.environ,
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            # Two engines have two processors here.
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [
+            *(str(binaries() / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--served-model-name", NAME, "--dtype", "float32", "--enforce-eager"),
+            # For /inference/v1/generate, the only route whose answers are labelled with versions.
+            "--enable-scale-out",
+            *("--max-model-len", str(LONGEST), "--kv-cache-memory-bytes", str(KV_CACHE)),
+            *("--weight-transfer-config", json.dumps({"backend": "unirun"})),
+            *options,
+        ]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait(self) -> Server:
+        """Return when it answers."""
+        deadline = time.monotonic() + START
+        while self.process.poll() is None:
+            try:
+                self.ask("/health", within=5.0)
+            except OSError:
+                assert time.monotonic() < deadline, f"not within {START:g} s:\n{self.words()}"
+                time.sleep(0.1)
+            else:
+                return self
+        raise AssertionError(f"it has ended with {self.process.returncode}:\n{self.words()}")
+
+    def words(self) -> str:
+        """The end of its output."""
+        return self.log.read_text(errors="replace")[-4000:]
+
+    def ask(self, path: str, body: Mapping[str, Any] | None = None, within: float = ANSWER) -> Any:
+        """GET, or POST of `body`. Raises OSError."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=within) as answer:
+            raw = answer.read()
+            return json.loads(raw) if raw else None
+
+    def generate(self, prompt: Sequence[int], count: int) -> dict[str, Any]:
+        """The greedy answer of `count` tokens: its ``token_ids``, and its ``weight_versions``."""
+        sampling = {"temperature": 0.0, "max_tokens": count, "ignore_eos": True}
+        body = {"model": NAME, "token_ids": [*prompt], "sampling_params": sampling}
+        (choice,) = self.ask("/inference/v1/generate", body)["choices"]
+        found: dict[str, Any] = choice
+        return found
+
+    def running(self) -> bool:
+        """Return True while it generates."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=ANSWER) as answer:
+            lines = answer.read().decode().splitlines()
+        return any(
+            line.startswith("vllm:num_requests_running{") and float(line.split()[-1]) for line in lines
+        )
+
+    def kill(self) -> None:
+        """As a crash ends it: with all processes of its session."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(ANSWER)
+
+    def close(self) -> None:
+        """End it, and wait."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(ANSWER)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)

@@ -1,0 +1,192 @@
+"""Weights of an actor in a real vLLM: the tokens that follow are those of transformers with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from tests.engines.llama import greedy, is_greedy, llama, prompts
+from tests.engines.server import Server
+from tests.integration.harness import Unirun, eventually
+from unirun.errors import ServerError
+from unirun.weights.integrations import vllm
+
+PUBLISHING = """
+    import sys
+    import torch
+    import unirun
+    from safetensors.torch import load_file
+    from unirun.weights.integrations import vllm
+
+    url, *folders = sys.argv[1:]
+    ctx = unirun.init()
+    channel = unirun.WeightsChannel("policy", publisher="actor", receivers=["rollout"])
+    weights = load_file(f"{folders[0]}/model.safetensors")
+    engine = vllm.TrainerEngine(vllm.Client(url), vllm.Source(weights)) if ctx.role == "rollout" else None
+    for version, folder in enumerate(folders, 1):
+        if engine is None:
+            channel.publish(load_file(f"{folder}/model.safetensors"), version)
+        else:
+            channel.receive(into=weights, min_version=version, assign=True)
+            with vllm.Client(url).paused("keep"):
+                engine.send_weights(str(version))
+        torch.distributed.barrier(group=ctx.group("actor", "rollout"))
+"""
+
+COUNT = 80
+"""Tokens of an answer that is still being made when the weights change."""
+
+
+@pytest.fixture(scope="module")
+def engine(serve: Callable[..., Server]) -> Server:
+    """One engine; blocks of its cache are shorter than prompts, so that it has prefixes of them."""
+    return serve("--block-size", "32").wait()
+
+
+@pytest.fixture(scope="module")
+def versions() -> dict[str, LlamaForCausalLM]:
+    """The models that are published, by the label of their version."""
+    return {"default": llama(0), **{str(seed): llama(seed) for seed in (1, 2, 3)}}
+
+
+def explained(
+    answer: Mapping[str, Any], prompt: Sequence[int], versions: Mapping[str, LlamaForCausalLM]
+) -> bool:
+    """Return True if all tokens of an answer are what the version of their label generates after those before them."""
+    tokens, covered = [*prompt, *answer["token_ids"]], 0
+    for span in answer["weight_versions"]:
+        begin, end = len(prompt) + span["start"], len(prompt) + span["end"]
+        if span["start"] != covered or not is_greedy(versions[span["version"]], tokens[:end], begin):
+            return False
+        covered = span["end"]
+    return bool(covered == len(answer["token_ids"]))
+
+
+class Crowd:
+    """64 requests that run at once."""
+
+    def __init__(self, *engines: Server) -> None:
+        self.prompts = prompts(64, 40)
+        self._engines = engines
+
+    def meanwhile(self, act: Callable[[], None]) -> list[dict[str, Any]]:
+        """The answers of requests during which `act` was called."""
+        with ThreadPoolExecutor(len(self.prompts)) as pool:
+            futures = [
+                pool.submit(self._engines[number % len(self._engines)].generate, prompt, COUNT)
+                for number, prompt in enumerate(self.prompts)
+            ]
+            eventually(lambda: all(engine.running() for engine in self._engines), "requests run")
+            act()
+            return [future.result() for future in futures]
+
+
+def sending(
+    engine: Server,
+    model: LlamaForCausalLM,
+    version: str,
+    pause: Callable[[vllm.Client], AbstractContextManager[None]],
+) -> Callable[[], None]:
+    """Brings a version into the engine."""
+
+    def send() -> None:
+        client = vllm.Client(engine.url)
+        sender = vllm.TrainerEngine(client, vllm.Source(model))
+        with pause(client):
+            sender.send_weights(version)
+        sender.shutdown()
+
+    return send
+
+
+def test_versions_of_an_actor_arrive_and_are_what_transformers_has(
+    engine: Server,
+    versions: Mapping[str, LlamaForCausalLM],
+    models: Callable[[int], Path],
+    unirun: Unirun,
+    script: Callable[[str], Path],
+) -> None:
+    prompt = prompts(1)[0]
+    before = engine.generate(prompt, 20)
+    assert before["token_ids"] == greedy(versions["default"], prompt, 20)
+    job = unirun("--roles", "actor=1,rollout=1", script(PUBLISHING), engine.url, models(1), models(2))
+    assert job.code == 0, job.err
+    after = engine.generate(prompt, 20)
+    assert after["weight_versions"] == [{"version": "2", "start": 0, "end": 20}]
+    assert after["token_ids"] == greedy(versions["2"], prompt, 20)
+    assert before["token_ids"] != after["token_ids"]
+
+
+def test_requests_that_are_kept_go_on_with_the_new_weights_as_if_they_began_there(
+    engine: Server, versions: Mapping[str, LlamaForCausalLM]
+) -> None:
+    crowd = Crowd(engine)
+    answers = crowd.meanwhile(sending(engine, versions["3"], "3", lambda client: client.paused("keep")))
+    assert all(len(answer["token_ids"]) == COUNT for answer in answers)
+    assert any(len(answer["weight_versions"]) == 2 for answer in answers)
+    assert all(explained(a, p, versions) for a, p in zip(answers, crowd.prompts, strict=True))
+    fresh = [engine.generate(prompt, 10) for prompt in crowd.prompts[:4]]
+    assert [a["token_ids"] for a in fresh] == [greedy(versions["3"], p, 10) for p in crowd.prompts[:4]]
+
+
+def test_without_clearing_the_cache_tokens_are_of_neither_version(
+    engine: Server, versions: Mapping[str, LlamaForCausalLM]
+) -> None:
+    """vLLM's documentation says that ``clear_cache`` has no effect with ``keep``. It has."""
+    crowd = Crowd(engine)
+    mixed = sending(engine, versions["1"], "1", lambda client: client.paused("keep", clear_cache=False))
+    answers = crowd.meanwhile(mixed)
+    two = [(a, p) for a, p in zip(answers, crowd.prompts, strict=True) if len(a["weight_versions"]) == 2]
+    assert two
+    assert not all(explained(a, p, versions) for a, p in two)
+    # Also of prompts that come later: their first block is in the cache.
+    fresh = [engine.generate(prompt, 10) for prompt in crowd.prompts[:8]]
+    assert [a["token_ids"] for a in fresh] != [greedy(versions["1"], p, 10) for p in crowd.prompts[:8]]
+    sending(engine, versions["1"], "1", lambda client: client.paused("keep"))()
+    fresh = [engine.generate(prompt, 10) for prompt in crowd.prompts[:8]]
+    assert [a["token_ids"] for a in fresh] == [greedy(versions["1"], p, 10) for p in crowd.prompts[:8]]
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_the_other_modes_end_requests_with_the_old_weights(
+    mode: str, engine: Server, versions: Mapping[str, LlamaForCausalLM]
+) -> None:
+    crowd = Crowd(engine)
+    answers = crowd.meanwhile(sending(engine, versions["2"], "2", lambda client: client.paused(mode)))
+    began = [(a, p) for a, p in zip(answers, crowd.prompts, strict=True) if a["token_ids"]]
+    assert all(len(answer["weight_versions"]) == 1 for answer, _ in began)
+    assert all(explained(answer, prompt, versions) for answer, prompt in began)
+    assert ("abort" in {a["finish_reason"] for a in answers}) == (mode == "abort")
+
+
+def test_numbers_of_another_dtype_are_cast(engine: Server, versions: Mapping[str, LlamaForCausalLM]) -> None:
+    weights = {name: value.bfloat16() for name, value in versions["3"].state_dict().items()}
+    client = vllm.Client(engine.url)
+    sender = vllm.TrainerEngine(client, vllm.Source(weights))
+    with client.paused("keep"):
+        sender.send_weights("cast")
+    sender.shutdown()
+    cast = llama(3)
+    cast.load_state_dict({name: value.float() for name, value in weights.items()})
+    prompt = prompts(1)[0]
+    assert engine.generate(prompt, 20)["token_ids"] == greedy(cast, prompt, 20)
+
+
+def test_a_tensor_that_the_model_does_not_take_is_named_and_the_engine_stays_paused(
+    engine: Server, versions: Mapping[str, LlamaForCausalLM]
+) -> None:
+    """The last one: this engine has to be started again."""
+    named = dict(versions["1"].state_dict())
+    named["model.other.weight"] = named.pop("model.norm.weight")
+    client = vllm.Client(engine.url)
+    with pytest.raises(ServerError, match="model.other.weight: ") as caught, client.paused("keep"):
+        vllm.TrainerEngine(client, vllm.Source(named)).send_weights("bad")
+    assert caught.value.status == 500
+    assert "start it again" in str(caught.value)
+    assert engine.ask("/is_paused") == {"is_paused": True}
