@@ -11,15 +11,47 @@ from tests.documents import files
 from tests.integration.harness import Script, Unirun
 from tests.unit.weights.integrations import standins
 
+COMPANION = """
+    import sys
+    import torch
+    import unirun
+    from unirun.weights.companion import Companion, Engine, EnginesInMemory
+
+    ctx = unirun.init()
+    channel = unirun.WeightsChannel("policy", publisher="actor", receivers=["companion"])
+
+    class Told(EnginesInMemory):
+        def up_to_date(self, rank, incarnation, version):
+            super().up_to_date(rank, incarnation, version)
+            print(f"engine {rank} has {version}, of {channel.latest()}", flush=True)
+            if [*self.versions.values()] == [2, 2]:
+                companion.stop()
+
+    if ctx.role == "actor":
+        for version in (1, 2):
+            part = torch.full((1, 2), float(version + 10 * ctx.rank))
+            weights = {"weight": unirun.LocalShard(part, shape=(1, 4), start=(0, 2 * ctx.rank))}
+            channel.publish(weights | ({"bias": torch.ones(1)} if ctx.rank else {}), version)
+            torch.distributed.barrier(group=ctx.group("actor", "companion"))
+    else:
+        told = Told([Engine(rank, 0, url, True) for rank, url in enumerate(sys.argv[1:])])
+        companion = Companion(channel, told)
+        torch.distributed.barrier(group=ctx.group("actor", "companion"))
+        companion.run()
+        torch.distributed.barrier(group=ctx.group("actor", "companion"))
+"""
+
 MODEL = {"weight": torch.zeros(1, 4), "bias": torch.zeros(1)}
 
 
-def test_the_example_of_the_documents_brings_weights_into_a_server(
-    unirun: Unirun, script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in standins.vllm_modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "unirun.weights.integrations.vllm_worker", raising=False)
+
+
+def test_the_example_of_the_documents_brings_weights_into_a_server(unirun: Unirun, script: Script) -> None:
     server = standins.Vllm(MODEL)
     try:
         result = unirun(
@@ -34,3 +66,22 @@ def test_the_example_of_the_documents_brings_weights_into_a_server(
     assert server.version == "1"
     assert server.seen[-1] == "/resume"
     assert all(value.any() for value in server.weights.values())
+
+
+def test_a_companion_brings_what_ranks_have_parts_of_into_all_servers(unirun: Unirun, script: Script) -> None:
+    servers = [standins.Vllm(MODEL) for _ in range(2)]
+    try:
+        urls = [server.url for server in servers]
+        result = unirun("--roles", "actor=2,companion=1", script(COMPANION), *urls)
+        assert result.code == 0, result.err
+    finally:
+        for server in servers:
+            server.close()
+    assert {line for line in result.lines if " has 2" in line} == {
+        f"engine {rank} has 2, of 2" for rank in range(2)
+    }
+    for server in servers:
+        assert server.version == "2"
+        assert server.weights["weight"].tolist() == [[2, 2, 12, 12]]
+        assert server.weights["bias"].tolist() == [1]
+        assert server.seen[-1] == "/resume"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 
 import torch
@@ -18,6 +20,8 @@ from unirun.roles.context import Context, init
 from unirun.weights.fetching import Fetching
 from unirun.weights.holding import Holder
 from unirun.weights.hub import LONGEST, hub_of
+from unirun.weights.lines import Line
+from unirun.weights.messages import Fetched, Peek, answer_of, encode
 from unirun.weights.pairing import BACKENDS, Pair
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver
@@ -89,6 +93,8 @@ class WeightsChannel:
         me = self._context.session.me
         self._name = f"{me} {me.incarnation}"
         self._sources: dict[tuple[str, int], Source] = {}
+        self._lines: dict[int, Line] = {}
+        self._peeking = threading.Lock()
         self._told, self._untold = -EVERY, False
         atexit.register(self._tell_last)
         self._moves: set[str] = set()
@@ -148,9 +154,7 @@ class WeightsChannel:
             raise UsageError(
                 f"eta={eta:g}", "it is above 0 and at most 1, and below 1 only without assign=True"
             )
-        welcome = self._context.peers.welcome
-        patience = timeout if timeout is not None else welcome.call_timeout if welcome else 0.0
-        deadline = time.monotonic() + min(patience, LONGEST)
+        deadline = self._deadline(timeout)
         tensors = self._targets(into, eta)
         setter = assigner(into) if assign else None
         at_least = ANY if min_version is None else min_version
@@ -164,10 +168,7 @@ class WeightsChannel:
                     return self._has(held)
             if missing is None:
                 break
-            left = deadline - time.monotonic()
-            if left <= 0 or isinstance(missing, PeerLost):
-                raise missing
-            self._context.peers.wait(updates, min(left, EVERY))
+            self._wait(missing, updates, deadline)
         if max_staleness is not None and have is not None and have >= at_least:
             behind = self._receiver.latest(sources, deadline) - have
             if 0 <= behind <= max_staleness:
@@ -181,6 +182,58 @@ class WeightsChannel:
                 with suppress(PeerLost):
                     source.peek(None)
         return self._has(version)
+
+    def latest(self) -> int | None:
+        """The latest version that all ranks of the publisher have now, or the one that this process has if that is
+        later or they cannot be reached; None: there is none. Any thread may ask, also while another one receives."""
+        found: list[int] = []
+        deadline = time.monotonic() + EVERY
+        for rank in range(self._context.peers.size(self.publisher)):
+            version = self._peeked(rank, deadline)
+            if version is None:
+                return self.version
+            found.append(version)
+        return max(min(found), self.version if self.version is not None else ANY)
+
+    def _peeked(self, rank: int, deadline: float) -> int | None:
+        """The version that a rank of the publisher has. None: it has none, or does not answer."""
+        with self._peeking:
+            try:
+                line = self._hub.line(self.publisher, rank, self._lines.pop(rank, None))
+                if line is None:
+                    return None
+                self._lines[rank] = line
+                parcel = line.ask(encode(Peek(self.name, None))).result(max(deadline - time.monotonic(), 0.0))
+            except (PeerLost, FutureTimeout):
+                return None
+        said = answer_of(parcel.head)
+        return said.version if isinstance(said, Fetched) and said.layout else None
+
+    def describe(self, timeout: float | None = None) -> dict[str, torch.Tensor]:
+        """The tensors of the version that was received last, by name, whole, on the meta device: shapes and dtypes.
+
+        Before the first one, it waits until something is published, at most for `timeout` seconds, by default those of
+        calls. Raises `WeightsTimeout`, `PeerLost`.
+        """
+        deadline = self._deadline(timeout)
+        while True:
+            updates = self._context.peers.updates
+            sources, missing = self._publishers()
+            if missing is None:
+                return self._receiver.described(sources, deadline)
+            self._wait(missing, updates, deadline)
+
+    def _deadline(self, timeout: float | None) -> float:
+        welcome = self._context.peers.welcome
+        patience = timeout if timeout is not None else welcome.call_timeout if welcome else 0.0
+        return time.monotonic() + min(patience, LONGEST)
+
+    def _wait(self, missing: WeightsTimeout | PeerLost, updates: int, deadline: float) -> None:
+        """Wait until something has changed since `updates`. Raises `missing` at the deadline, or when nothing will."""
+        left = deadline - time.monotonic()
+        if left <= 0 or isinstance(missing, PeerLost):
+            raise missing
+        self._context.peers.wait(updates, min(left, EVERY))
 
     def _has(self, version: int) -> int:
         """Count it, and tell the job, but not often: ``unirun weights`` shows it."""
@@ -374,6 +427,10 @@ class WeightsChannel:
         for source in self._sources.values():
             source.close()
         self._sources.clear()
+        with self._peeking:
+            for line in self._lines.values():
+                line.close()
+            self._lines.clear()
         self._context.session.synced.pop(self.name, None)
 
 

@@ -24,7 +24,7 @@ from unirun.weights.messages import (
 from unirun.weights.packing import Packing, blend, copy_all
 from unirun.weights.plan import Take, by_source, plan
 from unirun.weights.sources import Source
-from unirun.weights.tensors import Piecewise, is_dtensor, layout_of, local, part_of
+from unirun.weights.tensors import Piecewise, dtype_of, is_dtensor, layout_of, local, part_of
 
 
 class _Target(Value):
@@ -228,6 +228,19 @@ class Receiver:
             assert isinstance(said, Fetched)
             found.append(said.version)
         return max(found)
+
+    def described(self, sources: Sequence[Source], deadline: float) -> dict[str, torch.Tensor]:
+        """The tensors of which all `sources` together have the parts, on the meta device. Raises `PeerLost`,
+        `WeightsTimeout`."""
+        self._describe(sources, deadline)
+        found: dict[str, torch.Tensor] = {}
+        for source in sources:
+            assert source.packing is not None
+            for name, part in source.packing.layout.items():
+                if name not in found:
+                    about = part.tensor
+                    found[name] = torch.empty(about.shape, dtype=dtype_of(about.dtype), device="meta")
+        return found
 
     def _describe(self, sources: Sequence[Source], deadline: float) -> bool:
         """Learn the layouts that are not known yet. Returns whether these are all."""

@@ -41,6 +41,11 @@ class Checkpoint:
         memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         self._views = [header.view(memory, number) for number in range(len(self.params))]
 
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by name, over the memory of the file."""
+        return {param.name: view for param, view in zip(self.params, self._views, strict=True)}
+
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy the tensors, which come in the order of `params`. Raises `WeightsError` with all that are others."""
         faults = []

@@ -1,0 +1,254 @@
+"""A companion brings the versions of a channel into stand-ins of vLLM."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.effort import SOON
+from tests.unit.weights.integrations import standins
+from tests.unit.weights.test_moving import noise, same
+from unirun.errors import WeightsError, WeightsTimeout
+from unirun.weights.companion import Companion, Engine, EnginesInMemory
+from unirun.weights.companion.running import Shelf
+from unirun.weights.safetensors import Param
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Channel:
+    """A `WeightsChannel` of which the publisher is the test."""
+
+    name = "policy"
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._now: tuple[int, Tensors] | None = None
+
+    def publish(self, version: int, tensors: Tensors) -> None:
+        with self._changed:
+            self._now = version, tensors
+            self._changed.notify_all()
+
+    def latest(self) -> int | None:
+        return self._now[0] if self._now is not None else None
+
+    def _wait(self, version: int, timeout: float | None) -> tuple[int, Tensors]:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._now is not None and self._now[0] >= version, timeout):
+                raise WeightsTimeout("nothing is published", "publish", channel=self.name)
+            assert self._now is not None
+            return self._now
+
+    def describe(self, timeout: float | None = None) -> Tensors:
+        return {name: value.to("meta") for name, value in self._wait(0, timeout)[1].items()}
+
+    def receive(self, into: Any, *, min_version: int | None = None, timeout: float | None = None) -> int:
+        version, tensors = self._wait(min_version or 0, timeout)
+        if {n: v.shape for n, v in into.items()} != {n: tensors[n].shape for n in into if n in tensors}:
+            raise WeightsError("the weights do not fit the receiver", faults=[])
+        for name, value in into.items():
+            value.copy_(tensors[name])
+        return version
+
+
+class Told(EnginesInMemory):
+    """Engines in memory, and what wakes up at what is told of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told = threading.Condition()
+
+    def up_to_date(self, rank: int, incarnation: int, version: int | None) -> None:
+        with self._told:
+            super().up_to_date(rank, incarnation, version)
+            self._told.notify_all()
+
+    def broken(self, rank: int, incarnation: int, reason: str) -> None:
+        with self._told:
+            super().broken(rank, incarnation, reason)
+            self._told.notify_all()
+
+    def have(self, versions: dict[tuple[int, int], int | None]) -> None:
+        """Wait until exactly these processes serve, with these versions."""
+        with self._told:
+            assert self._told.wait_for(lambda: self.versions == versions, SOON), self.versions
+
+
+class Host:
+    """Stand-ins for engines, and the companion beside them."""
+
+    def __init__(self) -> None:
+        self.channel, self.engines = Channel(), Told()
+        self.companion = Companion(self.channel, self.engines, timeout=SOON)
+        self.servers: list[standins.Vllm] = []
+        self._thread = threading.Thread(target=self.companion.run)
+
+    def server(self, like: Tensors, before: Callable[[str], Any] = lambda path: None) -> standins.Vllm:
+        """An engine with tensors like these."""
+        self.servers.append(standins.Vllm(like, before=before))
+        return self.servers[-1]
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self.companion.stop()
+        if self._thread.ident is not None:
+            self._thread.join(SOON)
+        for server in self.servers:
+            server.close()
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    for name, module in standins.vllm_modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "unirun.weights.integrations.vllm_worker", raising=False)
+    made = Host()
+    yield made
+    made.close()
+
+
+def weights() -> Tensors:
+    return {"a": noise(3, 5), "b": noise(7, dtype=torch.bfloat16)}
+
+
+def has(server: standins.Vllm, wanted: Tensors) -> bool:
+    return all(same(server.weights[name], value) for name, value in wanted.items())
+
+
+def engine(server: standins.Vllm, rank: int = 0, incarnation: int = 0, *, alive: bool = True) -> Engine:
+    return Engine(rank, incarnation, server.url, alive)
+
+
+def test_versions_are_brought_into_each_engine_that_answers(host: Host) -> None:
+    first, second = weights(), weights()
+    one, other = host.server(first), host.server(first)
+    host.engines.set(engine(one), engine(other, 1, alive=False))
+    host.start()
+    host.engines.have({(0, 0): None})
+    host.channel.publish(1, first)
+    host.engines.have({(0, 0): 1})
+    assert has(one, first)
+    assert other.seen == []
+    host.engines.set(engine(one), engine(other, 1))
+    host.engines.have({(0, 0): 1, (1, 0): 1})
+    host.channel.publish(2, second)
+    host.engines.have({(0, 0): 2, (1, 0): 2})
+    assert has(one, second)
+    assert has(other, second)
+    assert (one.version, one.paused, one.cleared) == ("2", "", True)
+
+
+def test_an_engine_that_was_started_again_gets_the_version_from_here(host: Host) -> None:
+    now = weights()
+    server = host.server(now)
+    host.engines.set(engine(server))
+    host.start()
+    host.channel.publish(4, now)
+    host.engines.have({(0, 0): 4})
+    server.start_again()
+    host.engines.set(engine(server, incarnation=1, alive=False))
+    host.engines.set(engine(server, incarnation=1))
+    host.engines.have({(0, 0): 4, (0, 1): 4})
+    assert has(server, now)
+
+
+def test_an_engine_that_fails_in_an_update_is_told_and_the_others_go_on(host: Host) -> None:
+    now = weights()
+    broken = {"now": False}
+
+    def before(path: str) -> Any:
+        return (
+            (500, {"error": {"message": "no memory"}})
+            if broken["now"] and path == "/update_weights"
+            else None
+        )
+
+    bad, good = host.server(now, before), host.server(now)
+    host.engines.set(engine(bad), engine(good, 1))
+    host.start()
+    host.channel.publish(1, now)
+    host.engines.have({(0, 0): 1, (1, 0): 1})
+    broken["now"] = True
+    host.channel.publish(2, now)
+    host.engines.have({(1, 0): 2})
+    assert "no memory" in host.engines.reasons[0, 0]
+    assert bad.paused == "keep"
+    host.channel.publish(3, now)
+    host.engines.have({(1, 0): 3})
+    broken["now"] = False
+    bad.start_again()
+    host.engines.set(engine(bad, incarnation=1), engine(good, 1))
+    host.engines.have({(1, 0): 3, (0, 1): 3})
+
+
+def test_a_slow_engine_keeps_its_version_while_others_get_later_ones(host: Host) -> None:
+    held = threading.Event()
+    versions = [weights() for _ in range(5)]
+
+    def before(path: str) -> Any:
+        return held.wait(SOON) and None if path == "/update_weights" else None
+
+    slow, fast = host.server(versions[0], before), host.server(versions[0])
+    host.engines.set(engine(slow), engine(fast, 1))
+    host.start()
+    for version, tensors in enumerate(versions):
+        host.channel.publish(version, tensors)
+        host.engines.have({(1, 0): version})
+        assert has(fast, tensors)
+    assert (0, 0) not in host.engines.versions
+    held.set()
+    host.engines.have({(0, 0): 4, (1, 0): 4})
+    assert has(slow, versions[4])
+    assert slow.seen.count("/update_weights") == 2
+
+
+def test_other_tensors_may_be_published_later(host: Host) -> None:
+    server = host.server({"a": noise(3), "b": noise(4)})
+    host.engines.set(engine(server))
+    host.start()
+    one, two = {"a": noise(3), "b": noise(4)}, {"b": noise(4), "a": noise(3)}
+    for version, tensors in enumerate((one, two, one)):
+        host.channel.publish(version, tensors)
+        host.engines.have({(0, 0): version})
+        assert has(server, tensors)
+
+
+def test_tensors_that_no_engine_can_be_given_end_the_companion(host: Host) -> None:
+    host.channel.publish(1, {"a": torch.zeros(2, dtype=torch.complex128)})
+    with pytest.raises(WeightsError, match="a: safetensors has no torch.complex128"):
+        host.companion.run()
+
+
+def test_it_ends_at_once_when_it_is_told(host: Host) -> None:
+    host.start()
+    began = time.monotonic()
+    host.close()
+    assert time.monotonic() - began < SOON
+
+
+def test_memory_is_used_again_and_given_back() -> None:
+    shelf, params = Shelf(), (Param("a", torch.float32, (3,)),)
+    first = shelf.space(params)
+    assert shelf.space(params) is first
+    shelf.put(1, first)
+    second = shelf.space(params)
+    assert second is not first
+    with shelf.latest() as (version, lent):
+        assert (version, lent) == (1, first)
+        shelf.put(2, second)
+        third = shelf.space(params)
+        assert third not in (first, second)
+    shelf.put(3, third)
+    assert shelf.space(params) in (first, second)
+    other = shelf.space((Param("b", torch.float32, (3,)),))
+    assert other not in (first, second, third)
+    shelf.close()

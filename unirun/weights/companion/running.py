@@ -1,0 +1,222 @@
+"""`Companion`: the thread that receives versions, those that bring them into engines, and the loop that decides."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from unirun.errors import PeerLost, ServerError, WeightsError, WeightsTimeout
+from unirun.reporting import report
+from unirun.weights.companion.deciding import (
+    Ask,
+    Asked,
+    Bring,
+    Broken,
+    Brought,
+    Command,
+    Event,
+    Failed,
+    Received,
+    Seen,
+    State,
+    UpToDate,
+    step,
+)
+from unirun.weights.companion.engines import Engines
+from unirun.weights.integrations.checkpoint import Checkpoint
+from unirun.weights.integrations.vllm import Client
+from unirun.weights.safetensors import Param
+from unirun.weights.tensors import Weights
+
+EVERY = 0.5
+"""Seconds after which a publisher that has ended is looked for again."""
+
+TIMEOUT = 300.0
+"""Seconds for one request to an engine, and for receiving one version."""
+
+
+class Channel(Protocol):
+    """The part of a `WeightsChannel` that a companion needs."""
+
+    name: str
+
+    def describe(self, timeout: float | None = None) -> dict[str, torch.Tensor]:
+        """The tensors that are published, on the meta device, as far as this process knows."""
+
+    def latest(self) -> int | None:
+        """The latest version, without waiting for one."""
+
+    def receive(self, into: Weights, *, min_version: int | None = None, timeout: float | None = None) -> int:
+        """Wait for a version, and copy it into tensors."""
+
+
+class Shelf:
+    """Versions in shared memory: the latest one, and those that engines still load. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users: dict[Checkpoint, int] = {}
+        self._latest: tuple[int, Checkpoint] | None = None
+
+    def space(self, params: tuple[Param, ...]) -> Checkpoint:
+        """Memory for a version with these tensors that nobody reads. Raises `UnirunError`, `WeightsError`."""
+        with self._lock:
+            latest = self._latest[1] if self._latest is not None else None
+            idle = [c for c, users in self._users.items() if not users and c is not latest]
+            found = next((c for c in idle if c.params == params), None)
+            for checkpoint in idle:
+                if checkpoint is not found:
+                    del self._users[checkpoint]
+                    checkpoint.close()
+            if found is None:
+                found = Checkpoint(params)
+                self._users[found] = 0
+            return found
+
+    def put(self, version: int, checkpoint: Checkpoint) -> None:
+        """The latest version is there now."""
+        with self._lock:
+            self._latest = version, checkpoint
+
+    @contextmanager
+    def latest(self) -> Iterator[tuple[int, Checkpoint]]:
+        """The latest version, which is not written to meanwhile."""
+        with self._lock:
+            assert self._latest is not None
+            version, checkpoint = self._latest
+            self._users[checkpoint] += 1
+        try:
+            yield version, checkpoint
+        finally:
+            with self._lock:
+                self._users[checkpoint] -= 1
+
+    def close(self) -> None:
+        """Give all memory back."""
+        with self._lock:
+            while self._users:
+                self._users.popitem()[0].close()
+
+
+class Companion:
+    """Brings the versions of a channel into the vLLM engines of this host, as long as `run` runs.
+
+    ::
+
+        Companion(unirun.WeightsChannel("policy"), engines).run()
+
+    The publisher waits for nothing of it, and engines do not wait for each other. Requests of an engine stand still
+    while it loads, and go on with the new weights; none ends (`vllm.Client.paused` with ``keep``). The host has two
+    versions in memory, and one more for each that a slow engine still loads.
+    """
+
+    def __init__(
+        self, channel: Channel, engines: Engines, *, timeout: float = TIMEOUT, api_key: str = ""
+    ) -> None:
+        """`timeout` is that of one request to an engine, and of receiving a version, in seconds; `api_key` is that of
+        ``vllm serve --api-key``."""
+        self._channel, self._engines = channel, engines
+        self._timeout, self._api_key = timeout, api_key
+        self._shelf = Shelf()
+        self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Run until `stop`. Raises `WeightsError` for tensors that no engine can be given, `UnirunError` when there is
+        no memory for them."""
+        state = State()
+        self._engines.when_changed(lambda: self._events.put(None))
+        self._start(self._receive, "receives")
+        event: Event | BaseException | None = None
+        try:
+            while not self._over.is_set():
+                if isinstance(event, BaseException):
+                    raise event
+                state, commands = step(state, Seen(self._engines.here()) if event is None else event)
+                for command in commands:
+                    self._do(command)
+                event = self._events.get()
+        finally:
+            self._over.set()
+            self._shelf.close()
+
+    def stop(self) -> None:
+        """Let `run` return. What is being brought into an engine goes on."""
+        self._over.set()
+        self._events.put(None)
+
+    def _do(self, command: Command) -> None:
+        if isinstance(command, Bring):
+            self._start(self._bring, f"engine {command.engine.rank}", command)
+        elif isinstance(command, Ask):
+            self._start(self._ask, "asks", command)
+        elif isinstance(command, UpToDate):
+            self._engines.up_to_date(command.rank, command.incarnation, command.version)
+        elif isinstance(command, Broken):
+            report(f"unirun: channel {self._channel.name!r}: engine {command.rank}: {command.why}")
+            self._engines.broken(command.rank, command.incarnation, command.why)
+
+    def _start(self, target: object, name: str, *args: object) -> None:
+        def run() -> None:
+            try:
+                target(*args)  # type: ignore[operator]
+            except BaseException as error:  # noqa: BLE001
+                self._events.put(error)
+
+        # A thread waits for an engine as long as `timeout`, which is no reason for this process to live.
+        threading.Thread(target=run, name=f"companion {name}", daemon=True).start()
+
+    def _ask(self, command: Ask) -> None:
+        self._events.put(Asked(self._channel.latest(), command.engines))
+
+    def _bring(self, command: Bring) -> None:
+        """Bring the latest version, which may be a later one than when that was decided."""
+        engine = command.engine
+        client = Client(engine.url, timeout=self._timeout, api_key=self._api_key)
+        with self._shelf.latest() as (version, checkpoint):
+            try:
+                with client.paused("keep"):
+                    client.load(checkpoint, str(version))
+            except ServerError as error:
+                self._events.put(Failed(engine.rank, engine.incarnation, str(error)))
+                return
+        self._events.put(Brought(engine.rank, engine.incarnation, version))
+
+    def _receive(self) -> None:
+        have: int | None = None
+        while not self._over.is_set():
+            try:
+                have = self._next(have)
+            except WeightsTimeout:
+                continue
+            except PeerLost:
+                # The job tells the end of a publisher. Its successor has the next version.
+                self._over.wait(EVERY)
+                continue
+            self._events.put(Received(have))
+
+    def _next(self, have: int | None) -> int:
+        """Receive the next version into memory of its own. Raises `WeightsTimeout`, `PeerLost`."""
+        after = None if have is None else have + 1
+        while True:
+            params = self._published()
+            space = self._shelf.space(params)
+            try:
+                version = self._channel.receive(space.tensors, min_version=after, timeout=self._timeout)
+            except WeightsError:
+                if params == self._published():
+                    raise
+                continue
+            if params == self._published():
+                self._shelf.put(version, space)
+                return version
+
+    def _published(self) -> tuple[Param, ...]:
+        """The tensors as they were published last, as far as it is known here."""
+        about = self._channel.describe(self._timeout)
+        return tuple(Param(name, each.dtype, tuple(each.shape)) for name, each in about.items())
