@@ -144,7 +144,7 @@ def test_versions_are_brought_into_each_engine_that_answers(host: Host) -> None:
     host.engines.have({(0, 0): 2, (1, 0): 2})
     assert has(one, second)
     assert has(other, second)
-    assert (one.version, one.paused, one.cleared) == ("2", "", True)
+    assert (one.version, one.paused, one.transfer.cleared) == ("2", "", True)
 
 
 def test_an_engine_that_was_started_again_gets_the_version_from_here(host: Host) -> None:
@@ -188,6 +188,19 @@ def test_an_engine_that_fails_in_an_update_is_told_and_the_others_go_on(host: Ho
     bad.start_again()
     host.engines.set(engine(bad, incarnation=1), engine(good, 1))
     host.engines.have({(1, 0): 3, (0, 1): 3})
+
+
+def test_an_engine_that_another_companion_has_left_in_an_update_is_started_again(host: Host) -> None:
+    now = weights()
+    server = host.server(now)
+    server.transfer.answer("/pause", {"mode": ["keep"]}, {})
+    server.transfer.answer("/start_weight_update", {}, {})
+    host.engines.set(engine(server))
+    host.start()
+    host.engines.have({(0, 0): None})
+    host.channel.publish(1, now)
+    host.engines.have({})
+    assert "already active" in host.engines.reasons[0, 0]
 
 
 def test_a_slow_engine_keeps_its_version_while_others_get_later_ones(host: Host) -> None:
