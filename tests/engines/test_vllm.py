@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import LlamaForCausalLM
 
-from tests.engines.llama import greedy, is_greedy, llama, prompts
+from tests.engines.crowd import COUNT, Crowd, explained
+from tests.engines.llama import greedy, llama, prompts
 from tests.engines.server import Server
-from tests.integration.harness import Unirun, eventually
+from tests.integration.harness import Unirun
 from unirun.errors import ServerError
 from unirun.weights.integrations import vllm
 
@@ -39,9 +38,6 @@ PUBLISHING = """
         torch.distributed.barrier(group=ctx.group("actor", "rollout"))
 """
 
-COUNT = 80
-"""Tokens of an answer that is still being made when the weights change."""
-
 
 @pytest.fixture(scope="module")
 def engine(serve: Callable[..., Server]) -> Server:
@@ -53,38 +49,6 @@ def engine(serve: Callable[..., Server]) -> Server:
 def versions() -> dict[str, LlamaForCausalLM]:
     """The models that are published, by the label of their version."""
     return {"default": llama(0), **{str(seed): llama(seed) for seed in (1, 2, 3)}}
-
-
-def explained(
-    answer: Mapping[str, Any], prompt: Sequence[int], versions: Mapping[str, LlamaForCausalLM]
-) -> bool:
-    """Return True if all tokens of an answer are what the version of their label generates after those before them."""
-    tokens, covered = [*prompt, *answer["token_ids"]], 0
-    for span in answer["weight_versions"]:
-        begin, end = len(prompt) + span["start"], len(prompt) + span["end"]
-        if span["start"] != covered or not is_greedy(versions[span["version"]], tokens[:end], begin):
-            return False
-        covered = span["end"]
-    return bool(covered == len(answer["token_ids"]))
-
-
-class Crowd:
-    """64 requests that run at once."""
-
-    def __init__(self, *engines: Server) -> None:
-        self.prompts = prompts(64, 40)
-        self._engines = engines
-
-    def meanwhile(self, act: Callable[[], None]) -> list[dict[str, Any]]:
-        """The answers of requests during which `act` was called."""
-        with ThreadPoolExecutor(len(self.prompts)) as pool:
-            futures = [
-                pool.submit(self._engines[number % len(self._engines)].generate, prompt, COUNT)
-                for number, prompt in enumerate(self.prompts)
-            ]
-            eventually(lambda: all(engine.running() for engine in self._engines), "requests run")
-            act()
-            return [future.result() for future in futures]
 
 
 def sending(
