@@ -119,7 +119,7 @@ class Invariants:
                 self.orderly[name] += role.phase is RolePhase.RESTARTING and old.phase in ROLE_WORKS
             if len(role.workers) > len(old.workers):
                 assert isinstance(event, GrowthDue), f"{event} makes {name} larger"
-            elif len(role.workers) != len(old.workers):
+            elif len(role.workers) != len(old.workers) and old.phase is not RolePhase.WAITING:
                 assert isinstance(event, StoreOpened | LOSSES | Drain), f"{event} makes {name} smaller"
                 assert len(after.placement.of_role(name)) == len(role.workers) < len(old.workers)
             if role.restart == "role":
@@ -134,7 +134,8 @@ class Invariants:
                 if worker.incarnation != earlier.incarnation and role.is_program:
                     # When it is due, after whatever event.
                     ended = isinstance(event, WorkerExited) and event.worker[:2] == (name, worker.rank)
-                    assert ended or not earlier.live, f"{name}:{worker.rank} is started while it lives"
+                    fell = isinstance(event, LOSSES) and after.given_up(earlier.node)
+                    assert ended or fell or not earlier.live, f"{name}:{worker.rank} starts while it lives"
                 elif worker.incarnation != earlier.incarnation:
                     joins = isinstance(event, WorkerExited) and event.worker[:2] == (
                         name,
@@ -300,7 +301,9 @@ class Invariants:
             assert message.generation <= self.opened.get(message.role, 0), "nobody could meet"
             workers = before.roles[message.role].workers
             ended = event.worker.rank if isinstance(event, WorkerExited) else None
-            again = isinstance(event, Join)
+            again = isinstance(event, Join) or (
+                isinstance(event, LOSSES) and before.roles[message.role].is_program
+            )
             assert again or not any(workers[m.rank].live for m in message.members if m.rank != ended)
         if isinstance(message, View):
             assert all(role.generation <= self.opened.get(role.name, 0) for role in message.roles)

@@ -308,7 +308,8 @@ class Node:
         """A message of a spawner. Of a program that has ended before it was ready another process may have the port."""
         taken = False
         if isinstance(message, Reaped) and (worker := self.state.workers.get(message.id)) is not None:
-            here = worker.who[:2] in self.ports and not worker.was_ready and worker.cause != "order"
+            unready = worker.ready is not None and not worker.was_ready and worker.cause != "order"
+            here = unready and worker.who[:2] in self.ports
             taken = here and self.world.rng.random() < 0.1
             if taken:
                 del self.ports[worker.who[:2]]

@@ -16,6 +16,7 @@ from unirun.job.events import After, StartDue, ToWatchers
 from unirun.job.generations import form_first, obstructed, opened, start_again
 from unirun.job.state import (
     NEVER,
+    ROLE_ENDS,
     ROLE_WORKS,
     JobPhase,
     JobState,
@@ -38,7 +39,7 @@ def start_due(transition: Transition) -> None:
     if state.phase is not JobPhase.RUNNING or state.away or not _has_to_start(state):
         return
     _reserve(transition)
-    if not all(_has_ports(transition.state, spec) for spec in state.spec.roles if spec.ports):
+    if not all(_has_ports(role) for role in _with_ports(transition.state)):
         return
     names = [name for name, role in transition.state.roles.items() if _may_begin(transition.state, role)]
     if names:
@@ -104,17 +105,21 @@ def _is_due(transition: Transition, worker: WorkerState) -> bool:
     return worker.due != NEVER and not transition.now < worker.due <= transition.now + LONGEST_DELAY
 
 
-def _has_ports(state: JobState, spec: RoleSpec) -> bool:
+def _with_ports(state: JobState) -> list[RoleState]:
+    """The roles that have ports, and have not ended."""
+    roles = [state.roles[spec.name] for spec in state.spec.roles if spec.ports]
+    return [role for role in roles if role.phase not in ROLE_ENDS]
+
+
+def _has_ports(role: RoleState) -> bool:
     """Return True if every rank of a role knows its ports. They may be on a node that it has to leave."""
-    return all(worker.place is not None for worker in state.roles[spec.name].workers)
+    return all(worker.place is not None for worker in role.workers)
 
 
 def _reserve(transition: Transition) -> None:
     """Ask agents for the ports of ranks that have none there, once."""
-    for spec in transition.state.spec.roles:
-        if not spec.ports:
-            continue
-        role, places = transition.state.roles[spec.name], transition.state.placement.of_role(spec.name)
+    for role in _with_ports(transition.state):
+        places = transition.state.placement.of_role(role.name)
         asked: dict[str, list[int]] = {}
         for worker, place in zip(role.workers, places, strict=False):
             if not worker.live and (worker.ports is None or worker.ports.node != place.node):
@@ -122,12 +127,12 @@ def _reserve(transition: Transition) -> None:
                 asked.setdefault(place.node, []).append(worker.rank)
         transition.put(role)
         for node, ranks in asked.items():
-            transition.order(node, Reserve(spec.name, tuple(ranks)))
+            transition.order(node, Reserve(role.name, tuple(ranks)))
 
 
 def reserve_again(transition: Transition, node: str) -> None:
     """Repeat the orders for ports that the agent of `node` has not answered: it may have got none of them."""
-    for role in transition.state.roles.values():
+    for role in _with_ports(transition.state):
         asked = [w.rank for w in role.workers if w.ports is not None and w.ports.node == node and not w.place]
         if asked:
             transition.order(node, Reserve(role.name, tuple(asked)))
@@ -136,6 +141,8 @@ def reserve_again(transition: Transition, node: str) -> None:
 def placed(transition: Transition, event: Placed) -> None:
     """Ranks have got their ports."""
     role = transition.role(event.role)
+    if role.phase in ROLE_ENDS:
+        return
     count = len(transition.state.role_spec(event.role).ports)
     for rank, place in zip(event.ranks, event.places, strict=False):
         if not 0 <= rank < len(role.workers) or len(place.ports) != count:

@@ -380,7 +380,7 @@ class Agent:
     def _has_lost_its_port(self, number: int) -> bool:
         """Return True if another process listens on a port of a worker that has ended before it was ready."""
         worker = self._state.workers.get(number)
-        if worker is None or worker.was_ready or worker.cause == "order":
+        if worker is None or worker.ready is None or worker.was_ready or worker.cause == "order":
             return False
         return self._ports.release_taken(worker.who.role, worker.who.rank)
 

@@ -201,6 +201,7 @@ def as_job_file(spec: JobSpec) -> dict[str, Any]:
     data = spec.to_json()
     # That is an option of the command.
     del data["most_nodes"]
+    data["port_range"] = "-".join(map(str, spec.port_range))
     every = ("env", "cwd", "max_restarts", "start_method")
     data["roles"] = {
         role["name"]: {
@@ -271,7 +272,7 @@ def test_a_slip_of_the_pen_gets_the_key_that_was_meant(key: str, place: int, let
         ("gpus", "slots: N"),
         ("num_cpus", "cpus: N"),
         ("resources", "memory: 64GB"),
-        ("depends_on", "at once"),
+        ("depends_on", "after: "),
         ("replicas", "count: N"),
     ],
 )

@@ -117,6 +117,8 @@ def test_any_handshake_bytes_raise_nothing_but_a_wire_error(first: bytes, second
 )
 def test_every_message_that_can_be_encoded_can_be_decoded(message: Message, text: str) -> None:
     """No text from user code makes a process send a frame that its peer refuses."""
+    # hypothesis takes msgspec's mark for an empty dict as a default for a value.
+    assume("<factory>" not in repr(message))
     payload = encode(message)
     assume(within({name: value for name, value in payload.items() if not isinstance(value, float)}))
     for name, value in payload.items():

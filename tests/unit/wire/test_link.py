@@ -30,8 +30,8 @@ def environ(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setattr(link, "_current", opened)
     yield {
         "UNIRUN_SOCKET": str(place.path),
-        "ROLE_NAME": "actor",
-        "RANK": "3",
+        "UNIRUN_ROLE": "actor",
+        "UNIRUN_RANK": "3",
         "UNIRUN_INCARNATION": "2",
     }
     for stream in opened.values():
