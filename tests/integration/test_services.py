@@ -251,6 +251,23 @@ class TestRestarts:
         eventually(told, "the file says that engine:0 is ready in incarnation 1")
         services.end()
 
+    def test_the_ranks_of_a_group_start_again_together_and_have_one_address(self, services: Services) -> None:
+        """Of four ranks, two are a server: the first of them listens, the second one works for it."""
+        text = f"[ $(({{rank}} % 2)) = 0 ] || exec sleep 60; exec {sys.executable} {STUB} --port {{port}}"
+        role = engine(count=4, group=2) | {"program": "bash", "args": ["-c", text]}
+        services.start({"engine": role})
+        assert len(services.up()) == 2
+        before = services.unirun.workers()
+        os.kill(before["engine:1"]["pid"], signal.SIGKILL)
+        services.pid("engine:0", 1)
+        after = services.unirun.workers()
+        assert after["engine:1"]["incarnation"] == 1
+        assert [after[f"engine:{rank}"]["pid"] for rank in (2, 3)] == [
+            before[f"engine:{rank}"]["pid"] for rank in (2, 3)
+        ]
+        assert after["engine:0"]["address"] == before["engine:0"]["address"]
+        services.end()
+
     def test_a_service_that_ends_with_0_has_failed(self, services: Services) -> None:
         services.start({"engine": engine(max_restarts=0)})
         services.up()

@@ -280,6 +280,9 @@ class Invariants:
             others = [state.roles[name] for name in spec.after]
             assert any(other.running < len(other.workers) for other in others), f"{role.name} never starts"
         elif spec.service and role.phase in ROLE_WORKS:
+            if spec.group is not None:
+                # The others of its group may still have their grace period.
+                return
             down = [
                 w.rank
                 for w in role.workers
@@ -293,8 +296,12 @@ class Invariants:
             assert isinstance(event, WorkerExited | Join | LOSSES | MOVES)
             assert not isinstance(event, WorkerExited) or event.worker.role == message.role
             role = self.state.roles[message.role]
+            state_spec = self.state.role_spec(message.role)
             alone = role.restart == "process" and role.phase is not RolePhase.STOPPING
-            assert not alone or isinstance(event, Join | LOSSES | Drain), "a worker is stopped for its peer"
+            grouped = state_spec.group is not None
+            assert not alone or grouped or isinstance(event, Join | LOSSES | Drain), (
+                "it is stopped for its peer"
+            )
         if isinstance(message, StartRole):
             # A node that comes back may tell, too, that the job is over.
             assert self.state.phase is JobPhase.RUNNING or isinstance(event, Join)

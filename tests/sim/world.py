@@ -324,9 +324,10 @@ def _add_services(plan: Plan, rng: random.Random) -> None:
         after = {"engine": rng.choice((0, 1))} if name == "router" and rng.random() < 0.7 else {}
         ready = Probe("tcp") if rng.random() < 0.8 else None
         asked = ready is not None and rng.random() < 0.5
+        group = rng.choice((None, None, 2))
         service = RoleSpec(
             name,
-            rng.randint(1, 3),
+            rng.randint(1, 3) * (group or 1),
             Entry("program", name),
             max_restarts=rng.choice((0, 1, 3, 10)),
             start_method="exec",
@@ -339,6 +340,7 @@ def _add_services(plan: Plan, rng: random.Random) -> None:
             ready=ready,
             ready_timeout=rng.choice((2.0, 20.0)),
             alive=Probe("tcp", every=3.0, misses=rng.choice((1, 2))) if asked else None,
+            group=group,
             after=after,
             restart_window=rng.choice((0.0, 5.0)),
             restart_delay=rng.choice((0.0, 0.5)),

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from unirun.errors import Refused
 from unirun.failover.policy import LONGEST_DELAY
-from unirun.failover.restart_or_end import advance, settle, starting_again, stop_role
+from unirun.failover.restart_or_end import advance, settle, starting_again, stop_groups, stop_role
 from unirun.job.events import After, StartDue, ToWatchers
 from unirun.job.generations import form_first, obstructed, opened, start_again
 from unirun.job.state import (
@@ -67,7 +67,8 @@ def _may_begin(state: JobState, role: RoleState) -> bool:
 def _enough(role: RoleState, spec: RoleSpec, count: int) -> bool:
     """Return True if `count` ranks are ready (0: all); of an optional service, those that can become so."""
     given_up = sum(worker.due == NEVER for worker in role.workers) if spec.optional else 0
-    return role.running >= min(count or len(role.workers), len(role.workers) - given_up)
+    wanted = count * (spec.group or 1) or len(role.workers)
+    return role.running >= min(wanted, len(role.workers) - given_up)
 
 
 def waiting_to_start(state: JobState) -> tuple[str, ...]:
@@ -95,9 +96,20 @@ def _start_programs(transition: Transition, role: RoleState) -> None:
         return
     if role.phase not in ROLE_WORKS or obstructed(transition.state, role):
         return
-    missing = [w for w in role.workers if not w.live and not w.ended_well and _is_due(transition, w)]
+    spec = transition.state.role_spec(role.name)
+    missing = [
+        worker
+        for worker in role.workers
+        if not worker.live
+        and not worker.ended_well
+        and all(_may_start(transition, role.workers[rank]) for rank in spec.members(worker.rank))
+    ]
     if missing:
         start_again(transition, role, missing)
+
+
+def _may_start(transition: Transition, worker: WorkerState) -> bool:
+    return not worker.live and _is_due(transition, worker)
 
 
 def _is_due(transition: Transition, worker: WorkerState) -> bool:
@@ -172,7 +184,10 @@ def health_changed(transition: Transition, who: WorkerId, health: Health) -> Non
 
 
 def wait_again(transition: Transition) -> None:
-    """Wait for the back-offs that an earlier master has begun."""
+    """Wait for the back-offs that an earlier master has begun, and end the groups that it wanted to end."""
+    for role in list(transition.state.roles.values()):
+        if role.phase in ROLE_WORKS:
+            stop_groups(transition, role)
     workers = (
         worker for role in transition.state.roles.values() if role.is_program for worker in role.workers
     )

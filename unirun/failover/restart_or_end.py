@@ -16,11 +16,11 @@ from unirun.job.events import After, Finish, StartDue, ToWatchers
 from unirun.job.failures import Exit
 from unirun.job.generations import form_next, start_missing
 from unirun.job.ranks import Ranks
-from unirun.job.state import ROLE_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, Verdict
+from unirun.job.state import NEVER, ROLE_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, Verdict
 from unirun.job.transition import Transition
 from unirun.spec import RoleSpec
 from unirun.values import WorkerId
-from unirun.wire.messages import Shutdown
+from unirun.wire.messages import Shutdown, StopWorkers
 from unirun.wire.reports import Ending, Notice
 
 EVIDENCE = 1.0
@@ -213,8 +213,8 @@ def restart(transition: Transition, role: RoleState, decision: Decision) -> None
     if not decision.free:
         role = replace(role, restarts=role.restarts + 1, paid=_paid(transition, role, role.paid))
     if decision.action == "restart_worker" and role.is_program:
-        # The other ranks have no group with it.
         transition.put(replace(role, phase=RolePhase.STARTING))
+        stop_groups(transition, transition.role(role.name))
         return
     if decision.action == "restart_worker":
         form_anew(transition, replace(role, phase=RolePhase.REFORMING))
@@ -224,6 +224,21 @@ def restart(transition: Transition, role: RoleState, decision: Decision) -> None
     grace = transition.state.spec.shutdown_timeout
     transition.stop(role, signal.SIGTERM, grace, _patience(transition.state, role.name))
     advance(transition, role)
+
+
+def stop_groups(transition: Transition, role: RoleState) -> None:
+    """Tell the live ranks of groups to end of which a rank has ended: a group starts again as a whole."""
+    spec, ranks = transition.state.role_spec(role.name), set[int]()
+    for worker in role.workers if spec.group else ():
+        if not worker.live and worker.due != NEVER:
+            ranks.update(spec.members(worker.rank))
+    nodes: dict[str, list[int]] = {}
+    for worker in role.live:
+        if worker.rank in ranks:
+            nodes.setdefault(worker.node, []).append(worker.rank)
+    for node, there in nodes.items():
+        grace = transition.state.spec.shutdown_timeout
+        transition.order(node, StopWorkers(role.name, tuple(there), int(signal.SIGTERM), grace))
 
 
 def _backing_off(transition: Transition, role: RoleState, decision: Decision) -> RoleState:

@@ -52,7 +52,8 @@ def exited(transition: Transition, event: WorkerExited) -> None:
     transition.record("exit", text, str(event.worker))
     left = event.time if end.ok and event.sent is None else 0.0
     role = role.with_worker(_without_ports(replace(worker.ended(end), left=left), event))
-    if works and event.cause == "order" and not moves:
+    regroups = spec.group is not None and event.cause == "order"
+    if works and event.cause == "order" and not moves and not regroups:
         raise IllegalTransition(f"{text}, by an order that no master has written")
     if works and event.cause == "leaving":
         # Its agent has ended it; AgentLost or OwnerLost follows with the reason.
@@ -62,7 +63,7 @@ def exited(transition: Transition, event: WorkerExited) -> None:
     transition.put(role)
     if obstructs:
         clear_the_way(transition)
-    if end.ok or moves or role.orderly or _obeyed(event):
+    if end.ok or moves or regroups or role.orderly or _obeyed(event):
         advance(transition, transition.role(role.name))
         if end.ok or event.sent is not None:
             transition.tell_soon()

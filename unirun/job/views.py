@@ -90,6 +90,7 @@ def welcome(view: View, spec: JobSpec) -> Welcome:
         RoleBrief(
             *(role.name, role.entry.kind, role.entry.target, role.count, role.per_node, role.restart),
             role.ports,
+            role.group or 1,
         )
         for role in spec.roles
     )
@@ -120,7 +121,7 @@ def addresses_of(view: View, spec: JobSpec) -> dict[str, list[dict[str, Any]]]:
                 "ready": worker.phase == ("serving" if roles[role.name].ready else "running"),
             }
             for worker in role.workers
-            if worker.place is not None
+            if worker.place is not None and roles[role.name].head(worker.rank) == worker.rank
         ]
         for role in view.roles
         if role.name in roles

@@ -103,6 +103,7 @@ class Orders:
         for member in order.members:
             self._last_id += 1
             role, filled = self._spec.role(order.role), self._filler(order, member)
+            probed = role.head(member.rank) == member.rank
             workers.append(
                 Worker(
                     id=self._last_id,
@@ -110,9 +111,9 @@ class Orders:
                     spawner=self._key(order.role),
                     request=self._spawn(order, member, filled),
                     grace=self._spec.shutdown_timeout,
-                    ready=_probe(role.ready, filled),
+                    ready=_probe(role.ready, filled) if probed else None,
                     ready_timeout=role.ready_timeout,
-                    alive=_probe(role.alive, filled),
+                    alive=_probe(role.alive, filled) if probed else None,
                 )
             )
         return Launch(tuple(workers))

@@ -226,7 +226,10 @@ def _running(transition: Transition, event: WorkerRunning) -> None:
     role, worker = found
     _refuse_later(role, event.generation)
     generation = max(worker.generation, event.generation)
-    settle(transition, role.with_worker(replace(worker, phase=WorkerPhase.RUNNING, generation=generation)))
+    # Of a group, the first rank says that all are ready.
+    member = role.probed and transition.state.role_spec(role.name).head(worker.rank) != worker.rank
+    phase = WorkerPhase.SERVING if member else WorkerPhase.RUNNING
+    settle(transition, role.with_worker(replace(worker, phase=phase, generation=generation)))
     transition.tell_soon()
 
 

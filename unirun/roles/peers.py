@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -32,12 +32,15 @@ WELCOME_TIMEOUT = 30.0
 @dataclass(frozen=True, slots=True)
 class RoleInfo:
     """A role as the other roles see it: `name`, `world_size`, `generation`, and `endpoint` (``host:port``), where the
-    rendezvous store of that generation listens."""
+    rendezvous store of that generation listens. `addrs` are the addresses (``host:port``) of the ranks of a role that
+    has ports, of groups those of the first ranks; `ready` are those of them that are ready."""
 
     name: str
     world_size: int
     generation: int
     endpoint: str = ""
+    addrs: tuple[str, ...] = ()
+    ready: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +213,7 @@ class Peers:
             return
         with self._changed:
             self._view = view
-            self._roles = role_infos(view)
+            self._roles = role_infos(view, self.welcome.roles if self.welcome else ())
             self._views = {role.name: role for role in view.roles}
             self._found, self._whole = {}, {}
             self.updates += 1
@@ -252,7 +255,7 @@ def linked_peers(environ: Mapping[str, str]) -> Peers:
     if not isinstance(welcome, Welcome):
         raise FrameError(f"the agent sent {type(welcome).__name__} where a Welcome was expected")
     role, rank = environ["UNIRUN_ROLE"], int(environ["UNIRUN_RANK"])
-    peers = Peers(role, rank, role_infos(welcome.view), welcome=welcome, link=link)
+    peers = Peers(role, rank, role_infos(welcome.view, welcome.roles), welcome=welcome, link=link)
     for message in link.buffered():
         _take(peers, message)
     # Read before the script runs, which may close these descriptors.
@@ -265,9 +268,17 @@ def linked_peers(environ: Mapping[str, str]) -> Peers:
     return peers
 
 
-def role_infos(view: View) -> dict[str, RoleInfo]:
+def role_infos(view: View, briefs: Sequence[RoleBrief] = ()) -> dict[str, RoleInfo]:
     """The roles in a view, by name."""
-    return {r.name: RoleInfo(r.name, r.world_size, r.generation, r.endpoint) for r in view.roles}
+    groups = {brief.name: brief.group for brief in briefs}
+    return {role.name: _info(role, groups.get(role.name, 1)) for role in view.roles}
+
+
+def _info(role: RoleView, group: int) -> RoleInfo:
+    heads = [w for w in role.workers if w.place is not None and w.rank % group == 0]
+    addrs = tuple(w.place.addr() for w in heads if w.place is not None)
+    ready = tuple(w.place.addr() for w in heads if w.place is not None and w.phase == "serving")
+    return RoleInfo(role.name, role.world_size, role.generation, role.endpoint, addrs, ready)
 
 
 def _take(peers: Peers, message: Message) -> None:

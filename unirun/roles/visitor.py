@@ -128,7 +128,7 @@ class _Table(Peers):
     """The table of a process that is no worker. `ask` requests a whole view."""
 
     def __init__(self, name: str, welcome: Welcome, ask: Callable[[], None]) -> None:
-        super().__init__(name, 0, role_infos(welcome.view), welcome=welcome)
+        super().__init__(name, 0, role_infos(welcome.view, welcome.roles), welcome=welcome)
         self._ask = ask
 
     def tell(self, message: Message) -> None:

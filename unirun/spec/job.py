@@ -102,6 +102,15 @@ class RoleSpec(Value):
     restart_window: float = 0.0
     restart_delay: float = 0.0
 
+    def head(self, rank: int) -> int:
+        """The first rank of the group of `rank`, which is probed and has the address of all; `rank` itself without
+        groups."""
+        return rank - rank % (self.group or 1)
+
+    def members(self, rank: int) -> range:
+        """The ranks of the group of `rank`."""
+        return range(self.head(rank), self.head(rank) + (self.group or 1))
+
     @property
     def is_program(self) -> bool:
         """True if its processes find nothing of torchrun's, and have no rendezvous store."""

@@ -155,7 +155,12 @@ def program_faults(roles: Sequence[RoleSpec]) -> Iterator[Fault]:
     for role in roles:
         yield from faults_of(role, known)
         yield from _order_faults(role, known)
-        if role.group and role.count % role.group:
+        if role.group and not (role.service and role.is_program):
+            problem = "only ranks of a service are one server together"
+            yield Fault(
+                f"roles.{role.name}.group", problem, "leave it out; per_group keeps ranks on one node"
+            )
+        elif role.group and role.count % role.group:
             problem = f"{role.group} does not divide the role's {role.count} ranks"
             yield Fault(f"roles.{role.name}.group", problem, f"write count: {role.group}, or a multiple")
         if role.ports and role.least is not None:
@@ -169,8 +174,8 @@ def _order_faults(role: RoleSpec, known: Mapping[str, RoleSpec]) -> Iterator[Fau
     for name, number in role.after.items():
         if name not in known:
             yield Fault(where, f"no role is called {name!r}", nearest(name, [*known]))
-        elif number > known[name].count:
-            problem = f"{name} has {known[name].count} ranks, so {number} are never ready"
+        elif number > (there := known[name].count // (known[name].group or 1)):
+            problem = f"{name} has {there}, so {number} are never ready"
             yield Fault(where, problem, "write a smaller number")
 
 

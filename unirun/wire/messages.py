@@ -197,8 +197,8 @@ class Hello(Value, tag=True):
 
 
 class RoleBrief(Value):
-    """The part of a role's spec that workers see: its entry (`kind`, `target`), its `restart` level, and the names of
-    the ports of each rank."""
+    """The part of a role's spec that workers see: its entry (`kind`, `target`), its `restart` level, the names of the
+    ports of each rank, and the number of ranks in a `group`."""
 
     name: str
     kind: str
@@ -207,6 +207,7 @@ class RoleBrief(Value):
     per_node: int | None
     restart: str
     ports: tuple[str, ...] = ()
+    group: int = 1
 
 
 class ChannelBrief(Value):
