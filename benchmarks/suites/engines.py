@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.figure import Bar, BenchmarkError, Figure, compared
+from benchmarks.calibration import bar
+from benchmarks.figure import Bar, BenchmarkError, Figure, compared, measured
 from benchmarks.job import environment, timed
+from benchmarks.serving import served
 
 ROOT = Path(__file__).parents[2]
 STUB = ROOT / "tests" / "testbed" / "engine.py"
@@ -21,9 +26,33 @@ ASKED = Bar("a request to two engines, processor time ÷ plain httpx", "ratio", 
 SERVERS = 2
 
 
+DEPENDENTS = bar("server ready → dependents started", 0.1)
+CAUSE = bar("server killed → cause on the console", 0.2)
+RESTART = bar("server killed → its successor listens", 0.3)
+END = bar("primary ends → everything gone", 0.5)
+START = bar("job of 4 programs: command → all running", 0.4)
+
+
 def figures(runs: int) -> list[Figure]:
     """All figures of this suite."""
-    return [asked(runs)]
+    return [*lives(runs), asked(runs)]
+
+
+def lives(runs: int) -> list[Figure]:
+    """From the start of a job of programs to its end, with a server that is killed. One job gives one run of each."""
+    found: dict[Bar, list[float]] = {each: [] for each in (DEPENDENTS, CAUSE, RESTART, END, START)}
+    for _ in range(runs):
+        with tempfile.TemporaryDirectory() as folder, served(Path(folder), 3) as job:
+            ready = max(job.up(f"engine{number}")[0] for number in range(3))
+            began = float(job.await_file("began"))
+            found[DEPENDENTS].append(began - ready)
+            found[START].append(began - job.began)
+            killed = time.time()
+            os.kill(job.up("engine0")[1], signal.SIGKILL)
+            found[RESTART].append(job.up("engine0", 1)[0] - killed)
+            found[CAUSE].append(job.said("was killed by SIGKILL") - killed)
+            found[END].append(job.end())
+    return [measured(each, runs, iter(values).__next__) for each, values in found.items()]
 
 
 def asked(runs: int) -> Figure:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from unirun.launcher.warm.leaving import choices, starts
 from unirun.rendezvous.jobdir import job_at
 from unirun.spec import JobSpec, RoleSpec
 from unirun.spec.read import nearest
+from unirun.spec.secrets import MASK, secret_names
 from unirun.values import Value
 from unirun.wire.messages import StartRole, StartWorker
 
@@ -144,7 +145,7 @@ def plan_rows(spec: JobSpec, placement: Placement) -> list[dict[str, Any]]:
 
     A port that the launcher will choose is 0.
     """
-    job = job_at(spec.run_id)
+    job, secrets = job_at(spec.run_id), secret_names(spec)
     rows = []
     for index, role in enumerate(spec.roles):
         port = spec.master_port if index == 0 else 0
@@ -173,10 +174,14 @@ def plan_rows(spec: JobSpec, placement: Placement) -> list[dict[str, Any]]:
                     "restart": role.restart,
                     "max_restarts": role.max_restarts,
                     "command": command_of(role),
-                    "env": worker_env(spec, order, member, job, each.node, {}),
+                    "env": _masked(worker_env(spec, order, member, job, each.node, {}), secrets),
                 }
             )
     return rows
+
+
+def _masked(env: dict[str, str], secrets: Collection[str]) -> dict[str, str]:
+    return {name: MASK if name in secrets else value for name, value in env.items()}
 
 
 def command_of(role: RoleSpec) -> str:

@@ -21,8 +21,8 @@ from unirun.job.views import addresses_of, welcome
 from unirun.launcher import core, events
 from unirun.launcher.backlog import Backlog
 from unirun.launcher.contact import Contact
-from unirun.launcher.ends import end_of
-from unirun.launcher.environment import FRESH, SpawnerKey, for_workers
+from unirun.launcher.ends import end_of, masked
+from unirun.launcher.environment import FRESH, SpawnerKey, for_workers, mask_of
 from unirun.launcher.filters import LineFilters
 from unirun.launcher.notes import Notes, tail
 from unirun.launcher.orders import Orders
@@ -109,6 +109,7 @@ class Agent:
         self._descriptors = 0
         self._filters = LineFilters(job, task.spec.log)
         self._addr = task.addr
+        self._mask = mask_of(task.spec, for_workers(os.environ))
         self._addresses: dict[str, Any] = {}
         self._ports = PortBook(task.addr, *task.spec.port_range)
         self._probing = Probing(self._probed, self._fail)
@@ -358,7 +359,7 @@ class Agent:
                     continue
                 note, last = self._notes.kill(self._state, message), tail(self._state, message)
                 taken = isinstance(message, Reaped) and self._has_lost_its_port(message.id)
-                self._apply(events.FromSpawner(key, message, note, last, taken))
+                self._apply(events.FromSpawner(key, message, self._mask(note), self._mask(last), taken))
         except WireError:
             code = await asyncio.to_thread(popen.wait)
             if isinstance(popen, Borrowed):
@@ -385,7 +386,7 @@ class Agent:
         return self._ports.release_taken(worker.who.role, worker.who.rank)
 
     def _probed(self, number: int, ok: bool, why: str) -> None:
-        self._apply(events.Probed(number, ok, why, time.time()))
+        self._apply(events.Probed(number, ok, self._mask(why), time.time()))
 
     def _write_addresses(self) -> None:
         """Replace the file with the addresses of roles, for programs, when it is another than before."""
@@ -421,7 +422,7 @@ class Agent:
                 link.send(welcome(self._state.view, self._spec))
             self._apply(events.LinkMessage(worker.id, hello))
             while True:
-                self._apply(events.LinkMessage(worker.id, await link.receive()))
+                self._apply(events.LinkMessage(worker.id, masked(await link.receive(), self._mask)))
         except WireError:
             self._apply(events.LinkClosed(worker.id))
         finally:

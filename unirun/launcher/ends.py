@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
-
 from msgspec.structs import replace
 
 from unirun.job.failures import MESSAGE, NOTE, TAIL, TRACEBACK, beginning, ending
-from unirun.wire.reports import Held, WorkerError, WorkerExited
+from unirun.spec.secrets import Mask
+from unirun.wire.messages import Message
+from unirun.wire.reports import Held, Notice, Stuck, WorkerError, WorkerExited
 
 TAIL_LINES = 12
 TAIL_BYTES = 1 << 14
@@ -64,6 +65,18 @@ def fitting(held: Iterable[Held]) -> tuple[Held, ...]:
         each if each.exit is None or each.worker in whole else replace(each, exit=short_end(each.exit, share))
         for each in workers
     )
+
+
+def masked(message: Message, mask: Mask) -> Message:
+    """A message of a worker without secrets in its texts."""
+    match message:
+        case WorkerError():
+            return replace(message, message=mask(message.message), traceback=mask(message.traceback))
+        case Stuck():
+            return replace(message, why=mask(message.why), stack=mask(message.stack))
+        case Notice():
+            return replace(message, text=mask(message.text))
+    return message
 
 
 def _says(end: WorkerExited) -> bool:

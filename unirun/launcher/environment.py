@@ -20,6 +20,7 @@ from unirun.rendezvous.store.address import PASSWORD_VARIABLE
 from unirun.spec import JobSpec, RoleSpec
 from unirun.spec.programs import variables_of
 from unirun.spec.read import RESERVED_ENV
+from unirun.spec.secrets import Mask, read_env_file, secret_names
 from unirun.values import WorkerId
 from unirun.wire.messages import StartRole, StartWorker
 
@@ -112,8 +113,10 @@ def base_env(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> dict[str
     if is_loopback(spec.master_addr):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             env.setdefault(variable, "lo")
-    env.update(spec.env)
-    env.update(spec.role(role).env)
+    for each in (spec, spec.role(role)):
+        if each.env_file is not None:
+            env.update(read_env_file(each.env_file))
+        env.update(each.env)
     return _with_interpreter(env, spec.role(role))
 
 
@@ -140,6 +143,13 @@ def _with_interpreter(env: dict[str, str], role: RoleSpec) -> dict[str, str]:
     if role.python is not None and role.entry.kind != "program":
         env[INTERPRETER] = role.python
     return env
+
+
+def mask_of(spec: JobSpec, inherited: Mapping[str, str]) -> Mask:
+    """The mask of the secrets that the workers of a node have."""
+    names = secret_names(spec)
+    envs = [base_env(spec, role.name, inherited) for role in spec.roles] if names else []
+    return Mask(env[name] for env in envs for name in names if name in env)
 
 
 def bound_to(addr: str, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -1,8 +1,7 @@
 """Ask programs whether they are ready, and whether they still answer.
 
 An answer over HTTP or TCP counts only if the worker, or a process that it has started, listens there: on its port
-another program may answer. Listeners are read from ``/proc/net``, so that a program is asked only once it listens, and
-is not disturbed before.
+another program may answer. The kernel says who listens (`sockdiag`), so a program is asked only once it does.
 """
 
 from __future__ import annotations
@@ -12,30 +11,25 @@ import contextlib
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from unirun.launcher.events import Worker
 from unirun.launcher.process import kill_group
+from unirun.launcher.sockdiag import listeners_on
 from unirun.rendezvous.endpoints import split_endpoint
 from unirun.spec.probes import Probe
 from unirun.wire.spawning import Spawn
 
-INTERVAL, SLOWEST, COMMANDS = 0.03, 1.0, 0.5
-"""Seconds between two questions to a program that is not ready: at least, at most, and between two commands."""
-
-EFFORT = 20
-"""Questions may take one part in so many of the time: on a host with many connections they are rarer."""
+INTERVAL, COMMANDS = 0.03, 0.5
+"""Seconds between two questions to a program that is not ready, and between two commands."""
 
 LONGEST_ANSWER = 1 << 16
 """Bytes of an answer that are read."""
 
 REST = 0.2
 """Seconds for the rest of an answer after its status."""
-
-_LISTENS = "0A"
 
 
 class Probing:
@@ -71,14 +65,10 @@ class Probing:
     async def _ask(self, worker: Worker) -> None:
         assert worker.ready is not None
         question = Question(worker, worker.ready)
-        interval = COMMANDS if worker.ready.kind == "command" else INTERVAL
-        while True:
-            began = time.process_time()
-            why = await question.ask()
-            self._tell(worker.id, not why, why)
-            if not why:
-                break
-            await asyncio.sleep(min(max(interval, EFFORT * (time.process_time() - began)), SLOWEST))
+        while why := await question.ask():
+            self._tell(worker.id, False, why)
+            await asyncio.sleep(COMMANDS if worker.ready.kind == "command" else INTERVAL)
+        self._tell(worker.id, True, "")
         if worker.alive is None:
             return
         question = Question(worker, worker.alive)
@@ -137,7 +127,7 @@ class Question:
 
     def _not_listening(self, port: int) -> str:
         """The reason why this worker does not listen on `port` of this host; empty if it does."""
-        inodes = listeners(port)
+        inodes = listeners_on(port)
         if not inodes:
             return f"nothing listens on port {port} yet"
         if self._owned & inodes:
@@ -215,20 +205,6 @@ async def _get(host: str, port: int, authority: str, path: str) -> int:
 def _words(error: BaseException) -> str:
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return text or type(error).__name__
-
-
-def listeners(port: int) -> set[str]:
-    """The inodes of the sockets that listen on `port`, at whatever address of this network namespace."""
-    wanted = f":{port:04X}"
-    found: set[str] = set()
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/self/net", name).read_text().splitlines():
-                if wanted in line:
-                    fields = line.split()
-                    if fields[1].endswith(wanted) and fields[3] == _LISTENS:
-                        found.add(fields[9])
-    return found
 
 
 def sockets_of(pid: int) -> set[str]:

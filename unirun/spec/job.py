@@ -60,9 +60,9 @@ class RoleSpec(Value):
     is lost, and rises when a visitor asks for that.
 
     With the `contract` of ``torchrun`` its processes find torchrun's variables and a rendezvous store; programs have
-    ``none``, unless they ask for it. `python` is a virtual environment or an interpreter, None for that of unirun.
-    `ports` are the names of the ports that each rank is given. A `service` is needed until the primary roles have
-    ended; an `optional` one may fail. Its ranks are ready when `ready` says so, which may take `ready_timeout` seconds,
+    ``none``, unless they ask for it. `env_file` has more variables, which are read when they start. `python` is a
+    virtual environment or an interpreter, None for that of unirun. `ports` are the names of the ports that each rank is
+    given. A `service` is needed until the primary roles have ended; an `optional` one may fail. Its ranks are ready when `ready` says so, which may take `ready_timeout` seconds,
     and are stopped when `alive` says that they do not answer any more; `group` consecutive ranks are one server. The
     role starts when as many ranks of the roles in `after` are ready, all of them for 0. Of its restarts, those of the
     last `restart_window` seconds count (0: all); before the second of them there are `restart_delay` seconds, before
@@ -101,6 +101,7 @@ class RoleSpec(Value):
     after: Mapping[str, int] = field(default_factory=dict)
     restart_window: float = 0.0
     restart_delay: float = 0.0
+    env_file: str | None = None
 
     def head(self, rank: int) -> int:
         """The first rank of the group of `rank`, which is probed and has the address of all; `rank` itself without
@@ -153,7 +154,8 @@ class JobSpec(Value):
     `exclude_nodes` are not used; `most_nodes` may take part, None for any number. `edges` say which role calls which
     (`unirun.graph`), and `channels` from which to which weights go. `call_timeout` is how long a call between roles may
     take, and `transport` what carries it. `stdin` names the worker, as ``actor:0``, that has the stdin of the command.
-    `port_range` has the lowest and the highest number of the ports that ranks are given.
+    `port_range` has the lowest and the highest number of the ports that ranks are given. The values of the variables in
+    `env_file`, and of those called `secret`, are masked in what is told of the job.
     """
 
     name: str
@@ -186,6 +188,8 @@ class JobSpec(Value):
     transport: Transport = "socket"
     stdin: str | None = None
     port_range: tuple[int, int] = PORT_RANGE
+    env_file: str | None = None
+    secret: tuple[str, ...] = ()
 
     def role(self, name: str) -> RoleSpec:
         """The role called `name`. Raises KeyError."""

@@ -29,6 +29,7 @@ from unirun.spec.roles import (
     read_roles,
     read_trainer,
 )
+from unirun.spec.secrets import check_env_file, read_secrets
 from unirun.spec.together import group_faults, handle_faults
 
 LOG_KEYS = LogSpec.__struct_fields__
@@ -86,6 +87,10 @@ def parse_job(
         "transport": job.choice("transport", ("socket", "torch"), "socket"),
         "stdin": _stdin(job, roles),
         "port_range": _port_range(job),
+        "env_file": check_env_file(job),
+        "secret": read_secrets(
+            job, [("env", job.mapping("env")), *((f"roles.{role.name}.env", role.env) for role in roles)]
+        ),
     }
     job.faults += program_faults(roles)
     for name in primary:

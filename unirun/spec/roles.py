@@ -23,6 +23,7 @@ from unirun.spec.programs import (
     variables_of,
 )
 from unirun.spec.read import Section, as_number, shown
+from unirun.spec.secrets import check_env_file
 
 SlotCounter = Callable[[str], int]
 NodeCount = tuple[int, int]
@@ -59,6 +60,7 @@ ROLE_KEYS = (
     "elastic",
     "cpus",
     "memory",
+    "env_file",
     *AUTO_DEVICE,
     *PROGRAM_KEYS,
 )
@@ -181,6 +183,7 @@ def _finish(
         restart="process" if by_class or (program["service"] and contract == "none") else "role",
         per_node=_divisor(role, "per_node", count, "every node"),
         auto_visible_device=_auto_device(role),
+        env_file=check_env_file(role) if "env_file" in role.fields else None,
         cpus=_cpus(role),
         memory=_memory(role),
         **program,
