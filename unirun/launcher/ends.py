@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
+
 from msgspec.structs import replace
 
 from unirun.job.failures import MESSAGE, NOTE, TAIL, TRACEBACK, beginning, ending

@@ -61,12 +61,12 @@ class RoleSpec(Value):
 
     With the `contract` of ``torchrun`` its processes find torchrun's variables and a rendezvous store; programs have
     ``none``, unless they ask for it. `env_file` has more variables, which are read when they start. `python` is a
-    virtual environment or an interpreter, None for that of unirun. `ports` are the names of the ports that each rank is
-    given. A `service` is needed until the primary roles have ended; an `optional` one may fail. Its ranks are ready when `ready` says so, which may take `ready_timeout` seconds,
-    and are stopped when `alive` says that they do not answer any more; `group` consecutive ranks are one server. The
-    role starts when as many ranks of the roles in `after` are ready, all of them for 0. Of its restarts, those of the
-    last `restart_window` seconds count (0: all); before the second of them there are `restart_delay` seconds, before
-    each further one twice as many.
+    virtual environment or an interpreter, None for that of unirun. `ports` are the names of the ports that each rank
+    is given. A `service` is needed until the primary roles have ended; an `optional` one may fail. Its ranks are
+    ready when `ready` says so, which may take `ready_timeout` seconds, and are stopped when `alive` says that they do
+    not answer any more; `group` consecutive ranks are one server. The role starts when as many ranks of the roles in
+    `after` are ready, all of them for 0. Of its restarts, those of the last `restart_window` seconds count (0: all);
+    before the second of them there are `restart_delay` seconds, before each further one twice as many.
     """
 
     name: str
