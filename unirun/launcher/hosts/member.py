@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,7 +24,8 @@ from unirun.rendezvous import create_job
 from unirun.rendezvous.creation import discard_job
 from unirun.rendezvous.endpoints import hold_endpoints
 from unirun.rendezvous.ownetcd import possible_member
-from unirun.spec import JobSpec
+from unirun.spec import JobSpec, RoleSpec
+from unirun.spec.programs import variables_of
 from unirun.wire.address import TcpAddress
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.certificates import make_tls
@@ -88,7 +90,7 @@ def settle(assigned: Assigned, node: str, token: Token, *, insecure: bool, inter
     task = from_json(AgentTask, assigned.task)
     addr = choose(interface) if interface else route_to(assigned.head.addr)
     cwd = task.cwd or os.getcwd()
-    for problem, remedy in missing(needs(task.spec, cwd)):
+    for problem, remedy in missing(needs(task.spec, cwd, component_here(os.environ))):
         raise RendezvousError(problem, remedy)
     check_host(task.spec)
     job, lock = create_job(
@@ -117,21 +119,45 @@ def certified(task: AgentTask, addr: str) -> tuple[str, ...]:
     return tuple({addr, *(each.addr for each in task.etcd if each.node == task.node)})
 
 
-def needs(spec: JobSpec, cwd: str) -> list[str]:
-    """The directories and scripts that every host of a job in `cwd` must have."""
+def needs(spec: JobSpec, cwd: str, component: int | None = None) -> list[str]:
+    """The directories, scripts, interpreters and programs that every host of a job in `cwd` must have, or those of one
+    `component` of a heterogeneous Slurm job. A program that is searched in the host's own PATH is named without a
+    path."""
     found = [cwd]
     for role in spec.roles:
+        if component is not None and role.component not in (None, component):
+            continue
         at = Path(cwd, role.cwd or "")
         found.append(str(at))
-        if role.entry.kind == "script":
+        if role.python is not None:
+            found.append(role.python)
+        if role.entry.kind == "program":
+            found.append(_program(spec, role, at))
+        elif role.entry.kind == "script":
             found.append(str(Path(at, role.entry.target)))
     return list(dict.fromkeys(found))
 
 
-def missing(paths: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """The problem and its remedy when this host does not have all of `paths`."""
-    gone = [path for path in paths if not os.path.exists(path)]
-    if not gone:
-        return ()
-    remedy = "put it there, share the directory, or use --sync"
-    return ((f"{socket.gethostname()} has no {', '.join(gone)}", remedy),)
+def _program(spec: JobSpec, role: RoleSpec, at: Path) -> str:
+    """The path of a role's program if the spec says where it is, else its name."""
+    name = role.entry.target
+    if "/" in name:
+        return str(Path(at, name))
+    path = role.env.get("PATH") or spec.env.get("PATH")
+    folders = [variables_of(role.python).get("PATH"), path]
+    return shutil.which(name, path=os.pathsep.join(filter(None, folders))) or name
+
+
+def missing(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """The problems and their remedies when this host does not have all files and programs of these names."""
+    names, host = [*names], socket.gethostname()
+    files = [name for name in names if "/" in name and not os.path.exists(name)]
+    programs = [name for name in names if "/" not in name and shutil.which(name) is None]
+    faults = []
+    if files:
+        remedy = "put it there, share the directory, or use --sync"
+        faults.append((f"{host} has no {', '.join(files)}", remedy))
+    if programs:
+        remedy = "install it there, or give its path"
+        faults.append((f"{host} has no {', '.join(programs)} on its PATH", remedy))
+    return tuple(faults)

@@ -1,0 +1,69 @@
+"""The files and programs that every host of a job needs, and the hosts that lack some."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unirun.launcher.hosts.member import missing, needs
+from unirun.spec import Entry, JobSpec, RoleSpec
+
+
+def job(*roles: RoleSpec, **keys: Any) -> JobSpec:
+    return JobSpec("job", "job-1", roles, (roles[0].name,), **keys)
+
+
+def program(target: str, **keys: Any) -> RoleSpec:
+    return RoleSpec("engine", 1, Entry("program", target), contract="none", **keys)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a program in it."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "serve").touch(mode=0o755)
+    return tmp_path
+
+
+def test_scripts_and_programs_are_needed_where_the_role_runs(tmp_path: Path) -> None:
+    train = RoleSpec("train", 1, Entry("script", "train.py"), cwd=str(tmp_path))
+    found = needs(job(train, program("./serve.sh")), "/work")
+    assert found == ["/work", str(tmp_path), f"{tmp_path}/train.py", "/work/serve.sh"]
+
+
+def test_a_program_is_searched_in_the_path_of_each_host(folder: Path) -> None:
+    assert needs(job(program("sleep")), "/work") == ["/work", "sleep"]
+
+
+@pytest.mark.parametrize("whose", ["role", "job"])
+def test_a_program_in_a_path_of_the_role_or_the_job_is_needed_there(folder: Path, whose: str) -> None:
+    env = {"PATH": str(folder / "bin")}
+    spec = job(program("serve", env=env)) if whose == "role" else job(program("serve"), env=env)
+    assert needs(spec, "/work") == ["/work", f"{folder}/bin/serve"]
+
+
+def test_an_interpreter_is_needed_with_the_program_beside_it(folder: Path) -> None:
+    python = f"{folder}/bin/python"
+    assert needs(job(program("serve", python=python)), "/work") == ["/work", python, f"{folder}/bin/serve"]
+    assert needs(job(program("sleep", python=python)), "/work") == ["/work", python, "sleep"]
+
+
+def test_hosts_of_another_component_do_not_need_what_a_role_runs() -> None:
+    spec = job(program("/serve", component=1), RoleSpec("train", 1, Entry("script", "/train.py")))
+    assert needs(spec, "/work", 0) == ["/work", "/train.py"]
+    assert needs(spec, "/work", 1) == ["/work", "/serve", "/train.py"]
+
+
+def test_what_a_host_lacks_is_told_with_the_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{folder}/bin{os.pathsep}/nowhere")
+    assert missing([sys.executable, "serve"]) == ()
+    host = socket.gethostname()
+    assert missing(["/no/a.py", "/no/b", "serve", "train"]) == (
+        (f"{host} has no /no/a.py, /no/b", "put it there, share the directory, or use --sync"),
+        (f"{host} has no train on its PATH", "install it there, or give its path"),
+    )
