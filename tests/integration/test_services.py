@@ -182,6 +182,16 @@ class TestReadiness:
         assert "engine:0 ended with exit code 7 before it was ready; restart 1 of 1" in result.err
         assert "no such model" in result.out + result.err
 
+    def test_a_server_that_cannot_be_executed_ends_the_job_at_once(self, services: Services) -> None:
+        script = services.unirun.root / "serve"
+        script.write_text("#!/nowhere/python\n")
+        script.chmod(0o755)
+        services.start({"engine": engine() | {"program": str(script)}})
+        result = services.job.end()
+        assert result.code == 127
+        assert f"{script} cannot be executed: No such file or directory" in result.err
+        assert "restart 1" not in result.err
+
     @pytest.mark.parametrize(
         "ready",
         [

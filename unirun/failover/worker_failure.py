@@ -24,6 +24,9 @@ from unirun.wire.messages import ExitAck
 from unirun.wire.reports import Notice, WorkerExited
 from unirun.wire.spawning import StoreEnded
 
+NOT_EXECUTED = (126, 127)
+"""Exit codes of shells, and of unirun, for a program that cannot be executed or is not found."""
+
 
 def exited(transition: Transition, event: WorkerExited) -> None:
     """Handle the end of a worker: success, an exit on request, or a failure. It is acknowledged once it is stored."""
@@ -137,7 +140,9 @@ def _loss(role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit) 
         str(worker.rank),
         recoverable=worker.recoverable,
         first_start=worker.incarnation == 0,
-        permanent=event.cause == "unready" or (event.error is not None and event.error.permanent),
+        permanent=event.cause == "unready"
+        or (event.error is not None and event.error.permanent)
+        or (role.is_program and end.code in NOT_EXECUTED),
         stale=in_past and (event.cause == "stuck" or not role.up(worker)),
         taken=event.taken,
     )
