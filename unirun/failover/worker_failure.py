@@ -43,7 +43,8 @@ def exited(transition: Transition, event: WorkerExited) -> None:
     role, worker = found
     works = role.phase in ROLE_WORKS and transition.state.phase is not JobPhase.STOPPING
     spec = transition.state.role_spec(role.name)
-    end = Exit(event.code, event.signal, early=works and spec.service and event.code == 0)
+    needed = works and spec.service and event.cause != "order"
+    end = Exit(event.code, event.signal, early=needed and event.code == 0)
     # Its rank goes to another node: it was told to end, whatever its own reason is.
     moves = works and obstructs
     if moves and end.ok and event.cause == "order":
