@@ -1,0 +1,37 @@
+"""The examples of programs beside ranks, with stand-ins for their servers: each is run as its README says."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+from .harness import Unirun
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+class TestRLStack:
+    FOLDER = EXAMPLES / "rl_stack"
+
+    def test_rl_stack_learns_with_the_latest_weights_in_all_engines_despite_deaths(
+        self, unirun: Unirun, tmp_path: Path
+    ) -> None:
+        """An engine and the router are killed while requests run. None is lost, and both engines have the last version."""
+        short = ("separations=[]", "config.steps=30", f"config.weights={tmp_path / 'weights'}")
+        running = unirun.start("--config", "job.yaml", *short, cwd=self.FOLDER)
+        for victim, step in (("engine:0", 3), ("router:0", 8)):
+            running.lines(rf"step (?:{'|'.join(map(str, range(step, 30)))}): reward")
+            os.kill(int(unirun.workers()[victim]["pid"]), signal.SIGKILL)
+            running.lines(rf"{victim} was killed by SIGKILL; restart 1 of 10")
+        done = running.end()
+        assert done.code == 0, done.err
+        assert "accuracy 100%, versions {30}" in done.lines
+        assert [len(re.findall(rf"step {step}: ", done.out)) for step in range(30)] == [1] * 30
+        assert not [line for line in done.lines if "Traceback" in line]
+
+    def test_the_picture_of_rl_stack_is_that_of_its_job(self, unirun: Unirun) -> None:
+        picture = unirun("graph", "--config", "job.yaml", "--format", "svg", cwd=self.FOLDER)
+        assert picture.out == (self.FOLDER / "job.svg").read_text()
+        assert len((self.FOLDER / "job.yaml").read_text().splitlines()) <= 40
