@@ -35,3 +35,38 @@ class TestRLStack:
         picture = unirun("graph", "--config", "job.yaml", "--format", "svg", cwd=self.FOLDER)
         assert picture.out == (self.FOLDER / "job.svg").read_text()
         assert len((self.FOLDER / "job.yaml").read_text().splitlines()) <= 40
+
+
+class TestTRLServer:
+    FOLDER = EXAMPLES / "trl_server"
+
+    def environment(self) -> dict[str, str]:
+        """The stand-in for vLLM is found before the real one."""
+        return {"PATH": f"{self.FOLDER / 'cpu'}:{os.environ['PATH']}"}
+
+    def test_the_script_learns_from_the_server_which_has_the_weights_of_each_step(
+        self, unirun: Unirun
+    ) -> None:
+        done = unirun("--config", "job.yaml", cwd=self.FOLDER, env=self.environment())
+        assert done.code == 0, done.err
+        rewards = [float(text) for text in re.findall(r"step \d+: reward (\S+)", done.out)]
+        assert len(rewards) == 20
+        assert rewards[0] < 0.6
+        assert min(rewards[-3:]) > 0.9
+
+    def test_the_job_ends_with_the_server_that_dies(self, unirun: Unirun) -> None:
+        long = unirun.start(
+            "--config", "job.yaml", "config.steps=100000", cwd=self.FOLDER, env=self.environment()
+        )
+        long.lines("step 2: reward")
+        os.kill(int(unirun.workers()["vllm:0"]["pid"]), signal.SIGKILL)
+        done = long.end()
+        assert done.code == 128 + signal.SIGKILL
+        assert "vllm:0 was killed by SIGKILL; role vllm has no restarts" in done.err
+
+    def test_the_picture_of_trl_server_is_that_of_its_job(self, unirun: Unirun) -> None:
+        picture = unirun(
+            "graph", "--config", "job.yaml", "--format", "svg", cwd=self.FOLDER, env=self.environment()
+        )
+        assert picture.out == (self.FOLDER / "job.svg").read_text()
+        assert len((self.FOLDER / "job.yaml").read_text().splitlines()) <= 12
