@@ -75,7 +75,7 @@ class EngineClient:
         if timeout <= 0 or attempts < 1:
             raise UsageError("timeout must be more than 0, and attempts 1 or more")
         self.role, self.timeout, self.attempts = role, timeout, attempts
-        self._source = engines or _of_the_job(role)
+        self._source = _of_the_job(role) if engines is None else engines
         self._partial, self._api_key = partial, api_key
         self._known: tuple[Engine, ...] = ()
         self._lines: dict[Engine, Connections] = {}

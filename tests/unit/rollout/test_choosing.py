@@ -82,6 +82,22 @@ def test_an_engine_that_has_failed_is_doubted_for_a_while_and_longer_each_time()
     assert ended(begun(load, 11), None, now).failures == 0
 
 
+def test_a_request_waits_for_the_first_engine_that_is_no_longer_doubted() -> None:
+    loads = [Load(engine(rank), doubted=doubted) for rank, doubted in enumerate((3.0, 1.0, 2.0))]
+    assert choose(loads, (), 0.5) == Wait(0.5)
+    assert chosen(loads, now=1.0) == 1
+    assert chosen([loads[0], loads[2], Load(engine(3))]) == 3
+
+
+def test_a_request_that_nobody_waits_for_any_more_is_one_less() -> None:
+    assert cut(begun(begun(Load(engine(0)), 1), 2)).in_flight == 1
+
+
+def test_an_engine_that_has_answered_is_not_doubted() -> None:
+    load = ended(begun(begun(Load(engine(0)), 1), 2), failure(), 10.0)
+    assert choose([ended(load, None, 10.0)], (), 10.0) == Send(load.engine)
+
+
 def test_the_requests_that_an_engine_takes_with_it_are_one_failure() -> None:
     load = begun(begun(begun(Load(engine(0)), 1), 2), 3)
     for _ in range(3):
