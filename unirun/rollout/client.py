@@ -11,7 +11,9 @@ own route for tokens, ``/inference/v1/generate`` (``vllm serve --enable-scale-ou
 of the weights has made each token.
 
 Run with two servers of vLLM 0.32.0 (CPU): all routes; 64 requests while one of the servers, or its engine core, was
-killed, or got SIGTERM; the tokens were those of a run without that. Never run with SGLang or another server.
+killed, or got SIGTERM and was no longer ready; the tokens were those of a run without that. vLLM never answers some of
+the requests that come while it ends: what frees them is that the engine is no longer ready, or the end of its process.
+Never run with SGLang or another server.
 """
 
 from __future__ import annotations
