@@ -124,6 +124,8 @@ class Companion:
         self._timeout, self._api_key = timeout, api_key
         self._shelf = Shelf()
         self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
+        self._checked: set[tuple[int, int, str]] = set()
+        """The files that each process of an engine has been able to read."""
         self._over = threading.Event()
 
     def run(self) -> None:
@@ -180,6 +182,10 @@ class Companion:
         client = Client(engine.url, timeout=self._timeout, api_key=self._api_key)
         with self._shelf.latest() as (version, checkpoint):
             try:
+                known = engine.rank, engine.incarnation, checkpoint.token
+                if known not in self._checked:
+                    client.check(checkpoint)
+                    self._checked.add(known)
                 with client.paused("keep"):
                     client.load(checkpoint, str(version))
             except ServerError as error:

@@ -78,16 +78,15 @@ class Client:
         body = {} if weight_version is None else {"weight_version": weight_version}
         self._endpoint.post("/finish_weight_update", body, HALF_NEW)
 
-    def load(self, checkpoint: Checkpoint, weight_version: str | None = None) -> None:
-        """All phases with the engine ``unirun``, which loads `checkpoint`.
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Phase 1 with the engine ``unirun``, which looks whether all workers of the server can read `checkpoint`. When
+        that raises, the weights are the old ones."""
+        self.init_weight_transfer_engine(_place(checkpoint))
 
-        The first phase is no more than the question whether the server can read it, so it comes in every round: a
-        server that was started again meanwhile needs nothing else. When that raises, the weights are the old ones.
-        """
-        place = {"path": checkpoint.path, "token": checkpoint.token}
-        self.init_weight_transfer_engine(place)
+    def load(self, checkpoint: Checkpoint, weight_version: str | None = None) -> None:
+        """Phases 2 to 4: the server has loaded `checkpoint` when this returns."""
         self.start_weight_update()
-        self.update_weights(place)
+        self.update_weights(_place(checkpoint))
         self.finish_weight_update(weight_version)
 
     @contextmanager
@@ -115,7 +114,13 @@ class TrainerEngine(Sender):
         self._client = client
 
     def _deliver(self, checkpoint: Checkpoint, weight_version: str | None) -> None:
+        # Each time: the server may have been started again.
+        self._client.check(checkpoint)
         self._client.load(checkpoint, weight_version)
+
+
+def _place(checkpoint: Checkpoint) -> dict[str, str]:
+    return {"path": checkpoint.path, "token": checkpoint.token}
 
 
 @cache
