@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.calibration import bar
+from benchmarks.bringing import pair
 from benchmarks.figure import Bar, BenchmarkError, Figure, compared, measured
 from benchmarks.job import environment, timed
 from benchmarks.serving import served
+from tests.engines.environment import complete
 
 ROOT = Path(__file__).parents[2]
 STUB = ROOT / "tests" / "testbed" / "engine.py"
@@ -23,19 +24,23 @@ ASKING = ROOT / "benchmarks" / "asking.py"
 
 ASKED = Bar("a request to two engines, processor time ÷ plain httpx", "ratio", 1.15)
 
+BROUGHT = Bar(
+    "100 MB into two vLLM, publish → resumed ÷ its own load of the file from /dev/shm", "ratio", 1.3
+)
+
 SERVERS = 2
 
 
-DEPENDENTS = bar("server ready → dependents started", 0.1)
-CAUSE = bar("server killed → cause on the console", 0.2)
-RESTART = bar("server killed → its successor listens", 0.3)
-END = bar("primary ends → everything gone", 0.5)
-START = bar("job of 4 programs: command → all running", 0.4)
+DEPENDENTS = Bar("server ready → dependents started", "s", 0.1)
+CAUSE = Bar("server killed → cause on the console", "s", 0.2)
+RESTART = Bar("server killed → its successor listens", "s", 0.3)
+END = Bar("primary ends → everything gone", "s", 0.5)
+START = Bar("job of 4 programs: command → all running", "s", 0.4)
 
 
 def figures(runs: int) -> list[Figure]:
     """All figures of this suite."""
-    return [*lives(runs), asked(runs)]
+    return [*lives(runs), asked(runs), brought(runs)]
 
 
 def lives(runs: int) -> list[Figure]:
@@ -65,6 +70,14 @@ def asked(runs: int) -> Figure:
             return float(out)
 
         return compared(ASKED, "us", runs, lambda: once("unirun"), "httpx", lambda: once("httpx"))
+
+
+def brought(runs: int) -> Figure:
+    """A version of an actor into two real vLLM on this host, beside what each does to load the same file again."""
+    if not complete():
+        return Figure(BROUGHT, None, runs, "s", peer="vLLM", missing="vLLM is not installed: make engines")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, pair(Path(folder)) as engines:
+        return compared(BROUGHT, "s", runs, engines.bring, "vLLM", engines.load)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -118,9 +119,21 @@ class Server:
         )
 
     def kill(self) -> None:
-        """As a crash ends it: with all processes of its session."""
+        """As a crash ends it: with all processes of its session. Nobody is left to remove its shared memory."""
+        names = self._shared_memory()
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(ANSWER)
+        for name in names:
+            name.unlink(missing_ok=True)
+
+    def _shared_memory(self) -> set[Path]:
+        """The files in /dev/shm that its processes have mapped, but for models."""
+        found = set()
+        for place in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if os.getsid(int(place.name)) == self.process.pid:
+                    found |= set(re.findall(r"/dev/shm/(?:psm_|sem\.)\S+", (place / "maps").read_text()))
+        return {Path(name) for name in found}
 
     def close(self) -> None:
         """End it, and wait."""

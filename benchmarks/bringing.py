@@ -1,0 +1,64 @@
+"""A version of the weights into two vLLM of one host: by a companion, and by vLLM itself from a file in memory."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.engines.fleet import Fleet, saved, started
+from tests.engines.llama import LARGE
+from tests.engines.server import Server
+from tests.integration.harness import command_in
+
+
+class Pair:
+    """Two engines and a job that publishes, and the same files for both ways."""
+
+    def __init__(self, fleet: Fleet, folders: tuple[Path, Path]) -> None:
+        self._fleet, self._folders = fleet, folders
+        self._turn = itertools.count()
+        # First times are slower on both sides.
+        for _ in range(2):
+            self.bring()
+            self.load()
+
+    def bring(self) -> float:
+        """Seconds from the publication of a version until requests go on in both engines."""
+        version = self._fleet.publish(next(self._turn) % 2)
+        return max(self._fleet.have(version)) - self._fleet.published(version)
+
+    def load(self) -> float:
+        """Seconds in which both engines load a file again while they serve, by what vLLM has for it: a pause, and
+        ``reload_weights``."""
+        folder = str(self._folders[next(self._turn) % 2])
+        began = time.perf_counter()
+        with ThreadPoolExecutor(len(self._fleet.engines)) as pool:
+            answers = [pool.submit(reloaded, engine, folder) for engine in self._fleet.engines]
+        for answer in answers:
+            answer.result()
+        return time.perf_counter() - began
+
+
+def reloaded(engine: Server, folder: str) -> None:
+    """Load the model in `folder` into an engine."""
+    engine.ask("/pause?mode=keep", {})
+    engine.ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+    engine.ask("/resume", {})
+
+
+@contextmanager
+def pair(folder: Path) -> Iterator[Pair]:
+    """Two engines, whose files are in `folder`."""
+    models = saved(folder, **LARGE)
+    job = folder / "job"
+    job.mkdir()
+    with command_in(job) as unirun, started(models(0), folder) as start:
+        fleet = Fleet(start, models, unirun)
+        try:
+            yield Pair(fleet, (models(0), models(1)))
+        finally:
+            fleet.close()
