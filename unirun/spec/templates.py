@@ -137,10 +137,13 @@ def _fault(name: str, role: RoleSpec, roles: Mapping[str, RoleSpec]) -> tuple[st
         return _nearly(name, role)
     head, *rest = name.split(".")
     if head != "roles":
-        needs = (head == "ports" or name in ("port", "addr", "group.head")) and not role.ports
-        if needs:
+        # The host of another rank is known with its ports.
+        needs = (
+            head == "ports" or name in ("port", "addr", "group.head") or (name == "head" and role.count > 1)
+        )
+        if needs and not role.ports:
             return f"{role.name} has no port", "write ports: [http]"
-        return _port_fault(rest[0], role) if head == "ports" else None
+        return _port_fault(".".join(rest), role) if head == "ports" else None
     other, what = roles.get(rest[0]), rest[1:]
     if other is None:
         return f"no role is called {rest[0]!r}", nearest(rest[0], [*roles])
