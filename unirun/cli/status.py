@@ -130,7 +130,9 @@ def _state(worker: WorkerStatus, now: float) -> str:
     """The phase, or ``ready since 31 s``, or why it is not."""
     if worker.ready is None:
         return worker.phase
-    return f"ready for {age(now - worker.since)}" if worker.ready else f"not ready: {worker.why}"
+    if not worker.ready:
+        return f"not ready: {worker.why}"
+    return f"ready for {age(now - worker.since)}{f', {worker.why}' if worker.why else ''}"
 
 
 def _failure(failure: FailureStatus, now: float) -> list[str]:

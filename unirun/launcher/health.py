@@ -13,15 +13,26 @@ from unirun.wire.spawning import Kill
 
 
 def probed(state: AgentState, event: Probed) -> tuple[AgentState, list[Command]]:
-    """Take an answer. A program that was ready and does not answer is not ready; after some misses it is killed."""
+    """Take an answer. A program that was ready stays so while it misses some; after too many in a row it is killed.
+
+    It is not called unready at the first miss: clients would send all of its requests to others, and a server that is
+    busy for a moment has not lost them.
+    """
     worker = state.workers.get(event.id)
     if worker is None or worker.cause != "own":
         return state, []
     before = worker.health
     misses = 0 if event.ok or before is None else worker.misses + 1
     worker = replace(worker, misses=misses)
-    if before is None or (before.ready, before.why) != (event.ok, event.why):
-        health = Health(event.ok, event.time, event.why)
+    ready = event.ok or worker.was_ready
+    why = (
+        f"did not answer {misses} of {worker.alive.misses} times: {event.why}"
+        if misses and worker.alive
+        else event.why
+    )
+    if before is None or (before.ready, before.why) != (ready, why):
+        since = before.since if before is not None and before.ready == ready else event.time
+        health = Health(ready, since, why)
         worker = replace(worker, health=health, was_ready=worker.was_ready or event.ok)
         state = state.with_worker(worker)
         told: list[Command] = [ToMaster(FromWorker(worker.who, health))]
