@@ -80,6 +80,7 @@ class Invariants:
     state: JobState
     finish: Finish | None
     end: JobState | None
+    waived: bool
     bugs: int
     aborted: bool
     masters: list[MasterModel]
@@ -416,7 +417,9 @@ class Invariants:
         else:
             own = {EXIT_BUDGET, EXIT_RENDEZVOUS, 128 + signal.SIGKILL}
             own |= {EXIT_PLACEMENT} if self.plan.inventory.nodes else set()
-            assert code in statuses | own, f"{code} of {statuses}"
+            # An end that was not written may be that of a master before the one whose state this is.
+            unwritten = self.waived and self.end is None
+            assert unwritten or code in statuses | own, f"{code} of {statuses}"
             assert code != 0
             assert finish.verdict.report
         if code == EXIT_BUDGET and EXIT_BUDGET not in statuses:

@@ -27,7 +27,7 @@ from unirun.job.state import (
     WorkerPhase,
     WorkerState,
 )
-from unirun.job.transition import Transition, output_of
+from unirun.job.transition import Transition, is_member, output_of
 from unirun.job.views import leader
 from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, StopWorkers
@@ -134,7 +134,8 @@ def _take_up_role(transition: Transition, role: RoleState, event: Join) -> None:
         if known is None:
             role = role.with_worker(_never_started(worker))
             continue
-        role = role.with_worker(_as_held(role, worker, known))
+        member = is_member(transition.state, role, worker)
+        role = role.with_worker(_as_held(role, worker, known, member=member))
         if known.exit is None:
             living.append(worker.rank)
         if known.pid is not None:
@@ -151,9 +152,10 @@ def _take_up_role(transition: Transition, role: RoleState, event: Join) -> None:
         )
 
 
-def _as_held(role: RoleState, worker: WorkerState, known: Held) -> WorkerState:
+def _as_held(role: RoleState, worker: WorkerState, known: Held, *, member: bool) -> WorkerState:
     phase = WorkerPhase.STARTING if known.pid is None else WorkerPhase.ALIVE
     phase = WorkerPhase.RUNNING if known.running else phase
+    phase = WorkerPhase.SERVING if known.running and member else phase
     ready = known.health is not None and known.health.ready
     phase = WorkerPhase.SERVING if known.serving or ready else phase
     return replace(

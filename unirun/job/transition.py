@@ -149,6 +149,11 @@ def role_changed(role: RoleState) -> RoleChanged:
     return RoleChanged(role.name, role.phase.value, role.generation, role.running, len(role.workers))
 
 
+def is_member(state: JobState, role: RoleState, worker: WorkerState) -> bool:
+    """Return True if `worker` is not probed: the first rank of its group says when all are ready."""
+    return role.probed and state.role_spec(role.name).head(worker.rank) != worker.rank
+
+
 def output_of(state: JobState, role: str, rank: int) -> WorkerOutput:
     """The message about a worker that has a process, for the CLIs that follow the job."""
     places = state.placement.of_role(role)

@@ -22,7 +22,7 @@ def probed(state: AgentState, event: Probed) -> tuple[AgentState, list[Command]]
     if worker is None or worker.cause != "own":
         return state, []
     before = worker.health
-    misses = 0 if event.ok or before is None else worker.misses + 1
+    misses = worker.misses + 1 if worker.was_ready and not event.ok else 0
     worker = replace(worker, misses=misses)
     ready = event.ok or worker.was_ready
     why = (

@@ -42,7 +42,7 @@ from unirun.job.state import (
     Verdict,
     WorkerPhase,
 )
-from unirun.job.transition import Transition, output_of
+from unirun.job.transition import Transition, is_member, output_of
 from unirun.values import WorkerId
 from unirun.wire.messages import Drain, Grow, PassOn, Stop
 from unirun.wire.reports import (
@@ -226,8 +226,7 @@ def _running(transition: Transition, event: WorkerRunning) -> None:
     role, worker = found
     _refuse_later(role, event.generation)
     generation = max(worker.generation, event.generation)
-    # Of a group, the first rank says that all are ready.
-    member = role.probed and transition.state.role_spec(role.name).head(worker.rank) != worker.rank
+    member = is_member(transition.state, role, worker)
     phase = WorkerPhase.SERVING if member else WorkerPhase.RUNNING
     settle(transition, role.with_worker(replace(worker, phase=phase, generation=generation)))
     transition.tell_soon()
