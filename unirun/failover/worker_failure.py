@@ -47,7 +47,8 @@ def exited(transition: Transition, event: WorkerExited) -> None:
     end = Exit(event.code, event.signal, early=needed and event.code == 0)
     # Its rank goes to another node: it was told to end, whatever its own reason is.
     moves = works and obstructs
-    if moves and end.ok and event.cause == "order":
+    regroups = spec.group is not None and event.cause == "order"
+    if works and (moves or regroups) and end.ok and event.cause == "order":
         # A clean exit on request is not success.
         end = Exit(signal=event.sent)
     text = f"{event.worker} ended: {end}{', ' + event.note if event.note else ''}"
@@ -56,7 +57,6 @@ def exited(transition: Transition, event: WorkerExited) -> None:
     transition.record("exit", text, str(event.worker))
     left = event.time if end.ok and event.sent is None else 0.0
     role = role.with_worker(_without_ports(replace(worker.ended(end), left=left), event))
-    regroups = spec.group is not None and event.cause == "order"
     if works and event.cause == "order" and not moves and not regroups:
         raise IllegalTransition(f"{text}, by an order that no master has written")
     if works and event.cause == "leaving":
