@@ -26,14 +26,22 @@ class Pair:
             self.bring()
             self.load()
 
+    def _busy(self) -> None:
+        """Have both engines answer. vLLM's processes sleep after a second without work, and wake up slowly."""
+        with ThreadPoolExecutor(len(self._fleet.engines)) as pool:
+            for answer in [pool.submit(each.generate, [5, 6, 7], 4) for each in self._fleet.engines]:
+                answer.result()
+
     def bring(self) -> float:
         """Seconds from the publication of a version until requests go on in both engines."""
+        self._busy()
         version = self._fleet.publish(next(self._turn) % 2)
         return max(self._fleet.have(version)) - self._fleet.published(version)
 
     def load(self) -> float:
         """Seconds in which both engines load a file again while they serve, by what vLLM has for it: a pause, and
         ``reload_weights``."""
+        self._busy()
         folder = str(self._folders[next(self._turn) % 2])
         began = time.perf_counter()
         with ThreadPoolExecutor(len(self._fleet.engines)) as pool:

@@ -41,6 +41,53 @@ COMPANION = """
         torch.distributed.barrier(group=ctx.group("actor", "companion"))
 """
 
+RESTARTED = """
+    import os, signal, sys, threading, time, torch
+    import unirun
+    from unirun.weights.companion import Companion, Engine, EnginesInMemory
+
+    ctx = unirun.init()
+    channel = unirun.WeightsChannel("policy", publisher="actor", receivers=["companion"])
+
+    def seen(name):
+        while not os.path.exists(name):
+            time.sleep(0.01)
+
+    def told(name):
+        open(name, "w").close()
+
+    class Told(EnginesInMemory):
+        def up_to_date(self, rank, incarnation, version):
+            print(f"engine {rank} {incarnation} has {version}", flush=True)
+            if (incarnation, version) == (0, 1):
+                told("first")
+                threading.Thread(target=another).start()
+            elif (incarnation, version) == (1, 1):
+                told("again")
+            elif version == 2:
+                told("done")
+                companion.stop()
+
+    def another():
+        ctx.peers.wait_for(lambda: ctx.peers.find("actor", 0).address.incarnation > 0, 60.0)
+        engines.set(Engine(0, 1, sys.argv[1], True))
+
+    weights = {"weight": torch.full((1, 4), float(ctx.incarnation)), "bias": torch.zeros(1)}
+    if ctx.role == "actor" and ctx.incarnation == 0:
+        channel.publish(weights, 1)
+        seen("first")
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif ctx.role == "actor":
+        # The companion has to have version 1 for the engine that was started again.
+        seen("again")
+        channel.publish(weights, 2)
+        seen("done")
+    else:
+        engines = Told([Engine(0, 0, sys.argv[1], True)])
+        companion = Companion(channel, engines)
+        companion.run()
+"""
+
 MODEL = {"weight": torch.zeros(1, 4), "bias": torch.zeros(1)}
 
 
@@ -85,3 +132,17 @@ def test_a_companion_brings_what_ranks_have_parts_of_into_all_servers(unirun: Un
         assert server.weights["weight"].tolist() == [[2, 2, 12, 12]]
         assert server.weights["bias"].tolist() == [1]
         assert server.seen[-1] == "/resume"
+
+
+def test_an_engine_gets_the_version_of_a_publisher_that_has_died(unirun: Unirun, script: Script) -> None:
+    server = standins.Vllm(MODEL)
+    try:
+        result = unirun(
+            "--roles", "actor=1,companion=1", "--max-restarts", "actor=1", script(RESTARTED), server.url
+        )
+        assert result.code == 0, result.err
+    finally:
+        server.close()
+    has = [line for line in result.lines if line.startswith("engine")]
+    assert {"engine 0 0 has 1", "engine 0 1 has 1", "engine 0 1 has 2"} <= set(has)
+    assert server.weights["weight"].tolist() == [[1, 1, 1, 1]]

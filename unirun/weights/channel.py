@@ -101,6 +101,7 @@ class WeightsChannel:
         self.version: int | None = None
         """The version that was published or received last; None before the first."""
         self._weights: Weights | None = None
+        self._about: dict[str, torch.Tensor] | None = None
         self._noted = False
 
     def publish(self, weights: Weights, version: int, *, delta: bool = False) -> None:
@@ -213,14 +214,17 @@ class WeightsChannel:
         """The tensors of the version that was received last, by name, whole, on the meta device: shapes and dtypes.
 
         Before the first one, it waits until something is published, at most for `timeout` seconds, by default those of
-        calls. Raises `WeightsTimeout`, `PeerLost`.
+        calls. Later it does not wait. Raises `WeightsTimeout`, `PeerLost`.
         """
         deadline = self._deadline(timeout)
         while True:
             updates = self._context.peers.updates
             sources, missing = self._publishers()
-            if missing is None:
-                return self._receiver.described(sources, deadline)
+            if missing is None and (self._about is None or all(source.packing for source in sources)):
+                self._about = self._receiver.described(sources, deadline)
+            if self._about is not None:
+                return self._about
+            assert missing is not None
             self._wait(missing, updates, deadline)
 
     def _deadline(self, timeout: float | None) -> float:
