@@ -43,13 +43,15 @@ class Model:
             self.updating = False
         elif path != "/reset_prefix_cache":
             raise LookupError(path)
-        return {}
+        return {"success": True}
 
     def _choice(self, prompt: list[int]) -> dict[str, Any]:
         chances = [math.exp(weight) for weight in self.weights]
         tokens = random.choices(range(4), chances, k=4)
-        logprobs = [math.log(chances[token] / sum(chances)) for token in tokens]
-        return {"prompt_token_ids": prompt, "token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
+        chosen = [math.log(chances[token] / sum(chances)) for token in tokens]
+        names = [f"token_id:{token}" for token in tokens]
+        logprobs = {"tokens": names, "token_logprobs": chosen, "top_logprobs": [None] * len(tokens)}
+        return {"prompt_token_ids": prompt, "token_ids": tokens, "logprobs": logprobs}
 
 
 def main() -> None:
