@@ -37,11 +37,11 @@ def submit_job(line: CommandLine) -> int:
         given["slurm"], extra=given.get("slurm_extra", ()), setup=given.get("slurm_setup", ())
     )
     spec = job_spec(line, _inventory(options.components[0]))
-    _check_roles(spec, options)
+    check_roles(spec, options)
     contained = any(component.container_image for component in options.components)
     # In a container, this interpreter need not be there.
     program = ("unirun",) if contained else (sys.executable, "-m", "unirun")
-    words = (*_components(spec, options), *words_of(line))
+    words = (*component_words(spec, options), *words_of(line))
     batch = batch_of(spec, options, words, program)
     if given.get("dry_run"):
         sys.stdout.write(batch_script(options, batch))
@@ -109,26 +109,32 @@ def _inventory(component: Component) -> Inventory:
     return Inventory((Node("node0", tuple(range(int(options.get("cpus_per_task", "1")))), devices),))
 
 
-def _components(spec: JobSpec, options: BatchOptions) -> Iterator[str]:
-    """The component of each role, where there are several: that which names it, else that which names none."""
+def component_words(spec: JobSpec, options: BatchOptions) -> Iterator[str]:
+    """The component of each role, where there are several: that which names it, else that which names none. A role may
+    have said its own."""
     if len(options.components) == 1:
         return
     named = {role: number for number, each in enumerate(options.components) for role in each.roles}
     others = next((number for number, each in enumerate(options.components) if not each.roles), None)
     for role in spec.roles:
-        number = named.get(role.name, others)
+        number = named.get(role.name, others if role.component is None else None)
         if number is not None and role.entry.kind != "trainer":
             yield f"--component={role.name}={number}"
 
 
-def _check_roles(spec: JobSpec, options: BatchOptions) -> None:
-    """Raise `SpecError` for roles of components that the job does not have."""
+def check_roles(spec: JobSpec, options: BatchOptions) -> None:
+    """Raise `SpecError` for roles that the job does not have, and roles of which the component is not known."""
     names = [role.name for role in spec.roles]
+    named = [role for component in options.components for role in component.roles]
     faults = [
         Fault("--slurm roles", f"the job has no role {role!r}", nearest(role, names))
-        for component in options.components
-        for role in component.roles
+        for role in named
         if role not in names
     ]
+    if sum(not component.roles for component in options.components) > 1:
+        unknown = [role.name for role in spec.roles if role.component is None and role.name not in named]
+        problem = f"several components name no roles, and {', '.join(unknown)} may be on any of them"
+        remedy = "write roles=actor+rollout in all but one, or component: in the job file"
+        faults += [Fault("--slurm roles", problem, remedy)] if unknown else []
     if faults:
         raise SpecError(faults)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from unirun.cli.batch import check_roles, component_words
 from unirun.cli.commandline import CommandLine, Parser
 from unirun.cli.compose import job_spec
 from unirun.collocation import Device, Inventory, Node
@@ -82,10 +83,11 @@ def _script(options: Any, spec: JobSpec) -> str:
     asked = {"nodes": options.nodes, "gres": f"gpu:{options.gpus}" if options.gpus else None}
     asked |= {"container_image": options.image}
     text = ",".join(f"{key}={value}" for key, value in asked.items() if value is not None)
-    words = ("--config", options.job, *options.overrides)
     asked_of_slurm = parse_slurm(
         options.slurm or [text], extra=options.slurm_extra, setup=options.slurm_setup
     )
+    check_roles(spec, asked_of_slurm)
+    words = (*component_words(spec, asked_of_slurm), "--config", options.job, *options.overrides)
     return batch_script(asked_of_slurm, Batch(id_stem(spec.name), words))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -122,12 +123,27 @@ def test_options_that_make_no_sense_in_a_batch_job_are_refused(script: Path, arg
             "--slurm roles=actr --slurm nodes=1 --roles actor=2 train.py",
             "no role 'actr'; did you mean 'actor'?",
         ),
+        (
+            "--slurm nodes=1 --slurm nodes=2 --component actor=1 --roles actor=2,rollout=1 train.py",
+            "several components name no roles, and rollout may be on any of them; write roles=actor",
+        ),
     ],
 )
 def test_faults_are_found_before_anything_is_submitted(script: Path, argv: str, fault: str) -> None:
     with pytest.raises(SpecError, match=fault):
         run.main(argv.split())
     assert not (script.parent / "home").exists()
+
+
+def test_roles_may_name_their_components_themselves(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def components(text: str) -> set[str]:
+        assert run.main(f"{text} --dry-run --component actor=0 --component rollout=1 train.py".split()) == 0
+        return set(re.findall(r"--component=\S+", capsys.readouterr().out))
+
+    own = {"--component=actor=0", "--component=rollout=1"}
+    assert components("--slurm nodes=1 --slurm nodes=2 --roles actor=2,rollout=1") == own
+    named = "--slurm nodes=1,roles=x --slurm nodes=2 --roles actor=2,rollout=1,x=1"
+    assert components(named) == {*own, "--component=x=0"}
 
 
 def test_without_slurm_the_job_leaves_nothing(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

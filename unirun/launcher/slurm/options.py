@@ -153,9 +153,6 @@ def parse_slurm(
     for role, times in named.items():
         if times > 1:
             faults.append(Fault("--slurm roles", f"{role} is named {times} times", "name each role once"))
-    if len([pairs for pairs in parts if not _roles(pairs)]) > 1:
-        problem = "several components name no roles"
-        faults.append(Fault("--slurm roles", problem, "write roles=actor+rollout in all but one"))
     if faults:
         raise SpecError(faults)
     inherited = {key: value for key, value in first.items() if key in _INHERITED}
