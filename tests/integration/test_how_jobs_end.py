@@ -169,7 +169,7 @@ class TestTheRootCause:
         )
         result = unirun("--start-method", "exec", "-q", "-r", 3, train)
         cause = root_cause(result.err)
-        assert "the end of its stderr:" in cause
+        assert "the end of its output:" in cause
         assert "last words 99" in cause
         assert "last words 50" not in cause
 

@@ -190,7 +190,7 @@ def failure_report(reason: str, diagnosis: Diagnosis) -> str:
         lines.append(f"  {cause.note}")
     words = cause.traceback or cause.message
     if not words and cause.tail:
-        lines.append("  the end of its stderr:")
+        lines.append("  the end of its output:")
         words = cause.tail
     lines += [f"  {line}" for line in words.rstrip().splitlines()]
     lines.append(f"  log: {cause.log}/stderr.log")

@@ -1,4 +1,4 @@
-"""The ends of workers as an agent keeps them: the last lines of stderr, and messages and tracebacks cut to size.
+"""The ends of workers as an agent keeps them: the last lines of output, and messages and tracebacks cut to size.
 
 A worker may report 300 KB; its log and its error file have all of it. While a job has no master, an agent keeps the
 ends of all its workers, and sends them to the next master in one message.
@@ -18,7 +18,7 @@ from unirun.wire.reports import Held, Notice, Stuck, WorkerError, WorkerExited
 
 TAIL_LINES = 12
 TAIL_BYTES = 1 << 14
-"""Limits of the part of a failed worker's stderr that goes into the report."""
+"""Limits of the part of a failed worker's output that goes into the report."""
 
 WORDS = 4 << 20
 """Limit in bytes of JSON of all errors, notes and tails in one `Join`. The rest of it takes as much for 10 000

@@ -30,12 +30,21 @@ class Notes:
 
 
 def tail(state: AgentState, message: Message) -> str:
-    """The last lines of the stderr of a worker that failed."""
-    if not isinstance(message, Reaped) or message.code == 0 or message.id not in state.workers:
+    """The last lines of the stderr of a worker that failed; of a program, which may log to either, those of the file
+    that it has written to last, whatever its exit code is."""
+    if not isinstance(message, Reaped) or message.id not in state.workers:
         return ""
     request = state.workers[message.id].request
+    program = request.kind == "program"
+    if message.code == 0 and not program:
+        return ""
+    names = ("stdout.log", "stderr.log") if program else ("stderr.log",)
     try:
-        with open(os.path.join(request.logs, request.folder, "stderr.log"), "rb") as file:
+        paths = [os.path.join(request.logs, request.folder, name) for name in names]
+        # An empty file is as old as the process.
+        with open(
+            max(paths, key=lambda path: (os.path.getsize(path) > 0, os.path.getmtime(path))), "rb"
+        ) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             return last_words(file.read().decode(errors="replace"))
     except OSError:

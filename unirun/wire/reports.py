@@ -170,7 +170,7 @@ class WorkerExited(Value, tag=True):
 
     `sent` is the last signal that the agent sent it, by order or because the agent leaves; else None.
     `note` is the agent's explanation, if it has one: out of memory, the worker never ran.
-    `tail` has the last lines of its stderr when it failed without an exception.
+    `tail` has the last lines of its output when it failed without an exception.
     `met` is the last generation whose rendezvous store it was about to write to (`GroupMeets`), 0 for none.
     `taken`: a process that is none of its own listens on one of its ports, so that the rank needs others.
     """

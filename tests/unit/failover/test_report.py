@@ -32,7 +32,7 @@ def test_a_silent_death_shows_its_note_and_the_end_of_its_stderr() -> None:
     assert failure_report("why", diagnose([killed])).splitlines()[1:] == [
         "root cause: actor:0 on n0: killed by SIGKILL (the only failure)",
         "  the kernel killed it: out of memory",
-        "  the end of its stderr:",
+        "  the end of its output:",
         "  step 1",
         "  step 2",
         "  log: /logs/actor/0/0/stderr.log",
