@@ -179,6 +179,20 @@ def _reap(pid: int, end: float) -> None:
         os.close(handle)
 
 
+def process_has_ended(pid: int) -> bool:
+    """Return True if there is no such process, or its end was not collected yet."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        return bool(poll.poll(0))
+    finally:
+        os.close(handle)
+
+
 def spare_descriptors() -> int:
     """Raise this process's soft limit of descriptors to the hard one. Returns the old limit, for child programs.
 

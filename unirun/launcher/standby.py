@@ -19,7 +19,9 @@ from msgspec.structs import replace
 from unirun.errors import RendezvousError, WireError
 from unirun.job.offers import AgentTask
 from unirun.launcher.candidacy import Attempts, start_at, turns
+from unirun.launcher.process import process_has_ended
 from unirun.rendezvous import JobDir
+from unirun.rendezvous.election import Leader
 from unirun.rendezvous.masters import MasterGone, Masters, appointed
 from unirun.reporting import report
 from unirun.wire.address import TcpAddress
@@ -165,6 +167,9 @@ class Standby:
         while known or time.monotonic() < began + patience:
             seat, pause = self._masters.seat, LOOK
             if seat.leader is not None and seat.leader.epoch >= known and seat.leader.epoch != dead:
+                if self._has_ended(seat.leader):
+                    dead, dead_since = seat.leader.epoch, time.monotonic()
+                    continue
                 try:
                     stream = await self._masters.reach(seat.leader)
                 except MasterGone as gone:
@@ -206,6 +211,15 @@ class Standby:
     def close(self) -> None:
         """Stop watching. Masters that were started here continue."""
         self._masters.close()
+
+    def _has_ended(self, leader: Leader) -> bool:
+        """Return True if `leader` was a process of this node and has ended. Where masters listen on a socket that this
+        agent holds, connections are accepted all the same."""
+        return (
+            isinstance(leader.address, TcpAddress)
+            and leader.address.node == self._node
+            and process_has_ended(leader.pid)
+        )
 
     def _start_in_turn(self, vacant: float, deposing: int) -> float:
         """Start a candidate if it is this agent's turn. Returns the seconds until the next check, at most `LOOK`."""

@@ -153,3 +153,15 @@ over.set()
     assert taken == [expected, False]
     with pytest.raises(ProcessLookupError):
         process.takes_signal(child.pid, signal.SIGUSR1)
+
+
+@pytest.mark.starts_processes
+def test_a_process_has_ended_also_while_nobody_has_collected_it() -> None:
+    with subprocess.Popen(["sleep", "100"]) as child:
+        assert not process.process_has_ended(child.pid)
+        child.kill()
+        handle = os.pidfd_open(child.pid)
+        assert ends(handle)
+        os.close(handle)
+        assert process.process_has_ended(child.pid)
+    assert process.process_has_ended(child.pid)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ from unirun.errors import RendezvousError
 from unirun.launcher import candidacy, standby
 from unirun.launcher.standby import Standby
 from unirun.rendezvous import seat
+from unirun.rendezvous.election import campaign
+from unirun.rendezvous.keys import job_prefix
+from unirun.wire.address import TcpAddress
 from unirun.wire.messages import Attach
 from unirun.wire.sockets import listen_tcp
 
@@ -130,6 +134,26 @@ class TestWhenTheLeaderIsDead:
         ((pid, arguments),) = started.lines
         assert arguments == ["-P", "-m", "unirun.master", str(place.job.path), "1"]
         assert pids == {pid}
+
+    @pytest.mark.starts_processes
+    def test_a_leader_of_this_node_that_has_ended_is_dead_although_the_agent_holds_its_socket(
+        self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(standby, "PATIENCE", PATIENCE)
+        ended = subprocess.Popen(["true"])
+        ended.wait()
+        with listen_tcp("127.0.0.1") as listener:
+            address = TcpAddress("127.0.0.1", listener.getsockname()[1], "n0")
+            assert campaign(place.store, job_prefix("run-1"), address, ended.pid, ttl=60.0) is not None
+
+            async def go(watch: Standby) -> None:
+                finding = asyncio.ensure_future(watch.next(1, PATIENCE))
+                await started.until(1)
+                finding.cancel()
+
+            run(place, go, listener)
+        ((_, arguments),) = started.lines
+        assert arguments[-2] == "1", "it deposes that one"
 
     @pytest.mark.starts_processes
     def test_a_started_master_has_the_jobs_lock_and_its_own_session(
