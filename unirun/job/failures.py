@@ -59,7 +59,7 @@ class Failure(Value):
 
     `time` is in seconds since the epoch: when the exception was raised, or, without one, when the exit was
     seen. `message` and `traceback` are empty when the worker reported no error. `tail` holds the last lines
-    of its stderr then. `log` is its log directory. `decision` is what followed from it, in words; empty when
+    of its output then. `log` is its log directory. `decision` is what followed from it, in words; empty when
     that was decided before, as in a role that restarts or stops already. An `inferred` one has not failed
     itself, but is taken for the cause of others; `note` says why.
     """
