@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Literal
+from urllib.parse import urlsplit
 
 from unirun.spec.read import Section, shown
 from unirun.values import Value
@@ -23,6 +24,8 @@ ProbeKind = Literal["http", "tcp", "log", "file", "command"]
 KINDS: tuple[ProbeKind, ...] = ("http", "tcp", "log", "file", "command")
 TIMING = ("every", "misses", "timeout")
 _REMEDY = "write http://{addr}/health, tcp, {log: REGEX}, {file: PATH} or {command: [WORD, …]}"
+
+_NAMES = re.compile(r"\{([\w.-]+)\}")
 
 READY_TIMEOUT = 1800.0
 """Default of ``ready_timeout`` in seconds: large models take a quarter of an hour to load from a network."""
@@ -67,20 +70,40 @@ def read_probe(role: Section, key: str) -> Probe | None:
 
 
 def _from_text(role: Section, key: str, text: str) -> Probe | None:
-    if text.startswith("http://"):
-        return Probe("http", (text,))
     if text == "tcp":
         return Probe("tcp")
-    if text.startswith("tcp://"):
-        return Probe("tcp", (text.removeprefix("tcp://"),))
+    kind, _, rest = text.partition("://")
+    if kind == "http" and rest:
+        return _addressed(role, key, Probe("http", (text,)))
+    if kind == "tcp" and rest:
+        return _addressed(role, key, Probe("tcp", (rest,)))
     role.fault(key, f"{shown(text)} is no probe", _REMEDY)
     return None
 
 
+def _addressed(section: Section, key: str, probe: Probe) -> Probe:
+    """`probe`, of which the address has a host and, where it has a port, one that there is."""
+    text = probe.words[0]
+    # Any port, and any host with one, may stand where a name does.
+    example = _NAMES.sub(
+        lambda name: "h:1" if name[1].endswith("addr") or name[1] == "group.head" else "1", text
+    )
+    try:
+        parts = urlsplit(example if probe.kind == "http" else f"//{example}")
+        fits = bool(parts.hostname) and parts.port != 0 and (probe.kind == "http" or parts.port is not None)
+    except ValueError:
+        fits = False
+    if not fits:
+        remedy = "write http://{addr}/health, or http://{host}:8000/health"
+        remedy = remedy if probe.kind == "http" else "write tcp, or tcp://{host}:{ports.NAME}"
+        section.fault(key, f"{shown(text)} names no host and port", remedy)
+    return probe
+
+
 def _of_kind(probe: Section, kind: ProbeKind) -> Probe:
-    words = probe.texts(kind)
-    if kind == "tcp" and words in (("true",), ("",)):
-        words = ()
+    words = () if probe.fields[kind] is True and kind == "tcp" else probe.texts(kind)
+    if kind == "tcp":
+        words = tuple(word.removeprefix("tcp://") for word in words if word not in ("true", ""))
     if kind != "command" and len(words) > 1:
         probe.fault(kind, f"expected one text, found {len(words)}")
     if kind != "tcp" and not any(words):
@@ -88,6 +111,8 @@ def _of_kind(probe: Section, kind: ProbeKind) -> Probe:
     if kind == "http" and words and not words[0].startswith("http://"):
         remedy = "write http://{addr}/health; for other protocols name a command"
         probe.fault(kind, f"{shown(words[0])} is no URL of plain HTTP", remedy)
+    elif kind in ("http", "tcp") and len(words) == 1 and words[0]:
+        _addressed(probe, kind, Probe(kind, words))
     if kind == "log" and words:
         try:
             re.compile(words[0])
