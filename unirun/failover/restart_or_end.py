@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
-from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, IllegalTransition
+from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, IllegalTransition
 from unirun.failover.lost_peers import waited_for_a_peer
 from unirun.failover.policy import Budget, Decision, History
 from unirun.failover.root_cause import Diagnosis, bystanders, diagnose, episode, failure_report
@@ -151,13 +151,11 @@ def end_as_told(transition: Transition, ending: Ending) -> None:
 
 
 def end_if_over(transition: Transition) -> None:
-    """Stop the job when its primary roles have succeeded; end it when it is stopping and no worker is left."""
+    """Stop the job when its primary roles have succeeded; end it when it is stopping and no worker is left. A job of
+    services alone goes on until it is stopped, or none of them is left."""
     state = transition.state
-    if state.phase is JobPhase.RUNNING and all(
-        state.roles[name].phase is RolePhase.SUCCEEDED for name in state.spec.primary
-    ):
-        names = ", ".join(state.spec.primary)
-        stop_all(transition, Verdict(JobPhase.SUCCEEDED, 0, f"{names} succeeded"), signal.SIGTERM, None)
+    if state.phase is JobPhase.RUNNING and (verdict := _verdict(state)) is not None:
+        stop_all(transition, verdict, signal.SIGTERM, None)
         state = transition.state
     if state.phase is not JobPhase.STOPPING or state.live:
         return
@@ -174,6 +172,16 @@ def end_if_over(transition: Transition) -> None:
         code = verdict.code if verdict.code == EXIT_BUDGET else diagnosis.code
         verdict = replace(verdict, code=code, report=report, error_file=f"{diagnosis.failure.log}/error.json")
     finish(transition, verdict)
+
+
+def _verdict(state: JobState) -> Verdict | None:
+    """The end of a running job that is due."""
+    names = state.spec.primary
+    if not names and all(role.phase in ROLE_ENDS for role in state.roles.values()):
+        return Verdict(JobPhase.FAILED, EXIT_FAILURE, "no role is left")
+    if names and all(state.roles[name].phase is RolePhase.SUCCEEDED for name in names):
+        return Verdict(JobPhase.SUCCEEDED, 0, f"{', '.join(names)} succeeded")
+    return None
 
 
 def finish(transition: Transition, verdict: Verdict) -> None:

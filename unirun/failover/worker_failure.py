@@ -56,7 +56,7 @@ def exited(transition: Transition, event: WorkerExited) -> None:
         transition.cause = role.cause
     transition.record("exit", text, str(event.worker))
     left = event.time if end.ok and event.sent is None else 0.0
-    role = role.with_worker(_without_ports(replace(worker.ended(end), left=left), event))
+    role = role.with_worker(replace(worker.ended(end), left=left))
     if works and event.cause == "order" and not moves and not regroups:
         raise IllegalTransition(f"{text}, by an order that no master has written")
     if works and event.cause == "leaving":
@@ -79,6 +79,9 @@ def exited(transition: Transition, event: WorkerExited) -> None:
         history = history_of(transition.state, role, transition.now, [worker.rank])
         decision = decide(_loss(role, worker, event, end), history)
         transition.state = transition.state.with_failures(replace(failure, decision=decision.reason))
+        if event.taken and decision.action != "end_job":
+            # Its successor gets other ports. Without one it keeps them, as other roles may name them.
+            role = role.with_worker(replace(role.workers[rank], ports=None))
         code = EXIT_RENDEZVOUS if event.cause == "unready" else EXIT_FAILURE
         tail = f"\n{event.tail}" if role.is_program and event.tail else ""
         _carry_out(transition, role, decision, code, source=str(event.worker), tail=tail)
@@ -86,11 +89,6 @@ def exited(transition: Transition, event: WorkerExited) -> None:
         transition.state = transition.state.with_failures(failure)
         advance(transition, transition.role(role.name))
     transition.tell_now()
-
-
-def _without_ports(worker: WorkerState, event: WorkerExited) -> WorkerState:
-    """The worker without its ports if another process has one of them."""
-    return replace(worker, ports=None) if event.taken else worker
 
 
 def _leaves_with_its_agent(transition: Transition, event: WorkerExited) -> bool:

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from unirun.failover.policy import Budget, History, Loss, decide
-from unirun.spec import Restart
+from unirun.failover.policy import LONGEST_DELAY, Budget, History, Loss, decide
+from unirun.failover.restart_or_end import budget_of
+from unirun.spec import Entry, Restart, RoleSpec
 
 counts = st.integers(0, 4)
 budgets = st.builds(Budget, counts, counts)
@@ -57,6 +58,66 @@ def test_a_restart_is_decided_exactly_within_the_budget(spent: int, limit: int) 
     assert (decision.action == "restart_role") == (spent < limit)
     assert decision.budget_spent == (decision.action == "end_job" and limit > 0)
     assert "actor:2" in decision.reason
+
+
+class TestABackOff:
+    def test_a_back_off_is_none_before_the_first_restart_and_doubles_from_the_second_on(self) -> None:
+        delays = [Budget(9, spent, delay=0.5).back_off for spent in range(5)]
+        assert delays == [0.0, 0.5, 1.0, 2.0, 4.0]
+
+    @given(st.integers(0, 10**6), st.floats(0, 1e9))
+    def test_a_back_off_is_at_most_a_minute(self, spent: int, delay: float) -> None:
+        assert 0 <= Budget(spent + 1, spent, delay=delay).back_off <= LONGEST_DELAY
+        assert Budget(spent + 1, spent).back_off == 0
+
+    def test_a_back_off_is_told_with_the_number_of_the_restart(self) -> None:
+        assert str(Budget(3, 0, delay=2.0)) == "restart 1 of 3"
+        assert str(Budget(3, 2, delay=2.0)) == "restart 3 of 3 in 4 s"
+
+    def test_a_back_off_is_part_of_the_reason(self) -> None:
+        history = History(Budget(3, 1, delay=2.0), "program", "process", grouped=False)
+        decision = decide(WORKER, history)
+        assert decision.reason == "actor:2 ended with exit code 1; restart 2 of 3 in 2 s, alone"
+
+
+class TestAWindow:
+    SPEC = RoleSpec(
+        "engine", 1, Entry("program", "x"), max_restarts=3, restart_window=10.0, restart_delay=1.0
+    )
+
+    def test_a_window_counts_the_restarts_of_its_last_seconds(self) -> None:
+        budget = budget_of(self.SPEC, 7, [1.0, 5.0, 9.0], 12.0)
+        assert budget == Budget(3, 2, 10.0, 1.0)
+        assert [budget_of(self.SPEC, 7, [5.0], now).spent for now in (5.0, 14.9, 15.0)] == [1, 1, 0]
+
+    def test_a_window_does_not_count_restarts_to_come_as_the_clock_was_set_back(self) -> None:
+        assert budget_of(self.SPEC, 7, [100.0], 12.0).spent == 0
+
+    def test_a_window_that_is_not_given_is_the_whole_time(self) -> None:
+        spec = replace(self.SPEC, restart_window=0.0)
+        assert budget_of(spec, 2, [1.0, 5.0, 9.0], 1e9).spent == 2
+
+    @given(st.lists(st.floats(0, 100), max_size=6), st.floats(0, 100))
+    def test_a_window_has_never_more_restarts_than_there_were(self, paid: list[float], now: float) -> None:
+        budget = budget_of(self.SPEC, len(paid), paid, now)
+        assert budget.spent == len([time for time in paid if 0 <= now - time < 10])
+        assert budget.spent + budget.left == 3
+
+    def test_a_window_is_named_when_its_restarts_are_spent(self) -> None:
+        decision = decide(WORKER, History(Budget(3, 3, window=60.0)))
+        assert decision.reason.endswith("all 3 restarts of role actor in 60 s are used up")
+
+
+class TestATakenPort:
+    LOSS = replace(WORKER, taken=True)
+
+    @pytest.mark.parametrize(("restart", "action"), [("process", "restart_worker"), ("role", "restart_role")])
+    def test_a_taken_port_costs_nothing_whatever_is_left(self, restart: Restart, action: str) -> None:
+        decision = decide(self.LOSS, History(Budget(0), "program", restart))
+        assert (decision.action, decision.free, decision.budget_spent) == (action, True, False)
+        assert decision.reason == (
+            "actor:2 ended with exit code 1, as another process listens on its port; it gets another one, at no cost"
+        )
 
 
 class TestAPermanentError:

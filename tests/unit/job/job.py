@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from tests.sim.views import told_view
 from tests.unit.job.invariants import check_job
@@ -86,7 +86,7 @@ class Job:
         self.commands: list[Command] = []
         self.seen: dict[str, View] = {}
 
-    def on(self, *events: Event) -> Job:
+    def on(self, *events: Event) -> Self:
         """Apply `events`; a store that is ordered for a later generation opens, unless the test does that."""
         self.commands = []
         pending = list(events)
@@ -123,7 +123,7 @@ class Job:
             for node in self.state.agents.keys() - self.state.uninformed:
                 assert self.seen[node] == told_view(self.state)
 
-    def launched(self) -> Job:
+    def launched(self) -> Self:
         return self.on(*(self.join(node) for node in self.state.nodes))
 
     def join(self, node: str) -> Join:
@@ -131,13 +131,13 @@ class Job:
         endpoints = {name: f"{host}:{n + 1}" for n, name in enumerate(self.state.roles)}
         return Join(node, 1, node, endpoints)
 
-    def running(self) -> Job:
+    def running(self) -> Self:
         self.launched()
         for name in self.state.roles:
             self.all_run(name)
         return self
 
-    def all_run(self, name: str) -> Job:
+    def all_run(self, name: str) -> Self:
         for worker in self.state.roles[name].workers:
             pid = 100 * worker.incarnation + worker.rank + 1
             self.on(
@@ -158,7 +158,7 @@ class Job:
         error: WorkerError | None = None,
         incarnation: int | None = None,
         note: str = "",
-    ) -> Job:
+    ) -> Self:
         """A worker ends; with `asked` because of an order, unless another `cause` is given."""
         cause = cause or ("own" if asked is None else "order")
         if incarnation is None:
@@ -168,7 +168,7 @@ class Job:
             WorkerExited(WorkerId(name, rank, incarnation), self.now, code, by, cause, asked, error, note)
         )
 
-    def obey(self) -> Job:
+    def obey(self) -> Self:
         """Every worker that was told to end does."""
         for order in self.orders(StopWorkers):
             for rank in order.ranks:
