@@ -1,0 +1,151 @@
+"""An agent tells what probes of its programs say, and kills programs that are not ready in time or answer no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from tests.unit.launcher.agent import KILL, TERM, Agent, worker
+from unirun.launcher.environment import FRESH
+from unirun.launcher.events import After, Launch, Probed, ReadyDue, ToMaster, ToSpawner, Unwatch, Watch
+from unirun.spec.probes import Probe
+from unirun.values import WorkerId
+from unirun.wire.messages import StopWorkers
+from unirun.wire.reports import FromWorker, Health, WorkerExited, WorkerRunning, WorkerStarted
+from unirun.wire.spawning import Forked, Kill, Reaped, SpawnFailed
+
+WHO = WorkerId("engine", 0, 0)
+READY = Probe("http", ("http://h:1/",))
+ALIVE = Probe("http", ("http://h:1/",), misses=3)
+
+
+def launched(**more: Any) -> Agent:
+    """An agent that has told its spawner to start one program, whose probe has an hour."""
+    usual = {"ready": READY, "ready_timeout": 3600.0, "alive": ALIVE}
+    program = replace(worker(1, "engine", 0, key=FRESH, kind="program"), **{**usual, **more})
+    return Agent(spawners={FRESH: True}).on(Launch((program,)))
+
+
+def started(**more: Any) -> Agent:
+    agent = launched(**more)
+    return agent.spawner(Forked(1, 101), key=FRESH)
+
+
+def says(agent: Agent, *answers: str) -> Agent:
+    """The probe answers: an empty text for yes, else the reason for no."""
+    return agent.on(*(Probed(1, not why, why, 9.0 + number) for number, why in enumerate(answers)))
+
+
+def told(agent: Agent) -> list[Health]:
+    messages = [c.message for c in agent.commands if isinstance(c, ToMaster)]
+    said = [message.message for message in messages if isinstance(message, FromWorker)]
+    return [each for each in said if isinstance(each, Health)]
+
+
+def killed(agent: Agent) -> bool:
+    return ToSpawner(FRESH, Kill(1, KILL)) in agent.commands
+
+
+def ends(agent: Agent, signal: int = KILL) -> WorkerExited:
+    agent.spawner(Reaped(1, 20.0, None, signal), key=FRESH)
+    (end,) = [c.message for c in agent.commands if isinstance(c, ToMaster)]
+    assert isinstance(end, WorkerExited)
+    return end
+
+
+class TestWatching:
+    def test_watching_begins_with_the_process_and_has_its_time(self) -> None:
+        agent = launched()
+        assert Watch(1) not in agent.commands
+        agent.spawner(Forked(1, 101), key=FRESH)
+        assert agent.commands == [
+            ToMaster(WorkerStarted(WHO, 101)),
+            ToMaster(WorkerRunning(WHO, 0)),
+            Watch(1),
+            After(3600.0, ReadyDue(1)),
+        ]
+
+    def test_watching_is_left_out_without_a_probe(self) -> None:
+        agent = started(ready=None, alive=None)
+        assert Watch(1) not in agent.commands
+        agent.spawner(Reaped(1, 9.0, 0, None), key=FRESH)
+        assert Unwatch(1) not in agent.commands
+
+    def test_watching_ends_with_the_process(self) -> None:
+        for end in (Reaped(1, 9.0, 1, None), SpawnFailed(1, 9.0, "no such file")):
+            assert Unwatch(1) in started().spawner(end, key=FRESH).commands
+
+
+class TestAnswers:
+    def test_answers_are_told_when_they_change(self) -> None:
+        agent = started()
+        assert told(says(agent, "nothing listens yet")) == [Health(False, 9.0, "nothing listens yet")]
+        assert says(agent, "nothing listens yet").commands == []
+        assert told(says(agent, "status 503")) == [Health(False, 9.0, "status 503")]
+        assert told(says(agent, "")) == [Health(True, 9.0)]
+        assert says(agent, "", "").commands == []
+        assert told(says(agent, "status 500")) == [Health(False, 9.0, "status 500")]
+
+    def test_answers_of_a_worker_that_is_gone_are_ignored(self) -> None:
+        agent = started()
+        ends(agent)
+        assert says(agent, "").commands == []
+        assert agent.on(ReadyDue(1)).commands == []
+
+    def test_answers_of_a_worker_that_was_told_to_end_are_ignored(self) -> None:
+        agent = says(started(), "").on(StopWorkers("engine", (0,), TERM, 30.0))
+        assert says(agent, "closed", "closed", "closed", "closed").commands == []
+        assert ends(agent, TERM).cause == "order"
+
+
+class TestMisses:
+    def test_misses_in_a_row_end_a_program_that_was_ready(self) -> None:
+        agent = says(started(), "", "status 500", "status 500")
+        assert not killed(agent)
+        assert killed(says(agent, "status 500"))
+        end = ends(agent)
+        assert (end.cause, end.note) == ("silent", "did not answer 3 times in a row: status 500")
+
+    def test_misses_are_forgotten_after_an_answer(self) -> None:
+        agent = says(started(), "", "a", "a", "", "a", "a", "")
+        assert not killed(agent)
+        assert agent.state.workers[1].misses == 0
+
+    def test_misses_before_it_is_ready_do_not_count(self) -> None:
+        agent = says(started(), *["not yet"] * 10, "", "slow", "slow")
+        assert not killed(agent)
+        assert killed(says(agent, "slow"))
+
+    def test_misses_may_be_one(self) -> None:
+        agent = says(started(alive=replace(ALIVE, misses=1)), "", "closed")
+        assert killed(agent)
+        assert ends(agent).note == "did not answer once: closed"
+
+    def test_misses_without_alive_are_told_and_nothing_more(self) -> None:
+        agent = says(started(alive=None), "", "a", "a", "a", "a")
+        assert not killed(agent)
+
+    def test_misses_kill_once(self) -> None:
+        agent = says(started(), "", "a", "a", "a")
+        assert says(agent, "a", "a", "").commands == []
+
+
+class TestTheTime:
+    def test_the_time_ends_a_program_that_was_never_ready(self) -> None:
+        agent = says(started(), "status 503").on(ReadyDue(1))
+        assert killed(agent)
+        end = ends(agent)
+        assert (end.cause, end.note) == ("unready", "was not ready within 3600 s: status 503")
+
+    def test_the_time_of_a_program_that_was_not_asked_is_over_as_well(self) -> None:
+        agent = started().on(ReadyDue(1))
+        assert ends(agent).note == "was not ready within 3600 s: it was not asked yet"
+
+    def test_the_time_does_not_count_once_it_was_ready(self) -> None:
+        agent = says(started(), "", "status 500")
+        assert agent.on(ReadyDue(1)).commands == []
+
+    def test_the_time_does_not_count_for_its_successor_or_while_it_ends(self) -> None:
+        agent = started().on(StopWorkers("engine", (0,), TERM, 30.0))
+        assert agent.on(ReadyDue(1)).commands == []
