@@ -78,6 +78,8 @@ class Draft(Value):
     channels: Any = field(default_factory=dict)
     transport: Any = None
     call_timeout: Any = None
+    services: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Roles of programs as in a job file, by name."""
 
 
 class Loaded(Value):
@@ -110,7 +112,7 @@ def job_mapping(draft: Draft, loaded: Mapping[str, Loaded]) -> dict[str, Any]:
     mapping: dict[str, Any] = {
         "config": config,
         "env": draft.env,
-        "roles": {workload.role: _role(workload) for workload in draft.workloads},
+        "roles": {workload.role: _role(workload) for workload in draft.workloads} | dict(draft.services),
         **groups,
         "spares": draft.spares,
         "exclude_nodes": [*draft.exclude_nodes],
@@ -173,7 +175,7 @@ def _job_faults(draft: Draft) -> list[Fault]:
         faults.append(Fault("config", "it is not set", "call .config({…}) with a dict or a DictConfig"))
     if not draft.workloads:
         faults.append(Fault("workload", "there is none", "call .workload(role, module, class)"))
-    names = [workload.role for workload in draft.workloads]
+    names = [workload.role for workload in draft.workloads] + [*draft.services]
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     faults += [Fault(name, f"the role {name!r} is given twice", "name each role once") for name in twice]
     if draft.dl_type == "RL" and "actor" not in [name.lower() for name in names]:
@@ -249,7 +251,8 @@ def _workload_faults(draft: Draft, workload: WorkloadDraft, loaded: Mapping[str,
 def _groups(draft: Draft) -> tuple[dict[str, list[list[str]]], list[Fault]]:
     """The groups by their key in a job file, with the roles' own spelling: upper and lower case are the same."""
     roles = [workload.role for workload in draft.workloads]
-    spelled = {role.lower(): role for role in roles} | {role: role for role in roles} | {TRAINER: TRAINER}
+    named = [*roles, *draft.services]
+    spelled = {role.lower(): role for role in named} | {role: role for role in named} | {TRAINER: TRAINER}
     found: dict[str, list[list[str]]] = {key: [] for key in CALLS_OF_GROUPS}
     faults = []
     for key, group in draft.groups:

@@ -95,6 +95,18 @@ class _JobMethods(Generic[J]):
         """
         return WorkloadBuilder(self._described, self._job, role_name, entry_of(function), "function")
 
+    def service(self, role_name: str, *command: str, **settings: Any) -> J:
+        """A program that the job needs until its end, such as a server. `settings` are those of a role in a job file:
+        ``count``, ``slots``, ``ports``, ``ready``, ``after``, ``env``, ``python`` and so on.
+
+        ::
+
+            job.service("engine", "vllm", "serve", model, "--port", "{port}", count=2, slots=2)
+        """
+        program, *args = command or ("",)
+        role = {"program": program, "args": args, "service": True, **settings}
+        return self._say(services={**self._described.draft.services, role_name: role})
+
     def with_collocation(self, *roles: str) -> J:
         """These roles share devices: one rank of each on every device. Names in upper or lower case."""
         return self._group("collocations", roles)
@@ -235,6 +247,10 @@ class WorkloadBuilder(_JobMethods[J]):
     def per_group(self, num: int) -> Self:
         """Every `num` consecutive ranks are on one node."""
         return self._need(per_group=num)
+
+    def after(self, *roles: str) -> Self:
+        """The ranks start when all ranks of these roles are ready."""
+        return self._need(after=[*roles])
 
     def env(self, env: Mapping[str, Any]) -> Self:
         """Environment variables of the role's workers. Several calls add up."""

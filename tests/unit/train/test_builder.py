@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from tests.unit.train.saying import faults, whole
 from unirun.spec import Entry, RoleSpec, parse_job
+from unirun.spec.probes import Probe
 from unirun.train import DLJobBuilder, Job, RLJobBuilder
 
 
@@ -46,6 +47,28 @@ class TestAJob:
         assert job.spec == parse_job(file, count_slots=lambda _: 1, run_id="job")
         assert job.spec.role("trainer").entry == Entry("trainer", "algo:PPOTrainer")
         assert job.spec.primary == ("trainer",)
+
+    def test_has_services_beside_its_workloads(self) -> None:
+        job = (
+            RLJobBuilder()
+            .node_num(1)
+            .device_per_node(4)
+            .config({})
+            .trainer("algo", "PPOTrainer")
+            .actor("algo", "Actor")
+            .total(2)
+            .per_node(2)
+            .after("engine")
+            .service("engine", "sleep", "{port}", count=2, ready={"log": "up"})
+            .with_host_collocation("actor", "ENGINE")
+            .build()
+        )
+        engine = job.spec.role("engine")
+        assert (engine.entry, engine.count) == (Entry("program", "sleep", ("{port}",)), 2)
+        assert engine.service
+        assert engine.ready == Probe("log", ("up",))
+        assert job.spec.role("actor").after == {"engine": 0}
+        assert job.spec.host_collocations == (("actor", "engine"),)
 
     def test_has_the_roles_of_reinforcement_learning(self) -> None:
         builder = RLJobBuilder().node_num().device_per_node().config({}).trainer("algo", "PPOTrainer")
