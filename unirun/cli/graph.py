@@ -18,7 +18,7 @@ from unirun.graph import Direction, Edge, Graph, Kind, Role, declared, tight_par
 from unirun.graph.svg import svg
 from unirun.graph.text import dot, mermaid, tree, yaml
 from unirun.launcher.foreground.terminal import in_colour, printable, say, warn
-from unirun.observe.status import CallStatus
+from unirun.observe.status import CallStatus, RoleStatus
 from unirun.sizes import show_size
 
 States = Mapping[str, str]
@@ -93,7 +93,7 @@ def _parts(graph: Graph) -> str:
 def _seen(name: str | None, store: str | None, form: str, output: str | None) -> int:
     """The graph of a job that runs or ran, and the figures of its calls."""
     status, _ = find_status(store, name)
-    roles = tuple(Role(printable(role.name), len(role.workers)) for role in status.roles)
+    roles = tuple(map(_role, status.roles))
     graph = Graph(roles, tuple(_edge(call) for call in status.calls))
     if form == "yaml":
         graph = without_circles(graph)
@@ -104,6 +104,13 @@ def _seen(name: str | None, store: str | None, form: str, output: str | None) ->
         say()
         print_table(["CALL", "CALLS", "EACH", "SENT", "RETURNED"], [_row(call) for call in status.calls])
     return 0
+
+
+def _role(role: RoleStatus) -> Role:
+    """A vertex, with the addresses of its ranks."""
+    addresses = tuple(worker.address for worker in role.workers if worker.address)
+    program = printable(os.path.basename(role.program))
+    return Role(printable(role.name), len(role.workers), program, addresses)
 
 
 def _edge(call: CallStatus) -> Edge:

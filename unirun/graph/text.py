@@ -11,6 +11,9 @@ from unirun.graph.values import Graph, Role
 from unirun.sizes import show_size
 from unirun.spec.edges import Edge
 
+ADDRESSES = 4
+"""Addresses of a role that are shown."""
+
 NO_STATES: Mapping[str, str] = {}
 
 
@@ -88,8 +91,10 @@ def yaml(graph: Graph) -> str:
 
 
 def vertex_lines(role: Role, states: Mapping[str, str]) -> tuple[str, ...]:
-    """The text of a role's box: its name and count, the program that it runs, and its state if known."""
-    more = (role.program, states.get(role.name, ""))
+    """The text of a role's box: its name and count, the program that it runs, its state and addresses if known."""
+    shown = role.addresses[:ADDRESSES]
+    left = f"and {len(role.addresses) - len(shown)} more" if len(role.addresses) > len(shown) else ""
+    more = (role.program, states.get(role.name, ""), *shown, left)
     return (f"{role.name} ×{role.count}", *(each for each in more if each))
 
 

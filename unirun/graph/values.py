@@ -9,11 +9,13 @@ from unirun.values import Value
 
 
 class Role(Value):
-    """A vertex: `count` identical ranks. `program` is the name of the one that they are; empty for other entries."""
+    """A vertex: `count` identical ranks. `program` is the name of the one that they are; empty for other entries.
+    `addresses` are those of its ranks in a job that runs."""
 
     name: str
     count: int = 1
     program: str = ""
+    addresses: tuple[str, ...] = ()
 
 
 class Graph(Value):

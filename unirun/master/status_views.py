@@ -57,6 +57,7 @@ def status_of(
             RoleStatus,
             role,
             phase=role.phase.value,
+            program=state.role_spec(role.name).entry.target if role.is_program else "",
             max_restarts=state.role_spec(role.name).max_restarts,
             workers=tuple(
                 WorkerStatus(

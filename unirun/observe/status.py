@@ -52,7 +52,7 @@ class WorkerStatus(Value):
 
 
 class RoleStatus(Value):
-    """One role with its workers in rank order."""
+    """One role with its workers in rank order. `program` is what a role of programs runs, empty for other entries."""
 
     name: str
     phase: str
@@ -60,6 +60,7 @@ class RoleStatus(Value):
     restarts: int
     max_restarts: int
     workers: tuple[WorkerStatus, ...]
+    program: str = ""
 
 
 class FailureStatus(Value):
