@@ -25,12 +25,15 @@ class Orchestrator:
         self.tasks = [(addr, prompt) for addr in environments for prompt in ask(addr, "/prompts")]
         self.batches: list[list[dict[str, Any]]] = []
         self.version = 0
+        self.closed = False
         self.changed = threading.Condition()
 
     def batch(self, body: dict[str, int]) -> list[dict[str, Any]]:
-        """A rank's part of the batch of a step, once there is one."""
+        """A rank's part of the batch of a step, once there is one. Raises `Unavailable` if there will be none."""
         with self.changed:
-            self.changed.wait_for(lambda: len(self.batches) > body["step"])
+            self.changed.wait_for(lambda: len(self.batches) > body["step"] or self.closed)
+            if self.closed:
+                raise Unavailable("the orchestrator has ended")
             return self.batches[body["step"]][body["rank"] :: body["count"]]
 
     def published(self, body: dict[str, int]) -> None:
@@ -56,6 +59,12 @@ class Orchestrator:
         accuracy = sum(sum(group["rewards"]) for group in groups) / (GROUP * len(groups))
         versions = {group["version"] for group in groups}
         print(f"accuracy {accuracy:.0%}, versions {versions}", flush=True)
+
+    def close(self) -> None:
+        """Let no request wait any longer."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
 
     def _wait_for(self, version: int) -> None:
         with self.changed:
@@ -90,8 +99,11 @@ def main() -> None:
     routes = {"/batch": orchestrator.batch, "/published": orchestrator.published}
     with Server(options.host, options.port, routes) as server:
         threading.Thread(target=server.serve_forever).start()
-        orchestrator.run(options.steps)
-        server.shutdown()
+        try:
+            orchestrator.run(options.steps)
+        finally:
+            orchestrator.close()
+            server.shutdown()
 
 
 if __name__ == "__main__":
