@@ -54,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
         """Requests are not logged."""
 
 
-def ask(addr: str, path: str, body: Any = None, patience: float = 60.0) -> Any:
+def ask(addr: str, path: str, body: Any = None, patience: float = 600.0) -> Any:
     """The answer of the server at `addr`, which may be away for `patience` seconds. Raises `Unavailable`."""
     deadline = time.monotonic() + patience
     while True:

@@ -74,7 +74,7 @@ class Client:
 
     def _request(self, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(f"{self.base_url}{path}", data, timeout=60) as answer:
+        with urllib.request.urlopen(f"{self.base_url}{path}", data, timeout=600) as answer:
             return json.load(answer)
 
 
