@@ -1,0 +1,67 @@
+"""The master's decisions when ranks of services end: alone, without a process group, and without a rendezvous store."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from tests.unit.failover.losses import nodes, ranks
+from tests.unit.job.job import TERM, Job
+from unirun.job.state import JobPhase
+from unirun.wire.messages import Drain, StartRole, StopWorkers
+
+
+@pytest.fixture
+def job() -> Job:
+    """Four ranks of a service on two of three nodes, and a script beside them."""
+    job = Job(
+        {"engine": 4, "train": 1},
+        restarts={"engine": 2},
+        kinds={"engine": "program"},
+        primary=("train",),
+        inventory=nodes(4),
+    )
+    engine = replace(job.state.role_spec("engine"), contract="none", service=True)
+    spec = replace(job.state.spec, roles=(engine, job.state.role_spec("train")))
+    role = replace(job.state.roles["engine"], is_program=True)
+    job.state = replace(job.state.with_role(role), spec=spec)
+    return job.running()
+
+
+def test_a_rank_restarts_alone(job: Job) -> None:
+    job.exits("engine", 1, 3)
+    (order,) = job.orders(StartRole)
+    assert [(member.rank, member.incarnation) for member in order.members] == [(1, 1)]
+    assert job.orders(StopWorkers) == []
+
+
+def test_an_end_with_0_is_a_failure(job: Job) -> None:
+    job.exits("engine", 1, 0)
+    assert "exit: engine:1 ended: exit code 0, too early" in job.records
+    assert ranks(job) == {"n0": [1]}
+
+
+def test_a_rank_that_moves_and_ends_with_0_has_not_failed(job: Job) -> None:
+    assert {worker.node for worker in job.state.roles["engine"].workers} == {"n0", "n1"}
+    job.on(Drain("n1"))
+    (order,) = job.orders(StopWorkers)
+    for rank in order.ranks:
+        job.exits("engine", rank, 0, asked=TERM)
+        assert f"exit: engine:{rank} ended: killed by SIGTERM" in job.records
+    assert job.state.failures == ()
+    assert job.state.roles["engine"].restarts == 0
+    assert [worker.node for worker in job.state.roles["engine"].live] == ["n0", "n0", "n3", "n3"]
+
+
+@pytest.mark.parametrize("code", [126, 127])
+def test_a_program_that_cannot_be_executed_ends_the_job_at_its_first_start(job: Job, code: int) -> None:
+    job.exits("engine", 1, code)
+    assert job.state.phase is JobPhase.STOPPING
+    assert job.state.verdict is not None
+    assert f"engine:1 ended with exit code {code}, before it was up" in job.state.verdict.reason
+
+
+def test_later_that_may_be_an_accident(job: Job) -> None:
+    job.exits("engine", 1, 3)
+    job.all_run("engine").exits("engine", 1, 127)
+    assert job.state.phase is JobPhase.RUNNING
