@@ -28,7 +28,7 @@ def changes(before: RoleView, after: RoleView) -> RoleView:
 def test_a_whole_view_omits_workers_in_their_initial_state_and_is_restored(role: RoleView) -> None:
     view = View((role,), 3)
     sent = whole(view)
-    assert all((w.incarnation, w.phase, w.addresses) != FIRST for w in sent.roles[0].workers)
+    assert all((w.incarnation, w.phase, w.addresses, w.place) != FIRST for w in sent.roles[0].workers)
     assert updated(None, sent) == view
     assert updated(View((), 7), sent) == view
 
