@@ -94,6 +94,9 @@ class Question:
                 return await self._asked()
         except TimeoutError:
             return f"{self._probe} was not answered within {self._probe.timeout:g} s"
+        except ValueError as error:
+            # Of an address that is none with the host of this rank, as http://{host}:{port} with IPv6.
+            return f"{self._probe} cannot be asked: {error}"
 
     async def _asked(self) -> str:
         words = self._probe.words
@@ -193,8 +196,9 @@ async def _get(host: str, port: int, authority: str, path: str) -> int:
         line = (await reader.readuntil(b"\n")).decode("latin-1").split()
         if len(line) < 2 or not line[0].startswith("HTTP/"):
             raise ValueError("it does not speak HTTP")
-        with contextlib.suppress(TimeoutError):
-            # A server may log an error for a connection that ends before its answer does.
+        with contextlib.suppress(OSError):
+            # A server may log an error for a connection that ends before its answer does. If it does not end in time,
+            # or the connection is reset, it has answered.
             async with asyncio.timeout(REST):
                 await reader.read(LONGEST_ANSWER)
         return int(line[1])
