@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,10 @@ from unirun.launcher.environment import (
 )
 from unirun.launcher.hosts.connection import carried
 from unirun.rendezvous import JobDir
-from unirun.spec import Entry, JobSpec, RoleSpec
+from unirun.spec import Entry, EntryKind, JobSpec, RoleSpec
+from unirun.spec.job import Contract
+from unirun.spec.read import RESERVED_ENV
+from unirun.values import Place
 from unirun.wire.messages import StartRole, StartWorker
 
 JOB = JobDir(Path("/jobs/run-1"))
@@ -259,3 +263,79 @@ def test_a_rank_with_several_cpu_slots_has_as_many_threads() -> None:
     assert base_env(job, "actor", {})["OMP_NUM_THREADS"] == "3"
     assert base_env(job, "rollout", {})["OMP_NUM_THREADS"] == "1"
     assert base_env(job, "actor", {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
+
+
+class TestPrograms:
+    """A program finds its own variables and addresses, and none that it would take for those of a group of its own."""
+
+    ENGINE = RoleSpec("my-engine", 4, Entry("program", "serve"), contract="none", ports=("http",), group=2)
+    PLACES: ClassVar = {"my-engine": tuple(Place(f"fd00::{rank}", (20000 + rank,)) for rank in range(4))}
+
+    def env(self, role: RoleSpec, **inherited: str) -> dict[str, str]:
+        order = replace(ORDER, role=role.name, endpoint="", mask="", places=self.PLACES)
+        train = RoleSpec("train", 1, Entry("script", "train.py"))
+        return env_of(JobSpec("job", "run-1", (role, train), ("train",)), MEMBER, order, **inherited)
+
+    def test_programs_have_no_variable_of_torchrun(self) -> None:
+        env = self.env(self.ENGINE)
+        assert not RESERVED_ENV & env.keys()
+        torch = ("OMP_", "MASTER_", "TORCH", "WORLD_", "LOCAL_", "GROUP_", "ROLE_")
+        assert [name for name in env if name.startswith(torch) or name == "RANK"] == []
+
+    def test_programs_do_not_inherit_the_variables_of_a_launcher_of_unirun_itself(self) -> None:
+        inherited = {**dict.fromkeys(RESERVED_ENV, "7"), "OMP_NUM_THREADS": "5", "HOME": "/root"}
+        env = self.env(self.ENGINE, **inherited)
+        assert not RESERVED_ENV & env.keys()
+        assert (env["OMP_NUM_THREADS"], env["HOME"]) == ("5", "/root")
+
+    def test_programs_have_their_role_and_rank_under_names_of_unirun(self) -> None:
+        env = self.env(self.ENGINE)
+        assert (env["UNIRUN_ROLE"], env["UNIRUN_RANK"], env["UNIRUN_NODE"]) == ("my-engine", "3", "n1")
+
+    def test_programs_with_torchruns_contract_have_all_of_it(self) -> None:
+        role = RoleSpec("actor", 4, Entry("program", "serve"), contract="torchrun")
+        order = replace(ORDER, places=self.PLACES)
+        env = worker_env(
+            JobSpec("job", "run-1", (self.ENGINE, role), ("actor",)), order, MEMBER, JOB, "n1", {}
+        )
+        assert env.keys() >= RESERVED_ENV
+
+    @pytest.mark.parametrize("kind", ["program", "script"])
+    def test_programs_and_ranks_find_the_addresses_of_each_group(self, kind: EntryKind) -> None:
+        contract: Contract = "none" if kind == "program" else "torchrun"
+        role = RoleSpec("actor", 4, Entry(kind, "train"), contract=contract)
+        job = JobSpec("job", "run-1", (self.ENGINE, role), ("actor",))
+        env = env_of(job, order=replace(ORDER, places=self.PLACES))
+        assert env["UNIRUN_ADDRS_MY_ENGINE"] == "[fd00::0]:20000,[fd00::2]:20002"
+        assert env["UNIRUN_ADDRS_FILE"] == str(JOB.addresses("n1"))
+
+    def test_programs_of_a_job_without_ports_find_no_file_of_addresses(self) -> None:
+        assert "UNIRUN_ADDRS_FILE" not in env_of(spec())
+
+    def test_programs_run_in_their_virtual_environment(self, tmp_path: Path) -> None:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "pyvenv.cfg").touch()
+        role = replace(self.ENGINE, python=str(tmp_path / "bin/python"))
+        env = self.env(role, PATH="/usr/bin", PYTHONHOME="/x", VIRTUAL_ENV="/old")
+        assert env["PATH"] == f"{tmp_path}/bin:/usr/bin"
+        assert env["VIRTUAL_ENV"] == str(tmp_path)
+        assert "PYTHONHOME" not in env
+        assert "PYTHON_EXEC" not in env
+        assert self.env(role)["PATH"] == f"{tmp_path}/bin"
+
+    def test_programs_of_an_interpreter_leave_the_virtual_environment_of_unirun(self) -> None:
+        env = self.env(
+            replace(self.ENGINE, python="/opt/python/bin/python3"), PATH="/venv/bin", VIRTUAL_ENV="/venv"
+        )
+        assert env["PATH"] == "/opt/python/bin:/venv/bin"
+        assert "VIRTUAL_ENV" not in env
+
+    def test_programs_keep_the_path_of_their_own_env_behind_their_interpreter(self) -> None:
+        role = replace(self.ENGINE, python="/opt/bin/python3", env={"PATH": "/mine"})
+        assert self.env(role, PATH="/usr/bin")["PATH"] == "/opt/bin:/mine"
+
+    def test_scripts_with_another_interpreter_are_new_processes_of_it(self) -> None:
+        role = RoleSpec("actor", 4, Entry("script", "a.py"), python="/opt/bin/python3", start_method="exec")
+        env = env_of(JobSpec("job", "run-1", (role,), ("actor",)), PATH="/usr/bin")
+        assert (env["PYTHON_EXEC"], env["PATH"]) == ("/opt/bin/python3", "/opt/bin:/usr/bin")
+        assert env["RANK"] == "3"
