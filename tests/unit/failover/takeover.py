@@ -37,7 +37,8 @@ def held(state: JobState, worker: WorkerState, role: str) -> Held:
     serving = worker.phase is WorkerPhase.SERVING
     recoverable = bool(worker.recoverable)
     who = WorkerId(role, worker.rank, worker.incarnation)
-    return Held(who, worker.pid, up, worker.generation, dict(worker.addresses), serving, recoverable)
+    addresses = dict(worker.addresses)
+    return Held(who, worker.pid, up, worker.generation, addresses, serving, recoverable, health=worker.health)
 
 
 def join(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.failover.services import Services, place, program, service
+from tests.unit.failover.takeover import join, rejoin, take_over
 from tests.unit.job.job import KILL, TERM
 from unirun.errors import EXIT_BUDGET, EXIT_RENDEZVOUS, Refused
 from unirun.failover.policy import LONGEST_DELAY
@@ -276,17 +277,59 @@ class TestRestarts:
         assert job.phases()["engine"] == "starting"
         assert job.ready("engine", 2).phases()["engine"] == "running"
 
-    def test_restarts_are_remembered_by_a_new_master(self) -> None:
-        job = Services(service(), program()).up().dies().dies()
-        assert job.worker().paid != ()
-        assert job.worker().due > job.now
-
     def test_restarts_do_not_follow_while_the_job_stops(self) -> None:
         job = Services(service(), program()).up().dies("train", code=0)
         assert job.state.phase is JobPhase.STOPPING
         assert job.dies("engine").begun == []
         assert job.end is not None
         assert job.end[0] == 0
+
+
+class TestANewMaster:
+    def test_a_new_master_asks_again_for_ports_that_no_agent_has_told(self) -> None:
+        job = Services(service(count=3), program(), nodes=("n0", "n1")).launched()
+        job.on(Placed("n0", "engine", (0,), (place("n0", 0),)))
+        before = job.state
+        take_over(job)
+        assert join(job, before, "n0").orders(Reserve) == [Reserve("engine", (2,))]
+        assert join(job, before, "n1").orders(Reserve) == [Reserve("engine", (1,))]
+        assert job.worker().place == place("n0", 0)
+        job.reserve().on(Placed("n0", "engine", (2,), (place("n0", 2),)))
+        assert sorted(job.begun) == [("engine", [0, 2]), ("engine", [1]), ("train", [0])]
+
+    def test_a_new_master_starts_no_role_before_all_agents_are_back(self) -> None:
+        job = Services(service(count=2), program("train", after=AFTER), nodes=("n0", "n1")).begin()
+        job.all_run("engine").ready("engine", 0)
+        before = job.state
+        take_over(job)
+        join(job, before, "n1")
+        assert job.ready("engine", 1).begun == []
+
+    def test_a_new_master_hears_which_ranks_are_ready(self) -> None:
+        job = Services(service(count=2), program("train", after=AFTER)).begin()
+        job.all_run("engine").ready("engine", 0)
+        rejoin(job)
+        assert job.begun == []
+        assert [job.state.roles["engine"].up(worker) for worker in job.state.roles["engine"].workers] == [
+            True,
+            False,
+        ]
+        assert job.ready("engine", 1).begun == [("train", [0])]
+
+    def test_a_new_master_waits_for_the_rest_of_a_back_off(self) -> None:
+        job = Services(service(), program(), nodes=("n0",)).up().dies().dies()
+        paid, due = job.worker().paid, job.worker().due
+        job.now -= 1.5  # the takeover takes 2 s
+        rejoin(job)
+        assert job.begun == []
+        assert job.delays == [pytest.approx(due - job.now)]
+        assert (job.worker().paid, job.worker().due) == (paid, due)
+        assert job.later(1.0).begun == [("engine", [0])]
+
+    def test_a_new_master_starts_a_rank_whose_back_off_is_over(self) -> None:
+        job = Services(service(), program()).up().dies().dies()
+        rejoin(job)
+        assert job.begun == [("engine", [0])]
 
 
 class TestTheEnd:
