@@ -145,7 +145,8 @@ class LogSpec(Value):
 class JobSpec(Value):
     """One job. Durations are in seconds.
 
-    `primary` names the roles whose end is the job's end; the others are stopped then. `config` is the
+    `primary` names the roles whose end is the job's end; the others are stopped then. A job of services alone has none:
+    it goes on until it is stopped. `config` is the
     user's own, free-form part, which workers find as ``ctx.config``. `master_port` 0 lets each role have a
     free port; a number is taken by the first role. `sample_interval` is how often workers' memory and
     processor time are read; exits are seen at once, whatever it is. `collocations` are groups of roles that share
