@@ -88,7 +88,7 @@ OURS: tuple[Option, ...] = (
     Option(
         "--primary",
         ROLES,
-        "the job ends when these roles have succeeded (default: the trainer, or all but workloads)",
+        "the job ends when these roles have succeeded (default: the trainer, or all but workloads and services)",
         "ROLE,…",
         many=True,
     ),
