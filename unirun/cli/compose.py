@@ -100,7 +100,9 @@ def job_spec(
     merge(data, file)
     known = [*data["roles"]] if isinstance(data.get("roles"), dict) else []
     script = line.script is not None or any(data.get(kind) for kind in ENTRY_KINDS)
-    merge(data, options_to_job(line.options, known, trained=trained, alone=alone, script=script))
+    served = [name for name in known if isinstance(role := data["roles"][name], dict) and role.get("service")]
+    ours = options_to_job(line.options, known, trained=trained, alone=alone, script=script, served=served)
+    merge(data, ours)
     for item in named:
         if item.target is not None:
             _set_target(data, item.name, item.target)

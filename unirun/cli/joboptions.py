@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from unirun.cli.commandline import RoleItem, ServiceItem, items, role_items, service_items
@@ -19,11 +19,13 @@ def options_to_job(
     trained: bool = False,
     alone: bool = True,
     script: bool = False,
+    served: Collection[str] = (),
 ) -> dict[str, Any]:
     """Options as the mapping that a job file would be.
 
-    `known`: the roles that the file already has; `trained`: whether there is a trainer, here or there; `alone`: whether
-    the job has one host; `script`: whether there is one, so that a job of services has a role beside them.
+    `known`: the roles that the file already has, of which `served` are services; `trained`: whether there is a trainer,
+    here or there; `alone`: whether the job has one host; `script`: whether there is one, so that a job of services has
+    a role beside them.
     """
     job: dict[str, Any] = {}
     roles: dict[str, dict[str, Any]] = {}
@@ -35,7 +37,7 @@ def options_to_job(
         _add_role(item, roles, faults)
     for service in service_items(options):
         _add_service(service, roles, faults)
-    services = {item.name for item in service_items(options)}
+    services = {*served, *(item.name for item in service_items(options))}
     if services and not named and not known and "role" not in options and script:
         roles["default"] = {}
     if "role" in options:
@@ -44,7 +46,8 @@ def options_to_job(
         roles[options["role"]] = {}
     if "trainer" in options:
         job["trainer"] = {"class": options["trainer"]}
-    scope = _Scope(job, roles, [*dict.fromkeys([*roles, *known])], faults, trained=trained)
+    names = [*dict.fromkeys([*roles, *known])]
+    scope = _Scope(job, roles, names, faults, trained=trained, services=services)
     scope.scoped("script", options.get("script", ()), needs_role=True)
     scope.folders(options.get("cwd", ()))
     scope.scoped("max_restarts", options.get("max_restarts", ()))
@@ -100,7 +103,9 @@ class _Scope:
         faults: list[Fault],
         *,
         trained: bool,
+        services: Collection[str],
     ) -> None:
+        self._services = services
         self._job, self._roles, self._faults, self._trained = job, roles, faults, trained
         self._names = [*names, TRAINER] if trained else names
 
@@ -119,10 +124,11 @@ class _Scope:
         """``train=engine,router``; without a role, for all that are no services."""
         for value in values:
             role, equals, rest = value.rpartition("=")
-            every = [name for name in self._names if not self._roles.get(name, {}).get("service")]
+            waited = items([rest])
+            every = [name for name in self._names if name not in self._services and name not in waited]
             for name in [role] if equals else every:
                 if self._known(name, "--after"):
-                    self._of(name).setdefault("after", []).extend(items([rest]))
+                    self._of(name).setdefault("after", []).extend(waited)
 
     def folders(self, values: Any) -> None:
         """Working directories, whose names may hold an equals sign themselves."""

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,7 @@ def plan_rows(spec: JobSpec, placement: Placement) -> list[dict[str, Any]]:
 
     A port that the launcher will choose is 0.
     """
-    job, secrets = job_at(spec.run_id), secret_names(spec)
+    job, secrets = job_at(spec.run_id), sorted(secret_names(spec))
     rows = []
     for index, role in enumerate(spec.roles):
         port = spec.master_port if index == 0 else 0
@@ -174,14 +174,10 @@ def plan_rows(spec: JobSpec, placement: Placement) -> list[dict[str, Any]]:
                     "restart": role.restart,
                     "max_restarts": role.max_restarts,
                     "command": command_of(role),
-                    "env": _masked(worker_env(spec, order, member, job, each.node, {}), secrets),
+                    "env": worker_env(spec, order, member, job, each.node, {}) | dict.fromkeys(secrets, MASK),
                 }
             )
     return rows
-
-
-def _masked(env: dict[str, str], secrets: Collection[str]) -> dict[str, str]:
-    return {name: MASK if name in secrets else value for name, value in env.items()}
 
 
 def command_of(role: RoleSpec) -> str:

@@ -65,10 +65,17 @@ def _may_begin(state: JobState, role: RoleState) -> bool:
 
 
 def _enough(role: RoleState, spec: RoleSpec, count: int) -> bool:
-    """Return True if `count` ranks are ready (0: all); of an optional service, those that can become so."""
-    given_up = sum(worker.due == NEVER for worker in role.workers) if spec.optional else 0
-    wanted = count * (spec.group or 1) or len(role.workers)
-    return role.running >= min(wanted, len(role.workers) - given_up)
+    """Return True if `count` ranks, or groups, are ready (0: all). Those that an optional service has lost for good do
+    not count as missing."""
+    return _ready(role, spec) >= (count or len(role.workers) // (spec.group or 1))
+
+
+def _ready(role: RoleState, spec: RoleSpec) -> int:
+    """The number of ranks, or groups, that are ready."""
+    if spec.group is None:
+        return role.running
+    heads = (role.workers[rank] for rank in range(0, len(role.workers), spec.group))
+    return sum(worker.ended_well or role.up(worker) for worker in heads)
 
 
 def waiting_to_start(state: JobState) -> tuple[str, ...]:
@@ -82,7 +89,8 @@ def waiting_to_start(state: JobState) -> tuple[str, ...]:
                 ready = "ready" if other.probed else "up"
                 whys = dict.fromkeys(w.health.why for w in other.workers if w.health and not w.health.ready)
                 why = f" ({'; '.join([*whys][:3])})" if whys else ""
-                number = f"{other.running} of {count or len(other.workers)}"
+                spec = state.role_spec(name)
+                number = f"{_ready(other, spec)} of {count or len(other.workers) // (spec.group or 1)}"
                 found.append(f"{role.name} starts after {name}, of which {number} are {ready}{why}")
     return tuple(found)
 
@@ -180,7 +188,10 @@ def health_changed(transition: Transition, who: WorkerId, health: Health) -> Non
         text = "is ready" if health.ready else f"is not ready: {health.why}"
         transition.record("ready" if health.ready else "unready", f"{who} {text}", str(who))
         transition.send(ToWatchers(output_of(transition.state, role.name, worker.rank)))
-        transition.tell_now()
+        if transition.role(role.name).serves:
+            transition.tell_now()
+        else:
+            transition.tell_soon()
 
 
 def wait_again(transition: Transition) -> None:

@@ -32,7 +32,9 @@ milliseconds, and there is no wait."""
 def advance(transition: Transition, role: RoleState) -> None:
     """Advance `role` after a worker ended without a new failure."""
     if role.phase in ROLE_WORKS:
-        if role.has_done_its_work:
+        if role.has_done_its_work and role.workers[0].due == NEVER:
+            transition.put(replace(role, phase=RolePhase.FAILED))
+        elif role.has_done_its_work:
             transition.put(replace(role, phase=RolePhase.SUCCEEDED))
             transition.record("role", f"role {role.name} succeeded", role.name)
         else:
@@ -111,13 +113,16 @@ def stop_all(
     """Stop every role; the job ends with `verdict` when the last worker is gone. The role that has failed may have some
     time before that (`_patience`). Unless all stop `together`, services are told later, when others have ended
     (`unirun.failover.readiness.stop_due`)."""
+    if transition.state.verdict is not None:
+        return
     grace = transition.state.spec.shutdown_timeout if grace is None else grace
     verdict = replace(verdict, signal=int(signum), grace=grace)
     transition.state = replace(transition.state, phase=JobPhase.STOPPING, verdict=verdict)
     transition.record("stopping", verdict.reason)
     transition.state = replace(transition.state, cause=transition.cause)
     for role in list(transition.state.roles.values()):
-        later = transition.state.role_spec(role.name).service and role.living and not together
+        service = transition.state.role_spec(role.name).service and role.phase in ROLE_WORKS
+        later = service and role.living and not together
         if role.phase not in ROLE_ENDS and not later:
             stop_role(transition, role, verdict)
             advance(transition, transition.role(role.name))
@@ -238,7 +243,7 @@ def stop_groups(transition: Transition, role: RoleState) -> None:
     """Tell the live ranks of groups to end of which a rank has ended: a group starts again as a whole."""
     spec, ranks = transition.state.role_spec(role.name), set[int]()
     for worker in role.workers if spec.group else ():
-        if not worker.live and worker.due != NEVER:
+        if not worker.live and not worker.ended_well:
             ranks.update(spec.members(worker.rank))
     nodes: dict[str, list[int]] = {}
     for worker in role.live:
@@ -249,11 +254,32 @@ def stop_groups(transition: Transition, role: RoleState) -> None:
         transition.order(node, StopWorkers(role.name, tuple(there), int(signal.SIGTERM), grace))
 
 
+def give_up(transition: Transition, role: RoleState, ranks: Collection[int]) -> None:
+    """Go on without these ranks of an optional service, and those that are one server with them."""
+    spec, grace = transition.state.role_spec(role.name), transition.state.spec.shutdown_timeout
+    if role.restart == "role":
+        transition.put(replace(role, phase=RolePhase.STOPPING))
+        transition.stop(role, signal.SIGTERM, grace)
+        advance(transition, transition.role(role.name))
+        return
+    left = {member for rank in ranks for member in spec.members(rank)}
+    for rank in left:
+        worker = role.workers[rank]
+        role = role.with_worker(replace(worker, due=NEVER))
+        if worker.live:
+            transition.order(worker.node, StopWorkers(role.name, (rank,), int(signal.SIGTERM), grace))
+    all_gone = all(worker.due == NEVER and not worker.live for worker in role.workers)
+    transition.put(replace(role, phase=RolePhase.FAILED) if all_gone else starting_again(role))
+    if not all_gone:
+        settle(transition, transition.role(role.name))
+
+
 def _backing_off(transition: Transition, role: RoleState, decision: Decision) -> RoleState:
-    """`role`, of which the ranks that have just ended start again after the back-off of their budget."""
+    """`role`, of which the ranks that have just ended start again after the back-off of their budget. A rank that has a
+    time for its start already has paid."""
     now = transition.now
     for worker in role.workers:
-        if worker.live or worker.ended_well or not 0 <= worker.due <= now:
+        if worker.live or worker.ended_well or worker.due or worker.exit is None:
             continue
         delay = history_of(transition.state, role, now, [worker.rank]).budget.back_off
         paid = worker.paid if decision.free else _paid(transition, role, worker.paid)

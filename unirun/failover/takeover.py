@@ -34,6 +34,9 @@ from unirun.wire.messages import ExitAck, StopWorkers
 from unirun.wire.reports import Calls, FromWorker, Held, Join, WorkerExited
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
+PAID = 1.0
+"""The `WorkerState.due` of a rank whose restart was ordered before, and has been paid for: a time in the past."""
+
 REJOIN_TIMEOUT = 15.0
 """Seconds within which every agent must join a new master."""
 
@@ -132,7 +135,7 @@ def _take_up_role(transition: Transition, role: RoleState, event: Join) -> None:
             continue
         known = held.get(WorkerId(role.name, worker.rank, worker.incarnation))
         if known is None:
-            role = role.with_worker(_never_started(worker))
+            role = role.with_worker(_never_started(role, worker))
             continue
         member = is_member(transition.state, role, worker)
         role = role.with_worker(_as_held(role, worker, known, member=member))
@@ -169,7 +172,7 @@ def _as_held(role: RoleState, worker: WorkerState, known: Held, *, member: bool)
     )
 
 
-def _never_started(worker: WorkerState) -> WorkerState:
+def _never_started(role: RoleState, worker: WorkerState) -> WorkerState:
     """The worker whose start order was lost with the old master: its rank is as before that order."""
     if worker.incarnation == 0:
         return WorkerState(worker.rank, worker.node, own=worker.own, ports=worker.ports, paid=worker.paid)
@@ -180,5 +183,7 @@ def _never_started(worker: WorkerState) -> WorkerState:
         called=worker.called,
         ports=worker.ports,
         paid=worker.paid,
+        new_ports=worker.new_ports,
+        due=PAID if role.is_program else 0.0,
     )
     return before.ended(end)

@@ -11,18 +11,23 @@ from unirun.failover.restart_or_end import (
     advance,
     end_job,
     form_anew,
+    give_up,
     history_of,
     restart,
     starting_again,
+    stop_groups,
 )
 from unirun.job.events import ToWatchers
 from unirun.job.failures import Exit, Failure
 from unirun.job.generations import clear_the_way
-from unirun.job.state import NEVER, ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, WorkerState
+from unirun.job.state import ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, WorkerState
 from unirun.job.transition import Transition
 from unirun.wire.messages import ExitAck
 from unirun.wire.reports import Notice, WorkerExited
 from unirun.wire.spawning import StoreEnded
+
+NEW_PORTS = 3
+"""Times that a rank gets other ports at no cost: what has the port may be a process of its own that outlives it."""
 
 NOT_EXECUTED = (126, 127)
 """Exit codes of shells, and of unirun, for a program that cannot be executed or is not found."""
@@ -69,6 +74,8 @@ def exited(transition: Transition, event: WorkerExited) -> None:
         clear_the_way(transition)
     if end.ok or moves or regroups or role.orderly or _obeyed(event):
         advance(transition, transition.role(role.name))
+        if works and role.is_program:
+            stop_groups(transition, transition.role(role.name))
         if end.ok or event.sent is not None:
             transition.tell_soon()
         else:
@@ -81,10 +88,11 @@ def exited(transition: Transition, event: WorkerExited) -> None:
         transition.state = transition.state.with_failures(replace(failure, decision=decision.reason))
         if event.taken and decision.action != "end_job":
             # Its successor gets other ports. Without one it keeps them, as other roles may name them.
-            role = role.with_worker(replace(role.workers[rank], ports=None))
+            ended = role.workers[rank]
+            role = role.with_worker(replace(ended, ports=None, new_ports=ended.new_ports + 1))
         code = EXIT_RENDEZVOUS if event.cause == "unready" else EXIT_FAILURE
         tail = f"\n{event.tail}" if role.is_program and event.tail else ""
-        _carry_out(transition, role, decision, code, source=str(event.worker), tail=tail)
+        _carry_out(transition, role, decision, code, rank=worker.rank, tail=tail)
     else:
         transition.state = transition.state.with_failures(failure)
         advance(transition, transition.role(role.name))
@@ -143,18 +151,26 @@ def _loss(role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit) 
         or (event.error is not None and event.error.permanent)
         or (role.is_program and end.code in NOT_EXECUTED),
         stale=in_past and (event.cause == "stuck" or not role.up(worker)),
-        taken=event.taken,
+        taken=event.taken and worker.new_ports < NEW_PORTS,
     )
 
 
 def _carry_out(
-    transition: Transition, role: RoleState, decision: Decision, code: int, *, source: str, tail: str = ""
+    transition: Transition,
+    role: RoleState,
+    decision: Decision,
+    code: int,
+    *,
+    rank: int | None = None,
+    tail: str = "",
 ) -> None:
-    """Report and carry out the decision about `source`, which is `role` or one of its ranks. `tail` are its last lines,
-    for a program, whose output may be in its log only."""
+    """Report and carry out the decision about `role`, or one of its ranks. `tail` are its last lines, for a program,
+    whose output may be in its log only."""
+    source = role.name if rank is None else f"{role.name}:{rank}"
     transition.record("decision", decision.reason, source)
     if decision.action == "end_job" and transition.state.role_spec(role.name).optional:
-        _give_up(transition, role, f"{decision.reason}; the job goes on without it{tail}", source)
+        transition.send(ToWatchers(Notice(source, f"{decision.reason}; the job goes on without it{tail}")))
+        give_up(transition, role, [rank] if rank is not None else range(len(role.workers)))
         return
     if decision.action == "end_job":
         end_job(transition, decision, code, by_failure=code == EXIT_FAILURE)
@@ -165,15 +181,6 @@ def _carry_out(
     if role.phase is RolePhase.RUNNING and (waiting := consequences(unit_of(transition.state, [failed]))):
         transition.record("affected", waiting, source)
     restart(transition, role, decision)
-
-
-def _give_up(transition: Transition, role: RoleState, text: str, source: str) -> None:
-    """Go on without the ranks of an optional service that have ended."""
-    transition.send(ToWatchers(Notice(source, text)))
-    for worker in role.workers:
-        if not worker.live:
-            role = role.with_worker(replace(worker, due=NEVER))
-    transition.put(starting_again(role) if role.living else replace(role, phase=RolePhase.FAILED))
 
 
 def store_ended(transition: Transition, event: StoreEnded) -> None:
@@ -203,4 +210,4 @@ def store_ended(transition: Transition, event: StoreEnded) -> None:
     elif in_place or (role.phase is RolePhase.RESTARTING and not role.living):
         what = f"the store of role {role.name} is gone before its workers have met: {event.reason}"
         decision = decide(Loss(what, role.name), history_of(transition.state, role, transition.now))
-        _carry_out(transition, role, decision, EXIT_RENDEZVOUS, source=role.name)
+        _carry_out(transition, role, decision, EXIT_RENDEZVOUS)

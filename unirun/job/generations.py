@@ -160,7 +160,8 @@ def order_store(transition: Transition, role: RoleState) -> None:
 
 def places_of(state: JobState) -> dict[str, tuple[Place, ...]]:
     """The addresses of the ranks of roles that have ports, and know them all."""
-    found = {name: [worker.place for worker in role.workers] for name, role in state.roles.items()}
+    names = [spec.name for spec in state.spec.roles if spec.ports]
+    found = {name: [worker.place for worker in state.roles[name].workers] for name in names}
     return {name: tuple(filter(None, places)) for name, places in found.items() if all(places)}
 
 
@@ -169,6 +170,7 @@ def _start(transition: Transition, role: RoleState, ranks: Collection[int]) -> N
     for place in transition.state.placement.of_role(role.name):
         nodes.setdefault(place.node, []).append(place)
     address, wanted = endpoint(transition.state, role.name), frozenset(ranks)
+    addresses = places_of(transition.state)
     for group_rank, (node, here) in enumerate(nodes.items()):
         members = tuple(
             StartWorker(
@@ -195,6 +197,6 @@ def _start(transition: Transition, role: RoleState, ranks: Collection[int]) -> N
             endpoint=address,
             members=members,
             mask=transition.state.placement.masks.get(role.name, ""),
-            places=places_of(transition.state),
+            places=addresses,
         )
         transition.order(node, order)

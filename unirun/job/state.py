@@ -90,7 +90,8 @@ class WorkerState(Value, omit_defaults=True):
     is what this worker has called, `called` what those before it had. `left` is when it has ended with 0 by itself, in
     seconds since the epoch; 0 when it lives, has failed or was told to end. `ports` stay when the rank starts again on
     its node. `health` is what the probe of a program says. A program is not started again before `due`;
-    `paid` are the times of the latest restarts of a rank of a service, which has a budget of its own.
+    `paid` are the times of the latest restarts of a rank of a service, which has a budget of its own. `new_ports`
+    counts how often another process had its port.
     """
 
     rank: int
@@ -110,6 +111,7 @@ class WorkerState(Value, omit_defaults=True):
     ports: Ports | None = None
     health: Health | None = None
     due: float = 0.0
+    new_ports: int = 0
     paid: tuple[float, ...] = ()
 
     @property
@@ -129,8 +131,8 @@ class WorkerState(Value, omit_defaults=True):
 
     @property
     def ended_well(self) -> bool:
-        """True if the process has left with code 0."""
-        return self.exit is not None and self.exit.ok
+        """True if the process has left with code 0, or the job goes on without the rank."""
+        return (self.exit is not None and self.exit.ok) or (self.due == NEVER and not self.live)
 
     def ended(self, end: Exit) -> WorkerState:
         """The worker after its process has ended."""
@@ -148,6 +150,7 @@ class WorkerState(Value, omit_defaults=True):
             own=own,
             ports=self.ports,
             paid=self.paid,
+            new_ports=self.new_ports,
         )
 
 

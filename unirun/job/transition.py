@@ -28,7 +28,7 @@ GATHER = 1.0
 """Seconds in which nodes that have come are gathered into one decision: roles that grow start again."""
 
 CAUSES = frozenset(
-    {"start", "exit", "agent_lost", "drain", "store", "stop", "decision", "restart", "stopping"}
+    {"start", "ready", "exit", "agent_lost", "drain", "store", "stop", "decision", "restart", "stopping"}
 )
 """The kinds of events that others follow from."""
 

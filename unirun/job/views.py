@@ -79,7 +79,7 @@ def _phase(worker: WorkerState) -> str:
         case WorkerPhase.RUNNING | WorkerPhase.SERVING:
             return worker.phase.value
         case WorkerPhase.EXITED:
-            return "ended" if worker.ended_well else "lost"
+            return "ended" if worker.exit is not None and worker.exit.ok else "lost"
         case _:
             return "starting"
 

@@ -222,10 +222,10 @@ class Agent:
             case events.Unwatch(number):
                 self._probing.forget(number)
             case events.ToLinks(message):
-                self._write_addresses()
                 frame = frame_of(message)
                 for link in (link for links in self._links.values() for link in links):
                     link.send_frame(frame)
+                self._write_addresses()
             case events.After(delay, event):
                 asyncio.get_running_loop().call_later(delay, self._apply, event)
             case events.KillGroups(pids):
@@ -393,9 +393,14 @@ class Agent:
         if self._state.view is None or not any(role.ports for role in self._spec.roles):
             return
         addresses = addresses_of(self._state.view, self._spec)
-        if addresses != self._addresses:
+        if addresses == self._addresses:
+            return
+        try:
             self._job.write_json(self._job.addresses(self._state.node).name, addresses)
             self._addresses = addresses
+        except OSError as error:
+            # The disk is full, for example. The next view tries again.
+            report(f"unirun-agent: the file of addresses cannot be written: {error.strerror}")
 
     def _late(self, expiry: Expiry) -> None:
         self._apply(events.TimerExpired(expiry.pid, session_of(expiry.pid), expiry.scopes, expiry.signal))

@@ -12,6 +12,9 @@ import re
 import tempfile
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
+from unirun.errors import RendezvousError
 from unirun.launcher.hosts.interfaces import interface_of
 from unirun.launcher.timers import ENABLE, PIPE
 from unirun.rendezvous.endpoints import split_endpoint
@@ -38,6 +41,10 @@ _COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 INTERPRETER = "PYTHON_EXEC"
 """torchrun's variable: the interpreter, or a wrapper of it, that runs the workers."""
+
+LONGEST_VARIABLE = 1 << 16
+"""Characters of the addresses of a role in a variable: Linux refuses to execute programs with 128 KiB in one. The file
+of addresses has all."""
 
 SpawnerKey = tuple[tuple[str, str], ...]
 """The variables that are read only when libraries are loaded: workers that differ in them need different spawners."""
@@ -113,10 +120,8 @@ def base_env(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> dict[str
     if is_loopback(spec.master_addr):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             env.setdefault(variable, "lo")
-    for each in (spec, spec.role(role)):
-        if each.env_file is not None:
-            env.update(read_env_file(each.env_file))
-        env.update(each.env)
+    env.update(spec.env)
+    env.update(spec.role(role).env)
     return _with_interpreter(env, spec.role(role))
 
 
@@ -145,10 +150,27 @@ def _with_interpreter(env: dict[str, str], role: RoleSpec) -> dict[str, str]:
     return env
 
 
+def with_env_files(spec: JobSpec) -> JobSpec:
+    """The spec with the variables of its env files in its environments, for the process that starts workers. It is
+    read once: later, a file may be gone, or have others. Raises `RendezvousError`."""
+    try:
+        roles = tuple(
+            replace(role, env=read_env_file(role.env_file) | dict(role.env), env_file=None)
+            if role.env_file
+            else role
+            for role in spec.roles
+        )
+        if spec.env_file is not None:
+            spec = replace(spec, env=read_env_file(spec.env_file) | dict(spec.env), env_file=None)
+    except (OSError, ValueError) as error:
+        raise RendezvousError(f"an env_file cannot be read on this host: {error}", "is it there?") from error
+    return replace(spec, roles=roles)
+
+
 def mask_of(spec: JobSpec, inherited: Mapping[str, str]) -> Mask:
-    """The mask of the secrets that the workers of a node have."""
-    names = secret_names(spec)
-    envs = [base_env(spec, role.name, inherited) for role in spec.roles] if names else []
+    """The mask of the secrets that the workers of a node have. Raises `RendezvousError`."""
+    names, whole = secret_names(spec), with_env_files(spec)
+    envs = [base_env(whole, role.name, inherited) for role in spec.roles] if names else []
     return Mask(env[name] for env in envs for name in names if name in env)
 
 
@@ -227,7 +249,9 @@ def worker_env(
         env["UNIRUN_ADDRS_FILE"] = str(job.addresses(node))
     for name, places in order.places.items():
         heads = places[:: spec.role(name).group or 1]
-        env[addresses_variable(name)] = ",".join(place.addr() for place in heads)
+        addresses = ",".join(place.addr() for place in heads)
+        if len(addresses) <= LONGEST_VARIABLE:
+            env[addresses_variable(name)] = addresses
     if env.get(ENABLE) == "1":
         env[PIPE] = str(job.timer_pipe(node))
     own_mask = order.mask in {**spec.env, **role.env}

@@ -16,6 +16,7 @@ from unirun.launcher.environment import (
     is_fresh,
     spawner_env,
     spawner_key,
+    with_env_files,
     worker_env,
 )
 from unirun.launcher.events import Launch, Store, Worker
@@ -24,7 +25,7 @@ from unirun.launcher.timers import ENABLE
 from unirun.launcher.warm.borrowing import wish
 from unirun.rendezvous import JobDir
 from unirun.spec.probes import Probe
-from unirun.spec.templates import Own, fill
+from unirun.spec.templates import Own, fill, fill_roles
 from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, Reserve, StartRole, StartWorker
 from unirun.wire.reports import Placed
@@ -62,7 +63,7 @@ class Orders:
     def __init__(
         self, job: JobDir, task: AgentTask, inherited: Mapping[str, str], stdin: int | None = None
     ) -> None:
-        self._job, self._task, self._spec = job, task, task.spec
+        self._job, self._task, self._spec = job, task, with_env_files(task.spec)
         self._inherited, self._stdin = inherited, stdin
         self._last_id = 0
 
@@ -128,11 +129,20 @@ class Orders:
         )
         return lambda text: fill(text, own, roles, order.places)
 
+    def _with_roles(self, text: str, order: StartRole) -> str:
+        """A text of all roles, in which only addresses of roles are filled in."""
+        return fill_roles(text, {role.name: role for role in self._spec.roles}, order.places)
+
     def _spawn(self, order: StartRole, member: StartWorker, filled: Callable[[str], str]) -> Spawn:
         """The request that starts one worker."""
         role = self._spec.role(order.role)
         env = worker_env(self._spec, order, member, self._job, self._task.node, self._inherited)
         env |= {name: filled(text) for name, text in role.env.items() if env.get(name) == text}
+        env |= {
+            name: self._with_roles(text, order)
+            for name, text in self._spec.env.items()
+            if name not in role.env and env.get(name) == text
+        }
         logs = self._job.worker_logs(WorkerId(order.role, member.rank, member.incarnation))
         return Spawn(
             id=self._last_id,

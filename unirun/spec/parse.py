@@ -92,7 +92,7 @@ def parse_job(
             job, [("env", job.mapping("env")), *((f"roles.{role.name}.env", role.env) for role in roles)]
         ),
     }
-    job.faults += program_faults(roles)
+    job.faults += program_faults(roles, fields["env"])
     for name in primary:
         if any(role.name == name and role.service for role in roles):
             problem = f"{name} is a service, which is needed until the primary roles have ended"

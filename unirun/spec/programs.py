@@ -13,7 +13,7 @@ from unirun.errors import Fault
 from unirun.spec.job import Contract, Entry, RoleSpec
 from unirun.spec.probes import READY_TIMEOUT, Probe, read_probe
 from unirun.spec.read import Section, nearest, shown
-from unirun.spec.templates import faults_of, names_in
+from unirun.spec.templates import faults_of, faults_of_env, names_in
 
 JOB_WIDE_PROGRAM_KEYS = ("contract", "python")
 PROGRAM_KEYS = (
@@ -149,9 +149,10 @@ def variables_of(python: str | None) -> dict[str, str | None]:
     return {"PATH": str(folder), "VIRTUAL_ENV": environment, "PYTHONHOME": None}
 
 
-def program_faults(roles: Sequence[RoleSpec]) -> Iterator[Fault]:
-    """Faults of templates, of the order of roles, and of groups of ranks."""
+def program_faults(roles: Sequence[RoleSpec], env: Mapping[str, str]) -> Iterator[Fault]:
+    """Faults of templates, also in the job's `env`, of the order of roles, and of groups of ranks."""
     known = {role.name: role for role in roles}
+    yield from faults_of_env(env, known)
     for role in roles:
         yield from faults_of(role, known)
         yield from _order_faults(role, known)

@@ -79,7 +79,7 @@ ELSEWHERE = {
 }
 """Keys of other launchers' files, and what to write for them in a role."""
 
-TRAINER_KEYS = ("class", "env", "cwd", "max_restarts", "start_method", "cpus", "memory")
+TRAINER_KEYS = ("class", "env", "cwd", "max_restarts", "start_method", "cpus", "memory", "after", "env_file")
 START_METHODS: dict[str, StartMethod] = {
     "fork": "fork",
     "forkserver": "fork",

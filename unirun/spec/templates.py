@@ -5,9 +5,9 @@
     {rank} {count} {host} {port} {addr} {ports.NAME} {node_rank} {nodes} {head} {group.head}
     {roles.ROLE.host} {roles.ROLE.port} {roles.ROLE.addr} {roles.ROLE.hosts} {roles.ROLE.addrs} {roles.ROLE.ports.NAME}
 
-The first line is for programs, the second for every role. Anything else in braces stays as it is, as JSON does, except
-a single word that is nearly one of these names; ``{{port}}`` stands for the text ``{port}``. They are not OmegaConf's
-``${…}``, which are resolved when a job file is read.
+The first line is for programs and roles with ports, the second for every role. Anything else in braces stays as it is,
+as JSON does, except a single word that is nearly one of these names; ``{{port}}`` stands for the text ``{port}``. They
+are not OmegaConf's ``${…}``, which are resolved when a job file is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 from unirun.errors import Fault
-from unirun.spec.job import RoleSpec
+from unirun.spec.job import Entry, RoleSpec
 from unirun.spec.read import nearest
 from unirun.values import Place, Value
 
@@ -48,6 +48,12 @@ def fill(text: str, own: Own, roles: Mapping[str, RoleSpec], places: Places) -> 
     return _NAME.sub(partial(_replace, own, roles, places), text)
 
 
+def fill_roles(text: str, roles: Mapping[str, RoleSpec], places: Places) -> str:
+    """`text`, which is for processes of all roles, with the addresses of roles filled in."""
+    nobody = RoleSpec("", 1, Entry("script", ""))
+    return fill(text, Own("", 0, 1), {**roles, "": nobody}, places)
+
+
 def _replace(own: Own, roles: Mapping[str, RoleSpec], places: Places, found: re.Match[str]) -> str:
     opening, name, closing = found.groups()
     if not _is_name(roles[own.role], name):
@@ -64,7 +70,8 @@ def _is_name(role: RoleSpec, name: str) -> bool:
     head = name.partition(".")[0]
     if head == "roles":
         return name.count(".") >= 2
-    return role.is_program and (name in OWN or (head == "ports" and "." in name))
+    own = name in OWN or (head == "ports" and "." in name)
+    return own and (role.is_program or bool(role.ports))
 
 
 def _value(name: str, own: Own, roles: Mapping[str, RoleSpec], places: Places) -> str:
@@ -130,6 +137,15 @@ def faults_of(role: RoleSpec, roles: Mapping[str, RoleSpec]) -> Iterator[Fault]:
         for name in names_in([text]):
             if fault := _fault(name, role, roles):
                 yield Fault(f"roles.{role.name}.{key}", f"{{{name}}}: {fault[0]}", fault[1])
+
+
+def faults_of_env(env: Mapping[str, str], roles: Mapping[str, RoleSpec]) -> Iterator[Fault]:
+    """The faults of the addresses of roles that variables of all roles name."""
+    nobody = RoleSpec("", 1, Entry("script", ""))
+    for name, text in env.items():
+        for found in names_in([text]):
+            if fault := _fault(found, nobody, roles):
+                yield Fault(f"env.{name}", f"{{{found}}}: {fault[0]}", fault[1])
 
 
 def _fault(name: str, role: RoleSpec, roles: Mapping[str, RoleSpec]) -> tuple[str, str] | None:

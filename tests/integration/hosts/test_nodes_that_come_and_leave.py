@@ -133,7 +133,7 @@ def test_a_job_over_ssh_that_is_detached_is_seen_and_stopped_from_where_it_was_s
     assert "job left stopped" in here.run([UNIRUN, "stop", "left"], within=START).stdout
     wait_until(lambda: here.run(copying, check=False).returncode == 1, "the end of the copy", START)
     assert not (here.path(JOBS / "left") / "hosts.json").exists()
-    assert "every role starts" in here.run([UNIRUN, "events", "left"], within=START).stdout
+    assert "the job starts" in here.run([UNIRUN, "events", "left"], within=START).stdout
     removed = hosts[0].run([UNIRUN, "gc", "--older-than", "0s"], within=START).stdout
     assert "left" in removed
     assert not hosts[0].path(JOBS.parent / "nodes/h1/left").exists()

@@ -10,6 +10,7 @@ from tests.unit.job.job import KILL, TERM
 from unirun.errors import EXIT_BUDGET, EXIT_RENDEZVOUS, Refused
 from unirun.failover.policy import LONGEST_DELAY
 from unirun.failover.readiness import waiting_to_start
+from unirun.job.events import ViewDue
 from unirun.job.state import NEVER, JobPhase, RolePhase
 from unirun.job.views import addresses_of
 from unirun.master.step import step
@@ -80,7 +81,7 @@ class TestPorts:
 
     def test_ports_are_told_to_all_processes_with_the_readiness_of_their_ranks(self) -> None:
         job = Services(service(count=2), program()).begin()
-        job.all_run("engine").ready("engine", 1)
+        job.all_run("engine").ready("engine", 1).on(ViewDue())
         told = addresses_of(job.orders(View)[-1], job.state.spec)["engine"]
         assert [(each["rank"], each["addr"], each["ready"]) for each in told] == [
             (0, "n0:20000", False),

@@ -86,7 +86,9 @@ class TestAnswers:
         assert told(says(agent, "")) == [Health(True, 9.0)]
         assert says(agent, "", "").commands == []
         missed = "did not answer 1 of 3 times: status 500"
-        assert told(says(agent, "status 500")) == [Health(True, 9.0, missed)], "it is ready until it is given up"
+        assert told(says(agent, "status 500")) == [Health(True, 9.0, missed)], (
+            "it is ready until it is given up"
+        )
         assert told(says(agent, "")) == [Health(True, 9.0)]
 
     def test_answers_of_a_worker_that_is_gone_are_ignored(self) -> None:

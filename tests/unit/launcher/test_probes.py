@@ -20,7 +20,8 @@ from tests.effort import SOON, examples
 from tests.unit.launcher.agent import spawn
 from unirun.launcher.environment import FRESH
 from unirun.launcher.events import Worker
-from unirun.launcher.probes import Output, Probing, Question, listeners, sockets_of
+from unirun.launcher.probes import Output, Probing, Question, sockets_of
+from unirun.launcher.sockdiag import listeners_on
 from unirun.spec.probes import Probe
 from unirun.values import WorkerId
 
@@ -167,7 +168,7 @@ class TestListeners:
             try:
                 async with server(OK) as port:
                     probe = Probe("http", (f"http://127.0.0.1:{port}/",))
-                    assert listeners(port) <= sockets_of(os.getpid())
+                    assert listeners_on(port) <= sockets_of(os.getpid())
                     why = await ask(probe, other.pid)
                     return await ask(probe), why.replace(str(port), "PORT")
             finally:
@@ -189,7 +190,7 @@ class TestListeners:
                 sock.close()
                 try:
                     async with asyncio.timeout(SOON):
-                        while not (found := listeners(port)) & sockets_of(shell.pid):
+                        while not (found := listeners_on(port)) & sockets_of(shell.pid):
                             await asyncio.sleep(0.01)
                     assert found
                     return await ask(Probe("tcp", (f"127.0.0.1:{port}",)), shell.pid)
