@@ -396,3 +396,39 @@ class TestTheEnd:
     def test_the_end_of_a_job_of_optional_services_comes_when_none_is_left(self) -> None:
         job = Services(service(optional=True, max_restarts=0), primary=()).up().dies()
         assert job.end == (1, "no role is left")
+
+
+class TestGroups:
+    def test_groups_are_counted_by_their_heads(self) -> None:
+        """The other ranks of a server run at once, and say nothing of its readiness."""
+        job = Services(service(count=4, group=2), program("train", after={"engine": 1})).begin()
+        assert job.all_run("engine").begun == []
+        assert job.ready("engine", 2).begun == [("train", [0])]
+
+    def test_groups_of_which_two_ranks_die_by_themselves_pay_for_each_rank_once(self) -> None:
+        job = Services(service(count=2, group=2), program()).up()
+        job.dies(rank=0)
+        assert job.ended == [("engine", [1], TERM)]
+        job.dies(rank=1)
+        assert [len(job.worker(rank=rank).paid) for rank in (0, 1)] == [1, 1]
+        assert job.begun == [("engine", [0, 1])]
+
+
+class TestAnOptionalService:
+    def test_an_optional_service_gives_up_only_the_rank_whose_budget_is_spent(self) -> None:
+        engine = service(count=2, optional=True, max_restarts=1, restart_delay=5.0)
+        job = Services(engine, program()).up()
+        job.dies(rank=0).ready("engine", 0).dies(rank=1)
+        job.dies(rank=0)
+        assert job.worker(rank=0).due == NEVER
+        assert job.worker(rank=1).due != NEVER
+        assert job.state.roles["engine"].phase is not RolePhase.FAILED
+
+
+def test_another_port_is_free_three_times_only() -> None:
+    job = Services(service(restart_delay=0.0), program()).begin()
+    for free in (True, True, True, False):
+        job.all_run("engine").dies(taken=True)
+        paid = len(job.worker().paid)
+        assert (paid == 0) is free
+        job.reserve()

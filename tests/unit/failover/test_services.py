@@ -53,6 +53,28 @@ def test_a_rank_that_moves_and_ends_with_0_has_not_failed(job: Job) -> None:
     assert [worker.node for worker in job.state.roles["engine"].live] == ["n0", "n0", "n3", "n3"]
 
 
+def test_ranks_that_move_take_the_others_of_their_group_with_them(job: Job) -> None:
+    """Ranks 0 to 3 are one server on two nodes, of which one is drained."""
+    job.state = replace(
+        job.state,
+        spec=replace(
+            job.state.spec,
+            roles=tuple(
+                replace(role, group=4) if role.name == "engine" else role for role in job.state.spec.roles
+            ),
+        ),
+    )
+    job.on(Drain("n1"))
+    (order,) = job.orders(StopWorkers)
+    stays = sorted({0, 1, 2, 3} - {*order.ranks})
+    job.exits("engine", order.ranks[0], 0, asked=TERM)
+    others = {rank for each in job.orders(StopWorkers) for rank in each.ranks}
+    assert others >= {*stays}
+    for rank in (*order.ranks[1:], *stays):
+        job.exits("engine", rank, 0, asked=TERM)
+    assert {member.rank for each in job.orders(StartRole) for member in each.members} == {0, 1, 2, 3}
+
+
 @pytest.mark.parametrize("code", [126, 127])
 def test_a_program_that_cannot_be_executed_ends_the_job_at_its_first_start(job: Job, code: int) -> None:
     job.exits("engine", 1, code)
