@@ -175,3 +175,17 @@ class TestStatus:
         ready = [(worker.ready, worker.why) for worker in status.roles[0].workers]
         assert ready == [(True, ""), (False, "closed")]
         assert replace(status, waiting=()) == status
+
+
+class TestAfterServicesOfAFile:
+    def test_after_is_for_the_roles_that_are_no_services(self, line: Compose) -> None:
+        engine = "{program: sleep, args: ['9'], service: true}"
+        Path("job.yaml").write_text(f"roles: {{engine: {engine}, actor: {{script: train.py}}}}\n")
+        spec = line("--config job.yaml --after engine")
+        assert dict(spec.role("actor").after) == {"engine": 0}
+        assert dict(spec.role("engine").after) == {}
+
+    def test_after_is_for_the_trainer_too(self, line: Compose) -> None:
+        Path("ppo.py").write_text("class Trainer: ...\nclass Actor: ...\n")
+        spec = line("--service 'a: sleep 1' --after a --roles actor=1@ppo:Actor --trainer ppo:Trainer")
+        assert dict(spec.role("trainer").after) == {"a": 0}

@@ -288,6 +288,22 @@ class TestPrograms:
         assert not RESERVED_ENV & env.keys()
         assert (env["OMP_NUM_THREADS"], env["HOME"]) == ("5", "/root")
 
+    def test_programs_can_be_executed_whatever_the_number_of_addresses(self) -> None:
+        """Linux refuses a variable of 128 KiB. The file of addresses has all."""
+        places = tuple(Place("10.0.0.1", (20000,)) for _ in range(10_000))
+        order = replace(ORDER, role="train", endpoint="", mask="", places={"engine": places})
+        roles = (
+            RoleSpec("train", 1, Entry("program", "t"), contract="none"),
+            replace(self.ENGINE, name="engine"),
+        )
+        assert "UNIRUN_ADDRS_ENGINE" in env_of(
+            JobSpec("job", "run-1", roles, ("train",)),
+            MEMBER,
+            replace(order, places={"engine": places[:100]}),
+        )
+        env = env_of(JobSpec("job", "run-1", roles, ("train",)), MEMBER, order)
+        assert max(map(len, env.values())) < 1 << 17
+
     def test_programs_have_their_role_and_rank_under_names_of_unirun(self) -> None:
         env = self.env(self.ENGINE)
         assert (env["UNIRUN_ROLE"], env["UNIRUN_RANK"], env["UNIRUN_NODE"]) == ("my-engine", "3", "n1")

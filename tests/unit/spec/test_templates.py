@@ -11,7 +11,17 @@ from msgspec.structs import replace
 
 from unirun.spec import Entry, RoleSpec
 from unirun.spec.probes import Probe
-from unirun.spec.templates import OWN, Own, Places, faults_of, fill, names_in, texts_of
+from unirun.spec.templates import (
+    OWN,
+    Own,
+    Places,
+    faults_of,
+    faults_of_env,
+    fill,
+    fill_roles,
+    names_in,
+    texts_of,
+)
 from unirun.values import Place
 
 
@@ -185,3 +195,22 @@ class TestFaults:
         where = [fault.where for fault in faults_of(role, ROLES)]
         assert where == ["roles.engine.env.A", "roles.engine.ready", "roles.engine.alive"]
         assert [key for key, _ in texts_of(role)] == ["args", "args", "env.A", "ready", "alive", "alive"]
+
+
+def test_addresses_of_roles_stand_in_the_environment_of_the_job_too() -> None:
+    engine = RoleSpec("engine", 1, Entry("program", "serve"), contract="none", ports=("http",))
+    roles = {"engine": engine}
+    places = {"engine": (Place("h", (1,)),)}
+    assert fill_roles("http://{roles.engine.addr}/{port}", roles, places) == "http://h:1/{port}"
+    assert [fault.where for fault in faults_of_env({"A": "{roles.engin.addr}", "B": "{port}"}, roles)] == [
+        "env.A"
+    ]
+
+
+def test_ranks_of_a_script_with_ports_are_told_theirs() -> None:
+    """Arguments of other scripts stay as they are: a torchrun script may have its own use of braces."""
+    script = RoleSpec("a", 1, Entry("script", "a.py", ("{port}", "{rank}")))
+    served = replace(script, ports=("http",))
+    for role, expected in ((script, ["{port}", "{rank}"]), (served, ["7", "0"])):
+        places = {"a": (Place("h", (7,)),)} if role.ports else {}
+        assert [fill(text, Own("a", 0, 1, "h"), {"a": role}, places) for text in role.entry.args] == expected
