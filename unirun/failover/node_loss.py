@@ -11,15 +11,15 @@ from unirun.errors import EXIT_PLACEMENT, PlacementError
 from unirun.failover.moving import Cause, begin, decide_missing, named, relocate, relocation_to
 from unirun.failover.policy import Decision
 from unirun.failover.relocation import place_without
-from unirun.failover.restart_or_end import advance, end_job, starting_again
+from unirun.failover.restart_or_end import advance, end_job, give_up, starting_again
 from unirun.failover.worker_failure import failure_of
 from unirun.graph import show_ranks
-from unirun.job.events import After, LossesDue
+from unirun.job.events import After, LossesDue, ToWatchers
 from unirun.job.failures import Exit, Failure
 from unirun.job.state import JobPhase, JobState
 from unirun.job.transition import Transition
 from unirun.values import WorkerId
-from unirun.wire.reports import WorkerExited
+from unirun.wire.reports import Notice, WorkerExited
 
 LOSS_DELAY = 0.005
 """Seconds in which the losses of agents are gathered into one decision."""
@@ -114,6 +114,7 @@ def _fall(transition: Transition, nodes: Collection[str], reason: str) -> list[F
 def _go_on(transition: Transition, before: JobState, cause: Cause, failures: Sequence[Failure]) -> None:
     """Place what was on lost nodes elsewhere, or end the job."""
     missing, decisions = decide_missing(before, transition.state, cause)
+    missing, decisions = _without_optional(transition, missing, decisions)
     transition.state = transition.state.with_failures(
         *(
             replace(
@@ -139,6 +140,26 @@ def _go_on(transition: Transition, before: JobState, cause: Cause, failures: Seq
     found = relocation_to(before, transition.state, placement, cause, missing, decisions)
     if not _ends(transition, found.decisions, by_failure=bool(failures)):
         relocate(transition, before, cause, found)
+
+
+def _without_optional(
+    transition: Transition, missing: tuple[str, ...], decisions: Mapping[str, Decision]
+) -> tuple[tuple[str, ...], dict[str, Decision]]:
+    """The missing ranks and the decisions without those of optional services that cannot restart: the job goes on
+    without these ranks."""
+    given_up = {
+        name
+        for name, decision in decisions.items()
+        if decision.action == "end_job" and transition.state.role_spec(name).optional
+    }
+    for name in given_up:
+        reason = f"{decisions[name].reason}; the job goes on without it"
+        transition.record("decision", reason, name)
+        transition.send(ToWatchers(Notice(name, reason)))
+        ranks = [int(who.rpartition(":")[2]) for who in missing if who.rpartition(":")[0] == name]
+        give_up(transition, transition.role(name), ranks)
+    left = tuple(who for who in missing if who.rpartition(":")[0] not in given_up)
+    return left, {name: decision for name, decision in decisions.items() if name not in given_up}
 
 
 def _ends(transition: Transition, decisions: Mapping[str, Decision], *, by_failure: bool) -> bool:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from tests.unit.failover.losses import nodes, ranks
 from tests.unit.job.job import TERM, Job
+from unirun.job.events import AgentLost, LossesDue
 from unirun.job.state import JobPhase
 from unirun.wire.messages import Drain, StartRole, StopWorkers
 
@@ -73,6 +74,20 @@ def test_ranks_that_move_take_the_others_of_their_group_with_them(job: Job) -> N
     for rank in (*order.ranks[1:], *stays):
         job.exits("engine", rank, 0, asked=TERM)
     assert {member.rank for each in job.orders(StartRole) for member in each.members} == {0, 1, 2, 3}
+
+
+def test_the_job_goes_on_without_the_ranks_of_an_optional_service_on_a_lost_node(job: Job) -> None:
+    roles = (
+        replace(role, optional=True, max_restarts=0) if role.name == "engine" else role
+        for role in job.state.spec.roles
+    )
+    job.state = replace(job.state, spec=replace(job.state.spec, roles=tuple(roles)))
+    lost = [worker.rank for worker in job.state.roles["engine"].workers if worker.node == "n1"]
+    job.on(AgentLost("n1", "it is gone"), LossesDue())
+    assert job.state.phase is JobPhase.RUNNING
+    assert [w.rank for w in job.state.roles["engine"].workers if not w.live] == lost
+    assert "the job goes on without it" in job.records
+    assert job.orders(StartRole) == []
 
 
 @pytest.mark.parametrize("code", [126, 127])
