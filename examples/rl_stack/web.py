@@ -46,9 +46,12 @@ class Handler(BaseHTTPRequestHandler):
                 answer = route(json.loads(body) if body else None)
             except Unavailable:
                 status = 503
+        data = json.dumps(answer).encode()
         self.send_response(status)
+        # Without it, an answer that a killed server has begun would look whole.
+        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
+        self.wfile.write(data)
 
     def log_message(self, *words: object) -> None:
         """Requests are not logged."""
