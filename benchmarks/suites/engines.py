@@ -30,6 +30,9 @@ BROUGHT = Bar(
 
 SERVERS = 2
 
+SERVED = 4
+"""Programs of the job that is measured, besides the one that starts after them."""
+
 
 DEPENDENTS = Bar("server ready → dependents started", "s", 0.1)
 CAUSE = Bar("server killed → cause on the console", "s", 0.2)
@@ -47,11 +50,11 @@ def lives(runs: int) -> list[Figure]:
     """From the start of a job of programs to its end, with a server that is killed. One job gives one run of each."""
     found: dict[Bar, list[float]] = {each: [] for each in (DEPENDENTS, CAUSE, RESTART, END, START)}
     for _ in range(runs):
-        with tempfile.TemporaryDirectory() as folder, served(Path(folder), 3) as job:
-            ready = max(job.up(f"engine{number}")[0] for number in range(3))
+        with tempfile.TemporaryDirectory() as folder, served(Path(folder), SERVED) as job:
+            ready = max(job.up(f"engine{number}")[0] for number in range(SERVED))
             began = float(job.await_file("began"))
             found[DEPENDENTS].append(began - ready)
-            found[START].append(began - job.began)
+            found[START].append(ready - job.began)
             killed = time.time()
             os.kill(job.up("engine0")[1], signal.SIGKILL)
             found[RESTART].append(job.up("engine0", 1)[0] - killed)
