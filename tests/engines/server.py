@@ -119,7 +119,7 @@ class Server:
         )
 
     def kill(self) -> None:
-        """As a crash ends it: with all processes of its session. Nobody is left to remove its shared memory."""
+        """Kill all processes of its session, as a crash does, and remove the shared memory that they leave."""
         names = self._shared_memory()
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(ANSWER)

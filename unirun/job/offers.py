@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 
 from msgspec import to_builtins
 from msgspec.json import encode as to_json
@@ -52,6 +51,9 @@ class Unfit(Value):
 
 def versions() -> dict[str, str]:
     """The versions that must be the same on all hosts of a job. A missing package has none."""
+    # Imported here: a job of one host does not ask.
+    from importlib import metadata
+
     found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     for name, package in (("torch", "torch"), ("unirun", "torch-unirun")):
         try:

@@ -64,8 +64,9 @@ class EngineClient:
         """`engines` are those of the job, unless given.
 
         A request has `timeout` seconds, all attempts and waiting included, and is given up when `attempts` engines have
-        failed on it: it may be what kills them. vLLM aborts its requests when it is told to end, or to pause so; these
-        are sent again, unless outputs that are `partial` are wanted, with ``abort`` as `Answer.finish_reason`.
+        failed on it, as the request itself may crash them. On SIGTERM, or a pause with ``mode=abort``, vLLM answers its
+        requests with what they have; these are sent again, unless `partial` outputs are wanted, which have ``abort`` as
+        `Answer.finish_reason`.
         `api_key` is that of the servers. Raises `UsageError`.
         """
         try:

@@ -213,3 +213,11 @@ if __name__ == "__main__":
     for name, make in SCENARIOS.items():
         for form, draw in FORMS.items():
             (FOLDER / f"{name}.{form}").write_text(draw(make()))
+
+
+def test_the_tree_of_a_job_that_runs_has_the_addresses_of_its_programs() -> None:
+    addresses = tuple(f"h:{port}" for port in range(1, 7))
+    graph = Graph((Role("engine", 6, "vllm", addresses), Role("train", 2)))
+    first, second = tree(graph, {"engine": "running"}).splitlines()
+    assert first == "engine ×6  vllm  running  h:1  h:2  h:3  h:4  and 2 more"
+    assert second == "train ×2"

@@ -123,7 +123,7 @@ class Display:
             return
         if not self._up:
             parts = [
-                _progress(role, self.roles[role.name].running if role.name in self.roles else 0)
+                progress(role, self.roles[role.name].running if role.name in self.roles else 0)
                 for role in self._spec.roles
             ]
             joined = any(role.phase != "waiting" for role in self.roles.values())
@@ -133,7 +133,7 @@ class Display:
             self._console.live("  ".join(words))
 
 
-def _progress(role: RoleSpec, up: int) -> str:
+def progress(role: RoleSpec, up: int) -> str:
     """``actor 3/4``, or ``engine 1 of 2 ready``."""
     return f"{role.name} {up} of {role.count} ready" if role.ready else f"{role.name} {up}/{role.count}"
 
