@@ -67,6 +67,8 @@ def _may_begin(state: JobState, role: RoleState) -> bool:
 def _enough(role: RoleState, spec: RoleSpec, count: int) -> bool:
     """Return True if `count` ranks, or groups, are ready (0: all). Those that an optional service has lost for good do
     not count as missing."""
+    if spec.optional and role.phase in ROLE_ENDS:
+        return True
     return _ready(role, spec) >= (count or len(role.workers) // (spec.group or 1))
 
 

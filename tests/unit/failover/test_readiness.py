@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.failover.services import Services, place, program, service
 from tests.unit.failover.takeover import join, rejoin, take_over
@@ -415,6 +416,13 @@ class TestGroups:
 
 
 class TestAnOptionalService:
+    def test_an_optional_service_that_has_ended_as_a_whole_holds_nothing_up(self) -> None:
+        """Such a service restarts as a role: it has torchrun's contract, and so a group."""
+        job = Services(service(optional=True), program("train", after=AFTER)).begin()
+        engine = replace(job.state.roles["engine"], phase=RolePhase.STARTING)
+        assert waiting_to_start(job.state.with_role(engine)) != ()
+        assert waiting_to_start(job.state.with_role(replace(engine, phase=RolePhase.STOPPED))) == ()
+
     def test_an_optional_service_gives_up_only_the_rank_whose_budget_is_spent(self) -> None:
         engine = service(count=2, optional=True, max_restarts=1, restart_delay=5.0)
         job = Services(engine, program()).up()
