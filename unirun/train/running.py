@@ -373,13 +373,17 @@ class TrainingIterator:
 
     def _keep(self, group: RoleGroup, run: InvocationRef[Any], attempt: int, number: int) -> None:
         """Have a checkpoint committed. A rank that was lost may not have written its part: then that ends."""
-        commit: InvocationRef[list[Info]] = group[0].commit.call_async(attempt, number)
+        commit: InvocationRef[list[Info] | None] = group[0].commit.call_async(attempt, number)
         while not commit.done():
             self._check_open()
             if run.done() and isinstance(run.exception(), WorkerLost):
                 run.result()
             wait([commit] if run.done() else [commit, run], timeout=LOOK)
         infos = commit.result()
+        if infos is None:
+            # Rank 0 is being stopped, and the run has the cause.
+            run.result()
+            raise TrainingFailed(f"checkpoint {number} was given up, as the attempt has ended")
         if infos:
             self.latest, self.checkpoints = infos[-1], infos
 

@@ -17,7 +17,7 @@ from unirun.roles import BaseWorkload, MasterHandle, init, trainer_invocation
 from unirun.roles.process_groups import process_groups
 from unirun.train.backends import find_backend
 from unirun.train.cells import Cell
-from unirun.train.checkpoints import CheckpointStrategy, Folder, Info, Writer, unwrapped
+from unirun.train.checkpoints import CheckpointStrategy, Folder, GivenUp, Info, Writer, unwrapped
 from unirun.train.functions import enter
 from unirun.train.lockstep import Finished, Reported
 from unirun.train.losses import loader_loss
@@ -167,10 +167,14 @@ class TrainWorker(BaseWorkload):
             return Stopped(str(error))
 
     @trainer_invocation(concurrency=CALLS)
-    def commit(self, attempt: int, number: int) -> list[Info]:
-        """Make a checkpoint count, once it is written. All that are kept; none when the attempt is over."""
+    def commit(self, attempt: int, number: int) -> list[Info] | None:
+        """Make a checkpoint count, once it is written. Returns all that are kept; None if the attempt is over, or if it
+        ends before that."""
         session = self._of(attempt)
-        return session.commit(number).result() if session is not None else []
+        try:
+            return session.commit(number).result() if session is not None else None
+        except GivenUp:
+            return None
 
     @trainer_invocation(concurrency=CALLS)
     def interrupt(self, attempt: int, reason: str) -> None:

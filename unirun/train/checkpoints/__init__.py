@@ -4,11 +4,12 @@ from unirun.train.checkpoints.folder import Folder, Manifest, skipped
 from unirun.train.checkpoints.loading import load, put_into
 from unirun.train.checkpoints.state import encode, is_sharded, outline, plain_state, snapshot, unwrapped
 from unirun.train.checkpoints.strategy import CheckpointStrategy, Info
-from unirun.train.checkpoints.writer import Writer
+from unirun.train.checkpoints.writer import GivenUp, Writer
 
 __all__ = [
     "CheckpointStrategy",
     "Folder",
+    "GivenUp",
     "Info",
     "Manifest",
     "Writer",

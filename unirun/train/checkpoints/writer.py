@@ -70,6 +70,10 @@ class _Pending:
         self.committed: Future[list[Info]] = Future()
 
 
+class GivenUp(TrainingFailed):
+    """The attempt was over before a checkpoint counted: a consequence. What has ended the attempt is the cause."""
+
+
 class Writer:
     """The checkpoints that one rank of a run saves. `save` and `reported` are called by the thread that trains, and
     `commit` by others."""
@@ -193,7 +197,7 @@ class Writer:
 
     def commit(self, number: int) -> Future[list[Info]]:
         """Make the checkpoint with this number count, in the background. The future has all that are kept, this one is
-        the last; it raises what writing it has raised, and `UsageError` for its score."""
+        the last; it raises what writing it has raised, `UsageError` for its score, and `GivenUp`."""
         with self._changed:
             pending = self._pending
             if pending is None or pending.number != number:
@@ -249,7 +253,7 @@ class Writer:
 
     def _check_open(self, pending: _Pending) -> None:
         if self._closed:
-            raise TrainingFailed(f"checkpoint {pending.number} was given up, as its attempt is over")
+            raise GivenUp(f"checkpoint {pending.number} was given up, as its attempt is over")
 
     def _await_last(self) -> None:
         """Wait until the last checkpoint is written, and raise what that has raised."""

@@ -15,7 +15,7 @@ import torch
 
 from tests.effort import SOON
 from unirun.errors import TrainingFailed, UsageError
-from unirun.train.checkpoints import CheckpointStrategy, Folder, Info, Writer, load
+from unirun.train.checkpoints import CheckpointStrategy, Folder, GivenUp, Info, Writer, load
 from unirun.train.checkpoints import writer as module
 from unirun.train.data import Progress
 
@@ -258,6 +258,6 @@ def test_one_that_a_dead_rank_has_not_written_is_given_up_with_its_attempt(folde
     writer.save({"epoch": 1}, {"train": Progress()})
     commit = writer.commit(1)
     writer.close()
-    with pytest.raises(TrainingFailed, match="checkpoint 1 was given up, as its attempt is over"):
+    with pytest.raises(GivenUp, match="checkpoint 1 was given up, as its attempt is over"):
         commit.result(SOON)
     assert folder.infos() == []
