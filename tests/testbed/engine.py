@@ -152,6 +152,7 @@ class Stub:
     ) -> None:
         self.latency, self.ready, self.flaps, self.scale_out = latency, ready, flaps, scale_out
         self.broken = False
+        self.update = 0.0
         self.transfer = Transfer()
         self.seen: list[str] = []
         self.running = self.made = 0
@@ -243,6 +244,8 @@ class Stub:
             return {"status": "aborted", "aborted": self.running}
         if path == "/reset_prefix_cache":
             return {"success": True}
+        if path == "/update_weights":
+            await asyncio.sleep(self.update)
         done = self.transfer.answer(path, query, body)
         if path == "/pause":
             await self._pause()
@@ -467,6 +470,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--latency", type=float, default=0.0, help="of each output")
     parser.add_argument("--version", default=DEFAULT, help="the label of the weights at the start")
     parser.add_argument("--log-line", action="append", default=[], help="printed at the start")
+    parser.add_argument("--update", type=float, default=0.0, help="seconds that new weights take")
+    parser.add_argument("--tear", help="when this file is there, it is removed and new weights fail")
     parser.add_argument("--enable-scale-out", action="store_true", help="have /inference/v1/generate")
     return parser.parse_known_args(argv)[0]
 
@@ -492,6 +497,14 @@ async def serve(options: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     stub = Stub(latency=options.latency, ready=False, flaps=options.flap, scale_out=options.enable_scale_out)
     stub.transfer.version = options.version
+    stub.update = options.update
+
+    def tear(phase: str, values: dict[str, Any]) -> None:
+        if phase == "update" and options.tear and os.path.exists(options.tear):
+            os.unlink(options.tear)
+            raise RuntimeError("a tensor does not fit")
+
+    stub.transfer.do = tear
     url = stub.start(options.host, options.port)
     say(f"Started server process [{os.getpid()}] on {url}")
 

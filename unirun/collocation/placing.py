@@ -44,7 +44,8 @@ def place(
     from the job's graph (`unirun.graph.weights`, `unirun.graph.tight_parts`). With ``numa_binding``, `topology` is
     called for each node that has ranks on devices.
     """
-    return _as_jobs(spec, inventory, topology, ties, plan(request_of(spec, inventory, ties), inventory))
+    found = _with_beside(spec, plan(request_of(spec, inventory, ties), inventory))
+    return _as_jobs(spec, inventory, topology, ties, found)
 
 
 def place_again(
@@ -62,8 +63,35 @@ def place_again(
     """
     gone = frozenset((*lost, *previous.lost))
     placement = replan(request_of(spec, inventory, ties), inventory, previous, gone)
+    placement = _with_beside(spec, placement, previous, gone)
     names = tuple(node.name for node in inventory.nodes if node.name in gone)
     return _as_jobs(spec, inventory, topology, ties, replace(placement, lost=names))
+
+
+def _with_beside(
+    spec: JobSpec,
+    placement: Placement,
+    previous: Placement | None = None,
+    gone: Collection[str] = (),
+) -> Placement:
+    """`placement` with the roles that are beside others: one rank on each node of the other role.
+
+    They need nothing, so that the planner does not place them. A rank stays on its node as long as that has ranks of
+    the other role; when this one has ended, on any node that is not `gone`.
+    """
+    assignments = list(placement.assignments)
+    for role in spec.roles:
+        if role.beside is None:
+            continue
+        before = [each.node for each in previous.of_role(role.name)] if previous else []
+        nodes = dict.fromkeys(each.node for each in placement.of_role(role.beside))
+        nodes = nodes or dict.fromkeys([n for n in before if n not in gone] or placement.nodes[:1])
+        before = before[: len(nodes)]
+        new = iter([node for node in nodes if node not in before])
+        kept = [node if node in nodes else next(new) for node in before]
+        places = enumerate([*kept, *new])
+        assignments += (Assignment(role.name, rank, node, slot=-1, local_rank=0) for rank, node in places)
+    return replace(placement, assignments=tuple(assignments))
 
 
 def _as_jobs(
@@ -156,10 +184,17 @@ def _masks(spec: JobSpec, inventory: Inventory) -> dict[str, str]:
 
 
 def request_of(spec: JobSpec, inventory: Inventory, ties: Ties = NO_TIES) -> Request:
-    """The request to the planner."""
+    """The request to the planner, without the roles that are beside others."""
     types = slot_types(spec, inventory)
+    beside = {role.name for role in spec.roles if role.beside}
+    if beside:
+        weights = {pair: weight for pair, weight in ties.weights.items() if beside.isdisjoint(pair)}
+        parts = tuple(tuple(name for name in part if name not in beside) for part in ties.parts)
+        ties = Ties(weights, parts)
     request = Request(
-        roles=tuple(_role_request(role, types.get(role.name)) for role in spec.roles),
+        roles=tuple(
+            _role_request(role, types.get(role.name)) for role in spec.roles if role.name not in beside
+        ),
         collocated=spec.collocations,
         together=spec.host_collocations,
         apart=spec.separations,

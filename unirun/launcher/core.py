@@ -47,7 +47,7 @@ from unirun.launcher.events import (
     Watch,
     Worker,
 )
-from unirun.launcher.health import probed, ready_due
+from unirun.launcher.health import probed, ready_due, tell_companions
 from unirun.launcher.state import AgentState, held
 from unirun.launcher.worker_messages import (
     answered,
@@ -82,6 +82,11 @@ from unirun.wire.views import updated
 
 def step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
     """Apply `event`. Returns the next state and the commands to carry out. Raises `Refused`."""
+    after, commands = _step(state, event)
+    return after, [*commands, *tell_companions(state, after)]
+
+
+def _step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
     match event:
         case Led(epoch):
             return replace(state, epoch=max(epoch, state.epoch)), []

@@ -33,7 +33,8 @@ class Worker(Value):
     `generation` (which it has formed), `met` (whose store it has used), `serving`, `calls`, and the `addresses` at
     which it listens. `expired` names a timer that it has not released in time. `ready` and `alive` are the probes of a
     program, `health` is what they say, and `was_ready` whether it was ever ready; `misses` counts answers in a row that
-    did not come.
+    did not come. An engine has a `url`, and a `companion`, the role that brings weights into it; it is ready when it is
+    `current` besides, as its companion says.
     """
 
     id: int
@@ -60,6 +61,9 @@ class Worker(Value):
     health: Health | None = None
     was_ready: bool = False
     misses: int = 0
+    url: str = ""
+    companion: str = ""
+    current: bool = False
 
 
 class Launch(Value):

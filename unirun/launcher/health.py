@@ -1,4 +1,8 @@
-"""Transitions of the agent's state machine on the answers of programs to their probes."""
+"""Transitions of the agent's state machine on the answers of programs to their probes, and on the weights of engines.
+
+An engine that was started, for the first time or again, has other weights than its channel. Its companion, a worker of
+the same node, learns here which engines there are, and tells when one has the latest version: then it is ready.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,9 @@ import signal
 
 from msgspec.structs import replace
 
-from unirun.launcher.events import Command, Probed, ReadyDue, ToMaster, ToSpawner, Worker
+from unirun.launcher.events import Command, Probed, ReadyDue, ToLink, ToMaster, ToSpawner, Worker
 from unirun.launcher.state import AgentState
-from unirun.wire.reports import Cause, FromWorker, Health
+from unirun.wire.reports import VERSION, Cause, Engine, Engines, EngineWeights, FromWorker, Health, Metrics
 from unirun.wire.spawning import Kill
 
 
@@ -21,23 +25,12 @@ def probed(state: AgentState, event: Probed) -> tuple[AgentState, list[Command]]
     worker = state.workers.get(event.id)
     if worker is None or worker.cause != "own":
         return state, []
-    before = worker.health
     misses = worker.misses + 1 if worker.was_ready and not event.ok else 0
-    worker = replace(worker, misses=misses)
-    ready = event.ok or worker.was_ready
-    why = (
-        f"did not answer {misses} of {worker.alive.misses} times: {event.why}"
-        if misses and worker.alive
-        else event.why
-    )
-    if before is None or (before.ready, before.why) != (ready, why):
-        since = before.since if before is not None and before.ready == ready else event.time
-        health = Health(ready, since, why)
-        worker = replace(worker, health=health, was_ready=worker.was_ready or event.ok)
-        state = state.with_worker(worker)
-        told: list[Command] = [ToMaster(FromWorker(worker.who, health))]
-    else:
-        state, told = state.with_worker(worker), []
+    worker = replace(worker, misses=misses, was_ready=worker.was_ready or event.ok)
+    why = event.why
+    if misses and worker.alive:
+        why = f"did not answer {misses} of {worker.alive.misses} times: {event.why}"
+    state, told = _told(state, worker, why, event.time)
     if worker.was_ready and worker.alive is not None and misses >= worker.alive.misses:
         times = f"{misses} times in a row" if misses > 1 else "once"
         state, more = _kill(state, worker, "silent", f"did not answer {times}: {event.why}")
@@ -52,6 +45,53 @@ def ready_due(state: AgentState, event: ReadyDue) -> tuple[AgentState, list[Comm
         return state, []
     why = worker.health.why if worker.health is not None else "it was not asked yet"
     return _kill(state, worker, "unready", f"was not ready within {worker.ready_timeout:g} s: {why}")
+
+
+def weighted(state: AgentState, companion: Worker, said: EngineWeights) -> tuple[AgentState, list[Command]]:
+    """Take what a companion tells of an engine: it has a version, or its weights are half new, so that it is killed."""
+    found = (each for each in state.workers.values() if each.companion == companion.who.role)
+    worker = next(
+        (w for w in found if (w.who.rank, w.who.incarnation) == (said.rank, said.incarnation)), None
+    )
+    if worker is None or worker.cause != "own":
+        return state, []
+    if said.problem:
+        return _kill(state, worker, "torn", f"has weights that are half new: {said.problem}")
+    why = worker.health.why if worker.health is not None and worker.misses else ""
+    state, told = _told(state, replace(worker, current=True), why, said.time)
+    if said.version is not None:
+        metrics = Metrics({f"{said.channel}{VERSION}": float(said.version)}, said.time)
+        told.append(ToMaster(FromWorker(worker.who, metrics)))
+    return state, told
+
+
+def _told(state: AgentState, worker: Worker, why: str, time: float) -> tuple[AgentState, list[Command]]:
+    """`worker` as it is now; the master is told when it is ready or not for another reason than before."""
+    lacks = worker.was_ready and worker.companion and not worker.current
+    ready, why = worker.was_ready and not lacks, "it waits for its weights" if lacks else why
+    before = worker.health
+    if before is not None and (before.ready, before.why) == (ready, why):
+        return state.with_worker(worker), []
+    since = before.since if before is not None and before.ready == ready else time
+    health = Health(ready, since, why)
+    state = state.with_worker(replace(worker, health=health))
+    return state, [ToMaster(FromWorker(worker.who, health))]
+
+
+def engines_of(state: AgentState, companion: str) -> Engines:
+    """The engines of this node that `companion` brings weights into."""
+    found = (w for w in state.workers.values() if w.companion == companion and w.cause == "own")
+    return Engines(tuple(Engine(w.who.rank, w.who.incarnation, w.url, w.was_ready) for w in found))
+
+
+def tell_companions(before: AgentState, state: AgentState) -> list[Command]:
+    """Tell the companions of engines of this node what has changed."""
+    if before.workers is state.workers:
+        return []
+    names = {worker.companion for worker in (*before.workers.values(), *state.workers.values())} - {""}
+    told = {name: engines_of(state, name) for name in names}
+    changed = {name for name, engines in told.items() if engines != engines_of(before, name)}
+    return [ToLink(w.id, told[w.who.role]) for w in state.workers.values() if w.who.role in changed]
 
 
 def _kill(state: AgentState, worker: Worker, cause: Cause, why: str) -> tuple[AgentState, list[Command]]:

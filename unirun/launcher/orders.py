@@ -101,6 +101,7 @@ class Orders:
     def launch(self, order: StartRole) -> Launch:
         """The workers to start, each with a new id."""
         workers = []
+        companion = next((each.name for each in self._spec.roles if each.beside == order.role), "")
         for member in order.members:
             self._last_id += 1
             role, filled = self._spec.role(order.role), self._filler(order, member)
@@ -115,6 +116,8 @@ class Orders:
                     ready=_probe(role.ready, filled) if probed else None,
                     ready_timeout=role.ready_timeout,
                     alive=_probe(role.alive, filled) if probed else None,
+                    url=filled("http://{addr}") if probed and companion else "",
+                    companion=companion if probed else "",
                 )
             )
         return Launch(tuple(workers))

@@ -21,11 +21,13 @@ from unirun.launcher.events import (
     ToSpawner,
     Worker,
 )
+from unirun.launcher.health import engines_of, weighted
 from unirun.launcher.state import AgentState
 from unirun.wire.asking import Ask, ToWorker
 from unirun.wire.messages import Hello
 from unirun.wire.reports import (
     Calls,
+    EngineWeights,
     FromWorker,
     GroupFormed,
     GroupMeets,
@@ -62,8 +64,14 @@ def from_worker(state: AgentState, event: LinkMessage) -> tuple[AgentState, list
     if worker is None:
         return state, []
     match event.message:
-        case Hello(running=True) if not worker.running:
-            return runs(state, worker)
+        case Hello(running=running):
+            told: list[Command] = []
+            if running and not worker.running:
+                state, told = runs(state, worker)
+            here = engines_of(state, worker.who.role)
+            return state, [*told, ToLink(worker.id, here)] if here.engines else told
+        case EngineWeights():
+            return weighted(state, worker, event.message)
         case WorkerError():
             return _has_failed(state, worker, event.message)
         case Serving(addresses):

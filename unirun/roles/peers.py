@@ -22,7 +22,7 @@ from unirun.wire.asking import Answer, Ask, Wish
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.link import open_link, out_of_the_way
 from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome
-from unirun.wire.reports import ViewWanted
+from unirun.wire.reports import Engine, Engines, ViewWanted
 from unirun.wire.views import updated
 
 WELCOME_TIMEOUT = 30.0
@@ -90,6 +90,8 @@ class Peers:
         self._whole: dict[str, bool] = {}
         self.updates = 0
         """The number of updates that have come."""
+        self.engines: tuple[Engine, ...] = ()
+        """The servers of this host that this process brings weights into."""
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
         self._numbers = itertools.count(1)
@@ -216,11 +218,23 @@ class Peers:
             self._roles = role_infos(view, self.welcome.roles if self.welcome else ())
             self._views = {role.name: role for role in view.roles}
             self._found, self._whole = {}, {}
-            self.updates += 1
-            self._changed.notify_all()
-            listeners = list(self._listeners)
+            listeners = self._updated()
         for listener in listeners:
             listener()
+
+    def found(self, engines: tuple[Engine, ...]) -> None:
+        """Take over the servers that this process brings weights into."""
+        with self._changed:
+            self.engines = engines
+            listeners = self._updated()
+        for listener in listeners:
+            listener()
+
+    def _updated(self) -> list[Callable[[], None]]:
+        """Count an update, and wake those that wait for one. Returns the listeners, to be called without the lock."""
+        self.updates += 1
+        self._changed.notify_all()
+        return [*self._listeners]
 
     def when_changed(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each update, in the link's thread."""
@@ -287,6 +301,8 @@ def _take(peers: Peers, message: Message) -> None:
             peers.update(message)
         case Answer():
             peers.answered(message)
+        case Engines(engines):
+            peers.found(engines)
 
 
 def _listen(link: BlockingStream, peers: Peers, agent: int | None, watched: Mapping[int, str]) -> None:

@@ -94,7 +94,8 @@ class BaseTrainer:
         return dict(self._resources[role])
 
     def sync_weights(self, channel: str, *, version: int | None = None, timeout: float | None = None) -> int:
-        """Publish the weights of `channel` in its publisher, and receive them in all of its receivers.
+        """Publish the weights of `channel` in its publisher, and receive them in all of its receivers. Of these, only
+        workloads are waited for: engines and scripts get each version by themselves.
 
         Their workers have said with ``WeightsChannel(channel).attach(model)`` which weights. `version` is by default
         the one after the last; it is returned. `timeout` is in seconds, by default that of calls. Raises `UsageError`

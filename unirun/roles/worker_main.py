@@ -121,14 +121,18 @@ def run_trainer(context: Context, kind: type[BaseTrainer]) -> None:
     peers, session = context.peers, context.session
     roles = [role for role in peers.roles() if role != peers.role]
     groups = {role: session.role_group(role) for role in roles}
-    classes = _Classes(
-        {r: b.target for r in roles if (b := peers.brief(r)) is not None and b.kind == "workload"}
-    )
+    workloads = {r: b.target for r in roles if (b := peers.brief(r)) is not None and b.kind == "workload"}
     handles = {role: list(group) for role, group in groups.items()}
-    trainer = make(kind, BaseTrainer, actor_handles=handles, actor_classes=classes, config=_config(context))
+    trainer = make(
+        kind, BaseTrainer, actor_handles=handles, actor_classes=_Classes(workloads), config=_config(context)
+    )
     _expect_base(trainer, BaseTrainer, "_actor_handles")
     welcome = peers.welcome
-    channels = {c.name: (c.publisher, *c.receivers) for c in (welcome.channels if welcome else ())}
+    # Other receivers, such as engines, get versions by themselves.
+    channels = {
+        c.name: (c.publisher, *(role for role in c.receivers if role in workloads))
+        for c in (welcome.channels if welcome else ())
+    }
     bind(trainer, groups, _handle(context), {role: _resource(context, role) for role in roles}, channels)
     peers.tell(Serving({}, recoverable=bool(trainer.is_recoverable())))
     try:

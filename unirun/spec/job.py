@@ -17,6 +17,7 @@ Restart = Literal["role", "process"]
 Transport = Literal["torch", "socket"]
 StartMethod = Literal["fork", "exec"]
 Contract = Literal["torchrun", "none"]
+EngineKind = Literal["vllm", "openai"]
 
 GROUPS = ("collocations", "host_collocations", "separations", "isolations")
 """The keys of a job file whose value is a list of groups of roles."""
@@ -67,6 +68,9 @@ class RoleSpec(Value):
     not answer any more; `group` consecutive ranks are one server. The role starts when as many ranks of the roles in
     `after` are ready, all of them for 0. Of its restarts, those of the last `restart_window` seconds count (0: all);
     before the second of them there are `restart_delay` seconds, before each further one twice as many.
+
+    `engine` is the kind of a ready-made service. A role `beside` another one has a rank on each node that has ranks of
+    that one.
     """
 
     name: str
@@ -102,6 +106,8 @@ class RoleSpec(Value):
     restart_window: float = 0.0
     restart_delay: float = 0.0
     env_file: str | None = None
+    engine: EngineKind | None = None
+    beside: str | None = None
 
     def head(self, rank: int) -> int:
         """The first rank of the group of `rank`, which is probed and has the address of all; `rank` itself without

@@ -17,6 +17,7 @@ from unirun.errors import SpecError
 from unirun.names import RUN_ID_RULE, id_stem, is_run_id
 from unirun.spec.channels import read_channels
 from unirun.spec.edges import read_edges
+from unirun.spec.engines import with_companions
 from unirun.spec.job import GROUPS, PORT_RANGE, JobSpec, LogSpec, RoleSpec
 from unirun.spec.programs import program_faults
 from unirun.spec.read import Section, nearest, shown
@@ -93,6 +94,8 @@ def parse_job(
         ),
     }
     job.faults += program_faults(roles, fields["env"])
+    fields["channels"], companions, faults = with_companions(fields["channels"], roles)
+    job.faults += faults
     for name in primary:
         if any(role.name == name and role.service for role in roles):
             problem = f"{name} is a service, which is needed until the primary roles have ended"
@@ -100,7 +103,7 @@ def parse_job(
     if job.faults:
         # The value of a key of the job is read for each role.
         raise SpecError([*dict.fromkeys(job.faults)])
-    return JobSpec(roles=tuple(roles), primary=primary, **fields)
+    return JobSpec(roles=(*roles, *companions), primary=primary, **fields)
 
 
 def _default_primary(roles: Sequence[RoleSpec]) -> tuple[str, ...]:

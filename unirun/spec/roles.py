@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from unirun.errors import Fault
 from unirun.sizes import parse_size
+from unirun.spec.engines import ready_made
 from unirun.spec.entries import missing_entry
 from unirun.spec.job import Contract, Entry, EntryKind, RoleSpec, StartMethod
 from unirun.spec.programs import (
@@ -61,6 +62,8 @@ ROLE_KEYS = (
     "cpus",
     "memory",
     "env_file",
+    "kind",
+    "model",
     *AUTO_DEVICE,
     *PROGRAM_KEYS,
 )
@@ -134,6 +137,7 @@ def _role(
     else:
         role = job.below(where, {"count": value})
     role.known(ROLE_KEYS, ELSEWHERE)
+    role = ready_made(job, name, role)
     entry = _entry(role, default_entry)
     if not entry.target and job.fields.get("roles"):
         job.fault(where, "nothing to run", f"name a script, or one for this role: --script {name}=FILE")
@@ -151,7 +155,7 @@ def _role(
         problem = "only workloads of which the number is given as MIN:MAX are elastic"
         role.fault("elastic", problem, "write count: 2:8, or leave it out")
     made = _finish(role, job, name, entry, count, contract)
-    return replace(made, least=least, **_needs(role, made))
+    return replace(made, least=least, engine=role.fields.get("kind"), **_needs(role, made))
 
 
 def _finish(

@@ -101,10 +101,11 @@ class _JobMethods(Generic[J]):
 
         ::
 
-            job.service("engine", "vllm", "serve", model, "--port", "{port}", count=2, slots=2)
+            job.service("engine", kind="vllm", model=model, count=2, slots=2)
+            job.service("reward", "python", "reward.py", "--port", "{port}")
         """
-        program, *args = command or ("",)
-        role = {"program": program, "args": args, "service": True, **settings}
+        runs = {"program": command[0], "args": [*command[1:]]} if command else {}
+        role = {**runs, "service": True, **settings}
         return self._say(services={**self._described.draft.services, role_name: role})
 
     def with_collocation(self, *roles: str) -> J:

@@ -6,7 +6,8 @@ agent→master  Join Beat SpawnerReady StoreOpened StoreEnded Notice Sample Knoc
               Health)
 master→agent  Appointed Beat OpenStore Reserve StartRole StopWorkers PassOn ExitAck View ToWorker Shutdown
 worker→agent  Hello Serving Listening GroupMeets GroupFormed Stuck Metrics Calls Ask WorkerError ViewWanted
-agent→worker  Welcome View Answer
+              EngineWeights
+agent→worker  Welcome View Answer Engines
 CLI→master    Attach Stop PassOn Drain Beat
 master→CLI    Beat WorkerOutput RoleChanged Notice Drained Ended
 visitor→master Visit ViewWanted Grow
@@ -27,6 +28,8 @@ from unirun.wire.lobby import Assigned, Chunk, Complete, Current, Dismissed, Go,
 from unirun.wire.reports import (
     Calls,
     Ending,
+    Engines,
+    EngineWeights,
     FromWorker,
     GroupFormed,
     GroupMeets,
@@ -345,6 +348,8 @@ Message = (
     | GroupFormed
     | GroupMeets
     | Health
+    | Engines
+    | EngineWeights
     | Stuck
     | Metrics
     | Calls

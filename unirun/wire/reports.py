@@ -10,10 +10,11 @@ from unirun.values import Place, Value, WorkerId
 from unirun.wire.asking import Ask
 from unirun.wire.spawning import StoreEnded
 
-Cause = Literal["own", "order", "leaving", "doom", "stuck", "unready", "silent"]
+Cause = Literal["own", "order", "leaving", "doom", "stuck", "unready", "silent", "torn"]
 """The reason why a worker has ended: by itself (``own``), by the master's order, because its agent leaves,
 because something it depends on is gone (``doom``), because it was blocked in an abandoned process group
-(``stuck``), because it was not ready in time (``unready``), or because it did not answer any more (``silent``)."""
+(``stuck``), because it was not ready in time (``unready``), because it did not answer any more (``silent``), or because
+its weights are half new (``torn``)."""
 
 
 class SpawnerReady(Value, tag=True):
@@ -67,6 +68,34 @@ class Health(Value, tag=True):
     ready: bool
     since: float
     why: str = ""
+
+
+class Engine(Value):
+    """A server of this host that is given weights: its rank in its role, its present process, and its `url`. `alive`:
+    it has answered its probe."""
+
+    rank: int
+    incarnation: int
+    url: str
+    alive: bool
+
+
+class Engines(Value, tag=True):
+    """All servers of this host that the worker who gets this brings weights into, as they are now."""
+
+    engines: tuple[Engine, ...]
+
+
+class EngineWeights(Value, tag=True):
+    """The server at `rank` has `version` of a `channel` at `time`, in seconds since the epoch. None: nothing has been
+    published yet, so that it serves with what it was started with. With a `problem`, its weights are half new."""
+
+    channel: str
+    rank: int
+    incarnation: int
+    version: int | None
+    time: float
+    problem: str = ""
 
 
 class Placed(Value, tag=True):

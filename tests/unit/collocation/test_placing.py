@@ -331,3 +331,66 @@ def test_workers_are_shown_their_devices_by_the_variable_of_their_type() -> None
     spec = job(role("actor", 1), role("judge", 1, device="cpu"), TRAINER)
     assert place(spec, hosts("devices=2"))[1].masks == {"actor": "CUDA_VISIBLE_DEVICES"}
     assert place(spec, hosts("devices=2,type=npu"))[1].masks == {}, "nobody here knows that type"
+
+
+class TestRolesBesideOthers:
+    """They have one rank on each node of the other role, and change nothing for the planner."""
+
+    @staticmethod
+    def beside(engines: int) -> JobSpec:
+        engine = role("engine", engines, device="cuda")
+        return job(*ranks(actor=2), engine, role("engine-weights", 1, slots=0.0, beside="engine"))
+
+    @given(st.integers(1, 8), st.lists(st.integers(0, 4), max_size=4, unique=True))
+    def test_each_node_of_the_other_role_has_one_whatever_is_lost(
+        self, engines: int, losses: list[int]
+    ) -> None:
+        inventory = hosts("nodes=5,cpus=8,devices=2")
+        spec, placement = place(self.beside(engines), inventory)
+        lost: list[str] = []
+        for node in [None, *(f"node{number}" for number in losses)]:
+            if node is not None:
+                before, lost = placement, [*lost, node]
+                try:
+                    spec, placement = place_again(spec, inventory, before, lost)
+                except PlacementError:
+                    return
+                kept = {a.node for a in placement.of_role("engine-weights")}
+                for old, new in zip(
+                    before.of_role("engine-weights"), placement.of_role("engine-weights"), strict=False
+                ):
+                    assert new.node == old.node or old.node not in kept, "ranks stay where they can"
+            there = placement.of_role("engine-weights")
+            assert {a.node for a in there} == {a.node for a in placement.of_role("engine")}
+            assert len({a.node for a in there}) == len(there) == spec.role("engine-weights").count
+            assert [a.rank for a in there] == [*range(len(there))]
+            assert all((a.slot, a.own, a.devices) == (-1, (), ()) for a in there)
+
+    def test_the_others_are_placed_as_without_them(self) -> None:
+        inventory = hosts("nodes=3,cpus=8,devices=2")
+        whole = self.beside(4)
+        _, placement = place(whole, inventory)
+        _, alone = place(replace(whole, roles=whole.roles[:-1]), inventory)
+        assert placement.assignments[: len(alone.assignments)] == alone.assignments
+
+    def test_ties_with_them_count_for_nothing(self) -> None:
+        inventory = hosts("nodes=3,cpus=8,devices=2")
+        ties = Ties(
+            {("actor", "engine-weights"): 9.0, ("actor", "engine"): 1.0}, (("actor", "engine-weights"),)
+        )
+        whole = self.beside(2)
+        _, placement = place(whole, inventory, ties=ties)
+        _, alone = place(
+            replace(whole, roles=whole.roles[:-1]), inventory, ties=Ties({("actor", "engine"): 1.0})
+        )
+        assert placement.assignments[: len(alone.assignments)] == alone.assignments
+
+    def test_they_outlive_the_other_role_where_they_are(self) -> None:
+        inventory = hosts("nodes=3,cpus=8,devices=2")
+        spec, placement = place(self.beside(4), inventory)
+        left = replace(spec, roles=tuple(each for each in spec.roles if each.name != "engine"))
+        nodes = [a.node for a in placement.of_role("engine-weights")]
+        _, after = place_again(left, inventory, placement, nodes[:1])
+        assert [a.node for a in after.of_role("engine-weights")] == nodes[1:]
+        _, after = place_again(left, inventory, placement, nodes)
+        assert len(after.of_role("engine-weights")) == 1

@@ -8,11 +8,32 @@ from msgspec.structs import replace
 
 from tests.unit.launcher.agent import KILL, TERM, Agent, worker
 from unirun.launcher.environment import FRESH
-from unirun.launcher.events import After, Launch, Probed, ReadyDue, ToMaster, ToSpawner, Unwatch, Watch
+from unirun.launcher.events import (
+    After,
+    Launch,
+    LinkMessage,
+    Probed,
+    ReadyDue,
+    ToLink,
+    ToMaster,
+    ToSpawner,
+    Unwatch,
+    Watch,
+)
 from unirun.spec.probes import Probe
 from unirun.values import WorkerId
-from unirun.wire.messages import StopWorkers
-from unirun.wire.reports import FromWorker, Health, WorkerExited, WorkerRunning, WorkerStarted
+from unirun.wire.messages import Hello, StopWorkers
+from unirun.wire.reports import (
+    Engine,
+    Engines,
+    EngineWeights,
+    FromWorker,
+    Health,
+    Metrics,
+    WorkerExited,
+    WorkerRunning,
+    WorkerStarted,
+)
 from unirun.wire.spawning import Forked, Kill, Reaped, SpawnFailed
 
 WHO = WorkerId("engine", 0, 0)
@@ -153,3 +174,81 @@ class TestTheTime:
     def test_the_time_does_not_count_for_its_successor_or_while_it_ends(self) -> None:
         agent = started().on(StopWorkers("engine", (0,), TERM, 30.0))
         assert agent.on(ReadyDue(1)).commands == []
+
+
+NOT_YET = "it waits for its weights"
+
+
+def with_companion(**more: Any) -> Agent:
+    """An agent with an engine, which answers nothing yet, and with the worker that brings weights into it."""
+    agent = started(url="http://h:1", companion="engine-weights", **more)
+    companion = replace(worker(2, "engine-weights", 0, key=FRESH))
+    agent.on(Launch((companion,))).spawner(Forked(2, 102), key=FRESH)
+    return agent.on(LinkMessage(2, Hello(companion.who, 102, True)))
+
+
+def news(agent: Agent) -> list[Engines]:
+    """The engines as the companion was told."""
+    sent = [c for c in agent.commands if isinstance(c, ToLink) and c.id == 2]
+    return [each.message for each in sent if isinstance(each.message, Engines)]
+
+
+def engines(*, alive: bool, incarnation: int = 0) -> list[Engines]:
+    return [Engines((Engine(0, incarnation, "http://h:1", alive),))]
+
+
+def brings(agent: Agent, version: int | None, problem: str = "", incarnation: int = 0) -> Agent:
+    """The companion tells what it has brought into the engine."""
+    return agent.on(LinkMessage(2, EngineWeights("policy", 0, incarnation, version, 30.0, problem)))
+
+
+class TestWeights:
+    def test_weights_are_waited_for_by_an_engine_that_answers(self) -> None:
+        agent = with_companion()
+        assert told(says(agent, "")) == [Health(False, 9.0, NOT_YET)]
+        assert told(brings(agent, 3)) == [Health(True, 30.0)]
+        metrics = FromWorker(WHO, Metrics({"policy/version": 3.0}, 30.0))
+        assert ToMaster(metrics) in agent.commands
+
+    def test_weights_that_nobody_has_published_are_those_of_the_start(self) -> None:
+        agent = says(with_companion(), "")
+        assert told(brings(agent, None)) == [Health(True, 30.0)]
+        assert len(agent.commands) == 1
+
+    def test_weights_before_its_first_answer_do_not_make_it_ready(self) -> None:
+        agent = brings(with_companion(), 3)
+        assert told(agent) == [Health(False, 30.0)]
+        assert told(says(agent, "")) == [Health(True, 9.0)]
+
+    def test_weights_of_a_process_that_is_gone_are_ignored(self) -> None:
+        agent = says(with_companion(), "")
+        assert not brings(agent, 3, incarnation=1).commands
+        assert not killed(brings(agent, None, "it refused", incarnation=1))
+
+    def test_weights_that_are_half_new_end_it(self) -> None:
+        agent = brings(says(with_companion(), ""), 3)
+        assert killed(brings(agent, None, "it refused"))
+        end = ends(agent)
+        assert (end.cause, end.note) == ("torn", "has weights that are half new: it refused")
+
+    def test_weights_do_not_count_in_the_time_for_its_start(self) -> None:
+        agent = says(with_companion(), "")
+        assert not agent.on(ReadyDue(1)).commands
+
+    def test_weights_of_another_role_are_not_taken(self) -> None:
+        agent = says(started(url="http://h:1", companion="other"), "")
+        agent.on(Launch((worker(2, "engine-weights", 0, key=FRESH),))).spawner(Forked(2, 102), key=FRESH)
+        assert not brings(agent, 3).commands
+
+    def test_the_companion_learns_of_each_engine_and_when_it_answers(self) -> None:
+        agent = with_companion()
+        assert news(agent) == engines(alive=False)
+        assert news(says(agent, "")) == engines(alive=True)
+        assert news(says(agent, "")) == []
+        ends(agent)
+        assert news(agent) == [Engines(())]
+
+    def test_a_companion_that_starts_again_learns_of_all(self) -> None:
+        agent = says(with_companion(), "")
+        agent.on(LinkMessage(2, Hello(WorkerId("engine-weights", 0, 1), 103, True)))
+        assert news(agent) == engines(alive=True)

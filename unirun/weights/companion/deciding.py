@@ -13,15 +13,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from unirun.values import Value
-
-
-class Engine(Value):
-    """An engine of this host: its rank in its role, and its present process. `alive`: it has answered its probe."""
-
-    rank: int
-    incarnation: int
-    url: str
-    alive: bool
+from unirun.wire.reports import Engine
 
 
 class Known(Value):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from unirun.weights.companion.deciding import Engine
+from unirun.roles.peers import Peers
+from unirun.wire.reports import Engine, EngineWeights
 
 
 class Engines(Protocol):
@@ -22,6 +24,30 @@ class Engines(Protocol):
 
     def broken(self, rank: int, incarnation: int, reason: str) -> None:
         """This process has to be started again: its weights are half new, or it does not answer."""
+
+
+class EnginesHere:
+    """The engines that the agent of this node runs. It tells them to the worker `peers` is of, and hears from it."""
+
+    def __init__(self, channel: str, peers: Peers) -> None:
+        """`channel` is the one whose versions they get."""
+        self._channel, self._peers = channel, peers
+
+    def here(self) -> tuple[Engine, ...]:
+        """All of them, as the agent has told."""
+        return self._peers.engines
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each update of the job."""
+        self._peers.when_changed(listener)
+
+    def up_to_date(self, rank: int, incarnation: int, version: int | None) -> None:
+        """Tell the agent, which tells all that the engine is ready."""
+        self._peers.tell(EngineWeights(self._channel, rank, incarnation, version, time.time()))
+
+    def broken(self, rank: int, incarnation: int, reason: str) -> None:
+        """Tell the agent, which kills the engine. The master has it started again."""
+        self._peers.tell(EngineWeights(self._channel, rank, incarnation, None, time.time(), reason))
 
 
 class EnginesInMemory:

@@ -13,7 +13,6 @@ from unirun.weights.companion.deciding import (
     Broken,
     Brought,
     Command,
-    Engine,
     Event,
     Failed,
     Received,
@@ -22,6 +21,7 @@ from unirun.weights.companion.deciding import (
     UpToDate,
     step,
 )
+from unirun.wire.reports import Engine
 
 
 def engine(rank: int = 0, incarnation: int = 0, *, alive: bool = True) -> Engine:

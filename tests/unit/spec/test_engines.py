@@ -1,0 +1,161 @@
+"""Ready-made services: what ``kind:`` stands for, and engines as receivers of weights."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unirun.errors import SpecError
+from unirun.spec import JobSpec, RoleSpec, parse_job
+from unirun.spec.channels import Channel
+from unirun.spec.probes import Probe
+
+HEALTH = Probe("http", ("http://{addr}/health",))
+CHANNELS = {"policy": {"publisher": "train", "receivers": ["engine"]}}
+VLLM = {"kind": "vllm", "model": "/models/llama"}
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a program ``vllm``."""
+    program = tmp_path / "vllm"
+    program.touch()
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+
+def parse(engine: dict[str, Any], **more: Any) -> JobSpec:
+    roles = {"train": {"module": "this"}, "engine": engine, **more.pop("roles", {})}
+    return parse_job({"roles": roles, **more}, count_slots=lambda _: 1, run_id="x")
+
+
+def faults(engine: dict[str, Any], **more: Any) -> list[str]:
+    with pytest.raises(SpecError) as caught:
+        parse(engine, **more)
+    return [f"{fault.where}: {fault.problem}; {fault.remedy}" for fault in caught.value.faults]
+
+
+def args(**more: Any) -> tuple[str, ...]:
+    return parse({**VLLM, **more}).role("engine").entry.args
+
+
+class TestVllm:
+    def test_vllm_is_a_service_with_a_port_and_its_health(self) -> None:
+        role = parse(VLLM).role("engine")
+        assert (role.service, role.ports, role.ready, role.alive) == (True, ("http",), HEALTH, HEALTH)
+        assert (role.entry.kind, role.entry.target) == ("program", "vllm")
+        assert role.entry.args[:2] == ("serve", "/models/llama")
+        assert role.entry.args[2:] == ("--host", "{host}", "--port", "{port}", "--enable-scale-out")
+        assert role.env == {}, "the routes of developers are closed"
+
+    def test_vllm_has_more_arguments_and_other_settings_as_the_role_says(self) -> None:
+        more = {
+            "args": ["--dtype", "float32"],
+            "alive": "tcp",
+            "env": {"A": "1"},
+            "count": 2,
+            "optional": True,
+        }
+        role = parse({**VLLM, **more}).role("engine")
+        assert role.entry.args[-2:] == ("--dtype", "float32")
+        assert (role.alive, role.env, role.count, role.optional) == (Probe("tcp"), {"A": "1"}, 2, True)
+
+    def test_vllm_is_parallel_over_its_devices(self) -> None:
+        assert args(slots=4)[-2:] == ("--tensor-parallel-size", "4")
+        for more in ({}, {"slots": 1}, {"slots": 0.5}, {"slots": 4, "device": "cpu"}):
+            assert "--tensor-parallel-size" not in args(**more)
+
+    def test_vllm_needs_a_model(self) -> None:
+        assert faults({"kind": "vllm"}) == [
+            "roles.engine.model: vllm serve has no model; write model: NAME, or the path of a folder"
+        ]
+
+
+class TestOpenAI:
+    def test_openai_is_any_program_with_a_health_url(self) -> None:
+        role = parse({"kind": "openai", "program": "true", "args": ["{port}"]}).role("engine")
+        assert (role.service, role.ready, role.entry.args) == (True, HEALTH, ("{port}",))
+        assert role.engine == "openai"
+
+    def test_openai_has_no_model_of_its_own(self) -> None:
+        (fault,) = faults({"kind": "openai", "program": "true", "model": "m"})
+        assert fault.startswith("roles.engine.model: a server of kind openai has its model in its arguments")
+
+
+def test_a_kind_is_one_of_two() -> None:
+    assert faults({"kind": "sglang", "model": "m", "program": "true"})[0].startswith(
+        "roles.engine.kind: expected one of vllm, openai, found 'sglang'"
+    )
+
+
+def test_a_model_needs_a_kind() -> None:
+    (fault,) = faults({"program": "true", "model": "m"})
+    assert fault == "roles.engine.model: the role has no kind; add kind: vllm or kind: openai"
+
+
+class TestWeights:
+    def test_weights_come_to_engines_by_a_companion_on_each_of_their_nodes(self) -> None:
+        spec = parse(VLLM, channels=CHANNELS)
+        assert spec.channels == (Channel("policy", "train", ("engine-weights",)),)
+        companion = spec.roles[-1]
+        assert (companion.name, companion.beside, companion.slots) == ("engine-weights", "engine", 0)
+        assert companion.entry.args == ("policy",)
+        assert companion.service
+        assert spec.primary == ("train",)
+
+    def test_weights_need_the_routes_of_developers(self) -> None:
+        role = parse({**VLLM, "env": {"A": "1"}}, channels=CHANNELS).role("engine")
+        assert role.env == {"VLLM_SERVER_DEV_MODE": "1", "A": "1"}
+        assert role.entry.args[-2:] == ("--weight-transfer-config", '{"backend": "unirun"}')
+
+    def test_weights_go_with_the_key_of_the_engine(self) -> None:
+        keyed = parse({**VLLM, "env": {"VLLM_API_KEY": "k", "A": "1"}}, channels=CHANNELS)
+        assert keyed.role("engine-weights").env == {"VLLM_API_KEY": "k"}
+
+    def test_weights_go_to_roles_of_torch_as_before(self) -> None:
+        both = {"policy": {"publisher": "train", "receivers": ["other", "engine"]}}
+        spec = parse(VLLM, roles={"other": {"module": "this"}}, channels=both)
+        assert spec.channels[0].receivers == ("other", "engine-weights")
+
+    @pytest.mark.parametrize(
+        ("engine", "more", "fault"),
+        [
+            (
+                {"program": "true"},
+                {},
+                "channels.policy.receivers: engine is a program, which receives no weights; "
+                "write kind: vllm in engine, or name another role",
+            ),
+            (
+                {"kind": "openai", "program": "true"},
+                {},
+                "channels.policy.receivers: engine is a program, which receives no weights; "
+                "write kind: vllm in engine, or name another role",
+            ),
+            (
+                VLLM,
+                {"channels": {**CHANNELS, "value": CHANNELS["policy"]}},
+                "channels.value.receivers: engine receives another channel; an engine has one",
+            ),
+            (
+                VLLM,
+                {"roles": {"engine-weights": {"program": "true"}}},
+                "channels.policy.receivers: a role is called engine-weights, as the one that brings weights into "
+                "engine; rename engine-weights",
+            ),
+        ],
+    )
+    def test_weights_that_go_nowhere_are_refused(
+        self, engine: dict[str, Any], more: dict[str, Any], fault: str
+    ) -> None:
+        assert faults(engine, **{"channels": CHANNELS, **more}) == [fault]
+
+
+def test_a_job_is_the_same_after_its_way_through_the_store() -> None:
+    spec = parse(VLLM, channels=CHANNELS)
+    assert JobSpec.from_json(spec.to_json()) == spec
+    assert isinstance(spec.role("engine"), RoleSpec)

@@ -1,0 +1,139 @@
+"""Ready-made services: what ``kind:`` of a role stands for, and the roles that bring weights into engines.
+
+::
+
+    engine: {kind: vllm, model: /models/llama, count: 2, slots: 2}          # vllm serve, as a service
+    judge: {kind: openai, program: llama-server, args: [--port, "{port}"]}  # another server with these routes
+
+A channel of weights may name a vLLM role as a receiver. Then the job has one more role, ``engine-weights``: a companion
+on each host of engines, which receives each version and brings it into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from unirun.errors import Fault
+from unirun.spec.channels import Channel
+from unirun.spec.job import Entry, RoleSpec
+from unirun.spec.read import Section, as_number
+
+KINDS = ("vllm", "openai")
+
+HEALTH = "http://{addr}/health"
+SERVING = ("--host", "{host}", "--port", "{port}", "--enable-scale-out")
+"""Arguments of ``vllm serve`` of each engine. Without the last one, answers do not say which weights made them."""
+
+RECEIVING = ("--weight-transfer-config", '{"backend": "unirun"}')
+DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+"""An engine that receives weights has vLLM's routes for that, which a server in production must not have."""
+
+API_KEY = "VLLM_API_KEY"
+
+COMPANION = "unirun.weights.companion"
+RESTARTS, WINDOW = 10, 3600.0
+"""A companion may end ten times an hour: engines serve on while there is none."""
+
+
+def ready_made(job: Section, name: str, role: Section) -> Section:
+    """The fields of a role with a ``kind``, and all that this stands for, unless the role says otherwise."""
+    kind = role.choice("kind", KINDS, "")
+    if not kind:
+        if role.given("model") and not role.given("kind"):
+            role.fault("model", "the role has no kind", f"add kind: {' or kind: '.join(KINDS)}")
+        return role
+    usual: dict[str, Any] = {"service": True, "ready": HEALTH, "alive": {"http": HEALTH}}
+    if kind == "vllm":
+        usual |= _vllm(role, receives=name in _receivers(job))
+    elif role.given("model"):
+        role.fault("model", "a server of kind openai has its model in its arguments", "write it in args")
+    return Section({**usual, **role.fields, **_joined(role, usual)}, role.where, role.faults)
+
+
+def _vllm(role: Section, *, receives: bool) -> dict[str, Any]:
+    if not role.given("model"):
+        role.fault("model", "vllm serve has no model", "write model: NAME, or the path of a folder")
+    parallel: list[str] = []
+    slots = as_number(role.fields.get("slots", 1))
+    if slots > 1 and slots == int(slots) and role.fields.get("device") != "cpu":
+        parallel = ["--tensor-parallel-size", str(int(slots))]
+    args = ["serve", role.text("model"), *SERVING, *parallel, *(RECEIVING if receives else ())]
+    return {"program": "vllm", "args": args, "env": DEVELOPMENT if receives else {}}
+
+
+def _joined(role: Section, usual: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the role behind the usual ones, and its variables besides them."""
+    joined: dict[str, Any] = {}
+    if usual.get("args"):
+        joined["args"] = [*usual["args"], *role.texts("args")]
+    if usual.get("env"):
+        joined["env"] = {**usual["env"], **role.mapping("env")}
+    return joined
+
+
+def _receivers(job: Section) -> set[str]:
+    """The names of all roles that receive weights, in a file of which nothing else is known."""
+    channels = job.fields.get("channels")
+    found: set[str] = set()
+    for about in channels.values() if isinstance(channels, Mapping) else ():
+        named = about.get("receivers") if isinstance(about, Mapping) else None
+        names = [named] if isinstance(named, str) else named if isinstance(named, list | tuple) else []
+        found.update(name for name in names if isinstance(name, str))
+    return found
+
+
+def companion_of(role: str) -> str:
+    """The name of the role that brings weights into the engines of `role`."""
+    return f"{role}-weights"
+
+
+def with_companions(
+    channels: Sequence[Channel], roles: Sequence[RoleSpec]
+) -> tuple[tuple[Channel, ...], list[RoleSpec], list[Fault]]:
+    """The channels with companions in place of engines, the companions, and the faults of channels to programs."""
+    known = {role.name: role for role in roles}
+    made: dict[str, RoleSpec] = {}
+    faults: list[Fault] = []
+    changed = []
+    for channel in channels:
+        where = f"channels.{channel.name}.receivers"
+        receivers = []
+        for name in channel.receivers:
+            role = known.get(name)
+            if role is None or not role.is_program:
+                receivers.append(name)
+                continue
+            companion = companion_of(name)
+            if role.engine != "vllm":
+                problem = f"{name} is a program, which receives no weights"
+                faults.append(Fault(where, problem, f"write kind: vllm in {name}, or name another role"))
+            elif name in made:
+                faults.append(Fault(where, f"{name} receives another channel", "an engine has one"))
+            elif companion in known:
+                problem = f"a role is called {companion}, as the one that brings weights into {name}"
+                faults.append(Fault(where, problem, f"rename {companion}"))
+            else:
+                made[name] = _companion(companion, role, channel)
+            receivers.append(companion)
+        changed.append(replace(channel, receivers=tuple(receivers)))
+    return tuple(changed), [*made.values()], faults
+
+
+def _companion(name: str, engine: RoleSpec, channel: Channel) -> RoleSpec:
+    """One rank on each host of engines; their number is known when these have been placed."""
+    return RoleSpec(
+        name=name,
+        count=1,
+        entry=Entry("module", COMPANION, (channel.name,)),
+        env={API_KEY: engine.env[API_KEY]} if API_KEY in engine.env else {},
+        env_file=engine.env_file,
+        max_restarts=RESTARTS,
+        restart_window=WINDOW,
+        slots=0.0,
+        service=True,
+        optional=engine.optional,
+        beside=engine.name,
+    )
