@@ -9,7 +9,7 @@ from typing import Any
 from transformers import LlamaForCausalLM
 
 from tests.engines.llama import is_greedy, prompts
-from tests.engines.server import Server
+from tests.engines.server import Engine
 from tests.integration.harness import eventually
 
 COUNT = 80
@@ -32,7 +32,7 @@ def explained(
 class Crowd:
     """64 requests that run at once."""
 
-    def __init__(self, *engines: Server) -> None:
+    def __init__(self, *engines: Engine) -> None:
         self.prompts = prompts(64, 40)
         self._engines = engines
 

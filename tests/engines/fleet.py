@@ -1,73 +1,41 @@
-"""Two engines, and a job of an actor and a companion that brings its versions into them."""
+"""A job of an actor, which publishes what a test tells it to, and of two real vLLM that receive it."""
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+import yaml
+
+from tests.engines.environment import binaries
 from tests.engines.llama import llama, save
-from tests.engines.server import START, Server
-from tests.integration.harness import START as JOB
+from tests.engines.server import ENVIRONMENT, OPTIONS, START, Engine, Server
 from tests.integration.harness import Running, Unirun, eventually
 
-JOB_OF_TWO = '''
-import json
+ACTOR = """
 import os
 import sys
-import threading
 import time
 
-import torch
 import unirun
 from safetensors.torch import load_file
-from unirun.weights.companion import Companion, Engine, EnginesInMemory
 
-folder = sys.argv[1]
-ctx = unirun.init()
-channel = unirun.WeightsChannel("policy", publisher="actor", receivers=["companion"])
+folder, version = sys.argv[1], 1
+channel = unirun.WeightsChannel("policy")
+while True:
+    told = f"{folder}/publish-{version}"
+    if os.path.exists(told):
+        weights = load_file(open(told).read())
+        channel.publish(weights, version)
+        print("published", version, flush=True)
+        version += 1
+    time.sleep(0.005)
+"""
 
-
-class Followed(EnginesInMemory):
-    """The engines that the test writes into a file; what is told of them is printed, with the time."""
-
-    def follow(self):
-        before = ""
-        while True:
-            with open(f"{folder}/engines.json") as file:
-                now = file.read()
-            if now != before:
-                before = now
-                self.set(*(Engine(*each) for each in json.loads(now)))
-            time.sleep(0.01)
-
-    def up_to_date(self, rank, incarnation, version):
-        print(f"engine {rank} {incarnation} has {version} at {time.monotonic():.4f}", flush=True)
-
-    def broken(self, rank, incarnation, reason):
-        print(f"engine {rank} {incarnation} is broken: {reason}", flush=True)
-
-
-if ctx.role == "actor":
-    version = 1
-    while True:
-        told = f"{folder}/publish-{version}"
-        if os.path.exists(told):
-            weights = load_file(open(told).read())
-            began = time.monotonic()
-            channel.publish(weights, version)
-            print(f"published {version} at {began:.4f}", flush=True)
-            version += 1
-        time.sleep(0.005)
-else:
-    engines = Followed()
-    threading.Thread(target=engines.follow, daemon=True).start()
-    Companion(channel, engines, timeout=60.0).run()
-'''
+COUNT = 2
 
 
 def saved(root: Path, **sizes: int) -> Callable[[int], Path]:
@@ -92,32 +60,30 @@ def started(model: Path, folder: Path) -> Iterator[Callable[..., Server]]:
 
 
 class Fleet:
-    """`count` engines with the same model. Their incarnations are counted as an agent counts them."""
+    """The job. `engines` are the engines at their addresses, which stay."""
 
-    def __init__(
-        self, start: Callable[..., Server], models: Callable[[int], Path], unirun: Unirun, count: int = 2
-    ) -> None:
-        self._start, self._models, self._folder = start, models, unirun.root
-        self.engines: list[Server] = [start() for _ in range(count)]
-        self._incarnations = [0] * count
+    def __init__(self, models: Callable[[int], Path], unirun: Unirun) -> None:
+        self._models, self._unirun, self._folder = models, unirun, unirun.root
         self.version = 0
-        script = self._folder / "companion.py"
-        script.write_text(JOB_OF_TWO)
-        self._tell()
-        self.job: Running = unirun.start("--roles", "actor=1,companion=1", script, self._folder)
-        for engine in self.engines:
-            engine.wait()
-        self._tell()
+        (self._folder / "actor.py").write_text(ACTOR)
+        engine = {
+            "kind": "vllm",
+            "model": str(models(0)),
+            "python": str(binaries().parent),
+            "count": COUNT,
+            "args": [*OPTIONS],
+            "env": ENVIRONMENT,
+        }
+        actor = {"script": str(self._folder / "actor.py"), "args": [str(self._folder)]}
+        channels = {"policy": {"publisher": "actor", "receivers": ["engine"]}}
+        file = self._folder / "job.yaml"
+        file.write_text(yaml.safe_dump({"roles": {"actor": actor, "engine": engine}, "channels": channels}))
+        self.job: Running = unirun.start("--config", file)
+        self.job.lines(r"ranks of 3 roles up", within=START)
+        self.engines = [Engine(f"http://{self._worker(rank)['address']}") for rank in range(COUNT)]
 
-    def _tell(self) -> None:
-        """Write the engines for the companion; those that do not answer yet are not alive."""
-        rows = [
-            (rank, incarnation, engine.url, engine.answers())
-            for rank, (engine, incarnation) in enumerate(zip(self.engines, self._incarnations, strict=True))
-        ]
-        new = self._folder / "engines.new"
-        new.write_text(json.dumps(rows))
-        os.replace(new, self._folder / "engines.json")
+    def _worker(self, rank: int) -> dict[str, object]:
+        return self._unirun.workers()[f"engine:{rank}"]
 
     def publish(self, seed: int) -> int:
         """Have the actor publish the model of this seed. Returns its version."""
@@ -127,54 +93,52 @@ class Fleet:
         os.replace(new, self._folder / f"publish-{self.version}")
         return self.version
 
-    def have(self, version: int, ranks: Sequence[int] = ()) -> list[float]:
-        """Wait until all engines, or these, have a version. Returns when each had it."""
-        which = ranks or range(len(self.engines))
-        return [
-            float(
-                self.job.lines(
-                    rf"engine {rank} {self._incarnations[rank]} has {version} at ([\d.]+)", 1, JOB
-                )[0]
-            )
-            for rank in which
-        ]
+    def has(self, rank: int) -> int | None:
+        """The version that an engine which is ready has; None: it has none, or is not ready."""
+        worker = self._worker(rank)
+        metrics = worker["metrics"]
+        assert isinstance(metrics, dict)
+        version = metrics.get("policy/version")
+        return int(version) if worker["ready"] and version is not None else None
 
-    def published(self, version: int) -> float:
-        """The moment when the actor began to publish a version."""
-        return float(self.job.lines(rf"published {version} at ([\d.]+)", 1, JOB)[0])
+    def have(self, version: int, *ranks: int) -> None:
+        """Wait until all engines, or these, have a version."""
+        which = ranks or range(COUNT)
+        eventually(lambda: all(self.has(rank) == version for rank in which), f"version {version}", START)
 
-    def broken(self, rank: int) -> str:
-        """Wait until an engine is told to be broken. Returns the reason."""
-        return self.job.lines(rf"engine {rank} {self._incarnations[rank]} is broken: (.*)", 1, JOB)[0]
+    def first(self, rank: int, incarnation: int) -> int | None:
+        """The first version that this process of an engine has when it is ready."""
 
-    def versions(self, rank: int) -> list[str]:
-        """The versions that the present process of a rank was told to have."""
-        return re.findall(rf"engine {rank} {self._incarnations[rank]} has (\w+) at", self.job.text)
+        def look() -> bool:
+            worker = self._worker(rank)
+            return bool(worker["ready"]) and worker["incarnation"] == incarnation
 
-    def restart(self, rank: int) -> None:
-        """Start an engine again, as its agent does when it has ended."""
-        self._incarnations[rank] += 1
-        self.engines[rank] = self._start(at=self.engines[rank].port)
-        self._tell()
-        self.engines[rank].wait()
-        self._tell()
+        eventually(look, f"engine:{rank} is up again", START)
+        return self.has(rank)
 
-    def killed_in_an_update(self, rank: int) -> None:
+    def kill(self, rank: int) -> None:
+        """Kill the server of an engine. The job ends its other processes, and starts it again."""
+        pid = self._worker(rank)["pid"]
+        assert isinstance(pid, int)
+        os.kill(pid, signal.SIGKILL)
+
+    def kill_in_an_update(self, rank: int) -> None:
         """Kill an engine when it has begun an update and not finished it."""
-        engine = self.engines[rank]
-        before = engine.log.read_bytes().count(b"POST /start_weight_update")
-        eventually(
-            lambda: engine.log.read_bytes().count(b"POST /start_weight_update") > before,
-            "an update has begun",
-            START,
-        )
-        engine.kill()
-        text = engine.log.read_text()
-        assert text.rindex("POST /start_weight_update") > text.rindex("POST /finish_weight_update"), (
+        incarnation = self._worker(rank)["incarnation"]
+        assert isinstance(incarnation, int)
+
+        def log() -> bytes:
+            return self._unirun.log("engine", rank, incarnation)
+
+        before = log().count(b"POST /start_weight_update")
+        eventually(lambda: log().count(b"POST /start_weight_update") > before, "an update has begun", START)
+        self.kill(rank)
+        text = log()
+        assert text.rindex(b"POST /start_weight_update") > text.rindex(b"POST /finish_weight_update"), (
             "it was too fast"
         )
 
     def close(self) -> None:
-        """End the job. The engines end with what has started them."""
+        """End the job."""
         self.job.signal(signal.SIGTERM)
         self.job.end()

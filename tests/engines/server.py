@@ -1,4 +1,4 @@
-"""``vllm serve`` as a process of a test."""
+"""``vllm serve``, as a process of a test or of a job, and requests to it."""
 
 from __future__ import annotations
 
@@ -36,51 +36,26 @@ def port() -> int:
         return number
 
 
-class Server:
-    """One engine, in a session of its own. Its output goes to a file in `folder`."""
+OPTIONS = (
+    *("--served-model-name", NAME, "--dtype", "float32", "--enforce-eager"),
+    *("--max-model-len", str(LONGEST), "--kv-cache-memory-bytes", str(KV_CACHE)),
+)
 
-    def __init__(self, model: Path, folder: Path, *options: str, at: int = 0) -> None:
-        self.port = at or port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = folder / f"vllm-{self.port}.log"
-        environment = {
-            **os.environ,
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            # Two engines have two processors here.
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [
-            *(str(binaries() / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", str(self.port)),
-            *("--served-model-name", NAME, "--dtype", "float32", "--enforce-eager"),
-            # For /inference/v1/generate, the only route whose answers are labelled with versions.
-            "--enable-scale-out",
-            *("--max-model-len", str(LONGEST), "--kv-cache-memory-bytes", str(KV_CACHE)),
-            *("--weight-transfer-config", json.dumps({"backend": "unirun"})),
-            *options,
-        ]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    # Two engines have two processors here.
+    "OMP_NUM_THREADS": "1",
+}
 
-    def wait(self) -> Server:
-        """Return when it answers."""
-        deadline = time.monotonic() + START
-        while self.process.poll() is None:
-            if self.answers():
-                return self
-            assert time.monotonic() < deadline, f"not within {START:g} s:\n{self.words()}"
-            time.sleep(0.1)
-        raise AssertionError(f"it has ended with {self.process.returncode}:\n{self.words()}")
+
+class Engine:
+    """Requests to one engine."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
 
     def answers(self) -> bool:
         """Return True if it is ready for requests."""
@@ -89,10 +64,6 @@ class Server:
         except OSError:
             return False
         return True
-
-    def words(self) -> str:
-        """The end of its output."""
-        return self.log.read_text(errors="replace")[-4000:]
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, within: float = ANSWER) -> Any:
         """GET, or POST of `body`. Raises OSError."""
@@ -117,6 +88,45 @@ class Server:
         return any(
             line.startswith("vllm:num_requests_running{") and float(line.split()[-1]) for line in lines
         )
+
+
+class Server(Engine):
+    """One engine that a test starts, in a session of its own. Its output goes to a file in `folder`."""
+
+    def __init__(self, model: Path, folder: Path, *options: str, at: int = 0) -> None:
+        self.port = at or port()
+        super().__init__(f"http://127.0.0.1:{self.port}")
+        self.log = folder / f"vllm-{self.port}.log"
+        command = [
+            *(str(binaries() / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", str(self.port)),
+            # For /inference/v1/generate, the only route whose answers are labelled with versions.
+            *("--enable-scale-out", *OPTIONS),
+            *("--weight-transfer-config", json.dumps({"backend": "unirun"})),
+            *options,
+        ]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait(self) -> Server:
+        """Return when it answers."""
+        deadline = time.monotonic() + START
+        while self.process.poll() is None:
+            if self.answers():
+                return self
+            assert time.monotonic() < deadline, f"not within {START:g} s:\n{self.words()}"
+            time.sleep(0.1)
+        raise AssertionError(f"it has ended with {self.process.returncode}:\n{self.words()}")
+
+    def words(self) -> str:
+        """The end of its output."""
+        return self.log.read_text(errors="replace")[-4000:]
 
     def kill(self) -> None:
         """Kill all processes of its session, as a crash does, and remove the shared memory that they leave."""

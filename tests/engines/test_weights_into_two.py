@@ -1,4 +1,4 @@
-"""A companion brings the versions of an actor into two real vLLM, which are killed in the middle of it."""
+"""A job brings the versions of an actor into two real vLLM, which are killed in the middle of it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from tests.engines.crowd import Crowd, explained
-from tests.engines.fleet import Fleet, saved, started
+from tests.engines.fleet import Fleet, saved
 from tests.engines.llama import LARGE, is_greedy, llama, prompts
-from tests.engines.server import Server
+from tests.engines.server import Engine
 from tests.integration.harness import command_in
 
 SEEDS = range(7)
@@ -26,16 +26,13 @@ def versions() -> Mapping[str, LlamaForCausalLM]:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     models: Callable[[int], Path] = saved(tmp_path_factory.mktemp("models"), **LARGE)
-    with (
-        command_in(tmp_path_factory.mktemp("job")) as unirun,
-        started(models(0), tmp_path_factory.mktemp("engines")) as start,
-    ):
-        made = Fleet(start, models, unirun)
+    with command_in(tmp_path_factory.mktemp("job")) as unirun:
+        made = Fleet(models, unirun)
         yield made
         made.close()
 
 
-def answers_with(engine: Server, version: int, versions: Mapping[str, LlamaForCausalLM]) -> bool:
+def answers_with(engine: Engine, version: int, versions: Mapping[str, LlamaForCausalLM]) -> bool:
     """Return True if what an engine generates now is labelled with a version, and is what that generates."""
     prompt = prompts(1)[0]
     answer = engine.generate(prompt, 20)
@@ -46,7 +43,7 @@ def answers_with(engine: Server, version: int, versions: Mapping[str, LlamaForCa
 
 
 def test_a_version_is_in_both_engines(fleet: Fleet, versions: Mapping[str, LlamaForCausalLM]) -> None:
-    assert fleet.versions(0) == ["None"]
+    assert fleet.has(0) is None
     fleet.publish(1)
     fleet.have(1)
     assert all(answers_with(engine, 1, versions) for engine in fleet.engines)
@@ -72,16 +69,13 @@ def test_an_engine_that_is_killed_with_its_requests_has_the_latest_version_when_
     fleet: Fleet, versions: Mapping[str, LlamaForCausalLM]
 ) -> None:
     crowd = Crowd(*fleet.engines)
-    answers = crowd.meanwhile_killed(fleet.engines[0].kill)
+    answers = crowd.meanwhile_killed(lambda: fleet.kill(0))
     assert {number % 2 for number, answer in enumerate(answers) if answer is None} == {0}
     assert all(
         explained(a, p, versions) for a, p in zip(answers, crowd.prompts, strict=True) if a is not None
     )
-    fleet.have(fleet.publish(4), [1])
-    fleet.restart(0)
-    fleet.have(4)
-    # It was not told to be up to date before that.
-    assert fleet.versions(0) == ["4"]
+    fleet.have(fleet.publish(4), 1)
+    assert fleet.first(0, 1) == 4, "it was not ready before that"
     assert all(answers_with(engine, 4, versions) for engine in fleet.engines)
 
 
@@ -89,13 +83,10 @@ def test_an_engine_that_is_killed_in_an_update_has_that_version_when_it_is_up_ag
     fleet: Fleet, versions: Mapping[str, LlamaForCausalLM]
 ) -> None:
     fleet.publish(5)
-    fleet.killed_in_an_update(0)
-    assert "did not answer" in fleet.broken(0)
-    fleet.have(5, [1])
+    fleet.kill_in_an_update(0)
+    fleet.have(5, 1)
     assert answers_with(fleet.engines[1], 5, versions)
-    fleet.restart(0)
-    fleet.have(5)
-    assert fleet.versions(0) == ["5"]
+    assert fleet.first(0, 2) == 5
     assert all(answers_with(engine, 5, versions) for engine in fleet.engines)
     fleet.have(fleet.publish(6))
     assert all(answers_with(engine, 6, versions) for engine in fleet.engines)
