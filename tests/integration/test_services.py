@@ -337,6 +337,32 @@ class TestTheEnd:
         assert not alive(pid)
         services.unirun.assert_nothing_left()
 
+    def test_nothing_stays_in_shared_memory_of_a_server_that_is_killed(self, services: Services) -> None:
+        text = (
+            "import signal, multiprocessing as m; from multiprocessing.shared_memory import SharedMemory as S\n"
+            "block, lock = S(create=True, size=4096), m.get_context('spawn').Lock()\n"
+            "print('has', block.name, lock._semlock.name, flush=True); signal.pause()"
+        )
+        server = {"program": sys.executable, "args": ["-c", text], "service": True, "ready": {"log": "has"}}
+        services.start({"engine": server})
+        services.up()
+
+        def left(incarnation: int) -> list[Path]:
+            line = services.unirun.log("engine", 0, incarnation).decode().splitlines()[0]
+            _, block, lock = line.split()
+            found = (Path("/dev/shm", block), Path("/dev/shm", f"sem.{lock.lstrip('/')}"))
+            return [path for path in found if path.exists()]
+
+        first = services.pid("engine:0")
+        assert len(left(0)) == 2
+        os.kill(first, signal.SIGKILL)
+        second = services.pid("engine:0", 1)
+        eventually(lambda: not left(0), "its memory and its semaphore are gone")
+        assert len(left(1)) == 2
+        services.end()
+        assert left(1) == []
+        assert gone(second, 10)
+
     def test_the_job_ends_when_all_primaries_have_ended(self, services: Services) -> None:
         later = services.unirun.root / "later"
         text = f"until [ -e {later} ]; do sleep 0.03; done"

@@ -108,6 +108,41 @@ def kill_group(group: int, signum: int) -> None:
         os.killpg(group, signum)
 
 
+TRACKER = b"multiprocessing.resource_tracker"
+TRACKER_TIME = 1.0
+"""Seconds in which a resource tracker removes what others have left; it takes some milliseconds."""
+
+
+def is_tracker(pid: int) -> bool:
+    """Return True for a resource tracker of Python's multiprocessing. It ends by itself when all processes are gone that
+    it works for, and removes the shared memory and the semaphores that they have left."""
+    try:
+        return TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def kill_family(group: int, members: Collection[int]) -> None:
+    """SIGKILL the process group `group`, of which `members` are known, but not the resource trackers among these."""
+    trackers = {pid for pid in members if is_tracker(pid)}
+    if not trackers:
+        kill_group(group, signal.SIGKILL)
+    for pid in {*members} - trackers if trackers else ():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """The children of `pid`, theirs, and so on."""
+    found: list[int] = []
+    left = [pid]
+    while left:
+        more = children(left.pop())
+        found += more
+        left += more
+    return found
+
+
 def group_of(pid: int) -> int:
     """The process group of `pid`; 0 when it is gone."""
     try:
@@ -116,12 +151,12 @@ def group_of(pid: int) -> int:
         return 0
 
 
-def children() -> list[int]:
-    """The children of this process, including adopted ones."""
+def children(parent: int | None = None) -> list[int]:
+    """The children of a process, by default of this one, including adopted ones."""
     found: list[int] = []
-    for task in Path("/proc/self/task").iterdir():
+    for task in Path(f"/proc/{parent or 'self'}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            found += [int(pid) for pid in (task / "children").read_text().split()]
+            found += [int(pid) for pid in task.read_text().split()]
     return found
 
 
@@ -149,14 +184,20 @@ def environment_of(pid: int) -> dict[str, str]:
 
 def kill_children(keep: Collection[int] = (), deadline: float = 2.0) -> None:
     """SIGKILL every child that is not in `keep`, and their children as they are adopted, for at most `deadline`
-    seconds."""
+    seconds. Resource trackers have `TRACKER_TIME` to end by themselves."""
     end = time.monotonic() + deadline
+    patience = time.monotonic() + TRACKER_TIME
     while time.monotonic() < end:
-        strays = [pid for pid in children() if pid not in keep]
-        if not strays:
+        left = [pid for pid in children() if pid not in keep]
+        if not left:
             return
+        strays = [pid for pid in left if time.monotonic() >= patience or not is_tracker(pid)]
+        if not strays:
+            for pid in left:
+                _reap(pid, patience)
+            continue
         for pid in strays:
-            kill_group(pid, signal.SIGKILL)
+            kill_family(pid, [pid, *descendants(pid)])
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for pid in strays:

@@ -26,12 +26,14 @@ from unirun.launcher.process import (
     adopt_orphans,
     children,
     collect_orphans,
+    descendants,
     die_with_parent,
     environment_of,
     group_of,
     ignore_signals,
+    is_tracker,
     kill_children,
-    kill_group,
+    kill_family,
     outlive_parent,
     set_title,
     title_of,
@@ -252,7 +254,9 @@ class Spawner:
         now = time.time()
         # The pid cannot be reused before the child is reaped, so this kills the right group.
         end = os.waitid(os.P_PIDFD, known.handle, os.WEXITED | os.WNOWAIT)
-        kill_group(known.pid, signal.SIGKILL)
+        ours = self._pids()
+        adopted = [pid for pid in children() if pid not in ours and group_of(pid) == known.pid]
+        kill_family(known.pid, [*adopted, *(below for pid in adopted for below in descendants(pid))])
         os.waitid(os.P_PIDFD, known.handle, os.WEXITED)
         self._selector.unregister(known.handle)
         os.close(known.handle)
@@ -269,7 +273,8 @@ class Spawner:
         """
         ours = self._pids()
         collect_orphans(ours)
-        strays = {pid for pid in children() if pid not in ours and ended.is_ancestor_of(pid)}
+        found = (pid for pid in children() if pid not in ours and ended.is_ancestor_of(pid))
+        strays = {pid for pid in found if not is_tracker(pid)}
         for pid in strays:
             if group_of(pid) != ended.pid:
                 text = f"left process {pid} ({title_of(pid) or 'no name'}) behind, which is killed"
@@ -279,7 +284,10 @@ class Spawner:
 
     def _kill(self, known: _Child, signum: int) -> None:
         try:
-            os.killpg(known.pid, signum)
+            if signum == signal.SIGKILL and (below := descendants(known.pid)):
+                kill_family(known.pid, [known.pid, *below])
+            else:
+                os.killpg(known.pid, signum)
         except PermissionError:
             text = "runs as another user and cannot be signalled; stop it yourself"
             self._stream.send(Notice(known.title, text))
@@ -289,7 +297,7 @@ class Spawner:
 
     def _kill_all(self) -> None:
         for known in self._children.values():
-            kill_group(known.pid, signal.SIGKILL)
+            kill_family(known.pid, [known.pid, *descendants(known.pid)])
         kill_children()
 
 
