@@ -114,8 +114,8 @@ TRACKER_TIME = 1.0
 
 
 def is_tracker(pid: int) -> bool:
-    """Return True for a resource tracker of Python's multiprocessing. It ends by itself when all processes are gone that
-    it works for, and removes the shared memory and the semaphores that they have left."""
+    """Return True for a resource tracker of Python's multiprocessing. When all processes that it works for are gone, it
+    removes the shared memory and the semaphores that they have left, and ends."""
     try:
         return TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
