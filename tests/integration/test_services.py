@@ -119,6 +119,15 @@ class TestAddresses:
             assert services.up() != [f"127.0.0.1:{port}"]
             services.end()
 
+    def test_a_job_without_a_free_port_ends_with_3_and_says_so(self, services: Services) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as stranger:
+            port = stranger.getsockname()[1]
+            services.start({"engine": engine()}, port_range=f"{port}-{port}")
+            result = services.job.end()
+        assert result.code == 3
+        assert f"no port from {port} to {port} is free on this host; widen port_range" in result.err
+        assert "is gone" not in result.err
+
     def test_a_port_stays_over_a_restart_and_another_is_chosen_when_a_stranger_has_taken_it(
         self, services: Services
     ) -> None:

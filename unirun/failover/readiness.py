@@ -9,9 +9,17 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from unirun.errors import Refused
-from unirun.failover.policy import LONGEST_DELAY
-from unirun.failover.restart_or_end import advance, settle, starting_again, stop_groups, stop_role
+from unirun.errors import EXIT_PLACEMENT, Refused
+from unirun.failover.policy import LONGEST_DELAY, Decision
+from unirun.failover.restart_or_end import (
+    advance,
+    end_job,
+    settle,
+    starting_again,
+    stop_groups,
+    stop_role,
+)
+from unirun.graph import show_ranks
 from unirun.job.events import After, StartDue, ToWatchers
 from unirun.job.generations import form_first, obstructed, opened, start_again
 from unirun.job.state import (
@@ -161,9 +169,14 @@ def reserve_again(transition: Transition, node: str) -> None:
 
 
 def placed(transition: Transition, event: Placed) -> None:
-    """Ranks have got their ports."""
+    """Ranks have got their ports. Where there are none for them the job ends, with an optional service too: others may
+    name its addresses."""
     role = transition.role(event.role)
     if role.phase in ROLE_ENDS:
+        return
+    if event.problem:
+        reason = f"{role.name}:{show_ranks(event.ranks)} cannot start on {event.node}: {event.problem}"
+        end_job(transition, Decision("end_job", reason), EXIT_PLACEMENT, by_failure=False)
         return
     count = len(transition.state.role_spec(event.role).ports)
     for rank, place in zip(event.ranks, event.places, strict=False):

@@ -62,7 +62,7 @@ from unirun.wire.messages import (
     StopWorkers,
     View,
 )
-from unirun.wire.reports import FromWorker, Join, Knock, Metrics, Notice, WorkerStarted
+from unirun.wire.reports import FromWorker, Join, Knock, Metrics, Notice, Placed, WorkerStarted
 from unirun.wire.sockets import listen
 from unirun.wire.spawning import Borrow, Reaped, SpawnFailed
 
@@ -376,7 +376,7 @@ class Agent:
         try:
             self._tell(self._orders.place(self._ports, order))
         except RendezvousError as error:
-            self._fail(error)
+            self._tell(Placed(self._state.node, order.role, order.ranks, (), str(error)))
 
     def _has_lost_its_port(self, number: int) -> bool:
         """Return True if another process listens on a port of a worker that has ended before it was ready."""

@@ -99,12 +99,14 @@ class EngineWeights(Value, tag=True):
 
 
 class Placed(Value, tag=True):
-    """The ports that an agent has chosen for these ranks of a role, in their order."""
+    """The ports that an agent has chosen for these ranks of a role, in their order; or the `problem`, and what to do,
+    if it has none for them."""
 
     node: str
     role: str
     ranks: tuple[int, ...]
     places: tuple[Place, ...]
+    problem: str = ""
 
 
 class GroupFormed(Value, tag=True):

@@ -47,7 +47,14 @@ class Services:
         self.cluster = cluster
         self.job: Running
 
-    def start(self, *options: object, stub: tuple[str, ...] = (), spares: int = 0, **engine: Any) -> None:
+    def start(
+        self,
+        *options: object,
+        stub: tuple[str, ...] = (),
+        spares: int = 0,
+        port_range: str = "20000-29999",
+        **engine: Any,
+    ) -> None:
         """Start the job. `engine` are more keys of the engines, `stub` more options of theirs."""
         work = self.cluster.work
         self.cluster.place("train.py", TRAIN)
@@ -59,6 +66,7 @@ class Services:
             "roles": {"train": {**train, "after": ["engine"]}, "engine": {**program, "args": args, **engine}},
             "separations": [["engine", "train"]],
             "spares": spares,
+            "port_range": port_range,
         }
         file = self.cluster.root / "job.yaml"
         file.write_text(yaml.safe_dump(job))
@@ -185,3 +193,12 @@ def test_an_engine_that_is_never_ready_ends_the_job_on_all_hosts(services: Servi
     assert "was not ready within 2 s: http://198.18." in result.err
     assert "answers with status 503" in result.err
     assert "[train:0] up" not in result.out
+
+
+def test_an_engine_without_a_port_ends_the_job_on_all_hosts(services: Services) -> None:
+    services.start(per_node=2, port_range="20000-20000")
+    result = services.job.end()
+    assert result.code == 3
+    assert "no port from 20000 to 20000 is free on this host; widen port_range" in result.err
+    assert result.err.count("engine:0-1 cannot start on h") == 1
+    assert "is gone" not in result.err

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from tests.unit.failover.services import Services, place, program, service
 from tests.unit.failover.takeover import join, rejoin, take_over
 from tests.unit.job.job import KILL, TERM
-from unirun.errors import EXIT_BUDGET, EXIT_RENDEZVOUS, Refused
+from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, EXIT_RENDEZVOUS, Refused
 from unirun.failover.policy import LONGEST_DELAY
 from unirun.failover.readiness import waiting_to_start
 from unirun.job.events import ViewDue
@@ -54,6 +54,20 @@ class TestPorts:
         job = Services(service(), program()).launched()
         with pytest.raises(Refused, match="other ports than engine:"):
             step(job.state, Placed("n0", "engine", *said), job.now)
+
+    @pytest.mark.parametrize("optional", [False, True])
+    def test_ports_that_no_agent_has_end_the_job_with_3_and_say_what_to_do(self, optional: bool) -> None:
+        job = Services(service(count=3, optional=optional), program(), nodes=("n0", "n1")).launched()
+        why = "no port from 5 to 6 is free on this host; widen port_range: 20000-29999"
+        job.on(Placed("n0", "engine", (0, 2), (), why))
+        assert job.end == (EXIT_PLACEMENT, f"engine:0,2 cannot start on n0: {why}")
+
+    def test_ports_that_are_not_there_for_a_restart_end_the_job_as_well(self) -> None:
+        job = Services(service(), program()).begin().dies(taken=True)
+        job.on(Placed("n0", "engine", (0,), (), "none is free"))
+        assert job.ended == [("train", [0], TERM)]
+        assert job.state.verdict is not None
+        assert job.state.verdict.code == EXIT_PLACEMENT
 
     def test_ports_stay_when_a_rank_starts_again(self) -> None:
         job = Services(service(), program()).up()
