@@ -7,6 +7,8 @@ again when its back-off is over. At the end of the job, services end after all o
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from msgspec.structs import replace
 
 from unirun.errors import EXIT_PLACEMENT, Refused
@@ -22,12 +24,14 @@ from unirun.failover.restart_or_end import (
 from unirun.graph import show_ranks
 from unirun.job.events import After, StartDue, ToWatchers
 from unirun.job.generations import form_first, obstructed, opened, start_again
+from unirun.job.ranks import Ranks
 from unirun.job.state import (
     NEVER,
     ROLE_ENDS,
     ROLE_WORKS,
     JobPhase,
     JobState,
+    Looked,
     Ports,
     RolePhase,
     RoleState,
@@ -44,48 +48,102 @@ from unirun.wire.reports import Health, Placed
 def start_due(transition: Transition) -> None:
     """Start the roles and programs that are due. While nodes are away after a takeover, none is."""
     state = transition.state
-    if state.phase is not JobPhase.RUNNING or state.away or not _has_to_start(state):
+    if state.phase is not JobPhase.RUNNING or state.away or not any(map(_has_to_start, state.roles.values())):
         return
-    _reserve(transition)
-    if not all(_has_ports(role) for role in _with_ports(transition.state)):
+    _look(transition)
+    state = transition.state
+    if any(state.looked[role.name].portless for role in _with_ports(state)):
         return
-    names = [name for name, role in transition.state.roles.items() if _may_begin(transition.state, role)]
+    names = [name for name, role in state.roles.items() if _may_begin(state, role)]
     if names:
         form_first(transition, names)
-    for role in list(transition.state.roles.values()):
+    for role in state.roles.values():
         if role.is_program and role.phase is not RolePhase.WAITING:
-            _start_programs(transition, role)
+            _start_programs(transition, role, state.looked[role.name].missing)
 
 
-def _has_to_start(state: JobState) -> bool:
+def _has_to_start(role: RoleState) -> bool:
     """Return True if a role waits, or has programs that do not run. It counts; no worker is looked at."""
-    return any(
-        role.phase is RolePhase.WAITING or (role.is_program and role.living < len(role.workers))
-        for role in state.roles.values()
-    )
+    starts_again = role.is_program and (role.phase is RolePhase.RESTARTING or role.incomplete)
+    return role.phase is RolePhase.WAITING or starts_again
+
+
+def _look(transition: Transition) -> None:
+    """Count what decides about starts, and ask agents for the ports of ranks that have none there, once."""
+    state = transition.state
+    looked = {
+        spec.name: _look_at(transition, state.roles[spec.name], spec)
+        for spec in state.spec.roles
+        if spec.is_program or spec.ports or spec.group
+    }
+    transition.state = replace(transition.state, looked=looked)
+
+
+def _look_at(transition: Transition, role: RoleState, spec: RoleSpec) -> Looked:
+    placement = transition.state.placement
+    before = transition.state.looked.get(role.name)
+    if before is None or before.placement is not placement or len(before.workers) != len(role.workers):
+        before = Looked(placement, Ranks())
+    if before.workers is role.workers:
+        return before
+    portless, ready, missing = before.portless, before.ready, set(before.missing)
+    asked: dict[str, list[int]] = {}
+    needs_ports = bool(spec.ports) and role.phase not in ROLE_ENDS
+    places = placement.of_role(role.name) if needs_ports else ()
+    for old, worker in role.workers.since(before.workers):
+        rank = worker.rank
+        if rank < len(places) and _needs_ports(worker, node := places[rank].node):
+            worker = replace(worker, ports=Ports(node))
+            role = role.with_worker(worker)
+            asked.setdefault(node, []).append(rank)
+        portless += (worker.place is None) - (old is not None and old.place is None)
+        if spec.group is not None and rank % spec.group == 0:
+            ready += _is_ready(role, worker) - (old is not None and _is_ready(role, old))
+        if worker.live or worker.ended_well:
+            missing.discard(rank)
+        else:
+            missing.add(rank)
+    if asked:
+        transition.put(role)
+        for node, ranks in asked.items():
+            transition.order(node, Reserve(role.name, tuple(ranks)))
+    return Looked(placement, role.workers, portless, ready, frozenset(missing))
+
+
+def _needs_ports(worker: WorkerState, node: str) -> bool:
+    """Return True if the next worker of a rank starts on `node`, of which it has no ports."""
+    return not worker.live and (worker.ports is None or worker.ports.node != node)
 
 
 def _may_begin(state: JobState, role: RoleState) -> bool:
     if role.phase is not RolePhase.WAITING:
         return False
     after = state.role_spec(role.name).after
-    return all(_enough(state.roles[name], state.role_spec(name), count) for name, count in after.items())
+    return all(_enough(state, name, count) for name, count in after.items())
 
 
-def _enough(role: RoleState, spec: RoleSpec, count: int) -> bool:
-    """Return True if `count` ranks, or groups, are ready (0: all). Those that an optional service has lost for good do
-    not count as missing."""
+def _enough(state: JobState, name: str, count: int) -> bool:
+    """Return True if `count` ranks of a role, or groups, are ready (0: all). Those that an optional service has lost
+    for good do not count as missing."""
+    role, spec = state.roles[name], state.role_spec(name)
     if spec.optional and role.phase in ROLE_ENDS:
         return True
-    return _ready(role, spec) >= (count or len(role.workers) // (spec.group or 1))
+    return _ready(state, name) >= (count or len(role.workers) // (spec.group or 1))
 
 
-def _ready(role: RoleState, spec: RoleSpec) -> int:
-    """The number of ranks, or groups, that are ready."""
+def _ready(state: JobState, name: str) -> int:
+    """The number of ranks, or groups, of a role that are ready."""
+    role, spec = state.roles[name], state.role_spec(name)
     if spec.group is None:
         return role.running
-    heads = (role.workers[rank] for rank in range(0, len(role.workers), spec.group))
-    return sum(worker.ended_well or role.up(worker) for worker in heads)
+    looked = state.looked.get(name)
+    if looked is not None and looked.workers is role.workers:
+        return looked.ready
+    return sum(_is_ready(role, role.workers[rank]) for rank in range(0, len(role.workers), spec.group))
+
+
+def _is_ready(role: RoleState, worker: WorkerState) -> bool:
+    return worker.ended_well or role.up(worker)
 
 
 def waiting_to_start(state: JobState) -> tuple[str, ...]:
@@ -95,35 +153,31 @@ def waiting_to_start(state: JobState) -> tuple[str, ...]:
         after = state.role_spec(role.name).after if role.phase is RolePhase.WAITING else {}
         for name, count in after.items():
             other = state.roles[name]
-            if not _enough(other, state.role_spec(name), count):
+            if not _enough(state, name, count):
                 ready = "ready" if other.probed else "up"
                 whys = dict.fromkeys(w.health.why for w in other.workers if w.health and not w.health.ready)
                 why = f" ({'; '.join([*whys][:3])})" if whys else ""
                 spec = state.role_spec(name)
-                number = f"{_ready(other, spec)} of {count or len(other.workers) // (spec.group or 1)}"
+                number = f"{_ready(state, name)} of {count or len(other.workers) // (spec.group or 1)}"
                 found.append(f"{role.name} starts after {name}, of which {number} are {ready}{why}")
     return tuple(found)
 
 
-def _start_programs(transition: Transition, role: RoleState) -> None:
+def _start_programs(transition: Transition, role: RoleState, missing: Collection[int]) -> None:
     if role.phase is RolePhase.RESTARTING:
         whole = not role.living and role.generation > role.opened and not obstructed(transition.state, role)
         if whole and all(_is_due(transition, worker) for worker in role.workers):
             opened(transition, role)
             settle(transition, transition.role(role.name))
         return
-    if role.phase not in ROLE_WORKS or obstructed(transition.state, role):
-        return
     spec = transition.state.role_spec(role.name)
-    missing = [
-        worker
-        for worker in role.workers
-        if not worker.live
-        and not worker.ended_well
-        and all(_may_start(transition, role.workers[rank]) for rank in spec.members(worker.rank))
+    due = [
+        role.workers[rank]
+        for rank in sorted(missing)
+        if all(_may_start(transition, role.workers[member]) for member in spec.members(rank))
     ]
-    if missing:
-        start_again(transition, role, missing)
+    if due and role.phase in ROLE_WORKS and not obstructed(transition.state, role):
+        start_again(transition, role, due)
 
 
 def _may_start(transition: Transition, worker: WorkerState) -> bool:
@@ -139,25 +193,6 @@ def _with_ports(state: JobState) -> list[RoleState]:
     """The roles that have ports, and have not ended."""
     roles = [state.roles[spec.name] for spec in state.spec.roles if spec.ports]
     return [role for role in roles if role.phase not in ROLE_ENDS]
-
-
-def _has_ports(role: RoleState) -> bool:
-    """Return True if every rank of a role knows its ports. They may be on a node that it has to leave."""
-    return all(worker.place is not None for worker in role.workers)
-
-
-def _reserve(transition: Transition) -> None:
-    """Ask agents for the ports of ranks that have none there, once."""
-    for role in _with_ports(transition.state):
-        places = transition.state.placement.of_role(role.name)
-        asked: dict[str, list[int]] = {}
-        for worker, place in zip(role.workers, places, strict=False):
-            if not worker.live and (worker.ports is None or worker.ports.node != place.node):
-                role = role.with_worker(replace(worker, ports=Ports(place.node)))
-                asked.setdefault(place.node, []).append(worker.rank)
-        transition.put(role)
-        for node, ranks in asked.items():
-            transition.order(node, Reserve(role.name, tuple(ranks)))
 
 
 def reserve_again(transition: Transition, node: str) -> None:

@@ -46,7 +46,9 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
     if state.phase in JOB_ENDS:
         return state, []
     roles = {name: _unseen(role) for name, role in state.roles.items()}
-    state = replace(state, roles=roles, away=frozenset(state.agents), view_due=False, told=None, losses={})
+    state = replace(
+        state, roles=roles, away=frozenset(state.agents), view_due=False, told=None, losses={}, looked={}
+    )
     transition = Transition(state, now)
     if state.away or state.phase is not JobPhase.LAUNCHING:
         transition.record("master", "another master goes on with the job")

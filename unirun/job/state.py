@@ -194,6 +194,11 @@ class RoleState(Value):
         return sum(count for (phase, _, _), count in counts if phase not in NOT_LIVE)
 
     @property
+    def incomplete(self) -> bool:
+        """True if a worker has no process, and has not ended well."""
+        return any(phase in NOT_LIVE and not well for phase, _, well in self.workers.standings)
+
+    @property
     def serves(self) -> bool:
         """True if every worker with a process takes calls."""
         phases = {phase for phase, _, _ in self.workers.standings}
@@ -256,6 +261,20 @@ class Told(Value):
     endpoints: Mapping[str, str]
 
 
+class Looked(Value):
+    """The `workers` of a role as they were when it was last looked at which are due to start, and the `placement` then.
+
+    It counts, so that the next look is at what has changed only: the ranks that have no ports (`portless`), the groups
+    that are `ready`, and the ranks that are `missing`: without a process, and not ended well.
+    """
+
+    placement: Placement
+    workers: Ranks
+    portless: int = 0
+    ready: int = 0
+    missing: frozenset[int] = frozenset()
+
+
 NOTHING = Inventory(())
 
 KEPT_FAILURES = 256
@@ -276,7 +295,7 @@ class JobState(Value):
     `told` is the latest view; the agents of the `uninformed` nodes have none that it follows on. `losses` are the nodes
     of which the agents are gone since a moment, and why; what follows is decided for all of them at once.
     `epoch` is the term of the master, `recorded` the number of events that it has written, `cause` the id of the one
-    that the end of the job follows from.
+    that the end of the job follows from. `looked` is by role.
     """
 
     spec: JobSpec
@@ -305,6 +324,7 @@ class JobState(Value):
     keepers: tuple[str, ...] = ()
     draining: tuple[str, ...] = ()
     newcomers: tuple[str, ...] = ()
+    looked: Mapping[str, Looked] = field(default_factory=dict)
 
     def with_role(self, role: RoleState) -> JobState:
         """This state with one role replaced."""

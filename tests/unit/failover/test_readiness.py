@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -159,6 +162,30 @@ class TestOrder:
         )
         job.ready("engine", 0)
         assert waiting_to_start(job.state) == ()
+
+
+@pytest.mark.parametrize(
+    ("engine", "train"),
+    [({}, {}), ({"group": 2}, {}), ({}, {"ports": ("http",), "count": 1000})],
+    ids=["ranks", "groups", "ports of the role that waits"],
+)
+def test_an_event_of_one_engine_costs_the_same_whatever_their_number(
+    engine: dict[str, Any], train: dict[str, Any]
+) -> None:
+    def calls(count: int) -> int:
+        """The number of function calls when one engine of many is ready while another role waits."""
+        train["count"] = min(count, train.get("count", 1))
+        job = Services(service(count=count, **engine), program(after=AFTER, **train)).begin().later(0)
+        found: list[str] = []
+        sys.setprofile(lambda frame, kind, _: found.append(kind) if kind == "call" else None)
+        try:
+            step(job.state, FromWorker(WorkerId("engine", 0, 0), Health(True, job.now)), job.now)
+        finally:
+            sys.setprofile(None)
+        assert job.state.roles["train"].phase is RolePhase.WAITING
+        return len(found)
+
+    assert calls(1000) < calls(10) + 50
 
 
 class TestReadiness:

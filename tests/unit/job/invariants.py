@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from unirun.errors import IllegalTransition
-from unirun.job.state import JOB_ENDS, ROLE_ENDS, JobState, RolePhase, RoleState, WorkerPhase
+from unirun.job.state import JOB_ENDS, ROLE_ENDS, JobState, Looked, RolePhase, RoleState, WorkerPhase
 
 
 def check_role(role: RoleState, max_restarts: int) -> None:
@@ -41,5 +41,19 @@ def check_job(state: JobState) -> None:
     """Raise `IllegalTransition` when an invariant does not hold."""
     for role in state.roles.values():
         check_role(role, state.role_spec(role.name).max_restarts)
+        if role.name in state.looked:
+            _check_looked(state.looked[role.name], role, state.role_spec(role.name).group)
     if state.phase in JOB_ENDS and (state.live or state.verdict is None or state.ended is None):
         raise IllegalTransition(f"the job is {state.phase} and not over")
+
+
+def _check_looked(looked: Looked, role: RoleState, group: int | None) -> None:
+    workers = looked.workers
+    heads = workers[::group] if group else ()
+    counted = (
+        sum(worker.place is None for worker in workers),
+        sum(worker.ended_well or role.up(worker) for worker in heads),
+        frozenset(worker.rank for worker in workers if not worker.live and not worker.ended_well),
+    )
+    if counted != (looked.portless, looked.ready, looked.missing):
+        raise IllegalTransition(f"role {role.name} was {counted}, and was taken for {looked}")

@@ -47,7 +47,7 @@ _NODES, _PLACES, _FAILURES = 100, 50, 8
 _ENDPOINTS = 1000
 """In a block of nodes, which has fewer of them when the job has many roles."""
 
-_NOT_KEPT = ("view_due", "away", "told", "uninformed", "losses", "recorded")
+_NOT_KEPT = ("view_due", "away", "told", "uninformed", "losses", "recorded", "looked")
 """Fields that a new master sets itself, or learns from the agents."""
 
 _ELSEWHERE = ("spec", "inventory", "agents", "failures")

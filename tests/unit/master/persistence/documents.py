@@ -29,6 +29,7 @@ def kept(state: JobState) -> JobState:
         away=frozenset(),
         told=None,
         uninformed=frozenset(),
+        looked={},
         recorded=0,
         losses={},
     )
