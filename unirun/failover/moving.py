@@ -111,7 +111,10 @@ def relocate(transition: Transition, before: JobState, cause: Cause, found: Relo
     """Take over the new placement, and do what each role does about it."""
     decisions, whole = found.decisions, found.whole
     transition.state = replace(transition.state, placement=found.placement)
-    lost, causes = transition.cause, _tell(transition, before.placement, cause, found.told)
+    gone = any(worker.node in cause.gone for role in before.roles.values() for worker in role.live)
+    nobody = f"{cause.reason}; the job goes on without it{'' if gone else ', as nobody was there'}"
+    told = found.told or [("", nobody)]
+    lost, causes = transition.cause, _tell(transition, before.placement, cause, told)
     moved = [name for name in decisions if whole[name]]
     if waits := consequences(unit_of(transition.state, [*found.missing, *moved])):
         transition.record("affected", waits)
@@ -133,7 +136,8 @@ def begin(transition: Transition, placement: Placement, cause: Cause) -> None:
         for name, role in before.roles.items()
     }
     transition.state = replace(before, placement=placement, roles=roles)
-    _tell(transition, before.placement, cause, [])
+    reason = f"{cause.reason}; the job goes on without it, as nobody was there"
+    _tell(transition, before.placement, cause, [("", reason)])
     form_if_all_are_there(transition)
 
 
@@ -228,7 +232,7 @@ def _tell(
 ) -> dict[str, str]:
     """Report what was decided about each role. Returns the ids of these events by role."""
     lost, events = transition.cause, {}
-    for name, text in decisions or [("", f"{cause.reason}; the job goes on without it, as nobody was there")]:
+    for name, text in decisions:
         transition.cause = lost
         transition.record("decision", text, *filter(None, [name]))
         transition.send(ToWatchers(Notice(named(cause.nodes), text)))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 
 from msgspec.structs import replace
 
+from unirun.collocation import Placement
 from unirun.errors import EXIT_PLACEMENT, PlacementError
 from unirun.failover.moving import Cause, begin, decide_missing, named, relocate, relocation_to
 from unirun.failover.policy import Decision
@@ -114,7 +116,15 @@ def _fall(transition: Transition, nodes: Collection[str], reason: str) -> list[F
 def _go_on(transition: Transition, before: JobState, cause: Cause, failures: Sequence[Failure]) -> None:
     """Place what was on lost nodes elsewhere, or end the job."""
     missing, decisions = decide_missing(before, transition.state, cause)
-    missing, decisions = _without_optional(transition, missing, decisions)
+    spent = {name: each.reason for name, each in decisions.items() if _is_spent(transition.state, name, each)}
+    missing, decisions = _without(transition, missing, decisions, spent)
+    no_room: PlacementError | None = None
+    if not _end_of(decisions):
+        try:
+            placement, unfit = _placed(transition, missing, decisions, cause)
+            missing, decisions = _without(transition, missing, decisions, unfit)
+        except PlacementError as error:
+            no_room = error
     transition.state = transition.state.with_failures(
         *(
             replace(
@@ -128,11 +138,9 @@ def _go_on(transition: Transition, before: JobState, cause: Cause, failures: Seq
     )
     if _ends(transition, decisions, by_failure=bool(failures)):
         return
-    try:
-        placement = place_without(transition.state, cause.gone)
-    except PlacementError as error:
-        no_room = Decision("end_job", f"{cause.reason}; its ranks fit nowhere else: {error}")
-        end_job(transition, no_room, EXIT_PLACEMENT, by_failure=False)
+    if no_room is not None:
+        end = Decision("end_job", f"{cause.reason}; its ranks fit nowhere else: {no_room}")
+        end_job(transition, end, EXIT_PLACEMENT, by_failure=False)
         return
     if transition.state.phase is JobPhase.LAUNCHING:
         begin(transition, placement, cause)
@@ -142,33 +150,66 @@ def _go_on(transition: Transition, before: JobState, cause: Cause, failures: Seq
         relocate(transition, before, cause, found)
 
 
-def _without_optional(
-    transition: Transition, missing: tuple[str, ...], decisions: Mapping[str, Decision]
+def _is_spent(state: JobState, name: str, decision: Decision) -> bool:
+    """Return True if an optional service cannot restart."""
+    return decision.action == "end_job" and state.role_spec(name).optional
+
+
+def _placed(
+    transition: Transition, missing: tuple[str, ...], decisions: Mapping[str, Decision], cause: Cause
+) -> tuple[Placement, dict[str, str]]:
+    """The next placement; and why optional services have to be given up for it, by name: as few as are enough.
+
+    Raises `PlacementError` when their ranks are not what has no room.
+    """
+    optional = [name for name in decisions if transition.state.role_spec(name).optional]
+    try:
+        return place_without(transition.state, cause.gone), {}
+    except PlacementError as error:
+        for count in range(1, len(optional) + 1):
+            trial = Transition(transition.state, transition.now)
+            for name in optional[-count:]:
+                give_up(trial, trial.role(name), _ranks(missing, name))
+            with suppress(PlacementError):
+                found = place_without(trial.state, cause.gone)
+                reason = f"{cause.reason}; it fits nowhere else: {error}"
+                return found, dict.fromkeys(optional[-count:], reason)
+        raise
+
+
+def _without(
+    transition: Transition,
+    missing: tuple[str, ...],
+    decisions: Mapping[str, Decision],
+    given_up: Mapping[str, str],
 ) -> tuple[tuple[str, ...], dict[str, Decision]]:
-    """The missing ranks and the decisions without those of optional services that cannot restart: the job goes on
-    without these ranks."""
-    given_up = {
-        name
-        for name, decision in decisions.items()
-        if decision.action == "end_job" and transition.state.role_spec(name).optional
-    }
-    for name in given_up:
-        reason = f"{decisions[name].reason}; the job goes on without it"
+    """The missing ranks and the decisions without those of the optional services that are `given_up` (name → reason):
+    the job goes on without these ranks."""
+    for name, why in given_up.items():
+        reason = f"{why}; the job goes on without it"
         transition.record("decision", reason, name)
         transition.send(ToWatchers(Notice(name, reason)))
-        ranks = [int(who.rpartition(":")[2]) for who in missing if who.rpartition(":")[0] == name]
-        give_up(transition, transition.role(name), ranks)
+        give_up(transition, transition.role(name), _ranks(missing, name))
     left = tuple(who for who in missing if who.rpartition(":")[0] not in given_up)
     return left, {name: decision for name, decision in decisions.items() if name not in given_up}
 
 
+def _ranks(missing: Sequence[str], name: str) -> list[int]:
+    """Those of the role `name`."""
+    return [int(who.rpartition(":")[2]) for who in missing if who.rpartition(":")[0] == name]
+
+
+def _end_of(decisions: Mapping[str, Decision]) -> Decision | None:
+    """The decision that ends the job, if there is one."""
+    return next((each for each in decisions.values() if each.action == "end_job"), None)
+
+
 def _ends(transition: Transition, decisions: Mapping[str, Decision], *, by_failure: bool) -> bool:
     """End the job if one of the decisions says so. Returns whether it did."""
-    for decision in decisions.values():
-        if decision.action == "end_job":
-            end_job(transition, decision, KILLED, by_failure=by_failure)
-            return True
-    return False
+    decision = _end_of(decisions)
+    if decision is not None:
+        end_job(transition, decision, KILLED, by_failure=by_failure)
+    return decision is not None
 
 
 def _workers_on(state: JobState, node: str) -> list[str]:

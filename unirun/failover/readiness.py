@@ -166,7 +166,7 @@ def waiting_to_start(state: JobState) -> tuple[str, ...]:
 def _start_programs(transition: Transition, role: RoleState, missing: Collection[int]) -> None:
     if role.phase is RolePhase.RESTARTING:
         whole = not role.living and role.generation > role.opened and not obstructed(transition.state, role)
-        if whole and all(_is_due(transition, worker) for worker in role.workers):
+        if whole and all(worker.due == NEVER or _is_due(transition, worker) for worker in role.workers):
             opened(transition, role)
             settle(transition, transition.role(role.name))
         return

@@ -99,12 +99,18 @@ def placed_again(
     `PlacementError`.
 
     Nodes that are draining, or `aside`, get no ranks either. The roles in `most` may get as many ranks as it says.
+    Ranks that are given up need no place; those that follow them have other numbers for the planner.
     """
     aside = {*aside, *state.draining}
     usable = {*state.without(gone), *gone, *state.placement.lost, *aside}
     nodes = tuple(node for node in state.inventory.nodes if node.name in usable)
-    names = [name for name, role in state.roles.items() if role.phase not in ROLE_ENDS]
-    roles = tuple(_as_it_is(state, state.role_spec(name)) for name in names)
+    places = {
+        name: _numbered(state, role, {*gone, *state.placement.lost, *aside})
+        for name, role in state.roles.items()
+        if role.phase not in ROLE_ENDS and not _is_given_up(state, role)
+    }
+    names = [name for name, found in places.items() if found]
+    roles = tuple(_as_it_is(state, state.role_spec(name), len(places[name])) for name in names)
     roles = tuple(
         replace(role, least=role.count, count=most.get(role.name, role.count)) if most else role
         for role in roles
@@ -119,45 +125,72 @@ def placed_again(
         roles=tuple(role for role in graph.roles if role.name in names),
         edges=tuple(edge for edge in graph.edges if edge.source in names and edge.target in names),
     )
-    places = tuple(place for name in names for place in state.placement.of_role(name))
     _, found = place_again(
         replace(state.spec, roles=roles, **groups),
         Inventory(nodes),
-        replace(state.placement, assignments=places),
+        replace(
+            state.placement, assignments=tuple(place for name in names for place in places[name].values())
+        ),
         {*gone, *aside},
         ties=ties_of(graph),
     )
     return replace(
         found,
-        assignments=tuple(_kept(state, found)),
+        assignments=tuple(_kept(state, found, places)),
         excluded=state.placement.excluded,
         lost=tuple(name for name in found.lost if name in gone or name in state.placement.lost),
     )
 
 
-def _as_it_is(state: JobState, role: RoleSpec) -> RoleSpec:
+def _is_given_up(state: JobState, role: RoleState) -> bool:
+    """Return True if the job goes on without an optional service, of which the last ranks are about to end."""
+    optional = state.role_spec(role.name).optional
+    return optional and role.phase is RolePhase.STOPPING and state.phase is JobPhase.RUNNING
+
+
+def _numbered(state: JobState, role: RoleState, gone: Collection[str]) -> dict[int, Assignment]:
+    """The places of a role by rank, with the numbers 0..n-1: those of all ranks but the ones that are given up and were
+    on the nodes `gone`, and those that are one server with them. A role that may shrink has the numbers that it has."""
+    spec, places = state.role_spec(role.name), state.placement.of_role(role.name)
+    given_up = role.given_up if spec.optional and spec.least is None else frozenset[int]()
+    lost = [place.rank for place in places if place.rank in given_up and place.node in gone]
+    out = {member for rank in lost for member in spec.members(rank)}
+    left = [place for place in places if place.rank not in out]
+    return {
+        place.rank: place if place.rank == number else replace(place, rank=number)
+        for number, place in enumerate(left)
+    }
+
+
+def _as_it_is(state: JobState, role: RoleSpec, count: int) -> RoleSpec:
     """The spec of a role with its current number of ranks, and the least that it can go on with.
 
     A role that has shrunk grows only when nodes come: the remaining ranks have taken over the work. Workloads keep
     their number once they run, because callers rely on it, unless they are elastic.
     """
-    count = len(state.placement.of_role(role.name))
     fixed = role.restart == "process" and not role.elastic and state.phase is not JobPhase.LAUNCHING
     return replace(role, count=count, least=count if fixed else role.least)
 
 
-def _kept(state: JobState, found: Placement) -> list[Assignment]:
-    """The assignments of `found`, and for roles that have ended those before.
+def _kept(
+    state: JobState, found: Placement, numbered: Mapping[str, Mapping[int, Assignment]]
+) -> list[Assignment]:
+    """The assignments of `found`, with the numbers that the ranks have; those before for all that it leaves out.
 
     An unchanged assignment is the same object, which makes writing the differences cheap.
     """
     places: list[Assignment] = []
     for role in state.roles.values():
-        before = state.placement.of_role(role.name)
-        if role.phase in ROLE_ENDS:
-            places += before
-        else:
-            there = found.of_role(role.name)
-            places += [old if new == old else new for new, old in zip(there, before, strict=False)]
-            places += there[len(before) :]
+        before, numbers = state.placement.of_role(role.name), numbered.get(role.name, {})
+        there = found.of_role(role.name) if numbers else ()
+        moved = {
+            rank: place if place.rank == rank else replace(place, rank=rank)
+            for rank, place in zip(numbers, there, strict=False)
+        }
+        for old in before:
+            if old.rank in moved:
+                places.append(old if moved[old.rank] == old else moved[old.rank])
+            elif old.rank not in numbers:
+                places.append(old)
+        places += there[len(numbers) :]
     return places

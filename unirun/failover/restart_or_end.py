@@ -78,7 +78,8 @@ def form_anew(transition: Transition, role: RoleState) -> None:
     That is so for ranks that had succeeded before their node was lost, when they did not fit on another node.
     """
     places = transition.state.placement.of_role(role.name)
-    lost = [place.rank for place in places if place.node in transition.state.placement.lost]
+    gone, given_up = transition.state.placement.lost, role.given_up
+    lost = [place.rank for place in places if place.node in gone and place.rank not in given_up]
     if not lost:
         form_next(transition, role)
         return

@@ -39,7 +39,7 @@ def exited(transition: Transition, event: WorkerExited) -> None:
         transition.record("exit", f"{event.worker} has ended, as its agent leaves", str(event.worker))
         return
     found = transition.find(event.worker)
-    obstructs = found is not None and transition.state.misplaced(*found)
+    obstructs = found is not None and transition.state.has_to_leave(*found)
     rank = event.worker.rank
     for known in transition.role(event.worker.role).workers[rank : rank + 1]:
         transition.order(known.node, ExitAck(event.worker))
@@ -51,7 +51,7 @@ def exited(transition: Transition, event: WorkerExited) -> None:
     needed = works and spec.service and event.cause != "order"
     end = Exit(event.code, event.signal, early=needed and event.code == 0)
     # Its rank goes to another node: it was told to end, whatever its own reason is.
-    moves = works and obstructs
+    moves = works and transition.state.misplaced(role, worker)
     regroups = spec.group is not None and event.cause == "order"
     if works and (moves or regroups) and end.ok and event.cause == "order":
         # A clean exit on request is not success.

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from unirun.collocation import Assignment
 from unirun.job.ranks import Ranks
 from unirun.job.state import (
+    NEVER,
     JobPhase,
     JobState,
     RolePhase,
@@ -82,7 +83,8 @@ def opened(transition: Transition, role: RoleState) -> None:
         transition.record("restart", f"role {role.name} starts as generation {role.generation}", role.name)
     # A rank that had succeeded is started again, because the others wait for it; except when it was in this generation
     # already: `WorkerFormed` may arrive before `StoreOpened`.
-    _complete(transition, role, [w for w in role.workers if not w.live and w.generation < role.generation])
+    missing = [w for w in role.workers if not w.live and w.generation < role.generation and w.due != NEVER]
+    _complete(transition, role, missing)
 
 
 def start_missing(transition: Transition, role: RoleState) -> None:
@@ -132,19 +134,19 @@ def obstructed(state: JobState, role: RoleState) -> bool:
     use one device; or at a rank of `role` itself, which no other worker may hold meanwhile."""
     if not state.placement.lost and not state.draining:
         return False
-    if any(state.misplaced(role, worker) for worker in role.live):
+    if any(state.has_to_leave(role, worker) for worker in role.live):
         return True
     places = state.placement.of_role(role.name)
     wanted = {place.node for place, worker in zip(places, role.workers, strict=False) if not worker.live}
     return any(
-        worker.node in wanted and state.misplaced(other, worker)
+        worker.node in wanted and state.has_to_leave(other, worker)
         for other in state.roles.values()
         for worker in other.live
     )
 
 
 def clear_the_way(transition: Transition) -> None:
-    """A misplaced worker has ended: order the stores of the roles that waited for its slot again."""
+    """A worker that had to leave has ended: order the stores of the roles that waited for its slot again."""
     for role in list(transition.state.roles.values()):
         forms = role.phase in (RolePhase.RESTARTING, RolePhase.REFORMING)
         if forms and role.generation > role.opened and not obstructed(transition.state, role):

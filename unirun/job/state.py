@@ -199,6 +199,11 @@ class RoleState(Value):
         return any(phase in NOT_LIVE and not well for phase, _, well in self.workers.standings)
 
     @property
+    def given_up(self) -> frozenset[int]:
+        """The ranks that the job goes on without."""
+        return frozenset(worker.rank for worker in self.workers if worker.due == NEVER)
+
+    @property
     def serves(self) -> bool:
         """True if every worker with a process takes calls."""
         phases = {phase for phase, _, _ in self.workers.standings}
@@ -359,6 +364,11 @@ class JobState(Value):
         return tuple(
             node for node in self.inventory.names if node not in out and (coming or node in self.agents)
         )
+
+    def has_to_leave(self, role: RoleState, worker: WorkerState) -> bool:
+        """Return True if a worker runs where its rank is no more: it is misplaced, or the job goes on without it."""
+        given_up = role.phase is RolePhase.STOPPING or worker.due == NEVER
+        return self.misplaced(role, worker) or (worker.live and given_up)
 
     def misplaced(self, role: RoleState, worker: WorkerState) -> bool:
         """Return True if a worker runs at another node or slot than the placement has for its rank."""

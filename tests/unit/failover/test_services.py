@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
 from tests.unit.failover.losses import nodes, ranks
+from tests.unit.failover.services import Services, program, service
 from tests.unit.job.job import TERM, Job
+from unirun.collocation import Device, Inventory, Node, place
+from unirun.errors import EXIT_PLACEMENT
 from unirun.job.events import AgentLost, LossesDue
-from unirun.job.state import JobPhase
+from unirun.job.state import NEVER, ROLE_ENDS, JobPhase, new_job
+from unirun.spec import RoleSpec
 from unirun.wire.messages import Drain, StartRole, StopWorkers
+from unirun.wire.reports import Notice
 
 
 @pytest.fixture
@@ -88,6 +95,91 @@ def test_the_job_goes_on_without_the_ranks_of_an_optional_service_on_a_lost_node
     assert [w.rank for w in job.state.roles["engine"].workers if not w.live] == lost
     assert "the job goes on without it" in job.records
     assert job.orders(StartRole) == []
+
+
+class TestAnOptionalServiceThatFitsNowhereElse:
+    """There are as many slots as ranks, and a node is lost."""
+
+    def lost(self, job: Services, node: str) -> None:
+        """The loss of a node. The job goes on."""
+        job.on(AgentLost(node, "it is gone"), LossesDue())
+        assert job.state.phase is JobPhase.RUNNING
+
+    def test_it_is_given_up_and_the_others_go_on(self) -> None:
+        job = placed(engines(count=2, optional=True), trainer(count=2), slots=(2, 2))
+        self.lost(job, "n0")
+        assert job.phases() == {"engine": "failed", "train": "running"}
+        notice = job.told(Notice)[0]
+        assert "it fits nowhere else: engine needs room for 2 ranks" in notice.text
+        assert notice.text.endswith("; the job goes on without it")
+        assert (job.begun, job.ended) == ([], [])
+
+    def test_only_its_lost_ranks_are_given_up(self) -> None:
+        job = placed(engines(count=4, optional=True), trainer(count=2), slots=(2, 2, 2))
+        self.lost(job, "n0")
+        workers = job.state.roles["engine"].workers
+        assert [worker.rank for worker in workers if worker.live] == [2, 3]
+        assert (job.begun, job.ended) == ([], [])
+        assert job.dies(rank=2).begun == [("engine", [2])]
+
+    def test_others_of_the_lost_node_are_placed_again_without_it(self) -> None:
+        """The trainer moves to the spare slot, of which the engine on the lost node would have needed one more."""
+        job = placed(trainer(restart="process"), engines(count=3, optional=True), slots=(2, 2, 1))
+        node = job.worker("train").node
+        (there,) = (worker for worker in job.state.roles["engine"].workers if worker.node == node)
+        self.lost(job, node)
+        assert job.begun == [("train", [0])]
+        assert job.worker(rank=there.rank).due == NEVER
+        others = {worker.rank for worker in job.state.roles["engine"].workers} - {there.rank}
+        assert all(job.worker(rank=rank).live for rank in others)
+        assert len({(place.node, place.own) for place in job.state.placement.assignments}) == 4
+
+    def test_it_is_given_up_as_a_group(self) -> None:
+        job = placed(engines(count=4, group=4, per_node=2, optional=True), trainer(count=2), slots=(2, 2, 2))
+        self.lost(job, "n0")
+        assert job.ended == [("engine", [2], TERM), ("engine", [3], TERM)]
+        for rank in (2, 3):
+            job.exits("engine", rank, by=TERM, asked=TERM)
+        assert job.phases() == {"engine": "failed", "train": "running"}
+
+    def test_it_is_given_up_as_a_whole_when_it_restarts_as_a_whole(self) -> None:
+        job = placed(engines(count=4, restart="role", optional=True), trainer(count=2), slots=(2, 2, 2))
+        self.lost(job, "n0")
+        assert job.ended == [("engine", [2, 3], TERM)]
+        for rank in (2, 3):
+            job.exits("engine", rank, by=TERM, asked=TERM)
+        assert job.state.roles["engine"].phase in ROLE_ENDS
+        assert job.phases()["train"] == "running"
+
+    def test_it_is_not_given_up_when_another_role_has_no_room_either(self) -> None:
+        job = placed(engines(count=1, optional=True), trainer(count=3, restart="process"), slots=(2, 2))
+        job.on(AgentLost(job.worker().node, "it is gone"), LossesDue())
+        assert job.state.verdict is not None
+        assert job.state.verdict.code == EXIT_PLACEMENT
+        assert "goes on without" not in job.records
+
+
+def placed(*roles: RoleSpec, slots: tuple[int, ...]) -> Services:
+    """A running job on nodes of so many slots."""
+    counts = {f"n{n}": count for n, count in enumerate(slots)}
+    inventory = Inventory(
+        tuple(
+            Node(name, (0,), tuple(Device(str(n), "gpu") for n in range(count)))
+            for name, count in counts.items()
+        )
+    )
+    job = Services(*roles, nodes=tuple(counts))
+    spec, placement = place(replace(job.state.spec, roles=roles), inventory)
+    job.state = new_job(spec, placement, started=job.now, logs="/logs", inventory=inventory)
+    return job.up()
+
+
+def engines(**more: Any) -> RoleSpec:
+    return service(**{"slots": 1.0, **more})
+
+
+def trainer(**more: Any) -> RoleSpec:
+    return program("train", **{"slots": 1.0, "max_restarts": 1, **more})
 
 
 @pytest.mark.parametrize("code", [126, 127])
