@@ -62,7 +62,7 @@ def read_program(role: Section, entry: Entry, contract: Contract) -> dict[str, A
         "group": role.integer("group", 1, 1) if role.given("group") else None,
         "after": _after(role),
         "restart_window": role.seconds("restart_window", SERVICE_WINDOW if service else 0.0),
-        "restart_delay": role.seconds("restart_delay", SERVICE_DELAY if service else 0.0),
+        "restart_delay": _delay(role, entry, contract, service=service),
     }
 
 
@@ -101,6 +101,20 @@ def _optional(role: Section, *, service: bool) -> bool:
     if optional and not service:
         role.fault("optional", "only a service is", "add service: true")
     return optional
+
+
+def _delay(role: Section, entry: Entry, contract: Contract, *, service: bool) -> float:
+    """The back-off, which only programs without the contract of torchrun have: ranks of others wait for each other."""
+    if contract == "none":
+        return role.seconds("restart_delay", SERVICE_DELAY if service else 0.0)
+    if role.given("restart_delay"):
+        kind = "program with contract: torchrun" if entry.kind == "program" else entry.kind
+        role.fault(
+            "restart_delay",
+            f"a {kind} starts again at once",
+            "leave it out; max_restarts and restart_window limit its restarts",
+        )
+    return 0.0
 
 
 def _after(role: Section) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.job.job import KILL, TERM, Job
 from unirun.errors import EXIT_BUDGET
@@ -56,6 +57,18 @@ class TestAFailure:
             "rollout": 0,
         }
         assert job.all_run("actor").phases() == {"actor": "running", "rollout": "running"}
+
+    def test_a_failure_counts_within_the_window_of_the_role_only(self) -> None:
+        job = Job({"actor": 1}, restarts={"actor": 1})
+        role = replace(job.state.role_spec("actor"), restart_window=60.0)
+        job.state = replace(job.state, spec=replace(job.state.spec, roles=(role,)))
+        job.running().exits("actor", 0, 1).all_run("actor")
+        job.now += 60
+        job.exits("actor", 0, 1).all_run("actor")
+        assert job.state.roles["actor"].restarts == 2
+        job.exits("actor", 0, 1)
+        assert job.end is not None
+        assert job.end[0] == EXIT_BUDGET
 
     def test_a_failure_starts_the_next_generation_only_when_the_last_worker_is_gone(self) -> None:
         job = Job({"actor": 3}, restarts={"actor": 1}).running().exits("actor", 0, 1)

@@ -8,7 +8,7 @@ from unirun.errors import IllegalTransition
 from unirun.job.state import JOB_ENDS, ROLE_ENDS, JobState, Looked, RolePhase, RoleState, WorkerPhase
 
 
-def check_role(role: RoleState, max_restarts: int) -> None:
+def check_role(role: RoleState, max_restarts: int, *, has_window: bool = False) -> None:
     """Raise `IllegalTransition` when an invariant does not hold."""
 
     def hold(true: bool, otherwise: str) -> None:
@@ -24,7 +24,9 @@ def check_role(role: RoleState, max_restarts: int) -> None:
     hold(role.phase is not RolePhase.REFORMING or not role.settled, "is reforming and complete")
     hold(role.phase is not RolePhase.REFORMING or role.restart == "process", "reforms, which it cannot")
     own_budgets = role.is_program and role.restart == "process"
-    restarts = max((len(w.paid) for w in role.workers), default=0) if own_budgets else role.restarts
+    # Of a role with a window, `paid` are those that count; of others, `restarts` have to.
+    paid = max((len(w.paid) for w in role.workers), default=0) if own_budgets else len(role.paid)
+    restarts = paid if own_budgets or has_window else role.restarts
     hold(restarts <= max_restarts, f"has {restarts} restarts, which is over its budget")
     hold(role.opened <= role.generation, f"has a store of generation {role.opened}, which is to come")
     for worker in role.workers:
@@ -40,9 +42,10 @@ def check_role(role: RoleState, max_restarts: int) -> None:
 def check_job(state: JobState) -> None:
     """Raise `IllegalTransition` when an invariant does not hold."""
     for role in state.roles.values():
-        check_role(role, state.role_spec(role.name).max_restarts)
+        spec = state.role_spec(role.name)
+        check_role(role, spec.max_restarts, has_window=spec.restart_window > 0)
         if role.name in state.looked:
-            _check_looked(state.looked[role.name], role, state.role_spec(role.name).group)
+            _check_looked(state.looked[role.name], role, spec.group)
     if state.phase in JOB_ENDS and (state.live or state.verdict is None or state.ended is None):
         raise IllegalTransition(f"the job is {state.phase} and not over")
 

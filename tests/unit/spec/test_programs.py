@@ -68,6 +68,7 @@ class TestDefaults:
     def test_defaults_of_a_service_with_the_contract_of_torchrun_restart_it_as_a_whole(self) -> None:
         role = engine(contract="torchrun", args=[])
         assert (role.contract, role.restart, role.is_program) == ("torchrun", "role", False)
+        assert (role.restart_window, role.restart_delay) == (3600.0, 0.0)
         assert parse({"train": TRAIN}, contract="torchrun").role("train").contract == "torchrun"
 
     def test_defaults_of_the_primary_roles_leave_services_out(self) -> None:
@@ -124,6 +125,7 @@ class TestFaults:
             ({"ready_timeout": 0}, "ready_timeout: expected a number of seconds, at least 0.01, found 0; "),
             ({"restart_window": -1}, "restart_window: expected a number of seconds, at least 0, found -1; "),
             ({"restart_delay": "soon"}, "restart_delay: expected a number of seconds, at least 0, found 'soon'; "),
+            ({"contract": "torchrun", "args": [], "restart_delay": 2}, "restart_delay: a program with contract: torchrun starts again at once; leave it out; max_restarts and restart_window limit its restarts"),
             ({"optional": "no"}, "optional: expected true or false, found 'no'; "),
             ({"service": False, "optional": True}, "optional: only a service is; add service: true"),
             ({"count": 3, "group": 2}, "group: 2 does not divide the role's 3 ranks; write count: 2, or a multiple"),
