@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -34,7 +35,7 @@ from unirun.wire.messages import (
     StopWorkers,
     View,
 )
-from unirun.wire.reports import Join, Placed, WorkerExited
+from unirun.wire.reports import Engine, Engines, EngineWeights, Join, Placed, WorkerExited
 from unirun.wire.spawning import Kill, Reaped
 
 
@@ -368,10 +369,26 @@ class Node:
                     if self.world.plan.disorder and self.world.rng.random() < self.world.plan.disorder:
                         spawner.told(number, process, view)
                     spawner.told(number, process, view)
+            case events.ToLink(only, Engines(engines)):
+                self._bring(only, engines)
             case events.ToLink(only, View() as view):
                 for spawner, number, process in self._welcome():
                     if number == only:
                         spawner.told(number, process, view)
+
+    def _bring(self, companion: int, engines: tuple[Engine, ...]) -> None:
+        """A companion brings a version into each engine that answers. It may take long, and an engine may refuse it."""
+        rng = self.world.rng
+        for engine in engines:
+            if engine.alive:
+                version = rng.choice((None, 1, 2))
+                problem = "it refused" if rng.random() < 0.05 else ""
+                said = EngineWeights("policy", engine.rank, engine.incarnation, version, 1.0, problem)
+                self.world.clock.after(rng.choice((0.01, 0.5, 3.0)), partial(self._brought, companion, said))
+
+    def _brought(self, companion: int, said: EngineWeights) -> None:
+        if any(process.alive for s in self.spawners.values() if (process := s.processes.get(companion))):
+            self.apply(events.LinkMessage(companion, said))
 
     def _welcome(self) -> list[tuple[Spawner, int, Process]]:
         """The workers with a link."""
@@ -386,7 +403,11 @@ class Node:
         """A worker that can outlive its peers is killed for an order, for this agent's end, or for its own fault."""
         worker = self.state.workers[kill.id]
         if worker.who.role in self.state.in_place:
-            own = worker.sent is not None or worker.error is not None or worker.cause in ("unready", "silent")
+            own = (
+                worker.sent is not None
+                or worker.error is not None
+                or worker.cause in ("unready", "silent", "torn")
+            )
             assert own, f"{worker.who} is killed for a peer"
 
     def die(self, reason: str) -> None:

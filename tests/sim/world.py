@@ -351,6 +351,8 @@ def _add_services(plan: Plan, rng: random.Random) -> None:
             places.append(Assignment(name, rank, node, -1, local[node]))
             local[node] += 1
         added.append(service)
+        if ready is not None and service.ports and rng.random() < 0.4:
+            added.append(_companion(plan, service, places))
         plan.habits[name] = Habits(
             fails=rng.choice((0.0, 0.1, 0.4)),
             finishes=rng.choice((0.0, 0.05)),
@@ -368,6 +370,25 @@ def _add_services(plan: Plan, rng: random.Random) -> None:
     plan.spec = replace(plan.spec, roles=(*added, *roles) if first else (*roles, *added))
     before = plan.placement.assignments
     plan.placement = replace(plan.placement, assignments=(*places, *before) if first else (*before, *places))
+
+
+def _companion(plan: Plan, engine: RoleSpec, places: list[Assignment]) -> RoleSpec:
+    """The role that brings weights into the engines, on each of their nodes."""
+    name = f"{engine.name}-weights"
+    nodes = dict.fromkeys(place.node for place in places if place.role == engine.name)
+    places += (Assignment(name, rank, node, -1, 0) for rank, node in enumerate(nodes))
+    plan.habits[name] = Habits(fails=0.1, finishes=0.0, lifetime=5.0, stubborn=0.0, follows=0.0, recovers=1.0)
+    return RoleSpec(
+        name,
+        len(nodes),
+        Entry("module", name),
+        max_restarts=10,
+        slots=0.0,
+        service=True,
+        optional=engine.optional,
+        restart_window=60.0,
+        beside=engine.name,
+    )
 
 
 def _make_hosts(plan: Plan, rng: random.Random) -> None:

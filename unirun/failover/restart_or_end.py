@@ -163,8 +163,15 @@ def end_if_over(transition: Transition) -> None:
     if state.phase is JobPhase.RUNNING and (verdict := _verdict(state)) is not None:
         stop_all(transition, verdict, signal.SIGTERM, None)
         state = transition.state
-    if state.phase is not JobPhase.STOPPING or state.live:
+    if state.phase is not JobPhase.STOPPING:
         return
+    for role in state.roles.values():
+        # A service that was not told to end yet may have lost a rank, which does not start again.
+        if (now := starting_again(role)) is not role:
+            transition.put(now)
+    if state.live:
+        return
+    state = transition.state
     verdict = state.verdict
     if verdict is None:
         raise IllegalTransition("the job is stopping without a verdict")

@@ -121,7 +121,9 @@ def all_back(transition: Transition) -> None:
             # `StoreOpened` may have come while nodes were away, and was ignored: the agent repeats it.
             order_store(transition, role)
         elif (
-            not role.is_program
+            # While the job ends, a service that was not told to end yet starts no more workers.
+            transition.state.phase is JobPhase.RUNNING
+            and not role.is_program
             and role.phase in ROLE_WORKS
             and any(not w.live and not w.ended_well for w in role.workers)
         ):
