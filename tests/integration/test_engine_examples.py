@@ -70,3 +70,17 @@ class TestTRLServer:
         )
         assert picture.out == (self.FOLDER / "job.svg").read_text()
         assert len((self.FOLDER / "job.yaml").read_text().splitlines()) <= 12
+
+
+class TestVLLMGRPO:
+    """What needs no vLLM; `tests/engines` runs the job."""
+
+    FOLDER = EXAMPLES / "vllm_grpo"
+
+    def test_the_picture_of_vllm_grpo_is_that_of_its_job(self, unirun: Unirun) -> None:
+        vllm = unirun.root / "bin" / "vllm"
+        vllm.parent.mkdir()
+        vllm.touch(mode=0o755)
+        path = {"PATH": f"{vllm.parent}:{os.environ['PATH']}"}
+        picture = unirun("graph", "--config", "job.yaml", "--format", "svg", cwd=self.FOLDER, env=path)
+        assert picture.out == (self.FOLDER / "job.svg").read_text()
