@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unirun.errors import Fault
+from unirun.spec.interpreters import interpreter_faults
 from unirun.spec.job import Contract, Entry, RoleSpec
 from unirun.spec.probes import READY_TIMEOUT, Probe, read_probe
 from unirun.spec.read import Section, nearest, shown
@@ -170,6 +171,7 @@ def program_faults(roles: Sequence[RoleSpec], env: Mapping[str, str]) -> Iterato
     for role in roles:
         yield from faults_of(role, known)
         yield from _order_faults(role, known)
+        yield from interpreter_faults(role, env)
         if role.group and not (role.service and role.is_program):
             problem = "only ranks of a service are one server together"
             yield Fault(

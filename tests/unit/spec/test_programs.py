@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tests.effort import examples
 from unirun.errors import SpecError
 from unirun.spec import JobSpec, RoleSpec, parse_job
+from unirun.spec.interpreters import lacks_unirun
 from unirun.spec.job import PORT_RANGE
 from unirun.spec.probes import READY_TIMEOUT, Probe
 from unirun.spec.programs import interpreter, variables_of
@@ -201,6 +203,49 @@ class TestPython:
         self, venv: Path
     ) -> None:
         assert interpreter(str(venv)) != "/bin/sh"
+
+    def test_python_of_a_script_has_unirun(
+        self, venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+        packages = venv / "lib/python3.11/site-packages"
+        packages.mkdir(parents=True)
+        (packages / "torch").mkdir()
+        (packages / "_virtualenv.pth").write_text("import _virtualenv\n\n# a comment\n/nowhere\n")
+        (tmp_path / "train.py").touch()
+        train = {"script": str(tmp_path / "train.py"), "python": str(venv)}
+        python = venv / "bin/python"
+        assert faults({"train": train}) == [
+            f"roles.train.python: unirun is not installed in {venv}, and a script needs it there; "
+            f"run {python} -m pip install torch-unirun, or write program: python, which does not need it"
+        ]
+        parse({"train": {**TRAIN, "python": str(venv)}})
+        parse({"train": {**train, "env": {"PYTHONPATH": "/src"}}})
+        (packages / "torch_unirun-0.1.0.dist-info").mkdir()
+        parse({"train": train})
+
+    @pytest.mark.parametrize(
+        ("file", "text"),
+        [
+            ("pyvenv.cfg", "home = /usr\nInclude-System-Site-Packages = True\n"),
+            ("lib/python3.11/site-packages/sitecustomize.py", ""),
+            ("lib/python3.11/site-packages/other.pth", "../../../other\n"),
+            ("lib/python3.11/site-packages/torch-unirun.egg-link", "/src"),
+        ],
+    )
+    def test_python_may_find_unirun_elsewhere(self, venv: Path, file: str, text: str) -> None:
+        (venv / "lib/python3.11/site-packages").mkdir(parents=True)
+        (venv / "other/unirun").mkdir(parents=True)
+        assert lacks_unirun(str(venv / "bin/python"))
+        (venv / file).write_text(text)
+        assert not lacks_unirun(str(venv / "bin/python"))
+
+    def test_python_of_no_virtual_environment_is_not_known(self, venv: Path) -> None:
+        assert not lacks_unirun(str(venv / "bin/python")), "it has no packages"
+        (venv / "lib/python3.11/site-packages").mkdir(parents=True)
+        (venv / "pyvenv.cfg").unlink()
+        assert not lacks_unirun(str(venv / "bin/python"))
+        assert not lacks_unirun(sys.executable)
 
     def test_python_is_searched_in_path_or_below_the_home_directory(
         self, venv: Path, monkeypatch: pytest.MonkeyPatch
