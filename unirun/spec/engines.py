@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from unirun.errors import Fault
 from unirun.spec.channels import Channel
+from unirun.spec.edges import Edge
 from unirun.spec.job import Entry, RoleSpec
 from unirun.spec.read import Section, as_number
 
@@ -92,12 +93,13 @@ def companion_of(role: str) -> str:
 
 def with_companions(
     channels: Sequence[Channel], roles: Sequence[RoleSpec]
-) -> tuple[tuple[Channel, ...], list[RoleSpec], list[Fault]]:
-    """The channels with companions in place of engines, the companions, and the faults of channels to programs."""
+) -> tuple[tuple[Channel, ...], list[RoleSpec], list[Edge], list[Fault]]:
+    """The channels with companions in place of engines, the companions and the edges that they have, and the faults of
+    channels to programs."""
     known = {role.name: role for role in roles}
     made: dict[str, RoleSpec] = {}
     faults: list[Fault] = []
-    changed = []
+    changed, edges = [], list[Edge]()
     for channel in channels:
         where = f"channels.{channel.name}.receivers"
         receivers = []
@@ -117,9 +119,11 @@ def with_companions(
                 faults.append(Fault(where, problem, f"rename {companion}"))
             else:
                 made[name] = _companion(companion, role, channel)
+                edges.append(Edge(channel.publisher, companion, "publish", asynchronous=True))
+                edges.append(Edge(companion, name, "load"))
             receivers.append(companion)
         changed.append(replace(channel, receivers=tuple(receivers)))
-    return tuple(changed), [*made.values()], faults
+    return tuple(changed), [*made.values()], edges, faults
 
 
 def _companion(name: str, engine: RoleSpec, channel: Channel) -> RoleSpec:

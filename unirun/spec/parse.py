@@ -94,7 +94,9 @@ def parse_job(
         ),
     }
     job.faults += program_faults(roles, fields["env"])
-    fields["channels"], companions, faults = with_companions(fields["channels"], roles)
+    fields["channels"], companions, edges, faults = with_companions(fields["channels"], roles)
+    # A job without edges has roles of which it says nothing.
+    fields["edges"] += tuple(edges) if fields["edges"] else ()
     job.faults += faults
     for name in primary:
         if any(role.name == name and role.service for role in roles):

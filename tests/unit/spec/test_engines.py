@@ -121,6 +121,11 @@ class TestWeights:
         spec = parse(VLLM, roles={"other": {"module": "this"}}, channels=both)
         assert spec.channels[0].receivers == ("other", "engine-weights")
 
+    def test_weights_are_edges_of_a_job_that_has_some(self) -> None:
+        assert parse(VLLM, channels=CHANNELS).edges == ()
+        edges = parse(VLLM, channels=CHANNELS, edges=["train -> engine: generate"]).edges
+        assert [*map(str, edges[1:])] == ["train ⇢ engine-weights: publish", "engine-weights → engine: load"]
+
     @pytest.mark.parametrize(
         ("engine", "more", "fault"),
         [
