@@ -95,6 +95,7 @@ class WeightsChannel:
         self._sources: dict[tuple[str, int], Source] = {}
         self._lines: dict[int, Line] = {}
         self._peeking = threading.Lock()
+        self._telling = threading.Lock()
         self._told, self._untold = -EVERY, False
         atexit.register(self._tell_last)
         self._moves: set[str] = set()
@@ -242,19 +243,27 @@ class WeightsChannel:
     def _has(self, version: int) -> int:
         """Count it, and tell the job, but not often: ``unirun weights`` shows it."""
         self.version = version
-        if time.monotonic() >= self._told + EVERY:
+        left = self._told + EVERY - time.monotonic()
+        if left <= 0:
             self._tell()
-        else:
+        elif not self._untold:
             self._untold = True
+            later = threading.Timer(left, self._tell_last)
+            later.daemon = True
+            later.start()
         return version
 
     def _tell_last(self) -> None:
-        """At the exit of this process: what was not told, as it came soon after something else."""
+        """Tell what came soon after something else, in a moment or at the exit of this process."""
         if self._untold:
             with suppress(WireError, UsageError):
                 self._tell()
 
     def _tell(self) -> None:
+        with self._telling:
+            self._tell_now()
+
+    def _tell_now(self) -> None:
         self._told, self._untold = time.monotonic(), False
         sizes: Counter[str] = Counter(dict.fromkeys(self._moves, 0))
         for got in self._receiver.last if self._publisher is None else ():

@@ -202,3 +202,69 @@ def test_an_engine_without_a_port_ends_the_job_on_all_hosts(services: Services) 
     assert "no port from 20000 to 20000 is free on this host; widen port_range" in result.err
     assert result.err.count("engine:0-1 cannot start on h") == 1
     assert "is gone" not in result.err
+
+
+ACTOR = """
+    import pathlib, time
+    import torch
+    import unirun
+    channel, model, version = unirun.WeightsChannel("policy"), torch.nn.Linear(4, 4), 1
+    while not pathlib.Path("enough").exists():
+        if pathlib.Path(f"publish-{version}").exists():
+            channel.publish(model, version)
+            version += 1
+        time.sleep(0.01)
+"""
+
+
+def test_engines_of_a_host_that_is_lost_have_the_latest_weights_on_another_one(cluster: OnHosts) -> None:
+    """The companion follows them: it is where they are, and gets versions from the host of the actor."""
+    cluster.place("vllm", f'#!/bin/sh\nexec {sys.executable} {STUB} "$@"\n')
+    for folder in (cluster.work, *(host.path(cluster.work) for host in cluster.hosts)):
+        (folder / "vllm").chmod(0o755)
+    engine: dict[str, Any] = {
+        "kind": "vllm",
+        "model": "none",
+        "count": 2,
+        "slots": 1,
+        "device": "cpu",
+        "per_node": 2,
+    }
+    engine["env"] = {"PATH": f"{cluster.work}:/usr/bin:/bin"}
+    cluster.place("actor.py", ACTOR)
+    job = {
+        "roles": {"actor": {"script": f"{cluster.work}/actor.py", "count": 1}, "engine": engine},
+        "channels": {"policy": {"publisher": "actor", "receivers": ["engine"]}},
+        "separations": [["engine", "actor"]],
+        "spares": 1,
+    }
+    file = cluster.root / "job.yaml"
+    file.write_text(yaml.safe_dump(job))
+    running = cluster.start(
+        "--hosts", "h1:1,h2:2,h3:2", "--rdzv-id", "mine", "--config", file, cwd=cluster.work
+    )
+    running.lines("ranks of 3 roles up")
+
+    def have(version: int, incarnation: int) -> str:
+        """Wait until engines and companion are on one node, ready and with this version. Returns the node."""
+
+        def look() -> str | None:
+            workers = cluster.workers()
+            engines = [workers[f"engine:{rank}"] for rank in (0, 1)]
+            there = [*engines, workers["engine-weights:0"]]
+            nodes = {worker["node"] for worker in there}
+            versions = [worker["metrics"].get("policy/version") for worker in there]
+            ready = all(e["ready"] and e["incarnation"] == incarnation for e in engines)
+            return nodes.pop() if ready and versions == [version] * 3 and len(nodes) == 1 else None
+
+        return eventually(look, f"the engines have version {version}", START)
+
+    cluster.place("publish-1", "")
+    first = have(1, 0)
+    cluster.host(first).kill_all()
+    second = have(1, 1)
+    assert second not in (first, "h1")
+    cluster.place("publish-2", "")
+    assert have(2, 1) == second
+    cluster.enough()
+    assert running.end().code == 0
