@@ -21,7 +21,7 @@ def mean(values: Tensor, tokens: Tensor) -> Tensor:
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """How much better each answer is than the others to its question, in standard deviations; ``[N, G]``."""
+    """The advantage of each answer over the others to its question, in standard deviations; ``[N, G]``."""
     deviation, average = torch.std_mean(rewards, 1, correction=0, keepdim=True)
     return (rewards - average) / (deviation + 1e-4)
 

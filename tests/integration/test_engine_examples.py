@@ -73,7 +73,7 @@ class TestTRLServer:
 
 
 class TestVLLMGRPO:
-    """What needs no vLLM; `tests/engines` runs the job."""
+    """The parts that need no vLLM; `tests/engines` runs the job."""
 
     FOLDER = EXAMPLES / "vllm_grpo"
 
