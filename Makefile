@@ -64,7 +64,7 @@ chaos: $(VENV)/.dev $(VENV)/.system
 	UNIRUN_CHAOS=1 UNIRUN_CHAOS_PAIRS=$(PAIRS) $(BIN)/python -m pytest -q $(ONLY)
 
 # Weights in vLLM itself, on processors, in an environment of its own below $(VENV) (3.4 GB, made once, in three minutes):
-# six minutes, 6 GB of memory. MODULE=test_vllm runs a part of it.
+# nine minutes, 6 GB of memory. MODULE=test_vllm runs a part of it.
 engines: $(VENV)/.dev
 	$(BIN)/python -m pytest -q tests/engines $(if $(MODULE),-k $(MODULE))
 

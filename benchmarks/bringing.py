@@ -1,4 +1,5 @@
-"""A version of the weights into two vLLM of one host: by a companion, and by vLLM itself from a file in memory."""
+"""A version of the weights into two vLLM of one host: by the companion of a job, and by vLLM itself from a
+file in memory."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.engines.fleet import Fleet, saved, started
+from tests.engines.fleet import Fleet, saved
 from tests.engines.llama import LARGE
-from tests.engines.server import Server
+from tests.engines.server import Engine
 from tests.integration.harness import command_in
 
 
@@ -35,8 +36,7 @@ class Pair:
     def bring(self) -> float:
         """Seconds from the publication of a version until requests go on in both engines."""
         self._busy()
-        version = self._fleet.publish(next(self._turn) % 2)
-        return max(self._fleet.have(version)) - self._fleet.published(version)
+        return self._fleet.took(self._fleet.publish(next(self._turn) % 2))
 
     def load(self) -> float:
         """Seconds in which both engines load a file again while they serve, by what vLLM has for it: a pause, and
@@ -51,7 +51,7 @@ class Pair:
         return time.perf_counter() - began
 
 
-def reloaded(engine: Server, folder: str) -> None:
+def reloaded(engine: Engine, folder: str) -> None:
     """Load the model in `folder` into an engine."""
     engine.ask("/pause?mode=keep", {})
     engine.ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
@@ -64,8 +64,8 @@ def pair(folder: Path) -> Iterator[Pair]:
     models = saved(folder, **LARGE)
     job = folder / "job"
     job.mkdir()
-    with command_in(job) as unirun, started(models(0), folder) as start:
-        fleet = Fleet(start, models, unirun)
+    with command_in(job) as unirun:
+        fleet = Fleet(models, unirun)
         try:
             yield Pair(fleet, (models(0), models(1)))
         finally:

@@ -38,6 +38,16 @@ class WorkerId(NamedTuple):
         return self._replace(incarnation=self.incarnation - 1) if self.incarnation > 0 else None
 
 
+class Engine(Value):
+    """A server of a job that is `ready` or not, at `url` (``http://10.0.0.5:20001``). One that was restarted is
+    another."""
+
+    rank: int
+    incarnation: int
+    url: str
+    ready: bool
+
+
 class Place(Value):
     """The address of one rank: its `host`, and the ports that it was given, in the order of their names in the spec."""
 

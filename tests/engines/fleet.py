@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -29,8 +30,9 @@ while True:
     told = f"{folder}/publish-{version}"
     if os.path.exists(told):
         weights = load_file(open(told).read())
+        began = time.time()
         channel.publish(weights, version)
-        print("published", version, flush=True)
+        print(f"published {version} at {began:.4f}", flush=True)
         version += 1
     time.sleep(0.005)
 """
@@ -105,6 +107,22 @@ class Fleet:
         """Wait until all engines, or these, have a version."""
         which = ranks or range(COUNT)
         eventually(lambda: all(self.has(rank) == version for rank in which), f"version {version}", START)
+
+    def took(self, version: int) -> float:
+        """Seconds from the publication of a version until all engines served with it."""
+        began = float(self.job.lines(rf"published {version} at ([\d.]+)")[0])
+        metrics = self._unirun.job_dir() / "metrics.jsonl"
+
+        def served() -> list[float] | None:
+            rows = map(json.loads, metrics.read_text().splitlines())
+            found = [
+                row["time"]
+                for row in rows
+                if row["role"] == "engine" and row["values"].get("policy/version") == version
+            ]
+            return found if len(found) == COUNT else None
+
+        return max(eventually(served, f"all engines have had version {version}", START)) - began
 
     def first(self, rank: int, incarnation: int) -> int | None:
         """The first version that this process of an engine has when it is ready."""

@@ -23,7 +23,7 @@ from unirun.launcher.standby import PATIENCE, STEADY
 from unirun.launcher.state import AgentState, holdings
 from unirun.rendezvous.election import leader_of
 from unirun.rendezvous.keys import job_prefix
-from unirun.values import Place
+from unirun.values import Engine, Place
 from unirun.wire.messages import (
     Beat,
     ExitAck,
@@ -35,7 +35,7 @@ from unirun.wire.messages import (
     StopWorkers,
     View,
 )
-from unirun.wire.reports import Engine, Engines, EngineWeights, Join, Placed, WorkerExited
+from unirun.wire.reports import EngineWeights, Join, LocalEngines, Placed, WorkerExited
 from unirun.wire.spawning import Kill, Reaped
 
 
@@ -369,7 +369,7 @@ class Node:
                     if self.world.plan.disorder and self.world.rng.random() < self.world.plan.disorder:
                         spawner.told(number, process, view)
                     spawner.told(number, process, view)
-            case events.ToLink(only, Engines(engines)):
+            case events.ToLink(only, LocalEngines(engines)):
                 self._bring(only, engines)
             case events.ToLink(only, View() as view):
                 for spawner, number, process in self._welcome():
@@ -380,7 +380,7 @@ class Node:
         """A companion brings a version into each engine that answers. It may take long, and an engine may refuse it."""
         rng = self.world.rng
         for engine in engines:
-            if engine.alive:
+            if engine.ready:
                 version = rng.choice((None, 1, 2))
                 problem = "it refused" if rng.random() < 0.05 else ""
                 said = EngineWeights("policy", engine.rank, engine.incarnation, version, 1.0, problem)

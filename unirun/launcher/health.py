@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from unirun.launcher.events import Command, Probed, ReadyDue, ToLink, ToMaster, ToSpawner, Worker
 from unirun.launcher.state import AgentState
-from unirun.wire.reports import VERSION, Cause, Engine, Engines, EngineWeights, FromWorker, Health, Metrics
+from unirun.values import Engine
+from unirun.wire.reports import VERSION, Cause, EngineWeights, FromWorker, Health, LocalEngines, Metrics
 from unirun.wire.spawning import Kill
 
 
@@ -78,10 +79,10 @@ def _told(state: AgentState, worker: Worker, why: str, time: float) -> tuple[Age
     return state, [ToMaster(FromWorker(worker.who, health))]
 
 
-def engines_of(state: AgentState, companion: str) -> Engines:
+def engines_of(state: AgentState, companion: str) -> LocalEngines:
     """The engines of this node that `companion` brings weights into."""
     found = (w for w in state.workers.values() if w.companion == companion and w.cause == "own")
-    return Engines(tuple(Engine(w.who.rank, w.who.incarnation, w.url, w.was_ready) for w in found))
+    return LocalEngines(tuple(Engine(w.who.rank, w.who.incarnation, w.url, w.was_ready) for w in found))
 
 
 def tell_companions(before: AgentState, state: AgentState) -> list[Command]:

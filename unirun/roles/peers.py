@@ -17,12 +17,12 @@ from types import MappingProxyType
 from typing import Any
 
 from unirun.errors import FrameError, JobError, StoreAway, UsageError, WireError
-from unirun.values import WorkerId
+from unirun.values import Engine, WorkerId
 from unirun.wire.asking import Answer, Ask, Wish
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.link import open_link, out_of_the_way
 from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome
-from unirun.wire.reports import Engine, Engines, ViewWanted
+from unirun.wire.reports import LocalEngines, ViewWanted
 from unirun.wire.views import updated
 
 WELCOME_TIMEOUT = 30.0
@@ -301,7 +301,7 @@ def _take(peers: Peers, message: Message) -> None:
             peers.update(message)
         case Answer():
             peers.answered(message)
-        case Engines(engines):
+        case LocalEngines(engines):
             peers.found(engines)
 
 

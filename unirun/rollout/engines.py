@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from unirun.errors import UsageError
-from unirun.values import Value
+from unirun.values import Engine, Value
 
 __all__ = ["ADDRESSES", "AddressFile", "Engine", "EngineList", "Engines"]
 
@@ -27,15 +27,6 @@ ADDRESSES = "UNIRUN_ADDRS_FILE"
 
 PERIOD = 0.05
 """Seconds between two looks at the file. A look takes some microseconds."""
-
-
-class Engine(Value):
-    """An engine that is `ready` or not, at `url` (``http://10.0.0.5:20001``); one that was restarted is another."""
-
-    rank: int
-    incarnation: int
-    url: str
-    ready: bool
 
 
 class Engines(Protocol):

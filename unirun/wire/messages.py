@@ -7,7 +7,7 @@ agent→master  Join Beat SpawnerReady StoreOpened StoreEnded Notice Sample Knoc
 master→agent  Appointed Beat OpenStore Reserve StartRole StopWorkers PassOn ExitAck View ToWorker Shutdown
 worker→agent  Hello Serving Listening GroupMeets GroupFormed Stuck Metrics Calls Ask WorkerError ViewWanted
               EngineWeights
-agent→worker  Welcome View Answer Engines
+agent→worker  Welcome View Answer LocalEngines
 CLI→master    Attach Stop PassOn Drain Beat
 master→CLI    Beat WorkerOutput RoleChanged Notice Drained Ended
 visitor→master Visit ViewWanted Grow
@@ -28,7 +28,6 @@ from unirun.wire.lobby import Assigned, Chunk, Complete, Current, Dismissed, Go,
 from unirun.wire.reports import (
     Calls,
     Ending,
-    Engines,
     EngineWeights,
     FromWorker,
     GroupFormed,
@@ -37,6 +36,7 @@ from unirun.wire.reports import (
     Join,
     Knock,
     Listening,
+    LocalEngines,
     Metrics,
     Notice,
     Placed,
@@ -348,7 +348,7 @@ Message = (
     | GroupFormed
     | GroupMeets
     | Health
-    | Engines
+    | LocalEngines
     | EngineWeights
     | Stuck
     | Metrics

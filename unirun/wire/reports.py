@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import field
 
-from unirun.values import Place, Value, WorkerId
+from unirun.values import Engine, Place, Value, WorkerId
 from unirun.wire.asking import Ask
 from unirun.wire.spawning import StoreEnded
 
@@ -70,18 +70,9 @@ class Health(Value, tag=True):
     why: str = ""
 
 
-class Engine(Value):
-    """A server of this host that is given weights: its rank in its role, its present process, and its `url`. `alive`:
-    it has answered its probe."""
-
-    rank: int
-    incarnation: int
-    url: str
-    alive: bool
-
-
-class Engines(Value, tag=True):
-    """All servers of this host that the worker who gets this brings weights into, as they are now."""
+class LocalEngines(Value, tag=True):
+    """All servers of this host that the worker who gets this brings weights into, as they are now: `ready` are those
+    that have answered their probe, whatever weights they have."""
 
     engines: tuple[Engine, ...]
 

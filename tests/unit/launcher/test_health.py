@@ -21,14 +21,13 @@ from unirun.launcher.events import (
     Watch,
 )
 from unirun.spec.probes import Probe
-from unirun.values import WorkerId
+from unirun.values import Engine, WorkerId
 from unirun.wire.messages import Hello, StopWorkers
 from unirun.wire.reports import (
-    Engine,
-    Engines,
     EngineWeights,
     FromWorker,
     Health,
+    LocalEngines,
     Metrics,
     WorkerExited,
     WorkerRunning,
@@ -187,14 +186,14 @@ def with_companion(**more: Any) -> Agent:
     return agent.on(LinkMessage(2, Hello(companion.who, 102, True)))
 
 
-def news(agent: Agent) -> list[Engines]:
+def news(agent: Agent) -> list[LocalEngines]:
     """The engines as the companion was told."""
     sent = [c for c in agent.commands if isinstance(c, ToLink) and c.id == 2]
-    return [each.message for each in sent if isinstance(each.message, Engines)]
+    return [each.message for each in sent if isinstance(each.message, LocalEngines)]
 
 
-def engines(*, alive: bool, incarnation: int = 0) -> list[Engines]:
-    return [Engines((Engine(0, incarnation, "http://h:1", alive),))]
+def engines(*, alive: bool, incarnation: int = 0) -> list[LocalEngines]:
+    return [LocalEngines((Engine(0, incarnation, "http://h:1", alive),))]
 
 
 def brings(agent: Agent, version: int | None, problem: str = "", incarnation: int = 0) -> Agent:
@@ -246,7 +245,7 @@ class TestWeights:
         assert news(says(agent, "")) == engines(alive=True)
         assert news(says(agent, "")) == []
         ends(agent)
-        assert news(agent) == [Engines(())]
+        assert news(agent) == [LocalEngines(())]
 
     def test_a_companion_that_starts_again_learns_of_all(self) -> None:
         agent = says(with_companion(), "")

@@ -3,8 +3,8 @@
 ``python -m unirun.weights.companion CHANNEL`` is a worker of the job beside the engines (`unirun.spec.engines`).
 """
 
-from unirun.weights.companion.engines import Engines, EnginesHere, EnginesInMemory
+from unirun.values import Engine
+from unirun.weights.companion.engines import AgentEngines, EnginesInMemory, HostEngines
 from unirun.weights.companion.running import Companion
-from unirun.wire.reports import Engine
 
-__all__ = ["Companion", "Engine", "Engines", "EnginesHere", "EnginesInMemory"]
+__all__ = ["AgentEngines", "Companion", "Engine", "EnginesInMemory", "HostEngines"]

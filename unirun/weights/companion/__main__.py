@@ -8,9 +8,9 @@ import sys
 from unirun.roles.context import init
 from unirun.spec.engines import API_KEY
 from unirun.weights.channel import WeightsChannel
-from unirun.weights.companion import Companion, EnginesHere
+from unirun.weights.companion import AgentEngines, Companion
 
 if __name__ == "__main__":
     channel = WeightsChannel(sys.argv[1])
-    engines = EnginesHere(channel.name, init().peers)
+    engines = AgentEngines(channel.name, init().peers)
     Companion(channel, engines, api_key=os.environ.get(API_KEY, "")).run()

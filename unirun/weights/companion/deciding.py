@@ -12,8 +12,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from unirun.values import Value
-from unirun.wire.reports import Engine
+from unirun.values import Engine, Value
 
 
 class Known(Value):
@@ -178,7 +177,7 @@ def _due(state: State, commands: list[Command]) -> tuple[State, tuple[Command, .
     asking: list[tuple[int, int]] = []
     for known in state.engines.values():
         engine = known.engine
-        if known.broken or not engine.alive:
+        if known.broken or not engine.ready:
             continue
         if not known.asked:
             asking.append((engine.rank, engine.incarnation))

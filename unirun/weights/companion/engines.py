@@ -1,4 +1,4 @@
-"""`Engines`: how a companion learns of the engines of its host, and tells which of them may serve."""
+"""`HostEngines`: how a companion learns of the engines of its host, and tells which of them may serve."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from unirun.roles.peers import Peers
-from unirun.wire.reports import Engine, EngineWeights
+from unirun.values import Engine
+from unirun.wire.reports import EngineWeights
 
 
-class Engines(Protocol):
+class HostEngines(Protocol):
     """The engines of one host, as those who start them know them. Methods may be called in any thread."""
 
     def here(self) -> tuple[Engine, ...]:
@@ -26,7 +27,7 @@ class Engines(Protocol):
         """This process has to be started again: its weights are half new, or it does not answer."""
 
 
-class EnginesHere:
+class AgentEngines:
     """The engines that the agent of this node runs. It tells them to the worker `peers` is of, and hears from it."""
 
     def __init__(self, channel: str, peers: Peers) -> None:

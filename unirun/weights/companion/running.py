@@ -27,7 +27,7 @@ from unirun.weights.companion.deciding import (
     UpToDate,
     step,
 )
-from unirun.weights.companion.engines import Engines
+from unirun.weights.companion.engines import HostEngines
 from unirun.weights.integrations.checkpoint import Checkpoint
 from unirun.weights.integrations.vllm import Client
 from unirun.weights.safetensors import Param
@@ -116,7 +116,7 @@ class Companion:
     """
 
     def __init__(
-        self, channel: Channel, engines: Engines, *, timeout: float = TIMEOUT, api_key: str = ""
+        self, channel: Channel, engines: HostEngines, *, timeout: float = TIMEOUT, api_key: str = ""
     ) -> None:
         """`timeout` is that of one request to an engine, and of receiving a version, in seconds; `api_key` is that of
         ``vllm serve --api-key``."""

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.effort import examples
+from unirun.values import Engine
 from unirun.weights.companion.deciding import (
     Ask,
     Asked,
@@ -21,7 +22,6 @@ from unirun.weights.companion.deciding import (
     UpToDate,
     step,
 )
-from unirun.wire.reports import Engine
 
 
 def engine(rank: int = 0, incarnation: int = 0, *, alive: bool = True) -> Engine:
