@@ -114,7 +114,7 @@ class Fleet:
         metrics = self._unirun.job_dir() / "metrics.jsonl"
 
         def served() -> list[float] | None:
-            rows = map(json.loads, metrics.read_text().splitlines())
+            rows = map(json.loads, metrics.read_text().splitlines() if metrics.exists() else ())
             found = [
                 row["time"]
                 for row in rows
