@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Coroutine, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -66,6 +66,9 @@ from unirun.wire.reports import FromWorker, Join, Knock, Metrics, Notice, Placed
 from unirun.wire.sockets import listen
 from unirun.wire.spawning import Borrow, Reaped, SpawnFailed
 
+if TYPE_CHECKING:
+    from unirun.launcher.forked import ForkedSpawner
+
 SPAWNER_END = 2.0
 """Seconds for a spawner to exit after its stream was closed."""
 
@@ -100,10 +103,12 @@ class Agent:
         self._contact = Contact(job, task.node, self._masters.again, self._fenced)
         self._silent: list[Stream] = []
         self._unsent = Backlog()
-        self._spawners: dict[SpawnerKey, tuple[Stream, subprocess.Popen[bytes] | Borrowed]] = {}
+        self._spawners: dict[
+            SpawnerKey, tuple[Stream, subprocess.Popen[bytes] | Borrowed | ForkedSpawner]
+        ] = {}
         self._links: dict[int, set[Stream]] = {}
         self._tasks: set[asyncio.Future[None]] = set()
-        self._popens: set[subprocess.Popen[bytes]] = set()
+        self._children: set[subprocess.Popen[bytes] | ForkedSpawner] = set()
         self._left = asyncio.Event()
         self._notes = Notes()
         self._descriptors = 0
@@ -113,6 +118,18 @@ class Agent:
         self._addresses: dict[str, Any] = {}
         self._ports = PortBook(task.addr, *task.spec.port_range)
         self._probing = Probing(self._probed, self._fail)
+        self._forked: ForkedSpawner | None = None
+
+    def fork_spawner(self) -> None:
+        """Fork the spawner of programs if the job has some. Call it before the event loop runs."""
+        if FRESH in self._orders.spawners:
+            from unirun.launcher.forked import fork_spawner
+
+            self._forked = fork_spawner(self._orders.wish(FRESH, inherited=self._handles()).inherited)
+
+    def _handles(self) -> list[int]:
+        """The sockets of the endpoints, for stores."""
+        return [endpoint.socket.fileno() for endpoint in self._endpoints.values()]
 
     async def run(self, owner_pid: int | None) -> None:
         """Serve one master after another, until `Shutdown` or the end of the process `owner_pid`."""
@@ -231,7 +248,9 @@ class Agent:
             case events.KillGroups(pids):
                 for pid in pids:
                     kill_group(pid, signal.SIGKILL)
-                kill_children(keep=self._kept.union((each.pid for each in self._popens), self._masters.pids))
+                kill_children(
+                    keep=self._kept.union((each.pid for each in self._children), self._masters.pids)
+                )
             case events.Signal(pid, signum, handled):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     if not handled or takes_signal(pid, signum):
@@ -317,9 +336,13 @@ class Agent:
             return
 
     def _start_spawner(self, key: SpawnerKey) -> None:
-        """Borrow the spawner from a warm process that fits, else start it."""
-        handles = [endpoint.socket.fileno() for endpoint in self._endpoints.values()]
-        want = self._orders.wish(key, self._descriptors, handles)
+        """Borrow the spawner from a warm process that fits, else start it; the first one of programs was forked."""
+        if key == FRESH and (forked := self._forked) is not None:
+            self._forked = None
+            self._children.add(forked)
+            self._background(self._follow_spawner(key, forked.socket, forked))
+            return
+        want = self._orders.wish(key, self._descriptors, self._handles())
         warm = None if key == FRESH else choose(want).warm
         if warm is not None:
             self._background(self._borrow(key, warm, want))
@@ -340,12 +363,15 @@ class Agent:
         command = [want.executable, "-u", BOOT, "spawner", *about, *want.modules]
         handles = [theirs.fileno(), *want.inherited]
         popen = subprocess.Popen(command, pass_fds=handles, env=want.env, stdin=subprocess.DEVNULL)
-        self._popens.add(popen)
+        self._children.add(popen)
         theirs.close()
         self._background(self._follow_spawner(key, ours, popen))
 
     async def _follow_spawner(
-        self, key: SpawnerKey, sock: socket.socket, popen: subprocess.Popen[bytes] | Borrowed
+        self,
+        key: SpawnerKey,
+        sock: socket.socket,
+        popen: subprocess.Popen[bytes] | Borrowed | ForkedSpawner,
     ) -> None:
         reader, writer = await asyncio.open_unix_connection(sock=sock)
         stream = Stream(reader, writer)
@@ -365,7 +391,7 @@ class Agent:
             if isinstance(popen, Borrowed):
                 popen.close()
             else:
-                self._popens.discard(popen)
+                self._children.discard(popen)
             del self._spawners[key]
             reason = f"its spawner {why or end_of(code)}; see {self._job.agent_log(self._state.node)}"
             self._apply(events.SpawnerDown(key, reason, time.time()))

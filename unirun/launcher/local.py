@@ -79,6 +79,7 @@ def start_processes(
         try:
             with running_member(job, task) as kept:
                 agent = Agent(job, task, endpoints, lock, stdin, tcp, kept)
+                agent.fork_spawner()
                 asyncio.run(agent.run(owner))
         finally:
             for endpoint in endpoints.values():
@@ -145,6 +146,7 @@ def start_agent(member: Member, *, owner: int | None) -> Processes:
             agent = Agent(
                 member.job, member.task, member.endpoints, member.lock, tcp=member.listener, kept=kept
             )
+            agent.fork_spawner()
             asyncio.run(agent.run(owner))
 
     pid = _fork("unirun-agent", member.job.agent_log(member.task.node), run_agent)
