@@ -29,8 +29,12 @@ SWEEP_DEADLINE = 15.0
 
 T = TypeVar("T")
 
-_FOREIGN = ("PET_", "UNIRUN_", "TORCHELASTIC_", "OMP_", "MASTER_", "TORCH_DISABLE_SHARE_")
-"""Variables of the caller that would change what is measured."""
+_FOREIGN = (
+    *("PET_", "UNIRUN_", "TORCHELASTIC_", "OMP_", "MASTER_", "TORCH_DISABLE_SHARE_"),
+    "PYTHONDONTWRITEBYTECODE",
+)
+"""Variables of the caller that would change what is measured. An installed package has its bytecode: without it, each
+process compiles its modules."""
 
 Then = Literal["once", "sit", "train", "stubborn"]
 """The action of ranks after their first all_reduce; see `benchmarks.ranks`."""

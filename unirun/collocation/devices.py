@@ -6,9 +6,13 @@ NVML is asked directly, so no torch and no CUDA context. A package adds a type o
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from ctypes import CDLL
 from functools import cache
 from importlib import import_module
+from importlib.machinery import PathFinder
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -44,13 +48,39 @@ def device_types() -> Mapping[str, DeviceType]:
 
     Raises `UsageError` for a package whose type cannot be used.
     """
-    # Slow to import (10 ms), and needed only here.
-    from importlib.metadata import entry_points
-
     found = {kind.name: kind for kind in _TYPES}
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        found[entry.name] = _load(entry, found)
+    if _may_have_more():
+        # With its import, and all that it reads, it takes 30 ms.
+        from importlib.metadata import entry_points
+
+        for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+            found[entry.name] = _load(entry, found)
     return MappingProxyType(found)
+
+
+def _may_have_more() -> bool:
+    """Return False if certainly no package adds a type: each is installed in a directory, and none names the group."""
+    if any(hasattr(finder, "find_distributions") for finder in sys.meta_path if finder is not PathFinder):
+        return True
+    for folder in dict.fromkeys(path or "." for path in sys.path):
+        try:
+            with os.scandir(folder) as entries:
+                packages = [entry for entry in entries if entry.name.endswith(("-info", ".egg"))]
+        except NotADirectoryError:
+            return True
+        except OSError:
+            continue
+        for entry in packages:
+            try:
+                with open(f"{entry.path}/entry_points.txt", "rb") as file:
+                    if GROUP.encode() in file.read():
+                        return True
+            except FileNotFoundError:
+                if entry.name.endswith(".egg"):
+                    return True
+            except OSError:
+                return True
+    return False
 
 
 def _load(entry: EntryPoint, known: Mapping[str, DeviceType]) -> DeviceType:
@@ -76,6 +106,8 @@ def nvml_devices(nvml: Any = None) -> tuple[Device, ...]:
     A GPU in MIG mode is nothing that CUDA could use as a whole: its parts are listed in its place, with their UUIDs
     as indices. `nvml` has the functions of `pynvml`, the module that is used without it.
     """
+    if nvml is None and not _has_nvml():
+        return ()
     nvml = nvml or import_module("pynvml")
     try:
         nvml.nvmlInit()
@@ -85,6 +117,15 @@ def nvml_devices(nvml: Any = None) -> tuple[Device, ...]:
         return tuple(_Nvml(nvml).devices())
     finally:
         nvml.nvmlShutdown()
+
+
+def _has_nvml() -> bool:
+    """Return True if the library of the driver is there, for which `pynvml` need not be imported."""
+    try:
+        CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
 
 
 class _Nvml:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from ctypes.util import find_library
 from dataclasses import dataclass, field
+from importlib.metadata import EntryPoints
+from importlib.metadata import entry_points as metadata_of
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -212,6 +217,38 @@ def test_a_package_that_is_broken_is_named(install: Callable[[str], None], entry
     with pytest.raises(UsageError, match=words) as caught:
         device_types()
     assert "xpus" in str(caught.value)
+
+
+def test_packages_are_read_only_when_one_may_add_a_type(
+    install: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The packages of each directory are looked at; those of anything else are not known."""
+    asked: list[str] = []
+
+    def ask(group: str) -> EntryPoints:
+        asked.append(group)
+        return metadata_of(group=group)
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", ask)
+    device_types.cache_clear()
+    assert [*device_types()] == ["cpu", "cuda"]
+    assert asked == []
+    install("xpu = xpus:XPU")
+    assert [*device_types()] == ["cpu", "cuda", "xpu"]
+    assert asked == ["unirun.device_types"]
+    (tmp_path / "archive.zip").touch()
+    (tmp_path / "xpus-1.0.dist-info/entry_points.txt").unlink()
+    monkeypatch.syspath_prepend(tmp_path / "archive.zip")
+    device_types.cache_clear()
+    assert [*device_types()] == ["cpu", "cuda"]
+    assert len(asked) == 2
+
+
+@pytest.mark.starts_processes
+def test_the_binding_of_nvml_is_not_imported_without_the_library() -> None:
+    script = "import sys; from unirun.collocation.devices import nvml_devices as n; n(); print('pynvml' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{find_library('nvidia-ml') is not None}\n"
 
 
 def test_what_nvml_is_asked_for_is_in_its_binding() -> None:
