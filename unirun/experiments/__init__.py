@@ -2,70 +2,76 @@
 
 The names are those of ReaLHF and AReaL. `Experiment` and `register_experiment` are where to begin; ``unirun experiment
 start`` runs what is registered.
+
+Names are imported when they are used: trials are listed and stopped without torch.
 """
 
 from __future__ import annotations
 
-from unirun.experiments.allocation import Allocation, model_workers
-from unirun.experiments.config import (
-    AgentAbstraction,
-    AutomaticEvaluator,
-    DatasetAbstraction,
-    EnvServiceAbstraction,
-    ExperimentConfig,
-    ExperimentScheduling,
-    GenerationServer,
-    GserverManager,
-    MasterWorker,
-    ModelAbstraction,
-    ModelBackendAbstraction,
-    ModelWorker,
-    Resolved,
-    RolloutWorker,
-    Scheduling,
-    StandaloneModelShardAbstraction,
-    TasksGroup,
-    WorkerInformation,
-)
-from unirun.experiments.control import ExperimentSaveEvalControl
-from unirun.experiments.data.datasets import (
-    DatasetUtility,
-    PairedDataset,
-    PromptAnswerDataset,
-    PromptDataset,
-    register_tokenizer,
-)
-from unirun.experiments.data.named_array import NamedArray
-from unirun.experiments.data.sample import SequenceSample
-from unirun.experiments.experiment import Experiment, make_experiment, register_experiment
-from unirun.experiments.graph import (
-    Graph,
-    MFCDef,
-    MicroBatchSpec,
-    ModelInterfaceAbstraction,
-    ModelInterfaceType,
-    OffloadHook,
-    ParamReallocHook,
-    build_graph,
-)
-from unirun.experiments.layout import ModelName, ModelShardID, ProcessTopology, topology
-from unirun.experiments.models.api import (
-    Engine,
-    FinetuneSpec,
-    Generated,
-    GenerationConfig,
-    Model,
-    ModelBackend,
-    ModelInterface,
-    Place,
-)
-from unirun.experiments.recovery import RecoverInfo
-from unirun.experiments.registry import (
-    register_backend,
-    register_dataset,
-    register_interface,
-    register_model,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unirun.experiments.allocation import Allocation, model_workers
+    from unirun.experiments.config import (
+        AgentAbstraction,
+        AutomaticEvaluator,
+        DatasetAbstraction,
+        EnvServiceAbstraction,
+        ExperimentConfig,
+        ExperimentScheduling,
+        GenerationServer,
+        GserverManager,
+        MasterWorker,
+        ModelAbstraction,
+        ModelBackendAbstraction,
+        ModelWorker,
+        Resolved,
+        RolloutWorker,
+        Scheduling,
+        StandaloneModelShardAbstraction,
+        TasksGroup,
+        WorkerInformation,
+    )
+    from unirun.experiments.control import ExperimentSaveEvalControl
+    from unirun.experiments.data.datasets import (
+        DatasetUtility,
+        PairedDataset,
+        PromptAnswerDataset,
+        PromptDataset,
+        register_tokenizer,
+    )
+    from unirun.experiments.data.named_array import NamedArray
+    from unirun.experiments.data.sample import SequenceSample
+    from unirun.experiments.experiment import Experiment, make_experiment, register_experiment
+    from unirun.experiments.graph import (
+        Graph,
+        MFCDef,
+        MicroBatchSpec,
+        ModelInterfaceAbstraction,
+        ModelInterfaceType,
+        OffloadHook,
+        ParamReallocHook,
+        build_graph,
+    )
+    from unirun.experiments.layout import ModelName, ModelShardID, ProcessTopology, topology
+    from unirun.experiments.models.api import (
+        Engine,
+        FinetuneSpec,
+        Generated,
+        GenerationConfig,
+        Model,
+        ModelBackend,
+        ModelInterface,
+        Place,
+    )
+    from unirun.experiments.recovery import RecoverInfo
+    from unirun.experiments.registry import (
+        register_backend,
+        register_dataset,
+        register_interface,
+        register_model,
+    )
 
 __all__ = [
     "AgentAbstraction",
@@ -125,3 +131,92 @@ __all__ = [
     "register_tokenizer",
     "topology",
 ]
+
+_HOMES = {
+    "allocation": (
+        "Allocation",
+        "model_workers",
+    ),
+    "config": (
+        "AgentAbstraction",
+        "AutomaticEvaluator",
+        "DatasetAbstraction",
+        "EnvServiceAbstraction",
+        "ExperimentConfig",
+        "ExperimentScheduling",
+        "GenerationServer",
+        "GserverManager",
+        "MasterWorker",
+        "ModelAbstraction",
+        "ModelBackendAbstraction",
+        "ModelWorker",
+        "Resolved",
+        "RolloutWorker",
+        "Scheduling",
+        "StandaloneModelShardAbstraction",
+        "TasksGroup",
+        "WorkerInformation",
+    ),
+    "control": ("ExperimentSaveEvalControl",),
+    "data.datasets": (
+        "DatasetUtility",
+        "PairedDataset",
+        "PromptAnswerDataset",
+        "PromptDataset",
+        "register_tokenizer",
+    ),
+    "data.named_array": ("NamedArray",),
+    "data.sample": ("SequenceSample",),
+    "experiment": (
+        "Experiment",
+        "make_experiment",
+        "register_experiment",
+    ),
+    "graph": (
+        "Graph",
+        "MFCDef",
+        "MicroBatchSpec",
+        "ModelInterfaceAbstraction",
+        "ModelInterfaceType",
+        "OffloadHook",
+        "ParamReallocHook",
+        "build_graph",
+    ),
+    "layout": (
+        "ModelName",
+        "ModelShardID",
+        "ProcessTopology",
+        "topology",
+    ),
+    "models.api": (
+        "Engine",
+        "FinetuneSpec",
+        "Generated",
+        "GenerationConfig",
+        "Model",
+        "ModelBackend",
+        "ModelInterface",
+        "Place",
+    ),
+    "recovery": ("RecoverInfo",),
+    "registry": (
+        "register_backend",
+        "register_dataset",
+        "register_interface",
+        "register_model",
+    ),
+}
+
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'unirun.experiments' has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"unirun.experiments.{_HOME[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

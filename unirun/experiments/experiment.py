@@ -19,8 +19,8 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from unirun.errors import UsageError
 from unirun.experiments.config import ExperimentConfig, ExperimentScheduling
 from unirun.experiments.layout import NAME_RULE, is_name
-from unirun.experiments.orders import Trial
 from unirun.experiments.registry import Registry
+from unirun.experiments.trial import Trial
 
 LONGEST = 55
 """Characters of both names together: a job's id has eight more, and 63 at most."""

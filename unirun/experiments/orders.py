@@ -14,26 +14,6 @@ Where = Mapping[str, Sequence[tuple[int, ...]]]
 """For each key and id of a sample the model workers that have the data."""
 
 
-class Trial(Value):
-    """The names of a trial, the way to make its experiment, and the places of its files. It is the
-    ``config:`` of the job.
-
-    `resume`: continue from the last checkpoint, if there is one. Without `resume`, existing checkpoints are deleted.
-    `resume_only`: fail if no checkpoint can be read. `accept` names settings that may differ from those of
-    the checkpoint.
-    """
-
-    experiment: str
-    trial: str
-    root: str
-    modules: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
-    folder: str = ""
-    resume: bool = False
-    resume_only: bool = False
-    accept: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True)
 class Order:
     """A call for one data-parallel rank. `meta` describes its sequences; `where` says which workers have their data."""

@@ -16,8 +16,8 @@ import msgspec
 from unirun.errors import JobError, UsageError
 from unirun.experiments.config import ExperimentConfig, ExperimentScheduling, Scheduling
 from unirun.experiments.experiment import check_names
-from unirun.experiments.orders import Trial
 from unirun.experiments.showing import picture
+from unirun.experiments.trial import Trial
 from unirun.observe.status import ENDED, read_status
 from unirun.rendezvous.home import unirun_home
 from unirun.rendezvous.jobdir import job_at
@@ -31,7 +31,13 @@ GRAPH = "graph.svg"
 LOCK = "lock"
 """Held by the command of a trial, and by the agents and the master on its host."""
 
-PRELOAD = ("transformers.models.llama.modeling_llama", "unirun.experiments.models.engine")
+PRELOAD = (
+    "transformers.models.llama.modeling_llama",
+    "unirun.experiments.models.engine",
+    "unirun.experiments.data.datasets",
+    "unirun.experiments.experiment",
+    "unirun.experiments.recovery",
+)
 """The modules that are imported once, in the spawner, and not by each worker."""
 
 RECOVER_MODES = ("disabled", "auto", "resume", "fault")

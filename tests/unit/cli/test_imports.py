@@ -76,6 +76,11 @@ def test_commands_with_a_sqlite_store_import_sqlite_only(home: Path, argv: list[
 
 
 @pytest.mark.starts_processes
+def test_trials_are_listed_without_torch(home: Path) -> None:
+    assert imported("experiment", "list") & {"torch", "numpy", "transformers"} == set()
+
+
+@pytest.mark.starts_processes
 def test_a_plan_imports_no_torch(home: Path, scripts: Path) -> None:
     assert imported("plan", "--roles", "a=2", "train.py") & {"torch", "numpy", "omegaconf", "rich"} == set()
 

@@ -26,7 +26,6 @@ from unirun.experiments.config import (
     TasksGroup,
 )
 from unirun.experiments.experiment import trial_of
-from unirun.experiments.orders import Trial
 from unirun.experiments.starting import (
     GRAPH,
     JOB,
@@ -46,6 +45,7 @@ from unirun.experiments.starting import (
     trials,
     write_job,
 )
+from unirun.experiments.trial import Trial
 from unirun.launcher.slurm.options import parse_slurm
 from unirun.observe import JobStatus, write_status
 from unirun.observe.status import FailureStatus
