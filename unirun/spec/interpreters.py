@@ -1,4 +1,4 @@
-"""The check that the interpreter of a script can import unirun."""
+"""The check that the interpreter of a script, or of an engine that receives weights, can import unirun."""
 
 from __future__ import annotations
 
@@ -8,19 +8,27 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from unirun.errors import Fault
+from unirun.spec.engines import RECEIVING
 from unirun.spec.job import RoleSpec
 
 
 def interpreter_faults(role: RoleSpec, env: Mapping[str, str]) -> Iterator[Fault]:
-    """The fault of a script whose interpreter cannot import unirun. One that is given ``PYTHONPATH``, or a file of
-    variables, may be able to."""
+    """The fault of a role whose interpreter has to import unirun and cannot. One that is given ``PYTHONPATH``, or a
+    file of variables, may be able to."""
     told = role.env_file or any("PYTHONPATH" in each for each in (role.env, env, os.environ))
-    if role.python and role.entry.kind in ("script", "module") and not told and lacks_unirun(role.python):
-        yield Fault(
-            f"roles.{role.name}.python",
-            f"unirun is not installed in {Path(role.python).parent.parent}, and a {role.entry.kind} needs it there",
-            f"run {role.python} -m pip install torch-unirun, or write program: python, which does not need it",
+    if role.entry.kind in ("script", "module"):
+        use, otherwise = (
+            f"a {role.entry.kind} needs it there",
+            ", or write program: python, which does not need it",
         )
+    elif role.engine == "vllm" and RECEIVING[-1] in role.entry.args:
+        use, otherwise = "vLLM loads its plugin for weights from there", ""
+    else:
+        return
+    if role.python and not told and lacks_unirun(role.python):
+        problem = f"unirun is not installed in {Path(role.python).parent.parent}, and {use}"
+        remedy = f"run {role.python} -m pip install torch-unirun{otherwise}"
+        yield Fault(f"roles.{role.name}.python", problem, remedy)
 
 
 def lacks_unirun(python: str) -> bool:

@@ -121,6 +121,23 @@ class TestWeights:
         spec = parse(VLLM, roles={"other": {"module": "this"}}, channels=both)
         assert spec.channels[0].receivers == ("other", "engine-weights")
 
+    def test_weights_need_unirun_in_the_environment_of_the_engine(self, tmp_path: Path) -> None:
+        python = tmp_path / "venv" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.touch(mode=0o755)
+        python.with_name("vllm").touch(mode=0o755)
+        (tmp_path / "venv" / "pyvenv.cfg").touch()
+        packages = tmp_path / "venv" / "lib" / "python3.12" / "site-packages"
+        packages.mkdir(parents=True)
+        engine = {**VLLM, "python": str(tmp_path / "venv")}
+        assert faults(engine, channels=CHANNELS) == [
+            f"roles.engine.python: unirun is not installed in {tmp_path}/venv, and vLLM loads its plugin for weights "
+            f"from there; run {python} -m pip install torch-unirun"
+        ]
+        assert parse(engine).role("engine").python == str(python), "without weights it need not be there"
+        (packages / "torch_unirun-0.1.0.dist-info").mkdir()
+        assert parse(engine, channels=CHANNELS)
+
     def test_weights_are_edges_of_a_job_that_has_some(self) -> None:
         assert parse(VLLM, channels=CHANNELS).edges == ()
         edges = parse(VLLM, channels=CHANNELS, edges=["train -> engine: generate"]).edges
