@@ -100,7 +100,7 @@ def job_spec(
     merge(data, file)
     known = [*data["roles"]] if isinstance(data.get("roles"), dict) else []
     script = line.script is not None or any(data.get(kind) for kind in ENTRY_KINDS)
-    served = [name for name in known if isinstance(role := data["roles"][name], dict) and role.get("service")]
+    served = [name for name in known if _is_service(data["roles"][name])]
     ours = options_to_job(line.options, known, trained=trained, alone=alone, script=script, served=served)
     merge(data, ours)
     for item in named:
@@ -123,6 +123,11 @@ def job_spec(
             "leave it out, or bind with numactl",
         )
     return spec
+
+
+def _is_service(role: Any) -> bool:
+    """Return True for a role that says so, and for a ready-made one (``kind``)."""
+    return isinstance(role, Mapping) and bool(role.get("service", role.get("kind")))
 
 
 def defaults_of(line: CommandLine, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -165,7 +170,9 @@ def _set_entry(data: dict[str, Any], line: CommandLine, options: Mapping[str, An
         data.setdefault("start_method", "fork")
     roles = data["roles"].values() if isinstance(data.get("roles"), Mapping) else ()
     # By role: whether it has an entry of its own. Without roles there is one that has none.
-    own = [isinstance(role, Mapping) and any(role.get(kind) for kind in ENTRY_KINDS) for role in roles]
+    own = [
+        isinstance(role, Mapping) and any(role.get(key) for key in (*ENTRY_KINDS, "kind")) for role in roles
+    ]
     if line.script is not None:
         for kind in ENTRY_KINDS:
             data.pop(kind, None)
@@ -183,7 +190,7 @@ def _set_entry(data: dict[str, Any], line: CommandLine, options: Mapping[str, An
         )
     if kinds == ["program"] and "contract" not in data:
         for role in roles:
-            if isinstance(role, dict) and role.get("program"):
+            if isinstance(role, dict) and (role.get("program") or role.get("kind")):
                 role.setdefault("contract", "none")
         data["contract"] = "torchrun"
     if line.args or line.script is not None:

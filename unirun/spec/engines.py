@@ -49,8 +49,11 @@ def ready_made(job: Section, name: str, role: Section) -> Section:
     usual: dict[str, Any] = {"service": True, "ready": HEALTH, "alive": {"http": HEALTH}}
     if kind == "vllm":
         usual |= _vllm(role, receives=name in _receivers(job))
-    elif role.given("model"):
-        role.fault("model", "a server of kind openai has its model in its arguments", "write it in args")
+    else:
+        if role.given("model"):
+            role.fault("model", "a server of kind openai has its model in its arguments", "write it in args")
+        if not role.given("program") and not role.given("module") and not role.given("script"):
+            role.fault("program", "a server of kind openai has none", "write program: NAME, with args: […]")
     return Section({**usual, **role.fields, **_joined(role, usual)}, role.where, role.faults)
 
 

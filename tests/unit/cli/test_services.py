@@ -57,6 +57,15 @@ class TestService:
         spec = line("--config job.yaml --service 'a: sleep 1'")
         assert sorted(role.name for role in spec.roles) == ["a", "actor"]
 
+    def test_service_may_be_ready_made_in_the_job_file(self, line: Compose) -> None:
+        """It has a command of its own, and is none of the roles that start after it."""
+        Path("job.yaml").write_text("roles: {actor: 2, judge: {kind: openai, program: sleep, args: ['9']}}\n")
+        spec = line("--config job.yaml --after judge train.py")
+        assert spec.role("judge").entry == Entry("program", "sleep", ("9",))
+        assert spec.role("actor").entry.target == "train.py"
+        assert (spec.role("actor").after, spec.role("judge").after) == ({"judge": 0}, {})
+        assert line("--config job.yaml --no-python true").role("judge").contract == "none"
+
     def test_service_alone_is_a_job_until_it_is_stopped(self, line: Compose) -> None:
         spec = line("--service 'a: sleep 1'")
         assert ([role.name for role in spec.roles], spec.primary) == (["a"], ())

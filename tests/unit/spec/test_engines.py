@@ -85,6 +85,10 @@ class TestOpenAI:
         (fault,) = faults({"kind": "openai", "program": "true", "model": "m"})
         assert fault.startswith("roles.engine.model: a server of kind openai has its model in its arguments")
 
+    def test_openai_has_a_program_of_its_own(self) -> None:
+        fault, *_ = faults({"kind": "openai"}, script="train.py")
+        assert fault.startswith("roles.engine.program: a server of kind openai has none")
+
 
 def test_a_kind_is_one_of_two() -> None:
     assert faults({"kind": "sglang", "model": "m", "program": "true"})[0].startswith(
