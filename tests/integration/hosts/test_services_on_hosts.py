@@ -186,6 +186,54 @@ def test_engines_of_a_host_that_is_lost_have_addresses_on_another_one(services: 
     services.end()
 
 
+MEMBER = """
+    # Connects to the head of its group, which listens on another host, and runs as long as that does.
+    import socket, sys, time
+    host, _, port = sys.argv[1].rpartition(":")
+    while True:
+        try:
+            head = socket.create_connection((host, int(port)))
+            break
+        except OSError:
+            time.sleep(0.02)
+    print("joined", sys.argv[1], flush=True)
+    head.recv(1)
+    time.sleep(3600)
+"""
+
+
+def test_an_engine_on_two_hosts_is_addressed_and_started_again_as_one(services: Services) -> None:
+    """
+    1. Rank 0 serves on one host, rank 1 finds it there from another host; the trainer starts when rank 0 is ready, and
+       has one address.
+    2. Rank 1 is killed: both start again, at the same addresses.
+    """
+    cluster = services.cluster
+    cluster.place("member.py", MEMBER)
+    member = f"exec {sys.executable} -S {cluster.work}/member.py {{group.head}}"
+    head = f"exec {sys.executable} {STUB} --host {{host}} --port {{port}}"
+    text = f"if [ {{rank}} = 0 ]; then {head}; else {member}; fi"
+    services.start(program="bash", args=["-c", text], per_node=1, group=2, restart_delay=0)
+    (line,) = services.job.lines(r"up (.*) \.$")
+    addr, variable, answer, _ = line.split()
+    assert (variable, answer) == (addr, "200")
+    first = [cluster.workers()[f"engine:{rank}"] for rank in (0, 1)]
+    assert len({engine["node"] for engine in first}) == 2
+    assert first[0]["address"] == addr
+    services.job.lines(rf"joined {addr}")
+    os.kill(first[1]["pid"], signal.SIGKILL)
+    again = services.worker(0, 1)
+    assert gone(first[0]["pid"], 0)
+    assert again["address"] == addr
+
+    def member_again() -> bool:
+        engine = cluster.workers()["engine:1"]
+        return (engine["incarnation"], engine["node"]) == (1, first[1]["node"]) and bool(engine["pid"])
+
+    eventually(member_again, "rank 1 runs again on its host", START)
+    services.end()
+
+
 def test_an_engine_that_is_never_ready_ends_the_job_on_all_hosts(services: Services) -> None:
     services.start(stub=("--never-ready",), per_node=1, ready_timeout=2)
     result = services.job.end()
