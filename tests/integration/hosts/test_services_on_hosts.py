@@ -234,6 +234,17 @@ def test_an_engine_on_two_hosts_is_addressed_and_started_again_as_one(services: 
     services.end()
 
 
+def test_engines_are_reached_over_ipv6(services: Services) -> None:
+    cluster = services.cluster
+    services.start("--interface", f"{cluster.hosts.network6}::/64", per_node=1)
+    train = services.up()
+    engines = [services.worker(rank) for rank in (0, 1)]
+    for engine, addr in zip(engines, train.addrs, strict=True):
+        assert engine["address"] == addr
+        assert addr.startswith(f"[{cluster.host(engine['node']).address6}]:")
+    services.end()
+
+
 def test_an_engine_that_is_never_ready_ends_the_job_on_all_hosts(services: Services) -> None:
     services.start(stub=("--never-ready",), per_node=1, ready_timeout=2)
     result = services.job.end()
