@@ -186,6 +186,20 @@ def test_engines_of_a_host_that_is_lost_have_addresses_on_another_one(services: 
     services.end()
 
 
+def test_optional_engines_of_a_lost_host_for_which_there_is_no_room_are_given_up(services: Services) -> None:
+    cluster = services.cluster
+    services.start(count=4, per_node=2, optional=True)
+    services.job.lines(r"up (.*) \.$")
+    before = [services.worker(rank) for rank in range(4)]
+    lost = next(engine["node"] for engine in before if engine["node"] != "h1")
+    cluster.host(lost).kill_all()
+    assert services.job.lines(r"it fits nowhere else: (.*); the job goes on without it$")
+    for rank, engine in enumerate(before):
+        if engine["node"] != lost:
+            assert services.worker(rank)["pid"] == engine["pid"]
+    services.end()
+
+
 MEMBER = """
     # Connects to the head of its group, which listens on another host, and runs as long as that does.
     import socket, sys, time
