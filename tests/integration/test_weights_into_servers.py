@@ -23,7 +23,7 @@ COMPANION = """
     class Told(EnginesInMemory):
         def up_to_date(self, rank, incarnation, version):
             super().up_to_date(rank, incarnation, version)
-            print(f"engine {rank} has {version}, of {channel.latest()}", flush=True)
+            print(f"engine {rank} has {version}, of {channel.latest()[1]}", flush=True)
             if [*self.versions.values()] == [2, 2]:
                 companion.stop()
 

@@ -95,7 +95,9 @@ class Node:
         self.orders = Orders(JOB, AgentTask(world.plan.spec, name, (name,), "/", "127.0.0.1"), {})
         keys = self.orders.spawners
         self.contact = ContactModel(self)
-        self.state = AgentState(name, self.orders.in_place, spawners=dict.fromkeys(keys, False))
+        self.state = AgentState(
+            name, self.orders.in_place, self.orders.companions, spawners=dict.fromkeys(keys, False)
+        )
         for key in keys:
             self.spawners[key] = Spawner(self, key)
 

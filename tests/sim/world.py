@@ -383,6 +383,7 @@ def _companion(plan: Plan, engine: RoleSpec, places: list[Assignment]) -> RoleSp
         len(nodes),
         Entry("module", name),
         max_restarts=10,
+        restart="process",
         slots=0.0,
         service=True,
         optional=engine.optional,

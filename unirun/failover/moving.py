@@ -124,7 +124,11 @@ def relocate(transition: Transition, before: JobState, cause: Cause, found: Relo
             action = "restart_role" if whole[name] else decisions[name].action
             restart(transition, _grown(role, found.placement), replace(decisions[name], action=action))
         else:
-            _go_on_without_decision(transition, before, role)
+            grown = _grown(role, found.placement)
+            if grown is not role:
+                # It is about to start again as a whole, and starts the new ranks with that.
+                transition.put(grown)
+            _go_on_without_decision(transition, before, grown)
         _let_go(transition, name)
 
 

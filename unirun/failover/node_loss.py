@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from msgspec.structs import replace
@@ -162,19 +162,25 @@ def _placed(
 
     Raises `PlacementError` when their ranks are not what has no room.
     """
-    optional = [name for name in decisions if transition.state.role_spec(name).optional]
+    specs = map(transition.state.role_spec, decisions)
+    optional = [spec.name for spec in specs if spec.optional and spec.beside is None]
     try:
         return place_without(transition.state, cause.gone), {}
     except PlacementError as error:
-        for count in range(1, len(optional) + 1):
+        for chosen in _choices(optional):
             trial = Transition(transition.state, transition.now)
-            for name in optional[-count:]:
+            for name in chosen:
                 give_up(trial, trial.role(name), _ranks(missing, name))
             with suppress(PlacementError):
                 found = place_without(trial.state, cause.gone)
-                reason = f"{cause.reason}; it fits nowhere else: {error}"
-                return found, dict.fromkeys(optional[-count:], reason)
+                return found, dict.fromkeys(chosen, f"{cause.reason}; it fits nowhere else: {error}")
         raise
+
+
+def _choices(optional: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Roles to give up: each alone, the last first; then ever more of the last ones."""
+    yield from ((name,) for name in reversed(optional))
+    yield from (optional[-count:] for count in range(2, len(optional) + 1))
 
 
 def _without(

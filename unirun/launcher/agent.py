@@ -91,7 +91,7 @@ class Agent:
         self._job, self._spec, self._kept = job, task.spec, kept
         self._orders = Orders(job, task, for_workers(os.environ), stdin)
         self._endpoints = endpoints
-        self._state = AgentState(task.node, in_place=self._orders.in_place)
+        self._state = AgentState(task.node, self._orders.in_place, self._orders.companions)
         self._master: Stream | None = None
         self._masters = following(job, lock, task, tcp)
         self._witness: Witness | None = None

@@ -40,9 +40,9 @@ def probed(state: AgentState, event: Probed) -> tuple[AgentState, list[Command]]
 
 
 def ready_due(state: AgentState, event: ReadyDue) -> tuple[AgentState, list[Command]]:
-    """Kill a program that is not ready in time."""
+    """Kill a program that is not ready in time, or has no weights by then."""
     worker = state.workers.get(event.id)
-    if worker is None or worker.cause != "own" or worker.was_ready:
+    if worker is None or worker.cause != "own" or (worker.health is not None and worker.health.ready):
         return state, []
     why = worker.health.why if worker.health is not None else "it was not asked yet"
     return _kill(state, worker, "unready", f"was not ready within {worker.ready_timeout:g} s: {why}")
@@ -57,7 +57,7 @@ def weighted(state: AgentState, companion: Worker, said: EngineWeights) -> tuple
     if worker is None or worker.cause != "own":
         return state, []
     if said.problem:
-        return _kill(state, worker, "torn", f"has weights that are half new: {said.problem}")
+        return _kill(state, worker, "torn", said.problem)
     why = worker.health.why if worker.health is not None and worker.misses else ""
     state, told = _told(state, replace(worker, current=True), why, said.time)
     if said.version is not None:
@@ -79,20 +79,24 @@ def _told(state: AgentState, worker: Worker, why: str, time: float) -> tuple[Age
     return state, [ToMaster(FromWorker(worker.who, health))]
 
 
-def engines_of(state: AgentState, companion: str) -> LocalEngines:
-    """The engines of this node that `companion` brings weights into."""
-    found = (w for w in state.workers.values() if w.companion == companion and w.cause == "own")
+def engines_of(state: AgentState, companion: Worker) -> LocalEngines:
+    """The engines of this node that `companion` brings weights into. Of several companions it is the first; there are
+    some when engines have left another node."""
+    name = companion.who.role
+    first = min((w.who.rank for w in state.workers.values() if w.who.role == name), default=0)
+    if companion.who.rank != first:
+        return LocalEngines(())
+    found = (w for w in state.workers.values() if w.companion == name and w.cause == "own")
     return LocalEngines(tuple(Engine(w.who.rank, w.who.incarnation, w.url, w.was_ready) for w in found))
 
 
 def tell_companions(before: AgentState, state: AgentState) -> list[Command]:
     """Tell the companions of engines of this node what has changed."""
-    if before.workers is state.workers:
+    if before.workers is state.workers or not state.companions:
         return []
-    names = {worker.companion for worker in (*before.workers.values(), *state.workers.values())} - {""}
-    told = {name: engines_of(state, name) for name in names}
-    changed = {name for name, engines in told.items() if engines != engines_of(before, name)}
-    return [ToLink(w.id, told[w.who.role]) for w in state.workers.values() if w.who.role in changed]
+    there = [worker for worker in state.workers.values() if worker.who.role in state.companions]
+    told = {worker.id: engines_of(state, worker) for worker in there}
+    return [ToLink(each.id, told[each.id]) for each in there if told[each.id] != engines_of(before, each)]
 
 
 def _kill(state: AgentState, worker: Worker, cause: Cause, why: str) -> tuple[AgentState, list[Command]]:

@@ -73,6 +73,11 @@ class Orders:
         return frozenset(role.name for role in self._spec.roles if role.restart == "process")
 
     @property
+    def companions(self) -> frozenset[str]:
+        """The roles that bring weights into engines."""
+        return frozenset(role.name for role in self._spec.roles if role.beside)
+
+    @property
     def spawners(self) -> tuple[SpawnerKey, ...]:
         """The keys of all spawners that the job needs, that of the first store first."""
         names = [role.name for role in self._spec.roles]

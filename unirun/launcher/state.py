@@ -18,14 +18,15 @@ from unirun.wire.reports import Ending, FromWorker, Held, HeldStore
 class AgentState(Value):
     """The state of an agent. `spawners`: whether each is ready; `stores`: the last requested store of each role.
 
-    `in_place`: the roles whose workers survive the loss of a peer or of the store. `epoch` is the term of the latest
-    master. `launched` is the last ordered incarnation of each rank. `ended` are exits without an acknowledgement,
-    `asks` requests of workers without an answer. `ending` is the decided end of the job, from a master that could not
-    write it to the store.
+    `in_place`: the roles whose workers survive the loss of a peer or of the store; `companions`: those that bring
+    weights into engines. `epoch` is the term of the latest master. `launched` is the last ordered incarnation of each
+    rank. `ended` are exits without an acknowledgement, `asks` requests of workers without an answer. `ending` is the
+    decided end of the job, from a master that could not write it to the store.
     """
 
     node: str
     in_place: frozenset[str] = frozenset()
+    companions: frozenset[str] = frozenset()
     workers: Mapping[int, Worker] = field(default_factory=dict)
     spawners: Mapping[SpawnerKey, bool] = field(default_factory=dict)
     stores: Mapping[str, Store] = field(default_factory=dict)

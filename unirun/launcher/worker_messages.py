@@ -68,8 +68,9 @@ def from_worker(state: AgentState, event: LinkMessage) -> tuple[AgentState, list
             told: list[Command] = []
             if running and not worker.running:
                 state, told = runs(state, worker)
-            here = engines_of(state, worker.who.role)
-            return state, [*told, ToLink(worker.id, here)] if here.engines else told
+            if worker.who.role in state.companions:
+                told = [*told, ToLink(worker.id, engines_of(state, worker))]
+            return state, told
         case EngineWeights():
             return weighted(state, worker, event.message)
         case WorkerError():

@@ -292,7 +292,8 @@ def _calls(transition: Transition, who: WorkerId, event: Calls) -> None:
 
 def _store_opened(transition: Transition, event: StoreOpened) -> None:
     role = transition.role(event.role)
-    awaited = role.phase in (RolePhase.RESTARTING, RolePhase.REFORMING) and not transition.state.away
+    running = transition.state.phase is JobPhase.RUNNING and not transition.state.away
+    awaited = running and role.phase in (RolePhase.RESTARTING, RolePhase.REFORMING)
     # While a misplaced worker is in the way the event is ignored; the store is asked for again when that one is gone.
     if (
         awaited

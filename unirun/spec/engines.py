@@ -36,7 +36,7 @@ API_KEY = "VLLM_API_KEY"
 
 COMPANION = "unirun.weights.companion"
 RESTARTS, WINDOW = 10, 3600.0
-"""A companion may end ten times an hour: engines serve on while there is none."""
+"""So many companions may end in an hour, for each rank of the engines: these serve on while there is none."""
 
 
 def ready_made(job: Section, name: str, role: Section) -> Section:
@@ -49,6 +49,10 @@ def ready_made(job: Section, name: str, role: Section) -> Section:
     usual: dict[str, Any] = {"service": True, "ready": HEALTH, "alive": {"http": HEALTH}}
     if kind == "vllm":
         usual |= _vllm(role, receives=name in _receivers(job))
+        if role.fields.get("contract") == "torchrun":
+            role.fault(
+                "contract", "vLLM starts its ranks itself, and takes torchrun's for its own", "leave it out"
+            )
     else:
         if role.given("model"):
             role.fault("model", "a server of kind openai has its model in its arguments", "write it in args")
@@ -65,7 +69,8 @@ def _vllm(role: Section, *, receives: bool) -> dict[str, Any]:
     if slots > 1 and slots == int(slots) and role.fields.get("device") != "cpu":
         parallel = ["--tensor-parallel-size", str(int(slots))]
     args = ["serve", role.text("model"), *SERVING, *parallel, *(RECEIVING if receives else ())]
-    return {"program": "vllm", "args": args, "env": DEVELOPMENT if receives else {}}
+    # A slot as a rank of torch has one: a device, or on a node without devices a CPU slot.
+    return {"program": "vllm", "args": args, "env": DEVELOPMENT if receives else {}, "slots": 1}
 
 
 def _joined(role: Section, usual: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,6 +109,10 @@ def with_companions(
     faults: list[Fault] = []
     changed, edges = [], list[Edge]()
     for channel in channels:
+        publisher = known.get(channel.publisher)
+        if publisher is not None and publisher.is_program:
+            problem = f"{publisher.name} is a program, which publishes nothing"
+            faults.append(Fault(f"channels.{channel.name}.publisher", problem, "name a role of torch"))
         where = f"channels.{channel.name}.receivers"
         receivers = []
         for name in channel.receivers:
@@ -115,6 +124,13 @@ def with_companions(
             if role.engine != "vllm":
                 problem = f"{name} is a program, which receives no weights"
                 faults.append(Fault(where, problem, f"write kind: vllm in {name}, or name another role"))
+            elif role.group is not None:
+                problem = f"{name} is one server of several ranks, which receives no weights yet"
+                remedy = "give each rank more slots instead of group:, or leave it out of the channel"
+                faults.append(Fault(where, problem, remedy))
+            elif role.ready is None or not role.ports:
+                problem = f"{name} has no address or no ready:, so nobody knows when it can take weights"
+                faults.append(Fault(where, problem, "leave out ports: and ready:, which kind: vllm has"))
             elif name in made:
                 faults.append(Fault(where, f"{name} receives another channel", "an engine has one"))
             elif companion in known:
@@ -137,7 +153,8 @@ def _companion(name: str, engine: RoleSpec, channel: Channel) -> RoleSpec:
         entry=Entry("module", COMPANION, (channel.name,)),
         env={API_KEY: engine.env[API_KEY]} if API_KEY in engine.env else {},
         env_file=engine.env_file,
-        max_restarts=RESTARTS,
+        max_restarts=RESTARTS * engine.count,
+        restart="process",
         restart_window=WINDOW,
         slots=0.0,
         service=True,

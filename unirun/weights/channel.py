@@ -35,6 +35,9 @@ ANY = -(1 << 62)
 EVERY = 0.5
 """Seconds between two reports."""
 
+PEEK = 5.0
+"""Seconds in which a publisher says what it has; it takes a millisecond."""
+
 
 class WeightsChannel:
     """Moves weights from the ranks of one role to those of others, each version whole.
@@ -185,29 +188,38 @@ class WeightsChannel:
                     source.peek(None)
         return self._has(version)
 
-    def latest(self) -> int | None:
-        """The latest version that all ranks of the publisher have now, or the one that this process has if that is
-        later or they cannot be reached; None: there is none. Any thread may ask, also while another one receives."""
-        found: list[int] = []
-        deadline = time.monotonic() + EVERY
-        for rank in range(self._context.peers.size(self.publisher)):
-            version = self._peeked(rank, deadline)
-            if version is None:
-                return self.version
-            found.append(version)
-        return max(min(found), self.version if self.version is not None else ANY)
+    def latest(self) -> tuple[int, int | None]:
+        """The number of restarts of the publisher, and the latest version that all of its ranks have since then; None:
+        they have published nothing, or have not begun. Any thread may ask, also while another one receives.
 
-    def _peeked(self, rank: int, deadline: float) -> int | None:
-        """The version that a rank of the publisher has. None: it has none, or does not answer."""
+        Raises `PeerLost` for a rank that has had versions, perhaps, and cannot be reached now.
+        """
+        peers = self._context.peers
+        ranks = range(peers.size(self.publisher))
+        restarts = max(peers.find(self.publisher, rank).address.incarnation for rank in ranks)
+        found = [self._peeked(rank) for rank in ranks]
+        known = [version for version in found if version is not None]
+        return restarts, min(known) if len(known) == len(found) else None
+
+    def _peeked(self, rank: int) -> int | None:
+        """The version that a rank of the publisher has; None: it has none. Raises `PeerLost` if it does not answer."""
+        peer = self._context.peers.find(self.publisher, rank)
+        who = str(peer.address)
+        if peer.over:
+            return None
         with self._peeking:
-            try:
-                line = self._hub.line(self.publisher, rank, self._lines.pop(rank, None))
-                if line is None:
+            line = self._hub.line(self.publisher, rank, self._lines.pop(rank, None))
+            if line is None:
+                if not (peer.gone or peer.address.incarnation):
                     return None
-                self._lines[rank] = line
-                parcel = line.ask(encode(Peek(self.name, None))).result(max(deadline - time.monotonic(), 0.0))
-            except (PeerLost, FutureTimeout):
-                return None
+                raise PeerLost(f"{who} is started again", "ask later", worker=who)
+            self._lines[rank] = line
+            try:
+                parcel = line.ask(encode(Peek(self.name, None))).result(PEEK)
+            except FutureTimeout as error:
+                raise PeerLost(
+                    f"{who} has not answered within {PEEK:g} s", "ask later", worker=who
+                ) from error
         said = answer_of(parcel.head)
         return said.version if isinstance(said, Fetched) and said.layout else None
 

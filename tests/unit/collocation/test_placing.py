@@ -355,14 +355,13 @@ class TestRolesBesideOthers:
                     spec, placement = place_again(spec, inventory, before, lost)
                 except PlacementError:
                     return
-                kept = {a.node for a in placement.of_role("engine-weights")}
-                for old, new in zip(
-                    before.of_role("engine-weights"), placement.of_role("engine-weights"), strict=False
-                ):
-                    assert new.node == old.node or old.node not in kept, "ranks stay where they can"
+                old, new = before.of_role("engine-weights"), placement.of_role("engine-weights")
+                assert len(new) >= len(old), "with fewer all would start again"
+                assert all(b.node == a.node or a.node == node for a, b in zip(old, new, strict=False))
             there = placement.of_role("engine-weights")
-            assert {a.node for a in there} == {a.node for a in placement.of_role("engine")}
-            assert len({a.node for a in there}) == len(there) == spec.role("engine-weights").count
+            assert {a.node for a in there} >= {a.node for a in placement.of_role("engine")}
+            assert {a.node for a in there}.isdisjoint(lost)
+            assert len(there) == spec.role("engine-weights").count
             assert [a.rank for a in there] == [*range(len(there))]
             assert all((a.slot, a.own, a.devices) == (-1, (), ()) for a in there)
 
@@ -391,6 +390,4 @@ class TestRolesBesideOthers:
         left = replace(spec, roles=tuple(each for each in spec.roles if each.name != "engine"))
         nodes = [a.node for a in placement.of_role("engine-weights")]
         _, after = place_again(left, inventory, placement, nodes[:1])
-        assert [a.node for a in after.of_role("engine-weights")] == nodes[1:]
-        _, after = place_again(left, inventory, placement, nodes)
-        assert len(after.of_role("engine-weights")) == 1
+        assert [a.node for a in after.of_role("engine-weights")] == ["node0", *nodes[1:]]

@@ -44,7 +44,8 @@ def launched(**more: Any) -> Agent:
     """An agent that has told its spawner to start one program, whose probe has an hour."""
     usual = {"ready": READY, "ready_timeout": 3600.0, "alive": ALIVE}
     program = replace(worker(1, "engine", 0, key=FRESH, kind="program"), **{**usual, **more})
-    return Agent(spawners={FRESH: True}).on(Launch((program,)))
+    companions = frozenset({"engine-weights"})
+    return Agent(spawners={FRESH: True}, companions=companions).on(Launch((program,)))
 
 
 def started(**more: Any) -> Agent:
@@ -228,11 +229,23 @@ class TestWeights:
         agent = brings(says(with_companion(), ""), 3)
         assert killed(brings(agent, None, "it refused"))
         end = ends(agent)
-        assert (end.cause, end.note) == ("torn", "has weights that are half new: it refused")
+        assert (end.cause, end.note) == ("torn", "it refused")
 
-    def test_weights_do_not_count_in_the_time_for_its_start(self) -> None:
+    def test_weights_count_in_the_time_for_its_start(self) -> None:
         agent = says(with_companion(), "")
-        assert not agent.on(ReadyDue(1)).commands
+        assert killed(agent.on(ReadyDue(1)))
+        assert ends(agent).note == f"was not ready within 3600 s: {NOT_YET}"
+        assert not brings(says(with_companion(), ""), 3).on(ReadyDue(1)).commands
+
+    def test_weights_come_by_one_companion_where_there_are_two(self) -> None:
+        agent = with_companion()
+        second = worker(3, "engine-weights", 1, key=FRESH)
+        agent.on(Launch((second,))).spawner(Forked(3, 103), key=FRESH)
+        agent.on(LinkMessage(3, Hello(second.who, 103, True)))
+        assert [c.message for c in agent.commands if isinstance(c, ToLink)] == [LocalEngines(())]
+        agent.spawner(Reaped(2, 20.0, None, KILL), key=FRESH)
+        told = [c.message for c in agent.commands if isinstance(c, ToLink) and c.id == 3]
+        assert told == engines(alive=False), "the other one takes over"
 
     def test_weights_of_another_role_are_not_taken(self) -> None:
         agent = says(started(url="http://h:1", companion="other"), "")

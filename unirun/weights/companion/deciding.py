@@ -14,6 +14,10 @@ from msgspec.structs import replace
 
 from unirun.values import Engine, Value
 
+Version = tuple[int, int]
+"""The number of restarts of the publisher, and the number that it gave the version. One that begins anew from an older
+checkpoint gives lower numbers than before."""
+
 
 class Known(Value):
     """An engine as the companion knows it."""
@@ -22,11 +26,11 @@ class Known(Value):
     asked: bool = False
     """The latest version was asked for, or is known."""
     answered: bool = False
-    needs: int | None = None
+    needs: Version | None = None
     """The version with which it is up to date; None: there was none when it came up."""
-    has: int | None = None
+    has: Version | None = None
     """The version that was brought into it last."""
-    gets: int | None = None
+    gets: Version | None = None
     """The version that is being brought into it."""
     broken: bool = False
 
@@ -34,7 +38,7 @@ class Known(Value):
 class State(Value):
     """The version that this host has, and the engines by rank."""
 
-    version: int | None = None
+    version: Version | None = None
     engines: Mapping[int, Known] = {}
 
 
@@ -47,14 +51,14 @@ class Seen(Value):
 class Asked(Value):
     """The latest version of the channel was `version` when this was asked for these ranks; None: there was none."""
 
-    version: int | None
+    version: Version | None
     engines: tuple[tuple[int, int], ...]
 
 
 class Received(Value):
     """This host has `version`."""
 
-    version: int
+    version: Version
 
 
 class Brought(Value):
@@ -62,7 +66,7 @@ class Brought(Value):
 
     rank: int
     incarnation: int
-    version: int
+    version: Version
 
 
 class Failed(Value):
@@ -86,7 +90,7 @@ class Bring(Value):
     """Bring `version` into an engine."""
 
     engine: Engine
-    version: int
+    version: Version
 
 
 class UpToDate(Value):
@@ -94,7 +98,7 @@ class UpToDate(Value):
 
     rank: int
     incarnation: int
-    version: int | None
+    version: Version | None
 
 
 class Broken(Value):
@@ -148,7 +152,7 @@ def _present(state: State, rank: int, incarnation: int) -> Known | None:
     return known if known is not None and known.engine.incarnation == incarnation else None
 
 
-def _before(version: int | None, other: int) -> bool:
+def _before(version: Version | None, other: Version) -> bool:
     return version is None or version < other
 
 

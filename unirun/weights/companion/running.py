@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -25,6 +26,7 @@ from unirun.weights.companion.deciding import (
     Seen,
     State,
     UpToDate,
+    Version,
     step,
 )
 from unirun.weights.companion.engines import HostEngines
@@ -34,7 +36,11 @@ from unirun.weights.safetensors import Param
 from unirun.weights.tensors import Weights
 
 EVERY = 0.5
-"""Seconds after which a publisher that has ended is looked for again."""
+"""Seconds after which a publisher that cannot be reached is looked for again."""
+
+PATIENCE = 20.0
+"""Seconds in which versions that are being brought into engines may arrive when the companion is told to end: it has 30
+before it is killed."""
 
 TIMEOUT = 300.0
 """Seconds for one request to an engine, and for receiving one version."""
@@ -48,8 +54,8 @@ class Channel(Protocol):
     def describe(self, timeout: float | None = None) -> dict[str, torch.Tensor]:
         """The tensors that are published, on the meta device, as far as this process knows."""
 
-    def latest(self) -> int | None:
-        """The latest version, without waiting for one."""
+    def latest(self) -> tuple[int, int | None]:
+        """The number of restarts of the publisher and its latest version, without waiting. Raises `PeerLost`."""
 
     def receive(self, into: Weights, *, min_version: int | None = None, timeout: float | None = None) -> int:
         """Wait for a version, and copy it into tensors."""
@@ -61,7 +67,7 @@ class Shelf:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users: dict[Checkpoint, int] = {}
-        self._latest: tuple[int, Checkpoint] | None = None
+        self._latest: tuple[Version, Checkpoint] | None = None
 
     def space(self, params: tuple[Param, ...]) -> Checkpoint:
         """Memory for a version with these tensors that nobody reads. Raises `UnirunError`, `WeightsError`."""
@@ -78,13 +84,13 @@ class Shelf:
                 self._users[found] = 0
             return found
 
-    def put(self, version: int, checkpoint: Checkpoint) -> None:
+    def put(self, version: Version, checkpoint: Checkpoint) -> None:
         """The latest version is there now."""
         with self._lock:
             self._latest = version, checkpoint
 
     @contextmanager
-    def latest(self) -> Iterator[tuple[int, Checkpoint]]:
+    def latest(self) -> Iterator[tuple[Version, Checkpoint]]:
         """The latest version, which is not written to meanwhile."""
         with self._lock:
             assert self._latest is not None
@@ -127,6 +133,8 @@ class Companion:
         self._checked: set[tuple[int, int, str]] = set()
         """The files that each process of an engine has been able to read."""
         self._over = threading.Event()
+        self._have: Version | None = None
+        self._loading: list[threading.Thread] = []
 
     def run(self) -> None:
         """Run until `stop`. Raises `WeightsError` for tensors that no engine can be given, `UnirunError` when there is
@@ -145,25 +153,31 @@ class Companion:
                 event = self._events.get()
         finally:
             self._over.set()
+            deadline = time.monotonic() + PATIENCE
+            for thread in self._loading:
+                thread.join(max(deadline - time.monotonic(), 0.0))
             self._shelf.close()
 
     def stop(self) -> None:
-        """Let `run` return. What is being brought into an engine goes on."""
+        """Let `run` return once engines have what is being brought into them, so that none is left half new. May be
+        called in the handler of a signal."""
         self._over.set()
         self._events.put(None)
 
     def _do(self, command: Command) -> None:
         if isinstance(command, Bring):
-            self._start(self._bring, f"engine {command.engine.rank}", command)
+            self._loading = [thread for thread in self._loading if thread.is_alive()]
+            self._loading.append(self._start(self._bring, f"engine {command.engine.rank}", command))
         elif isinstance(command, Ask):
             self._start(self._ask, "asks", command)
         elif isinstance(command, UpToDate):
-            self._engines.up_to_date(command.rank, command.incarnation, command.version)
+            number = command.version[1] if command.version is not None else None
+            self._engines.up_to_date(command.rank, command.incarnation, number)
         elif isinstance(command, Broken):
             report(f"unirun: channel {self._channel.name!r}: engine {command.rank}: {command.why}")
             self._engines.broken(command.rank, command.incarnation, command.why)
 
-    def _start(self, target: object, name: str, *args: object) -> None:
+    def _start(self, target: object, name: str, *args: object) -> threading.Thread:
         def run() -> None:
             try:
                 target(*args)  # type: ignore[operator]
@@ -171,56 +185,95 @@ class Companion:
                 self._events.put(error)
 
         # A thread waits for an engine as long as `timeout`, which is no reason for this process to live.
-        threading.Thread(target=run, name=f"companion {name}", daemon=True).start()
+        thread = threading.Thread(target=run, name=f"companion {name}", daemon=True)
+        thread.start()
+        return thread
 
     def _ask(self, command: Ask) -> None:
-        self._events.put(Asked(self._channel.latest(), command.engines))
+        """Find out the latest version. While the publisher cannot be reached, it is the one that is here."""
+        while not self._over.is_set():
+            try:
+                epoch, number = self._channel.latest()
+            except PeerLost:
+                version = self._have
+                if version is None:
+                    # There may be versions of which this process knows nothing.
+                    self._over.wait(EVERY)
+                    continue
+            else:
+                version = (epoch, number) if number is not None else self._have
+            self._events.put(Asked(version, command.engines))
+            return
 
     def _bring(self, command: Bring) -> None:
         """Bring the latest version, which may be a later one than when that was decided."""
         engine = command.engine
         client = Client(engine.url, timeout=self._timeout, api_key=self._api_key)
         with self._shelf.latest() as (version, checkpoint):
+            why = "cannot be given weights"
             try:
                 known = engine.rank, engine.incarnation, checkpoint.token
                 if known not in self._checked:
                     client.check(checkpoint)
                     self._checked.add(known)
+                why = "has weights that are half new"
                 with client.paused("keep"):
-                    client.load(checkpoint, str(version))
+                    client.load(checkpoint, str(version[1]))
             except ServerError as error:
-                self._events.put(Failed(engine.rank, engine.incarnation, str(error)))
+                self._events.put(Failed(engine.rank, engine.incarnation, f"{why}: {error}"))
                 return
         self._events.put(Brought(engine.rank, engine.incarnation, version))
 
     def _receive(self) -> None:
-        have: int | None = None
         while not self._over.is_set():
             try:
-                have = self._next(have)
+                found = self._next(self._have)
             except WeightsTimeout:
                 continue
             except PeerLost:
                 # The job tells the end of a publisher. Its successor has the next version.
+                found = None
+            if found is None:
                 self._over.wait(EVERY)
                 continue
-            self._events.put(Received(have))
+            self._have, checkpoint = found
+            self._shelf.put(self._have, checkpoint)
+            self._events.put(Received(self._have))
 
-    def _next(self, have: int | None) -> int:
-        """Receive the next version into memory of its own. Raises `WeightsTimeout`, `PeerLost`."""
-        after = None if have is None else have + 1
+    def _next(self, have: Version | None) -> tuple[Version, Checkpoint] | None:
+        """Receive the next version into memory of its own. None: a publisher that was started again has none yet.
+        Raises `WeightsTimeout`, `PeerLost`."""
+        if have is None:
+            number, checkpoint = self._received(None)
+            return self._labelled(number), checkpoint
+        epoch, latest = self._channel.latest()
+        if epoch != have[0] and latest is None:
+            return None
+        number, checkpoint = self._received(have[1] + 1 if epoch == have[0] else None)
+        return (epoch, number), checkpoint
+
+    def _labelled(self, number: int) -> Version:
+        """The first version of this process. It may be one that the publisher had before it was started again, and that
+        has come from another receiver."""
+        try:
+            epoch, latest = self._channel.latest()
+        except PeerLost:
+            return -1, number
+        return (epoch, number) if latest is not None and number <= latest else (epoch - 1, number)
+
+    def _received(self, after: int | None) -> tuple[int, Checkpoint]:
+        """The number of a version from `after` on, and the memory that it is in."""
         while True:
             params = self._published()
             space = self._shelf.space(params)
             try:
-                version = self._channel.receive(space.tensors, min_version=after, timeout=self._timeout)
+                number = self._channel.receive(space.tensors, min_version=after, timeout=self._timeout)
             except WeightsError:
                 if params == self._published():
                     raise
                 continue
             if params == self._published():
-                self._shelf.put(version, space)
-                return version
+                return number, space
 
     def _published(self) -> tuple[Param, ...]:
         """The tensors as they were published last, as far as it is known here."""

@@ -20,12 +20,17 @@ from unirun.weights.companion.deciding import (
     Seen,
     State,
     UpToDate,
+    Version,
     step,
 )
 
 
 def engine(rank: int = 0, incarnation: int = 0, *, alive: bool = True) -> Engine:
     return Engine(rank, incarnation, f"http://127.0.0.1:{8000 + rank}", alive)
+
+
+def v(number: int, restarts: int = 0) -> Version:
+    return restarts, number
 
 
 def after(*events: Event) -> tuple[Command, ...]:
@@ -40,7 +45,7 @@ def after(*events: Event) -> tuple[Command, ...]:
 NEW = (Seen((engine(),)), Asked(None, ((0, 0),)))
 """An engine that is there before any version."""
 
-FIRST = (*NEW, Received(1), Brought(0, 0, 1))
+FIRST = (*NEW, Received(v(1)), Brought(0, 0, v(1)))
 """The same, with the first version."""
 
 
@@ -51,65 +56,68 @@ def test_an_engine_may_serve_at_once_as_long_as_there_is_no_version() -> None:
 
 def test_an_engine_that_does_not_answer_yet_gets_nothing() -> None:
     starting = Seen((engine(alive=False),))
-    assert after(Received(1), starting) == ()
-    assert after(Received(1), starting, Seen((engine(),))) == (Bring(engine(), 1), Ask(((0, 0),)))
+    assert after(Received(v(1)), starting) == ()
+    assert after(Received(v(1)), starting, Seen((engine(),))) == (Bring(engine(), v(1)), Ask(((0, 0),)))
 
 
 def test_each_engine_gets_each_version() -> None:
     two = Seen((engine(0), engine(1)))
-    assert after(two, Received(1)) == (Bring(engine(0), 1), Bring(engine(1), 1))
-    assert after(*FIRST) == (UpToDate(0, 0, 1),)
-    assert after(*FIRST, Received(2)) == (Bring(engine(), 2),)
+    assert after(two, Received(v(1))) == (Bring(engine(0), v(1)), Bring(engine(1), v(1)))
+    assert after(*FIRST) == (UpToDate(0, 0, v(1)),)
+    assert after(*FIRST, Received(v(2))) == (Bring(engine(), v(2)),)
 
 
 def test_a_slow_engine_leaves_versions_out_and_holds_no_other_up() -> None:
-    two = (Seen((engine(0), engine(1))), Received(1), Brought(0, 0, 1))
-    assert after(*two, Received(2)) == (Bring(engine(0), 2),)
-    assert after(*two, Received(2), Received(3), Brought(1, 0, 1)) == (Bring(engine(1), 3),)
+    two = (Seen((engine(0), engine(1))), Received(v(1)), Brought(0, 0, v(1)))
+    assert after(*two, Received(v(2))) == (Bring(engine(0), v(2)),)
+    assert after(*two, Received(v(2)), Received(v(3)), Brought(1, 0, v(1))) == (Bring(engine(1), v(3)),)
 
 
 def test_an_engine_that_was_started_again_may_serve_when_it_has_the_latest_version() -> None:
     again = engine(incarnation=1)
-    assert after(*FIRST, Seen((again,))) == (Bring(again, 1), Ask(((0, 1),)))
+    assert after(*FIRST, Seen((again,))) == (Bring(again, v(1)), Ask(((0, 1),)))
     # Version 2 is published, and not here yet.
-    history = (*FIRST, Seen((again,)), Asked(2, ((0, 1),)))
+    history = (*FIRST, Seen((again,)), Asked(v(2), ((0, 1),)))
     assert after(*history) == ()
-    assert after(*history, Brought(0, 1, 1)) == ()
-    assert after(*history, Brought(0, 1, 1), Received(2)) == (Bring(again, 2),)
-    assert after(*history, Brought(0, 1, 1), Received(2), Brought(0, 1, 2)) == (UpToDate(0, 1, 2),)
+    assert after(*history, Brought(0, 1, v(1))) == ()
+    assert after(*history, Brought(0, 1, v(1)), Received(v(2))) == (Bring(again, v(2)),)
+    assert after(*history, Brought(0, 1, v(1)), Received(v(2)), Brought(0, 1, v(2))) == (
+        UpToDate(0, 1, v(2)),
+    )
 
 
 def test_whichever_comes_first_the_version_or_the_answer_both_are_needed() -> None:
-    assert after(Received(1), Seen((engine(),)), Brought(0, 0, 1)) == ()
-    assert after(Received(1), Seen((engine(),)), Brought(0, 0, 1), Asked(1, ((0, 0),))) == (
-        UpToDate(0, 0, 1),
+    assert after(Received(v(1)), Seen((engine(),)), Brought(0, 0, v(1))) == ()
+    assert after(Received(v(1)), Seen((engine(),)), Brought(0, 0, v(1)), Asked(v(1), ((0, 0),))) == (
+        UpToDate(0, 0, v(1)),
     )
 
 
 def test_an_engine_need_not_have_versions_that_came_while_it_loaded() -> None:
-    history = (Received(1), Seen((engine(),)), Asked(1, ((0, 0),)), Received(2))
-    assert after(*history, Brought(0, 0, 1)) == (UpToDate(0, 0, 1), Bring(engine(), 2))
+    history = (Received(v(1)), Seen((engine(),)), Asked(v(1), ((0, 0),)), Received(v(2)))
+    assert after(*history, Brought(0, 0, v(1))) == (UpToDate(0, 0, v(1)), Bring(engine(), v(2)))
 
 
 def test_a_failure_is_told_and_the_engine_gets_nothing_more() -> None:
-    history = (*FIRST, Received(2), Failed(0, 0, "it did not answer"))
+    history = (*FIRST, Received(v(2)), Failed(0, 0, "it did not answer"))
     assert after(*history) == (Broken(0, 0, "it did not answer"),)
-    assert after(*history, Received(3)) == ()
-    assert after(*history, Seen((engine(incarnation=1),)))[0] == Bring(engine(incarnation=1), 2)
+    assert after(*history, Received(v(3))) == ()
+    assert after(*history, Seen((engine(incarnation=1),)))[0] == Bring(engine(incarnation=1), v(2))
 
 
 def test_news_of_a_process_that_is_gone_are_forgotten() -> None:
-    history = (*FIRST, Received(2), Seen((engine(incarnation=1),)))
-    for event in (Failed(0, 0, "gone"), Brought(0, 0, 2), Asked(2, ((0, 0), (7, 0)))):
+    history = (*FIRST, Received(v(2)), Seen((engine(incarnation=1),)))
+    for event in (Failed(0, 0, "gone"), Brought(0, 0, v(2)), Asked(v(2), ((0, 0), (7, 0)))):
         assert after(*history, event) == ()
-    assert after(*FIRST, Received(2), Seen(()), Failed(0, 0, "gone")) == ()
+    assert after(*FIRST, Received(v(2)), Seen(()), Failed(0, 0, "gone")) == ()
 
 
 @examples(200)
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["publish", "receive", "answer", "load", "fail", "restart"]), st.integers(0, 1)
+            st.sampled_from(["publish", "rewind", "receive", "answer", "load", "fail", "restart"]),
+            st.integers(0, 1),
         ),
         max_size=40,
     )
@@ -117,12 +125,12 @@ def test_news_of_a_process_that_is_gone_are_forgotten() -> None:
 def test_in_any_order_no_engine_serves_old_weights_and_in_the_end_all_have_the_latest(
     happenings: list[tuple[str, int]],
 ) -> None:
-    published: int | None = None
+    published: Version | None = None
     state, engines = State(), {rank: engine(rank) for rank in range(2)}
     loading: dict[int, Bring] = {}
-    asking: list[tuple[int | None, tuple[tuple[int, int], ...]]] = []
-    born: dict[tuple[int, int], int | None] = {}
-    serves: dict[tuple[int, int], int | None] = {}
+    asking: list[tuple[Version | None, tuple[tuple[int, int], ...]]] = []
+    born: dict[tuple[int, int], Version | None] = {}
+    serves: dict[tuple[int, int], Version | None] = {}
 
     def happens(event: Event) -> None:
         nonlocal state
@@ -161,7 +169,11 @@ def test_in_any_order_no_engine_serves_old_weights_and_in_the_end_all_have_the_l
     seen()
     for what, rank in happenings:
         if what == "publish":
-            published = (published or 0) + 1
+            restarts, number = published or v(0)
+            published = restarts, number + 1
+        elif what == "rewind" and published is not None:
+            # The publisher begins anew from an older checkpoint.
+            published = published[0] + 1, max(published[1] - 3, 0)
         elif what == "receive" and published is not None and state.version != published:
             happens(Received(published))
         elif what == "answer":

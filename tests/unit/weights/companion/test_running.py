@@ -14,7 +14,7 @@ import torch
 from tests.effort import SOON
 from tests.unit.weights.integrations import standins
 from tests.unit.weights.test_moving import noise, same
-from unirun.errors import WeightsError, WeightsTimeout
+from unirun.errors import PeerLost, WeightsError, WeightsTimeout
 from unirun.weights.companion import Companion, Engine, EnginesInMemory
 from unirun.weights.companion.running import Shelf
 from unirun.weights.safetensors import Param
@@ -30,20 +30,35 @@ class Channel:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._now: tuple[int, Tensors] | None = None
+        self._restarts, self.away = 0, False
 
     def publish(self, version: int, tensors: Tensors) -> None:
         with self._changed:
-            self._now = version, tensors
+            self._now, self.away = (version, tensors), False
             self._changed.notify_all()
 
-    def latest(self) -> int | None:
-        return self._now[0] if self._now is not None else None
+    def restart(self) -> None:
+        """The publisher has died, and its successor has published nothing yet."""
+        with self._changed:
+            self._now, self._restarts = None, self._restarts + 1
+            self._changed.notify_all()
+
+    def latest(self) -> tuple[int, int | None]:
+        if self.away:
+            raise PeerLost("actor:0 is started again", worker="actor:0")
+        return self._restarts, self._now[0] if self._now is not None else None
 
     def _wait(self, version: int, timeout: float | None) -> tuple[int, Tensors]:
         with self._changed:
-            if not self._changed.wait_for(lambda: self._now is not None and self._now[0] >= version, timeout):
+            restarts = self._restarts
+
+            def there() -> bool:
+                return self._restarts != restarts or (self._now is not None and self._now[0] >= version)
+
+            if not self._changed.wait_for(there, timeout):
                 raise WeightsTimeout("nothing is published", "publish", channel=self.name)
-            assert self._now is not None
+            if self._now is None or self._restarts != restarts:
+                raise PeerLost("actor:0 has died", worker="actor:0")
             return self._now
 
     def describe(self, timeout: float | None = None) -> Tensors:
@@ -212,6 +227,7 @@ def test_a_slow_engine_keeps_its_version_while_others_get_later_ones(host: Host)
 
     slow, fast = host.server(versions[0], before), host.server(versions[0])
     host.engines.set(engine(slow), engine(fast, 1))
+    host.channel.publish(0, versions[0])
     host.start()
     for version, tensors in enumerate(versions):
         host.channel.publish(version, tensors)
@@ -252,16 +268,66 @@ def test_memory_is_used_again_and_given_back() -> None:
     shelf, params = Shelf(), (Param("a", torch.float32, (3,)),)
     first = shelf.space(params)
     assert shelf.space(params) is first
-    shelf.put(1, first)
+    shelf.put((0, 1), first)
     second = shelf.space(params)
     assert second is not first
     with shelf.latest() as (version, lent):
-        assert (version, lent) == (1, first)
-        shelf.put(2, second)
+        assert (version, lent) == ((0, 1), first)
+        shelf.put((0, 2), second)
         third = shelf.space(params)
         assert third not in (first, second)
-    shelf.put(3, third)
+    shelf.put((0, 3), third)
     assert shelf.space(params) in (first, second)
     other = shelf.space((Param("b", torch.float32, (3,)),))
     assert other not in (first, second, third)
     shelf.close()
+
+
+def test_a_publisher_that_begins_anew_with_lower_numbers_is_followed(host: Host) -> None:
+    first, second, third = weights(), weights(), weights()
+    server = host.server(first)
+    host.engines.set(engine(server))
+    host.channel.publish(5, first)
+    host.start()
+    host.engines.have({(0, 0): 5})
+    host.channel.restart()
+    again = host.server(first)
+    host.engines.set(engine(again, incarnation=1))
+    host.engines.have({(0, 0): 5, (0, 1): 5})
+    assert has(again, first), "the latest is that of the one before"
+    host.channel.publish(3, second)
+    host.engines.have({(0, 0): 5, (0, 1): 3})
+    assert has(again, second)
+    host.channel.publish(4, third)
+    host.engines.have({(0, 0): 5, (0, 1): 4})
+
+
+def test_an_engine_waits_while_it_is_not_known_whether_there_is_a_version(host: Host) -> None:
+    first = weights()
+    server = host.server(first)
+    host.channel.away = True
+    host.engines.set(engine(server))
+    host.start()
+    host.channel.publish(1, first)
+    host.engines.have({(0, 0): 1})
+
+
+def test_a_companion_that_is_told_to_end_finishes_what_it_brings(host: Host) -> None:
+    first = weights()
+    loads, goes_on = threading.Event(), threading.Event()
+
+    def slow(path: str) -> None:
+        if path == "/update_weights":
+            loads.set()
+            assert goes_on.wait(SOON)
+
+    server = host.server(first, slow)
+    host.engines.set(engine(server))
+    host.channel.publish(1, first)
+    host.start()
+    assert loads.wait(SOON)
+    host.companion.stop()
+    goes_on.set()
+    host.close()
+    assert server.seen[-1] == "/resume"
+    assert has(server, first)
