@@ -17,6 +17,7 @@ from typing import Any
 
 from tests.engines.environment import binaries
 from tests.engines.llama import LONGEST
+from unirun.spec.engines import DEVELOPMENT, RECEIVING
 
 START = 600.0
 """Seconds; it takes half a minute on a busy machine."""
@@ -101,13 +102,13 @@ class Server(Engine):
             *(str(binaries() / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", str(self.port)),
             # For /inference/v1/generate, the only route whose answers are labelled with versions.
             *("--enable-scale-out", *OPTIONS),
-            *("--weight-transfer-config", json.dumps({"backend": "unirun"})),
+            *RECEIVING,
             *options,
         ]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command,
-                env={**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"},
+                env={**os.environ, **ENVIRONMENT, **DEVELOPMENT},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from transformers import LlamaForCausalLM
 
 from tests.engines.crowd import COUNT, Crowd, explained
+from tests.engines.environment import binaries
 from tests.engines.llama import greedy, llama, prompts
-from tests.engines.server import Server
+from tests.engines.server import START, Engine, Server
 from tests.integration.harness import Unirun
+from tests.testbed.fixtures import available
+from tests.testbed.hosts import Hosts
 from unirun.errors import ServerError
 from unirun.weights.integrations import vllm
+from unirun.weights.integrations.vllm_guard import is_open
+
+ROUTES = """
+    import json
+    import os
+
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    for mode in "01":
+        os.environ["VLLM_SERVER_DEV_MODE"] = mode
+        app = build_app(args, ("generate", "embed", "transcription", "realtime"))
+        print(json.dumps([*app.openapi()["paths"]]))
+"""
+
+ASKING = """
+    import sys
+    import urllib.error
+    import urllib.request
+
+    for request in sys.argv[2:]:
+        method, path = request.split()
+        try:
+            with urllib.request.urlopen(urllib.request.Request(sys.argv[1] + path, method=method)) as answer:
+                print(answer.status)
+        except urllib.error.HTTPError as error:
+            print(error.code, error.read().decode())
+"""
 
 PUBLISHING = """
     import sys
@@ -41,8 +78,9 @@ PUBLISHING = """
 
 @pytest.fixture(scope="module")
 def engine(serve: Callable[..., Server]) -> Server:
-    """One engine; blocks of its cache are shorter than prompts, so that it has prefixes of them."""
-    return serve("--block-size", "32").wait()
+    """One engine, which other hosts reach; blocks of its cache are shorter than prompts, so that it has prefixes of
+    them."""
+    return serve("--block-size", "32", "--host", "0.0.0.0").wait()
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +123,35 @@ def test_versions_of_an_actor_arrive_and_are_what_transformers_has(
     assert after["weight_versions"] == [{"version": "2", "start": 0, "end": 20}]
     assert after["token_ids"] == greedy(versions["2"], prompt, 20)
     assert before["token_ids"] != after["token_ids"]
+
+
+def test_another_host_generates_and_calls_no_route_of_developers(engine: Server) -> None:
+    ways = (
+        "GET /health",
+        "GET /metrics",
+        "GET /v1/models",
+        "GET /is_paused",
+        "POST /pause",
+        "POST /collective_rpc",
+    )
+    with available(), Hosts(1) as hosts:
+        url = f"http://{hosts.gateway}:{engine.port}"
+        asked = [sys.executable, "-c", dedent(ASKING), url, *ways]
+        answers = hosts[0].run(asked).stdout.splitlines()
+        assert answers[:3] == ["200", "200", "200"]
+        for answer, path in zip(answers[3:], ("/is_paused", "/pause", "/collective_rpc"), strict=True):
+            assert answer.startswith("403 ")
+            assert f"{path} is closed to other hosts" in answer
+            assert f"the request came from {hosts[0].address}" in answer
+        assert Engine(url).ask("/is_paused") == {"is_paused": False}, "this host may, at any of its addresses"
+
+
+def test_each_route_that_developers_have_more_is_closed_to_other_hosts_and_no_other() -> None:
+    command = [str(binaries() / "python"), "-c", dedent(ROUTES)]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=START).stdout
+    usual, all_routes = (set(json.loads(line)) for line in printed.splitlines()[-2:])
+    assert {"/pause", "/update_weights", "/collective_rpc", "/sleep"} <= all_routes - usual
+    assert {path for path in all_routes if not is_open(path)} == all_routes - usual
 
 
 def test_requests_that_are_kept_go_on_with_the_new_weights_as_if_they_began_there(

