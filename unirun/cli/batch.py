@@ -19,7 +19,7 @@ from unirun.launcher.slurm.batch import batch_script
 from unirun.launcher.slurm.following import Follower
 from unirun.launcher.slurm.options import BatchOptions, Component, parse_slurm
 from unirun.launcher.slurm.submit import batch_of, submit
-from unirun.spec import JobSpec
+from unirun.spec import JobSpec, RoleSpec
 from unirun.spec.read import nearest
 
 _HERE = ("slurm", "slurm_extra", "slurm_setup", "dry_run", "detach", "rdzv_id")
@@ -111,12 +111,12 @@ def _inventory(component: Component) -> Inventory:
 
 def component_words(spec: JobSpec, options: BatchOptions) -> Iterator[str]:
     """The component of each role, where there are several: that which names it, else that which names none. A role may
-    have said its own."""
+    have said its own; one `beside` another is on the nodes of that."""
     if len(options.components) == 1:
         return
     named = {role: number for number, each in enumerate(options.components) for role in each.roles}
     others = next((number for number, each in enumerate(options.components) if not each.roles), None)
-    for role in spec.roles:
+    for role in _roles(spec):
         number = named.get(role.name, others if role.component is None else None)
         if number is not None and role.entry.kind != "trainer":
             yield f"--component={role.name}={number}"
@@ -124,7 +124,7 @@ def component_words(spec: JobSpec, options: BatchOptions) -> Iterator[str]:
 
 def check_roles(spec: JobSpec, options: BatchOptions) -> None:
     """Raise `SpecError` for roles that the job does not have, and roles of which the component is not known."""
-    names = [role.name for role in spec.roles]
+    names = [role.name for role in _roles(spec)]
     named = [role for component in options.components for role in component.roles]
     faults = [
         Fault("--slurm roles", f"the job has no role {role!r}", nearest(role, names))
@@ -132,9 +132,14 @@ def check_roles(spec: JobSpec, options: BatchOptions) -> None:
         if role not in names
     ]
     if sum(not component.roles for component in options.components) > 1:
-        unknown = [role.name for role in spec.roles if role.component is None and role.name not in named]
+        unknown = [role.name for role in _roles(spec) if role.component is None and role.name not in named]
         problem = f"several components name no roles, and {', '.join(unknown)} may be on any of them"
         remedy = "write roles=actor+rollout in all but one, or component: in the job file"
         faults += [Fault("--slurm roles", problem, remedy)] if unknown else []
     if faults:
         raise SpecError(faults)
+
+
+def _roles(spec: JobSpec) -> list[RoleSpec]:
+    """The roles of which a component can be named: those that the job file has."""
+    return [role for role in spec.roles if role.beside is None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -144,6 +145,38 @@ def test_roles_may_name_their_components_themselves(script: Path, capsys: pytest
     assert components("--slurm nodes=1 --slurm nodes=2 --roles actor=2,rollout=1") == own
     named = "--slurm nodes=1,roles=x --slurm nodes=2 --roles actor=2,rollout=1,x=1"
     assert components(named) == {*own, "--component=x=0"}
+
+
+class TestEnginesThatReceiveWeights:
+    """The companion of engines is a role that the job file does not have."""
+
+    @pytest.fixture
+    def job(self, script: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+        (script.parent / "vllm").touch(mode=0o755)
+        monkeypatch.setenv("PATH", str(script.parent), prepend=os.pathsep)
+        roles = "{actor: {script: train.py}, engine: {kind: vllm, model: m}}"
+        channels = "{policy: {publisher: actor, receivers: [engine]}}"
+        (script.parent / "job.yaml").write_text(f"roles: {roles}\nchannels: {channels}\n")
+        return "--config job.yaml"
+
+    def test_their_companion_is_on_the_component_of_the_engines(
+        self, job: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        argv = f"--slurm nodes=1,roles=actor --slurm nodes=1,gres=gpu:4 --dry-run {job}"
+        assert run.main(argv.split()) == 0
+        words = {*re.findall(r"--component=\S+", capsys.readouterr().out)}
+        assert words == {"--component=actor=0", "--component=engine=1"}
+
+    def test_their_companion_needs_no_component_where_all_others_have_said_theirs(
+        self, job: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        own = "roles.actor.component=0 roles.engine.component=1"
+        assert run.main(f"--slurm nodes=1 --slurm nodes=2 --dry-run {job} {own}".split()) == 0
+        assert "--component" not in capsys.readouterr().out
+
+    def test_their_companion_cannot_be_named(self, job: str) -> None:
+        with pytest.raises(SpecError, match="no role 'engine-weights'; did you mean 'engine'"):
+            run.main(f"--slurm roles=engine-weights --slurm nodes=1 --dry-run {job}".split())
 
 
 def test_without_slurm_the_job_leaves_nothing(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
