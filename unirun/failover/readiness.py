@@ -205,12 +205,16 @@ def reserve_again(transition: Transition, node: str) -> None:
 
 def placed(transition: Transition, event: Placed) -> None:
     """Ranks have got their ports. Where there are none for them the job ends, with an optional service too: others may
-    name its addresses."""
+    name its addresses. Ranks that have moved since they were asked for wait for those of another node."""
     role = transition.role(event.role)
     if role.phase in ROLE_ENDS:
         return
     if event.problem:
-        reason = f"{role.name}:{show_ranks(event.ranks)} cannot start on {event.node}: {event.problem}"
+        asked, ranks = Ports(event.node), {*event.ranks}
+        waiting = [worker.rank for worker in role.workers if worker.ports == asked and worker.rank in ranks]
+        if not waiting:
+            return
+        reason = f"{role.name}:{show_ranks(waiting)} cannot start on {event.node}: {event.problem}"
         end_job(transition, Decision("end_job", reason), EXIT_PLACEMENT, by_failure=False)
         return
     count = len(transition.state.role_spec(event.role).ports)

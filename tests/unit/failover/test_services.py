@@ -12,11 +12,11 @@ from tests.unit.failover.services import Services, program, service
 from tests.unit.job.job import TERM, Job
 from unirun.collocation import Device, Inventory, Node, place
 from unirun.errors import EXIT_PLACEMENT
-from unirun.job.events import AgentLost, LossesDue
+from unirun.job.events import AgentLost, LossesDue, ToAgent
 from unirun.job.state import NEVER, ROLE_ENDS, JobPhase, new_job
 from unirun.spec import RoleSpec
-from unirun.wire.messages import Drain, StartRole, StopWorkers
-from unirun.wire.reports import Notice
+from unirun.wire.messages import Drain, Reserve, StartRole, StopWorkers
+from unirun.wire.reports import Notice, Placed
 
 
 @pytest.fixture
@@ -157,6 +157,34 @@ class TestAnOptionalServiceThatFitsNowhereElse:
         assert job.state.verdict is not None
         assert job.state.verdict.code == EXIT_PLACEMENT
         assert "goes on without" not in job.records
+
+
+class TestARankThatMovesTwice:
+    """Its node is drained, and then the one on which it has not started yet, as that looks for ports."""
+
+    def moving(self, job: Services) -> str:
+        """A rank has left its node. Returns the one that was asked for its ports."""
+        job.on(Drain(job.worker().node))
+        job.exits("engine", 0, by=TERM, asked=TERM)
+        (node,) = asked_for_ports(job)
+        return node
+
+    def test_ports_that_it_does_not_need_any_more_may_be_missing(self) -> None:
+        job = placed(engines(), trainer(), slots=(1, 1, 1, 1))
+        first = self.moving(job)
+        job.on(Drain(first))
+        (second,) = asked_for_ports(job)
+        assert second != first
+        job.on(Placed(first, "engine", (0,), (), "none is free"))
+        assert job.state.phase is JobPhase.RUNNING
+        job.on(Placed(second, "engine", (0,), (), "none is free"))
+        assert job.state.verdict is not None
+        assert job.state.verdict.reason == f"engine:0 cannot start on {second}: none is free"
+
+
+def asked_for_ports(job: Services) -> list[str]:
+    """The nodes whose agents are asked."""
+    return [c.node for c in job.commands if isinstance(c, ToAgent) and isinstance(c.message, Reserve)]
 
 
 def placed(*roles: RoleSpec, slots: tuple[int, ...]) -> Services:
