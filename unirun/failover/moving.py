@@ -75,7 +75,7 @@ def decide_missing(
     """The ranks that have to start elsewhere, and the decision about each role that has some."""
     missing = tuple(f"{name}:{rank}" for name, rank in _missing(before, state, cause.gone))
     decisions = {
-        each.role: _decide(state, each.role, each.ranks, cause, elsewhere=True)
+        each.role: _decide_missing(before, state, each.role, each.ranks, cause)
         for each in unit_of(state, missing)
         if each.side == "failed"
     }
@@ -146,15 +146,17 @@ def begin(transition: Transition, placement: Placement, cause: Cause) -> None:
 
 
 def _missing(before: JobState, after: JobState, gone: Collection[str]) -> Iterator[tuple[str, int]]:
-    """The ranks whose loss costs their role a restart: workers that are lost or leave, or all of a node that had the
-    role's store.
+    """The ranks that cannot start, or go on, where they are: workers that are lost or leave, or all of a node that had
+    the role's store; and ranks of programs that have yet to start there.
 
     A role that is already about to form a generation starts them with it.
     """
     for name, role in after.roles.items():
         if role.phase not in ROLE_WORKS or role.opened < role.generation:
             continue
-        here = [worker for worker in role.workers if worker.node in gone]
+        nodes = [place.node for place in after.placement.of_role(name)] if role.is_program else []
+        starts = {rank for rank, node in enumerate(nodes) if node in gone}
+        here = [worker for worker in role.workers if worker.node in gone or worker.rank in starts]
         missing = [worker.rank for worker in here if not worker.ended_well]
         if not missing and _loses_its_store(before, role, gone):
             missing = [worker.rank for worker in here]
@@ -169,6 +171,19 @@ def _loses_its_store(before: JobState, role: RoleState, gone: Collection[str]) -
     return bool(role.living) and not (
         role.restart == "process" and any(worker.ended_well for worker in role.workers)
     )
+
+
+def _decide_missing(
+    before: JobState, state: JobState, name: str, ranks: Sequence[int], cause: Cause
+) -> Decision:
+    """The decision about ranks that have to start elsewhere. A program that did not run there has lost nothing, and
+    moves at no cost."""
+    role, lost = before.roles[name], ranks
+    if role.is_program:
+        lost = [rank for rank in ranks if role.workers[rank].live and role.workers[rank].node in cause.gone]
+    if not lost:
+        return _decide(state, name, ranks, replace(cause, asked=True), elsewhere=True)
+    return _decide(state, name, lost, cause, elsewhere=True)
 
 
 def _decide(

@@ -151,12 +151,40 @@ class TestAnOptionalServiceThatFitsNowhereElse:
         assert job.state.roles["engine"].phase in ROLE_ENDS
         assert job.phases()["train"] == "running"
 
+    def test_it_is_given_up_although_it_has_not_started_there_yet(self) -> None:
+        job = placed(engines(optional=True), trainer(), slots=(1, 1, 1))
+        job.on(Drain(job.worker().node))
+        job.exits("engine", 0, by=TERM, asked=TERM)
+        self.lost(job, *asked_for_ports(job))
+        assert job.phases() == {"engine": "failed", "train": "running"}
+        assert "goes on without it" in job.told(Notice)[0].text
+
+    def test_it_is_given_up_although_it_has_not_left_its_node_yet(self) -> None:
+        job = placed(engines(optional=True), trainer(), slots=(1, 1, 1))
+        left = job.worker().node
+        job.on(Drain(left))
+        self.lost(job, *({"n0", "n1", "n2"} - {left, job.worker("train").node}))
+        job.exits("engine", 0, by=TERM, asked=TERM)
+        assert job.phases() == {"engine": "failed", "train": "running"}
+
     def test_it_is_not_given_up_when_another_role_has_no_room_either(self) -> None:
         job = placed(engines(count=1, optional=True), trainer(count=3, restart="process"), slots=(2, 2))
         job.on(AgentLost(job.worker().node, "it is gone"), LossesDue())
         assert job.state.verdict is not None
         assert job.state.verdict.code == EXIT_PLACEMENT
         assert "goes on without" not in job.records
+
+
+def test_a_rank_that_waits_for_its_start_pays_nothing_for_the_loss_of_its_node() -> None:
+    """All of its restarts are spent; the last one is about to come."""
+    job = placed(engines(max_restarts=2), trainer(), slots=(1, 1, 1)).dies()
+    job.all_run("engine").dies()
+    assert len(job.worker().paid) == 2
+    before = job.worker()
+    job.on(AgentLost(before.node, "it is gone"), LossesDue())
+    assert job.state.phase is JobPhase.RUNNING
+    assert (job.worker().paid, job.worker().due) == (before.paid, before.due)
+    assert asked_for_ports(job) == [node for node in ("n1", "n2") if node != job.worker("train").node]
 
 
 class TestARankThatMovesTwice:
