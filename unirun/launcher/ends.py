@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from unirun.job.failures import MESSAGE, NOTE, TAIL, TRACEBACK, beginning, ending
 from unirun.spec.secrets import Mask
 from unirun.wire.messages import Message
-from unirun.wire.reports import Held, Notice, Stuck, WorkerError, WorkerExited
+from unirun.wire.reports import EngineWeights, Held, Notice, Stuck, WorkerError, WorkerExited
 
 TAIL_LINES = 12
 TAIL_BYTES = 1 << 14
@@ -77,6 +77,8 @@ def masked(message: Message, mask: Mask) -> Message:
             return replace(message, why=mask(message.why), stack=mask(message.stack))
         case Notice():
             return replace(message, text=mask(message.text))
+        case EngineWeights():
+            return replace(message, problem=mask(message.problem))
     return message
 
 

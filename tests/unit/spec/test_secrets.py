@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from unirun.errors import RendezvousError, SpecError
 from unirun.launcher.ends import masked
 from unirun.launcher.environment import mask_of, with_env_files
 from unirun.spec import JobSpec, parse_job
 from unirun.spec.secrets import MASK, Mask, read_env_file
-from unirun.wire.reports import Notice, Stuck, WorkerError
+from unirun.wire.reports import EngineWeights, Notice, Stuck, WorkerError
 
 
 @pytest.fixture
@@ -94,3 +95,5 @@ def test_texts_of_messages_are_masked() -> None:
     assert error == WorkerError(f"bad {MASK}", f"line: {MASK}", 1.0)
     assert masked(Stuck("hf_token", "at hf_token"), mask) == Stuck(MASK, f"at {MASK}")
     assert masked(Notice("a:0", "hf_token"), mask) == Notice("a:0", MASK)
+    torn = EngineWeights("policy", 0, 0, None, 1.0, "the server said: hf_token")
+    assert masked(torn, mask) == replace(torn, problem=f"the server said: {MASK}")
