@@ -6,6 +6,7 @@ ends of all its workers, and sends them to the next master in one message.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable
 
@@ -26,6 +27,13 @@ workers."""
 
 WHOLE = 16
 """Number of failures that are not shortened when not all fit: the first ones, which probably caused the others."""
+
+_TRACKERS = re.compile(
+    r"(/[\w.+~@-]+)*/resource_tracker\.py:\d+: UserWarning: resource_tracker: (There appear to be |').*\n?"
+    r"(  warnings\.warn\(.*\n?)?"
+)
+"""Warnings of a resource tracker that removes what a dead process has left: its end is the reason for them. They may
+follow a line that has no end, as that of a progress bar."""
 
 _LEAST = 16
 _EACH = MESSAGE + TRACEBACK + TAIL + NOTE
@@ -91,8 +99,8 @@ def _when(end: WorkerExited) -> float:
 
 
 def last_words(stderr: str) -> str:
-    """The last lines of the text, or the stack that faulthandler left."""
-    lines = stderr.splitlines()
+    """The last lines of the text, or the stack that faulthandler left; without those that are written after it."""
+    lines = _TRACKERS.sub("", stderr).splitlines()
     for at in reversed(range(len(lines))):
         if lines[at].startswith("Fatal Python error"):
             here = [n for n in range(at, len(lines)) if lines[n].startswith("Current thread")]

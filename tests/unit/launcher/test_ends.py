@@ -104,3 +104,19 @@ def test_the_last_words_of_a_stderr_are_its_last_lines_or_the_stack_of_faulthand
     ]
     assert last_words("\n".join([*lines, *crash])).splitlines() == [crash[0], *crash[-3:]]
     assert last_words("") == ""
+
+
+def test_the_last_words_are_not_those_of_the_resource_tracker_that_cleans_up() -> None:
+    code = "  warnings.warn('resource_tracker: There appear to be %d '"
+    about = "/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker:"
+    left = [f"{about} There appear to be 2 leaked {each} objects to clean up" for each in ("a", "b")]
+    gone = [
+        f"{about} '/psm_1': [Errno 2] No such file",
+        "  warnings.warn('resource_tracker: %r: %s' % (name, e))",
+    ]
+    told = ["step 7", "step 8", left[0], code, left[1], code, *gone]
+    assert last_words("\n".join(told)) == "step 7\nstep 8"
+    assert last_words("\n".join(told[2:])) == ""
+    assert last_words(f"50% 3.2it/s]{left[0]}\n{code}") == "50% 3.2it/s]"
+    died = f"{about} process died unexpectedly, relaunching"
+    assert last_words(f"{died}\n{left[0]}\n  warnings.warn(\n") == died
