@@ -198,7 +198,8 @@ def kill_children(keep: Collection[int] = (), deadline: float = 2.0) -> None:
             continue
         for pid in strays:
             kill_family(pid, [pid, *descendants(pid)])
-            with contextlib.suppress(ProcessLookupError):
+            # A process of another user is left.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         for pid in strays:
             _reap(pid, end)

@@ -285,6 +285,8 @@ class Spawner:
     def _kill(self, known: _Child, signum: int) -> None:
         try:
             if signum == signal.SIGKILL and (below := descendants(known.pid)):
+                # Sends nothing, but fails like a signal, which the next line does not.
+                os.killpg(known.pid, 0)
                 kill_family(known.pid, [known.pid, *below])
             else:
                 os.killpg(known.pid, signum)

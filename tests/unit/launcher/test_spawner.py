@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -45,12 +46,14 @@ DESCRIPTORS = 250
 class Spawner:
     """The agent's end of the stream."""
 
-    def __init__(self, folder: Path, *modules: str, pass_fds: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, *modules: str, pass_fds: tuple[int, ...] = (), under: tuple[str, ...] = ()
+    ) -> None:
         self.folder = folder
         ours, theirs = socket.socketpair()
         listeners = ",".join(map(str, pass_fds))
         about = [str(theirs.fileno()), str(os.getpid()), str(DESCRIPTORS), listeners]
-        command = [sys.executable, "-u", BOOT, "spawner", *about, *modules]
+        command = [*under, sys.executable, "-u", BOOT, "spawner", *about, *modules]
         self.process = subprocess.Popen(
             command, pass_fds=[theirs.fileno(), *pass_fds], stderr=subprocess.PIPE, start_new_session=True
         )
@@ -109,8 +112,8 @@ def port() -> Iterator[int]:
 def start(tmp_path: Path) -> Iterator[Callable[..., Spawner]]:
     started: list[Spawner] = []
 
-    def make(*modules: str, pass_fds: tuple[int, ...] = ()) -> Spawner:
-        started.append(Spawner(tmp_path, *modules, pass_fds=pass_fds))
+    def make(*modules: str, **more: tuple[Any, ...]) -> Spawner:
+        started.append(Spawner(tmp_path, *modules, **more))
         return started[-1]
 
     yield make
@@ -368,6 +371,45 @@ def test_a_spawner_kills_a_workers_group_before_its_pid_can_be_reused(
     assert killed == [pid]
     with pytest.raises(ChildProcessError):
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+
+
+@pytest.mark.starts_processes
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="only root becomes another user")
+@pytest.mark.parametrize("script", ["echo up; exec sleep 100", "sleep 100 & echo up; wait"])
+def test_a_spawner_says_that_it_cannot_end_a_program_of_another_user(
+    start: Callable[..., Spawner], script: str
+) -> None:
+    """With children and without. The spawner has no right to signal other users, as it has when it is not root."""
+    spawner = start(under=("setpriv", "--bounding-set=-kill"))
+    spawner.next(Preloaded)
+    spawner.send(spawner.program(1, "setpriv", "--reuid=65534", "sh", "-c", script))
+    pid = spawner.next(Forked).pid
+    try:
+        log = spawner.folder / "1" / "stdout.log"
+        assert eventually(lambda: log.read_text() == "up\n")
+        spawner.send(Kill(1, int(signal.SIGKILL)))
+        assert spawner.next(Notice).text == "runs as another user and cannot be signalled; stop it yourself"
+    finally:
+        os.killpg(pid, signal.SIGKILL)
+    assert spawner.next(Reaped).signal == signal.SIGKILL
+
+
+@pytest.mark.starts_processes
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="only root becomes another user")
+def test_a_spawner_goes_on_when_a_program_of_another_user_leaves_a_process(
+    start: Callable[..., Spawner],
+) -> None:
+    spawner = start(under=("setpriv", "--bounding-set=-kill"))
+    spawner.next(Preloaded)
+    script = "setsid sleep 100 & echo $!"
+    spawner.send(spawner.program(1, "setpriv", "--reuid=65534", "sh", "-c", script))
+    assert spawner.until(Reaped).code == 0
+    left = int((spawner.folder / "1" / "stdout.log").read_text())
+    try:
+        spawner.send(spawner.program(2, "true"))
+        assert spawner.until(Reaped).code == 0
+    finally:
+        os.kill(left, signal.SIGKILL)
 
 
 @pytest.mark.starts_processes
