@@ -23,6 +23,7 @@ from unirun.spec.programs import program_faults
 from unirun.spec.read import Section, nearest, shown
 from unirun.spec.roles import (
     JOB_WIDE_KEYS,
+    NAME,
     ONE_NODE,
     TRAINER,
     NodeCount,
@@ -52,7 +53,6 @@ def parse_job(
     roles = read_roles(job, count_slots, nodes)
     trainer = read_trainer(job, roles)
     if trainer is not None:
-        job.faults += handle_faults([role.name for role in roles])
         roles.append(trainer)
     names = [role.name for role in roles]
     groups = {key: _groups(job, key, roles) for key in GROUPS}
@@ -98,6 +98,12 @@ def parse_job(
     # A job without edges has roles of which it says nothing.
     fields["edges"] += tuple(edges) if fields["edges"] else ()
     job.faults += faults
+    if trainer is not None:
+        job.faults += handle_faults([role.name for role in (*roles, *companions) if role is not trainer])
+    for role in companions:
+        if not NAME.fullmatch(role.name):
+            problem = f"{role.name}, which brings weights into it, is too long a name for a role"
+            job.fault(f"roles.{role.beside}", problem, "give it a shorter name")
     for name in primary:
         if any(role.name == name and role.service for role in roles):
             problem = f"{name} is a service, which is needed until the primary roles have ended"

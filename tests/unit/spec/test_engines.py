@@ -187,6 +187,28 @@ class TestWeights:
         assert faults(engine, **{"channels": CHANNELS, **more}) == [fault]
 
 
+class TestTheNameOfACompanion:
+    """It is that of the engines, and more."""
+
+    def test_a_trainer_can_tell_it_from_others(self) -> None:
+        roles = {"engine_weights": {"program": "true"}}
+        found = faults(VLLM, roles=roles, channels=CHANNELS, trainer={"class": "trainers:T"})
+        clash = "the trainer would find both 'engine_weights' and 'engine-weights' as RG_ENGINE_WEIGHTS"
+        assert f"roles.engine-weights: {clash}; rename one of them" in found
+        assert parse(VLLM, roles=roles, channels=CHANNELS), "without a trainer nobody looks for both"
+
+    def test_it_is_as_short_as_that_of_a_role(self) -> None:
+        def channels(name: str) -> dict[str, Any]:
+            roles = {name: VLLM}
+            return {"roles": roles, "channels": {"policy": {"publisher": "train", "receivers": [name]}}}
+
+        assert parse({"program": "true"}, **channels("e" * 55)).role("e" * 55 + "-weights")
+        (fault,) = faults({"program": "true"}, **channels("e" * 56))
+        companion = "e" * 56 + "-weights"
+        why = "which brings weights into it, is too long a name for a role"
+        assert fault == f"roles.{'e' * 56}: {companion}, {why}; give it a shorter name"
+
+
 def test_a_job_is_the_same_after_its_way_through_the_store() -> None:
     spec = parse(VLLM, channels=CHANNELS)
     assert JobSpec.from_json(spec.to_json()) == spec
