@@ -24,14 +24,17 @@ import time
 import unirun
 from safetensors.torch import load_file
 
-folder, version = sys.argv[1], 1
+folder, version, loaded = sys.argv[1], 1, {}
 channel = unirun.WeightsChannel("policy")
 while True:
     told = f"{folder}/publish-{version}"
     if os.path.exists(told):
-        weights = load_file(open(told).read())
+        path = open(told).read()
+        if path not in loaded:
+            # In memory, as a trainer has them, and not in a file that is mapped.
+            loaded[path] = {name: tensor.clone() for name, tensor in load_file(path).items()}
         began = time.time()
-        channel.publish(weights, version)
+        channel.publish(loaded[path], version)
         print(f"published {version} at {began:.4f}", flush=True)
         version += 1
     time.sleep(0.005)
