@@ -17,6 +17,7 @@ from typing import NoReturn, Protocol
 
 from unirun.errors import RendezvousError, UnirunError
 from unirun.job.offers import AgentTask
+from unirun.launcher.agent import Agent
 from unirun.launcher.etcd_member import running_member
 from unirun.launcher.process import collect_orphans, ignore_signals, kill_children, set_title
 from unirun.rendezvous import JobDir
@@ -75,9 +76,6 @@ def start_processes(
             os.write(refusal, json.dumps([error.problem, error.remedy]).encode())
             raise
         os.close(refusal)
-        # Not imported before: the first master starts meanwhile.
-        from unirun.launcher.agent import Agent
-
         try:
             with running_member(job, task) as kept:
                 agent = Agent(job, task, endpoints, lock, stdin, tcp, kept)
@@ -144,8 +142,6 @@ def start_agent(member: Member, *, owner: int | None) -> Processes:
     """
 
     def run_agent(_: int | None) -> None:
-        from unirun.launcher.agent import Agent
-
         with running_member(member.job, member.task) as kept:
             agent = Agent(
                 member.job, member.task, member.endpoints, member.lock, tcp=member.listener, kept=kept

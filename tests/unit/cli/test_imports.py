@@ -109,7 +109,6 @@ def test_run_does_not_import_the_master_the_console_and_the_explanations() -> No
     later = {
         "master.lead",
         "master.step",
-        "launcher.agent",
         "launcher.foreground.session",
         "collocation.planning.explain",
         "graph.svg",
