@@ -112,8 +112,8 @@ def relocate(transition: Transition, before: JobState, cause: Cause, found: Relo
     decisions, whole = found.decisions, found.whole
     transition.state = replace(transition.state, placement=found.placement)
     gone = any(worker.node in cause.gone for role in before.roles.values() for worker in role.live)
-    nobody = f"{cause.reason}; the job goes on without it{'' if gone else ', as nobody was there'}"
-    told = found.told or [("", nobody)]
+    unaffected = f"{cause.reason}; the job goes on without it{'' if gone else ', as no rank ran there'}"
+    told = found.told or [("", unaffected)]
     lost, causes = transition.cause, _tell(transition, before.placement, cause, told)
     moved = [name for name in decisions if whole[name]]
     if waits := consequences(unit_of(transition.state, [*found.missing, *moved])):
@@ -140,7 +140,7 @@ def begin(transition: Transition, placement: Placement, cause: Cause) -> None:
         for name, role in before.roles.items()
     }
     transition.state = replace(before, placement=placement, roles=roles)
-    reason = f"{cause.reason}; the job goes on without it, as nobody was there"
+    reason = f"{cause.reason}; the job goes on without it, as no rank ran there"
     _tell(transition, before.placement, cause, [("", reason)])
     form_if_all_are_there(transition)
 

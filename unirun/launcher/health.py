@@ -49,7 +49,7 @@ def ready_due(state: AgentState, event: ReadyDue) -> tuple[AgentState, list[Comm
 
 
 def weighted(state: AgentState, companion: Worker, said: EngineWeights) -> tuple[AgentState, list[Command]]:
-    """Take what a companion tells of an engine: it has a version, or its weights are half new, so that it is killed."""
+    """Apply a companion's message: an engine has a version, or could not be given one and is killed."""
     found = (each for each in state.workers.values() if each.companion == companion.who.role)
     worker = next(
         (w for w in found if (w.who.rank, w.who.incarnation) == (said.rank, said.incarnation)), None
@@ -67,7 +67,7 @@ def weighted(state: AgentState, companion: Worker, said: EngineWeights) -> tuple
 
 
 def _told(state: AgentState, worker: Worker, why: str, time: float) -> tuple[AgentState, list[Command]]:
-    """`worker` as it is now; the master is told when it is ready or not for another reason than before."""
+    """Put `worker`, and tell the master when its readiness, or the reason for it, has changed."""
     lacks = worker.was_ready and worker.companion and not worker.current
     ready, why = worker.was_ready and not lacks, "it waits for its weights" if lacks else why
     before = worker.health

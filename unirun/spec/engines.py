@@ -33,8 +33,6 @@ RECEIVING = ("--middleware", GUARD, "--weight-transfer-config", '{"backend": "un
 DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 """An engine that receives weights has vLLM's routes for that, which are for processes of its own host (the guard)."""
 
-API_KEY = "VLLM_API_KEY"
-
 COMPANION = "unirun.weights.companion"
 RESTARTS, WINDOW = 10, 3600.0
 """So many companions may end in an hour, for each rank of the engines: these serve on while there is none."""
@@ -130,7 +128,9 @@ def with_companions(
                 remedy = "give each rank more slots instead of group:, or leave it out of the channel"
                 faults.append(Fault(where, problem, remedy))
             elif role.ready is None or not role.ports:
-                problem = f"{name} has no address or no ready:, so nobody knows when it can take weights"
+                problem = (
+                    f"{name} has no address or no ready:, so its companion cannot tell when it takes weights"
+                )
                 faults.append(Fault(where, problem, "leave out ports: and ready:, which kind: vllm has"))
             elif name in made:
                 faults.append(Fault(where, f"{name} receives another channel", "an engine has one"))
@@ -152,8 +152,6 @@ def _companion(name: str, engine: RoleSpec, channel: Channel) -> RoleSpec:
         name=name,
         count=1,
         entry=Entry("module", COMPANION, (channel.name,)),
-        env={API_KEY: engine.env[API_KEY]} if API_KEY in engine.env else {},
-        env_file=engine.env_file,
         max_restarts=RESTARTS * engine.count,
         restart="process",
         restart_window=WINDOW,

@@ -14,7 +14,7 @@ Cause = Literal["own", "order", "leaving", "doom", "stuck", "unready", "silent",
 """The reason why a worker has ended: by itself (``own``), by the master's order, because its agent leaves,
 because something it depends on is gone (``doom``), because it was blocked in an abandoned process group
 (``stuck``), because it was not ready in time (``unready``), because it did not answer any more (``silent``), or because
-its weights are half new (``torn``)."""
+it could not be given weights, which may be half new (``torn``)."""
 
 
 class SpawnerReady(Value, tag=True):
@@ -79,7 +79,7 @@ class LocalEngines(Value, tag=True):
 
 class EngineWeights(Value, tag=True):
     """The server at `rank` has `version` of a `channel` at `time`, in seconds since the epoch. None: nothing has been
-    published yet, so that it serves with what it was started with. With a `problem`, its weights are half new."""
+    published yet, so that it serves with what it was started with. With a `problem`, it has to be started again."""
 
     channel: str
     rank: int

@@ -122,9 +122,10 @@ class TestWeights:
         assert option == "--middleware"
         assert getattr(import_module(module), name) is SameHost
 
-    def test_weights_go_with_the_key_of_the_engine(self) -> None:
-        keyed = parse({**VLLM, "env": {"VLLM_API_KEY": "k", "A": "1"}}, channels=CHANNELS)
-        assert keyed.role("engine-weights").env == {"VLLM_API_KEY": "k"}
+    def test_weights_need_no_secrets_of_the_engine(self) -> None:
+        """vLLM asks for its key on other routes."""
+        keyed = parse({**VLLM, "env": {"VLLM_API_KEY": "k"}}, channels=CHANNELS).role("engine-weights")
+        assert (keyed.env, keyed.env_file) == ({}, None)
 
     def test_weights_go_to_roles_of_torch_as_before(self) -> None:
         both = {"policy": {"publisher": "train", "receivers": ["other", "engine"]}}
@@ -195,7 +196,7 @@ class TestTheNameOfACompanion:
         found = faults(VLLM, roles=roles, channels=CHANNELS, trainer={"class": "trainers:T"})
         clash = "the trainer would find both 'engine_weights' and 'engine-weights' as RG_ENGINE_WEIGHTS"
         assert f"roles.engine-weights: {clash}; rename one of them" in found
-        assert parse(VLLM, roles=roles, channels=CHANNELS), "without a trainer nobody looks for both"
+        assert parse(VLLM, roles=roles, channels=CHANNELS), "only a trainer has a name for each role"
 
     def test_it_is_as_short_as_that_of_a_role(self) -> None:
         def channels(name: str) -> dict[str, Any]:

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from tests.effort import examples
 from unirun.errors import SpecError
 from unirun.spec import JobSpec, RoleSpec, parse_job
-from unirun.spec.interpreters import lacks_unirun
 from unirun.spec.job import PORT_RANGE
 from unirun.spec.probes import READY_TIMEOUT, Probe
-from unirun.spec.programs import interpreter, variables_of
+from unirun.spec.programs import interpreter, lacks_unirun, variables_of
 from unirun.spec.yaml import load_job_file, write_yaml
 
 SERVE = {"program": "sleep", "service": True, "args": ["--port", "{port}"]}

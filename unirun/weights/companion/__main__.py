@@ -6,13 +6,11 @@ workers do that start again alone, by saying so.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 
 from unirun.roles.context import init
 from unirun.roles.peers import Peers
-from unirun.spec.engines import API_KEY
 from unirun.weights.channel import WeightsChannel
 from unirun.weights.companion import AgentEngines, Companion
 from unirun.wire.reports import GroupFormed
@@ -28,7 +26,7 @@ def follow(peers: Peers) -> None:
 
 if __name__ == "__main__":
     peers, channel = init().peers, WeightsChannel(sys.argv[1])
-    companion = Companion(channel, AgentEngines(channel.name, peers), api_key=os.environ.get(API_KEY, ""))
+    companion = Companion(channel, AgentEngines(channel.name, peers))
     signal.signal(signal.SIGTERM, lambda *_: companion.stop())
     peers.when_changed(lambda: follow(peers))
     follow(peers)

@@ -121,13 +121,10 @@ class Companion:
     versions in memory, and one more for each that a slow engine still loads.
     """
 
-    def __init__(
-        self, channel: Channel, engines: HostEngines, *, timeout: float = TIMEOUT, api_key: str = ""
-    ) -> None:
-        """`timeout` is that of one request to an engine, and of receiving a version, in seconds; `api_key` is that of
-        ``vllm serve --api-key``."""
+    def __init__(self, channel: Channel, engines: HostEngines, *, timeout: float = TIMEOUT) -> None:
+        """`timeout` is that of one request to an engine, and of receiving a version, in seconds."""
         self._channel, self._engines = channel, engines
-        self._timeout, self._api_key = timeout, api_key
+        self._timeout = timeout
         self._shelf = Shelf()
         self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
         self._checked: set[tuple[int, int, str]] = set()
@@ -208,7 +205,7 @@ class Companion:
     def _bring(self, command: Bring) -> None:
         """Bring the latest version, which may be a later one than when that was decided."""
         engine = command.engine
-        client = Client(engine.url, timeout=self._timeout, api_key=self._api_key)
+        client = Client(engine.url, timeout=self._timeout)
         with self._shelf.latest() as (version, checkpoint):
             why = "cannot be given weights"
             try:
