@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 APT := procps util-linux etcd-server etcd-client openssl openssh-server iproute2 rsync slurm-wlm munge tcsh
 
+# A run of the tests starts thousands of processes, which read compiled modules even where others are told to write none.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test quick properties soak chaos engines mutants check docs bench gpu clean
 
 # torch first, from pip's own index; the build on PyPI is for CUDA and takes 5.6 GB with its dependencies. TORCH_INDEX names

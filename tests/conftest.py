@@ -31,6 +31,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.effort import CHAOS
+
 gc.disable()  # until everything is imported
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,9 +42,14 @@ COMPILER_CACHE_IS_GIVEN = COMPILER_CACHE in os.environ
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that are marked ``long`` come first and those of tests/unit last, so that at the end of a run of several
-    processes none is busy for long while the others have nothing to do."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that are marked ``chaos`` run in `make chaos` alone. Files that are marked ``long`` come first and those of
+    tests/unit last, so that at the end of a run of several processes none is busy for long while the others have
+    nothing to do."""
+    left_out = [item for item in items if not CHAOS and item.get_closest_marker("chaos")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     items.sort(
         key=lambda item: (item.get_closest_marker("long") is None, item.nodeid.startswith("tests/unit"))
     )

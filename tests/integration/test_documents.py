@@ -19,11 +19,16 @@ pytestmark = [pytest.mark.usefixtures("warm_functions"), pytest.mark.long]
 LOOKS = ("unirun status", "unirun logs", "unirun graph", "unirun ls")
 """Read-only commands: they are repeated, as their output may take a moment to appear."""
 
-STARTS_ITS_OWN = "docs/warm.md"
-"""The page that starts its own warm process."""
+MARKS = {
+    # It starts its own warm process.
+    "docs/warm.md": pytest.mark.cold,
+    # Their commands train for half a minute or more. Examples and trials of `make test` try the same.
+    "docs/train.md": pytest.mark.chaos,
+    "docs/experiments.md": pytest.mark.chaos,
+}
 
 CONSOLES = [
-    pytest.param(page, marks=pytest.mark.cold if page == STARTS_ITS_OWN else ())
+    pytest.param(page, marks=MARKS.get(page, ()))
     for page in PAGES
     if any(block.language == "console" for block in blocks(page))
 ]

@@ -52,6 +52,7 @@ class TestPPO:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.chaos
 class TestFineTuning:
     def test_fine_tuning_example_keeps_old_tasks_by_rehearsal(self, unirun: Unirun) -> None:
         command = [sys.executable, str(EXAMPLES / "sft_digits" / "main.py"), "--epochs", "10"]
@@ -96,6 +97,7 @@ class TestOnlineLearning:
         assert out.stat().st_size > 1000
 
 
+@pytest.mark.chaos
 class TestMultimodal:
     def test_multimodal_example_beats_single_modalities_despite_deaths(self, unirun: Unirun) -> None:
         job = ("--config", "job.yaml", "config.epochs=4")

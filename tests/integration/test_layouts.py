@@ -114,6 +114,7 @@ def walked(home: Unirun) -> dict[str, dict[str, str]]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.chaos
 def test_a_family_computes_what_one_rank_computes_or_is_refused(
     walked: dict[str, dict[str, str]], family: str
 ) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.effort import CHAOS
 from unirun.experiments.starting import PRELOAD
 
 from ..testbed.fixtures import available
@@ -169,7 +168,7 @@ def test_a_job_that_is_told_to_end_before_its_step_has_begun_ends(
     assert cluster.wait(slurm_id(job))["JobState"] == "FAILED"
 
 
-@pytest.mark.skipif(not CHAOS, reason="make chaos")
+@pytest.mark.chaos
 def test_a_job_is_told_to_end_before_its_time_limit(command: Unirun, script: Script, cluster: Slurm) -> None:
     """Slurm looks at time limits once in 30 s, so a job of a minute is told in its first half."""
     job = command.start("--slurm", "nodes=1,time=1,grace=59", *EXEC, script(WAIT))
@@ -276,6 +275,7 @@ class TestJobsOnThreeNodes:
         assert (result.code, result.out.count("saved")) == (143, 2), result.err
         assert command.status()["phase"] == "stopped"
 
+    @pytest.mark.chaos
     def test_a_trainer_with_workloads_is_submitted(self, command: Unirun, tmp_path: Path) -> None:
         short = ("config.solved=40", "config.bar=20", f"config.out={tmp_path / 'reward.png'}")
         job = ("--slurm", "nodes=3,cpus_per_task=2", "--config", "job.yaml", *short)
@@ -318,6 +318,7 @@ class TestJobsOnThreeNodes:
         finally:
             cluster.start_node(lost)
 
+    @pytest.mark.chaos
     def test_a_job_that_has_lost_its_first_node_is_requeued(
         self, command: Unirun, script: Script, cluster: Slurm
     ) -> None:
@@ -345,7 +346,7 @@ class TestJobsOnThreeNodes:
         finally:
             cluster.start_node(first)
 
-    @pytest.mark.skipif(not CHAOS, reason="make chaos")
+    @pytest.mark.chaos
     def test_a_job_that_has_lost_its_first_node_goes_on_with_etcd_and_frees_its_nodes(
         self, command: Unirun, script: Script, cluster: Slurm
     ) -> None:

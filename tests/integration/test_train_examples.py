@@ -44,6 +44,7 @@ class TestScript:
         number = ["three", "four", "five", "six", "seven", "eight"][len(changed) - 3]
         assert text_of(README).startswith(f"# From one process to many, in {number} lines\n")
 
+    @pytest.mark.chaos
     def test_distributed_training_is_as_accurate_as_plain_training_though_a_worker_is_killed(
         self, unirun: Unirun
     ) -> None:

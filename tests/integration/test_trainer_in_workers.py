@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.effort import CHAOS
 from tests.integration.harness import Unirun
 from unirun import train
 from unirun.errors import EncodingError, TrainingFailed, UsageError
@@ -126,7 +125,7 @@ class TestModels:
         assert (tmp_path / "killed").exists()
         assert killed == trainer.run(function, config={"mark": ""})
 
-    @pytest.mark.skipif(not CHAOS, reason="make chaos: twelve processes import FSDP")
+    @pytest.mark.chaos
     @pytest.mark.timeout(300)
     def test_what_four_ranks_have_saved_in_parts_loads_on_two_and_on_eight(self, home: Unirun) -> None:
         def function() -> Any:

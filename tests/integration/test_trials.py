@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.documents import ROOT
-from tests.effort import CHAOS
 
 from .harness import Unirun
 
@@ -75,6 +74,7 @@ def unbroken(home: Unirun) -> Path:
     return trial(home, "unbroken")
 
 
+@pytest.mark.chaos
 def test_a_trial_whose_workers_die_in_each_call_is_the_same_as_one_in_which_nobody_dies(
     home: Unirun, unbroken: Path
 ) -> None:
@@ -111,7 +111,7 @@ def test_a_trial_whose_workers_die_while_they_read_and_write_files_is_the_same(
     equal(trial(home, "files"), unbroken)
 
 
-@pytest.mark.skipif(not CHAOS, reason="make chaos: it takes a minute")
+@pytest.mark.chaos
 def test_models_in_layouts_of_their_own_are_the_same_though_workers_of_each_die_in_calls_beside_others(
     home: Unirun,
 ) -> None:
@@ -228,6 +228,7 @@ def test_a_copy_on_the_same_workers_has_the_parameters_of_what_is_trained_and_a_
     assert all(0.0 <= each["actorEval/accuracy"] <= 1.0 for each in found)
 
 
+@pytest.mark.chaos
 def test_a_second_start_sets_the_files_of_the_first_aside_and_a_damaged_checkpoint_is_skipped(
     home: Unirun,
 ) -> None:
@@ -270,7 +271,7 @@ def test_what_would_go_wrong_again_is_told_once(home: Unirun) -> None:
     assert "restart" not in result.err
 
 
-@pytest.mark.skipif(not CHAOS, reason="make chaos: it takes 25 s")
+@pytest.mark.chaos
 def test_the_example_of_fine_tuning_learns_as_a_pipeline_and_its_saved_models_are_evaluated(
     home: Unirun,
 ) -> None:

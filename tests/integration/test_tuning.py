@@ -44,6 +44,7 @@ SEARCH = """
 """
 
 
+@pytest.mark.chaos
 def test_trials_run_side_by_side_on_warm_workers_with_devices_of_their_own(
     home: Unirun, tmp_path: Path
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.effort import CHAOS
 from tests.testbed.hosts import REPOSITORY
 
 from .cluster import OnHosts
@@ -59,7 +58,7 @@ def test_twelve_ranks_compute_the_same_on_one_host_and_on_three(cluster: OnHosts
     assert len(set(one.values())) == 2, "all ranks of a role have the same parameters"
 
 
-@pytest.mark.skipif(not CHAOS, reason="make chaos: twelve ranks that import DDP take a minute")
+@pytest.mark.chaos
 @pytest.mark.timeout(400)
 def test_ddp_on_digits_ends_with_the_same_loss_on_one_host_and_on_three(cluster: OnHosts) -> None:
     train = REPOSITORY / "examples" / "ddp_digits" / "train.py"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.effort import CHAOS
 from tests.testbed.hosts import REPOSITORY
 
 from .cluster import OnHosts
 
 PPO = REPOSITORY / "examples" / "ppo_cartpole"
 
-pytestmark = [pytest.mark.skipif(not CHAOS, reason="make chaos"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 
 
 def test_ppo_as_trainer_and_workloads_runs_on_three_hosts(cluster: OnHosts) -> None:

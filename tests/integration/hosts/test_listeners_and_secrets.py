@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.effort import CHAOS
 from tests.testbed.host import HOME, Host
 
 from ..harness import SCRIPTS, Running
@@ -95,7 +94,7 @@ def test_a_job_listens_where_others_of_it_connect_and_its_token_is_nowhere_to_be
     assert (cluster.job_dir() / "token").read_text().strip() not in job.text
 
 
-@pytest.mark.skipif(not CHAOS, reason="make chaos")
+@pytest.mark.chaos
 def test_the_token_is_not_in_etcd(cluster: OnHosts) -> None:
     servers = cluster.hosts.etcd()
     job = start(cluster, "--store", servers.url(timeout=5))

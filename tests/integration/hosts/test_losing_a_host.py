@@ -102,6 +102,7 @@ def test_ranks_of_a_host_without_a_cable_are_dead_before_they_start_on_the_spare
     assert "placement: actor:2-3 from h2 to h3" in end.err
 
 
+@pytest.mark.chaos
 def test_a_host_that_hangs_is_noticed_and_when_it_goes_on_its_workers_and_its_agent_end(
     cluster: OnHosts, job: Running
 ) -> None:

@@ -55,7 +55,7 @@ def test_with_etcd_the_job_goes_on_under_a_master_elsewhere(cluster: OnHosts, po
     assert end.code == 0, end.err
 
 
-@pytest.mark.skipif(not CHAOS, reason="make chaos: it takes 20 s")
+@pytest.mark.chaos
 def test_the_command_ends_when_the_rest_has_ended_after_most_hosts_are_lost(cluster: OnHosts) -> None:
     job = cluster.over_ssh(LIVING, "--store", "etcd", actor="count: 3, per_node: 1")
     starts(job, 3)
@@ -70,7 +70,7 @@ def test_the_command_ends_when_the_rest_has_ended_after_most_hosts_are_lost(clus
     assert since(killed) < SOON
 
 
-@pytest.mark.skipif(not CHAOS, reason="make chaos: it takes 20 s")
+@pytest.mark.chaos
 def test_the_command_ends_when_the_head_can_start_no_master(cluster: OnHosts) -> None:
     """Its agent lives, and goes on trying. A master that is only stopped is replaced (`test_silent_hosts`)."""
     job = cluster.over_ssh(LIVING)

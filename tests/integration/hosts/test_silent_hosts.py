@@ -9,14 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.effort import CHAOS
 from tests.testbed.hosts import Hosts
 
 from .ticking import Ticking
 
-REPEATED = pytest.mark.skipif(
-    not CHAOS, reason="make chaos: over ssh, test_losing_a_host and test_losing_the_head try the same"
-)
+REPEATED = pytest.mark.chaos
 """With a command on each host, and workers that tell the time all the time."""
 
 

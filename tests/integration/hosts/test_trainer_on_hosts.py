@@ -120,6 +120,7 @@ def test_print_and_the_command_and_who_attaches_see_the_workers_where_they_are(
     assert f"job {name}: running" in shown
 
 
+@pytest.mark.chaos
 def test_a_host_that_joins_makes_the_run_larger_at_the_next_checkpoint_and_each_sample_is_used_once(
     cluster: OnHosts, trainer: Trainer, shared: Path
 ) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.effort import CHAOS
 from tests.testbed.fixtures import available
 from tests.testbed.hosts import Hosts
 
@@ -35,7 +34,7 @@ def cluster(tmp_path: Path, shared: Path) -> Iterator[OnHosts]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(not CHAOS, reason="make chaos: it takes a minute")
+@pytest.mark.chaos
 def test_a_trial_is_the_same_on_hosts_though_a_host_is_lost(cluster: OnHosts, shared: Path) -> None:
     cluster.root.mkdir(exist_ok=True)
     environment = {**trials.environment(cluster), "KILLED": str(shared)}
