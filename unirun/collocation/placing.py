@@ -77,18 +77,18 @@ def _with_beside(
     """`placement` with the roles that are beside others: one rank on each node of the other role.
 
     They need nothing, so that the planner does not place them. A rank stays on its node as long as that is there, also
-    when all ranks of the other role have left it: a role that has fewer ranks starts again as a whole.
+    when all ranks of the other role have left it or have ended: a role that has fewer ranks starts again as a whole.
     """
     assignments = list(placement.assignments)
     for role in spec.roles:
         if role.beside is None:
             continue
         before = [each.node for each in previous.of_role(role.name)] if previous else []
-        nodes = [each.node for each in placement.of_role(role.beside) if each.node not in gone]
-        nodes = [*dict.fromkeys(nodes)] or [name for name in placement.nodes if name not in gone][:1]
+        others = [each.node for each in placement.of_role(role.beside) if each.node not in gone]
+        nodes = [*dict.fromkeys(others)] or [name for name in placement.nodes if name not in gone][:1]
         new = iter([node for node in nodes if node not in before])
         kept = [node if node not in gone else next(new, nodes[0]) for node in before] if nodes else before
-        places = enumerate([*kept, *new])
+        places = enumerate([*kept, *(new if others else ())])
         assignments += (Assignment(role.name, rank, node, slot=-1, local_rank=0) for rank, node in places)
     return replace(placement, assignments=tuple(assignments))
 

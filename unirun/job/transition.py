@@ -125,7 +125,8 @@ class Transition:
         role, rank, incarnation = who
         found = self.role(role)
         spec = self.state.role_spec(role)
-        if not 0 <= rank < max(spec.count, spec.most or 0):
+        # A companion gets a rank on each node that its engines move to.
+        if not 0 <= rank < max(spec.count, spec.most or 0, len(found.workers)):
             raise IllegalTransition(f"there is no worker {who}")
         if rank >= len(found.workers):
             # The role has become smaller.

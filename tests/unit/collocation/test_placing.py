@@ -391,3 +391,10 @@ class TestRolesBesideOthers:
         nodes = [a.node for a in placement.of_role("engine-weights")]
         _, after = place_again(left, inventory, placement, nodes[:1])
         assert [a.node for a in after.of_role("engine-weights")] == ["node0", *nodes[1:]]
+
+    def test_they_get_no_more_ranks_once_the_other_role_has_ended(self) -> None:
+        inventory = hosts("nodes=3,cpus=8,devices=2")
+        spec, placement = place(self.beside(2), inventory)
+        left = replace(spec, roles=tuple(each for each in spec.roles if each.name != "engine"))
+        _, after = place_again(left, inventory, placement, [])
+        assert after.of_role("engine-weights") == placement.of_role("engine-weights")
