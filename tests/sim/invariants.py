@@ -121,14 +121,17 @@ class Invariants:
                 )
                 self.orderly[name] += role.phase is RolePhase.RESTARTING and old.phase in ROLE_WORKS
             if len(role.workers) > len(old.workers):
-                assert isinstance(event, GrowthDue), f"{event} makes {name} larger"
+                # A companion has a rank on each node that its engines have moved to.
+                beside = after.role_spec(name).beside is not None and isinstance(event, LOSSES | Drain)
+                assert beside or isinstance(event, GrowthDue), f"{event} makes {name} larger"
             elif len(role.workers) != len(old.workers) and old.phase is not RolePhase.WAITING:
                 assert isinstance(event, StoreOpened | LOSSES | Drain), f"{event} makes {name} smaller"
                 assert len(after.placement.of_role(name)) == len(role.workers) < len(old.workers)
             if role.restart == "role":
                 # A rank of which an order was lost on the way has started less often.
                 assert len({w.incarnation for w in role.workers}) == 1 or self._orders_lost or self.orderly
-                assert role.generation <= role.restarts + self.orderly[name]
+                # It costs nothing when another process has the port of a program.
+                assert role.is_program or role.generation <= role.restarts + self.orderly[name]
             for worker, earlier in zip(role.workers, old.workers, strict=False):
                 if isinstance(event, Join):
                     continue
@@ -163,7 +166,8 @@ class Invariants:
         for name, role in state.roles.items():
             lost = [w.rank for w in role.live if state.given_up(w.node)]
             assert not lost, f"{name}:{lost} lives on a node that was given up"
-            if state.phase is JobPhase.RUNNING and role.phase not in ROLE_ENDS:
+            # A service that ends while the job runs is given up.
+            if state.phase is JobPhase.RUNNING and role.phase not in (*ROLE_ENDS, RolePhase.STOPPING):
                 places = state.placement.of_role(name)
                 # Who has done its work keeps its place, if there is no other.
                 wanted = zip(role.workers, places, strict=False)
@@ -185,6 +189,31 @@ class Invariants:
         gone = {*state.placement.lost} - {*before.placement.lost}
         asked = {*before.draining, event.node} if isinstance(event, Drain) else {*before.draining}
         assert isinstance(event, LOSSES) or gone <= asked, f"{event} makes {gone} leave"
+
+    def _check_optional(self, before: JobState, event: Event) -> None:
+        """A job goes on without an optional service: no end of a rank of one ends it, and no loss of nodes on which the
+        other roles have nothing."""
+        state = self.state
+        if before.verdict is not None or state.verdict is None or state.verdict.phase is not JobPhase.FAILED:
+            return
+        if all(role.phase in ROLE_ENDS for role in state.roles.values()) and not state.spec.primary:
+            return
+        if isinstance(event, WorkerExited):
+            ended = before.roles[event.worker.role]
+            own = not ended.living or event.cause == "leaving" or event.worker.role in state.spec.primary
+            assert own or not state.role_spec(ended.name).optional, f"{event} ends the job"
+        elif isinstance(event, LOSSES):
+            gone = {*before.losses, *before.away}
+            if isinstance(event, JoinTimedOut):
+                gone = {*before.nodes} - ({*before.agents} - before.away)
+            needed = {
+                name
+                for name, role in before.roles.items()
+                if not state.role_spec(name).optional and role.phase not in ROLE_ENDS
+                for node in (*(w.node for w in role.live), *(p.node for p in before.placement.of_role(name)))
+                if node in gone
+            }
+            assert needed or not before.without(gone), f"{event} ends the job, which needs nothing of {gone}"
 
     def _check_reforming(self, before: JobState, event: Event) -> None:
         """Check that the fate of one worker of a role that lives on changes nothing for its peers."""
@@ -310,7 +339,7 @@ class Invariants:
         if isinstance(message, StartRole):
             # A node that comes back may tell, too, that the job is over.
             assert self.state.phase is JobPhase.RUNNING or isinstance(event, Join)
-            assert message.generation <= self.opened.get(message.role, 0), "nobody could meet"
+            assert self._can_meet(message.role, message.generation), "nobody could meet"
             workers = before.roles[message.role].workers
             ended = event.worker.rank if isinstance(event, WorkerExited) else None
             again = isinstance(event, Join) or (
@@ -318,7 +347,11 @@ class Invariants:
             )
             assert again or not any(workers[m.rank].live for m in message.members if m.rank != ended)
         if isinstance(message, View):
-            assert all(role.generation <= self.opened.get(role.name, 0) for role in message.roles)
+            assert all(self._can_meet(role.name, role.generation) for role in message.roles)
+
+    def _can_meet(self, role: str, generation: int) -> bool:
+        """Return True if the store of a generation was opened. Programs have none."""
+        return self.state.roles[role].is_program or generation <= self.opened.get(role, 0)
 
     def killed_while_it_ended(self, node: Node, number: int, since: float) -> None:
         """An exit that has begun by itself has its time, unless somebody wants it to end."""

@@ -231,6 +231,7 @@ class Simulation(Accidents):
                     self.opened[store.role] = max(store.generation, self.opened.get(store.role, 0))
         self._check_master(before, event)
         self._check_places(before, event)
+        self._check_optional(before, event)
         self._check_reforming(before, event)
         self._watch_promptness(before)
         for command in commands:

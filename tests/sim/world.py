@@ -21,7 +21,7 @@ from unirun.collocation import Assignment, Device, Inventory, Node, Placement, p
 from unirun.errors import ConnectionLost, PlacementError
 from unirun.launcher.orders import CALLS
 from unirun.rendezvous import JobDir
-from unirun.spec import Entry, EntryKind, JobSpec, RoleSpec
+from unirun.spec import Entry, EntryKind, JobSpec, Restart, RoleSpec
 from unirun.spec.probes import Probe
 from unirun.wire.codec import decode, encode
 from unirun.wire.messages import Message
@@ -313,6 +313,7 @@ def make_plan(seed: int) -> Plan:
     services = random.Random(f"services {seed}")
     if services.random() < 0.5:
         _add_services(plan, services)
+        _give_slots(plan, random.Random(f"slots {seed}"))
     return plan
 
 
@@ -370,6 +371,45 @@ def _add_services(plan: Plan, rng: random.Random) -> None:
     plan.spec = replace(plan.spec, roles=(*added, *roles) if first else (*roles, *added))
     before = plan.placement.assignments
     plan.placement = replace(plan.placement, assignments=(*places, *before) if first else (*before, *places))
+
+
+def _give_slots(plan: Plan, rng: random.Random) -> None:
+    """Services take slots of nodes that have hardly more than they need, so that there may be no room for one when a node
+    is lost; more of them are optional, and some wait for other roles."""
+    if len(plan.inventory.nodes) < 2 or rng.random() < 0.3:
+        return
+    optional = {role.name: role.optional or rng.random() < 0.6 for role in plan.spec.roles if role.service}
+    waits = {each.name: rng.random() < 0.3 for each in plan.spec.roles}
+    first = next(role.name for role in plan.spec.roles if not role.service)
+    restarts: tuple[Restart, ...] = ("process", "process", "role")
+    roles = []
+    for role in plan.spec.roles:
+        # A companion is as optional as its engine.
+        may_go = optional.get(role.beside or role.name, False)
+        if role.service and role.beside is None:
+            needed = any(first in other.after or role.name in other.after for other in plan.spec.roles)
+            role = replace(
+                role,
+                slots=1.0,
+                after={first: 0} if waits[role.name] and not needed else role.after,
+                restart=rng.choice(restarts) if not role.group else role.restart,
+            )
+        roles.append(replace(role, optional=may_go))
+    spec = replace(plan.spec, roles=tuple(roles), spares=0)
+    for count in range(1, 24):
+        devices = tuple(Device(str(number), "") for number in range(count))
+        inventory = Inventory(tuple(replace(node, devices=devices) for node in plan.inventory.nodes))
+        with contextlib.suppress(PlacementError):
+            spec, found = place(spec, inventory)
+            break
+    else:
+        return
+    # In the order of the roles, as job files have companions last.
+    ordered = (each for role in spec.roles for each in found.of_role(role.name))
+    plan.spec, plan.inventory = spec, inventory
+    plan.placement = replace(found, assignments=tuple(ordered))
+    if rng.random() < 0.7:
+        plan.accidents.append((rng.uniform(0.0, 4.0), "agent_killed"))
 
 
 def _companion(plan: Plan, engine: RoleSpec, places: list[Assignment]) -> RoleSpec:

@@ -38,7 +38,7 @@ def leave_when_empty(transition: Transition) -> None:
     if not state.draining or state.away or state.phase not in ON_ITS_WAY:
         return
     # Until its role meets elsewhere, a node may serve the store in which those that live on have met.
-    if any(role.living and role.opened < role.generation for role in state.roles.values()):
+    if any(role.living and role.forming for role in state.roles.values()):
         return
     busy = {worker.node for role in state.roles.values() for worker in role.live}
     for node in state.draining:
@@ -64,7 +64,7 @@ def _why_not(state: JobState, node: str) -> Drained | None:
         )
     if state.away or state.losses:
         return Drained(node, "the job is recovering from a loss", AGAIN)
-    if any(role.opened < role.generation for role in state.roles.values()):
+    if any(role.forming for role in state.roles.values()):
         return Drained(node, "a role is being formed anew", AGAIN)
     if node not in state.agents:
         return Drained(node, f"{node} has not joined yet", AGAIN)

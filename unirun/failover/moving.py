@@ -21,7 +21,7 @@ from unirun.graph import show_ranks
 from unirun.job.events import ToAgent, ToWatchers
 from unirun.job.generations import form_if_all_are_there, obstructed, order_store
 from unirun.job.ranks import Ranks
-from unirun.job.state import ROLE_WORKS, JobState, RolePhase, RoleState, WorkerState, waiting
+from unirun.job.state import NEVER, ROLE_WORKS, JobState, RolePhase, RoleState, WorkerState, waiting
 from unirun.job.transition import Transition
 from unirun.job.views import leader
 from unirun.values import Value
@@ -136,7 +136,9 @@ def begin(transition: Transition, placement: Placement, cause: Cause) -> None:
     """Take over the new placement of a job that has not started yet."""
     before = transition.state
     roles = {
-        name: replace(role, workers=waiting(placement, name)) if role.phase is RolePhase.WAITING else role
+        name: replace(role, workers=waiting(placement, name, role.workers))
+        if role.phase is RolePhase.WAITING
+        else role
         for name, role in before.roles.items()
     }
     transition.state = replace(before, placement=placement, roles=roles)
@@ -157,7 +159,7 @@ def _missing(before: JobState, after: JobState, gone: Collection[str]) -> Iterat
         nodes = [place.node for place in after.placement.of_role(name)] if role.is_program else []
         starts = {rank for rank, node in enumerate(nodes) if node in gone}
         here = [worker for worker in role.workers if worker.node in gone or worker.rank in starts]
-        missing = [worker.rank for worker in here if not worker.ended_well]
+        missing = [worker.rank for worker in here if not worker.ended_well and worker.due != NEVER]
         if not missing and _loses_its_store(before, role, gone):
             missing = [worker.rank for worker in here]
         yield from ((name, rank) for rank in missing)
@@ -237,12 +239,13 @@ def _let_go(transition: Transition, name: str) -> None:
 
 def _go_on_without_decision(transition: Transition, before: JobState, role: RoleState) -> None:
     """Do what is due in a role that has lost nothing, or that forms a generation anyhow."""
-    if role.generation > role.opened:
+    if role.forming:
         moved = leader(before, role.name) != leader(transition.state, role.name)
         if moved or obstructed(before, before.roles[role.name]):
             # Its store was ordered on a lost node, or had to wait for a misplaced worker that is gone now.
             order_store(transition, role)
-    elif before.roles[role.name].living and role.phase not in ROLE_WORKS:
+    elif before.roles[role.name].living and (role.phase not in ROLE_WORKS or role.has_done_its_work):
+        # The last of its workers is gone; of a role that works, one that the job goes on without.
         advance(transition, role)
 
 

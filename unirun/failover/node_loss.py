@@ -12,16 +12,16 @@ from unirun.collocation import Placement
 from unirun.errors import EXIT_PLACEMENT, PlacementError
 from unirun.failover.moving import Cause, begin, decide_missing, named, relocate, relocation_to
 from unirun.failover.policy import Decision
-from unirun.failover.relocation import place_without
+from unirun.failover.relocation import place_without, without_room
 from unirun.failover.restart_or_end import advance, end_job, give_up, starting_again
 from unirun.failover.worker_failure import failure_of
 from unirun.graph import show_ranks
-from unirun.job.events import After, LossesDue, ToWatchers
+from unirun.job.events import After, LossesDue
 from unirun.job.failures import Exit, Failure
 from unirun.job.state import JobPhase, JobState
 from unirun.job.transition import Transition
 from unirun.values import WorkerId
-from unirun.wire.reports import Notice, WorkerExited
+from unirun.wire.reports import WorkerExited
 
 LOSS_DELAY = 0.005
 """Seconds in which the losses of agents are gathered into one decision."""
@@ -66,12 +66,14 @@ def begin_without(transition: Transition, gone: Collection[str], reason: str) ->
     state = without(transition.state, gone)
     if not state.without(gone):
         return False
+    cause = Cause(tuple(gone), reason, transition.now)
+    before, transition.state = transition.state, state
     try:
-        placement = place_without(state, gone)
+        placement = _placed(transition, cause)
     except PlacementError:
+        transition.state = before
         return False
-    transition.state = state
-    begin(transition, placement, Cause(tuple(gone), reason, transition.now))
+    begin(transition, placement, cause)
     return True
 
 
@@ -116,13 +118,15 @@ def _fall(transition: Transition, nodes: Collection[str], reason: str) -> list[F
 def _go_on(transition: Transition, before: JobState, cause: Cause, failures: Sequence[Failure]) -> None:
     """Place what was on lost nodes elsewhere, or end the job."""
     missing, decisions = decide_missing(before, transition.state, cause)
-    spent = {name: each.reason for name, each in decisions.items() if _is_spent(transition.state, name, each)}
-    missing, decisions = _without(transition, missing, decisions, spent)
+    for name, decision in decisions.items():
+        if decision.action == "end_job" and transition.state.role_spec(name).optional:
+            give_up(transition, transition.role(name), _ranks(missing, name), decision.reason)
+    missing, decisions = decide_missing(before, transition.state, cause)
     no_room: PlacementError | None = None
     if not _end_of(decisions):
         try:
-            placement, unfit = _placed(transition, missing, decisions, cause)
-            missing, decisions = _without(transition, missing, decisions, unfit)
+            placement = _placed(transition, cause)
+            missing, decisions = decide_missing(before, transition.state, cause)
         except PlacementError as error:
             no_room = error
     transition.state = transition.state.with_failures(
@@ -150,30 +154,25 @@ def _go_on(transition: Transition, before: JobState, cause: Cause, failures: Seq
         relocate(transition, before, cause, found)
 
 
-def _is_spent(state: JobState, name: str, decision: Decision) -> bool:
-    """Return True if an optional service cannot restart."""
-    return decision.action == "end_job" and state.role_spec(name).optional
-
-
-def _placed(
-    transition: Transition, missing: tuple[str, ...], decisions: Mapping[str, Decision], cause: Cause
-) -> tuple[Placement, dict[str, str]]:
-    """The next placement; and why optional services have to be given up for it, by name: as few as are enough.
+def _placed(transition: Transition, cause: Cause) -> Placement:
+    """The next placement. Where there is room for all but optional services, these are given up: as few as are enough.
 
     Raises `PlacementError` when their ranks are not what has no room.
     """
-    specs = map(transition.state.role_spec, decisions)
-    optional = [spec.name for spec in specs if spec.optional and spec.beside is None]
     try:
-        return place_without(transition.state, cause.gone), {}
+        return place_without(transition.state, cause.gone)
     except PlacementError as error:
-        for chosen in _choices(optional):
+        reason = f"{cause.reason}; it fits nowhere else: {error}"
+        optional = without_room(transition.state, cause.gone)
+        for chosen in _choices([*optional]):
             trial = Transition(transition.state, transition.now)
             for name in chosen:
-                give_up(trial, trial.role(name), _ranks(missing, name))
+                give_up(trial, trial.role(name), optional[name], reason)
             with suppress(PlacementError):
-                found = place_without(trial.state, cause.gone)
-                return found, dict.fromkeys(chosen, f"{cause.reason}; it fits nowhere else: {error}")
+                placement = place_without(trial.state, cause.gone)
+                for name in chosen:
+                    give_up(transition, transition.role(name), optional[name], reason)
+                return placement
         raise
 
 
@@ -181,23 +180,6 @@ def _choices(optional: Sequence[str]) -> Iterator[Sequence[str]]:
     """Roles to give up: each alone, the last first; then ever more of the last ones."""
     yield from ((name,) for name in reversed(optional))
     yield from (optional[-count:] for count in range(2, len(optional) + 1))
-
-
-def _without(
-    transition: Transition,
-    missing: tuple[str, ...],
-    decisions: Mapping[str, Decision],
-    given_up: Mapping[str, str],
-) -> tuple[tuple[str, ...], dict[str, Decision]]:
-    """The missing ranks and the decisions without those of the optional services that are `given_up` (name → reason):
-    the job goes on without these ranks."""
-    for name, why in given_up.items():
-        reason = f"{why}; the job goes on without it"
-        transition.record("decision", reason, name)
-        transition.send(ToWatchers(Notice(name, reason)))
-        give_up(transition, transition.role(name), _ranks(missing, name))
-    left = tuple(who for who in missing if who.rpartition(":")[0] not in given_up)
-    return left, {name: decision for name, decision in decisions.items() if name not in given_up}
 
 
 def _ranks(missing: Sequence[str], name: str) -> list[int]:

@@ -16,6 +16,7 @@ from unirun.failover.policy import LONGEST_DELAY, Decision
 from unirun.failover.restart_or_end import (
     advance,
     end_job,
+    give_up,
     settle,
     starting_again,
     stop_groups,
@@ -96,7 +97,7 @@ def _look_at(transition: Transition, role: RoleState, spec: RoleSpec) -> Looked:
             worker = replace(worker, ports=Ports(node))
             role = role.with_worker(worker)
             asked.setdefault(node, []).append(rank)
-        portless += (worker.place is None) - (old is not None and old.place is None)
+        portless += worker.portless - (old is not None and old.portless)
         if spec.group is not None and rank % spec.group == 0:
             ready += _is_ready(role, worker) - (old is not None and _is_ready(role, old))
         if worker.live or worker.ended_well:
@@ -112,7 +113,8 @@ def _look_at(transition: Transition, role: RoleState, spec: RoleSpec) -> Looked:
 
 def _needs_ports(worker: WorkerState, node: str) -> bool:
     """Return True if the next worker of a rank starts on `node`, of which it has no ports."""
-    return not worker.live and (worker.ports is None or worker.ports.node != node)
+    starts = not worker.live and worker.due != NEVER
+    return starts and (worker.ports is None or worker.ports.node != node)
 
 
 def _may_begin(state: JobState, role: RoleState) -> bool:
@@ -204,17 +206,21 @@ def reserve_again(transition: Transition, node: str) -> None:
 
 
 def placed(transition: Transition, event: Placed) -> None:
-    """Ranks have got their ports. Where there are none for them the job ends, with an optional service too: others may
-    name its addresses. Ranks that have moved since they were asked for wait for those of another node."""
+    """Ranks have got their ports. Where there are none for them the job ends, or goes on without an optional service.
+    Ranks that have moved since they were asked for wait for those of another node."""
     role = transition.role(event.role)
     if role.phase in ROLE_ENDS:
         return
     if event.problem:
         asked, ranks = Ports(event.node), {*event.ranks}
-        waiting = [worker.rank for worker in role.workers if worker.ports == asked and worker.rank in ranks]
+        waiting = [w.rank for w in role.workers if w.ports == asked and w.rank in ranks and w.portless]
         if not waiting:
             return
         reason = f"{role.name}:{show_ranks(waiting)} cannot start on {event.node}: {event.problem}"
+        if transition.state.role_spec(role.name).optional:
+            give_up(transition, role, waiting, reason)
+            transition.tell_soon()
+            return
         end_job(transition, Decision("end_job", reason), EXIT_PLACEMENT, by_failure=False)
         return
     count = len(transition.state.role_spec(event.role).ports)

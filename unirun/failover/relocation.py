@@ -148,11 +148,35 @@ def _is_given_up(state: JobState, role: RoleState) -> bool:
     return optional and role.phase is RolePhase.STOPPING and state.phase is JobPhase.RUNNING
 
 
+def without_room(state: JobState, gone: Collection[str]) -> dict[str, list[int]]:
+    """The ranks of optional services that the job can go on without when they have no other place, as theirs is on one
+    of the nodes `gone`: in whatever phase the service is. That is all of a service whose ranks form a group, and of one
+    that is placed with its least number of ranks."""
+    found = {}
+    for name, role in state.roles.items():
+        spec = state.role_spec(name)
+        # Those that are beside others always have a place.
+        if spec.optional and spec.beside is None and role.phase not in (*ROLE_ENDS, RolePhase.STOPPING):
+            places = state.placement.of_role(name)
+            lost = [place.rank for place in places if place.node in gone and place.rank not in role.given_up]
+            if lost:
+                whole = not role.is_program or _may_shrink(state, spec)
+                found[name] = [*range(len(role.workers))] if whole else lost
+    return found
+
+
+def _may_shrink(state: JobState, spec: RoleSpec) -> bool:
+    """Return True if a role may go on with fewer ranks. Workloads keep their number once they run, because callers rely
+    on it, unless they are elastic; so do services."""
+    fixed = spec.restart == "process" and not spec.elastic and state.phase is not JobPhase.LAUNCHING
+    return spec.least is not None and not fixed
+
+
 def _numbered(state: JobState, role: RoleState, gone: Collection[str]) -> dict[int, Assignment]:
     """The places of a role by rank, with the numbers 0..n-1: those of all ranks but the ones that are given up and were
     on the nodes `gone`, and those that are one server with them. A role that may shrink has the numbers that it has."""
     spec, places = state.role_spec(role.name), state.placement.of_role(role.name)
-    given_up = role.given_up if spec.optional and spec.least is None else frozenset[int]()
+    given_up = role.given_up if spec.optional and not _may_shrink(state, spec) else frozenset[int]()
     lost = [place.rank for place in places if place.rank in given_up and place.node in gone]
     out = {member for rank in lost for member in spec.members(rank)}
     left = [place for place in places if place.rank not in out]
@@ -165,11 +189,9 @@ def _numbered(state: JobState, role: RoleState, gone: Collection[str]) -> dict[i
 def _as_it_is(state: JobState, role: RoleSpec, count: int) -> RoleSpec:
     """The spec of a role with its current number of ranks, and the least that it can go on with.
 
-    A role that has shrunk grows only when nodes come: the remaining ranks have taken over the work. Workloads keep
-    their number once they run, because callers rely on it, unless they are elastic.
+    A role that has shrunk grows only when nodes come: the remaining ranks have taken over the work.
     """
-    fixed = role.restart == "process" and not role.elastic and state.phase is not JobPhase.LAUNCHING
-    return replace(role, count=count, least=count if fixed else role.least)
+    return replace(role, count=count, least=role.least if _may_shrink(state, role) else count)
 
 
 def _kept(

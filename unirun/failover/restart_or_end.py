@@ -42,7 +42,9 @@ def advance(transition: Transition, role: RoleState) -> None:
         return
     if role.living:
         return
-    if role.phase is RolePhase.RESTARTING:
+    if role.phase is RolePhase.RESTARTING and len(role.given_up) == len(role.workers):
+        transition.put(replace(role, phase=RolePhase.FAILED))
+    elif role.phase is RolePhase.RESTARTING:
         _tell_cause(transition, role)
         form_anew(transition, role)
     elif role.phase is RolePhase.STOPPING:
@@ -262,8 +264,14 @@ def stop_groups(transition: Transition, role: RoleState) -> None:
         transition.order(node, StopWorkers(role.name, tuple(there), int(signal.SIGTERM), grace))
 
 
-def give_up(transition: Transition, role: RoleState, ranks: Collection[int]) -> None:
-    """Go on without these ranks of an optional service, and those that are one server with them."""
+def give_up(
+    transition: Transition, role: RoleState, ranks: Collection[int], reason: str, *, tail: str = ""
+) -> None:
+    """Go on without these ranks of an optional service, and those that are one server with them, and tell the `reason`.
+    A role that restarts as a whole is given up as a whole. `tail` are its last lines."""
+    who, text = f"{role.name}:{show_ranks(ranks)}", f"{reason}; the job goes on without it"
+    transition.record("decision", text, who)
+    transition.send(ToWatchers(Notice(who, f"{text}{tail}")))
     spec, grace = transition.state.role_spec(role.name), transition.state.spec.shutdown_timeout
     if role.restart == "role":
         transition.put(replace(role, phase=RolePhase.STOPPING))
@@ -274,7 +282,7 @@ def give_up(transition: Transition, role: RoleState, ranks: Collection[int]) -> 
     for rank in left:
         worker = role.workers[rank]
         role = role.with_worker(replace(worker, due=NEVER))
-        if worker.live:
+        if worker.live and role.phase in ROLE_WORKS:
             transition.order(worker.node, StopWorkers(role.name, (rank,), int(signal.SIGTERM), grace))
     all_gone = all(worker.due == NEVER and not worker.live for worker in role.workers)
     transition.put(replace(role, phase=RolePhase.FAILED) if all_gone else starting_again(role))

@@ -18,6 +18,7 @@ from unirun.job.generations import complete, order_store
 from unirun.job.ranks import Ranks
 from unirun.job.state import (
     JOB_ENDS,
+    NEVER,
     ROLE_ENDS,
     ROLE_WORKS,
     JobPhase,
@@ -117,7 +118,7 @@ def all_back(transition: Transition) -> None:
     """Every node has joined the new master: send the view and start the missing workers."""
     transition.tell_now()
     for role in list(transition.state.roles.values()):
-        if role.generation > role.opened:
+        if role.forming:
             # `StoreOpened` may have come while nodes were away, and was ignored: the agent repeats it.
             order_store(transition, role)
         elif (
@@ -179,7 +180,13 @@ def _as_held(role: RoleState, worker: WorkerState, known: Held, *, member: bool)
 def _never_started(role: RoleState, worker: WorkerState) -> WorkerState:
     """The worker whose start order was lost with the old master: its rank is as before that order."""
     if worker.incarnation == 0:
-        return WorkerState(worker.rank, worker.node, own=worker.own, ports=worker.ports, paid=worker.paid)
+        return WorkerState(
+            *(worker.rank, worker.node),
+            own=worker.own,
+            ports=worker.ports,
+            paid=worker.paid,
+            due=worker.due,
+        )
     end = Exit(signal=signal.SIGTERM)
     before = WorkerState(
         *(worker.rank, worker.node, worker.incarnation - 1),
@@ -188,6 +195,6 @@ def _never_started(role: RoleState, worker: WorkerState) -> WorkerState:
         ports=worker.ports,
         paid=worker.paid,
         new_ports=worker.new_ports,
-        due=PAID if role.is_program else 0.0,
+        due=NEVER if worker.due == NEVER else PAID if role.is_program else 0.0,
     )
     return before.ended(end)

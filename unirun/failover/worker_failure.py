@@ -167,11 +167,11 @@ def _carry_out(
     """Report and carry out the decision about `role`, or one of its ranks. `tail` are its last lines, for a program,
     whose output may be in its log only."""
     source = role.name if rank is None else f"{role.name}:{rank}"
-    transition.record("decision", decision.reason, source)
     if decision.action == "end_job" and transition.state.role_spec(role.name).optional:
-        transition.send(ToWatchers(Notice(source, f"{decision.reason}; the job goes on without it{tail}")))
-        give_up(transition, role, [rank] if rank is not None else range(len(role.workers)))
+        ranks = [rank] if rank is not None else range(len(role.workers))
+        give_up(transition, role, ranks, decision.reason, tail=tail)
         return
+    transition.record("decision", decision.reason, source)
     if decision.action == "end_job":
         end_job(transition, decision, code, by_failure=code == EXIT_FAILURE)
         return

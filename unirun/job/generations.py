@@ -9,7 +9,6 @@ connect to that one.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import zip_longest
 
 from msgspec.structs import replace
 
@@ -17,6 +16,7 @@ from unirun.collocation import Assignment
 from unirun.job.ranks import Ranks
 from unirun.job.state import (
     NEVER,
+    ROLE_ENDS,
     JobPhase,
     JobState,
     RolePhase,
@@ -37,23 +37,24 @@ def form_first(transition: Transition, names: Collection[str]) -> None:
     for role in [transition.state.roles[name] for name in names]:
         # While it waited, the role may have got other places.
         workers = Ranks(
-            replace(worker.ordered(0, 0, worker.node, worker.own), ports=before.ports if before else None)
-            for worker, before in zip_longest(waiting(transition.state.placement, role.name), role.workers)
-            if worker is not None
+            worker if worker.due == NEVER else worker.ordered(0, 0, worker.node, worker.own)
+            for worker in waiting(transition.state.placement, role.name, role.workers)
         )
         transition.put(replace(role, phase=RolePhase.STARTING, workers=workers, wave=wave))
     transition.tell_now()
     for role in [transition.state.roles[name] for name in names]:
         order_store(transition, role)
-        _start(transition, role, range(len(role.workers)))
+        _start(transition, role, [worker.rank for worker in role.live])
 
 
 def form_if_all_are_there(transition: Transition) -> None:
     """The job runs once every node with ranks has joined, and every node that had joined an earlier master; what starts
     then follows from `unirun.failover.readiness`."""
     state = transition.state
-    waits = bool(state.away) or len(state.agents) < len(state.placement.nodes)
-    if not waits and state.agents.keys() >= set(state.placement.nodes):
+    # Ranks that are given up keep their places on lost nodes.
+    lost, wanted = state.placement.lost, state.placement.nodes
+    waits = bool(state.away) or len(state.agents) + len(lost) < len(wanted)
+    if not waits and state.agents.keys() >= {*wanted} - {*lost}:
         transition.state = replace(state, phase=JobPhase.RUNNING)
         nodes = ", ".join(state.placement.nodes) if len(state.placement.nodes) <= 4 else "all nodes"
         transition.record("start", f"the job starts, as {nodes} joined", *state.roles)
@@ -161,10 +162,15 @@ def order_store(transition: Transition, role: RoleState) -> None:
 
 
 def places_of(state: JobState) -> dict[str, tuple[Place, ...]]:
-    """The addresses of the ranks of roles that have ports, and know them all."""
-    names = [spec.name for spec in state.spec.roles if spec.ports]
-    found = {name: [worker.place for worker in state.roles[name].workers] for name in names}
-    return {name: tuple(filter(None, places)) for name, places in found.items() if all(places)}
+    """The addresses of the ranks of roles that have ports, and know them all. A rank that the job goes on without may
+    have got no ports: nobody listens at its port 0."""
+    found: dict[str, tuple[Place, ...]] = {}
+    for spec in state.spec.roles:
+        role = state.roles[spec.name]
+        if spec.ports and (role.phase in ROLE_ENDS or not any(worker.portless for worker in role.workers)):
+            nowhere = (0,) * len(spec.ports)
+            found[spec.name] = tuple(each.place or Place(each.node, nowhere) for each in role.workers)
+    return found
 
 
 def _start(transition: Transition, role: RoleState, ranks: Collection[int]) -> None:

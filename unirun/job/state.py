@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
+from itertools import zip_longest
 
 from msgspec import field
 from msgspec.structs import replace
@@ -130,6 +131,11 @@ class WorkerState(Value, omit_defaults=True):
         return self.phase, self.generation, self.ended_well
 
     @property
+    def portless(self) -> bool:
+        """True if it has no ports yet. A rank that the job goes on without gets none."""
+        return self.place is None and self.due != NEVER
+
+    @property
     def ended_well(self) -> bool:
         """True if the process has left with code 0, or the job goes on without the rank."""
         return (self.exit is not None and self.exit.ok) or (self.due == NEVER and not self.live)
@@ -197,6 +203,11 @@ class RoleState(Value):
     def incomplete(self) -> bool:
         """True if a worker has no process, and has not ended well."""
         return any(phase in NOT_LIVE and not well for phase, _, well in self.workers.standings)
+
+    @property
+    def forming(self) -> bool:
+        """True if a generation is decided whose store is not there yet."""
+        return self.opened < self.generation and self.phase not in ROLE_ENDS
 
     @property
     def given_up(self) -> frozenset[int]:
@@ -418,6 +429,12 @@ def new_job(
     )
 
 
-def waiting(placement: Placement, role: str) -> Ranks:
-    """The ranks of a role before any of them was started."""
-    return Ranks(WorkerState(place.rank, place.node, own=place.own) for place in placement.of_role(role))
+def waiting(placement: Placement, role: str, before: Sequence[WorkerState] = ()) -> Ranks:
+    """The ranks of a role before any of them was started. Those `before` had other places, perhaps; the job still goes
+    on without those that are given up."""
+    ranks = (WorkerState(place.rank, place.node, own=place.own) for place in placement.of_role(role))
+    return Ranks(
+        rank if old is None else replace(rank, ports=old.ports, due=old.due)
+        for rank, old in zip_longest(ranks, before)
+        if rank is not None
+    )

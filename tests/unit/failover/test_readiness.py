@@ -58,12 +58,25 @@ class TestPorts:
         with pytest.raises(Refused, match="other ports than engine:"):
             step(job.state, Placed("n0", "engine", *said), job.now)
 
-    @pytest.mark.parametrize("optional", [False, True])
-    def test_ports_that_no_agent_has_end_the_job_with_3_and_say_what_to_do(self, optional: bool) -> None:
-        job = Services(service(count=3, optional=optional), program(), nodes=("n0", "n1")).launched()
+    def test_ports_that_no_agent_has_end_the_job_with_3_and_say_what_to_do(self) -> None:
+        job = Services(service(count=3), program(), nodes=("n0", "n1")).launched()
         why = "no port from 5 to 6 is free on this host; widen port_range: 20000-29999"
         job.on(Placed("n0", "engine", (0, 2), (), why))
         assert job.end == (EXIT_PLACEMENT, f"engine:0,2 cannot start on n0: {why}")
+
+    def test_ports_that_no_agent_has_end_no_job_when_the_service_is_optional(self) -> None:
+        """Others are told of port 0, at which nobody listens."""
+        job = Services(service(count=3, optional=True), program(), nodes=("n0", "n1")).launched()
+        job.on(Placed("n0", "engine", (0, 2), (), "none is free"))
+        (notice,) = job.told(Notice)
+        assert (notice.source, notice.text.split("; ")) == (
+            "engine:0,2",
+            ["engine:0,2 cannot start on n0: none is free", "the job goes on without it"],
+        )
+        job.on(Placed("n1", "engine", (1,), (place("n1", 1),)))
+        assert sorted(job.begun) == [("engine", [1]), ("train", [0])]
+        nowhere = Place("n0", (0,))
+        assert job.orders(StartRole)[0].places == {"engine": (nowhere, place("n1", 1), nowhere)}
 
     def test_ports_that_are_not_there_for_a_restart_end_the_job_as_well(self) -> None:
         job = Services(service(), program()).begin().dies(taken=True)

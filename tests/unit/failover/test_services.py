@@ -9,14 +9,17 @@ from msgspec.structs import replace
 
 from tests.unit.failover.losses import nodes, ranks
 from tests.unit.failover.services import Services, program, service
+from tests.unit.failover.takeover import rejoin
 from tests.unit.job.job import TERM, Job
 from unirun.collocation import Device, Inventory, Node, place
 from unirun.errors import EXIT_PLACEMENT
-from unirun.job.events import AgentLost, LossesDue, ToAgent
-from unirun.job.state import NEVER, ROLE_ENDS, JobPhase, new_job
-from unirun.spec import RoleSpec
-from unirun.wire.messages import Drain, Reserve, StartRole, StopWorkers
+from unirun.job.events import AgentLost, JoinTimedOut, LossesDue, ToAgent
+from unirun.job.state import NEVER, ROLE_ENDS, JobPhase, RolePhase, new_job
+from unirun.spec import Entry, RoleSpec
+from unirun.wire.messages import Drain, Drained, Reserve, StartRole, StopWorkers
 from unirun.wire.reports import Notice, Placed
+
+AFTER_TRAIN = {"train": 0}
 
 
 @pytest.fixture
@@ -167,6 +170,111 @@ class TestAnOptionalServiceThatFitsNowhereElse:
         job.exits("engine", 0, by=TERM, asked=TERM)
         assert job.phases() == {"engine": "failed", "train": "running"}
 
+    def test_its_other_ranks_and_roles_start_although_it_has_no_ports_there(self) -> None:
+        job = placed(engines(count=2, optional=True), trainer(), slots=(1, 1, 1, 1))
+        job.on(Drain(job.worker().node))
+        job.exits("engine", 0, by=TERM, asked=TERM)
+        self.lost(job, *asked_for_ports(job))
+        assert job.dies("train").begun == [("train", [0])]
+        assert job.dies("engine", 1).begun == [("engine", [1])]
+
+    def test_it_is_given_up_while_it_waits_for_another_role(self) -> None:
+        job = on_nodes(engines(optional=True, after=AFTER_TRAIN), trainer(), slots=(1, 1)).begin()
+        self.lost(job, place_of(job))
+        assert job.phases() == {"engine": "failed", "train": "starting"}
+        assert "goes on without it" in job.told(Notice)[0].text
+        assert job.all_run("train").begun == []
+
+    @pytest.mark.parametrize("restart", ["process", "role"])
+    def test_roles_that_wait_for_it_start_without_it(self, restart: str) -> None:
+        engine = engines(optional=True, after=AFTER_TRAIN, restart=restart)
+        router = engines(name="router", after={"engine": 0}, slots=0.0)
+        job = on_nodes(engine, router, trainer(), slots=(1, 1)).begin()
+        router_at, lost = place_of(job, "router"), place_of(job)
+        self.lost(job, lost)
+        if router_at == lost:
+            job.reserve()
+        assert ("router", [0]) in job.begun
+        assert job.state.roles["engine"].phase in ROLE_ENDS
+
+    def test_the_ranks_that_have_room_start_when_their_turn_comes(self) -> None:
+        job = on_nodes(engines(count=2, optional=True, after=AFTER_TRAIN), trainer(), slots=(1, 1, 1)).begin()
+        self.lost(job, place_of(job, rank=1))
+        assert job.all_run("train").begun == [("engine", [0])]
+        assert job.ready("engine", 0).phases() == {"engine": "running", "train": "running"}
+        assert job.worker(rank=1).due == NEVER
+
+    def test_it_is_given_up_before_the_job_has_started(self) -> None:
+        job = on_nodes(engines(optional=True), trainer(), slots=(1, 1))
+        lost, left = place_of(job), place_of(job, "train")
+        job.on(job.join(lost), AgentLost(lost, "it is gone"), LossesDue())
+        assert job.on(job.join(left)).begun == [("train", [0])]
+        assert job.phases() == {"engine": "failed", "train": "starting"}
+
+    def test_it_is_given_up_when_its_node_never_joins(self) -> None:
+        job = on_nodes(engines(count=2, optional=True), trainer(), slots=(1, 1, 1))
+        missing = place_of(job, rank=1)
+        job.on(*(job.join(node) for node in job.state.nodes if node != missing), JoinTimedOut()).reserve()
+        assert sorted(job.begun) == [("engine", [0]), ("train", [0])]
+        assert job.worker(rank=1).due == NEVER
+
+    def test_it_is_given_up_while_it_waits_for_its_next_start(self) -> None:
+        job = placed(engines(optional=True), trainer(), slots=(1, 1)).dies()
+        job.ready().dies()
+        assert job.worker().due > job.now
+        self.lost(job, job.worker().node)
+        assert job.phases() == {"engine": "failed", "train": "running"}
+        assert job.later(100).begun == []
+
+    def test_it_is_given_up_while_its_ranks_end_to_start_again_together(self) -> None:
+        job = placed(engines(count=2, restart="role", optional=True), trainer(), slots=(1, 1, 1)).dies()
+        self.lost(job, job.worker(rank=0).node)
+        job.exits("engine", 1, by=TERM, asked=TERM)
+        assert job.phases() == {"engine": "failed", "train": "running"}
+        assert job.later(100).begun == []
+
+    def test_it_is_given_up_while_it_waits_for_its_next_start_as_a_whole(self) -> None:
+        job = placed(engines(restart="role", optional=True), trainer(), slots=(1, 1)).dies()
+        job.ready().dies()
+        assert job.phases()["engine"] == "restarting"
+        self.lost(job, job.worker().node)
+        assert job.phases() == {"engine": "failed", "train": "running"}
+        job.on(Drain("n0"))
+        assert not any("formed anew" in told.problem for told in job.told(Drained))
+
+    def test_it_is_given_up_although_others_have_made_it_start_again_as_a_whole(self) -> None:
+        """A rank that has its own budget, in a role of which all ranks were told to end."""
+        job = placed(engines(count=2, optional=True), trainer(), slots=(1, 1, 1))
+        job.state = job.state.with_role(replace(job.state.roles["engine"], phase=RolePhase.RESTARTING))
+        self.lost(job, job.worker(rank=0).node)
+        assert job.ended == []
+        job.exits("engine", 1, by=TERM, asked=TERM)
+        assert job.begun == [("engine", [1])]
+        job.state = job.state.with_role(replace(job.state.roles["engine"], phase=RolePhase.RESTARTING))
+        self.lost(job, job.worker(rank=1).node)
+        assert job.phases() == {"engine": "failed", "train": "running"}
+
+    def test_it_has_ended_when_the_nodes_of_the_last_ranks_that_were_told_to_end_are_lost(self) -> None:
+        job = placed(engines(count=2, group=2, per_node=1, optional=True), trainer(), slots=(1, 1, 1))
+        self.lost(job, job.worker(rank=0).node)
+        assert job.ended == [("engine", [1], TERM)]
+        self.lost(job, job.worker(rank=1).node)
+        assert job.phases() == {"engine": "failed", "train": "running"}
+
+    @pytest.mark.parametrize("starts", [1, 2])
+    def test_it_stays_given_up_although_the_order_to_start_it_was_lost_with_a_master(
+        self, starts: int
+    ) -> None:
+        engine = engines(count=2, group=2, optional=True, max_restarts=starts - 1)
+        job = on_nodes(engine, trainer(), slots=(3,)).begin()
+        if starts == 2:
+            job.dies().exits("engine", 1, by=TERM, asked=TERM)
+        job.dies()
+        rejoin(job, lost=[("engine", 1, starts - 1)])
+        assert [who for who, _ in job.begun] == []
+        assert job.later(100).begun == []
+        assert job.worker(rank=1).due == NEVER
+
     def test_it_is_not_given_up_when_another_role_has_no_room_either(self) -> None:
         job = placed(engines(count=1, optional=True), trainer(count=3, restart="process"), slots=(2, 2))
         job.on(AgentLost(job.worker().node, "it is gone"), LossesDue())
@@ -185,6 +293,18 @@ def test_a_rank_that_waits_for_its_start_pays_nothing_for_the_loss_of_its_node()
     assert job.state.phase is JobPhase.RUNNING
     assert (job.worker().paid, job.worker().due) == (before.paid, before.due)
     assert asked_for_ports(job) == [node for node in ("n1", "n2") if node != job.worker("train").node]
+
+
+def test_a_companion_is_heard_that_came_when_engines_moved_to_more_nodes() -> None:
+    entry = Entry("module", "companion")
+    companion = RoleSpec(
+        *("engine-weights", 1, entry), restart="process", slots=0.0, service=True, beside="engine"
+    )
+    job = placed(engines(count=2), replace(companion, max_restarts=5), trainer(), slots=(2, 1, 1, 1))
+    job.on(AgentLost(place_of(job), "it is gone"), LossesDue()).reserve()
+    assert job.state.sizes["engine-weights"] == 2
+    job.all_run("engine-weights")
+    assert job.phases()["engine-weights"] == "running"
 
 
 class TestARankThatMovesTwice:
@@ -217,6 +337,11 @@ def asked_for_ports(job: Services) -> list[str]:
 
 def placed(*roles: RoleSpec, slots: tuple[int, ...]) -> Services:
     """A running job on nodes of so many slots."""
+    return on_nodes(*roles, slots=slots).up()
+
+
+def on_nodes(*roles: RoleSpec, slots: tuple[int, ...]) -> Services:
+    """A job that has not begun, on nodes of so many slots."""
     counts = {f"n{n}": count for n, count in enumerate(slots)}
     inventory = Inventory(
         tuple(
@@ -227,7 +352,12 @@ def placed(*roles: RoleSpec, slots: tuple[int, ...]) -> Services:
     job = Services(*roles, nodes=tuple(counts))
     spec, placement = place(replace(job.state.spec, roles=roles), inventory)
     job.state = new_job(spec, placement, started=job.now, logs="/logs", inventory=inventory)
-    return job.up()
+    return job
+
+
+def place_of(job: Services, name: str = "engine", rank: int = 0) -> str:
+    """The node that a rank is, or shall be, on."""
+    return job.state.placement.of_role(name)[rank].node
 
 
 def engines(**more: Any) -> RoleSpec:

@@ -54,7 +54,7 @@ def _check_looked(looked: Looked, role: RoleState, group: int | None) -> None:
     workers = looked.workers
     heads = workers[::group] if group else ()
     counted = (
-        sum(worker.place is None for worker in workers),
+        sum(worker.portless for worker in workers),
         sum(worker.ended_well or role.up(worker) for worker in heads),
         frozenset(worker.rank for worker in workers if not worker.live and not worker.ended_well),
     )

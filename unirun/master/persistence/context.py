@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 from unirun.errors import StoreRefused
 from unirun.job.ranks import BLOCK, Ranks
-from unirun.job.state import ROLE_WORKS, JobState, RoleState, WorkerState
+from unirun.job.state import NEVER, ROLE_WORKS, JobState, RoleState, WorkerState
 from unirun.master.persistence.documents import (
     Changes,
     Documents,
@@ -83,12 +83,13 @@ def _decided(role: RoleState) -> tuple[Any, ...]:
 
 
 def _turned(before: RoleState, after: RoleState) -> bool:
-    """Return True if workers were ordered, have ended or have got ports, or trainers have reported whether they are
-    recoverable."""
+    """Return True if workers were ordered, have ended or have got ports, or are given up, or trainers have reported
+    whether they are recoverable."""
 
     def decided(worker: WorkerState) -> tuple[Any, ...]:
         recoverable = worker.recoverable if after.kind == "trainer" else None
-        return worker.incarnation, worker.live, worker.exit, recoverable, worker.ports
+        given_up = worker.due == NEVER
+        return worker.incarnation, worker.live, worker.exit, recoverable, worker.ports, given_up
 
     changed = after.workers.since(before.workers)
     return any(was is None or decided(was) != decided(now) for was, now in changed)
