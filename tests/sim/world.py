@@ -381,7 +381,7 @@ def _give_slots(plan: Plan, rng: random.Random) -> None:
     optional = {role.name: role.optional or rng.random() < 0.6 for role in plan.spec.roles if role.service}
     waits = {each.name: rng.random() < 0.3 for each in plan.spec.roles}
     first = next(role.name for role in plan.spec.roles if not role.service)
-    restarts: tuple[Restart, ...] = ("process", "process", "role")
+    restarts: tuple[Restart, ...] = ("process", "role")
     roles = []
     for role in plan.spec.roles:
         # A companion is as optional as its engine.
@@ -409,7 +409,7 @@ def _give_slots(plan: Plan, rng: random.Random) -> None:
     plan.spec, plan.inventory = spec, inventory
     plan.placement = replace(found, assignments=tuple(ordered))
     if rng.random() < 0.7:
-        plan.accidents.append((rng.uniform(0.0, 4.0), "agent_killed"))
+        plan.accidents += ((rng.uniform(0.0, 8.0), "agent_killed") for _ in range(rng.choice((1, 1, 2))))
 
 
 def _companion(plan: Plan, engine: RoleSpec, places: list[Assignment]) -> RoleSpec:

@@ -8,9 +8,8 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from unirun.collocation import Placement
 from unirun.errors import EXIT_PLACEMENT, PlacementError
-from unirun.failover.moving import Cause, begin, decide_missing, named, relocate, relocation_to
+from unirun.failover.moving import Cause, Relocation, begin, decide_missing, named, relocate, relocation_to
 from unirun.failover.policy import Decision
 from unirun.failover.relocation import place_without, without_room
 from unirun.failover.restart_or_end import advance, end_job, give_up, starting_again
@@ -69,11 +68,11 @@ def begin_without(transition: Transition, gone: Collection[str], reason: str) ->
     cause = Cause(tuple(gone), reason, transition.now)
     before, transition.state = transition.state, state
     try:
-        placement = _placed(transition, cause)
+        found = _relocation(transition, before, cause)
     except PlacementError:
         transition.state = before
         return False
-    begin(transition, placement, cause)
+    begin(transition, found.placement, cause)
     return True
 
 
@@ -121,12 +120,12 @@ def _go_on(transition: Transition, before: JobState, cause: Cause, failures: Seq
     for name, decision in decisions.items():
         if decision.action == "end_job" and transition.state.role_spec(name).optional:
             give_up(transition, transition.role(name), _ranks(missing, name), decision.reason)
-    missing, decisions = decide_missing(before, transition.state, cause)
+    _, decisions = decide_missing(before, transition.state, cause)
     no_room: PlacementError | None = None
     if not _end_of(decisions):
         try:
-            placement = _placed(transition, cause)
-            missing, decisions = decide_missing(before, transition.state, cause)
+            found = _relocation(transition, before, cause)
+            decisions = dict(found.decisions)
         except PlacementError as error:
             no_room = error
     transition.state = transition.state.with_failures(
@@ -147,33 +146,45 @@ def _go_on(transition: Transition, before: JobState, cause: Cause, failures: Seq
         end_job(transition, end, EXIT_PLACEMENT, by_failure=False)
         return
     if transition.state.phase is JobPhase.LAUNCHING:
-        begin(transition, placement, cause)
-        return
-    found = relocation_to(before, transition.state, placement, cause, missing, decisions)
-    if not _ends(transition, found.decisions, by_failure=bool(failures)):
+        begin(transition, found.placement, cause)
+    else:
         relocate(transition, before, cause, found)
 
 
-def _placed(transition: Transition, cause: Cause) -> Placement:
-    """The next placement. Where there is room for all but optional services, these are given up: as few as are enough.
+def _relocation(transition: Transition, before: JobState, cause: Cause) -> Relocation:
+    """The next placement, and what follows from it. Where optional services have no room, or others cannot restart to
+    make room for them, these services are given up: as few as are enough.
 
-    Raises `PlacementError` when their ranks are not what has no room.
+    Raises `PlacementError` when other ranks have no room either.
     """
+    error: PlacementError | None = None
     try:
-        return place_without(transition.state, cause.gone)
-    except PlacementError as error:
-        reason = f"{cause.reason}; it fits nowhere else: {error}"
-        optional = without_room(transition.state, cause.gone)
-        for chosen in _choices([*optional]):
-            trial = Transition(transition.state, transition.now)
-            for name in chosen:
-                give_up(trial, trial.role(name), optional[name], reason)
-            with suppress(PlacementError):
-                placement = place_without(trial.state, cause.gone)
+        found = _relocated(transition.state, before, cause)
+        if found.end is None:
+            return found
+        reason = f"with a place for it the job would end: {found.end.reason}"
+    except PlacementError as no_room:
+        error, reason = no_room, f"{cause.reason}; it fits nowhere else: {no_room}"
+    optional = without_room(transition.state, cause.gone)
+    for chosen in _choices([*optional]):
+        trial = Transition(transition.state, transition.now)
+        for name in chosen:
+            give_up(trial, trial.role(name), optional[name], reason)
+        with suppress(PlacementError):
+            without_it = _relocated(trial.state, before, cause)
+            if without_it.end is None:
                 for name in chosen:
                     give_up(transition, transition.role(name), optional[name], reason)
-                return placement
-        raise
+                return without_it
+    if error is not None:
+        raise error
+    return found
+
+
+def _relocated(state: JobState, before: JobState, cause: Cause) -> Relocation:
+    """The consequences of the next placement of `state`. Raises `PlacementError`."""
+    missing, decisions = decide_missing(before, state, cause)
+    return relocation_to(before, state, place_without(state, cause.gone), cause, missing, decisions)
 
 
 def _choices(optional: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -275,6 +275,13 @@ class TestAnOptionalServiceThatFitsNowhereElse:
         assert job.later(100).begun == []
         assert job.worker(rank=1).due == NEVER
 
+    def test_it_is_given_up_when_another_role_could_not_restart_with_fewer_ranks_to_make_room(self) -> None:
+        train = trainer(count=2, least=1, contract="torchrun", restart="role", max_restarts=0)
+        job = placed(engines(optional=True), train, slots=(1, 2))
+        self.lost(job, place_of(job))
+        assert job.phases() == {"engine": "failed", "train": "running"}
+        assert "train has room for 1 of 2 ranks" in job.told(Notice)[0].text
+
     def test_it_is_not_given_up_when_another_role_has_no_room_either(self) -> None:
         job = placed(engines(count=1, optional=True), trainer(count=3, restart="process"), slots=(2, 2))
         job.on(AgentLost(job.worker().node, "it is gone"), LossesDue())
