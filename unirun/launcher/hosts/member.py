@@ -120,10 +120,12 @@ def certified(task: AgentTask, addr: str) -> tuple[str, ...]:
 
 
 def needs(spec: JobSpec, cwd: str, component: int | None = None) -> list[str]:
-    """The directories, scripts, interpreters and programs that every host of a job in `cwd` must have, or those of one
-    `component` of a heterogeneous Slurm job. A program that is searched in the host's own PATH is named without a
-    path."""
-    found = [cwd]
+    """The directories, scripts, interpreters, programs and env files that every host of a job in `cwd` must have, or
+    those of one `component` of a heterogeneous Slurm job. A program that is searched in the host's own PATH is named
+    without a path."""
+    # An agent reads the env files of all roles.
+    env_files = (spec.env_file, *(role.env_file for role in spec.roles))
+    found = [cwd, *(str(Path(cwd, path)) for path in env_files if path)]
     for role in spec.roles:
         if component is not None and role.component not in (None, component):
             continue
@@ -155,7 +157,7 @@ def missing(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
     programs = [name for name in names if "/" not in name and shutil.which(name) is None]
     faults = []
     if files:
-        remedy = "put it there, share the directory, or use --sync"
+        remedy = "put it there, share the directory, or use --sync, which leaves out what git ignores"
         faults.append((f"{host} has no {', '.join(files)}", remedy))
     if programs:
         remedy = "install it there, or give its path"

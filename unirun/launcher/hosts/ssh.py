@@ -83,7 +83,7 @@ def run_over_ssh(
 
     async def play() -> int:
         if sync:
-            await send_tree(hosts, Path.cwd())
+            await send_tree(hosts, Path.cwd(), needs(spec, os.getcwd()))
         return await _Run(hosts, spec, store, interface, insecure, detach).run(make_plan, quiet=quiet)
 
     return asyncio.run(play())

@@ -1,7 +1,8 @@
 """``--sync``: the working tree, sent to hosts that do not share it, by tar over ssh.
 
-What git ignores is left out; outside of a repository, what Python and tools keep for themselves. A host on which the
-tree is the same directory, by a network file system, is left alone. Files that are on a host only stay there.
+What git ignores is left out; outside of a repository, what Python and tools keep for themselves. Submodules and other
+repositories in the tree come along. A host on which the tree is the same directory, by a network file system, is left
+alone. Files that are on a host only stay there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shlex
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -42,19 +43,31 @@ def files_of(top: Path) -> list[str]:
     """The files below `top` that are sent, by their relative names, sorted."""
     listed = _git(top, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
     if listed is not None:
-        names = {os.fsdecode(name) for name in listed.split(b"\0") if name}
+        names = {os.fsdecode(name).rstrip("/") for name in listed.split(b"\0") if name}
         # A file that was deleted is still in git's index.
-        return sorted(name for name in names if os.path.lexists(top / name))
+        names = {name for name in names if os.path.lexists(top / name)}
+        # Of another repository in this one, a submodule for example, git lists the directory only.
+        others = {name for name in names if (top / name / ".git").exists()}
+        return sorted(
+            (names - others) | {f"{name}/{file}" for name in others for file in files_of(top / name)}
+        )
     return sorted(_walk(top))
 
 
-async def send_tree(hosts: Sequence[Host], folder: Path) -> None:
-    """Send the tree that `folder` is in to every one of `hosts` at once. Raises `RendezvousError` with all that fail,
-    `UsageError` when there is nothing to send."""
+def directories_in(top: Path, paths: Iterable[str]) -> list[str]:
+    """Those of `paths` that are directories below `top`, by their relative names, sorted."""
+    real = {Path(os.path.realpath(path)) for path in paths if os.path.isdir(path)}
+    return sorted(str(path.relative_to(top)) for path in real if path.is_relative_to(top) and path != top)
+
+
+async def send_tree(hosts: Sequence[Host], folder: Path, needed: Iterable[str] = ()) -> None:
+    """Send the tree that `folder` is in to every one of `hosts` at once, with the directories of `needed`, also those
+    without files. Raises `RendezvousError` with all that fail, `UsageError` when there is nothing to send."""
     top = tree_of(folder)
     names = files_of(top)
     if not names:
         raise UsageError(f"--sync: {top} has no files", "call unirun in the directory of your code")
+    names += directories_in(top, needed)
     mark = top / f".unirun-sync-{secrets.token_hex(8)}"
     unfit: list[Unfit] = []
 
@@ -79,7 +92,7 @@ async def send_tree(hosts: Sequence[Host], folder: Path) -> None:
 
 
 def pack(top: Path, names: Sequence[str], out: IO[bytes]) -> None:
-    """Write a compressed tar of the files `names` below `top`."""
+    """Write a compressed tar of the files and directories `names` below `top`."""
     with tarfile.open(fileobj=out, mode="w:gz", compresslevel=1) as tar:
         for name in names:
             tar.add(top / name, arcname=name, recursive=False)

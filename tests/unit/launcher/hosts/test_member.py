@@ -59,11 +59,19 @@ def test_hosts_of_another_component_do_not_need_what_a_role_runs() -> None:
     assert needs(spec, "/work", 1) == ["/work", "/serve", "/train.py"]
 
 
+def test_env_files_of_the_job_and_of_all_roles_are_needed() -> None:
+    spec = job(program("sleep", component=1, env_file="own.env"), env_file="/secrets/all.env")
+    assert needs(spec, "/work", 0) == ["/work", "/secrets/all.env", "/work/own.env"]
+
+
 def test_what_a_host_lacks_is_told_with_the_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}/bin{os.pathsep}/nowhere")
     assert missing([sys.executable, "serve"]) == ()
     host = socket.gethostname()
     assert missing(["/no/a.py", "/no/b", "serve", "train"]) == (
-        (f"{host} has no /no/a.py, /no/b", "put it there, share the directory, or use --sync"),
+        (
+            f"{host} has no /no/a.py, /no/b",
+            "put it there, share the directory, or use --sync, which leaves out what git ignores",
+        ),
         (f"{host} has no train on its PATH", "install it there, or give its path"),
     )

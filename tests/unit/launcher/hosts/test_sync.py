@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import io
+import shutil
 import subprocess
 import tarfile
 from pathlib import Path
 
 import pytest
 
-from unirun.launcher.hosts.sync import files_of, pack, tree_of
+from unirun.launcher.hosts.sync import directories_in, files_of, pack, tree_of
 
 pytestmark = pytest.mark.starts_processes
 
@@ -42,6 +43,39 @@ def test_a_repository_is_sent_without_what_git_ignores(tree: Path) -> None:
     git(tree, "add", "train.py")
     assert tree_of(tree / "pkg") == tree
     assert files_of(tree) == [".gitignore", "a b/ü.py", "pkg/model.py", "train.py"]
+
+
+def test_repositories_in_a_repository_are_sent_each_without_what_it_ignores(tree: Path) -> None:
+    """A clone that the outer one does not know, and a submodule; of one that was not fetched there is an empty directory."""
+    git(tree, "init")
+    (tree / ".gitignore").write_text(".venv/\ndata/\n*.pyc\n")
+    for name in ("clone", "module", "later"):
+        git(tree, "init", name)
+        (tree / name / ".gitignore").write_text("build/\n")
+        (tree / name / "build").mkdir()
+        (tree / name / "build" / "server").touch()
+        git(tree / name, "add", ".gitignore")
+        git(tree / name, "commit", "-m", "first")
+    git(tree, "add", "module", "later")
+    shutil.rmtree(tree / "later")
+    (tree / "later").mkdir()
+    sent = [".gitignore", "a b/ü.py", "clone/.gitignore", "later", "module/.gitignore", "pkg/model.py"]
+    assert files_of(tree) == [*sent, "train.py"]
+
+
+def test_directories_of_roles_are_sent_with_nothing_in_them(tree: Path) -> None:
+    (tree / "runs" / "1").mkdir(parents=True)
+    (tree / "link").symlink_to("runs")
+    needed = [
+        tree,
+        tree / "pkg/../link/1",
+        tree / "runs/1",
+        tree / "train.py",
+        tree / "no",
+        tree.parent,
+        "sleep",
+    ]
+    assert directories_in(tree, map(str, needed)) == ["runs/1"]
 
 
 def test_a_file_that_was_deleted_is_not_sent(tree: Path) -> None:
