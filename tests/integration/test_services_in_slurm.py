@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import yaml
 
 from ..testbed.fixtures import available
 from ..testbed.slurm import Slurm
-from .harness import Result, Unirun
+from .harness import START, Result, Running, Unirun, eventually
 
 pytestmark = pytest.mark.long
 
@@ -35,10 +37,15 @@ class Services:
     def __init__(self, command: Unirun, cluster: Slurm) -> None:
         self.command, self.cluster = command, cluster
 
-    def run(
-        self, *options: str, stub: tuple[str, ...] = (), train: Mapping[str, Any] | None = None, **engine: Any
-    ) -> Result:
-        """Run a job to its end, after which Slurm has no job and no node is taken."""
+    def start(
+        self,
+        *options: str,
+        stub: tuple[str, ...] = (),
+        train: Mapping[str, Any] | None = None,
+        how: Mapping[str, Any] | None = None,
+        **engine: Any,
+    ) -> Running:
+        """Start a job; `how` is for `Unirun.start`."""
         args = [str(STUB), "--host", "{host}", "--port", "{port}", *stub]
         engines = {"program": sys.executable, "args": args, "count": 2, "per_node": 1, "service": True}
         engines |= {"ready": "http://{addr}/health", **engine}
@@ -46,7 +53,15 @@ class Services:
         roles = {"engine": engines, "train": {**asks, **(train or {})}}
         file = self.command.root / "job.yaml"
         file.write_text(yaml.safe_dump({"roles": roles, "shutdown_timeout": 1}))
-        result = self.command(*options, "--config", file)
+        return self.command.start(*options, "--config", file, **(how or {}))
+
+    def run(self, *options: str, **roles: Any) -> Result:
+        """Run a job to its end."""
+        return self.end(self.start(*options, **roles))
+
+    def end(self, job: Running) -> Result:
+        """The end of a job, after which Slurm has no job and no node is taken."""
+        result = job.end()
         assert self.cluster.run("squeue", "--noheader") == ""
         assert set(self.cluster.run("sinfo", "--noheader", "--format=%T").split()) == {"idle"}
         return result
@@ -90,3 +105,68 @@ def test_an_engine_without_restarts_left_ends_the_job_with_the_cause(services: S
     assert re.search(r"engine:\d ended with exit code 7.*; all 1 restarts of role engine .*are used up", said)
     assert "EngineDeadError" in said, "the last lines of its output"
     assert services.command.status()["code"] == 5
+
+
+LIVES = """
+    while [ ! -e enough ]; do sleep 0.05; done
+    echo "$UNIRUN_ADDRS_ENGINE then $(cat "$UNIRUN_ADDRS_FILE")"
+"""
+
+
+def test_an_engine_of_a_lost_node_starts_on_another_one_and_an_optional_one_without_room_is_given_up(
+    services: Services, cluster: Slurm
+) -> None:
+    """
+    1. Two optional engines serve on nodes of their own, and a trainer asks them once on the first node; a third node
+       is free.
+    2. The second node is lost: its engine is ready on the third, with an address that status and file tell. Nothing
+       else starts again.
+    3. The third node is lost, and the engine is given up. The job ends with 0 when the trainer does.
+    """
+    command = services.command
+    lives = {"program": "sh", "args": ["-c", LIVES]}
+    how = {"env": {"UNIRUN_WARM": "0"}, "constants": {"unirun.launcher.slurm.batch.REST": 2}}
+    job = services.start("--slurm", "nodes=3", train=lives, how=how, optional=True)
+    job.lines("ranks of 2 roles up")
+
+    def ready(incarnation: int) -> dict[str, dict[str, Any]] | None:
+        now = command.workers()
+        up = now["train:0"]["pid"] and all(now[f"engine:{rank}"]["ready"] for rank in (0, 1))
+        return now if up and now["engine:1"]["incarnation"] == incarnation else None
+
+    def told(now: dict[str, dict[str, Any]], *ready: bool) -> None:
+        """Wait until the trainer's file has the addresses of the status, and whether they are ready."""
+        expected = [(now[f"engine:{rank}"]["address"], is_ready) for rank, is_ready in enumerate(ready)]
+        (file,) = command.home.rglob(f"addresses.{now['train:0']['node']}.json")
+
+        def look() -> bool:
+            return [(row["addr"], row["ready"]) for row in json.loads(file.read_text())["engine"]] == expected
+
+        eventually(look, f"the file has {expected}")
+
+    before = eventually(partial(ready, 0), "both engines are ready", START)
+    lost = []
+
+    def lose(node: str) -> None:
+        cluster.kill_node(node)
+        lost.append(node)
+
+    try:
+        lose(before["engine:1"]["node"])
+        after = eventually(partial(ready, 1), "the engine is ready on another node", START)
+        assert len({now["engine:1"]["address"] for now in (before, after)}) == 2
+        told(after, True, True)
+        lose(after["engine:1"]["node"])
+        job.lines("it fits nowhere else: .*; the job goes on without it$")
+        told(after, True, False)
+        for who in ("engine:0", "train:0"):
+            assert command.workers()[who]["pid"] == before[who]["pid"] == after[who]["pid"]
+        (command.root / "enough").touch()
+        job.lines("succeeded after")
+    finally:
+        for node in lost:
+            cluster.start_node(node)
+    result = services.end(job)
+    assert result.code == 0, result.err
+    addrs = ",".join(before[f"engine:{rank}"]["address"] for rank in (0, 1))
+    assert f"[train:0] {addrs} then {{" in result.out, "the environment is that of the start"

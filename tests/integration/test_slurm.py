@@ -307,16 +307,18 @@ class TestJobsOnThreeNodes:
         )
         roles = "{a: {count: 2, per_node: 1, max_restarts: 1}}"
         job_file = script(f"{{script: train.py, start_method: exec, roles: {roles}}}", "job.yaml")
-        job = command.start("--slurm", "nodes=3", "--config", job_file, env=KILLED)
+        rest = {"unirun.launcher.slurm.batch.REST": 2}
+        job = command.start("--slurm", "nodes=3", "--config", job_file, env=KILLED, constants=rest)
         before = job.lines(r"rank \d on (n\d)", 2)
         lost = next(node for node in before if node != "n1")
         cluster.kill_node(lost)
         try:
-            result = job.end()
-            assert result.code == 0, result.err
-            assert {worker["node"] for worker in command.workers().values()} == {"n1", "n2", "n3"} - {lost}
+            job.lines("succeeded after")
         finally:
             cluster.start_node(lost)
+        result = job.end()
+        assert result.code == 0, result.err
+        assert {worker["node"] for worker in command.workers().values()} == {"n1", "n2", "n3"} - {lost}
 
     @pytest.mark.chaos
     def test_a_job_that_has_lost_its_first_node_is_requeued(

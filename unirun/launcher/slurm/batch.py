@@ -36,15 +36,25 @@ _NO_HOME = "HOME is not set: set UNIRUN_HOME to a directory that the nodes share
 
 _DEFAULT_HOME = f'"${{UNIRUN_HOME:-${{XDG_STATE_HOME:-${{HOME:?{_NO_HOME}}}/.local/state}}/unirun}}"'
 
-_BEAT = """\
-(umask 077; mkdir -p "$job/slurm")
-# The other nodes learn from it that this script lives.
-(trap '' TERM INT HUP USR1 USR2; n=0
-while kill -0 "$$"; do n=$((n+1)); echo "$n" >"$job/slurm/beat"; sleep 1; done) >/dev/null 2>&1 &
-beat=$!
+REST = 10
+"""Seconds after the job's end in which the tasks of all nodes end. srun waits for the task of a lost node until Slurm
+has that node down, by default for five minutes, and would keep the other nodes as long."""
+
+_BEFORE = r"""(umask 077; mkdir -p "$job/slurm")
+told() { sed -n 's/.*"ended":[0-9.]*,"code":\([0-9]*\),.*/\1/p' "$job/summary.json" 2>/dev/null; }
 """
 
 _WAIT = r"""step=$!
+# The other nodes learn from the file that this script lives.
+(trap '' TERM INT HUP USR1 USR2; n=0 over=0
+while kill -0 "$$"; do
+  n=$((n+1)); echo "$n" >"$job/slurm/beat"
+  [ -z "$(told)" ] || over=$((over+1))
+  # Slurm ends with this script what is left of the step.
+  [ "$over" -lt "$rest" ] || kill -KILL "$step"
+  sleep 1
+done) >/dev/null 2>&1 &
+beat=$!
 # Slurm passes no signal on to a step that is about to begin, so it is sent again until one is sent to a job that runs.
 tell() {
   while kill -0 "$step"; do
@@ -60,12 +70,12 @@ trap again=yes USR1 USR2
 again=yes
 while [ -n "$again" ]; do
   again=
-  wait "$step"
+  wait "$step" 2>/dev/null
   last=$?
   # 127: the shell has told its code before.
   [ "$last" -eq 127 ] || code=$last
 done
-told=$(sed -n 's/.*"ended":[0-9.]*,"code":\([0-9]*\),.*/\1/p' "$job/summary.json" 2>/dev/null)
+told=$(told)
 code=${told:-${code:-127}}"""
 
 _REQUEUE = """\
@@ -102,9 +112,10 @@ def batch_script(options: BatchOptions, batch: Batch) -> str:
         f'export UNIRUN_HOME={home} {VARIABLE}="$run_id"',
         'job="$UNIRUN_HOME/jobs/$run_id"',
         *(f"export {name}={quoted(value)}" for name, value in options.env.items()),
+        f"rest={REST}",
         'rm -f "$job/summary.json"',
         "",
-        _BEAT,
+        _BEFORE,
         f"{_srun(options, batch)} &",
         _WAIT,
         *([_REQUEUE] if options.requeue else []),

@@ -187,6 +187,19 @@ def test_the_exit_code_is_the_jobs_own_where_a_node_was_lost(tmp_path: Path, sum
 
 
 @pytest.mark.starts_processes
+def test_a_task_of_a_lost_node_holds_the_script_only_for_a_moment_after_the_end_of_the_job(
+    tmp_path: Path,
+) -> None:
+    """srun waits for it until Slurm has noticed."""
+    text = batch_script(parse_slurm(["nodes=1"]), of_job((), tmp_path))
+    waits = (
+        """srun() { echo '{"ended":1764.5,"code":3,"roles":{}}' >jobs/ppo-1/summary.json; exec sleep 600; }"""
+    )
+    done = run_with_stubs(tmp_path, text.replace("\nrun_id=", f"\n{waits}\nrun_id=", 1))
+    assert (done.returncode, done.stderr) == (3, "")
+
+
+@pytest.mark.starts_processes
 def test_a_script_for_others_runs_where_it_is_submitted_and_is_called_after_its_slurm_job(
     tmp_path: Path,
 ) -> None:
