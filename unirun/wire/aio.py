@@ -157,15 +157,44 @@ async def _streams(
     sock: socket.socket, address: Address, credentials: Credentials
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Over a connected socket; with TLS to another host, unless the job is `insecure`."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    protocol = _Protocol(reader)
+    transport: asyncio.Transport
     try:
         if isinstance(address, UnixAddress):
-            return await asyncio.open_unix_connection(sock=sock)
-        tls = credentials.client_context(any_node=not address.node)
-        name = server_name(address.node) if tls is not None else None
-        return await asyncio.open_connection(sock=sock, ssl=tls, server_hostname=name)
+            transport, _ = await loop.create_unix_connection(lambda: protocol, sock=sock)
+        else:
+            tls = credentials.client_context(any_node=not address.node)
+            name = server_name(address.node) if tls is not None else None
+            transport, _ = await loop.create_connection(
+                lambda: protocol, sock=sock, ssl=tls, server_hostname=name
+            )
     except BaseException:
+        protocol.abort()
         sock.close()
         raise
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
+class _Protocol(asyncio.StreamReaderProtocol):
+    """Knows its transport also when nobody else gets it.
+
+    A task that is cancelled when TLS has just been established gets none, and asyncio waits for the peer's end of TLS.
+    If the socket were closed meanwhile, the event loop would take the next one with its number for the old one.
+    """
+
+    _made: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._made = transport
+        super().connection_made(transport)
+
+    def abort(self) -> None:
+        """Close the transport at once, if there is one."""
+        if isinstance(self._made, asyncio.WriteTransport):
+            self._made.abort()
 
 
 async def _accept(
@@ -178,10 +207,14 @@ async def _accept(
     """The server's end of a connection that was just made. Raises `WireError`, and the socket is closed."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
-    protocol = asyncio.StreamReaderProtocol(reader)
+    protocol = _Protocol(reader)
     try:
         async with asyncio.timeout(timeout):
-            transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=tls)
+            try:
+                transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=tls)
+            except BaseException:
+                protocol.abort()
+                raise
             writer = asyncio.StreamWriter(transport, protocol, reader, loop)
             try:
                 handshake = ServerHandshake(token)

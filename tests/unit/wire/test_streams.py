@@ -9,6 +9,7 @@ import os
 import socket
 import stat
 import time
+from asyncio import sslproto
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -347,5 +348,39 @@ def test_tcp_streams_send_small_frames_at_once_and_notice_a_dead_peer(tmp_path: 
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         await client.close()
         server.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+def test_an_end_that_is_cancelled_when_tls_has_just_been_established_leaves_no_transport(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    """The next socket with the number of its own could not be used, and an agent ended by that."""
+    place = Place("tls", tmp_path)
+    ends: dict[str, Callable[[], object]] = {}
+    established = sslproto.SSLProtocol._wakeup_waiter
+
+    def cancel(protocol: Any, error: BaseException | None = None) -> None:
+        established(protocol, error)
+        if protocol._server_side == (side == "server") and side in ends:
+            ends.pop(side)()
+
+    monkeypatch.setattr(sslproto.SSLProtocol, "_wakeup_waiter", cancel)
+
+    async def main() -> None:
+        server = Server(place.listen(), place.credentials, lambda stream: stream.close(), lambda *_: None)
+        connecting = asyncio.ensure_future(connect(place.address, place.on("another")))
+        ends.update(client=connecting.cancel, server=server.close)
+        async with asyncio.timeout(SOON):
+            await asyncio.wait({connecting})
+            assert side not in ends
+            server.close()
+            await server.closed()
+        with socket.create_server(("127.0.0.1", 0)) as other, contextlib.ExitStack() as stack:
+            for _ in range(4):
+                sock = stack.enter_context(socket.socket())
+                sock.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(sock, other.getsockname())
 
     asyncio.run(main())
