@@ -24,15 +24,17 @@ class ProgramMissing(BenchmarkError):
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """The most that `value` may be (with `at_least`: at least) for a figure to hold."""
+    """The most that `value` may be (with `at_least`: at least) for a figure to hold. Without a limit any may be."""
 
     name: str
     unit: str
-    limit: float
+    limit: float | None = None
     at_least: bool = False
 
     def admits(self, value: float) -> bool:
         """Return True if `value` is within the bar."""
+        if self.limit is None:
+            return True
         return value >= self.limit if self.at_least else value <= self.limit
 
 

@@ -36,10 +36,11 @@ def _row(figure: Figure) -> tuple[str, ...]:
     bar = figure.bar
     value = "not measured" if figure.value is None else quantity(figure.value, bar.unit)
     peer = f"{figure.peer} {spread(figure.theirs, figure.run_unit)}" if figure.peer else ""
+    limit = "" if bar.limit is None else f"{'≥' if bar.at_least else '≤'} {quantity(bar.limit, bar.unit)}"
     return (
         bar.name,
         value,
-        f"{'≥' if bar.at_least else '≤'} {quantity(bar.limit, bar.unit)}",
+        limit,
         "-" if figure.missing else "yes" if figure.holds else "NO",
         spread(figure.own, figure.run_unit),
         peer,

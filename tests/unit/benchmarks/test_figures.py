@@ -55,6 +55,13 @@ def test_a_bar_can_be_a_least_value() -> None:
     assert not measured(many, 1, values(999)).holds
 
 
+def test_without_a_limit_a_figure_is_only_counted() -> None:
+    figure = Figure(Bar("classes", "classes"), 846, 1, "classes")
+    assert figure.holds
+    assert figure.to_json()["bar"] is None
+    assert table([figure]).splitlines()[1].split() == ["classes", "846", "classes", "yes", "-"]
+
+
 def test_a_run_that_fails_keeps_the_runs_before_it_and_the_figure_does_not_hold() -> None:
     figure = measured(QUICK, 3, values(0.1, 0.1))
     assert figure.own == (0.1, 0.1)
