@@ -1,0 +1,72 @@
+"""The files of unirun that the processes of a job enter between two marks.
+
+A job that is started with the variables of an `Entered` loads `benchmarks/hook/sitecustomize.py` in each of its
+processes. Any process that has inherited them can set the marks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import unirun
+
+HOOK = Path(__file__).with_name("hook")
+VARIABLE = "BENCHMARK_ENTERED"
+"""The variable of a process that records, as in `HOOK`."""
+
+PACKAGE = Path(unirun.__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A record in `folder`."""
+
+    folder: Path
+
+    @classmethod
+    def new(cls, folder: Path) -> Entered:
+        """An empty record, without a mark."""
+        (folder / "mark").write_bytes(b"\0")
+        (folder / "entered").touch()
+        return cls(folder)
+
+    @classmethod
+    def inherited(cls) -> Entered:
+        """The record of the process that has started this one."""
+        return cls(Path(os.environ[VARIABLE].partition(os.pathsep)[0]))
+
+    def variables(self, package: Path = PACKAGE) -> dict[str, str]:
+        """The variables of a process that is to record the files of `package`."""
+        path = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {"PYTHONPATH": os.pathsep.join(path), VARIABLE: f"{self.folder}{os.pathsep}{package}"}
+
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """Record until the end of the block, in all processes."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """Record from now on, in all processes."""
+        self._set(b"\1")
+
+    def end(self) -> None:
+        """Record no more."""
+        self._set(b"\0")
+
+    def _set(self, mark: bytes) -> None:
+        # Written over: a file that is cut off is no longer mapped by those who read it.
+        with (self.folder / "mark").open("r+b") as file:
+            file.write(mark)
+
+    def files(self, pids: Collection[int]) -> list[str]:
+        """The files that some of these processes have entered, below the package."""
+        lines = (line.split(" ", 1) for line in (self.folder / "entered").read_text().splitlines())
+        return sorted({path for pid, path in lines if int(pid) in pids})

@@ -1,0 +1,108 @@
+"""A restart in the simulation of `tests.sim`: the real cores of a master and an agent, which decide, and models of
+processes, streams and clocks.
+
+    python -m benchmarks.simulated RESULT
+
+One role has 4 ranks on one node, and rank 1 is killed three times. The third time is recorded, from SIGKILL until four
+processes of a later generation live. RESULT gets the files as those of `benchmarks.journeys`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from unittest.mock import patch
+
+from benchmarks.entered import Entered
+from benchmarks.figure import BenchmarkError
+from benchmarks.journeys import write
+from tests.sim import simulation
+from tests.sim.processes import Process
+from tests.sim.simulation import Simulation
+from tests.sim.world import Habits, Plan
+from unirun.collocation import Device, Inventory, Node, place
+from unirun.spec import Entry, JobSpec, RoleSpec
+
+RANKS, VICTIM, KILLS = 4, 1, 3
+
+CALM = 5.0
+"""Simulated seconds between the beginning, or a restart, and the next SIGKILL."""
+
+MAX_TURNS = 20_000
+"""Events of the simulation until something that was waited for must have happened."""
+
+
+def plan(_: int) -> Plan:
+    """A job whose workers live on, without accidents."""
+    role = RoleSpec("actor", RANKS, Entry("script", "train.py"), max_restarts=10 * KILLS)
+    spec = JobSpec(name="sim", run_id="sim", roles=(role,), primary=(role.name,))
+    devices = tuple(Device(str(number), "") for number in range(RANKS))
+    inventory = Inventory((Node("n0", (0, 1), devices),))
+    spec, placement = place(spec, inventory)
+    calm = Habits(fails=0.0, finishes=0.0, lifetime=1e9, stubborn=0.0, follows=0.0, recovers=1.0)
+    return Plan(spec, placement, inventory, {role.name: calm}, slow=0.0005)
+
+
+def main(result: str) -> None:
+    """Let it happen."""
+    with patch.object(simulation, "make_plan", plan):
+        world = Simulation(0)
+    for node in world.nodes.values():
+        world.clock.after(0.0, node.join)
+    world.start_master(0)
+    entered = Entered.inherited()
+    latest = whole(world, -1)
+    for number in range(1, KILLS + 1):
+        calm = world.clock.now + CALM
+        while world.clock.now < calm:
+            turn(world)
+        # The simulation has failures of its own, a few in a hundred starts.
+        latest = whole(world, latest - 1)
+        if number == KILLS:
+            entered.begin()
+        kill(world)
+        latest = whole(world, latest)
+    entered.end()
+    write(result, entered, {"cores": {os.getpid()}})
+
+
+def whole(world: Simulation, before: int) -> int:
+    """Let time pass until all ranks live in one generation after `before`, and return it."""
+    limit = world.clock.turns + MAX_TURNS
+    while world.clock.turns < limit:
+        found = generation(world)
+        if found is not None and found > before:
+            return found
+        turn(world)
+    raise BenchmarkError("\n".join(["the ranks do not live again", *world.log[-12:]]))
+
+
+def turn(world: Simulation) -> None:
+    """Let the next thing happen."""
+    if not world.clock.turn():
+        raise BenchmarkError("\n".join(["nothing happens any more", *world.log[-12:]]))
+
+
+def generation(world: Simulation) -> int | None:
+    """The generation of the processes, once all ranks live in the same one."""
+    alive = [process.generation for process in world.processes if process.alive]
+    return alive[0] if len(alive) == RANKS and len({*alive}) == 1 else None
+
+
+def kill(world: Simulation) -> None:
+    """SIGKILL to the victim."""
+    for node in world.nodes.values():
+        for spawner in node.spawners.values():
+            for number, process in spawner.processes.items():
+                if is_victim(process):
+                    spawner.end(number, None, signal.SIGKILL)
+
+
+def is_victim(process: Process) -> bool:
+    """Return True for the live process of the rank that is killed."""
+    return process.alive and process.who[1] == VICTIM
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
