@@ -84,7 +84,7 @@ def test_extra_options_and_setup_lines_are_in_the_script(
     text = capsys.readouterr().out
     assert "#SBATCH --account=x\n#SBATCH -C a\n" in text
     assert "\neval 'module load '\"'\"'a b'\"'\"'' || failed " in text
-    assert "slurm" not in text.partition("unirun --rdzv-id")[2]
+    assert "--slurm" not in text.partition("unirun --rdzv-id")[2]
 
 
 def test_in_a_container_unirun_is_found_on_the_path(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
