@@ -20,7 +20,7 @@ from unirun.rendezvous.jobdir import JobDir, all_jobs, jobs_of_nodes
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import store_url
-from unirun.sizes import show_size
+from unirun.spec.sizes import show_size
 from unirun.values import Value
 
 

@@ -19,7 +19,7 @@ from unirun.graph.svg import svg
 from unirun.graph.text import dot, mermaid, tree, yaml
 from unirun.launcher.foreground.terminal import in_colour, printable, say, warn
 from unirun.observe.status import CallStatus, RoleStatus
-from unirun.sizes import show_size
+from unirun.spec.sizes import show_size
 
 States = Mapping[str, str]
 DRAWN: dict[str, Callable[[Graph, States], str]] = {

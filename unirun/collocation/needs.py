@@ -18,9 +18,9 @@ from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.placement import Placement
 from unirun.collocation.planning.problem import both, some
 from unirun.errors import Fault, PlacementError
-from unirun.sizes import show_size
 from unirun.spec import JobSpec, RoleSpec
 from unirun.spec.roles import LEAST_MEMORY
+from unirun.spec.sizes import show_size
 from unirun.values import Value
 
 Resource = Literal["cpus", "memory"]

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 
 from unirun.graph.states import PLAIN, look
 from unirun.graph.values import Graph, Role
-from unirun.sizes import show_size
 from unirun.spec.edges import Edge
+from unirun.spec.sizes import show_size
 
 ADDRESSES = 4
 """Addresses of a role that are shown."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from unirun.errors import FrameError, StoreRefused
-from unirun.names import is_run_id
 from unirun.observe.status import Summary
 from unirun.rendezvous.keys import INDEX, index_key
 from unirun.rendezvous.store.protocol import Item, Store
+from unirun.spec.names import is_run_id
 from unirun.values import Value
 from unirun.wire.codec import from_json
 

@@ -43,12 +43,12 @@ from pathlib import Path
 from typing import Any
 
 from unirun.errors import FrameError, JobError
-from unirun.names import RUN_ID_RULE, is_run_id
 from unirun.rendezvous.home import unirun_home
 from unirun.rendezvous.logdir import MARK
 from unirun.rendezvous.ownership import exposure, is_ours, owner, read_file
 from unirun.rendezvous.store.url import HERE
 from unirun.reporting import report
+from unirun.spec.names import RUN_ID_RULE, is_run_id
 from unirun.values import Value, WorkerId
 from unirun.wire.address import TcpAddress
 

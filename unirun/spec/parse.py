@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from unirun.errors import SpecError
-from unirun.names import RUN_ID_RULE, id_stem, is_run_id
 from unirun.spec.channels import read_channels
 from unirun.spec.edges import read_edges
 from unirun.spec.engines import with_companions
 from unirun.spec.job import GROUPS, PORT_RANGE, JobSpec, LogSpec, RoleSpec
+from unirun.spec.names import RUN_ID_RULE, id_stem, is_run_id
 from unirun.spec.programs import program_faults
 from unirun.spec.read import Section, nearest, shown
 from unirun.spec.roles import (

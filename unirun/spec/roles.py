@@ -11,7 +11,6 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from unirun.errors import Fault
-from unirun.sizes import parse_size
 from unirun.spec.engines import ready_made
 from unirun.spec.entries import missing_entry
 from unirun.spec.job import Contract, Entry, EntryKind, RoleSpec, StartMethod
@@ -25,6 +24,7 @@ from unirun.spec.programs import (
 )
 from unirun.spec.read import Section, as_number, shown
 from unirun.spec.secrets import check_env_file
+from unirun.spec.sizes import parse_size
 
 SlotCounter = Callable[[str], int]
 NodeCount = tuple[int, int]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unirun.observe.status import JobStatus
-from unirun.sizes import show_size
+from unirun.spec.sizes import show_size
 
 COLUMNS = ("RANK", "NODE", "PID", "DEVICES", "CPU", "MEMORY", "STATE")
 

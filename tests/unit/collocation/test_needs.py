@@ -13,8 +13,8 @@ from tests.unit.collocation.jobs import TRAINER, hosts, job, role
 from unirun.collocation import Inventory, Node, place, place_again
 from unirun.collocation.needs import shown_need
 from unirun.errors import PlacementError
-from unirun.sizes import parse_size
 from unirun.spec import JobSpec, RoleSpec
+from unirun.spec.sizes import parse_size
 
 GB = 10**9
 
