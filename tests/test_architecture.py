@@ -338,7 +338,7 @@ def test_only_the_command_prints_and_only_what_is_printable() -> None:
             for node in ast.walk(module.tree):
                 if isinstance(node, ast.Call) and called(node) in PRINTS:
                     json = ast.unparse(node.args[0]).startswith("json.dumps(") if node.args else False
-                    ours = module.name in ("unirun.launcher.foreground.terminal", "unirun.reporting")
+                    ours = module.name in ("unirun.launcher.foreground.terminal", "unirun.wire.reporting")
                     if not ours and not (module.room == "cli" and json):
                         yield f"{module.name}:{node.lineno} prints"
 

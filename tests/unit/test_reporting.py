@@ -9,7 +9,7 @@ from typing import TextIO
 
 import pytest
 
-from unirun.reporting import flush, report, report_error
+from unirun.wire.reporting import flush, report, report_error
 
 
 def test_report_flushes_stderr(capsys: pytest.CaptureFixture[str]) -> None:

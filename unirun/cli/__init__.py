@@ -15,7 +15,7 @@ from unirun.launcher.foreground.terminal import (
     say,
     warn,
 )
-from unirun.reporting import NO_THREAD, lacks_threads
+from unirun.wire.reporting import NO_THREAD, lacks_threads
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 

@@ -17,7 +17,7 @@ from unirun.errors import Fault, SpecError
 from unirun.experiments import derive
 from unirun.experiments.layout import ModelName, ProcessTopology
 from unirun.rendezvous.home import unirun_home
-from unirun.reporting import report
+from unirun.wire.reporting import report
 
 if TYPE_CHECKING:
     from unirun.experiments.config import ExperimentConfig

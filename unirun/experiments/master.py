@@ -31,12 +31,12 @@ from unirun.experiments.recovery import DATA, RecoverInfo, Recovery, Settings
 from unirun.experiments.results import means
 from unirun.experiments.starting import end_of, make_root, started
 from unirun.experiments.step import LOST, Step, reductions_of
-from unirun.reporting import report
 from unirun.roles import BaseTrainer
 from unirun.train.data.order import Order as SampleOrder
 from unirun.train.losses import loss_of
 from unirun.train.repeats import Repeats
 from unirun.values import Value
+from unirun.wire.reporting import report
 
 WORKERS = "model_worker"
 """The role of the model workers."""

@@ -26,8 +26,8 @@ from unirun.experiments.control import Frequencies
 from unirun.experiments.graph import Abstraction
 from unirun.experiments.registry import INTERFACES
 from unirun.experiments.showing import plain
-from unirun.reporting import report
 from unirun.values import Value
+from unirun.wire.reporting import report
 
 FILE = "recover.json"
 KEPT = 2

@@ -22,8 +22,8 @@ from unirun.observe.status import ENDED, read_status
 from unirun.rendezvous.home import unirun_home
 from unirun.rendezvous.jobdir import job_at
 from unirun.rendezvous.ownership import exposure, make_private
-from unirun.reporting import report
 from unirun.values import Value
+from unirun.wire.reporting import report
 
 TRIAL = "trial.json"
 JOB = "job.json"

@@ -44,7 +44,6 @@ from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
 from unirun.launcher.witness import Witness
 from unirun.rendezvous import Endpoint, JobDir, ProcessWatch
 from unirun.rendezvous.store.address import SqliteAddress, parse_address
-from unirun.reporting import report, report_error
 from unirun.values import WorkerId
 from unirun.wire import load_credentials
 from unirun.wire.aio import Server, Stream, frame_of
@@ -62,6 +61,7 @@ from unirun.wire.messages import (
     StopWorkers,
     View,
 )
+from unirun.wire.reporting import report, report_error
 from unirun.wire.reports import FromWorker, Join, Knock, Metrics, Notice, Placed, WorkerStarted
 from unirun.wire.sockets import listen
 from unirun.wire.spawning import Borrow, Reaped, SpawnFailed

@@ -18,8 +18,8 @@ from unirun.launcher.process import BOOT, set_title
 from unirun.launcher.renewal import renew, renew_torch
 from unirun.rendezvous.endpoints import GENERATION_KEY
 from unirun.rendezvous.logdir import open_log
-from unirun.reporting import report
 from unirun.values import Value
+from unirun.wire.reporting import report
 from unirun.wire.spawning import Spawn
 
 SETUP_FAILED = 126

@@ -22,8 +22,8 @@ from typing import NoReturn
 from unirun.launcher.preloaded import PreloadedModules
 from unirun.launcher.process import die_with_parent, spare_descriptors
 from unirun.launcher.spawner import work
-from unirun.reporting import flush, report_error
 from unirun.wire.blocking import BlockingStream
+from unirun.wire.reporting import flush, report_error
 
 
 class ForkedSpawner:

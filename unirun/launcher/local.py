@@ -23,9 +23,9 @@ from unirun.launcher.process import collect_orphans, ignore_signals, kill_childr
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.creation import discard_job
 from unirun.rendezvous.endpoints import Endpoint, hold_endpoints
-from unirun.reporting import NO_THREAD, flush, lacks_threads, report, report_error
 from unirun.spec import JobSpec
 from unirun.values import Value
+from unirun.wire.reporting import NO_THREAD, flush, lacks_threads, report, report_error
 
 FAREWELL = 5.0
 """Seconds that the master and the agents have to leave after the job's end."""

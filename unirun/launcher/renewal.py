@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unirun.launcher.environment import counts_at_import
-from unirun.reporting import report
+from unirun.wire.reporting import report
 
 
 def renew() -> None:

@@ -38,9 +38,9 @@ from unirun.launcher.process import (
     set_title,
     title_of,
 )
-from unirun.reporting import flush
 from unirun.values import Value
 from unirun.wire.blocking import BlockingStream
+from unirun.wire.reporting import flush
 from unirun.wire.reports import Notice
 from unirun.wire.spawning import (
     Forked,

@@ -23,10 +23,10 @@ from unirun.launcher.process import process_has_ended
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import Leader
 from unirun.rendezvous.masters import MasterGone, Masters, appointed
-from unirun.reporting import report
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Stream
 from unirun.wire.credentials import Credentials, load_credentials
+from unirun.wire.reporting import report
 
 AGAIN = 0.1
 """Seconds after which an unresponsive master is tried again."""

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 from unirun.errors import UnirunError
-from unirun.reporting import report
 from unirun.wire.aio import Server, Stream
 from unirun.wire.credentials import Credentials
 from unirun.wire.lobby import Dismissed
+from unirun.wire.reporting import report
 from unirun.wire.reports import Knock
 
 LOOK = 0.1

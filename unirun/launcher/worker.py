@@ -27,9 +27,9 @@ from unirun.errors import UnirunError
 from unirun.failover.permanent import is_permanent
 from unirun.launcher.output import outlast_full_disks
 from unirun.launcher.process import set_command_line, set_title
-from unirun.reporting import report, report_error
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.link import open_link
+from unirun.wire.reporting import report, report_error
 from unirun.wire.reports import WorkerError
 
 MAX_MESSAGE = 1 << 16

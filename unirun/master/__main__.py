@@ -15,7 +15,7 @@ from pathlib import Path
 from unirun.errors import EXIT_FAILURE, UnirunError
 from unirun.master.lead import lead
 from unirun.rendezvous import JobDir
-from unirun.reporting import NO_THREAD, lacks_threads, report
+from unirun.wire.reporting import NO_THREAD, lacks_threads, report
 from unirun.wire.sockets import listen
 
 TITLE = b"unirun-master"

@@ -42,7 +42,6 @@ from unirun.master.visitors import Visitors, tell_all
 from unirun.observe import EventLog, JobStatus, LineLog, led_to
 from unirun.rendezvous import JobDir, ProcessWatch
 from unirun.rendezvous.election import Term
-from unirun.reporting import report
 from unirun.values import Value
 from unirun.wire import load_credentials
 from unirun.wire.aio import Server, Stream, frame_of
@@ -50,6 +49,7 @@ from unirun.wire.asking import Ask
 from unirun.wire.codec import finite
 from unirun.wire.lobby import Offer
 from unirun.wire.messages import Appointed, Attach, Beat, Drain, Message, PassOn, Shutdown, Stop, Visit
+from unirun.wire.reporting import report
 from unirun.wire.reports import FromWorker, Join, Knock, Notice, Sample
 
 GOODBYE = 5.0

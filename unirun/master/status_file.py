@@ -10,7 +10,7 @@ from pathlib import Path
 
 from unirun.observe import JobStatus, write_status
 from unirun.rendezvous import JobDir
-from unirun.reporting import report_error
+from unirun.wire.reporting import report_error
 
 DELAY, MAX_DELAY = 0.02, 1.0
 """Seconds in which changes are gathered into one writing: ten times the processor time that it takes, within these."""

@@ -47,10 +47,10 @@ from unirun.rendezvous.home import unirun_home
 from unirun.rendezvous.logdir import MARK
 from unirun.rendezvous.ownership import exposure, is_ours, owner, read_file
 from unirun.rendezvous.store.url import HERE
-from unirun.reporting import report
 from unirun.spec.names import RUN_ID_RULE, is_run_id
 from unirun.values import Value, WorkerId
 from unirun.wire.address import TcpAddress
+from unirun.wire.reporting import report
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of ``flock`` in file systems without locks: NFS whose lock service does not run, Lustre without ``flock``."""

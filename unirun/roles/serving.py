@@ -12,11 +12,11 @@ from types import TracebackType
 from typing import Any
 
 from unirun.errors import ChannelError, UnirunError
-from unirun.reporting import report_error
 from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import init
 from unirun.roles.peers import Peers
+from unirun.wire.reporting import report_error
 from unirun.wire.reports import WorkerError
 
 

@@ -16,13 +16,13 @@ import cloudpickle
 from omegaconf import DictConfig, OmegaConf
 
 from unirun.errors import UsageError
-from unirun.reporting import report
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import Context, init
 from unirun.roles.formation import Formation
 from unirun.roles.handle import Identity, MasterHandle
 from unirun.roles.trainer import BaseTrainer, bind
 from unirun.roles.workload import BaseWorkload
+from unirun.wire.reporting import report
 from unirun.wire.reports import Serving
 
 Made = TypeVar("Made")

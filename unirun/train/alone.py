@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unirun.reporting import report
 from unirun.train.checkpoints import encode, is_sharded, plain_state
 from unirun.train.data import Shard
 from unirun.train.session import Place, Session, check_names
+from unirun.wire.reporting import report
 
 
 class Alone(Session):

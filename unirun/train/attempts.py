@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unirun.errors import EncodingError, InvocationTimeout, TrainingFailed, UnirunError, WorkerLost
-from unirun.reporting import report
 from unirun.roles import InvocationRef, RoleGroup, wait
 from unirun.train.arguments import name_of
 from unirun.train.losses import Loss, is_loss
@@ -17,6 +16,7 @@ from unirun.train.repeats import Repeats
 from unirun.train.unsendable import unsendable
 from unirun.train.worker import Program, Turn
 from unirun.train.workers import Workers
+from unirun.wire.reporting import report
 
 BACK = 120.0
 """Seconds in which lost workers must be back."""

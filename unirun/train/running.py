@@ -24,7 +24,6 @@ from unirun.errors import (
     UsageError,
     WorkerLost,
 )
-from unirun.reporting import report
 from unirun.roles import InvocationRef, RoleGroup, wait
 from unirun.train.arguments import name_of
 from unirun.train.attempts import BACK, LOOK, Attempts
@@ -37,6 +36,7 @@ from unirun.train.repeats import Repeats
 from unirun.train.unsendable import unsendable
 from unirun.train.worker import Order, Stopped
 from unirun.values import Value
+from unirun.wire.reporting import report
 
 ALL = -1
 """In place of a rank."""

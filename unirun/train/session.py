@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from torch.utils.data import DataLoader
 
 from unirun.errors import UsageError
-from unirun.reporting import report
 from unirun.roles.calls.codec import dump
 from unirun.train.checkpoints import (
     Folder,
@@ -37,6 +36,7 @@ from unirun.train.data import Loader, Progress, Shard, sharded
 from unirun.train.lockstep import Finished, Reported, Saved
 from unirun.train.nested import mapped
 from unirun.values import Value
+from unirun.wire.reporting import report
 
 AHEAD = 2
 """Reports that the function may make before the driver has taken them."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from unirun.errors import UsageError, WorkerLost
 from unirun.rendezvous.home import unirun_home
-from unirun.reporting import report
 from unirun.roles import InvocationRef
 from unirun.train import tuning
 from unirun.train.arguments import (
@@ -33,6 +32,7 @@ from unirun.train.running import Request, TrainingIterator
 from unirun.train.setup import MANY, Setup, options_of, range_of, resources_of
 from unirun.train.table import table
 from unirun.train.workers import Workers
+from unirun.wire.reporting import report
 
 GROW_EVERY = 60.0
 """Seconds between two attempts to have more ranks."""

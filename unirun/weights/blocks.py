@@ -11,8 +11,8 @@ import os
 
 import torch
 
-from unirun.reporting import report
 from unirun.weights.devices.protocol import Device
+from unirun.wire.reporting import report
 
 PAGE = 1 << 12
 """Bytes. Memory is had in pages."""

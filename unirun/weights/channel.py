@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from unirun.errors import PeerLost, UsageError, WeightsTimeout, WireError
-from unirun.reporting import report
 from unirun.roles.context import Context, init
 from unirun.weights.fetching import Fetching
 from unirun.weights.holding import Holder
@@ -27,6 +26,7 @@ from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver
 from unirun.weights.sources import Source
 from unirun.weights.tensors import Piecewise, Weights, assigner, targets_of, tensors_of, unsaved
+from unirun.wire.reporting import report
 from unirun.wire.reports import FROM, VERSION, Metrics
 
 ANY = -(1 << 62)

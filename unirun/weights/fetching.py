@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 from unirun.errors import FrameError, PeerLost, WeightsTimeout
-from unirun.reporting import report
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import Value
 from unirun.weights.copies import Copy, Mapped, Sent
@@ -22,6 +21,7 @@ from unirun.weights.layout import Layout
 from unirun.weights.messages import Answer, Fetched, Released, answer_of
 from unirun.weights.plan import Take
 from unirun.weights.sources import Source
+from unirun.wire.reporting import report
 
 GIVEN_WITHIN = 5.0
 """Seconds in which another receiver of this host gives what it has got. It may be gone, or hang."""

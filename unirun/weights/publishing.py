@@ -19,7 +19,6 @@ import torch
 from msgspec.structs import replace
 
 from unirun.errors import GroupError, UsageError
-from unirun.reporting import report
 from unirun.roles.transport.protocol import Lent, Parcel, Reply
 from unirun.values import Value
 from unirun.weights.blocks import Block, Blocks
@@ -40,6 +39,7 @@ from unirun.weights.messages import (
 from unirun.weights.packing import Packing
 from unirun.weights.pairing import Pair
 from unirun.weights.tensors import Piecewise, layout_of
+from unirun.wire.reporting import report
 
 _numbers = itertools.count(1)
 """Of layouts; 0 is the number of none."""

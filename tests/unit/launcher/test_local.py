@@ -70,7 +70,7 @@ def test_an_agent_or_a_master_that_can_start_no_thread_says_so_in_one_line(tmp_p
     """At the user's limit of processes."""
     run(f"""
         from pathlib import Path
-        from unirun.reporting import NO_THREAD
+        from unirun.wire.reporting import NO_THREAD
 
         def begin(_):
             raise RuntimeError("can't start new thread")

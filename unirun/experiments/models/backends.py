@@ -16,7 +16,7 @@ from torch import nn
 
 from unirun.errors import SpecError, UsageError
 from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, Place
-from unirun.reporting import report
+from unirun.wire.reporting import report
 
 if TYPE_CHECKING:
     from unirun.experiments.models.stage import Stage

@@ -26,7 +26,7 @@ from unirun.experiments.models.generation import generate
 from unirun.experiments.models.stage import Stage, whole
 from unirun.experiments.results import check_reductions, combined
 from unirun.graph import show_ranks
-from unirun.reporting import report
+from unirun.wire.reporting import report
 
 
 class TorchEngine:

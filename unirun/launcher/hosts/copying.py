@@ -25,7 +25,7 @@ from unirun.launcher.hosts.mirror import Mirror
 from unirun.launcher.process import ignore_signals
 from unirun.observe.status import ENDED, read_summary
 from unirun.rendezvous.jobdir import HOSTS, JobDir, job_at
-from unirun.reporting import report
+from unirun.wire.reporting import report
 
 LOOK = 1.0
 """Seconds between two looks whether hosts have joined the job."""

@@ -18,9 +18,9 @@ from unirun.job.state import JobState, Verdict
 from unirun.master.persistence.context_store import ContextStore
 from unirun.master.persistence.ledger import Ledger
 from unirun.rendezvous.election import Term
-from unirun.reporting import report, report_error
 from unirun.values import WorkerId
 from unirun.wire.asking import Ask, ToWorker
+from unirun.wire.reporting import report, report_error
 
 T = TypeVar("T")
 

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from unirun.errors import CallError, EncodingError, FrameError, UnirunError, WorkerLost
-from unirun.reporting import report_error
 from unirun.roles.calls.codec import dump, load
 from unirun.roles.calls.envelope import (
     ERROR,
@@ -31,6 +30,7 @@ from unirun.roles.calls.remote_errors import dump_error
 from unirun.roles.transport.protocol import Inbox, Parcel, Reply, own
 from unirun.roles.transport.scheduler import await_end
 from unirun.values import WorkerId
+from unirun.wire.reporting import report_error
 
 DESCRIBE = "__describe__"
 """Asks which methods there are, with their options."""

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from unirun.errors import ChannelError
-from unirun.reporting import report_error
 from unirun.roles.transport.scheduler import await_end
+from unirun.wire.reporting import report_error
 
 SPIN = 200e-6
 """Seconds for which a waiting thread polls before it sleeps. To wake the processor of a sleeping thread takes about 100

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from unirun.reporting import report_error
+from unirun.wire.reporting import report_error
 
 JOIN_TIMEOUT = 1.0
 """Seconds for which a thread that was told to end is waited for."""

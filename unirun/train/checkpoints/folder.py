@@ -27,10 +27,10 @@ from msgspec.structs import replace
 
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.rendezvous.ownership import exposure, make_private, owner, writers
-from unirun.reporting import report
 from unirun.train.checkpoints.strategy import Info
 from unirun.train.data import Progress
 from unirun.values import Value
+from unirun.wire.reporting import report
 
 MANIFEST = "checkpoint.json"
 STATE = "state.pt"

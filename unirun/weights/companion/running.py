@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 
 from unirun.errors import PeerLost, ServerError, WeightsError, WeightsTimeout
-from unirun.reporting import report
 from unirun.weights.companion.deciding import (
     Ask,
     Asked,
@@ -34,6 +33,7 @@ from unirun.weights.integrations.checkpoint import Checkpoint
 from unirun.weights.integrations.vllm import Client
 from unirun.weights.safetensors import Param
 from unirun.weights.tensors import Weights
+from unirun.wire.reporting import report
 
 EVERY = 0.5
 """Seconds after which a publisher that cannot be reached is looked for again."""

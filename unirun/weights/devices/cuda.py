@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from unirun.reporting import report
 from unirun.weights.devices.protocol import Device, DeviceError
 from unirun.weights.tensors import Piecewise, local
+from unirun.wire.reporting import report
 
 Finder = Callable[[Mapping[str, Piecewise]], Device | None]
 """Finds the device on which tensors are."""
