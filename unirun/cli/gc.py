@@ -12,11 +12,11 @@ from unirun.cli.output import age, duration, print_table
 from unirun.cli.stored import directory_of, may_be_there, opened
 from unirun.errors import JobError, StoreError, StoreRefused, UnirunError
 from unirun.launcher.foreground.terminal import say, warn
-from unirun.observe.index import read_index
+from unirun.observe.jobdir import JobDir, all_jobs, jobs_of_nodes
 from unirun.observe.status import ENDED, Summary, is_alive, read_summary
 from unirun.rendezvous.clearing import clear_here, clear_in, size_here, size_in
 from unirun.rendezvous.election import leader_of
-from unirun.rendezvous.jobdir import JobDir, all_jobs, jobs_of_nodes
+from unirun.rendezvous.index import read_index
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import store_url

@@ -15,8 +15,8 @@ from unirun.cli.commandline import Parser
 from unirun.cli.stored import JOB_HELP, STORE_HELP, find_here
 from unirun.errors import JobElsewhere, JobError, UsageError
 from unirun.observe.batchjob import read_batch
+from unirun.observe.jobdir import JobDir, directories_of_nodes
 from unirun.observe.status import ENDED, read_status, read_summary
-from unirun.rendezvous.jobdir import JobDir, directories_of_nodes
 from unirun.values import WorkerId
 
 BLOCK = 1 << 20

@@ -13,10 +13,10 @@ from unirun.cli.commandline import Parser
 from unirun.cli.output import age, print_table
 from unirun.cli.stored import opened
 from unirun.errors import JobError, StoreError, StoreRefused
-from unirun.observe.index import read_index
+from unirun.observe.jobdir import JobDir, all_jobs
 from unirun.observe.status import ENDED, Summary, is_alive, read_status, read_summary
 from unirun.rendezvous.election import Leader, leader_of
-from unirun.rendezvous.jobdir import JobDir, all_jobs
+from unirun.rendezvous.index import read_index
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.url import store_url
 

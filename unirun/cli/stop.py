@@ -10,8 +10,8 @@ from unirun.cli.stored import STORE_HELP, find_here, only_one, refuse_elsewhere
 from unirun.errors import JobError, StoreError, UsageError
 from unirun.launcher.foreground.terminal import say
 from unirun.observe.batchjob import BatchJob, batch_state, read_batch
-from unirun.observe.following import follow_to_end
 from unirun.observe.status import ENDED, read_summary
+from unirun.rendezvous.following import follow_to_end
 from unirun.rendezvous.masters import call_master
 from unirun.wire.messages import Stop
 

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 from unirun.errors import JobElsewhere, JobError, StoreRefused, UsageError
 from unirun.observe.choosing import choose_job
-from unirun.observe.index import read_index
+from unirun.observe.home import expanded
+from unirun.observe.jobdir import HOSTS, JobDir, all_jobs, job_at
 from unirun.observe.status import ENDED, JobStatus, Summary, read_status, runs
 from unirun.rendezvous.election import Leader, leader_of
-from unirun.rendezvous.home import expanded
-from unirun.rendezvous.jobdir import HOSTS, JobDir, all_jobs, job_at
+from unirun.rendezvous.index import read_index
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.address import SqliteAddress, parse_address
 from unirun.rendezvous.store.protocol import Store

@@ -16,8 +16,8 @@ from unirun.launcher.environment import INTERPRETER
 from unirun.launcher.preloaded import PreloadedModules
 from unirun.launcher.process import BOOT, set_title
 from unirun.launcher.renewal import renew, renew_torch
+from unirun.observe.logdir import open_log
 from unirun.rendezvous.endpoints import GENERATION_KEY
-from unirun.rendezvous.logdir import open_log
 from unirun.values import Value
 from unirun.wire.reporting import report
 from unirun.wire.spawning import Spawn

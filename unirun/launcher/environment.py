@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from unirun.errors import RendezvousError
 from unirun.launcher.hosts.interfaces import interface_of
 from unirun.launcher.timers import ENABLE, PIPE
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.endpoints import split_endpoint
-from unirun.rendezvous.jobdir import JobDir
 from unirun.rendezvous.store.address import PASSWORD_VARIABLE
 from unirun.spec import JobSpec, RoleSpec
 from unirun.spec.programs import variables_of

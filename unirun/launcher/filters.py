@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from unirun.launcher.logs import LogFollower
+from unirun.observe.logdir import open_log
 from unirun.rendezvous import JobDir
-from unirun.rendezvous.logdir import open_log
 from unirun.spec import LogSpec
 from unirun.values import WorkerId
 

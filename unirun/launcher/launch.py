@@ -25,9 +25,9 @@ from unirun.master.persistence.context import changed_documents
 from unirun.master.status_views import status_of
 from unirun.observe import write_status
 from unirun.observe.batchjob import is_active, own_batch
+from unirun.observe.jobdir import job_at
 from unirun.rendezvous import JobDir, create_job
 from unirun.rendezvous.creation import discard_job
-from unirun.rendezvous.jobdir import job_at
 from unirun.rendezvous.ownetcd import wait_until_up
 from unirun.rendezvous.store.url import anchored
 from unirun.spec import JobSpec

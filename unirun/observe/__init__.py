@@ -1,7 +1,6 @@
 """The event log, the status and the index of jobs."""
 
 from unirun.observe.events import EventLog, led_to, read_events
-from unirun.observe.index import read_index
 from unirun.observe.linelog import LineLog
 from unirun.observe.status import (
     FAILURES,
@@ -16,6 +15,7 @@ from unirun.observe.status import (
     shaped,
     write_status,
 )
+from unirun.rendezvous.index import read_index
 
 __all__ = [
     "FAILURES",

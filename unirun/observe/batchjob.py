@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from msgspec import to_builtins
 
 from unirun.errors import JobError, RendezvousError, UnirunError, UsageError
-from unirun.rendezvous.jobdir import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.values import Value
 from unirun.wire.codec import typed
 

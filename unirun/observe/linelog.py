@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from unirun.rendezvous.ownership import read_file
+from unirun.observe.ownership import read_file
 
 
 class LineLog:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from unirun.errors import FrameError, JobError
 from unirun.observe.batchjob import is_active
-from unirun.rendezvous.jobdir import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.values import Value
 from unirun.wire.codec import typed
 

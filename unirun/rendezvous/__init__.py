@@ -1,9 +1,9 @@
 """Discovery: the job directory, the store, leader election, and the endpoints of process groups."""
 
+from unirun.observe.jobdir import JobDir, all_jobs, jobs_root
+from unirun.observe.liveness import ProcessWatch
 from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.endpoints import Endpoint, hold_endpoint
-from unirun.rendezvous.jobdir import JobDir, all_jobs, jobs_root
-from unirun.rendezvous.liveness import ProcessWatch
 
 __all__ = [
     "Endpoint",

@@ -10,9 +10,9 @@ from itertools import chain
 from pathlib import Path
 
 from unirun.errors import JobError, StoreError
+from unirun.observe.jobdir import JobDir, directories_of_nodes
 from unirun.rendezvous.creation import one_at_a_time
 from unirun.rendezvous.election import campaign, leader_of
-from unirun.rendezvous.jobdir import JobDir, directories_of_nodes
 from unirun.rendezvous.keys import index_key, job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.wire.address import UnixAddress

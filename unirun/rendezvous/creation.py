@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from unirun.errors import JobError
-from unirun.rendezvous.home import expanded
-from unirun.rendezvous.jobdir import ATTEMPT, HEAD, NO_LOCKS, UID_BEFORE, JobDir, job_at
-from unirun.rendezvous.logdir import make_log_dir
-from unirun.rendezvous.ownership import is_ours, make_private
+from unirun.observe.home import expanded
+from unirun.observe.jobdir import ATTEMPT, HEAD, NO_LOCKS, UID_BEFORE, JobDir, job_at
+from unirun.observe.logdir import make_log_dir
+from unirun.observe.ownership import is_ours, make_private
 from unirun.wire.address import TcpAddress
 
 LOCKED = 60.0

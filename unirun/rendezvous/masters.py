@@ -8,8 +8,8 @@ import math
 import time
 
 from unirun.errors import ConnectionLost, RendezvousError, StoreError, WireError
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import Leader, leader_of
-from unirun.rendezvous.jobdir import JobDir
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.seat import Seat, SeatWatch
 from unirun.rendezvous.store.url import open_store

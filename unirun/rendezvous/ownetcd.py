@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from unirun.errors import StoreError, UsageError
-from unirun.rendezvous.jobdir import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.store.url import HERE, anchored, open_store
 from unirun.wire.credentials import AUTHORITY, CERTIFICATE, TLS_FOLDER
 from unirun.wire.lobby import Member, Offer

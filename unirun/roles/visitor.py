@@ -13,9 +13,9 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from unirun.errors import FrameError, JobError, RendezvousError, StoreError, UsageError, WireError
-from unirun.observe.following import LOOK_AGAIN, hear
+from unirun.observe.jobdir import JobDir
 from unirun.observe.status import ENDED, read_status, read_summary
-from unirun.rendezvous.jobdir import JobDir
+from unirun.rendezvous.following import LOOK_AGAIN, hear
 from unirun.rendezvous.masters import call_master
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import VISITOR

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from unirun.observe.choosing import choose_job
+from unirun.observe.jobdir import all_jobs
 from unirun.observe.status import runs
-from unirun.rendezvous.jobdir import all_jobs
 from unirun.train.handle import JobHandle
 
 

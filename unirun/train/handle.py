@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from unirun.errors import EXIT_FAILURE, JobError, JobFailed, RendezvousError, StoreError, WireError
-from unirun.observe.following import follow_to_end
+from unirun.observe.jobdir import JobDir
 from unirun.observe.status import ENDED, JobStatus, read_status
-from unirun.rendezvous.jobdir import JobDir
+from unirun.rendezvous.following import follow_to_end
 from unirun.rendezvous.masters import call_master
 from unirun.spec.read import nearest
 from unirun.values import WorkerId

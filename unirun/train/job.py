@@ -18,7 +18,7 @@ from typing import Any
 from unirun.collocation import count_slots, local_inventory, local_topology
 from unirun.errors import JobFailed, UsageError
 from unirun.launcher.planned import PlannedJob, plan
-from unirun.rendezvous.jobdir import JobDir, job_at
+from unirun.observe.jobdir import JobDir, job_at
 from unirun.spec import JobSpec, parse_job
 from unirun.spec.names import id_stem
 from unirun.spec.yaml import refuse_extremes

@@ -11,7 +11,7 @@ from pathlib import Path
 import fsspec
 
 from unirun.errors import UsageError
-from unirun.rendezvous.ownership import exposure, make_private
+from unirun.observe.ownership import exposure, make_private
 
 
 def absolute(url: str) -> str:

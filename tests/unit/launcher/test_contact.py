@@ -19,9 +19,9 @@ from unirun.launcher import contact as contacts
 from unirun.launcher import fence as fences
 from unirun.launcher.contact import Contact
 from unirun.launcher.witness import Witness
+from unirun.observe.jobdir import job_at
 from unirun.rendezvous import create_job, masters
 from unirun.rendezvous.election import Leader
-from unirun.rendezvous.jobdir import job_at
 from unirun.rendezvous.keys import silent_key
 from unirun.rendezvous.masters import Masters, Vacant, call_master
 from unirun.rendezvous.signs import is_marked

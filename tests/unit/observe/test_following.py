@@ -9,8 +9,9 @@ from threading import Thread
 import pytest
 
 from tests.unit.rendezvous.standin import PATIENCE, Place, Script, StandIn
-from unirun.observe import JobStatus, following, write_status
-from unirun.observe.following import follow_to_end
+from unirun.observe import JobStatus, write_status
+from unirun.rendezvous import following
+from unirun.rendezvous.following import follow_to_end
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Attach, Ended, Message, Stop
 

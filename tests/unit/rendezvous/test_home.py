@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from unirun.errors import JobError, UsageError
-from unirun.rendezvous.home import expanded, unirun_home
-from unirun.rendezvous.jobdir import jobs_root
-from unirun.rendezvous.ownership import make_private
+from unirun.observe.home import expanded, unirun_home
+from unirun.observe.jobdir import jobs_root
+from unirun.observe.ownership import make_private
 
 NOBODYS = f"unirun-{os.geteuid()}"
 

@@ -14,10 +14,10 @@ import pytest
 
 from tests.unit.rendezvous.jobdirs import Create, create, home, locks
 from unirun.errors import JobError
+from unirun.observe.jobdir import NO_LOCKS, _tell_unknown, directories_of_nodes, job_at
 from unirun.rendezvous import JobDir, all_jobs, create_job, creation, jobs_root
 from unirun.rendezvous.clearing import clear_here
 from unirun.rendezvous.creation import discard_job
-from unirun.rendezvous.jobdir import NO_LOCKS, _tell_unknown, directories_of_nodes, job_at
 from unirun.values import WorkerId
 from unirun.wire import load_token, new_token
 

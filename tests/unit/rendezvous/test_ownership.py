@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.rendezvous.ownership import (
+from unirun.observe.ownership import (
     MAX_LINKS,
     Exposure,
     _is_trusted_group,

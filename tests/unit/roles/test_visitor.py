@@ -10,7 +10,8 @@ import pytest
 
 from tests.unit.rendezvous.standin import PATIENCE, Place, Script, StandIn
 from unirun.errors import FrameError, JobError, RendezvousError, UsageError, WorkerLost
-from unirun.observe import JobStatus, following, write_status
+from unirun.observe import JobStatus, write_status
+from unirun.rendezvous import following
 from unirun.roles.visitor import Visitor
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Attach, Ended, Grow, Message, RoleView, View, Visit, Welcome, WorkerView

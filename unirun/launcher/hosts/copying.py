@@ -23,8 +23,8 @@ from unirun.launcher.hosts.connection import Remote
 from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.mirror import Mirror
 from unirun.launcher.process import ignore_signals
+from unirun.observe.jobdir import HOSTS, JobDir, job_at
 from unirun.observe.status import ENDED, read_summary
-from unirun.rendezvous.jobdir import HOSTS, JobDir, job_at
 from unirun.wire.reporting import report
 
 LOOK = 1.0

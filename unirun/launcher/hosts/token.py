@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from unirun.errors import JobError
-from unirun.rendezvous.home import unirun_home
-from unirun.rendezvous.ownership import make_private
+from unirun.observe.home import unirun_home
+from unirun.observe.ownership import make_private
 from unirun.wire.handshake import Token, load_token, new_token
 
 AGAIN = 0.1

@@ -15,8 +15,8 @@ from unirun.errors import EXIT_FAILURE, JobError, RendezvousError
 from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.logs import LogFollower
 from unirun.observe.batchjob import AWAY, BatchJob, BatchState, ask_slurm, batch_state
+from unirun.observe.jobdir import JobDir
 from unirun.observe.status import read_summary
-from unirun.rendezvous.jobdir import JobDir
 
 FIRST_LOOK, LAST_LOOK = 1.0, 5.0
 """Seconds between two looks at a batch job: the longer nothing has changed the longer, up to the second."""

@@ -13,10 +13,10 @@ from unirun.launcher.slurm.batch import Batch, batch_script
 from unirun.launcher.slurm.options import BatchOptions
 from unirun.observe import JobStatus, RoleStatus, WorkerStatus, write_status
 from unirun.observe.batchjob import BatchJob, ask_slurm, write_batch
+from unirun.observe.jobdir import JobDir, job_at
+from unirun.observe.ownership import make_private
 from unirun.observe.status import PENDING, is_alive
 from unirun.rendezvous.creation import cannot_be_made, one_at_a_time
-from unirun.rendezvous.jobdir import JobDir, job_at
-from unirun.rendezvous.ownership import make_private
 from unirun.spec import JobSpec
 
 SCRIPT, OUTPUT = "batch.sh", "output.log"

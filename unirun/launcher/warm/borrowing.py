@@ -29,8 +29,8 @@ from unirun.launcher.warm.likeness import (
     state_of,
     unlike,
 )
-from unirun.rendezvous.home import temporary
-from unirun.rendezvous.ownership import exposure, make_private
+from unirun.observe.home import temporary
+from unirun.observe.ownership import exposure, make_private
 from unirun.values import Value
 from unirun.wire.address import unix_address
 from unirun.wire.blocking import BlockingStream

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from unirun.errors import StoreAway, StoreBroken, StoreError, StoreRefused
-from unirun.rendezvous.ownership import exposure, listed_writer, owner, writers
+from unirun.observe.ownership import exposure, listed_writer, owner, writers
 
 _APPLICATION = 0x756E6972
 """``unir``: the application id in the header of the database."""

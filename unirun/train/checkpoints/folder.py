@@ -26,7 +26,7 @@ import msgspec
 from msgspec.structs import replace
 
 from unirun.errors import CheckpointDamaged, UsageError
-from unirun.rendezvous.ownership import exposure, make_private, owner, writers
+from unirun.observe.ownership import exposure, make_private, owner, writers
 from unirun.train.checkpoints.strategy import Info
 from unirun.train.data import Progress
 from unirun.values import Value

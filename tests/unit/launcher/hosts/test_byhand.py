@@ -23,8 +23,8 @@ from unirun.launcher.hosts import ssh
 from unirun.launcher.hosts.byhand import Meeting, run_head, run_member
 from unirun.launcher.hosts.member import offer, take_part
 from unirun.launcher.planned import PlannedJob
+from unirun.observe.jobdir import job_at
 from unirun.rendezvous import create_job
-from unirun.rendezvous.jobdir import job_at
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire import new_token
 from unirun.wire.address import TcpAddress

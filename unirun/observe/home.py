@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from unirun.errors import JobError, UsageError
-from unirun.rendezvous.ownership import exposure
+from unirun.observe.ownership import exposure
 
 
 def unirun_home() -> Path:

@@ -43,9 +43,9 @@ from pathlib import Path
 from typing import Any
 
 from unirun.errors import FrameError, JobError
-from unirun.rendezvous.home import unirun_home
-from unirun.rendezvous.logdir import MARK
-from unirun.rendezvous.ownership import exposure, is_ours, owner, read_file
+from unirun.observe.home import unirun_home
+from unirun.observe.logdir import MARK
+from unirun.observe.ownership import exposure, is_ours, owner, read_file
 from unirun.rendezvous.store.url import HERE
 from unirun.spec.names import RUN_ID_RULE, is_run_id
 from unirun.values import Value, WorkerId

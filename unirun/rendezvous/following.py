@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from unirun.errors import RendezvousError, StoreError, WireError
+from unirun.observe.jobdir import JobDir
 from unirun.observe.status import ENDED, JobStatus, read_status, read_summary
-from unirun.rendezvous.jobdir import JobDir
 from unirun.rendezvous.masters import call_master
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Attach, Ended, Message, Stop

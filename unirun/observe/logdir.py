@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 
 from unirun.errors import JobError
-from unirun.rendezvous.ownership import make_private
+from unirun.observe.ownership import make_private
 
 MARK = ".unirun"
 """A file that marks a directory below ``--log-dir`` as unirun's, so that a later run may replace it. It holds the uid
