@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, cast
 
-from unirun.job.offers import AgentTask
+from unirun.failover.offers import AgentTask
 from unirun.launcher import events
 from unirun.launcher.agent import Agent
 from unirun.rendezvous import JobDir

@@ -27,8 +27,8 @@ from benchmarks.job import DEADLINE, environment, program
 from benchmarks.suites.rpc import BARS as CALL_BARS
 from benchmarks.suites.rpc import figure, foreign, rounds
 from unirun.collocation import Device, Inventory, Node, place
-from unirun.job.state import new_job
-from unirun.master.persistence.context import changed_documents
+from unirun.failover.persistence.context import changed_documents
+from unirun.failover.state import new_job
 from unirun.observe import read_status
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.creation import create_job

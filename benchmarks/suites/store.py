@@ -27,10 +27,10 @@ from benchmarks.etcd import etcd
 from benchmarks.figure import Bar, BenchmarkError, Figure, ProgramMissing, measured
 from benchmarks.job import UNIRUN, Job, Launcher, environment, started
 from unirun.collocation import Assignment, Placement
-from unirun.job.ranks import Ranks
-from unirun.job.state import JobState, RolePhase, WorkerPhase, new_job
-from unirun.master.persistence.context import changed_documents
-from unirun.master.persistence.context_store import ContextStore, load
+from unirun.failover.persistence.context import changed_documents
+from unirun.failover.persistence.context_store import ContextStore, load
+from unirun.failover.ranks import Ranks
+from unirun.failover.state import JobState, RolePhase, WorkerPhase, new_job
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.election import campaign, leader_of

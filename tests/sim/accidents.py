@@ -17,7 +17,7 @@ from tests.sim.store import Client
 from tests.sim.world import HOST_ACCIDENTS
 from unirun.collocation import Device
 from unirun.collocation import Node as InventoryNode
-from unirun.job.events import Arrived, Event, OwnerLost
+from unirun.failover.events import Arrived, Event, OwnerLost
 from unirun.launcher import events
 from unirun.wire.lobby import Offer
 from unirun.wire.messages import Drain, Stop

@@ -16,7 +16,7 @@ from tests.sim.views import Views, told_view
 from tests.sim.world import Clock, Plan
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, EXIT_RENDEZVOUS
 from unirun.failover.crashes import MOST
-from unirun.job.events import (
+from unirun.failover.events import (
     Command,
     Event,
     Finish,
@@ -26,7 +26,9 @@ from unirun.job.events import (
     RejoinTimedOut,
     ToAgents,
 )
-from unirun.job.state import (
+from unirun.failover.persistence.context import changed_documents, restore
+from unirun.failover.persistence.context_store import read_context
+from unirun.failover.state import (
     JOB_ENDS,
     NEVER,
     ROLE_ENDS,
@@ -37,13 +39,11 @@ from unirun.job.state import (
     RoleState,
     WorkerPhase,
 )
-from unirun.job.transition import VIEW_DELAY
-from unirun.job.views import leader
+from unirun.failover.transition import VIEW_DELAY
+from unirun.failover.views import leader
 from unirun.launcher import events
 from unirun.launcher.state import AgentState
 from unirun.launcher.worker_messages import EXIT_LIMIT
-from unirun.master.persistence.context import changed_documents, restore
-from unirun.master.persistence.context_store import read_context
 from unirun.wire.messages import Drain, Message, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, WorkerExited
 from unirun.wire.spawning import StoreEnded, StoreOpened

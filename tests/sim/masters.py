@@ -24,16 +24,16 @@ from unirun.failover.crashes import (
     record_crash,
     report_of,
 )
+from unirun.failover.events import After, AgentLost, Command, Event, Finish, ToAgent, ToAgents
+from unirun.failover.persistence.context import changed_documents, restore, urgent
+from unirun.failover.persistence.context_store import ContextStore, read_context
+from unirun.failover.persistence.ledger import Ledger
 from unirun.failover.restart_or_end import shutdown_order
+from unirun.failover.state import JOB_ENDS, JobPhase, JobState, Verdict
+from unirun.failover.step import step
 from unirun.failover.takeover import resume
-from unirun.job.events import After, AgentLost, Command, Event, Finish, ToAgent, ToAgents
-from unirun.job.state import JOB_ENDS, JobPhase, JobState, Verdict
 from unirun.master.lead import TERM_TTL
-from unirun.master.persistence.context import changed_documents, restore, urgent
-from unirun.master.persistence.context_store import ContextStore, read_context
-from unirun.master.persistence.ledger import Ledger
 from unirun.master.persistence.writer import END_PATIENCE, STOP_PATIENCE
-from unirun.master.step import step
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.wire.address import UnixAddress

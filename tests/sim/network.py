@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from tests.sim.store import RUN, Killed
 from tests.sim.world import Clock, Pipe
 from unirun.errors import Fenced, StoreError
+from unirun.failover.events import AgentLost, Event, JoinTimedOut, RejoinTimedOut
 from unirun.failover.silence import BEAT, GIVE_UP, Silence, may_answer
-from unirun.job.events import AgentLost, Event, JoinTimedOut, RejoinTimedOut
 from unirun.launcher.contact import ATTEMPT, LAST, QUIET
 from unirun.launcher.fence import Fence
 from unirun.rendezvous.signs import is_marked

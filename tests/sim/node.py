@@ -14,7 +14,7 @@ from tests.sim.processes import Process, Who
 from tests.sim.stage import World
 from tests.sim.world import JOB, Pipe
 from unirun.errors import StoreError
-from unirun.job.offers import AgentTask
+from unirun.failover.offers import AgentTask
 from unirun.launcher import core, events
 from unirun.launcher.candidacy import Attempts, start_at, turns
 from unirun.launcher.environment import SpawnerKey

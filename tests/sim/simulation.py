@@ -21,24 +21,17 @@ from tests.sim.store import Client, FencedStore
 from tests.sim.views import Views
 from tests.sim.world import Clock, make_plan
 from unirun.failover import silence
-from unirun.job.events import (
-    Command,
-    Event,
-    Finish,
-    ToAgent,
-    ToAgents,
-    ToGuest,
-)
-from unirun.job.state import JOB_ENDS, JobState, new_job
-from unirun.job.transition import Transition
-from unirun.master.persistence import context_store
-from unirun.master.persistence.context import changed_documents
+from unirun.failover.events import Command, Event, Finish, ToAgent, ToAgents, ToGuest
+from unirun.failover.persistence import context_store
+from unirun.failover.persistence.context import changed_documents
+from unirun.failover.state import JOB_ENDS, JobState, new_job
+from unirun.failover.transition import Transition
 from unirun.wire.lobby import Go
 from unirun.wire.messages import Stop
 from unirun.wire.reports import Join
 from unirun.wire.spawning import StoreOpened
 
-deciding = import_module("unirun.master.step")
+deciding = import_module("unirun.failover.step")
 """The module, which the package hides behind its function."""
 
 handle = deciding._handle

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from tests.sim.processes import Process, StoreModel
     from tests.sim.store import Client
     from tests.sim.world import Clock, Plan
-    from unirun.job.events import Command, Event
-    from unirun.job.state import JobState
+    from unirun.failover.events import Command, Event
+    from unirun.failover.state import JobState
     from unirun.launcher import events
     from unirun.launcher.state import AgentState
     from unirun.rendezvous.store.memory import MemoryStore

@@ -160,9 +160,9 @@ class StoredJob(Value):
 def read_stored(store: Store, run_id: str) -> StoredJob:
     """Raises `JobError` when the job has no context (any more), `StoreError`."""
     # Imported here: listing jobs needs no spec.
-    from unirun.master.persistence.context import restore
-    from unirun.master.persistence.context_store import read_context
-    from unirun.master.status_views import status_of
+    from unirun.failover.persistence.context import restore
+    from unirun.failover.persistence.context_store import read_context
+    from unirun.failover.status_views import status_of
 
     prefix = job_prefix(run_id)
     documents = read_context(store, run_id)

@@ -13,12 +13,12 @@ from msgspec.structs import replace
 
 from unirun.collocation import Inventory
 from unirun.errors import PlacementError
+from unirun.failover.events import Arrived, ToGuest
 from unirun.failover.moving import Cause, relocate, relocation_to
+from unirun.failover.offers import inventory_of, misfits
 from unirun.failover.relocation import placed_again
-from unirun.job.events import Arrived, ToGuest
-from unirun.job.offers import inventory_of, misfits
-from unirun.job.state import ROLE_ENDS, JobPhase, JobState, RolePhase
-from unirun.job.transition import Transition
+from unirun.failover.state import ROLE_ENDS, JobPhase, JobState, RolePhase
+from unirun.failover.transition import Transition
 from unirun.wire.lobby import Dismissed, Go, Offer
 
 

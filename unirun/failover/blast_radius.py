@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from unirun.failover.state import ROLE_WORKS, JobState, RolePhase
 from unirun.graph import Affected, Graph, LearnedEdge, ProcessCalls, added, affected, declared, learn
-from unirun.job.state import ROLE_WORKS, JobState, RolePhase
 
 
 def learned(state: JobState) -> tuple[LearnedEdge, ...]:

@@ -20,13 +20,13 @@ from msgspec import convert, to_builtins
 from msgspec.structs import replace
 
 from unirun.errors import StoreRefused
+from unirun.failover.events import After, AgentLost, Command, Event, OwnerLost, RejoinTimedOut, ToWatchers
+from unirun.failover.failures import Exit
+from unirun.failover.ranks import Ranks
 from unirun.failover.restart_or_end import finish
+from unirun.failover.state import JOB_ENDS, ROLE_ENDS, JobPhase, JobState, RolePhase, RoleState, Verdict
 from unirun.failover.takeover import REJOIN_TIMEOUT, bare
-from unirun.job.events import After, AgentLost, Command, Event, OwnerLost, RejoinTimedOut, ToWatchers
-from unirun.job.failures import Exit
-from unirun.job.ranks import Ranks
-from unirun.job.state import JOB_ENDS, ROLE_ENDS, JobPhase, JobState, RolePhase, RoleState, Verdict
-from unirun.job.transition import Transition
+from unirun.failover.transition import Transition
 from unirun.rendezvous.election import Term
 from unirun.rendezvous.keys import crashes_key
 from unirun.rendezvous.store.protocol import Put, Store

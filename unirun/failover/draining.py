@@ -5,12 +5,12 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unirun.errors import PlacementError
+from unirun.failover.events import ToWatchers
 from unirun.failover.moving import Cause, begin, decide_missing, relocate, relocation_to
 from unirun.failover.node_loss import without
 from unirun.failover.relocation import placed_again
-from unirun.job.events import ToWatchers
-from unirun.job.state import ROLE_ENDS, JobPhase, JobState
-from unirun.job.transition import Transition
+from unirun.failover.state import ROLE_ENDS, JobPhase, JobState
+from unirun.failover.transition import Transition
 from unirun.wire.messages import Drained, Shutdown
 
 ON_ITS_WAY = (JobPhase.LAUNCHING, JobPhase.RUNNING)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import signal
 
-from unirun.job.failures import Failure
+from unirun.failover.failures import Failure
 
 _IN_A_GROUP = (
     # gloo: the transport's connections, its waits, and how it connects.

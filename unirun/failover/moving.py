@@ -14,16 +14,16 @@ from msgspec.structs import replace
 
 from unirun.collocation import Placement
 from unirun.failover.blast_radius import consequences, unit_of
+from unirun.failover.events import ToAgent, ToWatchers
+from unirun.failover.generations import form_if_all_are_there, obstructed, order_store
 from unirun.failover.policy import Decision, Loss, decide
+from unirun.failover.ranks import Ranks
 from unirun.failover.relocation import moves, why_all_restart
 from unirun.failover.restart_or_end import advance, history_of, restart
+from unirun.failover.state import NEVER, ROLE_WORKS, JobState, RolePhase, RoleState, WorkerState, waiting
+from unirun.failover.transition import Transition
+from unirun.failover.views import leader
 from unirun.graph import show_ranks
-from unirun.job.events import ToAgent, ToWatchers
-from unirun.job.generations import form_if_all_are_there, obstructed, order_store
-from unirun.job.ranks import Ranks
-from unirun.job.state import NEVER, ROLE_WORKS, JobState, RolePhase, RoleState, WorkerState, waiting
-from unirun.job.transition import Transition
-from unirun.job.views import leader
 from unirun.values import Value
 from unirun.wire.messages import StopWorkers
 from unirun.wire.reports import Notice

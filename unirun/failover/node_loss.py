@@ -9,16 +9,16 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from unirun.errors import EXIT_PLACEMENT, PlacementError
+from unirun.failover.events import After, LossesDue
+from unirun.failover.failures import Exit, Failure
 from unirun.failover.moving import Cause, Relocation, begin, decide_missing, named, relocate, relocation_to
 from unirun.failover.policy import Decision
 from unirun.failover.relocation import place_without, without_room
 from unirun.failover.restart_or_end import advance, end_job, give_up, starting_again
+from unirun.failover.state import JobPhase, JobState
+from unirun.failover.transition import Transition
 from unirun.failover.worker_failure import failure_of
 from unirun.graph import show_ranks
-from unirun.job.events import After, LossesDue
-from unirun.job.failures import Exit, Failure
-from unirun.job.state import JobPhase, JobState
-from unirun.job.transition import Transition
 from unirun.values import WorkerId
 from unirun.wire.reports import WorkerExited
 

@@ -12,7 +12,10 @@ from collections.abc import Collection
 from msgspec.structs import replace
 
 from unirun.errors import EXIT_PLACEMENT, Refused
+from unirun.failover.events import After, StartDue, ToWatchers
+from unirun.failover.generations import form_first, obstructed, opened, start_again
 from unirun.failover.policy import LONGEST_DELAY, Decision
+from unirun.failover.ranks import Ranks
 from unirun.failover.restart_or_end import (
     advance,
     end_job,
@@ -22,11 +25,7 @@ from unirun.failover.restart_or_end import (
     stop_groups,
     stop_role,
 )
-from unirun.graph import show_ranks
-from unirun.job.events import After, StartDue, ToWatchers
-from unirun.job.generations import form_first, obstructed, opened, start_again
-from unirun.job.ranks import Ranks
-from unirun.job.state import (
+from unirun.failover.state import (
     NEVER,
     ROLE_ENDS,
     ROLE_WORKS,
@@ -39,7 +38,8 @@ from unirun.job.state import (
     WorkerPhase,
     WorkerState,
 )
-from unirun.job.transition import Transition, output_of
+from unirun.failover.transition import Transition, output_of
+from unirun.graph import show_ranks
 from unirun.spec import RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import Reserve

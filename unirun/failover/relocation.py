@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from unirun.collocation import Assignment, Inventory, Placement, place_again
 from unirun.errors import PlacementError
 from unirun.failover.blast_radius import seen_graph
+from unirun.failover.state import ROLE_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, WorkerState
+from unirun.failover.ties import ties_of
 from unirun.graph import show_ranks
-from unirun.job.state import ROLE_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, WorkerState
-from unirun.job.ties import ties_of
 from unirun.spec import RoleSpec
 
 

@@ -8,16 +8,25 @@ from collections.abc import Collection, Sequence
 from msgspec.structs import replace
 
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, IllegalTransition
+from unirun.failover.events import After, Finish, StartDue, ToWatchers
+from unirun.failover.failures import Exit
+from unirun.failover.generations import form_next, start_missing
 from unirun.failover.lost_peers import waited_for_a_peer
 from unirun.failover.policy import Budget, Decision, History
+from unirun.failover.ranks import Ranks
 from unirun.failover.root_cause import Diagnosis, bystanders, diagnose, episode, failure_report
+from unirun.failover.state import (
+    NEVER,
+    ROLE_ENDS,
+    ROLE_WORKS,
+    JobPhase,
+    JobState,
+    RolePhase,
+    RoleState,
+    Verdict,
+)
+from unirun.failover.transition import Transition
 from unirun.graph import show_ranks
-from unirun.job.events import After, Finish, StartDue, ToWatchers
-from unirun.job.failures import Exit
-from unirun.job.generations import form_next, start_missing
-from unirun.job.ranks import Ranks
-from unirun.job.state import NEVER, ROLE_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, Verdict
-from unirun.job.transition import Transition
 from unirun.spec import RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import Shutdown, StopWorkers

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from unirun.failover.events import After, Command, JoinTimedOut, RejoinTimedOut, ToAgent, ToWatchers
+from unirun.failover.failures import Exit
+from unirun.failover.generations import complete, order_store
+from unirun.failover.ranks import Ranks
 from unirun.failover.restart_or_end import advance
-from unirun.job.events import After, Command, JoinTimedOut, RejoinTimedOut, ToAgent, ToWatchers
-from unirun.job.failures import Exit
-from unirun.job.generations import complete, order_store
-from unirun.job.ranks import Ranks
-from unirun.job.state import (
+from unirun.failover.state import (
     JOB_ENDS,
     NEVER,
     ROLE_ENDS,
@@ -28,8 +28,8 @@ from unirun.job.state import (
     WorkerPhase,
     WorkerState,
 )
-from unirun.job.transition import Transition, is_member, output_of
-from unirun.job.views import leader
+from unirun.failover.transition import Transition, is_member, output_of
+from unirun.failover.views import leader
 from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, StopWorkers
 from unirun.wire.reports import Calls, FromWorker, Held, Join, WorkerExited

@@ -6,6 +6,9 @@ from msgspec.structs import replace
 
 from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
 from unirun.failover.blast_radius import consequences, unit_of
+from unirun.failover.events import ToWatchers
+from unirun.failover.failures import Exit, Failure
+from unirun.failover.generations import clear_the_way
 from unirun.failover.policy import Decision, Loss, decide
 from unirun.failover.restart_or_end import (
     advance,
@@ -17,11 +20,8 @@ from unirun.failover.restart_or_end import (
     starting_again,
     stop_groups,
 )
-from unirun.job.events import ToWatchers
-from unirun.job.failures import Exit, Failure
-from unirun.job.generations import clear_the_way
-from unirun.job.state import ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, WorkerState
-from unirun.job.transition import Transition
+from unirun.failover.state import ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, WorkerState
+from unirun.failover.transition import Transition
 from unirun.wire.messages import ExitAck
 from unirun.wire.reports import Notice, WorkerExited
 from unirun.wire.spawning import StoreEnded

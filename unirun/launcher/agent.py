@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from unirun.errors import Refused, RendezvousError, WireError
+from unirun.failover.offers import AgentTask
 from unirun.failover.silence import FENCE
-from unirun.job.offers import AgentTask
-from unirun.job.views import addresses_of, welcome
+from unirun.failover.views import addresses_of, welcome
 from unirun.launcher import core, events
 from unirun.launcher.backlog import Backlog
 from unirun.launcher.contact import Contact

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from unirun.errors import StoreError
-from unirun.job.offers import AgentTask
+from unirun.failover.offers import AgentTask
 from unirun.launcher.process import die_with_parent
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import leader_of

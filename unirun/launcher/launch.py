@@ -12,8 +12,10 @@ from msgspec.structs import replace
 from unirun.collocation import Inventory
 from unirun.collocation.capacity import host_ceilings, refuse_impossible
 from unirun.errors import EXIT_FAILURE, JobError, PlacementError, RendezvousError
-from unirun.job.offers import AgentTask
-from unirun.job.state import new_job
+from unirun.failover.offers import AgentTask
+from unirun.failover.persistence.context import changed_documents
+from unirun.failover.state import new_job
+from unirun.failover.status_views import status_of
 from unirun.launcher.foreground.terminal import drop_input, warn
 from unirun.launcher.local import RunningJob, first_words, start_processes
 from unirun.launcher.orders import on_host
@@ -21,8 +23,6 @@ from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import adopt_orphans, spare_descriptors
 from unirun.launcher.requirements import check_host
 from unirun.launcher.warm.leaving import choices, leave_behind, leaves_behind, starts
-from unirun.master.persistence.context import changed_documents
-from unirun.master.status_views import status_of
 from unirun.observe import write_status
 from unirun.observe.batchjob import is_active, own_batch
 from unirun.observe.jobdir import job_at

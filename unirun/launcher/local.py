@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from unirun.errors import RendezvousError, UnirunError
-from unirun.job.offers import AgentTask
+from unirun.failover.offers import AgentTask
 from unirun.launcher.agent import Agent
 from unirun.launcher.etcd_member import running_member
 from unirun.launcher.process import collect_orphans, ignore_signals, kill_children, set_title

@@ -17,7 +17,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from unirun.errors import RendezvousError, WireError
-from unirun.job.offers import AgentTask
+from unirun.failover.offers import AgentTask
 from unirun.launcher.candidacy import Attempts, start_at, turns
 from unirun.launcher.process import process_has_ended
 from unirun.rendezvous import JobDir

@@ -8,9 +8,9 @@ from contextlib import suppress
 
 from unirun.errors import WireError
 from unirun.failover.arrivals import trouble
-from unirun.job.events import Arrived, Event
-from unirun.job.offers import AgentTask, versions
-from unirun.job.state import JobState
+from unirun.failover.events import Arrived, Event
+from unirun.failover.offers import AgentTask, versions
+from unirun.failover.state import JobState
 from unirun.rendezvous import JobDir
 from unirun.wire.address import Address, TcpAddress
 from unirun.wire.aio import Stream

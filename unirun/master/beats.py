@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import partial
 
 from unirun.errors import WireError
+from unirun.failover.events import AgentLost, Event, JoinTimedOut, RejoinTimedOut
 from unirun.failover.silence import BEAT, GIVE_UP, LOOK, SILENT, Silence, may_answer
-from unirun.job.events import AgentLost, Event, JoinTimedOut, RejoinTimedOut
 from unirun.master.persistence.writer import Writer
 from unirun.rendezvous.election import Term
 from unirun.wire.aio import Stream, frame_of

@@ -22,12 +22,12 @@ from unirun.failover.crashes import (
     record_crash,
     report_of,
 )
+from unirun.failover.persistence.context import restore
+from unirun.failover.persistence.context_store import ContextStore, load
+from unirun.failover.state import JOB_ENDS, JobPhase, Verdict
+from unirun.failover.step import step
 from unirun.failover.takeover import resume
-from unirun.job.state import JOB_ENDS, JobPhase, Verdict
-from unirun.master.persistence.context import restore
-from unirun.master.persistence.context_store import ContextStore, load
 from unirun.master.shell import Core, Master
-from unirun.master.step import step
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import campaign, leader_of
 from unirun.rendezvous.keys import job_prefix

@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from unirun.errors import IllegalTransition, Refused, StoreError, WireError
 from unirun.failover.crashes import STORY, Crash, crash_of
-from unirun.failover.restart_or_end import shutdown_order
-from unirun.job.events import (
+from unirun.failover.events import (
     After,
     AgentLost,
     Command,
@@ -31,13 +30,14 @@ from unirun.job.events import (
     ToWatchers,
     order_text,
 )
-from unirun.job.state import JOB_ENDS, JobState, Verdict
+from unirun.failover.persistence.context_store import ContextStore
+from unirun.failover.restart_or_end import shutdown_order
+from unirun.failover.state import JOB_ENDS, JobState, Verdict
+from unirun.failover.status_views import farewell, present, status_of
 from unirun.master.admission import Admission
 from unirun.master.beats import OWNER_TIMEOUT, Beats, unheard
-from unirun.master.persistence.context_store import ContextStore
 from unirun.master.persistence.writer import Writer
 from unirun.master.status_file import StatusFile
-from unirun.master.status_views import farewell, present, status_of
 from unirun.master.visitors import Visitors, tell_all
 from unirun.observe import EventLog, JobStatus, LineLog, led_to
 from unirun.rendezvous import JobDir, ProcessWatch

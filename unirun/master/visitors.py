@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from unirun.errors import WireError
-from unirun.job.events import Event
-from unirun.job.state import JobState
-from unirun.job.views import welcome, whole_view
-from unirun.master.status_views import farewell
+from unirun.failover.events import Event
+from unirun.failover.state import JobState
+from unirun.failover.status_views import farewell
+from unirun.failover.views import welcome, whole_view
 from unirun.wire.aio import Stream, frame_of
 from unirun.wire.messages import Ended, Grow, Message, View
 from unirun.wire.reports import ViewWanted

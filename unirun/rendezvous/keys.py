@@ -17,7 +17,7 @@ def job_prefix(run_id: str) -> str:
 
 
 def context_prefix(run_id: str) -> str:
-    """Prefix of the documents of `unirun.master.persistence.context`."""
+    """Prefix of the documents of `unirun.failover.persistence.context`."""
     return f"{JOBS}{run_id}/{CONTEXT}"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unirun.cli import main
-from unirun.job.offers import AgentTask
+from unirun.failover.offers import AgentTask
 from unirun.launcher import local
 from unirun.launcher.agent import Agent
 from unirun.rendezvous import JobDir

@@ -16,7 +16,7 @@ from tests.unit.cli.shell import call
 from tests.unit.job.job import Job
 from unirun.cli import logs
 from unirun.cli.logs import start_of_last
-from unirun.master.status_views import status_of
+from unirun.failover.status_views import status_of
 from unirun.observe.status import write_status
 from unirun.rendezvous import JobDir, create_job
 from unirun.values import WorkerId

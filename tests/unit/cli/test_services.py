@@ -12,7 +12,7 @@ from tests.unit.cli.conftest import Compose
 from tests.unit.failover.services import Services, program, service
 from unirun.cli import status as command
 from unirun.errors import SpecError, UsageError
-from unirun.master.status_views import status_of
+from unirun.failover.status_views import status_of
 from unirun.observe import JobStatus
 from unirun.spec import Entry
 from unirun.spec.probes import Probe

@@ -14,10 +14,10 @@ from tests.unit.cli.shell import call
 from tests.unit.job.job import Job
 from unirun.cli.stored import refuse_elsewhere
 from unirun.errors import JobElsewhere
-from unirun.job.failures import Exit, Failure
-from unirun.job.state import JobState
-from unirun.master.persistence.context_store import ContextStore
-from unirun.master.status_views import status_of
+from unirun.failover.failures import Exit, Failure
+from unirun.failover.persistence.context_store import ContextStore
+from unirun.failover.state import JobState
+from unirun.failover.status_views import status_of
 from unirun.observe import JobStatus, write_status
 from unirun.rendezvous import create_job
 from unirun.rendezvous.election import Term, campaign

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from tests.unit.job.job import Job
 from unirun.collocation import Inventory
-from unirun.job.events import After, StartDue, ToAgent
-from unirun.job.state import WorkerState, new_job
+from unirun.failover.events import After, StartDue, ToAgent
+from unirun.failover.state import WorkerState, new_job
 from unirun.spec import Entry, RoleSpec
 from unirun.spec.probes import Probe
 from unirun.values import Place, WorkerId

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from tests.unit.job.invariants import check_job
 from tests.unit.job.job import Job
 from tests.unit.master.persistence.documents import written
+from unirun.failover.events import Command, ToAgent
+from unirun.failover.persistence.context import restore
+from unirun.failover.state import JobState, WorkerPhase, WorkerState
 from unirun.failover.takeover import resume
-from unirun.job.events import Command, ToAgent
-from unirun.job.state import JobState, WorkerPhase, WorkerState
-from unirun.master.persistence.context import restore
 from unirun.values import WorkerId
 from unirun.wire.messages import StartRole
 from unirun.wire.reports import Cause, Ending, Held, HeldStore, Join, WorkerExited

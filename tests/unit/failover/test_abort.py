@@ -12,8 +12,7 @@ from tests.unit.job.invariants import check_job
 from tests.unit.job.job import Job, plain
 from unirun.errors import EXIT_FAILURE
 from unirun.failover.crashes import abort_step, begin_abort
-from unirun.failover.takeover import REJOIN_TIMEOUT
-from unirun.job.events import (
+from unirun.failover.events import (
     After,
     AgentLost,
     Command,
@@ -25,8 +24,9 @@ from unirun.job.events import (
     ToAgent,
     ToWatchers,
 )
-from unirun.job.state import JOB_ENDS, JobPhase, JobState, RolePhase, Verdict, WorkerPhase
-from unirun.master.persistence.context import changed_documents, restore
+from unirun.failover.persistence.context import changed_documents, restore
+from unirun.failover.state import JOB_ENDS, JobPhase, JobState, RolePhase, Verdict, WorkerPhase
+from unirun.failover.takeover import REJOIN_TIMEOUT
 from unirun.values import WorkerId
 from unirun.wire.messages import Shutdown, Stop
 from unirun.wire.reports import FromWorker, Join, Metrics, Notice, WorkerExited

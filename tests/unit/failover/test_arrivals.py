@@ -13,9 +13,9 @@ from tests.unit.job.job import TERM, Job
 from tests.unit.master.persistence.documents import kept, written
 from unirun.collocation import Device, Node
 from unirun.failover.arrivals import trouble
-from unirun.job.events import After, Arrived, GrowthDue, ToGuest
-from unirun.job.transition import GATHER
-from unirun.master.persistence.context import restore, urgent
+from unirun.failover.events import After, Arrived, GrowthDue, ToGuest
+from unirun.failover.persistence.context import restore, urgent
+from unirun.failover.transition import GATHER
 from unirun.values import WorkerId
 from unirun.wire.lobby import Dismissed, Go, Offer
 from unirun.wire.messages import Grow, StartRole, StopWorkers

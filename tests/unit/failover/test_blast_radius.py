@@ -11,10 +11,10 @@ from tests.effort import examples
 from tests.unit.job.job import KILL, Job
 from tests.unit.master.persistence.documents import written
 from unirun.errors import IllegalTransition
+from unirun.failover.persistence.context import changed_documents, restore, urgent
+from unirun.failover.state import JobState
+from unirun.failover.status_views import status_of
 from unirun.failover.takeover import resume
-from unirun.job.state import JobState
-from unirun.master.persistence.context import changed_documents, restore, urgent
-from unirun.master.status_views import status_of
 from unirun.observe import JobStatus
 from unirun.values import WorkerId
 from unirun.wire.reports import (

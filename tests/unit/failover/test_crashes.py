@@ -24,7 +24,7 @@ from unirun.failover.crashes import (
     report_of,
     with_crash,
 )
-from unirun.job.transition import Transition
+from unirun.failover.transition import Transition
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.store.protocol import Put
 from unirun.values import WorkerId

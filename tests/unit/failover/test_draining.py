@@ -10,9 +10,9 @@ from tests.unit.failover.takeover import join, take_over
 from tests.unit.job.job import KILL, TERM, Job
 from tests.unit.master.persistence.documents import kept, written
 from unirun.failover.draining import AGAIN
-from unirun.job.events import ToAgent
-from unirun.job.state import RolePhase
-from unirun.master.persistence.context import restore, urgent
+from unirun.failover.events import ToAgent
+from unirun.failover.persistence.context import restore, urgent
+from unirun.failover.state import RolePhase
 from unirun.values import WorkerId
 from unirun.wire.messages import Drain, Drained, OpenStore, Shutdown, StartRole, StopWorkers
 from unirun.wire.reports import FromWorker, GroupFormed, Serving, WorkerError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from unirun.failover.failures import Exit, Failure
 from unirun.failover.lost_peers import is_consequence, lost, missed, waited_for_a_peer
-from unirun.job.failures import Exit, Failure
 from unirun.values import WorkerId
 
 TRANSPORT = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp"

@@ -10,12 +10,12 @@ from tests.unit.job.job import TERM, Job
 from tests.unit.master.persistence.documents import kept, written
 from unirun.collocation import Device, Inventory, Node
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, IllegalTransition, Refused
+from unirun.failover.events import After, LossesDue, RejoinTimedOut
 from unirun.failover.node_loss import LOSS_DELAY
-from unirun.job.events import After, LossesDue, RejoinTimedOut
-from unirun.job.state import JobPhase, RolePhase
-from unirun.master.persistence.context import restore
-from unirun.master.status_views import status_of
-from unirun.master.step import step
+from unirun.failover.persistence.context import restore
+from unirun.failover.state import JobPhase, RolePhase
+from unirun.failover.status_views import status_of
+from unirun.failover.step import step
 from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, StartRole, StopWorkers, View
 from unirun.wire.reports import FromWorker, GroupFormed, Notice, Serving

@@ -9,9 +9,9 @@ from tests.unit.failover.takeover import join, take_over
 from tests.unit.job.job import TERM, Job
 from tests.unit.master.persistence.documents import kept, written
 from unirun.errors import EXIT_PLACEMENT, EXIT_RENDEZVOUS, Refused
-from unirun.job.events import JoinTimedOut, RejoinTimedOut
-from unirun.job.state import JobPhase
-from unirun.master.persistence.context import restore
+from unirun.failover.events import JoinTimedOut, RejoinTimedOut
+from unirun.failover.persistence.context import restore
+from unirun.failover.state import JobPhase
 from unirun.values import WorkerId
 from unirun.wire.messages import StartRole, Stop, View
 from unirun.wire.reports import FromWorker, Notice, Serving, WorkerExited

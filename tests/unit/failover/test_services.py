@@ -13,8 +13,8 @@ from tests.unit.failover.takeover import rejoin
 from tests.unit.job.job import TERM, Job
 from unirun.collocation import Device, Inventory, Node, place
 from unirun.errors import EXIT_PLACEMENT
-from unirun.job.events import AgentLost, JoinTimedOut, LossesDue, ToAgent
-from unirun.job.state import NEVER, ROLE_ENDS, JobPhase, RolePhase, new_job
+from unirun.failover.events import AgentLost, JoinTimedOut, LossesDue, ToAgent
+from unirun.failover.state import NEVER, ROLE_ENDS, JobPhase, RolePhase, new_job
 from unirun.spec import Entry, RoleSpec
 from unirun.wire.messages import Drain, Drained, Reserve, StartRole, StopWorkers
 from unirun.wire.reports import Notice, Placed

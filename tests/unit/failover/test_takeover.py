@@ -11,12 +11,12 @@ from tests.unit.failover.takeover import TWO, end, join, kinds, rejoin, starts, 
 from tests.unit.job.job import KILL, TERM, Job, plain
 from tests.unit.master.persistence.documents import written
 from unirun.errors import IllegalTransition, Refused
+from unirun.failover.events import After, JoinTimedOut, Record, RejoinTimedOut, ToAgent
+from unirun.failover.failures import Exit
+from unirun.failover.persistence.context import restore
 from unirun.failover.restart_or_end import shutdown_order
+from unirun.failover.state import JobPhase, Verdict, WorkerPhase, WorkerState
 from unirun.failover.takeover import REJOIN_TIMEOUT, resume
-from unirun.job.events import After, JoinTimedOut, Record, RejoinTimedOut, ToAgent
-from unirun.job.failures import Exit
-from unirun.job.state import JobPhase, Verdict, WorkerPhase, WorkerState
-from unirun.master.persistence.context import restore
 from unirun.values import WorkerId
 from unirun.wire.messages import (
     ExitAck,

@@ -11,8 +11,8 @@ from tests.unit.failover.takeover import TWO, Who, end, join, kinds, starts, tak
 from tests.unit.job.job import TERM, Job
 from tests.unit.job.walk import Walk
 from unirun.errors import EXIT_RENDEZVOUS
-from unirun.job.events import JoinTimedOut, RejoinTimedOut
-from unirun.job.state import JOB_ENDS, ROLE_ENDS, ROLE_WORKS, JobPhase, WorkerPhase
+from unirun.failover.events import JoinTimedOut, RejoinTimedOut
+from unirun.failover.state import JOB_ENDS, ROLE_ENDS, ROLE_WORKS, JobPhase, WorkerPhase
 from unirun.wire.messages import StartRole, Stop, StopWorkers, View
 from unirun.wire.reports import Join
 

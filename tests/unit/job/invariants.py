@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from unirun.errors import IllegalTransition
-from unirun.job.state import JOB_ENDS, ROLE_ENDS, JobState, Looked, RolePhase, RoleState, WorkerPhase
+from unirun.failover.state import JOB_ENDS, ROLE_ENDS, JobState, Looked, RolePhase, RoleState, WorkerPhase
 
 
 def check_role(role: RoleState, max_restarts: int, *, has_window: bool = False) -> None:

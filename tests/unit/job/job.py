@@ -8,8 +8,7 @@ from typing import Self, TypeVar
 from tests.sim.views import told_view
 from tests.unit.job.invariants import check_job
 from unirun.collocation import Assignment, Inventory, Placement, place
-from unirun.graph import declared
-from unirun.job.events import (
+from unirun.failover.events import (
     After,
     Command,
     Event,
@@ -20,9 +19,10 @@ from unirun.job.events import (
     ToAgents,
     ToWatchers,
 )
-from unirun.job.state import new_job
-from unirun.job.ties import ties_of
-from unirun.master.step import step
+from unirun.failover.state import new_job
+from unirun.failover.step import step
+from unirun.failover.ties import ties_of
+from unirun.graph import declared
 from unirun.spec import Entry, EntryKind, JobSpec, RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, StopWorkers, View

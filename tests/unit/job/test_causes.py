@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.job.job import TERM, Job
 from unirun.errors import IllegalTransition
-from unirun.job.events import Record, ToAgent
+from unirun.failover.events import Record, ToAgent
 from unirun.values import WorkerId
 from unirun.wire.messages import Stop, StopWorkers
 from unirun.wire.reports import WorkerExited, WorkerRunning, WorkerStarted

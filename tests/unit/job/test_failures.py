@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import to_builtins
 
-from unirun.job.failures import MARK, MESSAGE, NOTE, TAIL, TRACEBACK, Exit, Failure, beginning, brief, ending
+from unirun.failover.failures import (
+    MARK,
+    MESSAGE,
+    NOTE,
+    TAIL,
+    TRACEBACK,
+    Exit,
+    Failure,
+    beginning,
+    brief,
+    ending,
+)
 from unirun.values import WorkerId
 
 MOST = 32 * 1024

@@ -10,7 +10,7 @@ from tests.unit.failover.takeover import held, take_over
 from tests.unit.failover.workloads import serving, workload
 from tests.unit.job.job import Job
 from unirun.errors import Refused
-from unirun.job.events import Event
+from unirun.failover.events import Event
 from unirun.values import WorkerId
 from unirun.wire.reports import FromWorker, GroupFormed, HeldStore, WorkerExited, WorkerRunning
 from unirun.wire.spawning import StoreEnded, StoreOpened

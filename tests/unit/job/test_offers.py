@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.json import encode as to_json
 
 from unirun.collocation.inventory import Node
-from unirun.job.offers import inventory_of, misfits
+from unirun.failover.offers import inventory_of, misfits
 from unirun.launcher.hosts.lobby import refusal
 from unirun.wire.lobby import Offer
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from unirun.job.failures import Exit
-from unirun.job.ranks import BLOCK, Ranks
-from unirun.job.state import WorkerPhase, WorkerState
+from unirun.failover.failures import Exit
+from unirun.failover.ranks import BLOCK, Ranks
+from unirun.failover.state import WorkerPhase, WorkerState
 
 PHASES = (WorkerPhase.STARTING, WorkerPhase.RUNNING, WorkerPhase.EXITED)
 

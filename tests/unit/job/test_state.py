@@ -11,9 +11,9 @@ from tests.unit.failover.losses import nodes, workloads
 from tests.unit.job.invariants import check_job, check_role
 from tests.unit.job.job import Job
 from unirun.errors import IllegalTransition
-from unirun.job.failures import Exit, Failure
-from unirun.job.ranks import Ranks
-from unirun.job.state import (
+from unirun.failover.failures import Exit, Failure
+from unirun.failover.ranks import Ranks
+from unirun.failover.state import (
     KEPT_FAILURES,
     JobPhase,
     JobState,

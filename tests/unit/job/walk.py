@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from tests.unit.job.job import KILL, TERM, Job
 from unirun.collocation import Device, Inventory, Node
-from unirun.job.events import AgentLost, Event, ViewDue
-from unirun.job.state import JOB_ENDS, JobState
+from unirun.failover.events import AgentLost, Event, ViewDue
+from unirun.failover.state import JOB_ENDS, JobState
 from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, Stop
 from unirun.wire.reports import (

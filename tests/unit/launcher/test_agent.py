@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tests.effort import SOON
 from unirun.errors import Refused
-from unirun.job.offers import AgentTask
+from unirun.failover.offers import AgentTask
 from unirun.launcher import core, events
 from unirun.launcher.agent import Agent
 from unirun.launcher.environment import SpawnerKey

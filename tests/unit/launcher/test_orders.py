@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from unirun.job.offers import AgentTask
+from unirun.failover.offers import AgentTask
 from unirun.launcher.environment import FRESH
 from unirun.launcher.orders import PRELOAD, Orders
 from unirun.rendezvous import JobDir

@@ -13,10 +13,10 @@ from tests.unit.job.job import Job
 from tests.unit.master.persistence.unsteady import UnsteadyStore
 from unirun.errors import ConnectionLost
 from unirun.failover.crashes import Crash
+from unirun.failover.persistence.context_store import ContextStore
+from unirun.failover.step import step
 from unirun.failover.takeover import resume
-from unirun.master.persistence.context_store import ContextStore
 from unirun.master.shell import Core, Master
-from unirun.master.step import step
 from unirun.observe import read_events
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import campaign

@@ -13,8 +13,8 @@ from msgspec.json import encode as to_json
 from tests.effort import SOON
 from tests.unit.failover.losses import scripts
 from unirun.collocation import Node
-from unirun.job.events import Arrived, Event
-from unirun.job.offers import AgentTask, versions
+from unirun.failover.events import Arrived, Event
+from unirun.failover.offers import AgentTask, versions
 from unirun.master.admission import Admission
 from unirun.rendezvous import JobDir
 from unirun.wire.address import Address, TcpAddress, UnixAddress

@@ -16,8 +16,8 @@ from tests.unit.wire.places import credentials_in
 from unirun.collocation import Device, Inventory, Node
 from unirun.errors import ConnectionLost
 from unirun.failover import silence
+from unirun.failover.events import RejoinTimedOut
 from unirun.failover.takeover import resume
-from unirun.job.events import RejoinTimedOut
 from unirun.master import beats
 from unirun.master.beats import unheard
 from unirun.rendezvous.keys import silent_key

@@ -9,10 +9,10 @@ from tests.unit.master.court import SEAT, Court, all_of, eventually, until
 from tests.unit.master.streams import ended
 from unirun.errors import Fenced, StoreAway
 from unirun.failover.crashes import STORY, abort_step, begin_abort
-from unirun.job.events import Command, Event
-from unirun.job.state import JobPhase, JobState, Verdict
+from unirun.failover.events import Command, Event
+from unirun.failover.state import JobPhase, JobState, Verdict
+from unirun.failover.step import step
 from unirun.master.shell import Core
-from unirun.master.step import step
 from unirun.rendezvous.election import leader_of
 from unirun.values import WorkerId
 from unirun.wire.messages import (

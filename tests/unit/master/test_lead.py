@@ -18,14 +18,14 @@ from tests.unit.job.job import TERM, Job
 from tests.unit.master.persistence.documents import kept, written
 from unirun.errors import EXIT_FAILURE, JobError
 from unirun.failover.crashes import MOST, Crash, record_crash
+from unirun.failover.persistence.context_store import ContextStore, load
+from unirun.failover.state import JobPhase, JobState
+from unirun.failover.step import step
 from unirun.failover.takeover import resume
-from unirun.job.state import JobPhase, JobState
 from unirun.master import __main__ as process
 from unirun.master import lead as leading
 from unirun.master.lead import TERM_TTL, lead
-from unirun.master.persistence.context_store import ContextStore, load
 from unirun.master.shell import Core
-from unirun.master.step import step
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import Leader, Term, campaign, leader_of
 from unirun.rendezvous.store.protocol import Store

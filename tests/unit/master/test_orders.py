@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.effort import examples
 from tests.unit.job.job import KILL, TERM
 from tests.unit.job.walk import Walk
-from unirun.job.events import (
+from unirun.failover.events import (
     After,
     AgentLost,
     Command,
@@ -23,9 +23,9 @@ from unirun.job.events import (
     ToWatchers,
     ViewDue,
 )
-from unirun.job.failures import Exit
-from unirun.job.state import JOB_ENDS, ROLE_WORKS, JobState, RoleState, WorkerPhase, WorkerState
-from unirun.job.transition import VIEW_DELAY
+from unirun.failover.failures import Exit
+from unirun.failover.state import JOB_ENDS, ROLE_WORKS, JobState, RoleState, WorkerPhase, WorkerState
+from unirun.failover.transition import VIEW_DELAY
 from unirun.wire.messages import (
     ExitAck,
     OpenStore,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.master.court import SEAT, Court, all_of, until
-from unirun.master.persistence.context_store import load
+from unirun.failover.persistence.context_store import load
 from unirun.rendezvous.election import campaign, leader_of
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress

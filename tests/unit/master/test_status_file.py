@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.job.job import Job
+from unirun.failover.status_views import status_of
 from unirun.master.status_file import StatusFile
-from unirun.master.status_views import status_of
 from unirun.rendezvous import JobDir
 
 

@@ -6,15 +6,9 @@ import pytest
 
 from tests.unit.job.job import TERM, Job
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
-from unirun.job.events import (
-    AgentLost,
-    Event,
-    JoinTimedOut,
-    OwnerLost,
-    ToAgent,
-)
-from unirun.job.state import JobPhase, WorkerPhase
-from unirun.master.status_views import present, status_of
+from unirun.failover.events import AgentLost, Event, JoinTimedOut, OwnerLost, ToAgent
+from unirun.failover.state import JobPhase, WorkerPhase
+from unirun.failover.status_views import present, status_of
 from unirun.values import WorkerId
 from unirun.wire.messages import RoleChanged, StartRole, Stop, StopWorkers, View, WorkerOutput
 from unirun.wire.reports import (

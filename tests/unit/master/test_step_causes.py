@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.unit.job.job import TERM, Job
+from unirun.failover.events import ToWatchers
 from unirun.failover.restart_or_end import EVIDENCE
-from unirun.job.events import ToWatchers
 from unirun.wire.messages import StopWorkers
 from unirun.wire.reports import Notice, WorkerError
 

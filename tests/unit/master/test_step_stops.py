@@ -8,11 +8,9 @@ import pytest
 
 from tests.unit.job.job import KILL, TERM, Job
 from unirun.errors import Refused
-from unirun.job.events import (
-    OwnerLost,
-)
-from unirun.job.state import JobPhase
-from unirun.master.step import OWNER_LOST_GRACE
+from unirun.failover.events import OwnerLost
+from unirun.failover.state import JobPhase
+from unirun.failover.step import OWNER_LOST_GRACE
 from unirun.wire.messages import PassOn, StartRole, Stop, StopWorkers
 from unirun.wire.reports import (
     WorkerError,

@@ -21,12 +21,12 @@ from unirun.errors import (
     UnirunError,
     WireError,
 )
+from unirun.failover.persistence.context_store import load
 from unirun.failover.silence import SILENT
+from unirun.failover.status_views import farewell
 from unirun.launcher.foreground.console import Console
 from unirun.launcher.foreground.display import Display, pass_on_error
 from unirun.launcher.local import FAREWELL, RunningJob, first_words, last_words
-from unirun.master.persistence.context_store import load
-from unirun.master.status_views import farewell
 from unirun.rendezvous.election import Leader
 from unirun.rendezvous.masters import Masters, Vacant
 from unirun.rendezvous.store.url import open_store

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from unirun.collocation import Inventory
 from unirun.errors import AuthError, RendezvousError, WireError
-from unirun.job.offers import inventory_of, misfits, versions
+from unirun.failover.offers import inventory_of, misfits, versions
 from unirun.launcher.foreground.terminal import drop_input, warn
 from unirun.launcher.hosts.interfaces import choose, is_own, resolve, route_to
 from unirun.launcher.hosts.lobby import Lobby, assign, part, refusal

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from unirun.errors import UnirunError
-from unirun.job.offers import Unfit
+from unirun.failover.offers import Unfit
 from unirun.launcher.hosts.connection import carried, reach
 from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.lobby import refusal

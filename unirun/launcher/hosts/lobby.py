@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from unirun.errors import RendezvousError, UnirunError, WireError
-from unirun.job.offers import Unfit
+from unirun.failover.offers import Unfit
 from unirun.values import Value
 from unirun.wire.aio import Stream
 from unirun.wire.lobby import Assigned, Dismissed, Offer, Ready, expected

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from unirun.collocation import local_inventory
 from unirun.errors import RendezvousError, UnirunError
-from unirun.job.offers import AgentTask, versions
+from unirun.failover.offers import AgentTask, versions
 from unirun.launcher.hosts.interfaces import choose, route_to
 from unirun.launcher.local import Member
 from unirun.launcher.orders import on_host

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from unirun.collocation import Inventory
 from unirun.errors import JobError, RendezvousError, UnirunError
-from unirun.job.offers import Unfit, inventory_of, misfits, versions
+from unirun.failover.offers import Unfit, inventory_of, misfits, versions
 from unirun.launcher.hosts.connection import Remote, carried, reach
 from unirun.launcher.hosts.copying import Copy, copy_on, record_hosts
 from unirun.launcher.hosts.hostlist import Host

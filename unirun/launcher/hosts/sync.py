@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from unirun.errors import RendezvousError, UsageError
-from unirun.job.offers import Unfit
+from unirun.failover.offers import Unfit
 from unirun.launcher.hosts.connection import OPTIONS, explain, for_any_shell, is_local
 from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.lobby import refusal

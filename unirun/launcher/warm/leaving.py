@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from unirun.job.offers import AgentTask
+from unirun.failover.offers import AgentTask
 from unirun.launcher.environment import FRESH, for_workers
 from unirun.launcher.orders import Orders
 from unirun.launcher.warm.borrowing import VARIABLE, Choice, choose, running, some_start, start

@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from unirun.errors import Fenced, StoreError
-from unirun.job.events import Command
-from unirun.job.state import JobState, Verdict
-from unirun.master.persistence.context_store import ContextStore
-from unirun.master.persistence.ledger import Ledger
+from unirun.failover.events import Command
+from unirun.failover.persistence.context_store import ContextStore
+from unirun.failover.persistence.ledger import Ledger
+from unirun.failover.state import JobState, Verdict
 from unirun.rendezvous.election import Term
 from unirun.values import WorkerId
 from unirun.wire.asking import Ask, ToWorker

@@ -1,6 +1,6 @@
 """On the PYTHONPATH of a job: its masters have a bug.
 
-PLANTED is the function of `unirun.master.step` that fails; PLANTED_WAY is ``raise`` or ``exit``.
+PLANTED is the function of `unirun.failover.step` that fails; PLANTED_WAY is ``raise`` or ``exit``.
 """
 
 import os
@@ -16,4 +16,4 @@ if "unirun.master" in sys.orig_argv or any(each.endswith(COMMAND) for each in sy
             os._exit(1)
         raise ZeroDivisionError("planted")
 
-    setattr(import_module("unirun.master.step"), os.environ["PLANTED"], broken)
+    setattr(import_module("unirun.failover.step"), os.environ["PLANTED"], broken)

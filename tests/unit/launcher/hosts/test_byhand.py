@@ -18,7 +18,7 @@ from tests.effort import SOON
 from tests.unit.wire.places import Place
 from unirun.collocation import Inventory
 from unirun.errors import RendezvousError, WireError
-from unirun.job.offers import AgentTask
+from unirun.failover.offers import AgentTask
 from unirun.launcher.hosts import ssh
 from unirun.launcher.hosts.byhand import Meeting, run_head, run_member
 from unirun.launcher.hosts.member import offer, take_part

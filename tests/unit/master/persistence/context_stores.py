@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 from tests.unit.master.persistence.unsteady import UnsteadyStore
 from unirun.errors import Fenced, StoreError
-from unirun.master.persistence.context_store import (
-    ContextStore,
-)
+from unirun.failover.persistence.context_store import ContextStore
 from unirun.rendezvous.election import Term, campaign
 from unirun.wire.address import UnixAddress
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from tests.unit.job.job import Job
 from tests.unit.master.persistence.unsteady import UnsteadyStore
-from unirun.job.events import Command, Record
-from unirun.job.state import JobState, Verdict
-from unirun.master.persistence.context_store import ContextStore, load
+from unirun.failover.events import Command, Record
+from unirun.failover.persistence.context_store import ContextStore, load
+from unirun.failover.state import JobState, Verdict
 from unirun.master.persistence.writer import Writer
 from unirun.rendezvous.election import campaign
 from unirun.wire.address import UnixAddress

@@ -5,9 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unirun.collocation import Assignment, Placement
-from unirun.job.ranks import Ranks
-from unirun.job.state import JobState, new_job
-from unirun.master.persistence.context import changed_documents
+from unirun.failover.persistence.context import changed_documents
+from unirun.failover.ranks import Ranks
+from unirun.failover.state import JobState, new_job
 from unirun.spec import Entry, JobSpec, RoleSpec
 
 Documents = dict[str, str]

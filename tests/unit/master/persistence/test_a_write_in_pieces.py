@@ -12,15 +12,13 @@ from tests.unit.master.persistence.context_stores import RUN, contexts
 from tests.unit.master.persistence.documents import kept, many
 from tests.unit.master.persistence.unsteady import UnsteadyStore
 from unirun.errors import StoreAway
-from unirun.job.failures import Exit, Failure
-from unirun.job.ranks import Ranks
-from unirun.job.state import JobState, WorkerPhase
-from unirun.master.persistence import context as context_module
-from unirun.master.persistence import context_store as store_module
-from unirun.master.persistence.context import changed_documents
-from unirun.master.persistence.context_store import (
-    load,
-)
+from unirun.failover.failures import Exit, Failure
+from unirun.failover.persistence import context as context_module
+from unirun.failover.persistence import context_store as store_module
+from unirun.failover.persistence.context import changed_documents
+from unirun.failover.persistence.context_store import load
+from unirun.failover.ranks import Ranks
+from unirun.failover.state import JobState, WorkerPhase
 from unirun.values import WorkerId
 from unirun.wire.reports import Join
 

@@ -19,12 +19,12 @@ from tests.unit.job.job import TERM, Job
 from tests.unit.job.walk import Walk
 from tests.unit.master.persistence.documents import Documents, applied, kept, written
 from unirun.errors import StoreRefused
+from unirun.failover.events import Event, JoinTimedOut, ViewDue
+from unirun.failover.persistence import documents
+from unirun.failover.persistence.context import SCHEMA, changed_documents, restore, urgent
+from unirun.failover.persistence.documents import unpacked
+from unirun.failover.state import JobState
 from unirun.failover.takeover import resume
-from unirun.job.events import Event, JoinTimedOut, ViewDue
-from unirun.job.state import JobState
-from unirun.master.persistence import documents
-from unirun.master.persistence.context import SCHEMA, changed_documents, restore, urgent
-from unirun.master.persistence.documents import unpacked
 from unirun.values import WorkerId
 from unirun.wire.messages import Stop
 from unirun.wire.reports import (

@@ -6,11 +6,11 @@ import pytest
 
 from tests.unit.job.job import Job
 from tests.unit.master.persistence.documents import applied, kept, many, written
-from unirun.job.events import Event
-from unirun.job.failures import Exit, Failure
-from unirun.job.state import JobState, WorkerPhase
-from unirun.master.persistence.context import changed_documents, restore
-from unirun.master.step import step
+from unirun.failover.events import Event
+from unirun.failover.failures import Exit, Failure
+from unirun.failover.persistence.context import changed_documents, restore
+from unirun.failover.state import JobState, WorkerPhase
+from unirun.failover.step import step
 from unirun.values import WorkerId
 from unirun.wire.reports import (
     FromWorker,

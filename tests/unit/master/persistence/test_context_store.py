@@ -17,16 +17,11 @@ from tests.unit.master.persistence.context_stores import RUN, contexts, term, un
 from tests.unit.master.persistence.documents import applied, kept, many
 from tests.unit.master.persistence.unsteady import Fault, UnsteadyStore
 from unirun.errors import Fenced, OutcomeUnknown, StoreAway, StoreError, StoreRefused
-from unirun.job.failures import Exit, Failure
-from unirun.job.state import JobState
-from unirun.master.persistence import context_store as store_module
-from unirun.master.persistence.context import changed_documents
-from unirun.master.persistence.context_store import (
-    MAX_BYTES,
-    MAX_OPERATIONS,
-    load,
-    read_context,
-)
+from unirun.failover.failures import Exit, Failure
+from unirun.failover.persistence import context_store as store_module
+from unirun.failover.persistence.context import changed_documents
+from unirun.failover.persistence.context_store import MAX_BYTES, MAX_OPERATIONS, load, read_context
+from unirun.failover.state import JobState
 from unirun.rendezvous.store.protocol import MAX_CHANGES, MAX_SIZE, Put, ValueIs
 from unirun.values import WorkerId
 from unirun.wire.reports import Join

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unirun.master.persistence.context_store import ContextStore
+from unirun.failover.persistence.context_store import ContextStore
 from unirun.rendezvous.election import campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.memory import MemoryStore

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from tests.effort import examples
 from tests.unit.job.job import TERM, Job
 from tests.unit.job.walk import Walk
-from unirun.job.events import Command, Record, ToAgent
-from unirun.job.state import JobState
-from unirun.master.persistence.context import urgent
-from unirun.master.persistence.ledger import Ledger
+from unirun.failover.events import Command, Record, ToAgent
+from unirun.failover.persistence.context import urgent
+from unirun.failover.persistence.ledger import Ledger
+from unirun.failover.state import JobState
 from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, OpenStore, Shutdown, Stop, StopWorkers
 from unirun.wire.reports import WorkerRunning

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from tests.unit.master.persistence.documents import applied, kept, many, written
 from unirun.collocation import Assignment, Device, Inventory, Node, Placement
 from unirun.collocation.inventory import NumaNode
-from unirun.job.state import JobState, new_job
-from unirun.master.persistence.context import changed_documents, restore
+from unirun.failover.persistence.context import changed_documents, restore
+from unirun.failover.state import JobState, new_job
 
 ROLES = ("role0", "role1")
 RANKS = 3

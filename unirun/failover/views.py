@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from unirun.job.state import JobState, RoleState, Told, WorkerPhase, WorkerState
+from unirun.failover.state import JobState, RoleState, Told, WorkerPhase, WorkerState
 from unirun.spec import JobSpec
 from unirun.values import Place
 from unirun.wire.messages import ChannelBrief, RoleBrief, RoleView, View, Welcome, WorkerView

@@ -10,9 +10,9 @@ from msgspec import field
 from msgspec.structs import replace
 
 from unirun.collocation import Inventory, Placement
+from unirun.failover.failures import Exit, Failure, brief
+from unirun.failover.ranks import Ranks
 from unirun.graph import added
-from unirun.job.failures import Exit, Failure, brief
-from unirun.job.ranks import Ranks
 from unirun.spec import EntryKind, JobSpec, Restart, RoleSpec
 from unirun.values import Place, Value
 from unirun.wire.reports import CallCount, Health, Join

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unirun.failover.blast_radius import learned, waiting
+from unirun.failover.failures import Failure
 from unirun.failover.readiness import waiting_to_start
-from unirun.job.failures import Failure
-from unirun.job.state import JOB_ENDS, JobState
-from unirun.job.transition import output_of, role_changed
+from unirun.failover.state import JOB_ENDS, JobState
+from unirun.failover.transition import output_of, role_changed
 from unirun.observe import (
     FAILURES,
     CallStatus,

@@ -13,7 +13,7 @@ from operator import is_not
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 if TYPE_CHECKING:
-    from unirun.job.state import Standing, WorkerState
+    from unirun.failover.state import Standing, WorkerState
 
 T = TypeVar("T")
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from unirun.errors import Fenced, OutcomeUnknown
-from unirun.job.state import JobState
-from unirun.master.persistence.context import changed_documents, restore
-from unirun.master.persistence.documents import Changes
-from unirun.master.status_views import summary_of
+from unirun.failover.persistence.context import changed_documents, restore
+from unirun.failover.persistence.documents import Changes
+from unirun.failover.state import JobState
+from unirun.failover.status_views import summary_of
 from unirun.rendezvous.election import Term
 from unirun.rendezvous.keys import (
     CONTEXT,
@@ -55,7 +55,7 @@ def load(store: Store, run_id: str) -> JobState | None:
 
 
 def read_context(store: Store, run_id: str) -> dict[str, str]:
-    """The documents of a job, by their names in `unirun.master.persistence.context`.
+    """The documents of a job, by their names in `unirun.failover.persistence.context`.
 
     Those of a write in pieces are among them as soon as all of its pieces are there.
     """

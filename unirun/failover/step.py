@@ -10,13 +10,7 @@ from msgspec.structs import replace
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
 from unirun.failover.arrivals import arrived, grow, grow_elastic
 from unirun.failover.draining import drain, leave_when_empty
-from unirun.failover.node_loss import agent_lost, begin_without, nodes_lost
-from unirun.failover.readiness import health_changed, placed, reserve_again, start_due, stop_due, wait_again
-from unirun.failover.restart_or_end import end_as_told, end_if_over, settle, stop_all
-from unirun.failover.takeover import REJOIN_TIMEOUT, all_back, bare, take_up
-from unirun.failover.worker_failure import exited, store_ended
-from unirun.graph import sound
-from unirun.job.events import (
+from unirun.failover.events import (
     AgentLost,
     Arrived,
     Command,
@@ -31,8 +25,11 @@ from unirun.job.events import (
     ToWatchers,
     ViewDue,
 )
-from unirun.job.generations import form_if_all_are_there, obstructed, opened
-from unirun.job.state import (
+from unirun.failover.generations import form_if_all_are_there, obstructed, opened
+from unirun.failover.node_loss import agent_lost, begin_without, nodes_lost
+from unirun.failover.readiness import health_changed, placed, reserve_again, start_due, stop_due, wait_again
+from unirun.failover.restart_or_end import end_as_told, end_if_over, settle, stop_all
+from unirun.failover.state import (
     JOB_ENDS,
     ROLE_WORKS,
     JobPhase,
@@ -42,7 +39,10 @@ from unirun.job.state import (
     Verdict,
     WorkerPhase,
 )
-from unirun.job.transition import Transition, is_member, output_of
+from unirun.failover.takeover import REJOIN_TIMEOUT, all_back, bare, take_up
+from unirun.failover.transition import Transition, is_member, output_of
+from unirun.failover.worker_failure import exited, store_ended
+from unirun.graph import sound
 from unirun.values import WorkerId
 from unirun.wire.messages import Drain, Grow, PassOn, Stop
 from unirun.wire.reports import (

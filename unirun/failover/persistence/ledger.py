@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from unirun.job.events import Command, ToAgent, ToAgents
-from unirun.job.state import JobState
-from unirun.master.persistence.context import urgent
+from unirun.failover.events import Command, ToAgent, ToAgents
+from unirun.failover.persistence.context import urgent
+from unirun.failover.state import JobState
 from unirun.wire.messages import Shutdown, StopWorkers
 
 _ENDS = StopWorkers | Shutdown

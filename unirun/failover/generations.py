@@ -13,8 +13,8 @@ from collections.abc import Collection, Sequence
 from msgspec.structs import replace
 
 from unirun.collocation import Assignment
-from unirun.job.ranks import Ranks
-from unirun.job.state import (
+from unirun.failover.ranks import Ranks
+from unirun.failover.state import (
     NEVER,
     ROLE_ENDS,
     JobPhase,
@@ -25,8 +25,8 @@ from unirun.job.state import (
     WorkerState,
     waiting,
 )
-from unirun.job.transition import Transition
-from unirun.job.views import endpoint, leader
+from unirun.failover.transition import Transition
+from unirun.failover.views import endpoint, leader
 from unirun.values import Place
 from unirun.wire.messages import OpenStore, StartRole, StartWorker
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unirun.errors import IllegalTransition
-from unirun.job.events import (
+from unirun.failover.events import (
     After,
     Command,
     GrowthDue,
@@ -16,8 +16,8 @@ from unirun.job.events import (
     ToWatchers,
     ViewDue,
 )
-from unirun.job.state import JobState, RoleState, Told, WorkerPhase, WorkerState
-from unirun.job.views import endpoints_of, news_of, whole_view
+from unirun.failover.state import JobState, RoleState, Told, WorkerPhase, WorkerState
+from unirun.failover.views import endpoints_of, news_of, whole_view
 from unirun.values import WorkerId
 from unirun.wire.messages import Message, RoleChanged, StopWorkers, View, WorkerOutput
 

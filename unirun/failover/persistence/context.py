@@ -27,9 +27,7 @@ from msgspec import convert, to_builtins
 from msgspec.structs import replace
 
 from unirun.errors import StoreRefused
-from unirun.job.ranks import BLOCK, Ranks
-from unirun.job.state import NEVER, ROLE_WORKS, JobState, RoleState, WorkerState
-from unirun.master.persistence.documents import (
+from unirun.failover.persistence.documents import (
     Changes,
     Documents,
     Run,
@@ -40,6 +38,8 @@ from unirun.master.persistence.documents import (
     unpacked,
     values_of,
 )
+from unirun.failover.ranks import BLOCK, Ranks
+from unirun.failover.state import NEVER, ROLE_WORKS, JobState, RoleState, WorkerState
 
 SCHEMA = 9
 

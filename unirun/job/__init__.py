@@ -1,1 +1,0 @@
-"""The state of a job and its transitions: frozen values, the events that change them, the commands that follow."""
