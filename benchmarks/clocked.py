@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from unirun.master.lead import lead
+from unirun.launcher.master.lead import lead
 from unirun.rendezvous import JobDir
 from unirun.wire.credentials import load_credentials
 from unirun.wire.sockets import listen, listen_tcp

@@ -43,7 +43,7 @@ TORCH_MODULES = frozenset(
     }
 )
 MASTER_SHELLS = frozenset(
-    f"unirun.master.{name}"
+    f"unirun.launcher.master.{name}"
     for name in ("shell", "admission", "beats", "status_file", "persistence.writer", "lead", "__main__")
 )
 """Streams, the beats on them, nodes that join, the tasks that write to the store, how a process comes to lead, and that process. All else decides."""

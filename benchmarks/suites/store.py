@@ -152,7 +152,7 @@ def crowd_costs() -> tuple[float, float]:
         os.close(lock)
         job.write_first_context(changed_documents(None, replace(_large_job(AGENTS, 1), uid=job.uid)))
         env = environment(home)
-        command = (sys.executable, "-m", "unirun.master", str(job.path), "0")
+        command = (sys.executable, "-m", "unirun.launcher.master", str(job.path), "0")
         master = subprocess.Popen(command, env=env, text=True)
         processes.append(master)
         command = (sys.executable, "-m", "benchmarks.crowd", str(job.path), str(AGENTS))

@@ -41,7 +41,7 @@ EXEC = ("--start-method", "exec")
 """Each worker is a new interpreter: tests that do not need torch do not wait for its import."""
 
 SHORT_TERM = {
-    "unirun.master.lead.TERM_TTL": 3.0,
+    "unirun.launcher.master.lead.TERM_TTL": 3.0,
     "unirun.rendezvous.seat.CALM": 0.3,
     "unirun.rendezvous.following.CHECK": 0.3,
 }

@@ -22,7 +22,7 @@ from .masters import Masters, Steady, calm
 
 pytestmark = pytest.mark.timeout(300)
 
-AWAY = 3 * SHORT_TERM["unirun.master.lead.TERM_TTL"]
+AWAY = 3 * SHORT_TERM["unirun.launcher.master.lead.TERM_TTL"]
 """Seconds of an outage: three times a master's lease."""
 
 Cluster = Callable[..., Servers]

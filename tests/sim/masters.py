@@ -32,8 +32,8 @@ from unirun.failover.restart_or_end import shutdown_order
 from unirun.failover.state import JOB_ENDS, JobPhase, JobState, Verdict
 from unirun.failover.step import step
 from unirun.failover.takeover import resume
-from unirun.master.lead import TERM_TTL
-from unirun.master.persistence.writer import END_PATIENCE, STOP_PATIENCE
+from unirun.launcher.master.lead import TERM_TTL
+from unirun.launcher.master.writer import END_PATIENCE, STOP_PATIENCE
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.wire.address import UnixAddress

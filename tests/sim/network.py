@@ -136,7 +136,7 @@ class ContactModel:
 
 
 class BeatsModel:
-    """As `unirun.master.beats`, without sockets."""
+    """As `unirun.launcher.master.beats`, without sockets."""
 
     def __init__(self, master: MasterModel) -> None:
         self._master, self._stage = master, master.stage

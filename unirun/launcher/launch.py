@@ -120,7 +120,7 @@ def launch(
 
     def run_master(agents: Mapping[str, int]) -> None:
         # Imported in the master's process, while the agents start.
-        from unirun.master.lead import lead
+        from unirun.launcher.master.lead import lead
 
         if head is not None and head.etcd:
             wait_until_up(job.store_url)

@@ -249,7 +249,7 @@ class Standby:
 
     def _popen(self, deposing: int) -> _Master:
         tcp = [] if self._tcp is None else [self._tcp.fileno()]
-        command = [sys.executable, "-P", "-m", "unirun.master", str(self._job.path), str(deposing)]
+        command = [sys.executable, "-P", "-m", "unirun.launcher.master", str(self._job.path), str(deposing)]
         with open(self._job.master_log, "ab") as log:
             return _Master(
                 [*command, *map(str, tcp)],

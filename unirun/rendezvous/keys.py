@@ -8,7 +8,7 @@ JOBS = "jobs/"
 INDEX = "index/"
 
 CONTEXT, STATES, VERSIONS = "context/", "states/", "versions/"
-"""The parts of a job: its context (`unirun.master.persistence`), workers' saved states, committed versions."""
+"""The parts of a job: its context (`unirun.launcher.master.persistence`), workers' saved states, committed versions."""
 
 
 def job_prefix(run_id: str) -> str:

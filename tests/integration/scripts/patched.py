@@ -1,7 +1,7 @@
 """Runs unirun with other values of some of its constants: in the command and in what it forks, which are the agents and the
 first master. Later masters are programs of their own, and have the values of the product.
 
-``python patched.py '{"unirun.master.lead.TERM_TTL": 3}' ARGUMENTS…``
+``python patched.py '{"unirun.launcher.master.lead.TERM_TTL": 3}' ARGUMENTS…``
 """
 
 import json

@@ -132,7 +132,7 @@ class TestWhenTheLeaderIsDead:
         epoch, pids = run(place, go)
         assert epoch == 2
         ((pid, arguments),) = started.lines
-        assert arguments == ["-P", "-m", "unirun.master", str(place.job.path), "1"]
+        assert arguments == ["-P", "-m", "unirun.launcher.master", str(place.job.path), "1"]
         assert pids == {pid}
 
     @pytest.mark.starts_processes

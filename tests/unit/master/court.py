@@ -16,7 +16,7 @@ from unirun.failover.crashes import Crash
 from unirun.failover.persistence.context_store import ContextStore
 from unirun.failover.step import step
 from unirun.failover.takeover import resume
-from unirun.master.shell import Core, Master
+from unirun.launcher.master.shell import Core, Master
 from unirun.observe import read_events
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import campaign

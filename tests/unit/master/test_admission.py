@@ -15,7 +15,7 @@ from tests.unit.failover.losses import scripts
 from unirun.collocation import Node
 from unirun.failover.events import Arrived, Event
 from unirun.failover.offers import AgentTask, versions
-from unirun.master.admission import Admission
+from unirun.launcher.master.admission import Admission
 from unirun.rendezvous import JobDir
 from unirun.wire.address import Address, TcpAddress, UnixAddress
 from unirun.wire.aio import Stream

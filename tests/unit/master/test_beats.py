@@ -18,8 +18,8 @@ from unirun.errors import ConnectionLost
 from unirun.failover import silence
 from unirun.failover.events import RejoinTimedOut
 from unirun.failover.takeover import resume
-from unirun.master import beats
-from unirun.master.beats import unheard
+from unirun.launcher.master import beats
+from unirun.launcher.master.beats import unheard
 from unirun.rendezvous.keys import silent_key
 from unirun.values import WorkerId
 from unirun.wire import Credentials

@@ -12,7 +12,7 @@ from unirun.failover.crashes import STORY, abort_step, begin_abort
 from unirun.failover.events import Command, Event
 from unirun.failover.state import JobPhase, JobState, Verdict
 from unirun.failover.step import step
-from unirun.master.shell import Core
+from unirun.launcher.master.shell import Core
 from unirun.rendezvous.election import leader_of
 from unirun.values import WorkerId
 from unirun.wire.messages import (

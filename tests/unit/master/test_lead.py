@@ -22,10 +22,10 @@ from unirun.failover.persistence.context_store import ContextStore, load
 from unirun.failover.state import JobPhase, JobState
 from unirun.failover.step import step
 from unirun.failover.takeover import resume
-from unirun.master import __main__ as process
-from unirun.master import lead as leading
-from unirun.master.lead import TERM_TTL, lead
-from unirun.master.shell import Core
+from unirun.launcher.master import __main__ as process
+from unirun.launcher.master import lead as leading
+from unirun.launcher.master.lead import TERM_TTL, lead
+from unirun.launcher.master.shell import Core
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import Leader, Term, campaign, leader_of
 from unirun.rendezvous.store.protocol import Store
@@ -250,7 +250,7 @@ def test_a_master_with_a_tcp_socket_is_found_there_on_its_node(seat: Seat) -> No
 class TestTheProcess:
     @pytest.fixture(autouse=True)
     def signals(self, seat: Seat, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        monkeypatch.setattr(sys, "argv", ["unirun.master", str(seat.job.path), "1"])
+        monkeypatch.setattr(sys, "argv", ["unirun.launcher.master", str(seat.job.path), "1"])
         ignored = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
         numbers = (*ignored, signal.SIGTERM)
         before = {number: signal.getsignal(number) for number in numbers}

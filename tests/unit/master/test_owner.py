@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.unit.job.job import TERM, Job
 from tests.unit.master.court import Court, eventually, until
 from tests.unit.master.streams import ends_well
-from unirun.master import shell
+from unirun.launcher.master import shell
 from unirun.wire.messages import Attach, Ended, RoleChanged, StopWorkers
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.job.job import Job
 from unirun.failover.status_views import status_of
-from unirun.master.status_file import StatusFile
+from unirun.launcher.master.status_file import StatusFile
 from unirun.rendezvous import JobDir
 
 

@@ -13,7 +13,7 @@ from tests.unit.job.job import TERM, Job
 from tests.unit.master.court import SEAT, Court, all_of, eventually, until
 from tests.unit.master.streams import ended, ends_well
 from unirun.errors import StoreAway, WireError
-from unirun.master.persistence import writer as writing
+from unirun.launcher.master import writer as writing
 from unirun.observe.linelog import read_lines
 from unirun.rendezvous.election import leader_of
 from unirun.values import WorkerId

@@ -12,7 +12,9 @@ from pathlib import Path
 
 def is_master():
     """The first one is forked from the command, the others are programs."""
-    return Path("/proc/self/comm").read_text() == "unirun-master\n" or "unirun.master" in sys.orig_argv
+    return (
+        Path("/proc/self/comm").read_text() == "unirun-master\n" or "unirun.launcher.master" in sys.orig_argv
+    )
 
 
 def count():
@@ -38,7 +40,7 @@ def make_deadly(store):
     store.txn = deadly_txn
 
 
-if "unirun.master" in sys.orig_argv or any(each.endswith("/unirun") for each in sys.orig_argv[:2]):
+if "unirun.launcher.master" in sys.orig_argv or any(each.endswith("/unirun") for each in sys.orig_argv[:2]):
     from unirun.rendezvous.store.sqlite import SqliteStore
 
     make_deadly(SqliteStore)

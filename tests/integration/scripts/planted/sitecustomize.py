@@ -9,7 +9,7 @@ from importlib import import_module
 
 COMMAND = "/scripts/patched.py"
 
-if "unirun.master" in sys.orig_argv or any(each.endswith(COMMAND) for each in sys.orig_argv[:2]):
+if "unirun.launcher.master" in sys.orig_argv or any(each.endswith(COMMAND) for each in sys.orig_argv[:2]):
 
     def broken(turn, event):
         if os.environ["PLANTED_WAY"] == "exit":

@@ -11,7 +11,7 @@ from tests.unit.master.persistence.unsteady import UnsteadyStore
 from unirun.failover.events import Command, Record
 from unirun.failover.persistence.context_store import ContextStore, load
 from unirun.failover.state import JobState, Verdict
-from unirun.master.persistence.writer import Writer
+from unirun.launcher.master.writer import Writer
 from unirun.rendezvous.election import campaign
 from unirun.wire.address import UnixAddress
 

@@ -15,7 +15,7 @@ import pytest
 from tests.unit.job.job import TERM, Job
 from tests.unit.master.persistence.desk import PATIENCE, SEAT, Desk, run, stored
 from unirun.failover.state import JobPhase
-from unirun.master.persistence import writer as writing
+from unirun.launcher.master import writer as writing
 from unirun.rendezvous.election import campaign, leader_of
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress

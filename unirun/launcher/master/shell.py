@@ -34,11 +34,11 @@ from unirun.failover.persistence.context_store import ContextStore
 from unirun.failover.restart_or_end import shutdown_order
 from unirun.failover.state import JOB_ENDS, JobState, Verdict
 from unirun.failover.status_views import farewell, present, status_of
-from unirun.master.admission import Admission
-from unirun.master.beats import OWNER_TIMEOUT, Beats, unheard
-from unirun.master.persistence.writer import Writer
-from unirun.master.status_file import StatusFile
-from unirun.master.visitors import Visitors, tell_all
+from unirun.launcher.master.admission import Admission
+from unirun.launcher.master.beats import OWNER_TIMEOUT, Beats, unheard
+from unirun.launcher.master.status_file import StatusFile
+from unirun.launcher.master.visitors import Visitors, tell_all
+from unirun.launcher.master.writer import Writer
 from unirun.observe import EventLog, JobStatus, LineLog, led_to
 from unirun.rendezvous import JobDir, ProcessWatch
 from unirun.rendezvous.election import Term

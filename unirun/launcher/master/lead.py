@@ -27,7 +27,7 @@ from unirun.failover.persistence.context_store import ContextStore, load
 from unirun.failover.state import JOB_ENDS, JobPhase, Verdict
 from unirun.failover.step import step
 from unirun.failover.takeover import resume
-from unirun.master.shell import Core, Master
+from unirun.launcher.master.shell import Core, Master
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import campaign, leader_of
 from unirun.rendezvous.keys import job_prefix

@@ -10,7 +10,7 @@ from functools import partial
 from unirun.errors import WireError
 from unirun.failover.events import AgentLost, Event, JoinTimedOut, RejoinTimedOut
 from unirun.failover.silence import BEAT, GIVE_UP, LOOK, SILENT, Silence, may_answer
-from unirun.master.persistence.writer import Writer
+from unirun.launcher.master.writer import Writer
 from unirun.rendezvous.election import Term
 from unirun.wire.aio import Stream, frame_of
 from unirun.wire.messages import Beat

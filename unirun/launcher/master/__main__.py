@@ -1,4 +1,4 @@
-"""``python -m unirun.master JOB_DIR DEPOSING [FD]``: go on for a master that is dead. Agents start this.
+"""``python -m unirun.launcher.master JOB_DIR DEPOSING [FD]``: go on for a master that is dead. Agents start this.
 
 `FD` is an inherited socket that listens for the agents on other hosts.
 """
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from unirun.errors import EXIT_FAILURE, UnirunError
-from unirun.master.lead import lead
+from unirun.launcher.master.lead import lead
 from unirun.rendezvous import JobDir
 from unirun.wire.reporting import NO_THREAD, lacks_threads, report
 from unirun.wire.sockets import listen
