@@ -18,10 +18,10 @@ from statistics import median
 from benchmarks.calibration import bar, in_units
 from benchmarks.figure import Bar, BenchmarkError, Figure, measured, say
 from unirun.collocation import Device, Inventory, Node, Placement, parse_fake, place
+from unirun.collocation.graph import Edge, Graph, Role, affected
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.request import Request, RoleRequest, Ties
 from unirun.errors import PlacementError
-from unirun.graph import Edge, Graph, Role, affected
 from unirun.spec import Entry, JobSpec, RoleSpec
 
 PLAN = bar("plan 10 000 nodes × 8 slots, 5 roles", 1.0)

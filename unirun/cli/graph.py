@@ -13,10 +13,20 @@ from unirun.cli.compose import inventory_of, job_spec
 from unirun.cli.options import FILE_HELP, FORMAT_HELP, FORMATS, GRAPH_OPTIONS
 from unirun.cli.output import print_table, write_file
 from unirun.cli.stored import JOB_HELP, STORE_HELP, find_status
+from unirun.collocation.graph import (
+    Direction,
+    Edge,
+    Graph,
+    Kind,
+    Role,
+    declared,
+    tight_parts,
+    warnings,
+    without_circles,
+)
+from unirun.collocation.graph.svg import svg
+from unirun.collocation.graph.text import dot, mermaid, tree, yaml
 from unirun.errors import UsageError
-from unirun.graph import Direction, Edge, Graph, Kind, Role, declared, tight_parts, warnings, without_circles
-from unirun.graph.svg import svg
-from unirun.graph.text import dot, mermaid, tree, yaml
 from unirun.launcher.foreground.terminal import in_colour, printable, say, warn
 from unirun.observe.status import CallStatus, RoleStatus
 from unirun.spec.sizes import show_size

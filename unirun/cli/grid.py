@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from unirun.collocation import Assignment, Inventory, Node, Placement, accelerators
+from unirun.collocation.graph import show_ranks
 from unirun.collocation.inventory import CPU
-from unirun.graph import show_ranks
 from unirun.values import Value
 
 WHOLE = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from unirun.cli.grid import Cell, Grid, Tenant
-from unirun.graph.svgparts import bars, document, text_at, text_width
+from unirun.collocation.graph.svgparts import bars, document, text_at, text_width
 
 FONT, LINE, GAP, MARGIN = 12.0, 20.0, 6.0, 20.0
 """Pixels: the size of letters, from one line to the next, between cells, and around everything."""
@@ -29,7 +29,7 @@ _FILLS = (
 def svg(picture: Grid) -> str:
     """The picture: ranks in the colours of their roles, those that share a slot below each other, free slots dashed.
 
-    Programs have boxes with sharp corners and bars at their sides, as in `unirun.graph.svg`.
+    Programs have boxes with sharp corners and bars at their sides, as in `unirun.collocation.graph.svg`.
     """
     return _Picture(picture).text()
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from unirun.cli.commandline import Parser
 from unirun.cli.output import print_table
 from unirun.cli.stored import JOB_HELP, STORE_HELP, find_status
-from unirun.graph import show_ranks
+from unirun.collocation.graph import show_ranks
 from unirun.launcher.foreground.terminal import say, warn
 from unirun.observe.status import JobStatus
 from unirun.spec.sizes import show_size

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from unirun.collocation.graph import show_ranks
 from unirun.errors import Fault
 from unirun.experiments import derive
 from unirun.experiments.checks_of_arguments import argument_faults
@@ -15,7 +16,6 @@ from unirun.experiments.control import Every
 from unirun.experiments.graph import MFCDef, ModelInterfaceType, graph_faults
 from unirun.experiments.layout import ModelName, ProcessTopology
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS, Registry
-from unirun.graph import show_ranks
 
 if TYPE_CHECKING:
     from unirun.experiments.config import ExperimentConfig

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
+from unirun.collocation.graph import Edge, Role
+from unirun.collocation.graph import Graph as Picture
+from unirun.collocation.graph.svg import svg
 from unirun.experiments.config import ExperimentConfig, Resolved
 from unirun.experiments.layout import ModelName, ProcessTopology
-from unirun.graph import Edge, Role
-from unirun.graph import Graph as Picture
-from unirun.graph.svg import svg
 
 
 def show(config: ExperimentConfig) -> str:

@@ -6,8 +6,17 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from unirun.collocation.graph import (
+    Affected,
+    Graph,
+    LearnedEdge,
+    ProcessCalls,
+    added,
+    affected,
+    declared,
+    learn,
+)
 from unirun.failover.state import ROLE_WORKS, JobState, RolePhase
-from unirun.graph import Affected, Graph, LearnedEdge, ProcessCalls, added, affected, declared, learn
 
 
 def learned(state: JobState) -> tuple[LearnedEdge, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from unirun.collocation.graph import show_ranks
 from unirun.failover.state import Verdict
-from unirun.graph import show_ranks
 from unirun.values import Value
 from unirun.wire.lobby import Offer
 from unirun.wire.messages import (

@@ -1,6 +1,6 @@
 """The move of ranks to other nodes: what each role does about it, and the orders that follow.
 
-The unit of that is what the graph calls affected (`unirun.graph.affected`): ranks that failed or leave are started
+The unit of that is what the graph calls affected (`unirun.collocation.graph.affected`): ranks that failed or leave are started
 elsewhere; their peers form the next generation with them, in place or started again, as their role's level says; who
 calls them or is called by them, over however many roles, goes on, and is told.
 """
@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from msgspec.structs import replace
 
 from unirun.collocation import Placement
+from unirun.collocation.graph import show_ranks
 from unirun.failover.blast_radius import consequences, unit_of
 from unirun.failover.events import ToAgent, ToWatchers
 from unirun.failover.generations import form_if_all_are_there, obstructed, order_store
@@ -23,7 +24,6 @@ from unirun.failover.restart_or_end import advance, history_of, restart
 from unirun.failover.state import NEVER, ROLE_WORKS, JobState, RolePhase, RoleState, WorkerState, waiting
 from unirun.failover.transition import Transition
 from unirun.failover.views import leader
-from unirun.graph import show_ranks
 from unirun.values import Value
 from unirun.wire.messages import StopWorkers
 from unirun.wire.reports import Notice

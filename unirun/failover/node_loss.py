@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
+from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_PLACEMENT, PlacementError
 from unirun.failover.events import After, LossesDue
 from unirun.failover.failures import Exit, Failure
@@ -18,7 +19,6 @@ from unirun.failover.restart_or_end import advance, end_job, give_up, starting_a
 from unirun.failover.state import JobPhase, JobState
 from unirun.failover.transition import Transition
 from unirun.failover.worker_failure import failure_of
-from unirun.graph import show_ranks
 from unirun.values import WorkerId
 from unirun.wire.reports import WorkerExited
 

@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
+from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_PLACEMENT, Refused
 from unirun.failover.events import After, StartDue, ToWatchers
 from unirun.failover.generations import form_first, obstructed, opened, start_again
@@ -39,7 +40,6 @@ from unirun.failover.state import (
     WorkerState,
 )
 from unirun.failover.transition import Transition, output_of
-from unirun.graph import show_ranks
 from unirun.spec import RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import Reserve

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
+from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, IllegalTransition
 from unirun.failover.events import After, Finish, StartDue, ToWatchers
 from unirun.failover.failures import Exit
@@ -26,7 +27,6 @@ from unirun.failover.state import (
     Verdict,
 )
 from unirun.failover.transition import Transition
-from unirun.graph import show_ranks
 from unirun.spec import RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import Shutdown, StopWorkers

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_FAILURE
 from unirun.failover.failures import Exit, Failure
 from unirun.failover.lost_peers import is_consequence, lost, missed, waited_for_a_peer
 from unirun.failover.state import JobState
-from unirun.graph import show_ranks
 from unirun.values import Value, WorkerId
 
 SEEN_LATER = 1.0

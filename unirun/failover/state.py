@@ -10,9 +10,9 @@ from msgspec import field
 from msgspec.structs import replace
 
 from unirun.collocation import Inventory, Placement
+from unirun.collocation.graph import added
 from unirun.failover.failures import Exit, Failure, brief
 from unirun.failover.ranks import Ranks
-from unirun.graph import added
 from unirun.spec import EntryKind, JobSpec, Restart, RoleSpec
 from unirun.values import Place, Value
 from unirun.wire.reports import CallCount, Health, Join

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
+from unirun.collocation.graph import sound
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
 from unirun.failover.arrivals import arrived, grow, grow_elastic
 from unirun.failover.draining import drain, leave_when_empty
@@ -42,7 +43,6 @@ from unirun.failover.state import (
 from unirun.failover.takeover import REJOIN_TIMEOUT, all_back, bare, take_up
 from unirun.failover.transition import Transition, is_member, output_of
 from unirun.failover.worker_failure import exited, store_ended
-from unirun.graph import sound
 from unirun.values import WorkerId
 from unirun.wire.messages import Drain, Grow, PassOn, Stop
 from unirun.wire.reports import (

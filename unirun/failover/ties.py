@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unirun.collocation import Ties
-from unirun.graph import Graph, tight_parts, weights
+from unirun.collocation.graph import Graph, tight_parts, weights
 
 
 def ties_of(graph: Graph) -> Ties:

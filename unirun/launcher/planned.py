@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from msgspec import to_builtins
 
 from unirun.collocation import Inventory, Placement, place, place_again
+from unirun.collocation.graph import declared
 from unirun.collocation.placing import TopologyOf
 from unirun.failover.ties import ties_of
-from unirun.graph import declared
 from unirun.spec import JobSpec
 from unirun.values import Value
 from unirun.wire.codec import from_json

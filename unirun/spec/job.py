@@ -159,7 +159,7 @@ class JobSpec(Value):
     devices, `host_collocations` of roles that are on one node, rank for rank, `separations` of roles that never are,
     and `isolations` of roles that never share a NUMA node. `spares` nodes are held back, and those called
     `exclude_nodes` are not used; `most_nodes` may take part, None for any number. `edges` say which role calls which
-    (`unirun.graph`), and `channels` from which to which weights go. `call_timeout` is how long a call between roles may
+    (`unirun.collocation.graph`), and `channels` from which to which weights go. `call_timeout` is how long a call between roles may
     take, and `transport` what carries it. `stdin` names the worker, as ``actor:0``, that has the stdin of the command.
     `port_range` has the lowest and the highest number of the ports that ranks are given. The values of the variables in
     `env_file`, and of those called `secret`, are masked in what is told of the job.

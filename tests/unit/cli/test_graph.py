@@ -13,8 +13,8 @@ from msgspec import structs
 
 from tests.unit.job.job import Job
 from unirun.cli import main
+from unirun.collocation.graph.states import LOOKS
 from unirun.failover.persistence.context_store import ContextStore
-from unirun.graph.states import LOOKS
 from unirun.observe.status import CallStatus, JobStatus, RoleStatus, WorkerStatus
 from unirun.rendezvous import JobDir, create_job
 from unirun.rendezvous.election import campaign

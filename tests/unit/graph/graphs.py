@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from unirun.graph import Edge, Graph, Role, faults
+from unirun.collocation.graph import Edge, Graph, Role, faults
 from unirun.spec.edges import DIRECTIONS, KINDS
 
 NAMES = [*"abcdef"]

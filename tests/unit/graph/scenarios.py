@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from unirun.graph.values import Graph, Role
+from unirun.collocation.graph.values import Graph, Role
 from unirun.spec.edges import Edge
 
 _WEIGHTS = 14e9

@@ -11,8 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from unirun.graph import Edge, Graph, ProcessCalls, Role, added, graph_of, learn, sound, without_circles
-from unirun.graph.text import yaml
+from unirun.collocation.graph import (
+    Edge,
+    Graph,
+    ProcessCalls,
+    Role,
+    added,
+    graph_of,
+    learn,
+    sound,
+    without_circles,
+)
+from unirun.collocation.graph.text import yaml
 from unirun.spec.edges import read_edges
 from unirun.spec.read import Section
 from unirun.spec.yaml import load_job_file

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.unit.graph.graphs import graphs, pairs_of
 from tests.unit.graph.scenarios import SCENARIOS
-from unirun.graph import Edge, Graph, Role, affected, tight_parts, weights
+from unirun.collocation.graph import Edge, Graph, Role, affected, tight_parts, weights
 
 ROLES = (Role("trainer", 1), Role("actor", 2), Role("rollout", 4), Role("server", 1))
 GRAPH = Graph(

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from tests.unit.graph.graphs import any_graphs
 from tests.unit.graph.scenarios import SCENARIOS
-from unirun.graph import Edge, Graph, Role
-from unirun.graph.layout import heights, layout
-from unirun.graph.states import LOOKS, look
-from unirun.graph.svg import svg
-from unirun.graph.text import dot, mermaid, printable, tree
+from unirun.collocation.graph import Edge, Graph, Role
+from unirun.collocation.graph.layout import heights, layout
+from unirun.collocation.graph.states import LOOKS, look
+from unirun.collocation.graph.svg import svg
+from unirun.collocation.graph.text import dot, mermaid, printable, tree
 
 FOLDER = Path(__file__).with_name("pictures")
 STATES = {"rollout": "running", "reward": "restarting", "actor": "failed", "critic": "waiting"}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.graph.graphs import pairs_of
-from unirun.graph import Edge, Graph, Role
+from unirun.collocation.graph import Edge, Graph, Role
 from unirun.spec.edges import KINDS, Kind
 
 

@@ -8,6 +8,7 @@ from typing import Self, TypeVar
 from tests.sim.views import told_view
 from tests.unit.job.invariants import check_job
 from unirun.collocation import Assignment, Inventory, Placement, place
+from unirun.collocation.graph import declared
 from unirun.failover.events import (
     After,
     Command,
@@ -22,7 +23,6 @@ from unirun.failover.events import (
 from unirun.failover.state import new_job
 from unirun.failover.step import step
 from unirun.failover.ties import ties_of
-from unirun.graph import declared
 from unirun.spec import Entry, EntryKind, JobSpec, RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, StopWorkers, View

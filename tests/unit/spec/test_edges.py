@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.graph.graphs import graphs
+from unirun.collocation.graph import Edge, Graph, faults, graph_of
 from unirun.errors import SpecError
-from unirun.graph import Edge, Graph, faults, graph_of
 from unirun.spec.edges import read_edges
 from unirun.spec.read import Section
 

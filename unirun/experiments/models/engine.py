@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 
+from unirun.collocation.graph import show_ranks
 from unirun.errors import TrainingFailed, UsageError
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.graph import MicroBatchSpec
@@ -25,7 +26,6 @@ from unirun.experiments.models.api import Generated, GenerationConfig, Loss, Pla
 from unirun.experiments.models.generation import generate
 from unirun.experiments.models.stage import Stage, whole
 from unirun.experiments.results import check_reductions, combined
-from unirun.graph import show_ranks
 from unirun.wire.reporting import report
 
 

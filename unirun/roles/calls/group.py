@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
 
+from unirun.collocation.graph import show_ranks
 from unirun.errors import UsageError
-from unirun.graph import show_ranks
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import DESCRIBE
 from unirun.roles.calls.open_call import Method

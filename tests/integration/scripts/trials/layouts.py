@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 
+from unirun.collocation.graph import show_ranks
 from unirun.errors import TrainingFailed
 from unirun.experiments import (
     Engine,
@@ -29,7 +30,6 @@ from unirun.experiments import (
 )
 from unirun.experiments.models.backends import ShardedBackend, TrainBackend, causal_lm
 from unirun.experiments.models.saving import save_whole
-from unirun.graph import show_ranks
 
 SEQUENCES = 7
 CONFIG = {

@@ -12,7 +12,7 @@ import unirun
 
 SKIPPED = (
     *("torch", "numpy", "omegaconf", "msgspec", "cloudpickle"),
-    *("unirun.graph", "unirun.rendezvous", "unirun.train", "unirun.wire"),
+    *("unirun.collocation.graph", "unirun.rendezvous", "unirun.train", "unirun.wire"),
 )
 """Packages that are not analysed, as no signature in this test needs their types."""
 

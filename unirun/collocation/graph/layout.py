@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from unirun.graph.values import Graph
+from unirun.collocation.graph.values import Graph
 from unirun.values import Value
 
 Pair = tuple[str, str]

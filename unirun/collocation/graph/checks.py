@@ -14,8 +14,8 @@ from math import isfinite
 
 from msgspec.structs import replace
 
+from unirun.collocation.graph.values import Graph
 from unirun.errors import Fault
-from unirun.graph.values import Graph
 from unirun.spec.edges import DIRECTIONS, KINDS, Edge
 from unirun.spec.read import nearest
 

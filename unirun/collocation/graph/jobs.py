@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
+from unirun.collocation.graph.checks import faults
+from unirun.collocation.graph.values import Graph, Role
 from unirun.errors import SpecError
-from unirun.graph.checks import faults
-from unirun.graph.values import Graph, Role
 from unirun.spec import Entry, JobSpec
 from unirun.spec.edges import Edge, Kind
 

@@ -6,8 +6,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 
-from unirun.graph.states import PLAIN, look
-from unirun.graph.values import Graph, Role
+from unirun.collocation.graph.states import PLAIN, look
+from unirun.collocation.graph.values import Graph, Role
 from unirun.spec.edges import Edge
 from unirun.spec.sizes import show_size
 

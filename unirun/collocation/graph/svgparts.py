@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from html import escape
 
-from unirun.graph.text import printable
+from unirun.collocation.graph.text import printable
 
 _ASPECT = 0.62
 """The width of a letter of a monospaced font in parts of its size, rounded up."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Literal
 
-from unirun.graph.values import Graph
+from unirun.collocation.graph.values import Graph
 from unirun.spec.edges import Edge
 from unirun.values import Value
 
