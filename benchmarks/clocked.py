@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from unirun.launcher.master.lead import lead
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.wire.credentials import load_credentials
 from unirun.wire.sockets import listen, listen_tcp
 

@@ -11,12 +11,11 @@ import sys
 import time
 from pathlib import Path
 
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.masters import Masters
-from unirun.wire import Token, load_token
 from unirun.wire.aio import frame_of
 from unirun.wire.frames import FrameReader
-from unirun.wire.handshake import HELLO_SIZE, PROOF_SIZE, ClientHandshake
+from unirun.wire.handshake import HELLO_SIZE, PROOF_SIZE, ClientHandshake, Token, load_token
 from unirun.wire.reports import Join, Sample
 
 SAMPLES = 5.0

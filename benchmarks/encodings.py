@@ -11,9 +11,10 @@ from typing import Any, cast
 from unirun.failover.offers import AgentTask
 from unirun.launcher import events
 from unirun.launcher.agent import Agent
-from unirun.rendezvous import JobDir
-from unirun.spec import Entry, JobSpec, RoleSpec
-from unirun.wire import aio, frames, new_token
+from unirun.observe.jobdir import JobDir
+from unirun.spec.job import Entry, JobSpec, RoleSpec
+from unirun.wire import aio, frames
+from unirun.wire.handshake import new_token
 from unirun.wire.messages import View
 
 

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.masters import Masters
 from unirun.values import WorkerId
 from unirun.wire.address import Address

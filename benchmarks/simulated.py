@@ -22,7 +22,7 @@ from tests.sim.processes import Process
 from tests.sim.simulation import Simulation
 from tests.sim.world import Habits, Plan
 from unirun.collocation import Device, Inventory, Node, place
-from unirun.spec import Entry, JobSpec, RoleSpec
+from unirun.spec.job import Entry, JobSpec, RoleSpec
 
 RANKS, VICTIM, KILLS = 4, 1, 3
 

@@ -22,18 +22,18 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "experiments",
         "rollout",
         "train",
-        "roles weights launcher master",
-        "failover",
-        "job",
-        "collocation graph rendezvous observe",
-        "wire spec",
-        "errors names reporting sizes",
+        "weights launcher",
+        "roles failover",
+        "collocation observe rendezvous",
+        "wire",
+        "spec",
+        "errors",
         "values",
     )
 )
 """From the top. A room may import from floors below its own, and from rooms beside it only where that is drawn."""
 
-DRAWN_SIDEWAYS = {("observe", "rendezvous"), ("launcher", "master"), ("weights", "roles")}
+DRAWN_SIDEWAYS = {("rendezvous", "observe")}
 
 TORCH_ROOMS = frozenset({"roles", "weights", "train", "experiments"})
 TORCH_MODULES = frozenset(
@@ -42,12 +42,6 @@ TORCH_MODULES = frozenset(
         *(f"unirun.rendezvous.torchrun.{name}" for name in ("backend", "handler", "roundstore")),
     }
 )
-MASTER_SHELLS = frozenset(
-    f"unirun.launcher.master.{name}"
-    for name in ("shell", "admission", "beats", "status_file", "persistence.writer", "lead", "__main__")
-)
-"""Streams, the beats on them, nodes that join, the tasks that write to the store, how a process comes to lead, and that process. All else decides."""
-
 MAY_PICKLE = frozenset(
     {
         "unirun.roles.calls.codec",
@@ -219,30 +213,26 @@ def test_transports_know_nothing_of_calls() -> None:
 
 
 def test_the_cores_do_no_input_and_no_output() -> None:
-    calls = "sharding", "policy", "envelope", "directory"
+    calls = "sharding", "policy", "envelope"
     pure = (
         *(f"roles.calls.{name}" for name in calls),
         "roles.transport.frames",
         *(f"launcher.{name}" for name in ("core", "worker_messages", "ends", "state", "events")),
         "failover.",
-        "graph.",
-        *(f"collocation.{name}" for name in ("inventory", "fake")),
+        *(f"collocation.{name}" for name in ("inventory", "fake", "graph")),
         *(f"weights.{name}" for name in ("layout", "plan", "messages")),
         *("rollout.choosing", "rollout.answers"),
         *(f"train.{name}" for name in ("lockstep", "data.plan", "data.order", "checkpoints.strategy")),
         "wire.frames",
         "wire.messages",
         "wire.codec",
-        "names",
+        "spec.names",
     )
     banned = {"asyncio", "socket", "subprocess", "time", "threading", "random", "os", "select"}
     none(
         f"{module.name}:{each.line} imports {each.target}"
         for module, each in each_import()
-        if (
-            (module.room == "master" and module.name not in MASTER_SHELLS)
-            or any(f"{module.name}.".startswith(f"unirun.{name}") for name in pure)
-        )
+        if any(f"{module.name}.".startswith(f"unirun.{name}") for name in pure)
         and each.target.split(".")[0] in banned
     )
 

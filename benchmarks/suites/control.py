@@ -29,12 +29,12 @@ from benchmarks.suites.rpc import figure, foreign, rounds
 from unirun.collocation import Device, Inventory, Node, place
 from unirun.failover.persistence.context import changed_documents
 from unirun.failover.state import new_job
-from unirun.observe import read_status
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
+from unirun.observe.status import read_status
 from unirun.rendezvous.creation import create_job
-from unirun.spec import Entry, JobSpec, RoleSpec
-from unirun.wire import load_token, new_token
+from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.certificates import make_tls
+from unirun.wire.handshake import load_token, new_token
 
 START = bar("10 000 ranks start: processor time of the master", 5.0)
 WORKER_STEP = bar("10 000 ranks, one worker restarted: longest step of the master", 0.020)

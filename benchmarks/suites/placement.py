@@ -22,7 +22,7 @@ from unirun.collocation.graph import Edge, Graph, Role, affected
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.request import Request, RoleRequest, Ties
 from unirun.errors import PlacementError
-from unirun.spec import Entry, JobSpec, RoleSpec
+from unirun.spec.job import Entry, JobSpec, RoleSpec
 
 PLAN = bar("plan 10 000 nodes × 8 slots, 5 roles", 1.0)
 SPARE = bar("re-plan after a node's loss, 10 000 nodes, a spare", 0.2)

@@ -31,15 +31,15 @@ from unirun.failover.persistence.context import changed_documents
 from unirun.failover.persistence.context_store import ContextStore, load
 from unirun.failover.ranks import Ranks
 from unirun.failover.state import JobState, RolePhase, WorkerPhase, new_job
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.election import campaign, leader_of
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
-from unirun.spec import Entry, JobSpec, RoleSpec
-from unirun.wire import new_token
+from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.address import UnixAddress
+from unirun.wire.handshake import new_token
 
 FAILOVER = {
     "sqlite": bar("master killed → the next one has decided (SQLite)", 1.0),

@@ -22,9 +22,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.effort import SOON as SOON
 from tests.unit.wire.places import credentials_in
-from unirun.wire import Credentials, new_token
-from unirun.wire.credentials import AUTHORITY, CERTIFICATE, server_name
-from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, PROOF_SIZE, ClientHandshake
+from unirun.wire.credentials import AUTHORITY, CERTIFICATE, Credentials, server_name
+from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, PROOF_SIZE, ClientHandshake, new_token
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from unirun.roles.transport.inproc import InprocTransport
 from unirun.roles.transport.protocol import Transport
 from unirun.roles.transport.sockets import SocketTransport
 from unirun.values import WorkerId
-from unirun.wire import Credentials
+from unirun.wire.credentials import Credentials
 from unirun.wire.handshake import Token
 from unirun.wire.reports import CallCount, Calls
 

@@ -17,11 +17,12 @@ from tests.contract.attacks import INSIDE, OUTSIDE, SOON, Target, flood, noise_a
 from tests.unit.master.court import Court
 from tests.unit.master.streams import ends_well
 from tests.unit.wire.places import credentials_in
-from unirun.observe import read_events
+from unirun.observe.events import read_events
 from unirun.roles.transport.protocol import Parcel
 from unirun.roles.transport.sockets import Endpoint, SocketTransport
 from unirun.values import WorkerId
-from unirun.wire import new_token, strangers
+from unirun.wire import strangers
+from unirun.wire.handshake import new_token
 
 ME = WorkerId("desk", 0, 0)
 LET_IN = 8.0

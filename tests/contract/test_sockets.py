@@ -26,11 +26,10 @@ from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.roles.transport.segments import MANY
 from unirun.roles.transport.sockets import Endpoint, SocketTransport
 from unirun.values import WorkerId
-from unirun.wire import Credentials, new_token
 from unirun.wire.address import UnixAddress
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.credentials import server_name
-from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, ClientHandshake, Token
+from unirun.wire.credentials import Credentials, server_name
+from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, ClientHandshake, Token, new_token
 
 ME, YOU = WorkerId("desk", 0, 0), WorkerId("trainer", 0, 0)
 NUMBERS = itertools.count()

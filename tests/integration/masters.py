@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unirun.errors import StoreError
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import Leader, leader_of
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.url import open_store

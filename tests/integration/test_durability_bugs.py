@@ -7,7 +7,7 @@ import os
 import signal
 from typing import Any
 
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import leader_of
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.url import open_store

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.train.handle import JobHandle
 
 from .harness import SOON, START, Script, Unirun, alive, eventually

@@ -12,7 +12,7 @@ import pytest
 
 from tests.effort import CHAOS
 from unirun.failover.persistence.context_store import load
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.store.url import open_store
 
 from .harness import SCRIPTS, Unirun, command_in

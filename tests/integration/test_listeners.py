@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.harness import SCRIPTS, Running, Script, Unirun, eventually
 from tests.integration.sockets import Listener, listeners_of
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.wire.address import unix_address
 
 TRAINER = """

@@ -7,8 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
-from unirun.observe import read_events
-from unirun.rendezvous import JobDir
+from unirun.observe.events import read_events
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import Leader, leader_of
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.url import open_store

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from unirun.collocation import Assignment, Device, Inventory, Node, Placement, place
 from unirun.errors import ConnectionLost, PlacementError
 from unirun.launcher.orders import CALLS
-from unirun.rendezvous import JobDir
-from unirun.spec import Entry, EntryKind, JobSpec, Restart, RoleSpec
+from unirun.observe.jobdir import JobDir
+from unirun.spec.job import Entry, EntryKind, JobSpec, Restart, RoleSpec
 from unirun.spec.probes import Probe
 from unirun.wire.codec import decode, encode
 from unirun.wire.messages import Message

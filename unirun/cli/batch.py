@@ -19,7 +19,7 @@ from unirun.launcher.slurm.batch import batch_script
 from unirun.launcher.slurm.following import Follower
 from unirun.launcher.slurm.options import BatchOptions, Component, parse_slurm
 from unirun.launcher.slurm.submit import batch_of, submit
-from unirun.spec import JobSpec, RoleSpec
+from unirun.spec.job import JobSpec, RoleSpec
 from unirun.spec.read import nearest
 
 _HERE = ("slurm", "slurm_extra", "slurm_setup", "dry_run", "detach", "rdzv_id")

@@ -27,10 +27,11 @@ from unirun.collocation.placing import TopologyOf
 from unirun.errors import UsageError
 from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.planned import PlannedJob, plan
-from unirun.spec import JobSpec, parse_job
 from unirun.spec.classes import is_function
+from unirun.spec.job import JobSpec
 from unirun.spec.names import id_stem
 from unirun.spec.overrides import merge
+from unirun.spec.parse import parse_job
 from unirun.spec.roles import ENTRY_KINDS, ONE_NODE, NodeCount, python_path
 
 

@@ -12,7 +12,7 @@ from unirun.cli import SUBCOMMANDS
 from unirun.cli.commandline import CommandLine
 from unirun.cli.joboptions import rendezvous_settings, several_nodes
 from unirun.errors import UsageError
-from unirun.spec import JobSpec
+from unirun.spec.job import JobSpec
 from unirun.spec.overrides import is_override
 
 _INSTEAD = {

@@ -27,7 +27,7 @@ from unirun.launcher.slurm.allocation import SRUN, Allocation, read_allocation
 from unirun.launcher.slurm.firstnode import outliving_the_script
 from unirun.launcher.slurm.meeting import Place, address_here, find, published
 from unirun.rendezvous.store.url import store_url
-from unirun.spec import JobSpec
+from unirun.spec.job import JobSpec
 from unirun.spec.names import is_run_id
 from unirun.spec.roles import NodeCount
 from unirun.wire.address import TcpAddress

@@ -29,7 +29,7 @@ from unirun.launcher.foreground.terminal import columns, in_colour, say
 from unirun.launcher.planned import PlannedJob, plan_without
 from unirun.launcher.warm.leaving import choices, starts
 from unirun.observe.jobdir import job_at
-from unirun.spec import JobSpec, RoleSpec
+from unirun.spec.job import JobSpec, RoleSpec
 from unirun.spec.read import nearest
 from unirun.spec.secrets import MASK, secret_names
 from unirun.values import Value

@@ -14,7 +14,7 @@ from unirun.errors import UsageError
 from unirun.launcher.hosts.rendered import Containers, compose_file, job_set
 from unirun.launcher.slurm.batch import Batch, batch_script
 from unirun.launcher.slurm.options import parse_slurm
-from unirun.spec import JobSpec
+from unirun.spec.job import JobSpec
 from unirun.spec.names import id_stem
 from unirun.spec.yaml import write_yaml
 

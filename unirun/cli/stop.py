@@ -11,8 +11,7 @@ from unirun.errors import JobError, StoreError, UsageError
 from unirun.launcher.foreground.terminal import say
 from unirun.observe.batchjob import BatchJob, batch_state, read_batch
 from unirun.observe.status import ENDED, read_summary
-from unirun.rendezvous.following import follow_to_end
-from unirun.rendezvous.masters import call_master
+from unirun.rendezvous.masters import call_master, follow_to_end
 from unirun.wire.messages import Stop
 
 PATIENCE = 600.0

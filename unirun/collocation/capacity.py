@@ -13,7 +13,7 @@ from pathlib import Path
 from unirun.collocation.hostfiles import memory_field, read_number
 from unirun.collocation.limits import cgroup_limits
 from unirun.errors import PlacementError
-from unirun.spec import JobSpec
+from unirun.spec.job import JobSpec
 from unirun.values import Value
 
 WORKER_MEMORY = 4 << 20

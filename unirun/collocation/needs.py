@@ -18,7 +18,7 @@ from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.placement import Placement
 from unirun.collocation.planning.problem import both, some
 from unirun.errors import Fault, PlacementError
-from unirun.spec import JobSpec, RoleSpec
+from unirun.spec.job import JobSpec, RoleSpec
 from unirun.spec.roles import LEAST_MEMORY
 from unirun.spec.sizes import show_size
 from unirun.values import Value

@@ -20,7 +20,7 @@ from unirun.collocation.planning.problem import both
 from unirun.collocation.request import Request, RoleRequest, Ties
 from unirun.collocation.torchrun_devices import TorchrunDevices, torchrun_devices
 from unirun.errors import PlacementError
-from unirun.spec import JobSpec, RoleSpec
+from unirun.spec.job import JobSpec, RoleSpec
 
 Cpus = tuple[int, ...] | None
 """The processors that a worker is bound to; None for no binding."""

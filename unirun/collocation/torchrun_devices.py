@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from unirun.collocation.inventory import CPU, Node, Slot, slots_of
 from unirun.collocation.placement import Assignment
 from unirun.collocation.request import Request
-from unirun.spec import JobSpec
+from unirun.spec.job import JobSpec
 from unirun.values import Value
 
 

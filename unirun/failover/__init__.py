@@ -1,6 +1,5 @@
-"""The reactions to the failure of a worker, its rendezvous store, a node or the master: pure functions over
-`unirun.job`.
+"""The brain of a job: its state, the events that change it, and the decisions; pure functions, no input or output.
 
-`worker_failure`, `node_loss` and `takeover` say what is lost; `policy` decides; `restart_or_end` carries the decision
-out.
+`step` takes an event to the function for it. `worker_failure`, `node_loss` and `takeover` say what is lost; `policy`
+decides; `restart_or_end` carries the decision out. `persistence` is the form of the state in the store.
 """

@@ -10,7 +10,7 @@ from msgspec.json import encode as to_json
 
 from unirun.collocation import Inventory
 from unirun.collocation.inventory import Node
-from unirun.spec import JobSpec
+from unirun.spec.job import JobSpec
 from unirun.values import Value
 from unirun.wire.codec import from_json
 from unirun.wire.lobby import Member, Offer

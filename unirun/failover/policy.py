@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from unirun.spec import EntryKind, Restart
+from unirun.spec.job import EntryKind, Restart
 from unirun.values import Value
 
 Action = Literal["restart_role", "restart_worker", "join", "end_job"]

@@ -40,7 +40,7 @@ from unirun.failover.state import (
     WorkerState,
 )
 from unirun.failover.transition import Transition, output_of
-from unirun.spec import RoleSpec
+from unirun.spec.job import RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import Reserve
 from unirun.wire.reports import Health, Placed

@@ -13,7 +13,7 @@ from unirun.errors import PlacementError
 from unirun.failover.blast_radius import seen_graph
 from unirun.failover.state import ROLE_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, WorkerState
 from unirun.failover.ties import ties_of
-from unirun.spec import RoleSpec
+from unirun.spec.job import RoleSpec
 
 
 def place_without(state: JobState, gone: Collection[str]) -> Placement:

@@ -27,7 +27,7 @@ from unirun.failover.state import (
     Verdict,
 )
 from unirun.failover.transition import Transition
-from unirun.spec import RoleSpec
+from unirun.spec.job import RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import Shutdown, StopWorkers
 from unirun.wire.reports import Ending, Notice

@@ -13,7 +13,7 @@ from unirun.collocation import Inventory, Placement
 from unirun.collocation.graph import added
 from unirun.failover.failures import Exit, Failure, brief
 from unirun.failover.ranks import Ranks
-from unirun.spec import EntryKind, JobSpec, Restart, RoleSpec
+from unirun.spec.job import EntryKind, JobSpec, Restart, RoleSpec
 from unirun.values import Place, Value
 from unirun.wire.reports import CallCount, Health, Join
 

@@ -9,7 +9,7 @@ from unirun.failover.failures import Failure
 from unirun.failover.readiness import waiting_to_start
 from unirun.failover.state import JOB_ENDS, JobState
 from unirun.failover.transition import output_of, role_changed
-from unirun.observe import (
+from unirun.observe.status import (
     FAILURES,
     CallStatus,
     FailureStatus,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from unirun.failover.state import JobState, RoleState, Told, WorkerPhase, WorkerState
-from unirun.spec import JobSpec
+from unirun.spec.job import JobSpec
 from unirun.values import Place
 from unirun.wire.messages import ChannelBrief, RoleBrief, RoleView, View, Welcome, WorkerView
 from unirun.wire.views import FIRST, whole

@@ -42,12 +42,13 @@ from unirun.launcher.state import AgentState, holdings
 from unirun.launcher.timers import Expiry, TimerPipe, session_of
 from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
 from unirun.launcher.witness import Witness
-from unirun.rendezvous import Endpoint, JobDir, ProcessWatch
+from unirun.observe.jobdir import JobDir, ProcessWatch
+from unirun.rendezvous.endpoints import Endpoint
 from unirun.rendezvous.store.address import SqliteAddress, parse_address
 from unirun.values import WorkerId
-from unirun.wire import load_credentials
 from unirun.wire.aio import Server, Stream, frame_of
 from unirun.wire.asking import ToWorker
+from unirun.wire.credentials import load_credentials
 from unirun.wire.messages import (
     Beat,
     ExitAck,

@@ -11,7 +11,7 @@ from typing import Any
 from unirun.errors import RendezvousError, StoreError, WireError
 from unirun.failover.silence import BEAT, LOOK
 from unirun.launcher.fence import Fence, KillTimer, clock
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.signs import is_marked
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store

@@ -20,7 +20,7 @@ from unirun.launcher.timers import ENABLE, PIPE
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.endpoints import split_endpoint
 from unirun.rendezvous.store.address import PASSWORD_VARIABLE
-from unirun.spec import JobSpec, RoleSpec
+from unirun.spec.job import JobSpec, RoleSpec
 from unirun.spec.programs import variables_of
 from unirun.spec.read import RESERVED_ENV
 from unirun.spec.secrets import Mask, read_env_file, secret_names

@@ -12,7 +12,7 @@ from functools import partial
 from unirun.errors import StoreError
 from unirun.failover.offers import AgentTask
 from unirun.launcher.process import die_with_parent
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import leader_of
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.ownetcd import command_of

@@ -23,18 +23,17 @@ from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import adopt_orphans, spare_descriptors
 from unirun.launcher.requirements import check_host
 from unirun.launcher.warm.leaving import choices, leave_behind, leaves_behind, starts
-from unirun.observe import write_status
 from unirun.observe.batchjob import is_active, own_batch
-from unirun.observe.jobdir import job_at
-from unirun.rendezvous import JobDir, create_job
-from unirun.rendezvous.creation import discard_job
+from unirun.observe.jobdir import JobDir, job_at
+from unirun.observe.status import write_status
+from unirun.rendezvous.creation import create_job, discard_job
 from unirun.rendezvous.ownetcd import wait_until_up
 from unirun.rendezvous.store.url import anchored
-from unirun.spec import JobSpec
+from unirun.spec.job import JobSpec
 from unirun.values import Value
-from unirun.wire import Token, new_token
 from unirun.wire.address import TcpAddress
 from unirun.wire.certificates import make_tls
+from unirun.wire.handshake import Token, new_token
 from unirun.wire.lobby import Member
 from unirun.wire.sockets import listen
 

@@ -20,10 +20,10 @@ from unirun.failover.offers import AgentTask
 from unirun.launcher.agent import Agent
 from unirun.launcher.etcd_member import running_member
 from unirun.launcher.process import collect_orphans, ignore_signals, kill_children, set_title
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import discard_job
 from unirun.rendezvous.endpoints import Endpoint, hold_endpoints
-from unirun.spec import JobSpec
+from unirun.spec.job import JobSpec
 from unirun.values import Value
 from unirun.wire.reporting import NO_THREAD, flush, lacks_threads, report, report_error
 

@@ -23,7 +23,7 @@ from unirun.launcher.events import Launch, Store, Worker
 from unirun.launcher.ports import PortBook
 from unirun.launcher.timers import ENABLE
 from unirun.launcher.warm.borrowing import wish
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.spec.probes import Probe
 from unirun.spec.templates import Own, fill, fill_roles
 from unirun.values import WorkerId

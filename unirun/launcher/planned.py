@@ -11,7 +11,7 @@ from unirun.collocation import Inventory, Placement, place, place_again
 from unirun.collocation.graph import declared
 from unirun.collocation.placing import TopologyOf
 from unirun.failover.ties import ties_of
-from unirun.spec import JobSpec
+from unirun.spec.job import JobSpec
 from unirun.values import Value
 from unirun.wire.codec import from_json
 

@@ -6,7 +6,7 @@ import os
 
 from unirun.errors import JobError
 from unirun.observe.home import may_write
-from unirun.spec import JobSpec
+from unirun.spec.job import JobSpec
 
 TEMPORARY = ("TMPDIR", "TEMP", "TMP")
 """Variables that name a temporary directory, as `tempfile` has them."""

@@ -20,7 +20,7 @@ from unirun.errors import RendezvousError, WireError
 from unirun.failover.offers import AgentTask
 from unirun.launcher.candidacy import Attempts, start_at, turns
 from unirun.launcher.process import process_has_ended
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import Leader
 from unirun.rendezvous.masters import MasterGone, Masters, appointed
 from unirun.wire.address import TcpAddress

@@ -32,12 +32,13 @@ The root is ``jobs`` in `unirun_home`. A node whose agent was started by a comma
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,13 @@ from unirun.errors import FrameError, JobError
 from unirun.observe.home import unirun_home
 from unirun.observe.logdir import MARK
 from unirun.observe.ownership import exposure, is_ours, owner, read_file
-from unirun.rendezvous.store.url import HERE
 from unirun.spec.names import RUN_ID_RULE, is_run_id
 from unirun.values import Value, WorkerId
 from unirun.wire.address import TcpAddress
 from unirun.wire.reporting import report
+
+HERE = "{job}"
+"""Stands for the directory of the job in the URL of a store that is the same on all hosts."""
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of ``flock`` in file systems without locks: NFS whose lock service does not run, Lustre without ``flock``."""
@@ -366,3 +369,56 @@ def _made_at(path: str) -> int:
         except OSError:
             continue
     return 0
+
+
+# Watch for the end of a process by its pidfd: no polling, and safe against reused pids.
+
+
+class ProcessWatch:
+    """Calls `when_gone` once, in the running loop, when process `pid` has ended or does not exist."""
+
+    def __init__(self, pid: int, when_gone: Callable[[], object]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._when_gone = when_gone
+        self._handle: int | None = None
+        try:
+            self._handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._loop.call_soon(when_gone)
+            return
+        self._loop.add_reader(self._handle, self._gone)
+
+    def _gone(self) -> None:
+        self.close()
+        self._when_gone()
+
+    def close(self) -> None:
+        """Stop watching; safe to call twice."""
+        if self._handle is not None:
+            self._loop.remove_reader(self._handle)
+            os.close(self._handle)
+            self._handle = None
+
+
+# The choice of the job that a command means by an id, a part of one, or nothing.
+
+MATCHES_SHOWN = 5
+
+
+def choose_job(name: str | None, run_ids: Sequence[str], runs: Callable[[str], bool]) -> str:
+    """Return the id in `run_ids` (the oldest first) that is `name` or begins with it. Without a name, return the newest
+    job that `runs`, or else the newest. Raises `JobError`."""
+    if not run_ids:
+        raise JobError("there are no jobs", "start one with: unirun script.py")
+    if name is None:
+        return next((each for each in reversed(run_ids) if runs(each)), run_ids[-1])
+    matches = [each for each in run_ids if each == name] or [x for x in run_ids if x.startswith(name)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        newest = ", ".join(reversed(matches[-MATCHES_SHOWN:]))
+        and_more = ", …" if len(matches) > MATCHES_SHOWN else ""
+        raise JobError(f"{name!r} fits {len(matches)} jobs", f"write more of the id: {newest}{and_more}")
+    if ":" in name:
+        raise JobError(f"{name!r} is a worker and no job", "name its job; unirun ls shows the jobs there are")
+    raise JobError(f"no job is called {name!r}", "unirun ls shows the jobs there are")

@@ -11,7 +11,7 @@ import errno
 import socket
 
 from unirun.errors import RendezvousError
-from unirun.spec import JobSpec
+from unirun.spec.job import JobSpec
 from unirun.values import Value
 
 _BACKLOG = 4096

@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 
 from unirun.errors import StoreError, UsageError
-from unirun.observe.jobdir import JobDir
-from unirun.rendezvous.store.url import HERE, anchored, open_store
+from unirun.observe.jobdir import HERE, JobDir
+from unirun.rendezvous.store.url import anchored, open_store
 from unirun.wire.credentials import AUTHORITY, CERTIFICATE, TLS_FOLDER
 from unirun.wire.lobby import Member, Offer
 

@@ -15,16 +15,15 @@ from msgspec.structs import replace
 from unirun.errors import FrameError, JobError, RendezvousError, StoreError, UsageError, WireError
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import ENDED, read_status, read_summary
-from unirun.rendezvous.following import LOOK_AGAIN, hear
-from unirun.rendezvous.masters import call_master
+from unirun.rendezvous.masters import LOOK_AGAIN, call_master, hear
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import VISITOR
 from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.peers import Peers, role_infos
 from unirun.roles.transport.sockets import SocketTransport
 from unirun.values import WorkerId
-from unirun.wire import load_credentials
 from unirun.wire.blocking import BlockingStream
+from unirun.wire.credentials import load_credentials
 from unirun.wire.messages import Ended, Grow, Message, View, Visit, Welcome
 from unirun.wire.reports import ViewWanted
 

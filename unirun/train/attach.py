@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from unirun.observe.choosing import choose_job
-from unirun.observe.jobdir import all_jobs
+from unirun.observe.jobdir import all_jobs, choose_job
 from unirun.observe.status import runs
 from unirun.train.handle import JobHandle
 

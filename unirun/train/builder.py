@@ -28,8 +28,8 @@ from unirun.collocation import parse_fake
 from unirun.collocation.numa import told_topology
 from unirun.errors import Fault, PlacementError, SpecError
 from unirun.launcher.planned import plan
-from unirun.spec import parse_job
 from unirun.spec.builder import Draft, EntryDraft, WorkloadDraft, job_mapping
+from unirun.spec.parse import parse_job
 from unirun.train.job import Job
 from unirun.train.loading import entry_of, importable, load
 

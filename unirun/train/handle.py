@@ -14,8 +14,7 @@ import cloudpickle
 from unirun.errors import EXIT_FAILURE, JobError, JobFailed, RendezvousError, StoreError, WireError
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import ENDED, JobStatus, read_status
-from unirun.rendezvous.following import follow_to_end
-from unirun.rendezvous.masters import call_master
+from unirun.rendezvous.masters import call_master, follow_to_end
 from unirun.spec.read import nearest
 from unirun.values import WorkerId
 from unirun.wire.messages import Attach, Stop

@@ -19,8 +19,9 @@ from unirun.collocation import count_slots, local_inventory, local_topology
 from unirun.errors import JobFailed, UsageError
 from unirun.launcher.planned import PlannedJob, plan
 from unirun.observe.jobdir import JobDir, job_at
-from unirun.spec import JobSpec, parse_job
+from unirun.spec.job import JobSpec
 from unirun.spec.names import id_stem
+from unirun.spec.parse import parse_job
 from unirun.spec.yaml import refuse_extremes
 from unirun.train.handle import JobHandle
 from unirun.train.loading import python_path

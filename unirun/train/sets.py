@@ -17,7 +17,7 @@ from msgspec.structs import asdict, replace
 
 from unirun.collocation import Inventory, count_slots, local_inventory, parse_fake, place
 from unirun.errors import PlacementError, UsageError
-from unirun.spec import parse_job
+from unirun.spec.parse import parse_job
 from unirun.train.setup import ROLE, Setup
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from unirun.errors import (
 from unirun.observe.home import temporary_directory
 from unirun.observe.jobdir import job_at
 from unirun.observe.status import ENDED, JobStatus
-from unirun.rendezvous.following import follow_to_end
+from unirun.rendezvous.masters import follow_to_end
 from unirun.roles.calls.group import RoleGroup
 from unirun.roles.visitor import Visitor
 from unirun.train.handle import JobHandle

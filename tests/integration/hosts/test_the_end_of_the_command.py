@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from tests.effort import variants
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 
 from ..harness import eventually
 from .cluster import LIVING, OnHosts, since, starts

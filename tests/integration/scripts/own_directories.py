@@ -14,7 +14,7 @@ from unirun.cli import main
 from unirun.failover.offers import AgentTask
 from unirun.launcher import local
 from unirun.launcher.agent import Agent
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 
 HOSTS = Path(sys.argv[1])
 

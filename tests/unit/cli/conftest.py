@@ -14,7 +14,7 @@ from unirun.cli.compose import job_spec
 from unirun.collocation import Device, Inventory, Node
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
-from unirun.spec import JobSpec
+from unirun.spec.job import JobSpec
 
 HOST = Inventory((Node("host", cpus=(0, 1, 2, 3)),))
 GPUS = Inventory((Node("host", cpus=(0, 1), devices=tuple(Device(str(i), "H", "") for i in range(8))),))

@@ -14,8 +14,8 @@ from tests.effort import SOON
 from unirun.cli import SUBCOMMANDS, run
 from unirun.cli.completion import bash, zsh
 from unirun.cli.options import OPTIONS
-from unirun.rendezvous import create_job
-from unirun.wire import new_token
+from unirun.rendezvous.creation import create_job
+from unirun.wire.handshake import new_token
 
 
 def complete(*words: str, path: str = os.environ["PATH"], cwd: Path | None = None) -> set[str]:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.cli.conftest import GPUS, Compose, same
 from unirun.errors import SpecError, UsageError
-from unirun.spec import Entry, RoleSpec
+from unirun.spec.job import Entry, RoleSpec
 
 JobFile = Callable[[str], str]
 

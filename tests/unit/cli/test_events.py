@@ -8,9 +8,10 @@ import os
 import pytest
 
 from tests.unit.cli.shell import call
-from unirun.observe import EventLog
-from unirun.rendezvous import JobDir, create_job
-from unirun.wire import new_token
+from unirun.observe.events import EventLog
+from unirun.observe.jobdir import JobDir
+from unirun.rendezvous.creation import create_job
+from unirun.wire.handshake import new_token
 
 
 @pytest.fixture

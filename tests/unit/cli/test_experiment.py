@@ -23,9 +23,9 @@ from unirun.experiments.config import (
 )
 from unirun.experiments.experiment import Experiment, register_experiment
 from unirun.experiments.starting import started
-from unirun.observe import JobStatus, write_status
-from unirun.rendezvous import create_job
-from unirun.wire import new_token
+from unirun.observe.status import JobStatus, write_status
+from unirun.rendezvous.creation import create_job
+from unirun.wire.handshake import new_token
 
 
 class Small(Experiment):

@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from tests.unit.cli.shell import call
-from unirun.observe import JobStatus, RoleStatus, WorkerStatus, write_status
-from unirun.rendezvous import create_job
+from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus, write_status
+from unirun.rendezvous.creation import create_job
 from unirun.values import WorkerId
-from unirun.wire import new_token
+from unirun.wire.handshake import new_token
 
 Text = pytest.CaptureFixture[str]
 

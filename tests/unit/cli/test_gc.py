@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.shell import call
-from unirun.observe import JobStatus, Summary, write_status
-from unirun.rendezvous import JobDir, clearing, create_job
+from unirun.observe.jobdir import JobDir
+from unirun.observe.status import JobStatus, Summary, write_status
+from unirun.rendezvous import clearing
+from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.election import campaign
 from unirun.rendezvous.keys import context_prefix, index_key, job_prefix
 from unirun.rendezvous.store.protocol import Put, Store
-from unirun.wire import new_token
 from unirun.wire.address import UnixAddress
+from unirun.wire.handshake import new_token
 
 DAY = 86400.0
 

@@ -15,14 +15,15 @@ from tests.unit.job.job import Job
 from unirun.cli import main
 from unirun.collocation.graph.states import LOOKS
 from unirun.failover.persistence.context_store import ContextStore
+from unirun.observe.jobdir import JobDir
 from unirun.observe.status import CallStatus, JobStatus, RoleStatus, WorkerStatus
-from unirun.rendezvous import JobDir, create_job
+from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.election import campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.url import open_store
 from unirun.values import WorkerId
-from unirun.wire import new_token
 from unirun.wire.address import UnixAddress
+from unirun.wire.handshake import new_token
 from unirun.wire.reports import CallCount, Calls, FromWorker, Span
 
 LOOP = """

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.effort import SOON
-from unirun.observe import JobStatus, write_status
-from unirun.rendezvous import create_job
+from unirun.observe.status import JobStatus, write_status
+from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.store.url import open_store
-from unirun.wire import new_token
+from unirun.wire.handshake import new_token
 
 PROBE = """
 import json, sys

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.cli.conftest import Compose, same
 from unirun.errors import SpecError, UsageError
-from unirun.spec import LogSpec
+from unirun.spec.job import LogSpec
 
 JobFile = Callable[[str], str]
 

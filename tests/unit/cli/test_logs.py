@@ -17,10 +17,11 @@ from tests.unit.job.job import Job
 from unirun.cli import logs
 from unirun.cli.logs import start_of_last
 from unirun.failover.status_views import status_of
+from unirun.observe.jobdir import JobDir
 from unirun.observe.status import write_status
-from unirun.rendezvous import JobDir, create_job
+from unirun.rendezvous.creation import create_job
 from unirun.values import WorkerId
-from unirun.wire import new_token
+from unirun.wire.handshake import new_token
 
 TEXTS = st.lists(st.sampled_from([b"\r\n", b"\n", b"\r", b"a", b"bc"]), max_size=40).map(b"".join)
 

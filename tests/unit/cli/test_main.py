@@ -13,10 +13,11 @@ from msgspec import structs
 
 from tests.unit.cli.shell import call
 from unirun.cli import SUBCOMMANDS
-from unirun.observe import JobStatus, RoleStatus, WorkerStatus, read_status, write_status
-from unirun.rendezvous import JobDir, create_job
+from unirun.observe.jobdir import JobDir
+from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus, read_status, write_status
+from unirun.rendezvous.creation import create_job
 from unirun.values import WorkerId
-from unirun.wire import new_token
+from unirun.wire.handshake import new_token
 
 
 def ended(run_id: str, phase: str = "failed", code: int = 7) -> JobDir:

@@ -12,7 +12,7 @@ from unirun.cli.nodes import hosts_of, meeting_of, run_on_hosts
 from unirun.collocation import Inventory, Node
 from unirun.errors import JobError, UsageError
 from unirun.launcher.hosts.byhand import Meeting
-from unirun.spec import JobSpec
+from unirun.spec.job import JobSpec
 
 HERE = Inventory((Node("n0", (0, 1)),))
 

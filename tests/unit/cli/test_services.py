@@ -13,8 +13,8 @@ from tests.unit.failover.services import Services, program, service
 from unirun.cli import status as command
 from unirun.errors import SpecError, UsageError
 from unirun.failover.status_views import status_of
-from unirun.observe import JobStatus
-from unirun.spec import Entry
+from unirun.observe.status import JobStatus
+from unirun.spec.job import Entry
 from unirun.spec.probes import Probe
 
 SERVE = "engine=2: sleep 9 --port {port}"

@@ -18,14 +18,14 @@ from unirun.failover.failures import Exit, Failure
 from unirun.failover.persistence.context_store import ContextStore
 from unirun.failover.state import JobState
 from unirun.failover.status_views import status_of
-from unirun.observe import JobStatus, write_status
-from unirun.rendezvous import create_job
+from unirun.observe.status import JobStatus, write_status
+from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.keys import index_key, job_prefix
 from unirun.rendezvous.store.protocol import Put, Store
 from unirun.values import WorkerId
-from unirun.wire import new_token
 from unirun.wire.address import UnixAddress
+from unirun.wire.handshake import new_token
 
 
 def lead(store: Store, run_id: str, host: str = "far", deposing: int = 0) -> Term:

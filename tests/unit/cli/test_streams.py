@@ -19,20 +19,13 @@ from msgspec import to_builtins
 
 from tests.effort import examples
 from unirun.cli import main
-from unirun.observe import (
-    CallStatus,
-    FailureStatus,
-    JobStatus,
-    RoleStatus,
-    Summary,
-    WorkerStatus,
-)
-from unirun.rendezvous import create_job
+from unirun.observe.status import CallStatus, FailureStatus, JobStatus, RoleStatus, Summary, WorkerStatus
+from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.keys import index_key
 from unirun.rendezvous.store.protocol import Put
 from unirun.rendezvous.store.url import open_store
-from unirun.wire import new_token
 from unirun.wire.frames import as_text
+from unirun.wire.handshake import new_token
 
 
 class TestAStandardStreamThatIsClosed:

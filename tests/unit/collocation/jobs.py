@@ -9,7 +9,7 @@ from unirun.collocation import (
     Placement,
     parse_fake,
 )
-from unirun.spec import Entry, JobSpec, RoleSpec
+from unirun.spec.job import Entry, JobSpec, RoleSpec
 
 ENTRY = Entry("script", "a.py")
 TRAINER = RoleSpec("trainer", 1, Entry("trainer", "ppo:T"))

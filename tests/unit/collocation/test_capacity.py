@@ -16,7 +16,7 @@ from unirun.collocation.capacity import (
     refuse_impossible,
 )
 from unirun.errors import EXIT_PLACEMENT, PlacementError
-from unirun.spec import Entry, EntryKind, JobSpec, RoleSpec
+from unirun.spec.job import Entry, EntryKind, JobSpec, RoleSpec
 
 
 def refused(

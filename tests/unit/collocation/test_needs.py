@@ -13,7 +13,7 @@ from tests.unit.collocation.jobs import TRAINER, hosts, job, role
 from unirun.collocation import Inventory, Node, place, place_again
 from unirun.collocation.needs import shown_need
 from unirun.errors import PlacementError
-from unirun.spec import JobSpec, RoleSpec
+from unirun.spec.job import JobSpec, RoleSpec
 from unirun.spec.sizes import parse_size
 
 GB = 10**9

@@ -24,7 +24,7 @@ from unirun.collocation.numa import Cpu, Topology
 from unirun.collocation.placing import request_of
 from unirun.collocation.planning import plan
 from unirun.errors import PlacementError
-from unirun.spec import JobSpec
+from unirun.spec.job import JobSpec
 
 counts = st.dictionaries(st.sampled_from(["actor", "rollout", "critic"]), st.integers(1, 5), min_size=1)
 

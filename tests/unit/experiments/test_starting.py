@@ -47,11 +47,10 @@ from unirun.experiments.starting import (
 )
 from unirun.experiments.trial import Trial
 from unirun.launcher.slurm.options import parse_slurm
-from unirun.observe import JobStatus, write_status
-from unirun.observe.status import FailureStatus
-from unirun.rendezvous import create_job
+from unirun.observe.status import FailureStatus, JobStatus, write_status
+from unirun.rendezvous.creation import create_job
 from unirun.spec.parse import parse_job
-from unirun.wire import new_token
+from unirun.wire.handshake import new_token
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from tests.unit.job.job import Job
 from unirun.collocation import Inventory
 from unirun.failover.events import After, StartDue, ToAgent
 from unirun.failover.state import WorkerState, new_job
-from unirun.spec import Entry, RoleSpec
+from unirun.spec.job import Entry, RoleSpec
 from unirun.spec.probes import Probe
 from unirun.values import Place, WorkerId
 from unirun.wire.messages import Reserve, StartRole, StopWorkers

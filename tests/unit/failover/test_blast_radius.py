@@ -15,7 +15,7 @@ from unirun.failover.persistence.context import changed_documents, restore, urge
 from unirun.failover.state import JobState
 from unirun.failover.status_views import status_of
 from unirun.failover.takeover import resume
-from unirun.observe import JobStatus
+from unirun.observe.status import JobStatus
 from unirun.values import WorkerId
 from unirun.wire.reports import (
     CallCount,

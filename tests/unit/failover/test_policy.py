@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from unirun.failover.policy import LONGEST_DELAY, Budget, History, Loss, decide
 from unirun.failover.restart_or_end import budget_of
-from unirun.spec import Entry, Restart, RoleSpec
+from unirun.spec.job import Entry, Restart, RoleSpec
 
 counts = st.integers(0, 4)
 budgets = st.builds(Budget, counts, counts)

@@ -15,7 +15,7 @@ from unirun.collocation import Device, Inventory, Node, place
 from unirun.errors import EXIT_PLACEMENT
 from unirun.failover.events import AgentLost, JoinTimedOut, LossesDue, ToAgent
 from unirun.failover.state import NEVER, ROLE_ENDS, JobPhase, RolePhase, new_job
-from unirun.spec import Entry, RoleSpec
+from unirun.spec.job import Entry, RoleSpec
 from unirun.wire.messages import Drain, Drained, Reserve, StartRole, StopWorkers
 from unirun.wire.reports import Notice, Placed
 

@@ -23,7 +23,7 @@ from unirun.failover.events import (
 from unirun.failover.state import new_job
 from unirun.failover.step import step
 from unirun.failover.ties import ties_of
-from unirun.spec import Entry, EntryKind, JobSpec, RoleSpec
+from unirun.spec.job import Entry, EntryKind, JobSpec, RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, StopWorkers, View
 from unirun.wire.reports import Cause, Join, WorkerError, WorkerExited, WorkerRunning, WorkerStarted

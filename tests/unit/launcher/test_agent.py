@@ -19,10 +19,10 @@ from unirun.launcher.agent import Agent
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import Command, Event, Phase, Worker
 from unirun.launcher.state import AgentState
-from unirun.rendezvous import create_job
-from unirun.spec import Entry, JobSpec, RoleSpec
+from unirun.rendezvous.creation import create_job
+from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.values import WorkerId
-from unirun.wire import new_token
+from unirun.wire.handshake import new_token
 from unirun.wire.spawning import Spawn
 
 

@@ -20,7 +20,8 @@ from unirun.launcher import fence as fences
 from unirun.launcher.contact import Contact
 from unirun.launcher.witness import Witness
 from unirun.observe.jobdir import job_at
-from unirun.rendezvous import create_job, masters
+from unirun.rendezvous import masters
+from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.election import Leader
 from unirun.rendezvous.keys import silent_key
 from unirun.rendezvous.masters import Masters, Vacant, call_master

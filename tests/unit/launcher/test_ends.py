@@ -10,8 +10,9 @@ from unirun.launcher.ends import TAIL_LINES, WHOLE, fitting, last_words, short_e
 from unirun.launcher.events import FromSpawner, LinkMessage
 from unirun.launcher.state import AgentState, holdings
 from unirun.values import WorkerId
-from unirun.wire import FrameReader, decode
 from unirun.wire.aio import frame_of
+from unirun.wire.codec import decode
+from unirun.wire.frames import FrameReader
 from unirun.wire.reports import CallCount, Held, Join, Span, WorkerError, WorkerExited
 from unirun.wire.spawning import Reaped
 

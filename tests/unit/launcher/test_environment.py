@@ -21,9 +21,8 @@ from unirun.launcher.environment import (
     worker_env,
 )
 from unirun.launcher.hosts.connection import carried
-from unirun.rendezvous import JobDir
-from unirun.spec import Entry, EntryKind, JobSpec, RoleSpec
-from unirun.spec.job import Contract
+from unirun.observe.jobdir import JobDir
+from unirun.spec.job import Contract, Entry, EntryKind, JobSpec, RoleSpec
 from unirun.spec.read import RESERVED_ENV
 from unirun.values import Place
 from unirun.wire.messages import StartRole, StartWorker

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from unirun.failover.offers import AgentTask
 from unirun.launcher.environment import FRESH
 from unirun.launcher.orders import PRELOAD, Orders
-from unirun.rendezvous import JobDir
-from unirun.spec import Entry, JobSpec, RoleSpec
+from unirun.observe.jobdir import JobDir
+from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.messages import StartRole, StartWorker
 from unirun.wire.spawning import Spawn
 

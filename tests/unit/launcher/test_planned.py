@@ -8,7 +8,8 @@ from unirun.collocation import parse_fake
 from unirun.collocation.numa import told_topology
 from unirun.errors import FrameError, PlacementError
 from unirun.launcher.planned import PlannedJob, plan, plan_without
-from unirun.spec import JobSpec, parse_job
+from unirun.spec.job import JobSpec
+from unirun.spec.parse import parse_job
 
 NODES = parse_fake("fake:nodes=3,devices=2,numa=2")
 

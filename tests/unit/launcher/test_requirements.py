@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from unirun.errors import JobError
 from unirun.launcher.requirements import TEMPORARY, check_host
-from unirun.spec import Entry, JobSpec, RoleSpec
+from unirun.spec.job import Entry, JobSpec, RoleSpec
 
 SCRIPT = RoleSpec("actor", 1, Entry("script", "a.py"))
 

@@ -17,15 +17,15 @@ from unirun.failover.persistence.context_store import ContextStore
 from unirun.failover.step import step
 from unirun.failover.takeover import resume
 from unirun.launcher.master.shell import Core, Master
-from unirun.observe import read_events
-from unirun.rendezvous import JobDir
+from unirun.observe.events import read_events
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import campaign
 from unirun.values import WorkerId
-from unirun.wire import Credentials, new_token
 from unirun.wire.address import TcpAddress, UnixAddress
 from unirun.wire.aio import Stream, connect
 from unirun.wire.certificates import make_tls
-from unirun.wire.handshake import Token
+from unirun.wire.credentials import Credentials
+from unirun.wire.handshake import Token, new_token
 from unirun.wire.messages import Appointed, Message, StartRole
 from unirun.wire.reports import WorkerRunning, WorkerStarted
 from unirun.wire.sockets import listen, listen_tcp, tcp_address

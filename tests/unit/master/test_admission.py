@@ -16,7 +16,7 @@ from unirun.collocation import Node
 from unirun.failover.events import Arrived, Event
 from unirun.failover.offers import AgentTask, versions
 from unirun.launcher.master.admission import Admission
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.wire.address import Address, TcpAddress, UnixAddress
 from unirun.wire.aio import Stream
 from unirun.wire.codec import from_json

@@ -22,8 +22,8 @@ from unirun.launcher.master import beats
 from unirun.launcher.master.beats import unheard
 from unirun.rendezvous.keys import silent_key
 from unirun.values import WorkerId
-from unirun.wire import Credentials
 from unirun.wire.aio import Stream, connect
+from unirun.wire.credentials import Credentials
 from unirun.wire.messages import Attach, Beat, Ended, Message, Shutdown
 from unirun.wire.reports import Held, Knock, Notice
 

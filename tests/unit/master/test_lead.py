@@ -26,14 +26,14 @@ from unirun.launcher.master import __main__ as process
 from unirun.launcher.master import lead as leading
 from unirun.launcher.master.lead import TERM_TTL, lead
 from unirun.launcher.master.shell import Core
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import Leader, Term, campaign, leader_of
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
-from unirun.wire import load_token, new_token
 from unirun.wire.address import TcpAddress, UnixAddress
 from unirun.wire.certificates import make_tls
 from unirun.wire.codec import from_json
+from unirun.wire.handshake import load_token, new_token
 from unirun.wire.messages import Stop
 from unirun.wire.sockets import listen, listen_tcp
 

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.job.job import Job
 from unirun.failover.status_views import status_of
 from unirun.launcher.master.status_file import StatusFile
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 
 
 @pytest.fixture

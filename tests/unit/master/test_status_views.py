@@ -9,7 +9,15 @@ from tests.unit.failover.losses import gone, nodes
 from tests.unit.job.job import KILL, TERM, Job
 from unirun.failover.events import AgentLost
 from unirun.failover.status_views import FIRST_LINE, farewell, present, status_of, summary_of
-from unirun.observe import FAILURES, CallStatus, FailureStatus, JobStatus, RoleStatus, Summary, WorkerStatus
+from unirun.observe.status import (
+    FAILURES,
+    CallStatus,
+    FailureStatus,
+    JobStatus,
+    RoleStatus,
+    Summary,
+    WorkerStatus,
+)
 from unirun.values import WorkerId
 from unirun.wire.messages import Ended, RoleChanged, Stop, WorkerOutput
 from unirun.wire.reports import (

@@ -17,11 +17,12 @@ from unirun.launcher.master import writer as writing
 from unirun.observe.linelog import read_lines
 from unirun.rendezvous.election import leader_of
 from unirun.values import WorkerId
-from unirun.wire import Credentials, load_credentials, new_token
 from unirun.wire.address import UnixAddress
 from unirun.wire.aio import connect
 from unirun.wire.asking import Answer, Ask, ToWorker
 from unirun.wire.certificates import make_tls
+from unirun.wire.credentials import Credentials, load_credentials
+from unirun.wire.handshake import new_token
 from unirun.wire.messages import (
     Attach,
     Ended,

@@ -21,7 +21,7 @@ from unirun.observe.batchjob import (
     read_batch,
     write_batch,
 )
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 
 ENDED = (
     "JobId=11 JobName=t.sh UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901749 Nice=0 Account=(null) "

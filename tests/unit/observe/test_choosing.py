@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from unirun.errors import JobError
-from unirun.observe.choosing import choose_job
+from unirun.observe.jobdir import choose_job
 
 
 def choose(name: str | None, *run_ids: str, running: Sequence[str] = ()) -> str:

@@ -9,9 +9,9 @@ from threading import Thread
 import pytest
 
 from tests.unit.rendezvous.standin import PATIENCE, Place, Script, StandIn
-from unirun.observe import JobStatus, write_status
-from unirun.rendezvous import following
-from unirun.rendezvous.following import follow_to_end
+from unirun.observe.status import JobStatus, write_status
+from unirun.rendezvous import masters
+from unirun.rendezvous.masters import follow_to_end
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Attach, Ended, Message, Stop
 
@@ -145,7 +145,7 @@ def test_patience_ends(place: Place) -> None:
 def test_a_master_that_hangs_is_left_for_the_one_that_has_told_since_how_the_job_stands(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "CHECK", 0.05)
+    monkeypatch.setattr(masters, "CHECK", 0.05)
     first = place.leader()
     follower = Follower(place, STOP)
     assert heard(first) == STOP

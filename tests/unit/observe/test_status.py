@@ -13,7 +13,8 @@ from msgspec import structs
 
 from tests.effort import examples
 from unirun.errors import JobError
-from unirun.observe import (
+from unirun.observe.jobdir import JobDir
+from unirun.observe.status import (
     JobStatus,
     RoleStatus,
     Summary,
@@ -22,8 +23,8 @@ from unirun.observe import (
     read_summary,
     write_status,
 )
-from unirun.rendezvous import JobDir, create_job
-from unirun.wire import new_token
+from unirun.rendezvous.creation import create_job
+from unirun.wire.handshake import new_token
 
 STATUS = JobStatus(
     run_id="run-1",

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from unirun.rendezvous import JobDir, create_job
-from unirun.wire import new_token
+from unirun.observe.jobdir import JobDir
+from unirun.rendezvous.creation import create_job
+from unirun.wire.handshake import new_token
 
 Create = Callable[..., JobDir]
 

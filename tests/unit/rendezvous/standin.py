@@ -10,15 +10,15 @@ from collections.abc import Callable
 from queue import Queue
 
 from unirun.errors import WireError
-from unirun.rendezvous import JobDir, create_job
+from unirun.observe.jobdir import JobDir
+from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
-from unirun.wire import Token, load_token, new_token
 from unirun.wire.address import UnixAddress
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake
+from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake, Token, load_token, new_token
 from unirun.wire.messages import Appointed, Message
 from unirun.wire.sockets import listen
 

@@ -13,15 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import JobError, StoreError
-from unirun.rendezvous import JobDir, create_job
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.clearing import clear_here, clear_in, size_here, size_in
+from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.election import Term, campaign, leader_of
 from unirun.rendezvous.keys import index_key, job_prefix
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.rendezvous.store.protocol import Compare, Lease, Outcome, Put
 from unirun.values import WorkerId
-from unirun.wire import new_token
 from unirun.wire.address import UnixAddress
+from unirun.wire.handshake import new_token
 
 PREFIX = job_prefix("run-1")
 

@@ -11,8 +11,7 @@ import pytest
 
 from tests.effort import SOON
 from unirun.errors import RendezvousError
-from unirun.rendezvous import Endpoint, hold_endpoint
-from unirun.rendezvous.endpoints import split_endpoint
+from unirun.rendezvous.endpoints import Endpoint, hold_endpoint, split_endpoint
 
 
 def test_port_0_binds_a_free_port_and_listens() -> None:

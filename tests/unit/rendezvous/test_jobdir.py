@@ -14,12 +14,20 @@ import pytest
 
 from tests.unit.rendezvous.jobdirs import Create, create, home, locks
 from unirun.errors import JobError
-from unirun.observe.jobdir import NO_LOCKS, _tell_unknown, directories_of_nodes, job_at
-from unirun.rendezvous import JobDir, all_jobs, create_job, creation, jobs_root
+from unirun.observe.jobdir import (
+    NO_LOCKS,
+    JobDir,
+    _tell_unknown,
+    all_jobs,
+    directories_of_nodes,
+    job_at,
+    jobs_root,
+)
+from unirun.rendezvous import creation
 from unirun.rendezvous.clearing import clear_here
-from unirun.rendezvous.creation import discard_job
+from unirun.rendezvous.creation import create_job, discard_job
 from unirun.values import WorkerId
-from unirun.wire import load_token, new_token
+from unirun.wire.handshake import load_token, new_token
 
 __all__ = ["create", "home", "locks"]
 

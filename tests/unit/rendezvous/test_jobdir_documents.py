@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.rendezvous.jobdirs import FRESH, Create, create, home, locks
 from unirun.errors import JobError
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 
 __all__ = ["create", "home", "locks"]
 

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from tests.effort import SOON
-from unirun.rendezvous import ProcessWatch
+from unirun.observe.jobdir import ProcessWatch
 
 
 @pytest.mark.starts_processes

@@ -16,9 +16,8 @@ from unirun.rendezvous.election import Leader, campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.masters import MasterGone, Masters, call_master
 from unirun.rendezvous.seat import Seat
-from unirun.wire import new_token
 from unirun.wire.address import UnixAddress
-from unirun.wire.handshake import DEADLINE
+from unirun.wire.handshake import DEADLINE, new_token
 from unirun.wire.messages import Appointed, Attach, Shutdown, Stop
 from unirun.wire.sockets import listen
 

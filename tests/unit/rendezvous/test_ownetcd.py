@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from unirun.errors import UsageError
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.ownetcd import choose_members, command_of, possible_member, store_for, url_of
 from unirun.rendezvous.store.address import EtcdAddress, parse_address
 from unirun.rendezvous.store.url import anchored

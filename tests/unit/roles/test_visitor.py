@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.rendezvous.standin import PATIENCE, Place, Script, StandIn
 from unirun.errors import FrameError, JobError, RendezvousError, UsageError, WorkerLost
-from unirun.observe import JobStatus, write_status
-from unirun.rendezvous import following
+from unirun.observe.status import JobStatus, write_status
+from unirun.rendezvous import masters
 from unirun.roles.visitor import Visitor
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Attach, Ended, Grow, Message, RoleView, View, Visit, Welcome, WorkerView
@@ -119,7 +119,7 @@ class TestMasters:
     def test_it_leaves_one_that_hangs_when_another_leads(
         self, place: Place, visit: Callable[[], Visitor], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(following, "CHECK", 0.02)
+        monkeypatch.setattr(masters, "CHECK", 0.02)
         place.leader(script=greets(welcome(2)))
         visitor = visit()
         # A master takes its term before it writes the status.

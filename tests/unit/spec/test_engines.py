@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from unirun.errors import SpecError
-from unirun.spec import JobSpec, RoleSpec, parse_job
 from unirun.spec.channels import Channel
+from unirun.spec.job import JobSpec, RoleSpec
+from unirun.spec.parse import parse_job
 from unirun.spec.probes import Probe
 from unirun.weights.integrations.vllm_guard import SameHost
 

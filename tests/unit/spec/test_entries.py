@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from unirun.spec import Entry
 from unirun.spec.entries import missing_entry
+from unirun.spec.job import Entry
 
 
 def script(name: str, folder: Path) -> str | None:

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from unirun.errors import RendezvousError, SpecError
 from unirun.launcher.ends import masked
 from unirun.launcher.environment import mask_of, with_env_files
-from unirun.spec import JobSpec, parse_job
+from unirun.spec.job import JobSpec
+from unirun.spec.parse import parse_job
 from unirun.spec.secrets import MASK, Mask, read_env_file
 from unirun.wire.reports import EngineWeights, Notice, Stuck, WorkerError
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from unirun.errors import Fault, SpecError
-from unirun.spec import JobSpec, parse_job
+from unirun.spec.job import JobSpec
+from unirun.spec.parse import parse_job
 
 
 def job(**more: Any) -> JobSpec:

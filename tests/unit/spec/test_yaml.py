@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from unirun.errors import SpecError
-from unirun.spec import JobSpec, parse_job
+from unirun.spec.job import JobSpec
+from unirun.spec.parse import parse_job
 from unirun.spec.yaml import load_job_file
 
 

@@ -22,7 +22,7 @@ from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver
 from unirun.weights.sources import Source
 from unirun.weights.tensors import Weights, assigner, targets_of, tensors_of
-from unirun.wire import new_token
+from unirun.wire.handshake import new_token
 
 _numbers = itertools.count()
 

@@ -12,9 +12,9 @@ import pytest
 
 from tests.unit.wire.places import SOON, Place, raw, serving, unexpected
 from unirun.errors import ConnectionLost, FrameError, RendezvousError
-from unirun.wire import BlockingStream
 from unirun.wire.address import unix_address
 from unirun.wire.aio import Server, Stream
+from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake
 from unirun.wire.messages import Shutdown, Stop
 from unirun.wire.reports import Notice

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from tests.effort import examples
 from tests.unit.wire.places import credentials_in
 from unirun.errors import JobError
-from unirun.wire import Credentials, load_credentials, new_token
 from unirun.wire.certificates import issue, make_tls
-from unirun.wire.credentials import NODE_URI, node_of, node_uri, server_name
-from unirun.wire.handshake import Token
+from unirun.wire.credentials import NODE_URI, Credentials, load_credentials, node_of, node_uri, server_name
+from unirun.wire.handshake import Token, new_token
 
 TOKEN = Token(b"t" * 32)
 

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from tests.unit.wire.values import within
 from unirun.errors import FrameError, WireError
-from unirun.wire import FrameReader, Message, decode, encode, encode_frame
+from unirun.wire.codec import decode, encode
+from unirun.wire.frames import FrameReader, encode_frame
 from unirun.wire.handshake import ClientHandshake, ServerHandshake, Token
+from unirun.wire.messages import Message
 
 TOKEN = Token(b"t" * 32)
 LIMIT = 4096

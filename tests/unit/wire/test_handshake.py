@@ -9,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import AuthError, JobError
-from unirun.wire import load_token, new_token
-from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, PROOF_SIZE, ClientHandshake, ServerHandshake, Token
+from unirun.wire.handshake import (
+    ANSWER_SIZE,
+    HELLO_SIZE,
+    PROOF_SIZE,
+    ClientHandshake,
+    ServerHandshake,
+    Token,
+    load_token,
+    new_token,
+)
 
 TOKEN = Token(b"t" * 32)
 OTHER = Token(b"o" * 32)

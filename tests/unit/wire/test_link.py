@@ -11,9 +11,12 @@ import pytest
 from tests.unit.wire.places import Place, serving
 from unirun.errors import JobError, RendezvousError
 from unirun.values import WorkerId
-from unirun.wire import BlockingStream, FrameReader, Message, decode, link
+from unirun.wire import link
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.codec import decode
+from unirun.wire.frames import FrameReader
 from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake
-from unirun.wire.messages import Hello
+from unirun.wire.messages import Hello, Message
 
 
 @pytest.fixture

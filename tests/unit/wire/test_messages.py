@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from tests.unit.wire.values import within
 from unirun.errors import FrameError, WireError
 from unirun.values import Value, WorkerId
-from unirun.wire import FrameReader, Message, decode, encode, encode_frame
-from unirun.wire.codec import from_json, typed
-from unirun.wire.frames import parse_object
-from unirun.wire.messages import Stop, View, Welcome
+from unirun.wire.codec import decode, encode, from_json, typed
+from unirun.wire.frames import FrameReader, encode_frame, parse_object
+from unirun.wire.messages import Message, Stop, View, Welcome
 from unirun.wire.reports import FromWorker, Metrics, Notice
 from unirun.wire.spawning import Spawn
 

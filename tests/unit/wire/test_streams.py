@@ -18,10 +18,11 @@ import pytest
 
 from tests.unit.wire.places import NODE, SOON, Place, raw, serving, unexpected
 from unirun.errors import AuthError, ConnectionLost, RendezvousError, UsageError, WireError
-from unirun.wire import BlockingStream, frames, new_token, strangers
+from unirun.wire import frames, strangers
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Server, Stream, connect
-from unirun.wire.handshake import HELLO_SIZE, ClientHandshake, ServerHandshake
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.handshake import HELLO_SIZE, ClientHandshake, ServerHandshake, new_token
 from unirun.wire.messages import Shutdown, Stop
 from unirun.wire.reports import Notice
 from unirun.wire.sockets import listen, listen_tcp

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from unirun.collocation.graph.checks import faults
 from unirun.collocation.graph.values import Graph, Role
 from unirun.errors import SpecError
-from unirun.spec import Entry, JobSpec
 from unirun.spec.edges import Edge, Kind
+from unirun.spec.job import Entry, JobSpec
 
 
 def declared(spec: JobSpec) -> Graph:

@@ -23,7 +23,7 @@ from unirun.launcher.foreground.terminal import (
     printable,
     printable_lines,
 )
-from unirun.spec import JobSpec, LogSpec
+from unirun.spec.job import JobSpec, LogSpec
 from unirun.values import WorkerId
 
 COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)

@@ -12,7 +12,7 @@ from unirun.launcher.foreground.console import Console, Prefixer, shown
 from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.local import RunningJob
 from unirun.launcher.logs import LogFollower
-from unirun.spec import RoleSpec
+from unirun.spec.job import RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import Ended, Message, RoleChanged, WorkerOutput
 from unirun.wire.reports import Notice

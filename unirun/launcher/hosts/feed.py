@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unirun.failover.silence import BEAT
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.lobby import Chunk, Complete, Current
 from unirun.wire.messages import Beat

@@ -20,8 +20,7 @@ from unirun.launcher.hosts.stdio import over_stdio
 from unirun.launcher.local import first_words, start_agent
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import ignore_signals
-from unirun.observe.jobdir import job_at
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir, job_at
 from unirun.wire.address import TcpAddress
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.certificates import temporary

@@ -34,11 +34,11 @@ from unirun.launcher.hosts.sync import send_tree
 from unirun.launcher.launch import task_of
 from unirun.launcher.local import RunningJob
 from unirun.launcher.planned import PlannedJob
+from unirun.observe.jobdir import JobDir
 from unirun.observe.status import read_status
-from unirun.rendezvous import JobDir, create_job
-from unirun.rendezvous.creation import new_uid
+from unirun.rendezvous.creation import create_job, new_uid
 from unirun.rendezvous.ownetcd import store_for
-from unirun.spec import JobSpec
+from unirun.spec.job import JobSpec
 from unirun.wire.address import TcpAddress
 from unirun.wire.certificates import make_tls
 from unirun.wire.handshake import new_token

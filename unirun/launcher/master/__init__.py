@@ -1,1 +1,1 @@
-"""The process that decides: `step` is a pure state machine, `shell` the asyncio shell around it."""
+"""The process that leads a job: `shell` is the asyncio shell around `unirun.failover.step`."""

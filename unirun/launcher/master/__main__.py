@@ -14,7 +14,7 @@ from pathlib import Path
 
 from unirun.errors import EXIT_FAILURE, UnirunError
 from unirun.launcher.master.lead import lead
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.wire.reporting import NO_THREAD, lacks_threads, report
 from unirun.wire.sockets import listen
 

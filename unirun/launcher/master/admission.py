@@ -11,7 +11,7 @@ from unirun.failover.arrivals import trouble
 from unirun.failover.events import Arrived, Event
 from unirun.failover.offers import AgentTask, versions
 from unirun.failover.state import JobState
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.wire.address import Address, TcpAddress
 from unirun.wire.aio import Stream
 from unirun.wire.lobby import Assigned, Dismissed, Offer, Ready

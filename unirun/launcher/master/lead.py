@@ -28,13 +28,13 @@ from unirun.failover.state import JOB_ENDS, JobPhase, Verdict
 from unirun.failover.step import step
 from unirun.failover.takeover import resume
 from unirun.launcher.master.shell import Core, Master
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import campaign, leader_of
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
-from unirun.wire import load_credentials
 from unirun.wire.address import UnixAddress
+from unirun.wire.credentials import load_credentials
 from unirun.wire.sockets import tcp_address
 
 TERM_TTL = 6.0

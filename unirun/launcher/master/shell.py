@@ -39,14 +39,16 @@ from unirun.launcher.master.beats import OWNER_TIMEOUT, Beats, unheard
 from unirun.launcher.master.status_file import StatusFile
 from unirun.launcher.master.visitors import Visitors, tell_all
 from unirun.launcher.master.writer import Writer
-from unirun.observe import EventLog, JobStatus, LineLog, led_to
-from unirun.rendezvous import JobDir, ProcessWatch
+from unirun.observe.events import EventLog, led_to
+from unirun.observe.jobdir import JobDir, ProcessWatch
+from unirun.observe.linelog import LineLog
+from unirun.observe.status import JobStatus
 from unirun.rendezvous.election import Term
 from unirun.values import Value
-from unirun.wire import load_credentials
 from unirun.wire.aio import Server, Stream, frame_of
 from unirun.wire.asking import Ask
 from unirun.wire.codec import finite
+from unirun.wire.credentials import load_credentials
 from unirun.wire.lobby import Offer
 from unirun.wire.messages import Appointed, Attach, Beat, Drain, Message, PassOn, Shutdown, Stop, Visit
 from unirun.wire.reporting import report

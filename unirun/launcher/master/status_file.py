@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from unirun.observe import JobStatus, write_status
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
+from unirun.observe.status import JobStatus, write_status
 from unirun.wire.reporting import report_error
 
 DELAY, MAX_DELAY = 0.02, 1.0

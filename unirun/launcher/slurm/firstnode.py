@@ -16,10 +16,9 @@ from msgspec.structs import replace
 
 from unirun.errors import EXIT_RENDEZVOUS, JobError, RendezvousError, UnirunError
 from unirun.launcher.foreground.terminal import warn
-from unirun.observe import write_status
 from unirun.observe.batchjob import ASKED_AGAIN, AWAY, BatchJob, ask_slurm, batch_state, own_batch
 from unirun.observe.jobdir import JobDir, directories_of_nodes, job_at
-from unirun.observe.status import ENDED, PENDING, JobStatus, read_status
+from unirun.observe.status import ENDED, PENDING, JobStatus, read_status, write_status
 
 LOOK = 1.0
 """Seconds between two looks at the file. Looks are counted, so that a file system that hangs costs nothing."""

@@ -11,13 +11,12 @@ from pathlib import Path
 from unirun.errors import JobError, UnirunError
 from unirun.launcher.slurm.batch import Batch, batch_script
 from unirun.launcher.slurm.options import BatchOptions
-from unirun.observe import JobStatus, RoleStatus, WorkerStatus, write_status
 from unirun.observe.batchjob import BatchJob, ask_slurm, write_batch
 from unirun.observe.jobdir import JobDir, job_at
 from unirun.observe.ownership import make_private
-from unirun.observe.status import PENDING, is_alive
+from unirun.observe.status import PENDING, JobStatus, RoleStatus, WorkerStatus, is_alive, write_status
 from unirun.rendezvous.creation import cannot_be_made, one_at_a_time
-from unirun.spec import JobSpec
+from unirun.spec.job import JobSpec
 
 SCRIPT, OUTPUT = "batch.sh", "output.log"
 """Files in the directory of the batch job."""

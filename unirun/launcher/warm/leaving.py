@@ -8,8 +8,8 @@ from unirun.failover.offers import AgentTask
 from unirun.launcher.environment import FRESH, for_workers
 from unirun.launcher.orders import Orders
 from unirun.launcher.warm.borrowing import VARIABLE, Choice, choose, running, some_start, start
-from unirun.rendezvous import JobDir
-from unirun.spec import JobSpec
+from unirun.observe.jobdir import JobDir
+from unirun.spec.job import JobSpec
 
 IDLE = 1800.0
 """Seconds without a job after which a warm process ends."""

@@ -9,13 +9,11 @@ from msgspec.structs import replace
 
 from unirun.errors import UsageError
 from unirun.observe.home import expanded
+from unirun.observe.jobdir import HERE
 from unirun.rendezvous.store.address import PASSWORD_VARIABLE, EtcdAddress, SqliteAddress, parse_address
 from unirun.rendezvous.store.protocol import Store
 
 STORE_VARIABLE = "UNIRUN_STORE"
-
-HERE = "{job}"
-"""Stands for the directory of the job in a URL that is the same on all hosts."""
 
 
 def store_url(option: str | None) -> str | None:

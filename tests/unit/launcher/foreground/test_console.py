@@ -11,7 +11,7 @@ import pytest
 
 from unirun.cli.output import age, megabytes, print_table
 from unirun.launcher.foreground.console import Console, Prefixer, shown
-from unirun.spec import Entry, JobSpec, LogSpec, RoleSpec
+from unirun.spec.job import Entry, JobSpec, LogSpec, RoleSpec
 from unirun.values import WorkerId
 
 

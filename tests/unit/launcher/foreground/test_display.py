@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unirun.launcher.foreground.display import progress
-from unirun.spec import Entry, RoleSpec
+from unirun.spec.job import Entry, RoleSpec
 from unirun.spec.probes import Probe
 
 

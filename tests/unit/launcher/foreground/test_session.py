@@ -18,7 +18,7 @@ from unirun.launcher.foreground.console import Console
 from unirun.launcher.foreground.session import Session, StopRequests
 from unirun.launcher.local import Processes, RunningJob
 from unirun.rendezvous import seat
-from unirun.spec import Entry, JobSpec, RoleSpec
+from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop
 

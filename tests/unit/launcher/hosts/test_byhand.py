@@ -24,12 +24,12 @@ from unirun.launcher.hosts.byhand import Meeting, run_head, run_member
 from unirun.launcher.hosts.member import offer, take_part
 from unirun.launcher.planned import PlannedJob
 from unirun.observe.jobdir import job_at
-from unirun.rendezvous import create_job
+from unirun.rendezvous.creation import create_job
 from unirun.spec.job import Entry, JobSpec, RoleSpec
-from unirun.wire import new_token
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Server, Stream
 from unirun.wire.blocking import BlockingStream
+from unirun.wire.handshake import new_token
 from unirun.wire.lobby import Assigned, Dismissed, Offer, Ready
 
 

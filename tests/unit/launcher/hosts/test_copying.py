@@ -9,9 +9,10 @@ import pytest
 from unirun.launcher.hosts.copying import record_hosts, recorded_hosts
 from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.mirror import offsets_here
-from unirun.rendezvous import JobDir, create_job
-from unirun.wire import new_token
+from unirun.observe.jobdir import JobDir
+from unirun.rendezvous.creation import create_job
 from unirun.wire.address import TcpAddress
+from unirun.wire.handshake import new_token
 
 HEAD = TcpAddress("10.0.0.1", 29400, "h1")
 

@@ -22,7 +22,7 @@ from unirun.launcher.hosts.connection import Remote
 from unirun.launcher.hosts.feed import MOST, feed
 from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.mirror import Mirror, write
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.lobby import Chunk, Complete, Current
 from unirun.wire.messages import Beat

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from unirun.launcher.hosts.member import missing, needs
-from unirun.spec import Entry, JobSpec, RoleSpec
+from unirun.spec.job import Entry, JobSpec, RoleSpec
 
 
 def job(*roles: RoleSpec, **keys: Any) -> JobSpec:

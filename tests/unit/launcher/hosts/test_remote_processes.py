@@ -8,7 +8,7 @@ import pytest
 
 from unirun.launcher.hosts import ssh
 from unirun.launcher.hosts.ssh import RemoteProcesses
-from unirun.rendezvous import JobDir
+from unirun.observe.jobdir import JobDir
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from unirun.launcher.slurm.firstnode import outliving_the_script, script_is_gone
-from unirun.observe import JobStatus, write_status
-from unirun.observe.status import read_summary
-from unirun.rendezvous import JobDir, create_job
-from unirun.wire import new_token
+from unirun.observe.jobdir import JobDir
+from unirun.observe.status import JobStatus, read_summary, write_status
+from unirun.rendezvous.creation import create_job
+from unirun.wire.handshake import new_token
 
 RUNNING = JobStatus("run-1", "run", "running", "", 1.0, None, None, ())
 BATCH = {"UNIRUN_BATCH": "run-1", "SLURM_JOB_ID": "12"}

@@ -8,7 +8,7 @@ from unirun.collocation import Assignment, Placement
 from unirun.failover.persistence.context import changed_documents
 from unirun.failover.ranks import Ranks
 from unirun.failover.state import JobState, new_job
-from unirun.spec import Entry, JobSpec, RoleSpec
+from unirun.spec.job import Entry, JobSpec, RoleSpec
 
 Documents = dict[str, str]
 

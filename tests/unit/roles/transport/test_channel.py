@@ -17,8 +17,8 @@ from unirun.roles.transport.loop import Loop
 from unirun.roles.transport.protocol import Parcel
 from unirun.roles.transport.sockets import SocketTransport
 from unirun.values import WorkerId
-from unirun.wire import new_token
 from unirun.wire.address import unix_address
+from unirun.wire.handshake import new_token
 
 LATE = "a thread that is late"
 

@@ -21,8 +21,8 @@ from unirun.roles.transport.connection import BATCH, Connection
 from unirun.roles.transport.frames import INLINE, REPLY, REQUEST
 from unirun.roles.transport.protocol import Parcel
 from unirun.roles.transport.tls import TlsConnection
-from unirun.wire import new_token
 from unirun.wire.credentials import server_name
+from unirun.wire.handshake import new_token
 from unirun.wire.sockets import listen_tcp
 
 KINDS = ("unix", "tcp", "tls")
