@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.contract.attacks import INSIDE, OUTSIDE, SOON, Target, flood, noise_after_the_token, silence
-from tests.unit.master.court import Court
-from tests.unit.master.streams import ends_well
+from tests.unit.launcher.master.court import Court
+from tests.unit.launcher.master.streams import ends_well
 from tests.unit.wire.places import credentials_in
 from unirun.observe.events import read_events
 from unirun.roles.transport.protocol import Parcel

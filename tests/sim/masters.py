@@ -11,8 +11,8 @@ from tests.sim.network import BeatsModel
 from tests.sim.stage import Stage
 from tests.sim.store import RUN, Killed
 from tests.sim.world import Pipe, Planted
-from tests.unit.job.invariants import check_job
-from tests.unit.master.persistence.documents import kept
+from tests.unit.failover.invariants import check_job
+from tests.unit.failover.persistence.documents import kept
 from unirun.errors import EXIT_FAILURE, Fenced, StoreError
 from unirun.failover.crashes import (
     abort_step,

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from msgspec import structs
 
-from tests.unit.job.job import Job
+from tests.unit.failover.job import Job
 from unirun.cli import main
 from unirun.collocation.graph.states import LOOKS
 from unirun.failover.persistence.context_store import ContextStore

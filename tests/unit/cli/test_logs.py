@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.cli.shell import call
-from tests.unit.job.job import Job
+from tests.unit.failover.job import Job
 from unirun.cli import logs
 from unirun.cli.logs import start_of_last
 from unirun.failover.status_views import status_of

@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from tests.unit.cli.shell import call
-from tests.unit.job.job import Job
+from tests.unit.failover.job import Job
 from unirun.cli.stored import refuse_elsewhere
 from unirun.errors import JobElsewhere
 from unirun.failover.failures import Exit, Failure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.job.job import Job
+from tests.unit.failover.job import Job
 from unirun.collocation import Device, Inventory, Node
 from unirun.failover.events import AgentLost, ToAgent, ToGuest
 from unirun.values import WorkerId

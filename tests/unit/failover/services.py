@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
-from tests.unit.job.job import Job
+from tests.unit.failover.job import Job
 from unirun.collocation import Inventory
 from unirun.failover.events import After, StartDue, ToAgent
 from unirun.failover.state import WorkerState, new_job

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable
 
 from msgspec.structs import replace
 
-from tests.unit.job.invariants import check_job
-from tests.unit.job.job import Job
-from tests.unit.master.persistence.documents import written
+from tests.unit.failover.invariants import check_job
+from tests.unit.failover.job import Job
+from tests.unit.failover.persistence.documents import written
 from unirun.failover.events import Command, ToAgent
 from unirun.failover.persistence.context import restore
 from unirun.failover.state import JobState, WorkerPhase, WorkerState

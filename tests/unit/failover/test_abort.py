@@ -6,10 +6,10 @@ import signal
 
 from msgspec.structs import replace
 
+from tests.unit.failover.invariants import check_job
+from tests.unit.failover.job import Job, plain
 from tests.unit.failover.losses import gone, nodes
 from tests.unit.failover.takeover import TWO
-from tests.unit.job.invariants import check_job
-from tests.unit.job.job import Job, plain
 from unirun.errors import EXIT_FAILURE
 from unirun.failover.crashes import abort_step, begin_abort
 from unirun.failover.events import (

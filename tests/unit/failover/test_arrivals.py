@@ -7,10 +7,10 @@ from msgspec import to_builtins
 from msgspec.json import encode as to_json
 from msgspec.structs import replace
 
+from tests.unit.failover.job import TERM, Job
 from tests.unit.failover.losses import gone, nodes, places, ranks, scripts
+from tests.unit.failover.persistence.documents import kept, written
 from tests.unit.failover.takeover import join, take_over
-from tests.unit.job.job import TERM, Job
-from tests.unit.master.persistence.documents import kept, written
 from unirun.collocation import Device, Node
 from unirun.failover.arrivals import trouble
 from unirun.failover.events import After, Arrived, GrowthDue, ToGuest

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.effort import examples
-from tests.unit.job.job import KILL, Job
-from tests.unit.master.persistence.documents import written
+from tests.unit.failover.job import KILL, Job
+from tests.unit.failover.persistence.documents import written
 from unirun.errors import IllegalTransition
 from unirun.failover.persistence.context import changed_documents, restore, urgent
 from unirun.failover.state import JobState

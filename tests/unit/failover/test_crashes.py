@@ -8,8 +8,8 @@ import re
 import pytest
 from msgspec.structs import replace
 
-from tests.unit.job.job import Job
-from tests.unit.master.persistence.unsteady import UnsteadyStore
+from tests.unit.failover.job import Job
+from tests.unit.failover.persistence.unsteady import UnsteadyStore
 from unirun.errors import IllegalTransition, StoreRefused
 from unirun.failover.crashes import (
     IN_ALL,

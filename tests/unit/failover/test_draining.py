@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from tests.unit.failover.job import KILL, TERM, Job
 from tests.unit.failover.losses import gone, places, ranks, scripts, workloads
+from tests.unit.failover.persistence.documents import kept, written
 from tests.unit.failover.takeover import join, take_over
-from tests.unit.job.job import KILL, TERM, Job
-from tests.unit.master.persistence.documents import kept, written
 from unirun.failover.draining import AGAIN
 from unirun.failover.events import ToAgent
 from unirun.failover.persistence.context import restore, urgent

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit.failover.job import TERM, Job
 from tests.unit.failover.losses import gone, nodes, places, ranks, scripts, workloads
+from tests.unit.failover.persistence.documents import kept, written
 from tests.unit.failover.takeover import join, take_over
-from tests.unit.job.job import TERM, Job
-from tests.unit.master.persistence.documents import kept, written
 from unirun.collocation import Device, Inventory, Node
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, IllegalTransition, Refused
 from unirun.failover.events import After, LossesDue, RejoinTimedOut

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from tests.unit.failover.job import KILL, TERM
 from tests.unit.failover.services import Services, place, program, service
 from tests.unit.failover.takeover import join, rejoin, take_over
-from tests.unit.job.job import KILL, TERM
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, EXIT_RENDEZVOUS, Refused
 from unirun.failover.events import ViewDue
 from unirun.failover.policy import LONGEST_DELAY

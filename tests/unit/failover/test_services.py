@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from tests.unit.failover.job import TERM, Job
 from tests.unit.failover.losses import nodes, ranks
 from tests.unit.failover.services import Services, program, service
 from tests.unit.failover.takeover import rejoin
-from tests.unit.job.job import TERM, Job
 from unirun.collocation import Device, Inventory, Node, place
 from unirun.errors import EXIT_PLACEMENT
 from unirun.failover.events import AgentLost, JoinTimedOut, LossesDue, ToAgent

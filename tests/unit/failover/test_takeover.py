@@ -7,9 +7,9 @@ import signal
 import pytest
 from msgspec.structs import replace
 
+from tests.unit.failover.job import KILL, TERM, Job, plain
+from tests.unit.failover.persistence.documents import written
 from tests.unit.failover.takeover import TWO, end, join, kinds, rejoin, starts, take_over
-from tests.unit.job.job import KILL, TERM, Job, plain
-from tests.unit.master.persistence.documents import written
 from unirun.errors import IllegalTransition, Refused
 from unirun.failover.events import After, JoinTimedOut, Record, RejoinTimedOut, ToAgent
 from unirun.failover.failures import Exit

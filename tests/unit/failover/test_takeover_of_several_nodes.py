@@ -7,9 +7,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.effort import examples
+from tests.unit.failover.job import TERM, Job
 from tests.unit.failover.takeover import TWO, Who, end, join, kinds, starts, take_over
-from tests.unit.job.job import TERM, Job
-from tests.unit.job.walk import Walk
+from tests.unit.failover.walk import Walk
 from unirun.errors import EXIT_RENDEZVOUS
 from unirun.failover.events import JoinTimedOut, RejoinTimedOut
 from unirun.failover.state import JOB_ENDS, ROLE_ENDS, ROLE_WORKS, JobPhase, WorkerPhase

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tests.unit.job.job import KILL, TERM, Job
+from tests.unit.failover.job import KILL, TERM, Job
 from unirun.errors import EXIT_BUDGET
 from unirun.failover.events import AgentLost, OwnerLost
 from unirun.failover.failures import Exit, Failure

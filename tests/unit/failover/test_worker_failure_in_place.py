@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit.failover.job import KILL, TERM, Job
 from tests.unit.failover.workloads import reformed, seen, serving, up, workload
-from tests.unit.job.job import KILL, TERM, Job
 from unirun.errors import EXIT_BUDGET, EXIT_RENDEZVOUS, IllegalTransition
 from unirun.failover.events import After, KeepMetrics, ToAgent, ViewDue
 from unirun.failover.state import JobPhase, RolePhase, WorkerPhase

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.job.job import Job
+from tests.unit.failover.job import Job
 from unirun.values import WorkerId
 from unirun.wire.messages import RoleView, View
 from unirun.wire.reports import FromWorker, GroupFormed, Serving, WorkerRunning

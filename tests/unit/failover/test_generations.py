@@ -1,0 +1,66 @@
+"""Only a master's decision makes a generation: whatever an agent says, no worker is in one that is to come."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from tests.unit.failover.job import Job
+from tests.unit.failover.takeover import held, take_over
+from tests.unit.failover.workloads import serving, workload
+from unirun.errors import Refused
+from unirun.failover.events import Event
+from unirun.values import WorkerId
+from unirun.wire.reports import FromWorker, GroupFormed, HeldStore, WorkerExited, WorkerRunning
+from unirun.wire.spawning import StoreEnded, StoreOpened
+
+
+def launched() -> Job:
+    return workload().launched()
+
+
+def words_of_an_agent(generation: int) -> list[Event]:
+    """All messages of an agent that name a generation of actor:0, or of the role."""
+    ends = WorkerExited(WorkerId("actor", 0, 0), 1.0, 1, None, "own", None, met=generation)
+    return [
+        FromWorker(WorkerId("actor", 0, 0), GroupFormed(generation)),
+        WorkerRunning(WorkerId("actor", 0, 0), generation),
+        StoreOpened("actor", generation),
+        StoreEnded("actor", generation, 1.0, "killed"),
+        ends,
+    ]
+
+
+@given(st.integers(-2, 3) | st.integers(), st.data())
+def test_no_word_of_an_agent_brings_a_generation_about(generation: int, data: st.DataObject) -> None:
+    """The master decides each one, and the next is one more."""
+    job = data.draw(st.sampled_from([serving, launched]))()
+    before = job.state.roles["actor"]
+    word = data.draw(st.sampled_from(words_of_an_agent(generation)))
+    try:
+        job.on(word)
+    except Refused as refused:
+        assert generation > before.generation
+        assert f"actor has no generation {generation} yet" in str(refused)
+    else:
+        formed = isinstance(word, FromWorker) and isinstance(word.message, GroupFormed)
+        later = formed and generation > before.generation
+        assert not later, "it is taken at its word"
+    role = job.state.roles["actor"]
+    assert before.generation <= role.generation <= before.generation + 1
+    assert all(worker.generation <= role.generation for worker in role.workers)
+
+
+@given(st.integers(-2, 3) | st.integers())
+def test_nor_does_what_an_agent_holds_when_it_finds_another_master(generation: int) -> None:
+    job = serving()
+    before = job.state
+    take_over(job)
+    workers = before.roles["actor"].workers
+    holds = [replace(held(before, worker, "actor"), generation=generation) for worker in workers]
+    stores = (HeldStore("actor", generation, opened=True),)
+    job.on(replace(job.join("n0"), workers=tuple(holds), stores=stores))
+    role = job.state.roles["actor"]
+    assert role.generation == before.roles["actor"].generation
+    assert all(worker.generation <= role.generation for worker in role.workers)

@@ -1,0 +1,277 @@
+"""The master's use of the beats of agents and commands on other hosts, and of their silence."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from tests.unit.failover.job import Job
+from tests.unit.launcher.master.court import Court, all_of, eventually, until
+from tests.unit.launcher.master.streams import ends_well
+from tests.unit.wire.places import credentials_in
+from unirun.collocation import Device, Inventory, Node
+from unirun.errors import ConnectionLost
+from unirun.failover import silence
+from unirun.failover.events import RejoinTimedOut
+from unirun.failover.takeover import resume
+from unirun.launcher.master import beats
+from unirun.launcher.master.beats import unheard
+from unirun.rendezvous.keys import silent_key
+from unirun.values import WorkerId
+from unirun.wire.aio import Stream, connect
+from unirun.wire.credentials import Credentials
+from unirun.wire.messages import Attach, Beat, Ended, Message, Shutdown
+from unirun.wire.reports import Held, Knock, Notice
+
+TWO = Inventory(tuple(Node(name, (0,), (Device("0", ""), Device("1", ""))) for name in ("n0", "n1")))
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds become twentieths."""
+    for name in ("SILENT", "GIVE_UP", "BEAT", "LOOK"):
+        monkeypatch.setattr(silence, name, getattr(silence, name) / 20)
+    for name in ("SILENT", "GIVE_UP", "BEAT", "LOOK", "OWNER_TIMEOUT"):
+        monkeypatch.setattr(beats, name, getattr(beats, name) / 20)
+
+
+@pytest.fixture
+def court(tmp_path: Path) -> Court:
+    return Court(tmp_path, tcp=True)
+
+
+@pytest.fixture
+def n0(tmp_path: Path, court: Court) -> Credentials:
+    return credentials_in(tmp_path / "n0", court.token, "n0")
+
+
+async def answer(stream: Stream) -> Message:
+    stream.send(Beat())
+    return (await until(stream, Beat))[-1]
+
+
+def texts(told: list[Message]) -> list[str]:
+    return [each.text for each in told if isinstance(each, Notice)]
+
+
+class TestAnAnswer:
+    def test_each_beat_of_an_agent_is_answered(self, court: Court, n0: Credentials) -> None:
+        async def play() -> None:
+            agent = await court.agent(n0)
+            assert [await answer(agent) for _ in range(3)] == [Beat()] * 3
+            await ends_well(agent)
+
+        assert court.run(play) == []
+
+    def test_a_master_whose_term_is_old_is_sure_while_all_nodes_are_with_it(
+        self, court: Court, n0: Credentials
+    ) -> None:
+        court.term.renewed = 0.0
+
+        async def play() -> None:
+            agent = await court.agent(n0)
+            assert await answer(agent) == Beat()
+            await ends_well(agent)
+
+        assert court.run(play) == []
+
+    def test_a_master_whose_term_is_old_is_not_sure_without_all_nodes(self, tmp_path: Path) -> None:
+        court = Court(tmp_path, Job({"actor": 2}, inventory=TWO, restarts={"actor": 1}), tcp=True)
+        n0 = credentials_in(tmp_path / "n0", court.token, "n0")
+
+        async def play() -> None:
+            agent = await court.greet(court.model.join("n0"), n0)
+            assert await answer(agent) == Beat()
+            court.term.renewed = 0.0
+            assert await answer(agent) == Beat(sure=False)
+            await agent.close()
+
+        assert court.run(play) == []
+
+
+@pytest.mark.usefixtures("hurried")
+class TestSilence:
+    def test_a_silent_agent_is_reported_then_lost_and_sent_away_when_it_comes_back(
+        self, court: Court, n0: Credentials
+    ) -> None:
+        async def play() -> None:
+            watcher, agent = await court.greet(Attach()), await court.agent(n0)
+            await answer(agent)
+            told = await until(watcher, Ended)
+            assert (
+                "node n0 has been silent for 0.24 s; its ranks start elsewhere in 0.1 s unless it is heard"
+                in (texts(told))
+            )
+            (end,) = [each for each in told if isinstance(each, Ended)]
+            assert (end.code, end.phase) == (137, "failed")
+            assert "the agent of node n0 is gone: it has been silent for more than 0.34 s" in end.report
+            await all_of(agent)
+            again = await court.greet(court.model.join("n0"), n0)
+            assert await again.receive() == Shutdown()
+            await again.close()
+            await watcher.close()
+
+        assert court.run(play) == []
+        (event,) = court.events("silence")
+        assert event.startswith("node n0 has been silent")
+        assert court.store.get(silent_key("job-1", "n0")) is not None
+
+    def test_an_agent_that_is_heard_again_goes_on(self, court: Court, n0: Credentials) -> None:
+        async def play() -> None:
+            watcher, agent = await court.greet(Attach()), await court.agent(n0)
+            await answer(agent)
+            while "silent" not in "".join(texts(told := await until(watcher, Notice))):
+                pass
+            await answer(agent)
+            while "is heard again" not in "".join(texts(told)):
+                told = await until(watcher, Notice)
+            await eventually(lambda: court.store.get(silent_key("job-1", "n0")) is None)
+            await ends_well(agent)
+            await watcher.close()
+
+        assert court.run(play) == []
+        assert court.status()["phase"] == "succeeded"
+
+    def test_an_agent_that_beats_is_never_silent(self, court: Court, n0: Credentials) -> None:
+        async def play() -> None:
+            agent = await court.agent(n0)
+            for _ in range(20):
+                await answer(agent)
+                await asyncio.sleep(silence.BEAT / 2)
+            await ends_well(agent)
+
+        assert court.run(play) == []
+        assert court.events("silence") == []
+
+    def test_an_agent_that_has_heard_nothing_connects_anew_and_goes_on(
+        self, court: Court, n0: Credentials
+    ) -> None:
+        held = tuple(Held(WorkerId("actor", rank, 0), 100 + rank, True, 0) for rank in (0, 1))
+
+        async def play() -> None:
+            old = await court.agent(n0)
+            await answer(old)
+            await eventually(lambda: court.events("silence") != [])
+            new = await court.greet(replace(court.model.join("n0"), workers=held), n0)
+            await answer(new)
+            await eventually(lambda: len(court.events("silence")) > 1)
+            await all_of(old)
+            await ends_well(new)
+
+        assert court.run(play) == []
+        assert [text.partition(" has")[0] for text in court.events("silence")] == [
+            "node n0",
+            "node n0 is heard again",
+        ]
+        assert court.status()["phase"] == "succeeded"
+
+    def test_a_node_that_proves_the_token_and_says_nothing_is_not_silent(
+        self, court: Court, n0: Credentials
+    ) -> None:
+        """The agent of that node takes the answer for a sign that no master has given it up."""
+
+        async def play() -> None:
+            agent = await court.agent(n0)
+            await answer(agent)
+            assert court.tcp is not None
+            for _ in range(10):
+                await asyncio.sleep(silence.SILENT / 4)
+                (await connect(court.tcp, n0)).abort()
+            assert court.events("silence") == []
+            await ends_well(agent)
+
+        assert court.run(play) == []
+
+    def test_a_node_is_not_silent_that_has_come_to_the_agent_on_the_head(
+        self, court: Court, n0: Credentials
+    ) -> None:
+        async def play() -> None:
+            agent = await court.agent(n0)
+            await answer(agent)
+            for _ in range(10):
+                await asyncio.sleep(silence.SILENT / 4)
+                agent.send(Knock("n0", "192.0.2.1"))
+            assert court.events("silence") == []
+            await ends_well(agent)
+
+        assert court.run(play) == []
+
+    @pytest.mark.parametrize("who", ["nobody", "another node"])
+    def test_a_connection_from_the_address_of_a_lost_node_does_not_stop_its_failover(
+        self, court: Court, n0: Credentials, tmp_path: Path, who: str
+    ) -> None:
+        n1 = credentials_in(tmp_path / "n1", court.token, "n1")
+
+        async def play() -> None:
+            agent = await court.agent(n0)
+            await answer(agent)
+            assert court.tcp is not None
+            while not court.events("silence"):
+                if who == "nobody":
+                    _, writer = await asyncio.open_connection(court.tcp.addr, court.tcp.port)
+                    writer.transport.abort()
+                else:
+                    (await connect(court.tcp, n1)).abort()
+                await asyncio.sleep(silence.SILENT / 4)
+            agent.abort()
+
+        assert court.run(play) == []
+        (text, *_) = court.events("silence")
+        assert text.startswith("node n0 has been silent")
+
+    def test_a_command_that_beats_gets_beats_until_it_is_silent(
+        self, court: Court, n0: Credentials, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(beats, "OWNER_TIMEOUT", 0.3)
+
+        async def play() -> None:
+            agent, watcher = await court.agent(), await court.greet(Attach(), n0)
+            watcher.send(Beat())
+            assert len([each for each in await all_of(watcher) if isinstance(each, Beat)]) >= 2
+            await ends_well(agent)
+
+        assert court.run(play) == []
+
+
+@pytest.mark.usefixtures("hurried")
+def test_nodes_that_do_not_join_another_master_are_marked_before_they_are_given_up(tmp_path: Path) -> None:
+    court = Court(tmp_path, Job({"actor": 2}, inventory=TWO, restarts={"actor": 1}), tcp=True)
+    court.model.on(*(court.model.join(node) for node in ("n0", "n1")))
+    _, term, contexts = court._parts
+    court._parts = replace(court.model.state, epoch=1), term, contexts
+
+    def begin(state, now):  # type: ignore[no-untyped-def]
+        state, commands = resume(state, now)
+        return state, [
+            replace(each, delay=0.05) if getattr(each, "event", None) == RejoinTimedOut() else each
+            for each in commands
+        ]
+
+    court.core = replace(court.core, begin=begin)
+    seen = []
+
+    async def play() -> None:
+        await eventually(lambda: court.store.get(silent_key("job-1", "n1")) is not None)
+        seen.append(court.events("agent_lost"))
+        await eventually(lambda: court.status()["phase"] == "failed")
+
+    assert court.run(play) == []
+    assert seen == [[]]
+    assert len(court.events("agent_lost")) == 2
+
+
+def test_a_stream_whose_peer_has_closed_it_is_gone_and_one_without_an_answer_is_silent() -> None:
+    def lost(cause: OSError | None) -> ConnectionLost:
+        error = ConnectionLost("x")
+        error.__cause__ = cause
+        return error
+
+    assert not unheard(lost(None))
+    assert not unheard(lost(ConnectionResetError()))
+    assert not unheard(lost(BrokenPipeError()))
+    assert unheard(lost(TimeoutError(errno.ETIMEDOUT, "")))
+    assert unheard(lost(OSError(errno.EHOSTUNREACH, "")))

@@ -1,0 +1,56 @@
+"""The status of a job is written when it has changed, and not otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.unit.failover.job import Job
+from unirun.failover.status_views import status_of
+from unirun.launcher.master.status_file import StatusFile
+from unirun.observe.jobdir import JobDir
+
+
+@pytest.fixture
+def job_dir(tmp_path: Path) -> JobDir:
+    return JobDir(tmp_path)
+
+
+def status_file(job: JobDir, problems: list[str]) -> StatusFile:
+    return StatusFile(job, lambda: partial(status_of, Job({"actor": 1}).state, {}, {}), problems.append)
+
+
+def test_a_status_file_that_was_closed_writes_nothing_more(job_dir: JobDir) -> None:
+    problems: list[str] = []
+
+    async def main() -> None:
+        file = status_file(job_dir, problems)
+        async with file.kept():
+            file.write_soon()
+        job_dir.state.unlink()
+        # The stream of an agent may end after the master has closed its files.
+        file.write_soon()
+        await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+    assert not job_dir.state.exists()
+    assert problems == []
+
+
+def test_a_status_that_cannot_be_written_is_told_and_written_with_the_next_change(job_dir: JobDir) -> None:
+    problems: list[str] = []
+
+    async def main() -> None:
+        file = status_file(job_dir, problems)
+        job_dir.state.mkdir()
+        async with file.kept():
+            await file.write()
+            assert problems, "nothing was told"
+            job_dir.state.rmdir()
+            file.write_soon()
+
+    asyncio.run(main())
+    assert job_dir.state.is_file()
