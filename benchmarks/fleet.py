@@ -25,8 +25,8 @@ from unirun.values import WorkerId
 from unirun.wire.address import Address
 from unirun.wire.aio import connect, frame_of
 from unirun.wire.certificates import temporary
-from unirun.wire.codec import decode
 from unirun.wire.credentials import Credentials, load_credentials
+from unirun.wire.frames import decode
 from unirun.wire.messages import Message, OpenStore, StartRole
 from unirun.wire.reports import (
     FromWorker,

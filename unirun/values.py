@@ -12,7 +12,7 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A frozen value with slots, equal to others of its class by its fields. It is written as a frozen dataclass is.
 
     To create such a class takes a twentieth of what a dataclass takes, and a command creates two hundred of them before
-    it does anything. msgspec makes values from JSON and checks each field (`unirun.wire.codec`).
+    it does anything. msgspec makes values from JSON and checks each field (`unirun.wire.frames`).
 
     The garbage collector does not track values, as none is part of a cycle: a master may have a hundred thousand, and
     each full collection would hold it up.

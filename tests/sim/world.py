@@ -23,7 +23,7 @@ from unirun.launcher.orders import CALLS
 from unirun.observe.jobdir import JobDir
 from unirun.spec.job import Entry, EntryKind, JobSpec, Restart, RoleSpec
 from unirun.spec.probes import Probe
-from unirun.wire.codec import decode, encode
+from unirun.wire.frames import decode, encode
 from unirun.wire.messages import Message
 
 JOB = JobDir(Path("/jobs/sim"))

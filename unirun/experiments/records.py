@@ -12,7 +12,7 @@ from typing import Any
 
 from unirun.errors import TrainingFailed, WorkerLost
 from unirun.train.repeats import LIMIT
-from unirun.wire.codec import finite
+from unirun.wire.frames import finite
 
 STEPS, EVALUATIONS, SAVES = "steps.jsonl", "evaluations.jsonl", "saves.jsonl"
 CHECKPOINTS, SAVED = "checkpoints", "step"

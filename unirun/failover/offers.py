@@ -12,7 +12,7 @@ from unirun.collocation import Inventory
 from unirun.collocation.inventory import Node
 from unirun.spec.job import JobSpec
 from unirun.values import Value
-from unirun.wire.codec import from_json
+from unirun.wire.frames import from_json
 from unirun.wire.lobby import Member, Offer
 
 
@@ -32,7 +32,7 @@ class AgentTask(Value):
     etcd: tuple[Member, ...] = ()
 
     def to_json(self) -> str:
-        """The task as text; `from_json` of `unirun.wire.codec` reads it."""
+        """The task as text; `from_json` of `unirun.wire.frames` reads it."""
         return to_json(to_builtins(self)).decode()
 
 

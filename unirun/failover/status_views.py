@@ -19,7 +19,7 @@ from unirun.observe.status import (
     WorkerStatus,
     shaped,
 )
-from unirun.wire.codec import finite
+from unirun.wire.frames import finite
 from unirun.wire.messages import Ended, Message
 
 FIRST_LINE = 300

@@ -13,7 +13,7 @@ from unirun.collocation.placing import TopologyOf
 from unirun.failover.ties import ties_of
 from unirun.spec.job import JobSpec
 from unirun.values import Value
-from unirun.wire.codec import from_json
+from unirun.wire.frames import from_json
 
 
 class PlannedJob(Value):

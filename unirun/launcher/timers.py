@@ -16,7 +16,7 @@ from pathlib import Path
 
 from unirun.errors import FrameError
 from unirun.values import Value
-from unirun.wire.codec import from_json
+from unirun.wire.frames import from_json
 
 ENABLE, PIPE = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_TIMER_FILE"
 

@@ -13,7 +13,7 @@ from msgspec import to_builtins
 from unirun.errors import JobError, RendezvousError, UnirunError, UsageError
 from unirun.observe.jobdir import JobDir
 from unirun.values import Value
-from unirun.wire.codec import typed
+from unirun.wire.frames import typed
 
 ANSWER = 30.0
 """Seconds in which a command of Slurm must answer; a busy controller takes its time."""

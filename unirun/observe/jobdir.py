@@ -127,7 +127,7 @@ class JobDir(Value):
         Raises `JobError`.
         """
         # Imported here: most commands look at jobs of one host.
-        from unirun.wire.codec import from_json
+        from unirun.wire.frames import from_json
 
         try:
             return from_json(TcpAddress, read_file(self.path / HEAD))

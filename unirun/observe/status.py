@@ -14,7 +14,7 @@ from unirun.errors import FrameError, JobError
 from unirun.observe.batchjob import is_active
 from unirun.observe.jobdir import JobDir
 from unirun.values import Value
-from unirun.wire.codec import typed
+from unirun.wire.frames import typed
 
 FAILURES = 20
 """Failures in a status; the event log has all of them."""

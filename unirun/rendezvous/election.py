@@ -70,7 +70,7 @@ def _leader(item: Item | None) -> Leader | None:
     if item is None:
         return None
     # Imported here: processes without a store should not pay for it.
-    from unirun.wire.codec import from_json
+    from unirun.wire.frames import from_json
 
     try:
         return from_json(Leader, item.value)

@@ -8,7 +8,7 @@ from unirun.rendezvous.keys import INDEX, index_key
 from unirun.rendezvous.store.protocol import Item, Store
 from unirun.spec.names import is_run_id
 from unirun.values import Value
-from unirun.wire.codec import from_json
+from unirun.wire.frames import from_json
 
 
 class Index(Value):

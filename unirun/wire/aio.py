@@ -13,9 +13,8 @@ from typing import Any
 
 from unirun.errors import ConnectionLost, WireError
 from unirun.wire.address import Address, UnixAddress, unix_address
-from unirun.wire.codec import decode, encode
 from unirun.wire.credentials import Credentials, node_of, server_name
-from unirun.wire.frames import FrameReader, encode_frame
+from unirun.wire.frames import FrameReader, decode, encode, encode_frame
 from unirun.wire.handshake import (
     ANSWER_SIZE,
     DEADLINE,

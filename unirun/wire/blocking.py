@@ -13,9 +13,8 @@ from typing import Any
 
 from unirun.errors import ConnectionLost, RendezvousError
 from unirun.wire.address import Address, TcpAddress, UnixAddress, unix_address
-from unirun.wire.codec import decode, encode
 from unirun.wire.credentials import Credentials, server_name
-from unirun.wire.frames import FrameReader, encode_frame
+from unirun.wire.frames import FrameReader, decode, encode, encode_frame
 from unirun.wire.handshake import DEADLINE, HELLO_SIZE, PROOF_SIZE, ClientHandshake
 from unirun.wire.messages import Message
 from unirun.wire.sockets import handshake_error, keep_alive, nobody_answers, not_the_node

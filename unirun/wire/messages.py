@@ -1,4 +1,4 @@
-"""All messages between the processes of a job, as frozen values; `unirun.wire.codec` encodes them.
+"""All messages between the processes of a job, as frozen values; `unirun.wire.frames` encodes them.
 
 ============  =======================================================================
 agent→master  Join Beat SpawnerReady StoreOpened StoreEnded Notice Sample Knock ViewWanted Placed

@@ -11,8 +11,7 @@ from unirun.launcher.events import FromSpawner, LinkMessage
 from unirun.launcher.state import AgentState, holdings
 from unirun.values import WorkerId
 from unirun.wire.aio import frame_of
-from unirun.wire.codec import decode
-from unirun.wire.frames import FrameReader
+from unirun.wire.frames import FrameReader, decode
 from unirun.wire.reports import CallCount, Held, Join, Span, WorkerError, WorkerExited
 from unirun.wire.spawning import Reaped
 

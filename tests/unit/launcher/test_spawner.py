@@ -24,8 +24,7 @@ from unirun.launcher import spawner as spawner_module
 from unirun.launcher.preloaded import PreloadedModules
 from unirun.launcher.process import BOOT
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.codec import encode
-from unirun.wire.frames import encode_frame
+from unirun.wire.frames import encode, encode_frame
 from unirun.wire.messages import Message
 from unirun.wire.reports import Notice
 from unirun.wire.spawning import (

@@ -15,7 +15,7 @@ from tests.effort import SOON
 from tests.unit.launcher.agent import KILL, TERM, Agent
 from unirun.launcher.events import Signal, TimerExpired
 from unirun.launcher.timers import MANY, Expiry, Request, TimerPipe, Timers
-from unirun.wire.codec import from_json
+from unirun.wire.frames import from_json
 from unirun.wire.reports import Notice, WorkerExited
 from unirun.wire.spawning import Reaped
 

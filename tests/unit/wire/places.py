@@ -13,9 +13,8 @@ from pathlib import Path
 from tests.effort import SOON as SOON
 from unirun.wire.address import Address, UnixAddress, unix_address
 from unirun.wire.certificates import make_tls
-from unirun.wire.codec import encode
 from unirun.wire.credentials import Credentials, load_credentials, server_name
-from unirun.wire.frames import encode_frame
+from unirun.wire.frames import encode, encode_frame
 from unirun.wire.handshake import Token, new_token
 from unirun.wire.messages import Message
 from unirun.wire.sockets import listen, listen_tcp, tcp_address

@@ -9,7 +9,7 @@ from msgspec import to_builtins
 
 from unirun.rendezvous.election import Leader
 from unirun.wire.address import Address, TcpAddress, UnixAddress
-from unirun.wire.codec import from_json
+from unirun.wire.frames import from_json
 
 TCP = TcpAddress("10.0.0.1", 4711, "n0")
 IPV6 = TcpAddress("fe80::1", 4711, "n0")

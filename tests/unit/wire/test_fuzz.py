@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.wire.values import within
 from unirun.errors import FrameError, WireError
-from unirun.wire.codec import decode, encode
-from unirun.wire.frames import FrameReader, encode_frame
+from unirun.wire.frames import FrameReader, decode, encode, encode_frame
 from unirun.wire.handshake import ClientHandshake, ServerHandshake, Token
 from unirun.wire.messages import Message
 

@@ -13,8 +13,7 @@ from unirun.errors import JobError, RendezvousError
 from unirun.values import WorkerId
 from unirun.wire import link
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.codec import decode
-from unirun.wire.frames import FrameReader
+from unirun.wire.frames import FrameReader, decode
 from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake
 from unirun.wire.messages import Hello, Message
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tests.unit.wire.values import within
 from unirun.errors import FrameError, WireError
 from unirun.values import Value, WorkerId
-from unirun.wire.codec import decode, encode, from_json, typed
-from unirun.wire.frames import FrameReader, encode_frame, parse_object
+from unirun.wire.frames import FrameReader, decode, encode, encode_frame, from_json, parse_object, typed
 from unirun.wire.messages import Message, Stop, View, Welcome
 from unirun.wire.reports import FromWorker, Metrics, Notice
 from unirun.wire.spawning import Spawn

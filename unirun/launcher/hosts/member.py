@@ -28,7 +28,7 @@ from unirun.spec.programs import variables_of
 from unirun.wire.address import TcpAddress
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.certificates import make_tls
-from unirun.wire.codec import from_json
+from unirun.wire.frames import from_json
 from unirun.wire.handshake import Token
 from unirun.wire.lobby import Assigned, Dismissed, Go, Offer, Ready, expected
 from unirun.wire.messages import Appointed

@@ -19,7 +19,7 @@ from unirun.launcher.slurm.allocation import Allocation
 from unirun.observe.home import unirun_home
 from unirun.observe.ownership import exposure, make_private
 from unirun.values import Value
-from unirun.wire.codec import from_json
+from unirun.wire.frames import from_json
 
 AGAIN = 0.05
 """Seconds between two looks for the file."""

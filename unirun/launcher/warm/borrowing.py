@@ -34,7 +34,7 @@ from unirun.observe.ownership import exposure, make_private
 from unirun.values import Value
 from unirun.wire.address import unix_address
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.codec import from_json
+from unirun.wire.frames import from_json
 from unirun.wire.spawning import Borrow, Declined
 
 LOG = "log"

@@ -20,8 +20,8 @@ from unirun.roles.transport.loop import Loop, RequestInbox
 from unirun.roles.transport.protocol import Channel, Handler, Inbox
 from unirun.values import Value, WorkerId
 from unirun.wire.address import TcpAddress, unix_address
-from unirun.wire.codec import from_json
 from unirun.wire.credentials import Credentials
+from unirun.wire.frames import from_json
 from unirun.wire.sockets import listen, listen_tcp, tcp_address
 
 

@@ -19,7 +19,7 @@ from unirun.launcher.master.admission import Admission
 from unirun.observe.jobdir import JobDir
 from unirun.wire.address import Address, TcpAddress, UnixAddress
 from unirun.wire.aio import Stream
-from unirun.wire.codec import from_json
+from unirun.wire.frames import from_json
 from unirun.wire.lobby import Assigned, Dismissed, Go, Offer, Ready
 from unirun.wire.messages import Message
 

@@ -32,7 +32,7 @@ from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.address import TcpAddress, UnixAddress
 from unirun.wire.certificates import make_tls
-from unirun.wire.codec import from_json
+from unirun.wire.frames import from_json
 from unirun.wire.handshake import load_token, new_token
 from unirun.wire.messages import Stop
 from unirun.wire.sockets import listen, listen_tcp
