@@ -21,7 +21,7 @@ from unirun.observe.events import read_events
 from unirun.roles.transport.protocol import Parcel
 from unirun.roles.transport.sockets import Endpoint, SocketTransport
 from unirun.values import WorkerId
-from unirun.wire import strangers
+from unirun.wire import handshake
 from unirun.wire.handshake import new_token
 
 ME = WorkerId("desk", 0, 0)
@@ -125,8 +125,8 @@ def test_a_worker_ends_the_connection_of_who_sends_anything_but_frames(tmp_path:
 def test_silent_connections_keep_nobody_out(
     place: AtMaster | AtWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strangers, "EACH", 4)
-    monkeypatch.setattr(strangers, "GRACE", 0.1)
+    monkeypatch.setattr(handshake, "EACH", 4)
+    monkeypatch.setattr(handshake, "GRACE", 0.1)
     held = []
     place.during(lambda target: held.extend(silence(target, 6)))
     assert place.refused() != []

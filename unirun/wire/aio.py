@@ -19,15 +19,16 @@ from unirun.wire.handshake import (
     ANSWER_SIZE,
     DEADLINE,
     HELLO_SIZE,
+    LOOK,
     PROOF_SIZE,
     ClientHandshake,
+    Refusals,
     ServerHandshake,
+    Strangers,
     Token,
 )
 from unirun.wire.messages import Message
-from unirun.wire.refusals import Refusals
 from unirun.wire.sockets import handshake_error, keep_alive, nobody_answers, not_the_node
-from unirun.wire.strangers import LOOK, Strangers
 
 
 class Stream:

@@ -14,8 +14,11 @@ from __future__ import annotations
 import hmac
 import os
 import stat
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
-from typing import NewType
+from typing import Generic, NewType, TypeVar
 
 from unirun.errors import AuthError, JobError
 from unirun.wire.frames import VERSION
@@ -108,3 +111,233 @@ def _peer_nonce(hello: bytes) -> bytes:
 
 def _mac(token: Token, side: bytes, first: bytes, second: bytes) -> bytes:
     return hmac.digest(token, side + first + second, "sha256")
+
+
+# Counts the connections that a listener refuses, and limits how many of them are told of.
+
+BURST = 20
+"""Refusals that are told of at once; after these one a second, as whoever can connect must not fill a log."""
+
+
+class Refusals:
+    """Those of one listener. `tell` gets a text and the number of refusals so far."""
+
+    def __init__(self, tell: Callable[[str, int], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._tell, self._clock = tell, clock
+        self._count, self._left, self._since = 0, float(BURST), clock()
+
+    def add(self, error: Exception | str, origin: str = "") -> None:
+        """Count the refusal of a connection from the address `origin`, and perhaps tell of it."""
+        now = self._clock()
+        self._count += 1
+        self._left, self._since = min(self._left + now - self._since, BURST), now
+        if self._left >= 1:
+            self._left -= 1
+            whence = f" from {origin}" if origin else ""
+            self._tell(f"a connection{whence} was refused: {error}", self._count)
+
+
+# Admission of connections to the handshake in which they prove the token. They are strangers until then. No I/O.
+#
+# Any machine that can send packets to a listener can connect, and a handshake of TLS takes processor time and memory.
+# So each address has limits that hold before any TLS: connections that wait, connections in a handshake, and, for an
+# address that is not known, handshakes in a second. Addresses take turns. Those of the job's own hosts are *known*,
+# come first, and do not share their limits with others. An address from which the token was proved once is known from
+# then on. On a unix socket all connections are this user's; they have no address, and are known.
+
+KNOWN, EACH, TOGETHER = 64, 16, 64
+"""Maximum of handshakes at one time: of a known address, of one that is not known, of all that are not known."""
+
+RATE, RATE_TOGETHER = 10.0, 100.0
+"""Handshakes a second of one address that is not known, and of all of these; bursts are `EACH` and `TOGETHER`."""
+
+QUEUE_KNOWN, QUEUE, QUEUE_TOGETHER = 4096, 64, 512
+"""Maximum of waiting connections: of a known address, of one that is not known, of all that are not known."""
+
+GRACE = 1.0
+"""Seconds after which a handshake may be ended to make room for another."""
+
+WAIT = 10.0
+"""Seconds after which a connection that waits is refused."""
+
+LOOK = 0.05
+"""Seconds until the next look for connections that are `overdue`, while some wait."""
+
+ORIGINS = 4096
+"""Number of addresses whose connections are counted; when there are more, idle ones are forgotten."""
+
+C = TypeVar("C", bound=Hashable)
+
+
+class _Bucket:
+    """Tokens that come at a `rate` a second, up to `most`."""
+
+    def __init__(self, most: float, rate: float, now: float) -> None:
+        self._most, self._rate, self._left, self._since = most, rate, most, now
+
+    def left(self, now: float) -> float:
+        self._left = min(self._left + (now - self._since) * self._rate, self._most)
+        self._since = now
+        return self._left
+
+    def full(self, now: float) -> bool:
+        return self.left(now) >= self._most
+
+    def take(self, now: float) -> None:
+        self._left = self.left(now) - 1
+
+
+class _Origin(Generic[C]):
+    """The connections from one address: those that wait, and those in a handshake, each with when that has begun."""
+
+    def __init__(self, name: str, known: bool, now: float) -> None:
+        self.name, self.known = name, known
+        self.waiting: deque[tuple[C, float]] = deque()
+        self.begun: dict[C, float] = {}
+        self.bucket = _Bucket(EACH, RATE, now)
+
+    def may_begin(self, now: float) -> bool:
+        if self.known:
+            return len(self.begun) < KNOWN
+        return len(self.begun) < EACH and self.bucket.left(now) >= 1
+
+
+class Strangers(Generic[C]):
+    """The connections of one listener that have not proved the token. `known` says whether an address is one of the
+    job's hosts. Times are seconds of a monotonic clock."""
+
+    def __init__(self, known: Callable[[str], bool], now: float) -> None:
+        self._is_known = known
+        self._origins: dict[str, _Origin[C]] = {}
+        self._of: dict[C, _Origin[C]] = {}
+        # Origins with connections that wait, in the order of their turns.
+        self._turns: dict[str, _Origin[C]] = {}
+        self._proved: set[str] = set()
+        self._begun = self._queued = 0  # of addresses that are not known
+        self._together = _Bucket(TOGETHER, RATE_TOGETHER, now)
+
+    def __iter__(self) -> Iterator[C]:
+        return iter(tuple(self._of))
+
+    @property
+    def waiting(self) -> bool:
+        """True if any connection waits."""
+        return bool(self._turns)
+
+    def arrives(self, connection: C, origin: str, now: float) -> C | None:
+        """Add a connection from the address `origin`. Returns the one to close, this or another; None if there is
+        room."""
+        found = self._origin(origin, now)
+        if len(found.waiting) >= (QUEUE_KNOWN if found.known else QUEUE):
+            return connection
+        out = None
+        if not found.known and self._queued >= QUEUE_TOGETHER:
+            if found.waiting:
+                return connection
+            others = (each for each in self._turns.values() if not each.known)
+            longest = max(others, key=lambda each: len(each.waiting))
+            if len(longest.waiting) == 1:
+                return connection
+            out = self._leave(longest)
+        found.waiting.append((connection, now))
+        self._of[connection] = found
+        self._queued += not found.known
+        self._turns.setdefault(found.name, found)
+        return out
+
+    def next(self, now: float) -> C | None:
+        """Begin the handshake of the connection whose turn it is, and return it; None when none may begin now."""
+        room = self._begun < TOGETHER and self._together.left(now) >= 1
+        for known in (True, False):
+            if not known and not room:
+                break
+            for found in self._turns.values():
+                if found.known == known and found.may_begin(now):
+                    connection = self._leave(found)
+                    self._of[connection], found.begun[connection] = found, now
+                    if not known:
+                        self._begun += 1
+                        self._together.take(now)
+                        found.bucket.take(now)
+                    if found.waiting:
+                        self._turns[found.name] = self._turns.pop(found.name)
+                    return connection
+        return None
+
+    def overdue(self, now: float) -> list[C]:
+        """Remove and return the connections to close: those that have waited too long, and handshakes that make room
+        for others."""
+        found = []
+        for each in tuple(self._turns.values()):
+            while each.waiting and each.waiting[0][1] + WAIT <= now:
+                found.append(self._leave(each))
+            if len(each.begun) >= (KNOWN if each.known else EACH):
+                found += self._make_room(each.begun.items(), len(each.waiting), now)
+        if self._begun >= TOGETHER:
+            begun = (pair for each in self._origins.values() if not each.known for pair in each.begun.items())
+            found += self._make_room(sorted(begun, key=lambda pair: pair[1]), self._queued, now)
+        return found
+
+    def _make_room(self, begun: Iterable[tuple[C, float]], count: int, now: float) -> list[C]:
+        """End the first `count` of the handshakes in `begun` that have had their time."""
+        out = [connection for connection, since in begun if since + GRACE <= now][:count]
+        for connection in out:
+            self.ends(connection)
+        return out
+
+    def ends(self, connection: C, *, proved: bool = False) -> None:
+        """Remove a handshake that has ended; `proved`: it has proved the token. Does nothing for one that was
+        removed."""
+        found = self._of.pop(connection, None)
+        if found is None:
+            return
+        del found.begun[connection]
+        self._begun -= not found.known
+        if proved and not found.known:
+            self._trust(found)
+
+    def _trust(self, found: _Origin[C]) -> None:
+        self._begun -= len(found.begun)
+        self._queued -= len(found.waiting)
+        found.known = True
+        self._proved.add(found.name)
+
+    def _leave(self, found: _Origin[C]) -> C:
+        """Take the first that waits."""
+        connection, _ = found.waiting.popleft()
+        del self._of[connection]
+        self._queued -= not found.known
+        if not found.waiting:
+            del self._turns[found.name]
+        return connection
+
+    def _origin(self, address: str, now: float) -> _Origin[C]:
+        known = not address or self._is_known(address)
+        name = address if known else _network(address)
+        found = self._origins.get(name)
+        if found is None:
+            if len(self._origins) >= ORIGINS:
+                self._forget(now)
+            found = self._origins[name] = _Origin(name, known or name in self._proved, now)
+        elif known and not found.known:
+            self._trust(found)
+        return found
+
+    def _forget(self, now: float) -> None:
+        """Forget addresses without connections: all whose count is that of a new one; if there are none, the oldest."""
+        idle = [each for each in self._origins.values() if not each.waiting and not each.begun]
+        for each in [each for each in idle if each.known or each.bucket.full(now)] or idle[: ORIGINS // 2]:
+            del self._origins[each.name]
+
+
+def _network(address: str) -> str:
+    """The addresses that count as one: a single IPv4 address, or an IPv6 network of 64 bits."""
+    import ipaddress
+
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if not isinstance(parsed, ipaddress.IPv6Address):
+        return address
+    return str(parsed.ipv4_mapped or ipaddress.IPv6Address(int(parsed) >> 64 << 64))

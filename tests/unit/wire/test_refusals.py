@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.wire.refusals import BURST, Refusals
+from unirun.wire.handshake import BURST, Refusals
 
 
 @given(st.lists(st.floats(0, 5), max_size=200))

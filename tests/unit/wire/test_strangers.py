@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.wire import strangers
-from unirun.wire.strangers import (
+from unirun.wire import handshake
+from unirun.wire.handshake import (
     EACH,
     GRACE,
     KNOWN,
@@ -141,8 +141,8 @@ def test_a_silent_handshake_for_which_no_other_waits_goes_on() -> None:
 
 
 def test_a_connection_that_waits_too_long_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "TOGETHER", 1)
-    monkeypatch.setattr(strangers, "RATE_TOGETHER", 0.0)
+    monkeypatch.setattr(handshake, "TOGETHER", 1)
+    monkeypatch.setattr(handshake, "RATE_TOGETHER", 0.0)
     listener = Listener()
     assert len(listener.connect("1.1.1.1")) == 1
     assert listener.connect("2.2.2.2") == []
@@ -162,7 +162,7 @@ def test_hosts_of_one_network_of_ipv6_are_one_address() -> None:
 
 
 def test_how_often_addresses_connect_is_remembered_of_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "ORIGINS", 100)
+    monkeypatch.setattr(handshake, "ORIGINS", 100)
     listener = Listener()
     for number in range(1000):
         listener.end(*listener.connect(f"1.{number // 250}.1.{number % 250}"))

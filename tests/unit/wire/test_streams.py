@@ -18,7 +18,7 @@ import pytest
 
 from tests.unit.wire.places import NODE, SOON, Place, raw, serving, unexpected
 from unirun.errors import AuthError, ConnectionLost, RendezvousError, UsageError, WireError
-from unirun.wire import frames, strangers
+from unirun.wire import frames, handshake
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Server, Stream, connect
 from unirun.wire.blocking import BlockingStream
@@ -223,8 +223,8 @@ class TestAServer:
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for limit in ("KNOWN", "EACH"):
-            monkeypatch.setattr(strangers, limit, 3)
-        monkeypatch.setattr(strangers, "GRACE", 0.05)
+            monkeypatch.setattr(handshake, limit, 3)
+        monkeypatch.setattr(handshake, "GRACE", 0.05)
 
         async def main() -> None:
             server = Refusing(place)
@@ -242,7 +242,7 @@ class TestAServer:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Each has a buffer of 256 KiB. The collector of cycles may come late for them."""
-        monkeypatch.setattr(strangers, "EACH", 40)
+        monkeypatch.setattr(handshake, "EACH", 40)
         place = Place("tls", tmp_path)
 
         def left() -> int:
@@ -286,7 +286,7 @@ class TestAServer:
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for limit in ("KNOWN", "EACH"):
-            monkeypatch.setattr(strangers, limit, 4)
+            monkeypatch.setattr(handshake, limit, 4)
 
         async def main() -> None:
             server = Refusing(place)

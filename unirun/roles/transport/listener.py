@@ -17,10 +17,8 @@ from unirun.roles.transport.frames import REPLY, REQUEST
 from unirun.roles.transport.loop import RequestInbox
 from unirun.roles.transport.protocol import Handler, Parcel
 from unirun.wire.credentials import Credentials
-from unirun.wire.handshake import ANSWER_SIZE, DEADLINE, ServerHandshake
-from unirun.wire.refusals import Refusals
+from unirun.wire.handshake import ANSWER_SIZE, DEADLINE, LOOK, Refusals, ServerHandshake, Strangers
 from unirun.wire.sockets import handshake_error, keep_alive
-from unirun.wire.strangers import LOOK, Strangers
 
 AGAIN = 0.1
 """Seconds until a listener that is out of descriptors accepts again."""
