@@ -19,8 +19,7 @@ from unirun.collocation import Device
 from unirun.collocation import Node as InventoryNode
 from unirun.failover.events import Arrived, Event, OwnerLost
 from unirun.launcher import events
-from unirun.wire.lobby import Offer
-from unirun.wire.messages import Drain, Stop
+from unirun.wire.messages import Drain, Offer, Stop
 
 REASONS = frozenset(
     [

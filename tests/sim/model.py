@@ -14,7 +14,7 @@ from unirun.launcher.environment import FRESH, SpawnerKey
 from unirun.roles.formation import NEWS
 from unirun.roles.waits import STUCK
 from unirun.values import WorkerId
-from unirun.wire.messages import Hello, Message, View
+from unirun.wire.messages import Hello, Message, View, updated, whole
 from unirun.wire.reports import GroupFormed, GroupMeets, Metrics, Serving, Stuck, ViewWanted, WorkerError
 from unirun.wire.spawning import (
     Forked,
@@ -27,7 +27,6 @@ from unirun.wire.spawning import (
     StoreEnded,
     StoreOpened,
 )
-from unirun.wire.views import updated, whole
 
 if TYPE_CHECKING:
     from tests.sim.node import Node

@@ -26,8 +26,7 @@ from unirun.failover.persistence import context_store
 from unirun.failover.persistence.context import changed_documents
 from unirun.failover.state import JOB_ENDS, JobState, new_job
 from unirun.failover.transition import Transition
-from unirun.wire.lobby import Go
-from unirun.wire.messages import Stop
+from unirun.wire.messages import Go, Stop
 from unirun.wire.reports import Join
 from unirun.wire.spawning import StoreOpened
 

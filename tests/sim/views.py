@@ -6,8 +6,7 @@ from msgspec.structs import replace
 
 from unirun.failover.state import JobState
 from unirun.failover.views import whole_view
-from unirun.wire.messages import View
-from unirun.wire.views import updated
+from unirun.wire.messages import View, updated
 
 
 class Views:

@@ -19,7 +19,7 @@ from unirun.failover.offers import inventory_of, misfits
 from unirun.failover.relocation import placed_again
 from unirun.failover.state import ROLE_ENDS, JobPhase, JobState, RolePhase
 from unirun.failover.transition import Transition
-from unirun.wire.lobby import Dismissed, Go, Offer
+from unirun.wire.messages import Dismissed, Go, Offer
 
 
 def trouble(state: JobState, offer: Offer, ours: Mapping[str, str]) -> Dismissed | None:

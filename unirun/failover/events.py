@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 from unirun.collocation.graph import show_ranks
 from unirun.failover.state import Verdict
 from unirun.values import Value
-from unirun.wire.lobby import Offer
 from unirun.wire.messages import (
     Drain,
     Grow,
     Message,
+    Offer,
     OpenStore,
     PassOn,
     Reserve,

@@ -13,7 +13,7 @@ from unirun.collocation.inventory import Node
 from unirun.spec.job import JobSpec
 from unirun.values import Value
 from unirun.wire.frames import from_json
-from unirun.wire.lobby import Member, Offer
+from unirun.wire.messages import Member, Offer
 
 
 class AgentTask(Value):

@@ -10,8 +10,7 @@ from typing import Any
 from unirun.failover.state import JobState, RoleState, Told, WorkerPhase, WorkerState
 from unirun.spec.job import JobSpec
 from unirun.values import Place
-from unirun.wire.messages import ChannelBrief, RoleBrief, RoleView, View, Welcome, WorkerView
-from unirun.wire.views import FIRST, whole
+from unirun.wire.messages import FIRST, ChannelBrief, RoleBrief, RoleView, View, Welcome, WorkerView, whole
 
 
 def whole_view(state: JobState, number: int) -> View:

@@ -59,7 +59,7 @@ from unirun.launcher.worker_messages import (
     timer_expired,
 )
 from unirun.wire.asking import ToWorker
-from unirun.wire.messages import ExitAck, PassOn, Shutdown, StopWorkers, View
+from unirun.wire.messages import ExitAck, PassOn, Shutdown, StopWorkers, View, updated
 from unirun.wire.reports import (
     Cause,
     Notice,
@@ -77,7 +77,6 @@ from unirun.wire.spawning import (
     StoreEnded,
     StoreOpened,
 )
-from unirun.wire.views import updated
 
 
 def step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:

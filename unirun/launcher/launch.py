@@ -34,7 +34,7 @@ from unirun.values import Value
 from unirun.wire.address import TcpAddress
 from unirun.wire.certificates import make_tls
 from unirun.wire.handshake import Token, new_token
-from unirun.wire.lobby import Member
+from unirun.wire.messages import Member
 from unirun.wire.sockets import listen
 
 MOST_NODES = 16

@@ -21,7 +21,7 @@ from typing import Any
 from unirun.errors import UnirunError
 from unirun.wire.aio import Server, Stream
 from unirun.wire.credentials import Credentials
-from unirun.wire.lobby import Dismissed
+from unirun.wire.messages import Dismissed
 from unirun.wire.reporting import report
 from unirun.wire.reports import Knock
 

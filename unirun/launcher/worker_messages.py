@@ -24,7 +24,7 @@ from unirun.launcher.events import (
 from unirun.launcher.health import engines_of, weighted
 from unirun.launcher.state import AgentState
 from unirun.wire.asking import Ask, ToWorker
-from unirun.wire.messages import Hello
+from unirun.wire.messages import Hello, whole
 from unirun.wire.reports import (
     Calls,
     EngineWeights,
@@ -41,7 +41,6 @@ from unirun.wire.reports import (
     WorkerRunning,
 )
 from unirun.wire.spawning import Kill
-from unirun.wire.views import whole
 
 ENDING = 5.0
 """Seconds between the normal end of a link and that of its process: the interpreter closes it before it unloads

@@ -18,8 +18,7 @@ from unirun.wire.address import Address, UnixAddress
 from unirun.wire.aio import Stream, connect
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import Credentials, load_credentials
-from unirun.wire.lobby import Dismissed
-from unirun.wire.messages import Appointed, Attach, Ended, Message, Stop
+from unirun.wire.messages import Appointed, Attach, Dismissed, Ended, Message, Stop
 
 CONNECT = 3.0
 """Seconds in which a master must answer."""

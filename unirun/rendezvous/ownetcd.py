@@ -16,7 +16,7 @@ from unirun.errors import StoreError, UsageError
 from unirun.observe.jobdir import HERE, JobDir
 from unirun.rendezvous.store.url import anchored, open_store
 from unirun.wire.credentials import AUTHORITY, CERTIFICATE, TLS_FOLDER
-from unirun.wire.lobby import Member, Offer
+from unirun.wire.messages import Member, Offer
 
 OWN = "etcd"
 """The value of ``--store`` that stands for this."""

@@ -21,9 +21,8 @@ from unirun.values import Engine, WorkerId
 from unirun.wire.asking import Answer, Ask, Wish
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.link import open_link, out_of_the_way
-from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome
+from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome, updated
 from unirun.wire.reports import LocalEngines, ViewWanted
-from unirun.wire.views import updated
 
 WELCOME_TIMEOUT = 30.0
 """Seconds in which the agent must answer."""

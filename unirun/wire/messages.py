@@ -14,17 +14,21 @@ visitor→master Visit ViewWanted Grow
 master→visitor Welcome View Ended
 agent→spawner Spawn ServeStore Kill (`unirun.wire.spawning`)
 spawner→agent Preloaded Forked Reaped SpawnFailed StoreOpened StoreEnded Notice
-before there is a master: `unirun.wire.lobby`
+before there is a master: `unirun.wire.messages`
 ============  =======================================================================
 """
 
 from __future__ import annotations
 
-from msgspec import field
+from typing import TypeVar
 
+from msgspec import field
+from msgspec.structs import replace
+
+from unirun.errors import RendezvousError
 from unirun.values import Place, Value, WorkerId
+from unirun.wire.address import TcpAddress
 from unirun.wire.asking import Answer, Ask, ToWorker
-from unirun.wire.lobby import Assigned, Chunk, Complete, Current, Dismissed, Go, Invite, Offer, Ready, Resume
 from unirun.wire.reports import (
     Calls,
     Ending,
@@ -63,6 +67,133 @@ from unirun.wire.spawning import (
     StoreEnded,
     StoreOpened,
 )
+
+# Messages between the process that launches a job and the nodes that take part in it, before there is a master.
+#
+# ============== ================================================================= launcher→node Assigned, Go,
+# Dismissed; over ssh also Invite, Resume node→launcher Offer, Ready, Dismissed; over ssh also Chunk, Current, Complete
+# ============== =================================================================
+#
+# A node makes an `Offer`, gets its task (`Assigned`), binds its endpoints and says `Ready`. `Go` starts its agent.
+
+
+class Invite(Value, tag=True):
+    """Asks the host on which the receiver was started to take part in a job as `node`.
+
+    `token` is the job's, in hex; the stream must be one that nobody else reads, as that of ssh. `env` comes on top of
+    the receiver's environment. `needs` are files, directories, and names of programs that every host of the job must
+    have. A node that is to be the `head` binds the address of the masters at once. `interface` is the user's choice,
+    empty for none. When the job has begun, its `masters` are asked instead of the sender. A job that is to `detach`
+    does not end with the command.
+    """
+
+    token: str
+    node: str
+    cwd: str
+    env: dict[str, str]
+    needs: tuple[str, ...] = ()
+    head: bool = False
+    masters: TcpAddress | None = None
+    detach: bool = False
+    interface: str = ""
+    insecure: bool = False
+
+
+class Member(Value):
+    """A member of an etcd of the job's own: its node, and where it listens for clients and for other members."""
+
+    node: str
+    addr: str
+    client: int
+    peer: int
+
+
+class Offer(Value, tag=True):
+    """A node offers to take part. `rank` is the position that it wants, -1 for any.
+
+    `inventory` is its `collocation.Node` in JSON, `versions` those of Python, torch and unirun. `masters` is where
+    masters will listen when this node is the head. `etcd` is the member of an etcd that it can be. `faults` are reasons
+    why it cannot take part, each with a remedy.
+    """
+
+    node: str
+    host: str
+    rank: int
+    inventory: str
+    versions: dict[str, str]
+    masters: TcpAddress | None = None
+    faults: tuple[tuple[str, str], ...] = ()
+    etcd: Member | None = None
+
+
+class Assigned(Value, tag=True):
+    """The node's task: an `AgentTask` in JSON. An empty `cwd` or `addr` in it is for the node to fill in.
+
+    Masters are found at `head`, or by the store of this URL; `etcd` are the members of the job's own etcd. A head that
+    the launcher has invited gets the `planned` job in JSON instead of a task, and starts the first master.
+    """
+
+    run_id: str
+    uid: str
+    task: str
+    head: TcpAddress
+    store: str = ""
+    planned: str = ""
+    etcd: tuple[Member, ...] = ()
+
+
+class Chunk(Value, tag=True):
+    """A part of a file of a node's directory: `data` (base64) at `offset`, or all of a file that was replaced
+    (`whole`)."""
+
+    path: str
+    offset: int
+    data: str
+    whole: bool = False
+
+
+class Resume(Value, tag=True):
+    """Asks for what the files of a node's directory have after these offsets. `env` is as in `Invite`."""
+
+    run_id: str
+    node: str
+    offsets: dict[str, int]
+    env: dict[str, str]
+
+
+class Current(Value, tag=True):
+    """All that the files had when they were asked for was sent."""
+
+
+class Complete(Value, tag=True):
+    """The node's agent has ended, and all of its files were sent."""
+
+
+class Ready(Value, tag=True):
+    """The node has bound its endpoints."""
+
+
+class Go(Value, tag=True):
+    """All nodes are ready: the node's agent starts."""
+
+
+class Dismissed(Value, tag=True):
+    """The sender does not want the receiver in the job, or cannot take part itself."""
+
+    problem: str
+    remedy: str = ""
+
+
+W = TypeVar("W")
+
+
+def expected(word: object, kind: type[W]) -> W:
+    """Return `word` if it is a `kind`. Raises `RendezvousError` for any other message, with what a `Dismissed` says."""
+    if isinstance(word, kind):
+        return word
+    if isinstance(word, Dismissed):
+        raise RendezvousError(word.problem, word.remedy)
+    raise RendezvousError(f"the other end said {type(word).__name__} instead of {kind.__name__}")
 
 
 class StartWorker(Value):
@@ -172,7 +303,7 @@ class RoleView(Value):
 class View(Value, tag=True):
     """The state of all roles or, unless `since` is None, the changes since the view of that number.
 
-    A master numbers its views consecutively; `unirun.wire.views` applies changes.
+    A master numbers its views consecutively; `unirun.wire.messages` applies changes.
     """
 
     roles: tuple[RoleView, ...]
@@ -396,3 +527,46 @@ Message = (
     | StoreEnded
     | Reaped
 )
+
+
+# Views, by which workers know the state of their peers, are kept up to date by differences.
+#
+# The master numbers its views. An agent first gets a whole view, then only the changes since the previous view. It
+# forwards views to its workers unchanged. A receiver that sees a gap in the numbers requests a whole view. A whole view
+# omits workers that are still in their initial state.
+
+FIRST: tuple[int, str, dict[str, str], None] = (0, "starting", {}, None)
+"""The initial state of a worker: incarnation, phase, addresses, no place."""
+
+
+def updated(view: View | None, news: View) -> View | None:
+    """Apply `news` to `view`. Returns the view with all workers, None when there is a gap between the two."""
+    if news.since is None:
+        return View(tuple(_updated((), role) for role in news.roles), news.number)
+    if view is None or view.number != news.since:
+        return None
+    changed = {role.name: role for role in news.roles}
+    roles = (
+        _updated(role.workers, changed[role.name]) if role.name in changed else role for role in view.roles
+    )
+    return View(tuple(roles), news.number)
+
+
+def _updated(before: tuple[WorkerView, ...], news: RoleView) -> RoleView:
+    if len(before) == news.world_size and not news.workers:
+        return replace(news, workers=before)
+    workers = list(before[: news.world_size])
+    workers += (WorkerView(rank, *FIRST) for rank in range(len(workers), news.world_size))
+    for worker in news.workers:
+        workers[worker.rank] = worker
+    return replace(news, workers=tuple(workers))
+
+
+def whole(view: View) -> View:
+    """Return `view`, which has all workers, without those in their initial state."""
+    return replace(view, roles=tuple(_brief(role) for role in view.roles))
+
+
+def _brief(role: RoleView) -> RoleView:
+    changed = (w for w in role.workers if (w.incarnation, w.phase, w.addresses, w.place) != FIRST)
+    return replace(role, workers=tuple(changed))

@@ -25,10 +25,9 @@ from unirun.failover.step import step
 from unirun.failover.ties import ties_of
 from unirun.spec.job import Entry, EntryKind, JobSpec, RoleSpec
 from unirun.values import WorkerId
-from unirun.wire.messages import OpenStore, StopWorkers, View
+from unirun.wire.messages import OpenStore, StopWorkers, View, updated
 from unirun.wire.reports import Cause, Join, WorkerError, WorkerExited, WorkerRunning, WorkerStarted
 from unirun.wire.spawning import StoreOpened
-from unirun.wire.views import updated
 
 T = TypeVar("T")
 

@@ -17,8 +17,7 @@ from unirun.failover.events import After, Arrived, GrowthDue, ToGuest
 from unirun.failover.persistence.context import restore, urgent
 from unirun.failover.transition import GATHER
 from unirun.values import WorkerId
-from unirun.wire.lobby import Dismissed, Go, Offer
-from unirun.wire.messages import Grow, StartRole, StopWorkers
+from unirun.wire.messages import Dismissed, Go, Grow, Offer, StartRole, StopWorkers
 from unirun.wire.reports import FromWorker, GroupFormed, Serving
 
 OURS = {"python": "3.13"}

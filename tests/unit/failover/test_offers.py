@@ -7,7 +7,7 @@ from msgspec.json import encode as to_json
 from unirun.collocation.inventory import Node
 from unirun.failover.offers import inventory_of, misfits
 from unirun.launcher.hosts.lobby import refusal
-from unirun.wire.lobby import Offer
+from unirun.wire.messages import Offer
 
 OURS = {"python": "3.11", "torch": "2.13.0", "unirun": "0.1.0"}
 

@@ -9,7 +9,7 @@ from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.ownetcd import choose_members, command_of, possible_member, store_for, url_of
 from unirun.rendezvous.store.address import EtcdAddress, parse_address
 from unirun.rendezvous.store.url import anchored
-from unirun.wire.lobby import Member, Offer
+from unirun.wire.messages import Member, Offer
 
 NODES = [Member(f"n{number}", f"10.0.0.{number}", 2379 + number, 2479 + number) for number in range(1, 6)]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.wire.messages import RoleView, View, WorkerView
-from unirun.wire.views import FIRST, updated, whole
+from unirun.wire.messages import FIRST, RoleView, View, WorkerView, updated, whole
 
 seen = st.tuples(
     st.integers(0, 2), st.sampled_from(["starting", "serving"]), st.sampled_from([{}, {"socket": "a"}])

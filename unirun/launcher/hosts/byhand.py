@@ -35,7 +35,7 @@ from unirun.wire.blocking import BlockingStream
 from unirun.wire.certificates import temporary
 from unirun.wire.credentials import Credentials
 from unirun.wire.handshake import Token
-from unirun.wire.lobby import Assigned, Dismissed, Go
+from unirun.wire.messages import Assigned, Dismissed, Go
 from unirun.wire.sockets import listen_tcp
 
 AGAIN = 0.2

@@ -16,7 +16,7 @@ from unirun.launcher.environment import without_default_cache
 from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.stdio import MARK
 from unirun.wire.aio import Stream
-from unirun.wire.lobby import W, expected
+from unirun.wire.messages import W, expected
 
 OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
 """No terminal, no questions, and a connection that is lost is noticed within 15 s (three times ServerAliveInterval)."""

@@ -16,8 +16,7 @@ from pathlib import Path
 from unirun.failover.silence import BEAT
 from unirun.observe.jobdir import JobDir
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.lobby import Chunk, Complete, Current
-from unirun.wire.messages import Beat
+from unirun.wire.messages import Beat, Chunk, Complete, Current
 
 LOOK = 0.05
 """Seconds between two looks at the files: it bounds how late a line is shown. One look at 100 files takes 0.3 ms."""

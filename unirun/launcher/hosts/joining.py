@@ -13,7 +13,7 @@ from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.lobby import refusal
 from unirun.wire.address import TcpAddress
 from unirun.wire.handshake import Token
-from unirun.wire.lobby import Invite, Ready
+from unirun.wire.messages import Invite, Ready
 
 JOIN = 60.0
 """Seconds that a host has to join."""

@@ -13,8 +13,7 @@ from unirun.errors import RendezvousError, UnirunError, WireError
 from unirun.failover.offers import Unfit
 from unirun.values import Value
 from unirun.wire.aio import Stream
-from unirun.wire.lobby import Assigned, Dismissed, Offer, Ready, expected
-from unirun.wire.messages import Message
+from unirun.wire.messages import Assigned, Dismissed, Message, Offer, Ready, expected
 
 BIND = 30.0
 """Seconds in which a node that has its task must have bound its endpoints."""

@@ -30,8 +30,7 @@ from unirun.wire.blocking import BlockingStream
 from unirun.wire.certificates import make_tls
 from unirun.wire.frames import from_json
 from unirun.wire.handshake import Token
-from unirun.wire.lobby import Assigned, Dismissed, Go, Offer, Ready, expected
-from unirun.wire.messages import Appointed
+from unirun.wire.messages import Appointed, Assigned, Dismissed, Go, Offer, Ready, expected
 from unirun.wire.sockets import listen_tcp
 
 ANSWER = 600.0

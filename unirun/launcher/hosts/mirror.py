@@ -17,8 +17,7 @@ from unirun.observe.jobdir import JobDir
 from unirun.observe.logdir import open_log
 from unirun.observe.ownership import make_private
 from unirun.wire.aio import Stream
-from unirun.wire.lobby import Chunk, Complete, Current, Dismissed, Resume
-from unirun.wire.messages import Message
+from unirun.wire.messages import Chunk, Complete, Current, Dismissed, Message, Resume
 
 AGAIN = 1.0
 """Seconds between two attempts to reach a host again."""

@@ -25,7 +25,7 @@ from unirun.wire.address import TcpAddress
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.certificates import temporary
 from unirun.wire.handshake import Token
-from unirun.wire.lobby import Assigned, Dismissed, Invite, Ready, Resume, expected
+from unirun.wire.messages import Assigned, Dismissed, Invite, Ready, Resume, expected
 from unirun.wire.sockets import listen_tcp
 
 LOST_GO = 128 + signal.SIGHUP

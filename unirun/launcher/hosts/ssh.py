@@ -42,7 +42,7 @@ from unirun.spec.job import JobSpec
 from unirun.wire.address import TcpAddress
 from unirun.wire.certificates import make_tls
 from unirun.wire.handshake import new_token
-from unirun.wire.lobby import Assigned, Dismissed, Go, Invite, Member, Offer
+from unirun.wire.messages import Assigned, Dismissed, Go, Invite, Member, Offer
 
 COMMAND = "command"
 """The name in the certificate of a command that is no node."""

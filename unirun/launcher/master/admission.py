@@ -14,8 +14,7 @@ from unirun.failover.state import JobState
 from unirun.observe.jobdir import JobDir
 from unirun.wire.address import Address, TcpAddress
 from unirun.wire.aio import Stream
-from unirun.wire.lobby import Assigned, Dismissed, Offer, Ready
-from unirun.wire.messages import Message
+from unirun.wire.messages import Assigned, Dismissed, Message, Offer, Ready
 
 BIND = 30.0
 """Seconds in which a node that has its task must have bound its endpoints."""

@@ -49,8 +49,7 @@ from unirun.wire.aio import Server, Stream, frame_of
 from unirun.wire.asking import Ask
 from unirun.wire.credentials import load_credentials
 from unirun.wire.frames import finite
-from unirun.wire.lobby import Offer
-from unirun.wire.messages import Appointed, Attach, Beat, Drain, Message, PassOn, Shutdown, Stop, Visit
+from unirun.wire.messages import Appointed, Attach, Beat, Drain, Message, Offer, PassOn, Shutdown, Stop, Visit
 from unirun.wire.reporting import report
 from unirun.wire.reports import FromWorker, Join, Knock, Notice, Sample
 

@@ -30,7 +30,7 @@ from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Server, Stream
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import new_token
-from unirun.wire.lobby import Assigned, Dismissed, Offer, Ready
+from unirun.wire.messages import Assigned, Dismissed, Offer, Ready
 
 
 @pytest.fixture(autouse=True)

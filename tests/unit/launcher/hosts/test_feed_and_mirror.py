@@ -24,8 +24,7 @@ from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.mirror import Mirror, write
 from unirun.observe.jobdir import JobDir
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.lobby import Chunk, Complete, Current
-from unirun.wire.messages import Beat
+from unirun.wire.messages import Beat, Chunk, Complete, Current
 
 
 def sent(job: JobDir, offsets: dict[str, int]) -> list[Chunk]:

@@ -15,8 +15,7 @@ from unirun.errors import RendezvousError
 from unirun.launcher.hosts.lobby import Guest, Lobby, assign, part
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Stream
-from unirun.wire.lobby import Assigned, Dismissed, Go, Offer, Ready
-from unirun.wire.messages import Message, Stop
+from unirun.wire.messages import Assigned, Dismissed, Go, Message, Offer, Ready, Stop
 
 OURS = {"python": "3.11", "torch": "2.13.0", "unirun": "0.1.0"}
 HEAD = TcpAddress("10.0.0.1", 29400, "h0")

@@ -20,8 +20,7 @@ from unirun.observe.jobdir import JobDir
 from unirun.wire.address import Address, TcpAddress, UnixAddress
 from unirun.wire.aio import Stream
 from unirun.wire.frames import from_json
-from unirun.wire.lobby import Assigned, Dismissed, Go, Offer, Ready
-from unirun.wire.messages import Message
+from unirun.wire.messages import Assigned, Dismissed, Go, Message, Offer, Ready
 
 HEAD = TcpAddress("10.0.0.1", 29400, "n0")
 

@@ -8,9 +8,8 @@ from tests.unit.failover.job import Job
 from tests.unit.launcher.master.court import Court, until
 from tests.unit.launcher.master.streams import ends_well
 from unirun.values import WorkerId
-from unirun.wire.messages import Ended, View, Visit, Welcome
+from unirun.wire.messages import Ended, View, Visit, Welcome, updated
 from unirun.wire.reports import FromWorker, Serving, ViewWanted
-from unirun.wire.views import updated
 
 SERVES = FromWorker(WorkerId("actor", 1, 0), Serving({"socket": "here"}, recoverable=True))
 
