@@ -16,10 +16,9 @@ from tests.effort import examples
 from unirun.errors import SpecError
 from unirun.spec.channels import Channel
 from unirun.spec.job import Entry, JobSpec, LogSpec, RoleSpec
-from unirun.spec.parse import JOB_KEYS, LOG_KEYS, NUMA_MODES, parse_job
+from unirun.spec.parse import JOB_KEYS, LOG_KEYS, NUMA_MODES, handle_name, parse_job
 from unirun.spec.read import RESERVED_ENV, nearest
 from unirun.spec.roles import ROLE_KEYS, TRAINER_KEYS
-from unirun.spec.together import handle_name
 from unirun.spec.yaml import load_job_file
 
 quick = examples(80)
