@@ -27,7 +27,7 @@ from unirun.collocation.placing import TopologyOf
 from unirun.errors import UsageError
 from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.planned import PlannedJob, plan
-from unirun.spec.classes import is_function
+from unirun.spec.entries import is_function
 from unirun.spec.job import JobSpec
 from unirun.spec.names import id_stem
 from unirun.spec.overrides import merge

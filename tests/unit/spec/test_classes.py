@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.effort import examples
-from unirun.spec.classes import missing_name
+from unirun.spec.entries import missing_name
 
 BOMB = "raise SystemExit('this was imported')\n"
 
