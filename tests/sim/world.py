@@ -21,8 +21,7 @@ from unirun.collocation import Assignment, Device, Inventory, Node, Placement, p
 from unirun.errors import ConnectionLost, PlacementError
 from unirun.launcher.orders import CALLS
 from unirun.observe.jobdir import JobDir
-from unirun.spec.job import Entry, EntryKind, JobSpec, Restart, RoleSpec
-from unirun.spec.probes import Probe
+from unirun.spec.job import Entry, EntryKind, JobSpec, Probe, Restart, RoleSpec
 from unirun.wire.frames import decode, encode
 from unirun.wire.messages import Message
 

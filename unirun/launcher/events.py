@@ -9,7 +9,7 @@ from signal import SIGTERM
 from msgspec import field
 
 from unirun.launcher.environment import SpawnerKey
-from unirun.spec.probes import Probe
+from unirun.spec.job import Probe
 from unirun.values import Value, WorkerId
 from unirun.wire.asking import ToWorker
 from unirun.wire.messages import ExitAck, Message, PassOn, Shutdown, StopWorkers, View

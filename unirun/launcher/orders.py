@@ -24,7 +24,7 @@ from unirun.launcher.ports import PortBook
 from unirun.launcher.timers import ENABLE
 from unirun.launcher.warm.borrowing import wish
 from unirun.observe.jobdir import JobDir
-from unirun.spec.probes import Probe
+from unirun.spec.job import Probe
 from unirun.spec.templates import Own, fill, fill_roles
 from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, Reserve, StartRole, StartWorker

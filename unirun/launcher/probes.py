@@ -19,7 +19,7 @@ from unirun.launcher.events import Worker
 from unirun.launcher.process import kill_group
 from unirun.launcher.sockdiag import listeners_on
 from unirun.rendezvous.endpoints import split_endpoint
-from unirun.spec.probes import Probe
+from unirun.spec.job import Probe
 from unirun.wire.spawning import Spawn
 
 INTERVAL, COMMANDS = 0.03, 0.5

@@ -11,8 +11,7 @@ from typing import Any
 
 from unirun.errors import Fault
 from unirun.spec.engines import RECEIVING
-from unirun.spec.job import Contract, Entry, RoleSpec
-from unirun.spec.probes import READY_TIMEOUT, Probe, read_probe
+from unirun.spec.job import READY_TIMEOUT, Contract, Entry, Probe, RoleSpec, read_probe
 from unirun.spec.read import Section, nearest, shown
 from unirun.spec.templates import faults_of, faults_of_env, names_in
 

@@ -14,8 +14,7 @@ from unirun.cli import status as command
 from unirun.errors import SpecError, UsageError
 from unirun.failover.status_views import status_of
 from unirun.observe.status import JobStatus
-from unirun.spec.job import Entry
-from unirun.spec.probes import Probe
+from unirun.spec.job import Entry, Probe
 
 SERVE = "engine=2: sleep 9 --port {port}"
 

@@ -10,8 +10,7 @@ from tests.unit.failover.job import Job
 from unirun.collocation import Inventory
 from unirun.failover.events import After, StartDue, ToAgent
 from unirun.failover.state import WorkerState, new_job
-from unirun.spec.job import Entry, RoleSpec
-from unirun.spec.probes import Probe
+from unirun.spec.job import Entry, Probe, RoleSpec
 from unirun.values import Place, WorkerId
 from unirun.wire.messages import Reserve, StartRole, StopWorkers
 from unirun.wire.reports import FromWorker, Health, Placed, WorkerExited

@@ -20,7 +20,7 @@ from unirun.launcher.events import (
     Unwatch,
     Watch,
 )
-from unirun.spec.probes import Probe
+from unirun.spec.job import Probe
 from unirun.values import Engine, WorkerId
 from unirun.wire.messages import Hello, StopWorkers
 from unirun.wire.reports import (

@@ -22,7 +22,7 @@ from unirun.launcher.environment import FRESH
 from unirun.launcher.events import Worker
 from unirun.launcher.probes import Output, Probing, Question, sockets_of
 from unirun.launcher.sockdiag import listeners_on
-from unirun.spec.probes import Probe
+from unirun.spec.job import Probe
 from unirun.values import WorkerId
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"

@@ -12,9 +12,8 @@ import pytest
 
 from unirun.errors import SpecError
 from unirun.spec.channels import Channel
-from unirun.spec.job import JobSpec, RoleSpec
+from unirun.spec.job import JobSpec, Probe, RoleSpec
 from unirun.spec.parse import parse_job
-from unirun.spec.probes import Probe
 from unirun.weights.integrations.vllm_guard import SameHost
 
 HEALTH = Probe("http", ("http://{addr}/health",))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import Fault
-from unirun.spec.probes import Probe, read_probe
+from unirun.spec.job import Probe, read_probe
 from unirun.spec.read import Section
 
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from tests.effort import examples
 from unirun.errors import SpecError
-from unirun.spec.job import PORT_RANGE, JobSpec, RoleSpec
+from unirun.spec.job import PORT_RANGE, READY_TIMEOUT, JobSpec, Probe, RoleSpec
 from unirun.spec.parse import parse_job
-from unirun.spec.probes import READY_TIMEOUT, Probe
 from unirun.spec.programs import interpreter, lacks_unirun, variables_of
 from unirun.spec.yaml import load_job_file, write_yaml
 

@@ -9,8 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from unirun.spec.job import Entry, RoleSpec
-from unirun.spec.probes import Probe
+from unirun.spec.job import Entry, Probe, RoleSpec
 from unirun.spec.templates import (
     OWN,
     Own,

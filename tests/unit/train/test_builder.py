@@ -10,9 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.unit.train.saying import faults, whole
-from unirun.spec.job import Entry, RoleSpec
+from unirun.spec.job import Entry, Probe, RoleSpec
 from unirun.spec.parse import parse_job
-from unirun.spec.probes import Probe
 from unirun.train import DLJobBuilder, Job, RLJobBuilder
 
 

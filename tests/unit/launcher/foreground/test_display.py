@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from unirun.launcher.foreground.display import progress
-from unirun.spec.job import Entry, RoleSpec
-from unirun.spec.probes import Probe
+from unirun.spec.job import Entry, Probe, RoleSpec
 
 
 def test_roles_with_a_probe_are_counted_by_ranks_that_are_ready() -> None:
