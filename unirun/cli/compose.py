@@ -30,9 +30,9 @@ from unirun.launcher.planned import PlannedJob, plan
 from unirun.spec.entries import is_function
 from unirun.spec.job import JobSpec
 from unirun.spec.names import id_stem
-from unirun.spec.overrides import merge
 from unirun.spec.parse import parse_job
 from unirun.spec.roles import ENTRY_KINDS, ONE_NODE, NodeCount, python_path
+from unirun.spec.yaml import merge
 
 
 def plan_job(line: CommandLine) -> PlannedJob:

@@ -13,7 +13,7 @@ from unirun.cli.commandline import CommandLine
 from unirun.cli.joboptions import rendezvous_settings, several_nodes
 from unirun.errors import UsageError
 from unirun.spec.job import JobSpec
-from unirun.spec.overrides import is_override
+from unirun.spec.yaml import is_override
 
 _INSTEAD = {
     **dict.fromkeys(
