@@ -3,11 +3,21 @@
 Pictures of it are in `unirun.collocation.graph.text` and `unirun.collocation.graph.svg`, which only `unirun graph` imports.
 """
 
-from unirun.collocation.graph.checks import faults, warnings, without_circles
-from unirun.collocation.graph.jobs import declared, graph_of
 from unirun.collocation.graph.learn import LearnedEdge, ProcessCalls, added, learn, sound
-from unirun.collocation.graph.parts import Affected, affected, show_ranks, tight_parts, weights
-from unirun.collocation.graph.values import Graph, Role
+from unirun.collocation.graph.values import (
+    Affected,
+    Graph,
+    Role,
+    affected,
+    declared,
+    faults,
+    graph_of,
+    show_ranks,
+    tight_parts,
+    warnings,
+    weights,
+    without_circles,
+)
 from unirun.spec.edges import Direction, Edge, Kind
 
 __all__ = [

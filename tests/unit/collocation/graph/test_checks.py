@@ -8,7 +8,7 @@ from hypothesis import given
 from tests.unit.collocation.graph.graphs import any_graphs
 from tests.unit.collocation.graph.scenarios import SCENARIOS
 from unirun.collocation.graph import Edge, Graph, Role, faults, warnings
-from unirun.collocation.graph.checks import cycles
+from unirun.collocation.graph.values import cycles
 
 ROLES = (Role("actor", 4), Role("rollout", 4), Role("reward", 2))
 
