@@ -10,9 +10,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from unirun.collocation.graph.layout import Layout, Pair, Point, heights, layout
-from unirun.collocation.graph.states import look
 from unirun.collocation.graph.svgparts import bars, document, text_at, text_width
-from unirun.collocation.graph.text import NO_STATES, edge_line, vertex_lines
+from unirun.collocation.graph.text import NO_STATES, edge_line, look, vertex_lines
 from unirun.collocation.graph.values import Graph, Role
 from unirun.spec.edges import Edge
 
