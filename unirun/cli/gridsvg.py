@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from unirun.cli.grid import Cell, Grid, Tenant
-from unirun.collocation.graph.svgparts import bars, document, text_at, text_width
+from unirun.collocation.graph.svg import bars, document, text_at, text_width
 
 FONT, LINE, GAP, MARGIN = 12.0, 20.0, 6.0, 20.0
 """Pixels: the size of letters, from one line to the next, between cells, and around everything."""
