@@ -34,8 +34,7 @@ from tests.unit.collocation.requests import inventories, requests, spread
 from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.planning.anywhere import searched
-from unirun.collocation.planning.plan import find
+from unirun.collocation.planning.plan import find, searched
 from unirun.collocation.planning.problem import problem_of
 from unirun.collocation.request import Request, Ties
 from unirun.errors import PlacementError

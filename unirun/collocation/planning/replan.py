@@ -16,10 +16,18 @@ from msgspec.structs import replace
 
 from unirun.collocation.inventory import CPU, Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
-from unirun.collocation.planning.anywhere import none_in_use, searched, with_the_others
 from unirun.collocation.planning.nodes import Kinds, NodeKind
 from unirun.collocation.planning.packer import Packer
-from unirun.collocation.planning.plan import crossing, in_order, note, seating, short_of
+from unirun.collocation.planning.plan import (
+    crossing,
+    in_order,
+    none_in_use,
+    note,
+    searched,
+    seating,
+    short_of,
+    with_the_others,
+)
 from unirun.collocation.planning.problem import Bundle, Cells, Problem, problem_of
 from unirun.collocation.planning.solve import distribute, most_cells, processes
 from unirun.collocation.request import Request
