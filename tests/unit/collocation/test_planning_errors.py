@@ -13,8 +13,7 @@ from tests.unit.collocation.requests import inventories, requests
 from unirun.collocation import parse_fake
 from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.planning.explain import shortages
-from unirun.collocation.planning.offers import Trials
+from unirun.collocation.planning.offers import Trials, shortages
 from unirun.collocation.request import Request, RoleRequest
 from unirun.errors import PlacementError
 

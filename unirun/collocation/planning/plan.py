@@ -170,7 +170,7 @@ def plan(request: Request, inventory: Inventory) -> Placement:
     placement = find(request, inventory)
     if placement is None:
         # Slow to import, and needed only when nothing fits.
-        from unirun.collocation.planning.explain import does_not_fit
+        from unirun.collocation.planning.offers import does_not_fit
 
         raise does_not_fit(short_of(request), inventory)
     return placement

@@ -72,7 +72,7 @@ def replan(request: Request, inventory: Inventory, previous: Placement, lost: fr
         return whole
     left = tuple(node for node in inventory.nodes if node.name not in lost)
     # Slow to import, and needed only when nothing fits.
-    from unirun.collocation.planning.explain import does_not_fit
+    from unirun.collocation.planning.offers import does_not_fit
 
     raise does_not_fit(replace(short_of(request), spares=0), Inventory(left))
 
