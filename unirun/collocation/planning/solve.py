@@ -10,14 +10,270 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import prod
+from math import lcm, prod
 from operator import sub
+from typing import NamedTuple
 
 from unirun.collocation.inventory import CPU, Node
-from unirun.collocation.planning.fill import Filler, Score
 from unirun.collocation.planning.nodes import Kinds, NodeKind
 from unirun.collocation.planning.packer import Packer
 from unirun.collocation.planning.problem import Cells, Problem, with_count
+
+# Cells for many nodes, by filling one node after the other: linear in the number of nodes, and not complete.
+#
+# Nodes of one kind that get the same cells are one *run*, so ten thousand nodes are a handful of steps. Some ways to
+# fill nodes are tried, and the one with the highest score counts. Where none of them places all cells there may still
+# be a placement, when nodes are nearly full and constraints bind; only a complete search can tell.
+
+COARSE = 10**6
+"""The resolution of the last criterion, how much a role is kept together."""
+
+Rule = Callable[[Cells, Sequence[int]], Iterable[int]]
+"""Given the cells of a node and those left to place: the bundles of which it may get a cell, the best first."""
+
+
+class Score:
+    """Compares placements of `counts` cells on `nodes` nodes, in integers, so that equal ones are equal.
+
+    The criteria, in this order: traffic within nodes; each part of the job on few nodes; few nodes in use; the ranks of
+    a role together. Each rank of a role talks as much with each rank of the other: of a pair's weight, x/K · y/L stays
+    within a node that has x of the K cells of the one bundle and y of the L of the other.
+    """
+
+    def __init__(self, problem: Problem, counts: Cells, nodes: int) -> None:
+        self._gains = problem.gains
+        self._parts = problem.parts
+        self._counts = [max(count, 1) for count in counts]
+        pairs = [
+            (one, other, gain, self._counts[one] * self._counts[other])
+            for one, row in enumerate(problem.gains)
+            for other, gain in enumerate(row[one:], one)
+            if gain
+        ]
+        whole = lcm(*(size for *_, size in pairs))
+        self._pairs = [(one, other, gain * (whole // size)) for one, other, gain, size in pairs]
+        self._touched = nodes * len(problem.parts) + 1
+        self._nodes = nodes + 1
+        self._together = len(counts) * COARSE + 1
+        self.positions = nodes * sum(counts) + 1
+
+    def kept(self, cells: Cells) -> int:
+        """The traffic within a node that has `cells`, times a constant that makes it an integer."""
+        return sum(gain * cells[one] * cells[other] for one, other, gain in self._pairs)
+
+    def pull(self, bundle: int, cells: Cells) -> float:
+        """The affinity of one more cell of `bundle` to `cells`: the traffic that it adds within their node."""
+        count = self._counts[bundle]
+        pull = self._gains[bundle][bundle] * (2 * cells[bundle] + 1) / count
+        for other, number in enumerate(cells):
+            if number and other != bundle:
+                pull += self._gains[bundle][other] * number / self._counts[other]
+        return pull / count
+
+    def touched(self, cells: Cells) -> int:
+        """The number of parts that a node with `cells` has something of."""
+        return sum(any(cells[bundle] for bundle in part) for part in self._parts)
+
+    def value(self, kind: NodeKind, cells: Cells) -> int:
+        """The contribution of a node to the score when it gets `cells`."""
+        if not any(cells):
+            return 0
+        total = tuple(number + held for number, held in zip(cells, kind.held, strict=True))
+        kept = self.kept(total) - self.kept(kind.held)
+        touched = self.touched(total) - self.touched(kind.held)
+        opened = 0 if any(kind.held) else 1
+        spread = sum(
+            COARSE * (number**2 - held**2) // count**2
+            for number, held, count in zip(total, kind.held, self._counts, strict=True)
+        )
+        return ((kept * self._touched - touched) * self._nodes - opened) * self._together + spread
+
+
+class Run(NamedTuple):
+    """`number` nodes of one kind that get the same cells."""
+
+    kind: NodeKind
+    cells: Cells
+    number: int
+
+    @property
+    def total(self) -> Cells:
+        """The cells that such a node then has."""
+        return tuple(number + held for number, held in zip(self.cells, self.kind.held, strict=True))
+
+
+class Filler:
+    """Fills nodes of `kinds` with `counts` cells in several ways."""
+
+    def __init__(self, packer: Packer, kinds: Sequence[NodeKind], counts: Cells, score: Score) -> None:
+        self._packer, self._counts, self._score = packer, counts, score
+        self._problem = problem = packer.problem
+        none = (0,) * len(counts)
+        self._nodes = [Run(kind, none, number) for kind, number in Counter(kinds).items()]
+        self._bundles = tuple(range(len(counts)))
+        self._joined = {bundle for part in problem.parts for bundle in part}
+        self._sizes = [sum(bundle.demand().values()) for bundle in problem.bundles]
+
+    def best(self) -> list[Run] | None:
+        """The result with the highest score, or None when no way places all cells."""
+        score = self._score.value
+        return max(
+            self._ways(), key=lambda runs: sum(r.number * score(r.kind, r.cells) for r in runs), default=None
+        )
+
+    def possible(self) -> bool:
+        """Return True if some way places all cells."""
+        return next(self._ways(), None) is not None
+
+    def _ways(self) -> Iterator[list[Run]]:
+        """The results of all ways; bundles that need no slots come last, where their affinity is highest."""
+        light = [bundle for bundle, size in enumerate(self._sizes) if not size]
+        for way in self._heavy():
+            runs = way
+            for bundle in light:
+                runs = None if runs is None else self._add_light(runs, bundle)
+            if runs is not None:
+                yield runs
+
+    def _heavy(self) -> Iterator[list[Run] | None]:
+        """Bundles that need slots: node by node, then part by part."""
+        heavy = [bundle for bundle, size in enumerate(self._sizes) if size]
+        # Bundles with one cell per node have the fewest choices; then the largest come first.
+        largest = sorted(heavy, key=lambda b: (not self._problem.bundles[b].single, -self._sizes[b]))
+        in_turns = (in_turn(self._by_affinity(heavy)), in_turn(largest))
+        for rule in (*in_turns, self._by_pull(heavy), by_share(heavy)):
+            yield self._fill(self._nodes, heavy, rule)
+        for rule_of in (by_share, self._by_pull) if self._problem.parts else ():
+            runs: list[Run] | None = self._nodes
+            for part in self._parts(heavy):
+                runs = None if runs is None else self._add_part(runs, part, rule_of(part))
+            yield runs
+
+    def _by_affinity(self, bundles: Sequence[int]) -> tuple[int, ...]:
+        """The bundle with the most traffic, then always the one with the most traffic to those before it."""
+        gains = self._problem.gains
+        rest, order = list(bundles), list[int]()
+        while rest:
+            order.append(max(rest, key=lambda b: (sum(gains[b][c] for c in order), sum(gains[b]), -b)))
+            rest.remove(order[-1])
+        return tuple(order)
+
+    def _by_pull(self, bundles: Sequence[int]) -> Rule:
+        """Highest affinity to the cells that the node has."""
+        pull = self._score.pull
+        return lambda cells, _left: sorted(bundles, key=lambda b: (-pull(b, cells), cells[b], b))
+
+    def _parts(self, heavy: Sequence[int]) -> list[tuple[int, ...]]:
+        """The parts with the most traffic first, then the largest. Bundles in no part come last, and fill gaps."""
+        gains = self._problem.gains
+        parts = [tuple(b for b in part if b in heavy) for part in self._problem.parts]
+
+        def order(part: tuple[int, ...]) -> tuple[int, int]:
+            traffic = sum(gains[one][other] for one in part for other in part)
+            return -traffic, -sum(self._sizes[bundle] * self._counts[bundle] for bundle in part)
+
+        alone = [(bundle,) for bundle in heavy if bundle not in self._joined]
+        return sorted(parts, key=order) + sorted(alone, key=order)
+
+    def _add_part(self, runs: Sequence[Run], part: tuple[int, ...], rule: Rule) -> list[Run] | None:
+        """Cells of one part: on nodes that have some already, then where most fit, and the last on the fullest node.
+
+        A bundle that is in no part goes to nodes in use.
+        """
+        counts = self._left(part)
+        near = part if self._joined.issuperset(part) else self._bundles
+
+        def far(run: Run) -> bool:
+            return not any(run.total[bundle] for bundle in near)
+
+        def room(run: Run) -> int:
+            cells = self._fill_up(run, counts, rule)
+            return sum(size * (a - b) for size, a, b in zip(self._sizes, cells, run.cells, strict=True))
+
+        def free(run: Run) -> int:
+            used = sum(size * number for size, number in zip(self._sizes, run.cells, strict=True))
+            return run.kind.free.total() - used
+
+        ordered = sorted(runs, key=lambda run: (far(run), -room(run), not any(run.total)))
+        return self._fill(ordered, part, rule, last=lambda run: (far(run), free(run)))
+
+    def _add_light(self, runs: Sequence[Run], bundle: int) -> list[Run] | None:
+        """Cells of a bundle that needs no slots: on the nodes to which they have the highest affinity.
+
+        Of equal ones, on those that have something of their part.
+        """
+
+        def key(run: Run) -> tuple[float, bool, bool]:
+            total = run.total
+            more = with_count(total, bundle, total[bundle] + 1)
+            new = self._score.touched(more) != self._score.touched(total)
+            return -self._score.pull(bundle, total), new, not any(total)
+
+        return self._fill(sorted(runs, key=key), (bundle,), in_turn((bundle,)))
+
+    def _left(self, bundles: Sequence[int]) -> list[int]:
+        return [count if bundle in bundles else 0 for bundle, count in enumerate(self._counts)]
+
+    def _fill(
+        self,
+        runs: Sequence[Run],
+        bundles: Sequence[int],
+        rule: Rule,
+        last: Callable[[Run], tuple[bool, int]] | None = None,
+    ) -> list[Run] | None:
+        """`runs` with all cells of `bundles`, one node after the other; None when there is no room for some.
+
+        With `last`, as soon as one node has room for all that is left, the least of such nodes by this key gets it.
+        """
+        left = self._left(bundles)
+        waiting = list(runs)[::-1]
+        done: list[Run] = []
+        while any(left) and waiting:
+            run = waiting.pop()
+            if last is not None and self._holds(run, left):
+                tight = [other for other in (run, *reversed(waiting)) if self._holds(other, left)]
+                waiting.append(run)
+                run = min(tight, key=last)
+                waiting.remove(run)
+            cells = self._fill_up(run, left, rule)
+            taken = [after - before for after, before in zip(cells, run.cells, strict=True)]
+            times = min([run.number, *(there // n for there, n in zip(left, taken, strict=True) if n)])
+            left = [there - times * n for there, n in zip(left, taken, strict=True)]
+            done.append(Run(run.kind, cells, times))
+            if times < run.number:
+                waiting.append(run._replace(number=run.number - times))
+        return None if any(left) else done + waiting[::-1]
+
+    def _holds(self, run: Run, left: Sequence[int]) -> bool:
+        """Return True if a node of `run` has room for all that is left."""
+        return self._packer.fits(run.kind, tuple(a + b for a, b in zip(run.cells, left, strict=True)))
+
+    def _fill_up(self, run: Run, left: Sequence[int], rule: Rule) -> Cells:
+        """The cells of a node of `run` when it gets as many of those left as the rule wants and it has room for."""
+        cells = run.cells
+        most = tuple(number + more for number, more in zip(cells, left, strict=True))
+        while True:
+            for bundle in rule(cells, left):
+                if cells[bundle] < most[bundle]:
+                    more = with_count(cells, bundle, cells[bundle] + 1)
+                    if self._packer.fits(run.kind, more):
+                        cells = more
+                        break
+            else:
+                return cells
+
+
+def in_turn(bundles: Sequence[int]) -> Rule:
+    """All of the first bundle, then all of the second, and so on."""
+    return lambda _cells, _left: bundles
+
+
+def by_share(bundles: Sequence[int]) -> Rule:
+    """Of each bundle the same share of what is left."""
+    return lambda cells, left: sorted(
+        bundles, key=lambda b: ((cells[b] + 1) / left[b] if left[b] else 2.0, b)
+    )
+
 
 WORK = 150_000
 """Steps of a complete search: half a second or less."""
