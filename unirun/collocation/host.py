@@ -10,9 +10,16 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from unirun.collocation.devices import DeviceType, device_types
-from unirun.collocation.hostfiles import memory_field, parse_cpu_list, read_integer
 from unirun.collocation.inventory import Device, Inventory, Node, NumaNode, visible
-from unirun.collocation.limits import cgroup_limits, least, slurm_devices, slurm_limits
+from unirun.collocation.limits import (
+    cgroup_limits,
+    least,
+    memory_field,
+    parse_cpu_list,
+    read_integer,
+    slurm_devices,
+    slurm_limits,
+)
 from unirun.collocation.numa import Topology, read_topology
 
 

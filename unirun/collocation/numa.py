@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from unirun.collocation.hostfiles import parse_cpu_list, read_integer, read_text
 from unirun.collocation.inventory import Node, NumaNode
+from unirun.collocation.limits import parse_cpu_list, read_integer, read_text
 from unirun.errors import PlacementError
 from unirun.values import Value
 

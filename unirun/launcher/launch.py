@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from unirun.collocation import Inventory
-from unirun.collocation.capacity import host_ceilings, refuse_impossible
+from unirun.collocation.limits import host_ceilings, refuse_impossible
 from unirun.errors import EXIT_FAILURE, JobError, PlacementError, RendezvousError
 from unirun.failover.offers import AgentTask
 from unirun.failover.persistence.context import changed_documents

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from unirun.collocation.capacity import (
+from unirun.collocation.limits import (
     DESCRIPTORS,
     PROGRAM_MEMORY,
     WORKER_MEMORY,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.collocation import parse_fake
-from unirun.collocation.hostfiles import parse_cpu_list
+from unirun.collocation.limits import parse_cpu_list
 from unirun.collocation.numa import Cpu, Topology, near_cpus, read_topology, told_topology
 from unirun.errors import PlacementError
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from unirun.collocation.devices import nvml_devices
-from unirun.collocation.hostfiles import memory_field
+from unirun.collocation.limits import memory_field
 from unirun.failover.offers import versions
 from unirun.launcher.doctor.values import Facts
 from unirun.launcher.hosts.interfaces import choose, interface_of, reachable_address, route_to
