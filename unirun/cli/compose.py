@@ -22,7 +22,7 @@ from unirun.collocation import (
     parse_fake,
     unknown_nodes,
 )
-from unirun.collocation.numa import told_topology
+from unirun.collocation.host import told_topology
 from unirun.collocation.placing import TopologyOf
 from unirun.errors import UsageError
 from unirun.launcher.foreground.terminal import warn

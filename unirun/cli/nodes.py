@@ -16,7 +16,7 @@ from unirun.cli.compose import job_spec, tell_mistakes
 from unirun.cli.joboptions import node_count, rendezvous_settings, several_nodes
 from unirun.cli.run import tell_started
 from unirun.collocation import Inventory, local_inventory
-from unirun.collocation.numa import told_topology
+from unirun.collocation.host import told_topology
 from unirun.errors import RendezvousError, UsageError
 from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.hosts.byhand import Meeting, is_here, run_head, run_member

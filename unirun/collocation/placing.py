@@ -10,9 +10,9 @@ from functools import cache
 from msgspec.structs import replace
 
 from unirun.collocation.devices import device_types
+from unirun.collocation.host import Topology, near_cpus, told_topology
 from unirun.collocation.inventory import CPU, Inventory, Node, accelerators, slots_of
 from unirun.collocation.needs import check_needs
-from unirun.collocation.numa import Topology, near_cpus, told_topology
 from unirun.collocation.placement import Assignment, Placement
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.plan import find

@@ -25,7 +25,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 from msgspec.structs import replace
 
 from unirun.collocation import parse_fake
-from unirun.collocation.numa import told_topology
+from unirun.collocation.host import told_topology
 from unirun.errors import Fault, PlacementError, SpecError
 from unirun.launcher.planned import plan
 from unirun.spec.builder import Draft, EntryDraft, WorkloadDraft, job_mapping

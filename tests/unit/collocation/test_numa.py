@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.collocation import parse_fake
+from unirun.collocation.host import Cpu, Topology, near_cpus, read_topology, told_topology
 from unirun.collocation.limits import parse_cpu_list
-from unirun.collocation.numa import Cpu, Topology, near_cpus, read_topology, told_topology
 from unirun.errors import PlacementError
 
 

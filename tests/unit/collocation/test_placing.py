@@ -20,7 +20,7 @@ from unirun.collocation import (
     place,
     place_again,
 )
-from unirun.collocation.numa import Cpu, Topology
+from unirun.collocation.host import Cpu, Topology
 from unirun.collocation.placing import request_of
 from unirun.collocation.planning import plan
 from unirun.errors import PlacementError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unirun.collocation import parse_fake
-from unirun.collocation.numa import told_topology
+from unirun.collocation.host import told_topology
 from unirun.errors import FrameError, PlacementError
 from unirun.launcher.planned import PlannedJob, plan, plan_without
 from unirun.spec.job import JobSpec
