@@ -9,7 +9,7 @@ from functools import cache
 
 from msgspec.structs import replace
 
-from unirun.collocation.devices import device_types
+from unirun.collocation.devices import TorchrunDevices, device_types, torchrun_devices
 from unirun.collocation.host import Topology, near_cpus, told_topology
 from unirun.collocation.inventory import CPU, Inventory, Node, accelerators, slots_of
 from unirun.collocation.needs import check_needs
@@ -18,7 +18,6 @@ from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.plan import find
 from unirun.collocation.planning.problem import both
 from unirun.collocation.request import Request, RoleRequest, Ties
-from unirun.collocation.torchrun_devices import TorchrunDevices, torchrun_devices
 from unirun.errors import PlacementError
 from unirun.spec.job import JobSpec, RoleSpec
 
