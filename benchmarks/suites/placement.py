@@ -19,8 +19,8 @@ from benchmarks.calibration import bar, in_units
 from benchmarks.figure import Bar, BenchmarkError, Figure, measured, say
 from unirun.collocation import Device, Inventory, Node, Placement, parse_fake, place
 from unirun.collocation.graph import Edge, Graph, Role, affected
+from unirun.collocation.placement import Request, RoleRequest, Ties
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.request import Request, RoleRequest, Ties
 from unirun.errors import PlacementError
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 

@@ -10,9 +10,8 @@ from unirun.collocation.inventory import (
     accelerators,
     count_slots,
 )
-from unirun.collocation.placement import Assignment, Placement
+from unirun.collocation.placement import Assignment, Placement, Ties
 from unirun.collocation.placing import place, place_again, slot_types, unknown_nodes
-from unirun.collocation.request import Ties
 
 __all__ = [
     "Assignment",

@@ -13,11 +13,10 @@ from unirun.collocation.devices import TorchrunDevices, device_types, torchrun_d
 from unirun.collocation.host import Topology, near_cpus, told_topology
 from unirun.collocation.inventory import CPU, Inventory, Node, accelerators, slots_of
 from unirun.collocation.needs import check_needs
-from unirun.collocation.placement import Assignment, Placement
+from unirun.collocation.placement import Assignment, Placement, Request, RoleRequest, Ties
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.plan import find
 from unirun.collocation.planning.problem import both
-from unirun.collocation.request import Request, RoleRequest, Ties
 from unirun.errors import PlacementError
 from unirun.spec.job import JobSpec, RoleSpec
 

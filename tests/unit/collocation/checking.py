@@ -9,8 +9,7 @@ from itertools import combinations, combinations_with_replacement, pairwise, pro
 from math import gcd
 
 from unirun.collocation.inventory import Device, Inventory, Node
-from unirun.collocation.placement import Assignment, Placement
-from unirun.collocation.request import Request, RoleRequest
+from unirun.collocation.placement import Assignment, Placement, Request, RoleRequest
 
 Nodes = Mapping[str, tuple[str, ...]]
 """By role: the node of each rank."""

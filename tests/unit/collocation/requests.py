@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from tests.unit.collocation.checking import component_of, hosts
 from unirun.collocation.inventory import Inventory
+from unirun.collocation.placement import Request, RoleRequest, Ties
 from unirun.collocation.planning.problem import problem_of
-from unirun.collocation.request import Request, RoleRequest, Ties
 from unirun.errors import PlacementError
 
 NAMES = ("a", "b", "c")

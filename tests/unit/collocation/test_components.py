@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from tests.unit.collocation.checking import gpu, hosts
 from unirun.collocation.inventory import Inventory
+from unirun.collocation.placement import Request, RoleRequest
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.request import Request, RoleRequest
 from unirun.errors import PlacementError
 
 

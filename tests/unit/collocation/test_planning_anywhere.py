@@ -12,10 +12,9 @@ from msgspec.structs import replace
 from tests.unit.collocation.checking import gpu, hosts
 from tests.unit.collocation.requests import inventories, requests
 from unirun.collocation.inventory import Inventory
-from unirun.collocation.placement import Placement
+from unirun.collocation.placement import Placement, Request, RoleRequest, Ties
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.plan import find
-from unirun.collocation.request import Request, RoleRequest, Ties
 from unirun.errors import PlacementError
 
 slow = settings(suppress_health_check=list(HealthCheck))

@@ -12,9 +12,9 @@ from tests.unit.collocation.checking import counts_of, gpu, hosts
 from tests.unit.collocation.requests import inventories, requests
 from unirun.collocation import parse_fake
 from unirun.collocation.inventory import Inventory, Node
+from unirun.collocation.placement import Request, RoleRequest
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.offers import Trials, shortages
-from unirun.collocation.request import Request, RoleRequest
 from unirun.errors import PlacementError
 
 PAIR = (gpu("actor", 2), gpu("rollout", 2))

@@ -13,9 +13,8 @@ from msgspec.structs import replace
 
 from tests.unit.collocation.checking import gpu, hosts
 from tests.unit.collocation.test_planning_pictures import drawn, picture
-from unirun.collocation.placement import Placement
+from unirun.collocation.placement import Placement, Request, RoleRequest, Ties
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.request import Request, RoleRequest, Ties
 
 ROLES = (gpu("actor", 2), gpu("critic", 2), gpu("rollout", 2), gpu("Reward", 2))
 RING = dict.fromkeys(

@@ -11,9 +11,8 @@ from msgspec.structs import replace
 
 from tests.unit.collocation.checking import gpu, hosts
 from unirun.collocation.inventory import Inventory
-from unirun.collocation.placement import Placement
+from unirun.collocation.placement import Placement, Request, RoleRequest, Ties
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.request import Request, RoleRequest, Ties
 
 ACTOR, ROLLOUT, REWARD = gpu("actor", 4), gpu("rollout", 4), gpu("Reward", 2)
 HALF = Fraction(1, 2)

@@ -32,11 +32,10 @@ from tests.unit.collocation.checking import (
 )
 from tests.unit.collocation.requests import inventories, requests, spread
 from unirun.collocation.inventory import Inventory, Node
-from unirun.collocation.placement import Assignment, Placement
+from unirun.collocation.placement import Assignment, Placement, Request, Ties
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.plan import find, searched
 from unirun.collocation.planning.problem import problem_of
-from unirun.collocation.request import Request, Ties
 from unirun.errors import PlacementError
 
 slow = settings(suppress_health_check=list(HealthCheck))
@@ -304,7 +303,7 @@ PROGRAM = """
 from fractions import Fraction
 from unirun.collocation import parse_fake
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.request import Request, RoleRequest, Ties
+from unirun.collocation.placement import Request, RoleRequest, Ties
 
 inventory = parse_fake("fake:nodes=9,devices=8,numa=2,nvlink=2")
 names = ["actor", "ref", "critic", "reward", "rollout"]

@@ -15,11 +15,10 @@ from tests.unit.collocation.checking import gpu, hosts
 from tests.unit.collocation.requests import inventories, requests
 from unirun.collocation import Device, Inventory, Node, parse_fake
 from unirun.collocation.inventory import NEARNESS
-from unirun.collocation.placement import Placement
+from unirun.collocation.placement import Placement, Request, RoleRequest
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.nodes import Kinds
 from unirun.collocation.planning.problem import problem_of
-from unirun.collocation.request import Request, RoleRequest
 from unirun.errors import PlacementError
 
 slow = settings(suppress_health_check=list(HealthCheck))

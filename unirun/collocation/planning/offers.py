@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from unirun.collocation.inventory import CPU, Inventory, Node
+from unirun.collocation.placement import Request, RoleRequest, Ties
 from unirun.collocation.planning.nodes import Kinds, described
 from unirun.collocation.planning.packer import Packer
 from unirun.collocation.planning.problem import (
@@ -26,7 +27,6 @@ from unirun.collocation.planning.problem import (
     with_count,
 )
 from unirun.collocation.planning.solve import border, feasible, processes, towards
-from unirun.collocation.request import Request, RoleRequest, Ties
 from unirun.errors import Fault, PlacementError
 from unirun.values import Value
 

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec.structs import replace
 
 from unirun.collocation.inventory import CPU, Inventory, Node
-from unirun.collocation.placement import Assignment, Placement
+from unirun.collocation.placement import Assignment, Placement, Request, RoleRequest
 from unirun.collocation.planning.nodes import NodeKind, names_of
 from unirun.collocation.planning.packer import Packer
 from unirun.collocation.planning.problem import GROUPS, Cells, Problem, Stack, both, join, problem_of, some
 from unirun.collocation.planning.solve import solve
-from unirun.collocation.request import Request, RoleRequest
 
 # Roles that may be on any node: they need no slot, and no constraint and no edge names them.
 #

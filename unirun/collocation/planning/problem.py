@@ -15,7 +15,7 @@ from itertools import combinations
 from math import frexp, gcd, lcm, ldexp
 
 from unirun.collocation.inventory import CPU
-from unirun.collocation.request import Request, RoleRequest, Ties
+from unirun.collocation.placement import Request, RoleRequest, Ties
 from unirun.errors import Fault, PlacementError
 from unirun.values import Value
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar, cast
 from msgspec.structs import replace
 
 from unirun.collocation.inventory import CPU, Inventory, Node
-from unirun.collocation.placement import Assignment, Placement
+from unirun.collocation.placement import Assignment, Placement, Request
 from unirun.collocation.planning.nodes import Kinds, NodeKind
 from unirun.collocation.planning.packer import Packer
 from unirun.collocation.planning.plan import (
@@ -30,7 +30,6 @@ from unirun.collocation.planning.plan import (
 )
 from unirun.collocation.planning.problem import Bundle, Cells, Problem, problem_of
 from unirun.collocation.planning.solve import distribute, most_cells, processes
-from unirun.collocation.request import Request
 
 T = TypeVar("T")
 
