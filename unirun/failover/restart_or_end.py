@@ -12,10 +12,16 @@ from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, IllegalTran
 from unirun.failover.events import After, Finish, StartDue, ToWatchers
 from unirun.failover.failures import Exit
 from unirun.failover.generations import form_next, start_missing
-from unirun.failover.lost_peers import waited_for_a_peer
 from unirun.failover.policy import Budget, Decision, History
 from unirun.failover.ranks import Ranks
-from unirun.failover.root_cause import Diagnosis, bystanders, diagnose, episode, failure_report
+from unirun.failover.root_cause import (
+    Diagnosis,
+    bystanders,
+    diagnose,
+    episode,
+    failure_report,
+    waited_for_a_peer,
+)
 from unirun.failover.state import (
     NEVER,
     ROLE_ENDS,

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.failover.failures import Exit, Failure
-from unirun.failover.lost_peers import is_consequence
-from unirun.failover.root_cause import Bystander, diagnose, episode
+from unirun.failover.root_cause import Bystander, diagnose, episode, is_consequence
 from unirun.values import WorkerId
 
 PEER = "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:4242"
