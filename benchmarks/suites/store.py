@@ -29,8 +29,7 @@ from benchmarks.job import UNIRUN, Job, Launcher, environment, started
 from unirun.collocation import Assignment, Placement
 from unirun.failover.persistence.context import changed_documents
 from unirun.failover.persistence.context_store import ContextStore, load
-from unirun.failover.ranks import Ranks
-from unirun.failover.state import JobState, RolePhase, WorkerPhase, new_job
+from unirun.failover.state import JobState, Ranks, RolePhase, WorkerPhase, new_job
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.election import campaign, leader_of

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from unirun.failover.failures import Exit
+from unirun.failover.state import Exit
 
 from .conformance import VARIANTS, Program, differences, run_job
 from .harness import SCRIPTS, START, Unirun

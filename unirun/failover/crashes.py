@@ -21,10 +21,18 @@ from msgspec.structs import replace
 
 from unirun.errors import StoreRefused
 from unirun.failover.events import After, AgentLost, Command, Event, OwnerLost, RejoinTimedOut, ToWatchers
-from unirun.failover.failures import Exit
-from unirun.failover.ranks import Ranks
 from unirun.failover.restart_or_end import finish
-from unirun.failover.state import JOB_ENDS, ROLE_ENDS, JobPhase, JobState, RolePhase, RoleState, Verdict
+from unirun.failover.state import (
+    JOB_ENDS,
+    ROLE_ENDS,
+    Exit,
+    JobPhase,
+    JobState,
+    Ranks,
+    RolePhase,
+    RoleState,
+    Verdict,
+)
 from unirun.failover.takeover import REJOIN_TIMEOUT, bare
 from unirun.failover.transition import Transition
 from unirun.rendezvous.election import Term

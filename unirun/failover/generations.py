@@ -13,12 +13,12 @@ from collections.abc import Collection, Sequence
 from msgspec.structs import replace
 
 from unirun.collocation import Assignment
-from unirun.failover.ranks import Ranks
 from unirun.failover.state import (
     NEVER,
     ROLE_ENDS,
     JobPhase,
     JobState,
+    Ranks,
     RolePhase,
     RoleState,
     WorkerPhase,

@@ -18,10 +18,18 @@ from unirun.failover.blast_radius import consequences, unit_of
 from unirun.failover.events import ToAgent, ToWatchers
 from unirun.failover.generations import form_if_all_are_there, obstructed, order_store
 from unirun.failover.policy import Decision, Loss, decide
-from unirun.failover.ranks import Ranks
 from unirun.failover.relocation import moves, why_all_restart
 from unirun.failover.restart_or_end import advance, history_of, restart
-from unirun.failover.state import NEVER, ROLE_WORKS, JobState, RolePhase, RoleState, WorkerState, waiting
+from unirun.failover.state import (
+    NEVER,
+    ROLE_WORKS,
+    JobState,
+    Ranks,
+    RolePhase,
+    RoleState,
+    WorkerState,
+    waiting,
+)
 from unirun.failover.transition import Transition
 from unirun.failover.views import leader
 from unirun.values import Value

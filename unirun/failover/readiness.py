@@ -16,7 +16,6 @@ from unirun.errors import EXIT_PLACEMENT, Refused
 from unirun.failover.events import After, StartDue, ToWatchers
 from unirun.failover.generations import form_first, obstructed, opened, start_again
 from unirun.failover.policy import LONGEST_DELAY, Decision
-from unirun.failover.ranks import Ranks
 from unirun.failover.restart_or_end import (
     advance,
     end_job,
@@ -34,6 +33,7 @@ from unirun.failover.state import (
     JobState,
     Looked,
     Ports,
+    Ranks,
     RolePhase,
     RoleState,
     WorkerPhase,

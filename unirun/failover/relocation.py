@@ -11,8 +11,16 @@ from unirun.collocation import Assignment, Inventory, Placement, place_again
 from unirun.collocation.graph import show_ranks
 from unirun.errors import PlacementError
 from unirun.failover.blast_radius import seen_graph
-from unirun.failover.state import ROLE_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, WorkerState
-from unirun.failover.ties import ties_of
+from unirun.failover.state import (
+    ROLE_ENDS,
+    ROLE_WORKS,
+    JobPhase,
+    JobState,
+    RolePhase,
+    RoleState,
+    WorkerState,
+    ties_of,
+)
 from unirun.spec.job import RoleSpec
 
 

@@ -10,10 +10,8 @@ from msgspec.structs import replace
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, IllegalTransition
 from unirun.failover.events import After, Finish, StartDue, ToWatchers
-from unirun.failover.failures import Exit
 from unirun.failover.generations import form_next, start_missing
 from unirun.failover.policy import Budget, Decision, History
-from unirun.failover.ranks import Ranks
 from unirun.failover.root_cause import (
     Diagnosis,
     bystanders,
@@ -26,8 +24,10 @@ from unirun.failover.state import (
     NEVER,
     ROLE_ENDS,
     ROLE_WORKS,
+    Exit,
     JobPhase,
     JobState,
+    Ranks,
     RolePhase,
     RoleState,
     Verdict,

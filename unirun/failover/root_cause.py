@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_FAILURE
-from unirun.failover.failures import Exit, Failure
-from unirun.failover.state import JobState
+from unirun.failover.state import Exit, Failure, JobState
 from unirun.values import Value, WorkerId
 
 # Error texts that blame a peer: those of torch 2.11 to 2.15, gloo and NCCL.

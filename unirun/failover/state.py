@@ -2,20 +2,210 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import json
+import signal as signals
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from itertools import zip_longest
+from itertools import chain, compress, zip_longest
+from operator import is_not
+from typing import Any, TypeVar, overload
 
 from msgspec import field
 from msgspec.structs import replace
 
-from unirun.collocation import Inventory, Placement
-from unirun.collocation.graph import added
-from unirun.failover.failures import Exit, Failure, brief
-from unirun.failover.ranks import Ranks
+from unirun.collocation import Inventory, Placement, Ties
+from unirun.collocation.graph import Graph, added, tight_parts, weights
 from unirun.spec.job import EntryKind, JobSpec, Restart, RoleSpec
-from unirun.values import Place, Value
+from unirun.values import Place, Value, WorkerId
 from unirun.wire.reports import CallCount, Health, Join
+
+# The way in which a process ended, and the record of a failure.
+#
+# The job's context is written to a store after each failure, so it must stay small whatever a worker has printed: a
+# failure has a limited part of each text. The worker's error file and log have all of it.
+
+MESSAGE, TRACEBACK, TAIL, NOTE = 4096, 12288, 6144, 1024
+"""Bytes of JSON that are kept of each."""
+
+MARK = "…"
+"""Stands where something was left out."""
+
+
+class Exit(Value, omit_defaults=True):
+    """The end of a process: an exit `code`, or the number of the `signal` that killed it. `early`: a service has ended
+    though it was still needed, which is a failure whatever its code is."""
+
+    code: int | None = None
+    signal: int | None = None
+    early: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """True if the process ended as it should."""
+        return self.code == 0 and not self.early
+
+    @property
+    def status(self) -> int:
+        """As a shell gives it: the code, or 128 + the signal's number; 1 for a failure with code 0."""
+        return 128 + self.signal if self.signal is not None else int(self.code or self.early)
+
+    @property
+    def predicate(self) -> str:
+        """The predicate of a sentence whose subject is the name of the process."""
+        return f"ended with {self}" if self.signal is None else f"was {self}"
+
+    def __str__(self) -> str:
+        if self.signal is None:
+            return f"exit code {self.code}{', too early' if self.early and not self.code else ''}"
+        try:
+            return f"killed by {signals.Signals(self.signal).name}"
+        except ValueError:
+            return f"killed by signal {self.signal}"
+
+
+class Failure(Value):
+    """One worker that ended when it should not have.
+
+    `time` is in seconds since the epoch: when the exception was raised, or, without one, when the exit was
+    seen. `message` and `traceback` are empty when the worker reported no error. `tail` holds the last lines
+    of its output then. `log` is its log directory. `decision` is what followed from it, in words; empty when
+    that was decided before, as in a role that restarts or stops already. An `inferred` one has not failed
+    itself, but is taken for the cause of others; `note` says why.
+    """
+
+    worker: WorkerId
+    generation: int
+    node: str
+    time: float
+    exit: Exit
+    message: str = ""
+    traceback: str = ""
+    note: str = ""
+    tail: str = ""
+    log: str = ""
+    decision: str = ""
+    inferred: bool = False
+
+
+def brief(failure: Failure) -> Failure:
+    """`failure` with the beginnings of its message, note and decision, and the ends of its traceback and tail."""
+    return replace(
+        failure,
+        message=beginning(failure.message, MESSAGE),
+        traceback=ending(failure.traceback, TRACEBACK),
+        note=beginning(failure.note, NOTE),
+        decision=beginning(failure.decision, NOTE),
+        tail=ending(failure.tail, TAIL),
+    )
+
+
+def beginning(text: str, limit: int) -> str:
+    """As much of the beginning of `text` as has, with a mark, no more than `limit` bytes in JSON (at least 6)."""
+    return _cut(text, limit, lambda length: text[:length] + MARK)
+
+
+def ending(text: str, limit: int) -> str:
+    """As much of the end of `text` as has, with a mark, no more than `limit` bytes in JSON (at least 6)."""
+    return _cut(text, limit, lambda length: MARK + text[len(text) - length :])
+
+
+def _cut(text: str, limit: int, part: Callable[[int], str]) -> str:
+    if _size(text) <= limit:
+        return text
+    # Every character has at least one byte.
+    return part(bisect_right(range(limit), limit, key=lambda length: _size(part(length))) - 1)
+
+
+def _size(text: str) -> int:
+    return len(json.dumps(text)) - 2
+
+
+# The workers of a role as a frozen sequence, of which a changed copy is cheap.
+#
+# A role may have ten thousand ranks, and each of them tells several things while the job starts. A tuple would be
+# copied as a whole each time, and counted as a whole to see how far the role is.
+
+T = TypeVar("T")
+
+BLOCK = 100
+"""Workers in one block: to replace one worker copies its block and the tuple of blocks."""
+
+
+class Ranks(Sequence["WorkerState"]):
+    """Workers in rank order. `standings` has how many of them have each `WorkerState.standing`."""
+
+    __slots__ = ("_blocks", "_size", "standings")
+
+    def __init__(self, workers: Iterable[WorkerState] = ()) -> None:
+        every = tuple(workers)
+        self._size = len(every)
+        self._blocks = tuple(every[at : at + BLOCK] for at in range(0, len(every), BLOCK))
+        self.standings: Mapping[Standing, int] = Counter(worker.standing for worker in every)
+
+    def with_one(self, rank: int, worker: WorkerState) -> Ranks:
+        """The same with another worker at `rank`."""
+        at, within = divmod(rank, BLOCK)
+        block = self._blocks[at]
+        before, after = block[within].standing, worker.standing
+        changed = Ranks.__new__(Ranks)
+        changed._size = self._size
+        changed._blocks = (
+            *self._blocks[:at],
+            (*block[:within], worker, *block[within + 1 :]),
+            *self._blocks[at + 1 :],
+        )
+        changed.standings = self.standings
+        if before != after:
+            counts = dict(self.standings)
+            counts[after] = counts.get(after, 0) + 1
+            counts[before] -= 1
+            if not counts[before]:
+                del counts[before]
+            changed.standings = counts
+        return changed
+
+    def since(self, before: Ranks) -> Iterator[tuple[WorkerState | None, WorkerState]]:
+        """Each worker that differs from the one in `before`, with that one, None if there was none."""
+        for old, new in _that_differ(before._blocks, self._blocks):
+            yield from _that_differ(old or (), new)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[WorkerState]:
+        return chain.from_iterable(self._blocks)
+
+    @overload
+    def __getitem__(self, rank: int) -> WorkerState: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[WorkerState, ...]: ...
+
+    def __getitem__(self, rank: Any) -> Any:
+        if isinstance(rank, slice):
+            return tuple(self[at] for at in range(*rank.indices(self._size)))
+        if not -self._size <= rank < self._size:
+            raise IndexError(f"there is no rank {rank} among {self._size}")
+        at, within = divmod(rank % self._size, BLOCK)
+        return self._blocks[at][within]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ranks) and self._blocks == other._blocks
+
+    def __hash__(self) -> int:
+        return hash(self._blocks)
+
+    def __repr__(self) -> str:
+        return f"Ranks({tuple(self)})"
+
+
+def _that_differ(before: Sequence[T], after: Sequence[T]) -> Iterator[tuple[T | None, T]]:
+    """Each item of `after` that is another object than the one in its place in `before`, with that one."""
+    yield from compress(zip(before, after, strict=False), map(is_not, before, after))
+    for more in after[len(before) :]:
+        yield None, more
 
 
 class JobPhase(StrEnum):
@@ -438,3 +628,11 @@ def waiting(placement: Placement, role: str, before: Sequence[WorkerState] = ())
         for rank, old in zip_longest(ranks, before)
         if rank is not None
     )
+
+
+# The ties between the roles of a job when their ranks are placed.
+
+
+def ties_of(graph: Graph) -> Ties:
+    """The bytes between roles, and the roles that wait for each other, by the edges of `graph`."""
+    return Ties(weights(graph), tight_parts(graph))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unirun.failover.blast_radius import learned, waiting
-from unirun.failover.failures import Failure
 from unirun.failover.readiness import waiting_to_start
-from unirun.failover.state import JOB_ENDS, JobState
+from unirun.failover.state import JOB_ENDS, Failure, JobState
 from unirun.failover.transition import output_of, role_changed
 from unirun.observe.status import (
     FAILURES,

@@ -12,17 +12,17 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from unirun.failover.events import After, Command, JoinTimedOut, RejoinTimedOut, ToAgent, ToWatchers
-from unirun.failover.failures import Exit
 from unirun.failover.generations import complete, order_store
-from unirun.failover.ranks import Ranks
 from unirun.failover.restart_or_end import advance
 from unirun.failover.state import (
     JOB_ENDS,
     NEVER,
     ROLE_ENDS,
     ROLE_WORKS,
+    Exit,
     JobPhase,
     JobState,
+    Ranks,
     RolePhase,
     RoleState,
     WorkerPhase,

@@ -7,7 +7,6 @@ from msgspec.structs import replace
 from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
 from unirun.failover.blast_radius import consequences, unit_of
 from unirun.failover.events import ToWatchers
-from unirun.failover.failures import Exit, Failure
 from unirun.failover.generations import clear_the_way
 from unirun.failover.policy import Decision, Loss, decide
 from unirun.failover.restart_or_end import (
@@ -20,7 +19,16 @@ from unirun.failover.restart_or_end import (
     starting_again,
     stop_groups,
 )
-from unirun.failover.state import ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, WorkerState
+from unirun.failover.state import (
+    ROLE_WORKS,
+    Exit,
+    Failure,
+    JobPhase,
+    JobState,
+    RolePhase,
+    RoleState,
+    WorkerState,
+)
 from unirun.failover.transition import Transition
 from unirun.wire.messages import ExitAck
 from unirun.wire.reports import Notice, WorkerExited

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from unirun.failover.failures import MESSAGE, NOTE, TAIL, TRACEBACK, beginning, ending
+from unirun.failover.state import MESSAGE, NOTE, TAIL, TRACEBACK, beginning, ending
 from unirun.spec.secrets import Mask
 from unirun.wire.messages import Message
 from unirun.wire.reports import EngineWeights, Held, Notice, Stuck, WorkerError, WorkerExited

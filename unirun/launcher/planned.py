@@ -10,7 +10,7 @@ from msgspec import to_builtins
 from unirun.collocation import Inventory, Placement, place, place_again
 from unirun.collocation.graph import declared
 from unirun.collocation.placing import TopologyOf
-from unirun.failover.ties import ties_of
+from unirun.failover.state import ties_of
 from unirun.spec.job import JobSpec
 from unirun.values import Value
 from unirun.wire.frames import from_json

@@ -14,9 +14,8 @@ from tests.unit.cli.shell import call
 from tests.unit.failover.job import Job
 from unirun.cli.stored import refuse_elsewhere
 from unirun.errors import JobElsewhere
-from unirun.failover.failures import Exit, Failure
 from unirun.failover.persistence.context_store import ContextStore
-from unirun.failover.state import JobState
+from unirun.failover.state import Exit, Failure, JobState
 from unirun.failover.status_views import status_of
 from unirun.observe.status import JobStatus, write_status
 from unirun.rendezvous.creation import create_job

@@ -20,9 +20,8 @@ from unirun.failover.events import (
     ToAgents,
     ToWatchers,
 )
-from unirun.failover.state import new_job
+from unirun.failover.state import new_job, ties_of
 from unirun.failover.step import step
-from unirun.failover.ties import ties_of
 from unirun.spec.job import Entry, EntryKind, JobSpec, RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, StopWorkers, View, updated

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import to_builtins
 
-from unirun.failover.failures import (
+from unirun.failover.state import (
     MARK,
     MESSAGE,
     NOTE,

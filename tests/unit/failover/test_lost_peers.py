@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from unirun.failover.failures import Exit, Failure
 from unirun.failover.root_cause import is_consequence, lost, missed, waited_for_a_peer
+from unirun.failover.state import Exit, Failure
 from unirun.values import WorkerId
 
 TRANSPORT = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp"

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from unirun.failover.failures import Exit
-from unirun.failover.ranks import BLOCK, Ranks
-from unirun.failover.state import WorkerPhase, WorkerState
+from unirun.failover.state import BLOCK, Exit, Ranks, WorkerPhase, WorkerState
 
 PHASES = (WorkerPhase.STARTING, WorkerPhase.RUNNING, WorkerPhase.EXITED)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from unirun.failover.failures import Exit, Failure
 from unirun.failover.root_cause import diagnose, failure_report
+from unirun.failover.state import Exit, Failure
 from unirun.values import WorkerId
 
 

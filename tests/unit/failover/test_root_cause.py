@@ -8,8 +8,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.failover.failures import Exit, Failure
 from unirun.failover.root_cause import Bystander, diagnose, episode, is_consequence
+from unirun.failover.state import Exit, Failure
 from unirun.values import WorkerId
 
 PEER = "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:4242"

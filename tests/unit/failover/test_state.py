@@ -11,12 +11,13 @@ from tests.unit.failover.invariants import check_job, check_role
 from tests.unit.failover.job import Job
 from tests.unit.failover.losses import nodes, workloads
 from unirun.errors import IllegalTransition
-from unirun.failover.failures import Exit, Failure
-from unirun.failover.ranks import Ranks
 from unirun.failover.state import (
     KEPT_FAILURES,
+    Exit,
+    Failure,
     JobPhase,
     JobState,
+    Ranks,
     RolePhase,
     RoleState,
     Verdict,

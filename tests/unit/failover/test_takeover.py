@@ -12,10 +12,9 @@ from tests.unit.failover.persistence.documents import written
 from tests.unit.failover.takeover import TWO, end, join, kinds, rejoin, starts, take_over
 from unirun.errors import IllegalTransition, Refused
 from unirun.failover.events import After, JoinTimedOut, Record, RejoinTimedOut, ToAgent
-from unirun.failover.failures import Exit
 from unirun.failover.persistence.context import restore
 from unirun.failover.restart_or_end import shutdown_order
-from unirun.failover.state import JobPhase, Verdict, WorkerPhase, WorkerState
+from unirun.failover.state import Exit, JobPhase, Verdict, WorkerPhase, WorkerState
 from unirun.failover.takeover import REJOIN_TIMEOUT, resume
 from unirun.values import WorkerId
 from unirun.wire.messages import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from tests.unit.launcher.agent import TORCH, Agent
-from unirun.failover.failures import MESSAGE, NOTE, TAIL, TRACEBACK
+from unirun.failover.state import MESSAGE, NOTE, TAIL, TRACEBACK
 from unirun.launcher.ends import TAIL_LINES, WHOLE, fitting, last_words, short_error
 from unirun.launcher.events import FromSpawner, LinkMessage
 from unirun.launcher.state import AgentState, holdings

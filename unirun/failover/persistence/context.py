@@ -38,8 +38,7 @@ from unirun.failover.persistence.documents import (
     unpacked,
     values_of,
 )
-from unirun.failover.ranks import BLOCK, Ranks
-from unirun.failover.state import NEVER, ROLE_WORKS, JobState, RoleState, WorkerState
+from unirun.failover.state import BLOCK, NEVER, ROLE_WORKS, JobState, Ranks, RoleState, WorkerState
 
 SCHEMA = 9
 

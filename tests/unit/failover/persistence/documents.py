@@ -6,8 +6,7 @@ from msgspec.structs import replace
 
 from unirun.collocation import Assignment, Placement
 from unirun.failover.persistence.context import changed_documents
-from unirun.failover.ranks import Ranks
-from unirun.failover.state import JobState, new_job
+from unirun.failover.state import JobState, Ranks, new_job
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 
 Documents = dict[str, str]

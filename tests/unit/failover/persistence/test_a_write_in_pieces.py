@@ -12,13 +12,11 @@ from tests.unit.failover.persistence.context_stores import RUN, contexts
 from tests.unit.failover.persistence.documents import kept, many
 from tests.unit.failover.persistence.unsteady import UnsteadyStore
 from unirun.errors import StoreAway
-from unirun.failover.failures import Exit, Failure
 from unirun.failover.persistence import context as context_module
 from unirun.failover.persistence import context_store as store_module
 from unirun.failover.persistence.context import changed_documents
 from unirun.failover.persistence.context_store import load
-from unirun.failover.ranks import Ranks
-from unirun.failover.state import JobState, WorkerPhase
+from unirun.failover.state import Exit, Failure, JobState, Ranks, WorkerPhase
 from unirun.values import WorkerId
 from unirun.wire.reports import Join
 

@@ -7,9 +7,8 @@ import pytest
 from tests.unit.failover.job import Job
 from tests.unit.failover.persistence.documents import applied, kept, many, written
 from unirun.failover.events import Event
-from unirun.failover.failures import Exit, Failure
 from unirun.failover.persistence.context import changed_documents, restore
-from unirun.failover.state import JobState, WorkerPhase
+from unirun.failover.state import Exit, Failure, JobState, WorkerPhase
 from unirun.failover.step import step
 from unirun.values import WorkerId
 from unirun.wire.reports import (

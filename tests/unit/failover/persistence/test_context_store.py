@@ -17,11 +17,10 @@ from tests.unit.failover.persistence.documents import applied, kept, many
 from tests.unit.failover.persistence.unsteady import Fault, UnsteadyStore
 from tests.unit.failover.walk import Walk
 from unirun.errors import Fenced, OutcomeUnknown, StoreAway, StoreError, StoreRefused
-from unirun.failover.failures import Exit, Failure
 from unirun.failover.persistence import context_store as store_module
 from unirun.failover.persistence.context import changed_documents
 from unirun.failover.persistence.context_store import MAX_BYTES, MAX_OPERATIONS, load, read_context
-from unirun.failover.state import JobState
+from unirun.failover.state import Exit, Failure, JobState
 from unirun.rendezvous.store.protocol import MAX_CHANGES, MAX_SIZE, Put, ValueIs
 from unirun.values import WorkerId
 from unirun.wire.reports import Join

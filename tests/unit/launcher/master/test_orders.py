@@ -23,8 +23,7 @@ from unirun.failover.events import (
     ToWatchers,
     ViewDue,
 )
-from unirun.failover.failures import Exit
-from unirun.failover.state import JOB_ENDS, ROLE_WORKS, JobState, RoleState, WorkerPhase, WorkerState
+from unirun.failover.state import JOB_ENDS, ROLE_WORKS, Exit, JobState, RoleState, WorkerPhase, WorkerState
 from unirun.failover.transition import VIEW_DELAY
 from unirun.wire.messages import (
     ExitAck,
