@@ -14,9 +14,8 @@ from msgspec.structs import replace
 from unirun.collocation import Inventory
 from unirun.errors import PlacementError
 from unirun.failover.events import Arrived, ToGuest
-from unirun.failover.moving import Cause, relocate, relocation_to
+from unirun.failover.moving import Cause, placed_again, relocate, relocation_to
 from unirun.failover.offers import inventory_of, misfits
-from unirun.failover.relocation import placed_again
 from unirun.failover.state import ROLE_ENDS, JobPhase, JobState, RolePhase
 from unirun.failover.transition import Transition
 from unirun.wire.messages import Dismissed, Go, Offer

@@ -6,9 +6,8 @@ from msgspec.structs import replace
 
 from unirun.errors import PlacementError
 from unirun.failover.events import ToWatchers
-from unirun.failover.moving import Cause, begin, decide_missing, relocate, relocation_to
+from unirun.failover.moving import Cause, begin, decide_missing, placed_again, relocate, relocation_to
 from unirun.failover.node_loss import without
-from unirun.failover.relocation import placed_again
 from unirun.failover.state import ROLE_ENDS, JobPhase, JobState
 from unirun.failover.transition import Transition
 from unirun.wire.messages import Drained, Shutdown

@@ -11,9 +11,18 @@ from msgspec.structs import replace
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_PLACEMENT, PlacementError
 from unirun.failover.events import After, LossesDue
-from unirun.failover.moving import Cause, Relocation, begin, decide_missing, named, relocate, relocation_to
+from unirun.failover.moving import (
+    Cause,
+    Relocation,
+    begin,
+    decide_missing,
+    named,
+    place_without,
+    relocate,
+    relocation_to,
+    without_room,
+)
 from unirun.failover.policy import Decision
-from unirun.failover.relocation import place_without, without_room
 from unirun.failover.restart_or_end import advance, end_job, give_up, starting_again
 from unirun.failover.state import Exit, Failure, JobPhase, JobState
 from unirun.failover.transition import Transition
