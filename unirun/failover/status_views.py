@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unirun.failover.blast_radius import learned, waiting
+from unirun.failover.policy import learned, waiting
 from unirun.failover.readiness import waiting_to_start
 from unirun.failover.state import JOB_ENDS, Failure, JobState
 from unirun.failover.transition import output_of, role_changed

@@ -5,10 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
-from unirun.failover.blast_radius import consequences, unit_of
 from unirun.failover.events import ToWatchers
 from unirun.failover.generations import clear_the_way
-from unirun.failover.policy import Decision, Loss, decide
+from unirun.failover.policy import Decision, Loss, consequences, decide, unit_of
 from unirun.failover.restart_or_end import (
     advance,
     end_job,
