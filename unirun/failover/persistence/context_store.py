@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from unirun.errors import Fenced, OutcomeUnknown
-from unirun.failover.persistence.context import changed_documents, restore
-from unirun.failover.persistence.documents import Changes
+from unirun.failover.persistence.context import Changes, changed_documents, restore
 from unirun.failover.state import JobState
 from unirun.failover.status_views import summary_of
 from unirun.rendezvous.election import Term

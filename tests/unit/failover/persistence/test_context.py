@@ -20,9 +20,8 @@ from tests.unit.failover.persistence.documents import Documents, applied, kept, 
 from tests.unit.failover.walk import Walk
 from unirun.errors import StoreRefused
 from unirun.failover.events import Event, JoinTimedOut, ViewDue
-from unirun.failover.persistence import documents
-from unirun.failover.persistence.context import SCHEMA, changed_documents, restore, urgent
-from unirun.failover.persistence.documents import unpacked
+from unirun.failover.persistence import context as documents
+from unirun.failover.persistence.context import SCHEMA, changed_documents, restore, unpacked, urgent
 from unirun.failover.state import JobState
 from unirun.failover.takeover import resume
 from unirun.values import WorkerId
