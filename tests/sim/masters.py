@@ -26,8 +26,7 @@ from unirun.failover.crashes import (
 )
 from unirun.failover.events import After, AgentLost, Command, Event, Finish, ToAgent, ToAgents
 from unirun.failover.persistence.context import changed_documents, restore, urgent
-from unirun.failover.persistence.context_store import ContextStore, read_context
-from unirun.failover.persistence.ledger import Ledger
+from unirun.failover.persistence.context_store import ContextStore, Ledger, read_context
 from unirun.failover.restart_or_end import shutdown_order
 from unirun.failover.state import JOB_ENDS, JobPhase, JobState, Verdict
 from unirun.failover.step import step

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 from unirun.errors import Fenced, StoreError
 from unirun.failover.events import Command
-from unirun.failover.persistence.context_store import ContextStore
-from unirun.failover.persistence.ledger import Ledger
+from unirun.failover.persistence.context_store import ContextStore, Ledger
 from unirun.failover.state import JobState, Verdict
 from unirun.rendezvous.election import Term
 from unirun.values import WorkerId

@@ -11,7 +11,7 @@ from tests.unit.failover.job import TERM, Job
 from tests.unit.failover.walk import Walk
 from unirun.failover.events import Command, Record, ToAgent
 from unirun.failover.persistence.context import urgent
-from unirun.failover.persistence.ledger import Ledger
+from unirun.failover.persistence.context_store import Ledger
 from unirun.failover.state import JobState
 from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, OpenStore, Shutdown, Stop, StopWorkers
