@@ -39,9 +39,8 @@ from unirun.launcher.master.beats import OWNER_TIMEOUT, Beats, unheard
 from unirun.launcher.master.status_file import StatusFile
 from unirun.launcher.master.visitors import Visitors, tell_all
 from unirun.launcher.master.writer import Writer
-from unirun.observe.events import EventLog, led_to
+from unirun.observe.events import EventLog, LineLog, led_to
 from unirun.observe.jobdir import JobDir, ProcessWatch
-from unirun.observe.linelog import LineLog
 from unirun.observe.status import JobStatus
 from unirun.rendezvous.election import Term
 from unirun.values import Value
