@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from unirun.errors import JobElsewhere, JobError, StoreRefused, UsageError
-from unirun.observe.home import expanded
-from unirun.observe.jobdir import HOSTS, JobDir, all_jobs, choose_job, job_at
+from unirun.observe.jobdir import HOSTS, JobDir, all_jobs, choose_job, expanded, job_at
 from unirun.observe.status import ENDED, JobStatus, Summary, read_status, runs
 from unirun.rendezvous.election import Leader, leader_of
 from unirun.rendezvous.index import read_index

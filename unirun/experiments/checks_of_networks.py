@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from unirun.errors import Fault, SpecError
 from unirun.experiments import derive
 from unirun.experiments.layout import ModelName, ProcessTopology
-from unirun.observe.home import unirun_home
+from unirun.observe.jobdir import unirun_home
 from unirun.wire.reporting import report
 
 if TYPE_CHECKING:

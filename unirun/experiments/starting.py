@@ -18,8 +18,7 @@ from unirun.experiments.config import ExperimentConfig, ExperimentScheduling, Sc
 from unirun.experiments.experiment import check_names
 from unirun.experiments.showing import picture
 from unirun.experiments.trial import Trial
-from unirun.observe.home import unirun_home
-from unirun.observe.jobdir import job_at
+from unirun.observe.jobdir import job_at, unirun_home
 from unirun.observe.ownership import exposure, make_private
 from unirun.observe.status import ENDED, read_status
 from unirun.values import Value

@@ -16,7 +16,7 @@ from unirun.launcher.environment import INTERPRETER
 from unirun.launcher.preloaded import PreloadedModules
 from unirun.launcher.process import BOOT, set_title
 from unirun.launcher.renewal import renew, renew_torch
-from unirun.observe.logdir import open_log
+from unirun.observe.jobdir import open_log
 from unirun.rendezvous.endpoints import GENERATION_KEY
 from unirun.values import Value
 from unirun.wire.reporting import report

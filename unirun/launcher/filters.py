@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from unirun.launcher.logs import LogFollower
-from unirun.observe.jobdir import JobDir
-from unirun.observe.logdir import open_log
+from unirun.observe.jobdir import JobDir, open_log
 from unirun.spec.job import LogSpec
 from unirun.values import WorkerId
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from unirun.errors import JobError
-from unirun.observe.home import may_write
+from unirun.observe.jobdir import may_write
 from unirun.spec.job import JobSpec
 
 TEMPORARY = ("TMPDIR", "TEMP", "TMP")

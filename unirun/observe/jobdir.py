@@ -38,19 +38,174 @@ import fcntl
 import functools
 import json
 import os
+import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unirun.errors import FrameError, JobError
-from unirun.observe.home import unirun_home
-from unirun.observe.logdir import MARK
-from unirun.observe.ownership import exposure, is_ours, owner, read_file
+from unirun.errors import FrameError, JobError, UsageError
+from unirun.observe.ownership import exposure, is_ours, make_private, owner, read_file
 from unirun.spec.names import RUN_ID_RULE, is_run_id
 from unirun.values import Value, WorkerId
 from unirun.wire.address import TcpAddress
 from unirun.wire.reporting import report
+
+# The directory of everything that unirun keeps for a user, and paths that begin with ``~``.
+#
+# It is ``$UNIRUN_HOME``, else ``$XDG_STATE_HOME/unirun``, else ``~/.local/state/unirun``. In a container the home
+# directory may be unknown (a uid without an entry in ``/etc/passwd``), ``/``, read-only, or open to all users. torchrun
+# needs none, so a missing ``~/.local/state/unirun`` that cannot be made, or would not be private, is replaced by
+# ``unirun-UID`` in the temporary directory.
+
+
+def unirun_home() -> Path:
+    """Return the directory of everything that unirun keeps for this user, which need not exist.
+
+    Raises `JobError` when there is no place for it, and `UsageError` when ``UNIRUN_HOME`` begins with a ``~`` that
+    stands for nothing.
+    """
+    if given := os.environ.get("UNIRUN_HOME"):
+        return expanded(given).absolute()
+    if state := os.environ.get("XDG_STATE_HOME"):
+        return Path(state, "unirun")
+    usual = _below_home()
+    return temporary("unirun's files, nor is the home directory one") if usual is None else usual
+
+
+def expanded(path: str) -> Path:
+    """Return `path` with its ``~`` replaced. Raises `UsageError` where no home directory is known for it."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"{path}: no home directory is known for it", "write the whole path") from error
+
+
+def temporary(purpose: str) -> Path:
+    """Return this user's own directory in the temporary directory, which need not exist. Raises `JobError`, with the
+    `purpose`, where no temporary directory can be written."""
+    return temporary_directory(purpose) / f"unirun-{os.geteuid()}"
+
+
+def temporary_directory(purpose: str) -> Path:
+    """Return ``$TMPDIR``, ``/tmp`` or ``/var/tmp``, of which one can be written. Raises `JobError`."""
+    # Not `tempfile.gettempdir`, which gives another one when the disk is full: other commands would not find it.
+    for place in filter(None, (os.environ.get("TMPDIR"), "/tmp", "/var/tmp")):
+        if may_write(place):
+            return Path(place).absolute()
+    raise JobError(
+        f"$TMPDIR, /tmp and /var/tmp are no place for {purpose}: they cannot be written",
+        "set TMPDIR to a directory that you may write",
+    )
+
+
+def may_write(folder: str | Path) -> bool:
+    """Return True if this user can make entries in the directory `folder`."""
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
+
+
+def _below_home() -> Path | None:
+    """``~/.local/state/unirun`` if it is there or can be made."""
+    try:
+        usual = Path.home() / ".local" / "state" / "unirun"
+    except RuntimeError:
+        return None
+    return usual if os.path.lexists(usual) or _may_be_made(usual) else None
+
+
+def _may_be_made(folder: Path) -> bool:
+    """Return True if this user can make `folder` and its missing parents, so that no other user controls them."""
+    there = next(each for each in folder.absolute().parents if os.path.lexists(each))
+    try:
+        return may_write(there) and exposure(there) is None
+    except OSError:
+        return False
+
+
+# The log directory of a job: private, unless the directory that the user named is shared with its group.
+#
+# Directories are created 0700 and files 0600, whatever the umask. Below a ``--log-dir`` with the setgid bit, the usual
+# way to share a directory with a group, they inherit its group's permission to read (2750 and 0640). Others have none.
+
+MARK = ".unirun"
+"""A file that marks a directory below ``--log-dir`` as unirun's, so that a later run may replace it. It holds the uid
+of the job."""
+
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def make_log_dir(target: Path, uid: str) -> None:
+    """Create `target` for the job `uid`; logs of an earlier job there are removed.
+
+    Raises OSError, and `JobError` when the directory has other contents.
+    """
+    if target.is_dir() and any(target.iterdir()) and not (target / MARK).exists():
+        raise JobError(
+            f"{target} is not empty and holds no logs of unirun", "choose another --log-dir or --rdzv-id"
+        )
+    shutil.rmtree(target, ignore_errors=True)
+    make_private(target.parent)
+    folder = os.open(target.parent, _FOLDER)
+    try:
+        os.close(_make(folder, target.name))
+    finally:
+        os.close(folder)
+    with os.fdopen(open_log(target, Path(MARK)), "w") as file:
+        file.write(uid)
+
+
+def open_log(base: Path, name: Path) -> int:
+    """Open the file `name` below the directory `base` for appending, creating missing parts. Returns the descriptor.
+
+    Symbolic links below `base` are not followed: a user who may write the directory could point one at any file of
+    ours. Raises OSError.
+    """
+    folder = os.open(base, _FOLDER)
+    try:
+        for part in name.parent.parts:
+            below = _enter(folder, part)
+            os.close(folder)
+            folder = below
+        rights = _rights(folder) & 0o660
+        return _with_rights(os.open(name.name, _APPEND, rights, dir_fd=folder), rights)
+    finally:
+        os.close(folder)
+
+
+def _enter(folder: int, name: str) -> int:
+    """Open the directory `name` in the one behind `folder`, creating it if missing. Returns the descriptor."""
+    try:
+        return _make(folder, name)
+    except FileExistsError:
+        return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+
+
+def _make(folder: int, name: str) -> int:
+    """Create and open the directory `name` in the one behind `folder`. Raises FileExistsError."""
+    rights = _rights(folder)
+    os.mkdir(name, rights, dir_fd=folder)
+    return _with_rights(os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder), rights)
+
+
+def _rights(folder: int) -> int:
+    """Mode of a new directory in the one behind `folder`."""
+    mode = os.fstat(folder).st_mode
+    return 0o700 | (mode & 0o050 if mode & stat.S_ISGID else 0)
+
+
+def _with_rights(handle: int, rights: int) -> int:
+    """Restore the `rights` of `handle` that the umask has removed. Returns `handle`."""
+    try:
+        mode = os.fstat(handle).st_mode
+        if mode & rights != rights:
+            os.fchmod(handle, stat.S_IMODE(mode) | rights)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
 
 HERE = "{job}"
 """Stands for the directory of the job in the URL of a store that is the same on all hosts."""

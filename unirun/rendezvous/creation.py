@@ -11,9 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from unirun.errors import JobError
-from unirun.observe.home import expanded
-from unirun.observe.jobdir import ATTEMPT, HEAD, NO_LOCKS, UID_BEFORE, JobDir, job_at
-from unirun.observe.logdir import make_log_dir
+from unirun.observe.jobdir import ATTEMPT, HEAD, NO_LOCKS, UID_BEFORE, JobDir, expanded, job_at, make_log_dir
 from unirun.observe.ownership import is_ours, make_private
 from unirun.wire.address import TcpAddress
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from unirun.errors import UsageError, WorkerLost
-from unirun.observe.home import unirun_home
+from unirun.observe.jobdir import unirun_home
 from unirun.roles import InvocationRef
 from unirun.train import tuning
 from unirun.train.arguments import (

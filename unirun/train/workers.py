@@ -31,8 +31,7 @@ from unirun.errors import (
     WireError,
     WorkerLost,
 )
-from unirun.observe.home import temporary_directory
-from unirun.observe.jobdir import job_at
+from unirun.observe.jobdir import job_at, temporary_directory
 from unirun.observe.status import ENDED, JobStatus
 from unirun.rendezvous.masters import follow_to_end
 from unirun.roles.calls.group import RoleGroup

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from unirun.errors import JobError, UsageError
-from unirun.observe.home import expanded, unirun_home
-from unirun.observe.jobdir import jobs_root
+from unirun.observe.jobdir import expanded, jobs_root, unirun_home
 from unirun.observe.ownership import make_private
 
 NOBODYS = f"unirun-{os.geteuid()}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unirun.observe.logdir import MARK, make_log_dir, open_log
+from unirun.observe.jobdir import MARK, make_log_dir, open_log
 
 NAME = Path("actor", "0", "1", "stdout.log")
 

@@ -13,8 +13,7 @@ from unirun.failover.silence import SILENT
 from unirun.launcher.hosts.connection import Remote, carried, reach
 from unirun.launcher.hosts.feed import GROWING, REPLACED
 from unirun.launcher.hosts.hostlist import Host
-from unirun.observe.jobdir import JobDir
-from unirun.observe.logdir import open_log
+from unirun.observe.jobdir import JobDir, open_log
 from unirun.observe.ownership import make_private
 from unirun.wire.aio import Stream
 from unirun.wire.messages import Chunk, Complete, Current, Dismissed, Message, Resume

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from unirun.errors import JobError
-from unirun.observe.home import unirun_home
+from unirun.observe.jobdir import unirun_home
 from unirun.observe.ownership import make_private
 from unirun.wire.handshake import Token, load_token, new_token
 

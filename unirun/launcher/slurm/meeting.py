@@ -16,7 +16,7 @@ from msgspec import to_builtins
 from unirun.errors import JobError, RendezvousError
 from unirun.launcher.hosts.interfaces import is_own, reachable_address, resolve
 from unirun.launcher.slurm.allocation import Allocation
-from unirun.observe.home import unirun_home
+from unirun.observe.jobdir import unirun_home
 from unirun.observe.ownership import exposure, make_private
 from unirun.values import Value
 from unirun.wire.frames import from_json

@@ -29,7 +29,7 @@ from unirun.launcher.warm.likeness import (
     state_of,
     unlike,
 )
-from unirun.observe.home import temporary
+from unirun.observe.jobdir import temporary
 from unirun.observe.ownership import exposure, make_private
 from unirun.values import Value
 from unirun.wire.address import unix_address

@@ -9,7 +9,7 @@ import socket
 import ssl
 
 from unirun.errors import StoreRefused
-from unirun.observe.home import expanded
+from unirun.observe.jobdir import expanded
 from unirun.rendezvous.store._grpc import grpc
 from unirun.rendezvous.store.address import EtcdAddress
 

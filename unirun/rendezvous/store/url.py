@@ -8,8 +8,7 @@ import stat
 from msgspec.structs import replace
 
 from unirun.errors import UsageError
-from unirun.observe.home import expanded
-from unirun.observe.jobdir import HERE
+from unirun.observe.jobdir import HERE, expanded
 from unirun.rendezvous.store.address import PASSWORD_VARIABLE, EtcdAddress, SqliteAddress, parse_address
 from unirun.rendezvous.store.protocol import Store
 
