@@ -14,7 +14,7 @@ from unirun.errors import JobError, StoreError, StoreRefused, UnirunError
 from unirun.launcher.foreground.terminal import say, warn
 from unirun.observe.jobdir import JobDir, all_jobs, jobs_of_nodes
 from unirun.observe.status import ENDED, Summary, is_alive, read_summary
-from unirun.rendezvous.clearing import clear_here, clear_in, size_here, size_in
+from unirun.rendezvous.creation import clear_here, clear_in, size_here, size_in
 from unirun.rendezvous.election import leader_of
 from unirun.rendezvous.index import read_index
 from unirun.rendezvous.keys import job_prefix

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.cli.shell import call
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import JobStatus, Summary, write_status
-from unirun.rendezvous import clearing
+from unirun.rendezvous import creation
 from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.election import campaign
 from unirun.rendezvous.keys import context_prefix, index_key, job_prefix
@@ -25,7 +25,7 @@ DAY = 86400.0
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clearing, "MISSING", 0.3)
+    monkeypatch.setattr(creation, "MISSING", 0.3)
 
 
 def gc(*argv: str) -> int:

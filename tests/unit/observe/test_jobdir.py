@@ -24,8 +24,7 @@ from unirun.observe.jobdir import (
     jobs_root,
 )
 from unirun.rendezvous import creation
-from unirun.rendezvous.clearing import clear_here
-from unirun.rendezvous.creation import create_job, discard_job
+from unirun.rendezvous.creation import clear_here, create_job, discard_job
 from unirun.values import WorkerId
 from unirun.wire.handshake import load_token, new_token
 
