@@ -13,7 +13,7 @@ from unirun.failover.events import AgentLost, Event, JoinTimedOut, RejoinTimedOu
 from unirun.failover.silence import BEAT, GIVE_UP, Silence, may_answer
 from unirun.launcher.contact import ATTEMPT, LAST, QUIET
 from unirun.launcher.fence import Fence
-from unirun.rendezvous.signs import is_marked
+from unirun.rendezvous.keys import is_marked
 from unirun.wire.messages import Beat, Message
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from unirun.errors import RendezvousError, StoreError, WireError
 from unirun.failover.silence import BEAT, LOOK
 from unirun.launcher.fence import Fence, KillTimer, clock
 from unirun.observe.jobdir import JobDir
-from unirun.rendezvous.signs import is_marked
+from unirun.rendezvous.keys import is_marked
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.address import TcpAddress

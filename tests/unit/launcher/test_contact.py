@@ -23,9 +23,8 @@ from unirun.observe.jobdir import job_at
 from unirun.rendezvous import masters
 from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.election import Leader
-from unirun.rendezvous.keys import silent_key
+from unirun.rendezvous.keys import is_marked, silent_key
 from unirun.rendezvous.masters import Masters, Vacant, call_master
-from unirun.rendezvous.signs import is_marked
 from unirun.rendezvous.store.protocol import Put
 from unirun.wire.aio import Server, Stream, connect
 from unirun.wire.certificates import make_tls
