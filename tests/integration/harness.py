@@ -42,7 +42,7 @@ EXEC = ("--start-method", "exec")
 
 SHORT_TERM = {
     "unirun.launcher.master.lead.TERM_TTL": 3.0,
-    "unirun.rendezvous.seat.CALM": 0.3,
+    "unirun.rendezvous.election.CALM": 0.3,
     "unirun.rendezvous.masters.CHECK": 0.3,
 }
 """Constants by which a hanging first master loses its term after three seconds, and others notice it at once."""

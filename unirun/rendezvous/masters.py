@@ -10,9 +10,8 @@ import time
 from unirun.errors import ConnectionLost, RendezvousError, StoreError, WireError
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import ENDED, JobStatus, read_status, read_summary
-from unirun.rendezvous.election import Leader, leader_of
+from unirun.rendezvous.election import Leader, Seat, SeatWatch, leader_of
 from unirun.rendezvous.keys import job_prefix
-from unirun.rendezvous.seat import Seat, SeatWatch
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.address import Address, UnixAddress
 from unirun.wire.aio import Stream, connect

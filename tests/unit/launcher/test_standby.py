@@ -19,7 +19,7 @@ from tests.unit.rendezvous.standin import PATIENCE, Place
 from unirun.errors import RendezvousError
 from unirun.launcher import candidacy, standby
 from unirun.launcher.standby import Standby
-from unirun.rendezvous import seat
+from unirun.rendezvous import election
 from unirun.rendezvous.election import campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.wire.address import TcpAddress
@@ -32,8 +32,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(standby, "AGAIN", 0.005)
     monkeypatch.setattr(standby, "LOOK", 0.005)
-    monkeypatch.setattr(seat, "CALM", 0.02)
-    monkeypatch.setattr(seat, "RETRY", 0.02)
+    monkeypatch.setattr(election, "CALM", 0.02)
+    monkeypatch.setattr(election, "RETRY", 0.02)
     monkeypatch.setattr(standby, "PATIENCE", 0.1)
     with Place() as place:
         yield place

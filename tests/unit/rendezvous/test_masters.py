@@ -12,10 +12,9 @@ import pytest
 from tests.unit.rendezvous.standin import PATIENCE, Place
 from unirun.errors import AuthError, RendezvousError, StoreAway, WireError
 from unirun.rendezvous import masters
-from unirun.rendezvous.election import Leader, campaign
+from unirun.rendezvous.election import Leader, Seat, campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.masters import MasterGone, Masters, call_master
-from unirun.rendezvous.seat import Seat
 from unirun.wire.address import UnixAddress
 from unirun.wire.handshake import DEADLINE, new_token
 from unirun.wire.messages import Appointed, Attach, Shutdown, Stop

@@ -10,10 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from unirun.errors import StoreAway
-from unirun.rendezvous import seat as seat_module
-from unirun.rendezvous.election import Leader, campaign, seat_prefix
+from unirun.rendezvous import election as seat_module
+from unirun.rendezvous.election import Leader, Seat, SeatWatch, campaign, seat_prefix
 from unirun.rendezvous.keys import job_prefix
-from unirun.rendezvous.seat import Seat, SeatWatch
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.rendezvous.store.protocol import Put, Store, Watch
 from unirun.wire.address import UnixAddress

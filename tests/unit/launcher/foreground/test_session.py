@@ -17,7 +17,7 @@ from unirun.launcher.foreground import session as session_module
 from unirun.launcher.foreground.console import Console
 from unirun.launcher.foreground.session import Session, StopRequests
 from unirun.launcher.local import Processes, RunningJob
-from unirun.rendezvous import seat
+from unirun.rendezvous import election
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop
@@ -167,7 +167,7 @@ def test_a_session_leaves_a_hanging_master_for_the_new_leader(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stream of a hanging master does not end."""
-    monkeypatch.setattr(seat, "CALM", 0.05)
+    monkeypatch.setattr(election, "CALM", 0.05)
     ended = Ended(0, "succeeded", "")
 
     async def follow() -> None:
