@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from unirun.errors import LeaseExpired
-from unirun.rendezvous.store._checks import check_key, check_prefix, check_ttl, check_txn
 from unirun.rendezvous.store._etcd_cluster import GRANT, KEEP_ALIVE, RANGE, REVOKE, TXN, Cluster, range_end
 from unirun.rendezvous.store._etcd_messages import message, text
 from unirun.rendezvous.store._etcd_watch import EtcdWatch
@@ -25,6 +24,10 @@ from unirun.rendezvous.store.protocol import (
     Outcome,
     Put,
     ValueIs,
+    check_key,
+    check_prefix,
+    check_ttl,
+    check_txn,
 )
 
 _MOD, _VALUE = 2, 3

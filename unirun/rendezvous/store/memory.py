@@ -9,7 +9,6 @@ from itertools import count
 from threading import Condition
 
 from unirun.errors import LeaseExpired, StoreAway
-from unirun.rendezvous.store._checks import check_key, check_prefix, check_ttl, check_txn
 from unirun.rendezvous.store.protocol import (
     Change,
     Compare,
@@ -19,6 +18,10 @@ from unirun.rendezvous.store.protocol import (
     Outcome,
     Put,
     ValueIs,
+    check_key,
+    check_prefix,
+    check_ttl,
+    check_txn,
 )
 from unirun.values import Value
 

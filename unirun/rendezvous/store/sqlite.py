@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from unirun.errors import LeaseExpired, StoreAway, StoreBroken, StoreRefused
-from unirun.rendezvous.store._checks import check_key, check_prefix, check_ttl, check_txn
 from unirun.rendezvous.store._database import explained, now, open_database, transaction
 from unirun.rendezvous.store.protocol import (
     Change,
@@ -29,6 +28,10 @@ from unirun.rendezvous.store.protocol import (
     Outcome,
     Put,
     ValueIs,
+    check_key,
+    check_prefix,
+    check_ttl,
+    check_txn,
 )
 
 HISTORY_REVISIONS = 10_000
