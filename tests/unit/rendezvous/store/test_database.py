@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from unirun.errors import StoreAway, StoreBroken, StoreError, StoreRefused
-from unirun.rendezvous.store import _database
-from unirun.rendezvous.store._database import explained, open_database
-from unirun.rendezvous.store.sqlite import SqliteStore
+from unirun.rendezvous.store import sqlite
+from unirun.rendezvous.store.sqlite import SqliteStore, explained, open_database
 
 
 def failure(code: int | None) -> sqlite3.OperationalError:
@@ -57,14 +56,14 @@ class TestConcurrentlyPreparedFile:
         return pauses
 
     def fail(self, monkeypatch: pytest.MonkeyPatch, times: int, code: int) -> None:
-        prepare, errors = _database._prepare, [failure(code)] * times
+        prepare, errors = sqlite._prepare, [failure(code)] * times
 
         def prepare_at_last(connection: sqlite3.Connection, path: Path) -> None:
             if errors:
                 raise errors.pop()
             prepare(connection, path)
 
-        monkeypatch.setattr(_database, "_prepare", prepare_at_last)
+        monkeypatch.setattr(sqlite, "_prepare", prepare_at_last)
 
     def test_a_busy_new_sqlite_file_is_retried(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]

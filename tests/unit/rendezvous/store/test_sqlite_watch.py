@@ -14,9 +14,8 @@ import pytest
 from tests.effort import SOON
 from unirun.errors import StoreBroken
 from unirun.rendezvous.store import sqlite
-from unirun.rendezvous.store._database import now
 from unirun.rendezvous.store.protocol import Change, Put
-from unirun.rendezvous.store.sqlite import SqliteStore
+from unirun.rendezvous.store.sqlite import SqliteStore, now
 
 
 def test_a_sqlite_watch_sees_changes_of_other_processes_soon_at_little_cost(store: SqliteStore) -> None:
