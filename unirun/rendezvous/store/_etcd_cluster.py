@@ -3,17 +3,330 @@
 from __future__ import annotations
 
 import os
+import socket
+import ssl
 import threading
 import time
+from enum import Enum, auto
 from typing import Any
 
-from unirun.errors import OutcomeUnknown, StoreAway, StoreError, StoreRefused
-from unirun.rendezvous.store._etcd_errors import Verdict, explain, judge
-from unirun.rendezvous.store._etcd_messages import message, message_class
-from unirun.rendezvous.store._etcd_tls import credentials, diagnose
-from unirun.rendezvous.store._grpc import grpc
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from unirun.errors import LeaseExpired, OutcomeUnknown, StoreAway, StoreBroken, StoreError, StoreRefused
+from unirun.observe.jobdir import expanded
 from unirun.rendezvous.store.address import EtcdAddress
 from unirun.values import Value
+
+__all__ = ["grpc"]
+
+
+# Import gRPC with its log on stderr turned off: its errors have the same information.
+
+# gRPC reads the variable at start and again in its threads, so it stays set. A user's own value is kept.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+# Classify gRPC errors (may the call be repeated? was it applied?) and translate them to `StoreError`.
+
+_ANOTHER_MEMBER = ("no leader", "not leader", "not supported for learner", "too many requests", "not capable")
+"""Errors of a member that has not tried to apply the request."""
+
+_TOO_LARGE = ("request is too large", "too many operations", "message larger than max")
+
+
+class Verdict(Enum):
+    """The outcome of a failed call."""
+
+    NOT_DONE = auto()
+    """Not applied; try another member."""
+    UNKNOWN = auto()
+    """It may have been applied, or may be applied later."""
+    LOGGED_OUT = auto()
+    """The token has expired; log in and repeat."""
+    FINAL = auto()
+    """Refused; repeating does not help."""
+
+
+def judge(error: grpc.RpcError) -> Verdict:
+    """Classify the call that raised `error`."""
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNAUTHENTICATED or "auth store is old" in details:
+        return Verdict.LOGGED_OUT
+    if any(f"etcdserver: {words}" in details or f"rpc {words}" in details for words in _ANOTHER_MEMBER):
+        return Verdict.NOT_DONE
+    if code is grpc.StatusCode.UNAVAILABLE and details.startswith("failed to connect to all addresses"):
+        return Verdict.NOT_DONE  # the only text by which gRPC guarantees that nothing was sent
+    if code in (
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.ABORTED,
+    ):
+        return Verdict.UNKNOWN
+    return Verdict.FINAL
+
+
+def explain(error: grpc.RpcError, address: EtcdAddress) -> StoreError:
+    """Translate the error of a call that is not repeated."""
+    return explain_text(error.code(), error.details() or "", address)
+
+
+def explain_text(code: grpc.StatusCode, details: str, address: EtcdAddress) -> StoreError:
+    """Translate a status `code` and its `details`."""
+    where, user = ",".join(address.endpoints), address.user
+    if "lease not found" in details:
+        return LeaseExpired("the lease is over")
+    if "user name is empty" in details:
+        return StoreRefused(
+            f"etcd at {where} wants a user", "add user=NAME to the store's URL, and a password"
+        )
+    if "authentication failed" in details:
+        return StoreRefused(
+            f"etcd at {where} does not know the user {user} with this password",
+            "check both; etcdctl user list",
+        )
+    if "authentication is not enabled" in details:
+        return StoreRefused(
+            f"etcd at {where} knows no users, and the store's URL names {user}",
+            "leave user=… out, or turn it on: etcdctl auth enable",
+        )
+    if "permission denied" in details.lower():
+        return StoreRefused(
+            f"etcd at {where} does not let {user or 'this client'} read and write under {address.prefix}",
+            f"etcdctl role grant-permission ROLE readwrite --prefix=true {address.prefix}",
+        )
+    if "database space exceeded" in details:
+        return StoreBroken(
+            f"etcd at {where} is full, and takes no more writes",
+            "compact and defragment it, then: etcdctl alarm disarm",
+        )
+    if any(words in details for words in _TOO_LARGE):
+        return StoreRefused(
+            f"etcd at {where} takes smaller transactions only",
+            "start it with the defaults of --max-request-bytes and --max-txn-ops, or more",
+        )
+    if code is grpc.StatusCode.DATA_LOSS:
+        return StoreBroken(f"etcd at {where} is corrupt: {details}", "see etcd's guide to disaster recovery")
+    name = code.name.lower().replace("_", " ")
+    return StoreRefused(
+        f"etcd at {where} refuses: {name}: {details}", "see what it logs; etcd 3.4 or later is needed"
+    )
+
+
+# TLS to etcd: load the files, and diagnose failed handshakes.
+#
+# gRPC only reports that it cannot connect. `diagnose` then repeats the handshake with Python's ssl, to get the reason.
+
+
+def credentials(address: EtcdAddress) -> grpc.ChannelCredentials | None:
+    """Load the credentials for gRPC; None without TLS. Raises `StoreRefused` for missing or invalid files."""
+    if address.cacert is None:
+        return None
+    _context(address)
+    cacert, key, cert = (
+        expanded(name).read_bytes() if name else None for name in (address.cacert, address.key, address.cert)
+    )
+    return grpc.ssl_channel_credentials(cacert, key, cert)
+
+
+def _context(address: EtcdAddress) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    names = [name for name in (address.cacert, address.cert, address.key) if name]
+    files = [expanded(name) for name in names]
+    for file in files:
+        try:
+            file.read_bytes()
+        except OSError as error:
+            raise StoreRefused(
+                f"{file}, which the store's URL names, cannot be read: {error.strerror}",
+                "see its path and owner",
+            ) from error
+    try:
+        context.load_verify_locations(files[0])
+        if address.cert:
+            cert, key = files[1:]
+            context.load_cert_chain(
+                cert, key, ""
+            )  # with no password argument OpenSSL would prompt on the terminal
+    except (ssl.SSLError, ValueError) as error:
+        raise StoreRefused(
+            f"{', '.join(map(str, files))}: not a certificate authority, or not a certificate with its key"
+            f" ({error})",
+            "they have to be in PEM, and the key without a passphrase",
+        ) from error
+    return context
+
+
+def diagnose(address: EtcdAddress, endpoint: str, timeout: float) -> StoreRefused | None:
+    """Return why TLS with the server at `endpoint` fails, None when it has another problem."""
+    host, _, port = endpoint.rpartition(":")
+    host = host.strip("[]")
+    where = (host, int(port))
+    try:
+        with socket.create_connection(where, timeout) as stream:
+            if address.cacert is None:
+                return _wants_tls(stream, endpoint)
+            refused = _handshake(address, stream, host, endpoint)
+        if refused is None:
+            with socket.create_connection(where, timeout) as stream:
+                refused = _speaks_plainly(stream, endpoint)
+        return refused
+    except OSError:
+        return None  # not reachable
+
+
+def _wants_tls(stream: socket.socket, endpoint: str) -> StoreRefused | None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # Safe: nothing is sent over the connection.
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        context.wrap_socket(stream).close()
+    except OSError:
+        return None
+    return StoreRefused(
+        f"etcd at {endpoint} speaks TLS, and the store's URL does not",
+        "add cacert=FILE (who signed its certificate) to the URL",
+    )
+
+
+def _handshake(address: EtcdAddress, stream: socket.socket, host: str, endpoint: str) -> StoreRefused | None:
+    try:
+        with _context(address).wrap_socket(stream, server_hostname=host) as secure:
+            secure.recv(1)  # in TLS 1.3 a server rejects a client certificate after the handshake
+    except ssl.SSLCertVerificationError as error:
+        return StoreRefused(
+            f"the certificate of etcd at {endpoint} is not trusted: {error.verify_message}",
+            "cacert=… has to be who signed it, and it has to name the host as the store's URL does",
+        )
+    except OSError as error:
+        words = (getattr(error, "reason", None) or "").lower().replace("_", " ")
+        if "certificate" not in words and "unknown ca" not in words:
+            return None
+        if address.cert is None:
+            return StoreRefused(
+                f"etcd at {endpoint} wants a client certificate", "add cert=FILE&key=FILE to the store's URL"
+            )
+        return StoreRefused(
+            f"etcd at {endpoint} refuses the client certificate {address.cert}: {words}",
+            "see who signed it, and until when it is valid:"
+            f" openssl x509 -noout -issuer -dates -in {address.cert}",
+        )
+    return None
+
+
+def _speaks_plainly(stream: socket.socket, endpoint: str) -> StoreRefused | None:
+    """Detect HTTP/2 without TLS: the server first sends its settings, a frame of type 4 (RFC 9113, 3.4)."""
+    stream.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+    if stream.recv(9)[3:4] != b"\x04":
+        return None
+    return StoreRefused(
+        f"etcd at {endpoint} does not speak TLS", "leave cacert=… out, or start it with certificates"
+    )
+
+
+# The messages of etcd's v3 API, with the fields that unirun uses.
+#
+# From ``rpc.proto`` and ``kv.proto`` of etcd 3.4, whose field numbers never change. Generated modules are not used:
+# they work with few versions of protobuf, and register global names such as ``rpc.proto``, so that a second etcd client
+# in the same process would fail to import.
+
+_PACKAGE = "etcdserverpb"
+
+# name: field=number:type; "*" is a repeated field, "|" a oneof, so that 0 and "" are sent too.
+_MESSAGES = """
+ResponseHeader: revision=3:int64
+KeyValue: key=1:bytes mod_revision=3:int64 value=5:bytes
+Event: type=1:int32 kv=2:KeyValue
+RangeRequest: key=1:bytes range_end=2:bytes limit=3:int64 keys_only=8:bool
+RangeResponse: header=1:ResponseHeader kvs=2:*KeyValue
+PutRequest: key=1:bytes value=2:bytes lease=3:int64
+DeleteRangeRequest: key=1:bytes range_end=2:bytes
+RequestOp: request_put=2:PutRequest request_delete_range=3:DeleteRangeRequest
+Compare: result=1:int32 target=2:int32 key=3:bytes mod_revision=6:|int64 value=7:|bytes
+TxnRequest: compare=1:*Compare success=2:*RequestOp
+TxnResponse: header=1:ResponseHeader succeeded=2:bool
+LeaseGrantRequest: TTL=1:int64
+LeaseGrantResponse: ID=2:int64 TTL=3:int64
+LeaseRevokeRequest: ID=1:int64
+LeaseRevokeResponse: header=1:ResponseHeader
+LeaseKeepAliveRequest: ID=1:int64
+LeaseKeepAliveResponse: ID=2:int64 TTL=3:int64
+WatchCreateRequest: key=1:bytes range_end=2:bytes start_revision=3:int64 progress_notify=4:bool fragment=8:bool
+WatchRequest: create_request=1:WatchCreateRequest
+WatchResponse: header=1:ResponseHeader created=3:bool canceled=4:bool compact_revision=5:int64 \
+ cancel_reason=6:string fragment=7:bool events=11:*Event
+AuthenticateRequest: name=1:string password=2:string
+AuthenticateResponse: token=2:string
+"""
+
+_Field = descriptor_pb2.FieldDescriptorProto
+_SCALARS = {
+    "int32": _Field.TYPE_INT32,
+    "int64": _Field.TYPE_INT64,
+    "bool": _Field.TYPE_BOOL,
+    "bytes": _Field.TYPE_BYTES,
+    "string": _Field.TYPE_STRING,
+}
+
+
+def _describe(line: str) -> descriptor_pb2.DescriptorProto:
+    name, _, fields = line.partition(": ")
+    message = descriptor_pb2.DescriptorProto(name=name)
+    for field in fields.split():
+        label, _, rest = field.partition("=")
+        number, _, kind = rest.partition(":")
+        described = message.field.add(name=label, number=int(number), label=_Field.LABEL_OPTIONAL)
+        if kind.startswith("*"):
+            described.label = _Field.LABEL_REPEATED
+        if kind.startswith("|"):
+            described.oneof_index = 0
+        kind = kind.lstrip("*|")
+        if kind in _SCALARS:
+            described.type = _SCALARS[kind]
+        else:
+            described.type, described.type_name = _Field.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
+    if "|" in fields:
+        message.oneof_decl.add(name="choice")
+    return message
+
+
+def _classes() -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(name="unirun/etcd.proto", package=_PACKAGE, syntax="proto3")
+    file.message_type.extend(_describe(line) for line in _MESSAGES.strip().splitlines())
+    # Not the default pool of the process: another etcd client may register the same names.
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    classes: dict[str, Any] = message_factory.GetMessageClassesForFiles([file.name], pool)
+    return classes
+
+
+_CLASSES = _classes()
+
+
+def message(name: str, /, **fields: Any) -> Any:
+    """Build a message of the class `name`."""
+    return message_class(name)(**fields)
+
+
+def text(data: bytes) -> str:
+    """Decode a key or a value. Raises `StoreRefused` when it is not UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise StoreRefused(
+            f"etcd holds {data[:80]!r}, which no unirun has written",
+            "does the store's prefix belong to something else? choose another one",
+        ) from error
+
+
+def message_class(name: str) -> Any:
+    """The class of the messages `name`."""
+    return _CLASSES[f"{_PACKAGE}.{name}"]
+
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),

@@ -10,10 +10,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from unirun.errors import StoreAway, StoreError
-from unirun.rendezvous.store._etcd_cluster import RANGE, WATCH, Cluster, range_end
-from unirun.rendezvous.store._etcd_errors import Verdict, explain, explain_text, judge
-from unirun.rendezvous.store._etcd_messages import message, text
-from unirun.rendezvous.store._grpc import grpc
+from unirun.rendezvous.store._etcd_cluster import (
+    RANGE,
+    WATCH,
+    Cluster,
+    Verdict,
+    explain,
+    explain_text,
+    grpc,
+    judge,
+    message,
+    range_end,
+    text,
+)
 from unirun.rendezvous.store.protocol import Change, Listing
 
 _UNREAD = 1000

@@ -12,8 +12,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from unirun.errors import LeaseExpired
-from unirun.rendezvous.store._etcd_cluster import GRANT, KEEP_ALIVE, RANGE, REVOKE, TXN, Cluster, range_end
-from unirun.rendezvous.store._etcd_messages import message, text
+from unirun.rendezvous.store._etcd_cluster import (
+    GRANT,
+    KEEP_ALIVE,
+    RANGE,
+    REVOKE,
+    TXN,
+    Cluster,
+    message,
+    range_end,
+    text,
+)
 from unirun.rendezvous.store._etcd_watch import EtcdWatch
 from unirun.rendezvous.store.address import EtcdAddress
 from unirun.rendezvous.store.protocol import (
