@@ -49,9 +49,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from unirun.errors import StoreAway, StoreError
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
-from unirun.rendezvous.torchrun.backend import StoreBackend
+from unirun.rendezvous.torchrun.backend import LeasedWriter, StoreBackend
 from unirun.rendezvous.torchrun.config import Config, parse_config, store_address
-from unirun.rendezvous.torchrun.leased import LeasedWriter
 from unirun.rendezvous.torchrun.roundstore import RoundStore
 
 logger = logging.getLogger(__name__)

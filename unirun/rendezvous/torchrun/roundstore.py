@@ -21,7 +21,7 @@ from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 
 from unirun.errors import OutcomeUnknown, StoreAway, StoreError
 from unirun.rendezvous.store.protocol import MAX_CHANGES, Listing, RevisionIs, Store
-from unirun.rendezvous.torchrun.leased import RETRY, LeasedWriter
+from unirun.rendezvous.torchrun.backend import RETRY, LeasedWriter
 
 Result = TypeVar("Result")
 

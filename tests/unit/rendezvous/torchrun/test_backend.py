@@ -13,8 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from unirun.errors import OutcomeUnknown, StoreAway, StoreRefused
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.rendezvous.store.protocol import Compare, Item, Listing, Outcome, Put
-from unirun.rendezvous.torchrun.backend import StateToken, StoreBackend
-from unirun.rendezvous.torchrun.leased import LeasedWriter
+from unirun.rendezvous.torchrun.backend import LeasedWriter, StateToken, StoreBackend
 
 WAIT = 20.0
 

@@ -16,7 +16,7 @@ from unirun.errors import OutcomeUnknown, StoreAway
 from unirun.rendezvous.store.memory import MemoryStore, MemoryWatch
 from unirun.rendezvous.store.protocol import MAX_CHANGES, Compare, Item, Listing, Outcome, Put
 from unirun.rendezvous.torchrun import roundstore
-from unirun.rendezvous.torchrun.leased import LeasedWriter
+from unirun.rendezvous.torchrun.backend import LeasedWriter
 from unirun.rendezvous.torchrun.roundstore import RoundStore
 
 WAIT = 20.0
