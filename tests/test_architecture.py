@@ -39,7 +39,7 @@ TORCH_ROOMS = frozenset({"roles", "weights", "train", "experiments"})
 TORCH_MODULES = frozenset(
     {
         *(f"unirun.launcher.{name}" for name in ("child", "preloaded", "renewal", "doctor.collective")),
-        *(f"unirun.rendezvous.torchrun.{name}" for name in ("backend", "handler", "roundstore")),
+        *(f"unirun.rendezvous.torchrun.{name}" for name in ("backend", "handler")),
     }
 )
 MAY_PICKLE = frozenset(

@@ -15,9 +15,9 @@ from torch.distributed.elastic.utils.store import barrier, get_all
 from unirun.errors import OutcomeUnknown, StoreAway
 from unirun.rendezvous.store.memory import MemoryStore, MemoryWatch
 from unirun.rendezvous.store.protocol import MAX_CHANGES, Compare, Item, Listing, Outcome, Put
-from unirun.rendezvous.torchrun import roundstore
+from unirun.rendezvous.torchrun import handler
 from unirun.rendezvous.torchrun.backend import LeasedWriter
-from unirun.rendezvous.torchrun.roundstore import RoundStore
+from unirun.rendezvous.torchrun.handler import RoundStore
 
 WAIT = 20.0
 
@@ -274,7 +274,7 @@ class Watched(MemoryStore):
 def test_round_store_get_sees_a_change_within_a_wait_of_less_than_a_second(
     monkeypatch: pytest.MonkeyPatch, compacted: bool
 ) -> None:
-    monkeypatch.setattr(roundstore, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(handler, "time", SimpleNamespace(monotonic=lambda: 0.0))
     agents = round_store(Watched(compacted=compacted))
     agents.set_timeout(timedelta(milliseconds=500))
     assert agents.get("key") == b"new"
