@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Coroutine, Mapping
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -19,11 +21,10 @@ from unirun.failover.offers import AgentTask
 from unirun.failover.silence import FENCE
 from unirun.failover.views import addresses_of, welcome
 from unirun.launcher import core, events
-from unirun.launcher.backlog import Backlog
 from unirun.launcher.contact import Contact
 from unirun.launcher.ends import end_of, masked
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers, mask_of
-from unirun.launcher.filters import LineFilters
+from unirun.launcher.logs import LogFollower
 from unirun.launcher.notes import Notes, tail
 from unirun.launcher.orders import Orders
 from unirun.launcher.ports import PortBook
@@ -36,15 +37,15 @@ from unirun.launcher.process import (
     spare_descriptors,
     takes_signal,
 )
-from unirun.launcher.sampling import sample_of
 from unirun.launcher.standby import following
 from unirun.launcher.state import AgentState, holdings
 from unirun.launcher.timers import Expiry, TimerPipe, session_of
 from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
 from unirun.launcher.witness import Witness
-from unirun.observe.jobdir import JobDir, ProcessWatch
+from unirun.observe.jobdir import JobDir, ProcessWatch, open_log
 from unirun.rendezvous.endpoints import Endpoint
 from unirun.rendezvous.store.address import SqliteAddress, parse_address
+from unirun.spec.job import LogSpec
 from unirun.values import WorkerId
 from unirun.wire.aio import Server, Stream, frame_of
 from unirun.wire.asking import ToWorker
@@ -63,12 +64,107 @@ from unirun.wire.messages import (
     View,
 )
 from unirun.wire.reporting import report, report_error
-from unirun.wire.reports import FromWorker, Join, Knock, Metrics, Notice, Placed, WorkerStarted
+from unirun.wire.reports import FromWorker, Join, Knock, Metrics, Notice, Placed, Sample, WorkerStarted
 from unirun.wire.sockets import listen
 from unirun.wire.spawning import Borrow, Reaped, SpawnFailed
 
 if TYPE_CHECKING:
     from unirun.launcher.forked import ForkedSpawner
+
+
+# A bounded buffer of messages for the next master while there is none.
+
+BYTES = 4 << 20
+"""Maximum size of a backlog. The oldest frames are dropped first."""
+
+
+class Backlog:
+    """A FIFO of encoded messages that drops the oldest when it exceeds `limit` bytes."""
+
+    def __init__(self, limit: int = BYTES) -> None:
+        self._limit = limit
+        self._frames: deque[bytes] = deque()
+        self._size = 0
+
+    def add(self, frame: bytes) -> None:
+        """Append a frame; one that exceeds the limit by itself is dropped."""
+        self._frames.append(frame)
+        self._size += len(frame)
+        while self._size > self._limit:
+            self._size -= len(self._frames.popleft())
+
+    def take(self) -> Iterator[bytes]:
+        """Remove and yield all frames in order."""
+        while self._frames:
+            frame = self._frames.popleft()
+            self._size -= len(frame)
+            yield frame
+
+
+# The resources that the workers of an agent use.
+
+
+def sample_of(state: AgentState) -> Sample:
+    """The memory and the processor time of each worker that has a process."""
+    import psutil
+
+    memory: dict[str, int] = {}
+    cpu: dict[str, float] = {}
+    for worker in state.workers.values():
+        if worker.pid is not None:
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(worker.pid)
+                memory[str(worker.who)] = process.memory_info().rss
+                cpu[str(worker.who)] = round(sum(process.cpu_times()[:2]), 2)
+    return Sample(state.node, memory, cpu)
+
+
+# ``--duplicate-stdout-filters`` and ``--duplicate-stderr-filters``: copy lines with one of the words to a file.
+
+
+class LineFilters:
+    """Copies matching lines of every worker, with their prefix, to ``<logs>/filtered_{stdout,stderr}.log``."""
+
+    def __init__(self, job: JobDir, log: LogSpec) -> None:
+        self._job = job
+        words = {"stdout": log.duplicate_stdout_filters, "stderr": log.duplicate_stderr_filters}
+        self._words = {name: tuple(w.encode() for w in found if w) for name, found in words.items()}
+        self._files = {
+            name: open_log(job.logs, Path(f"filtered_{name}.log"))
+            for name, found in self._words.items()
+            if found
+        }
+        self._follower = LogFollower() if self._files else None
+
+    def follow(self, worker: WorkerId) -> None:
+        """Follow the output of one worker, whose log files exist."""
+        if self._follower is None:
+            return
+        logs = self._job.worker_logs(worker)
+        for name, handle in self._files.items():
+            if (before := worker.before) is not None:
+                self._follower.release(self._job.worker_logs(before) / f"{name}.log")
+            sink = _sink(handle, f"[{worker}] ".encode(), self._words[name])
+            self._follower.follow(logs / f"{name}.log", sink)
+
+    def finish(self) -> None:
+        """Copy the remaining lines and close."""
+        if self._follower is not None:
+            self._follower.finish()
+        for handle in self._files.values():
+            os.close(handle)
+        self._files = {}
+
+
+def _sink(handle: int, prefix: bytes, words: tuple[bytes, ...]) -> Callable[[bytes], None]:
+    def put(data: bytes) -> None:
+        lines = [prefix + line for line in data.splitlines(keepends=True) if any(w in line for w in words)]
+        # A full disk loses only copies of lines; the originals are in the worker's log.
+        with contextlib.suppress(OSError):
+            os.write(handle, b"".join(lines))
+
+    return put
+
 
 SPAWNER_END = 2.0
 """Seconds for a spawner to exit after its stream was closed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unirun.launcher.backlog import Backlog
+from unirun.launcher.agent import Backlog
 
 
 def test_a_backlog_is_taken_in_order_and_once() -> None:
