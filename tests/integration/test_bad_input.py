@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from unirun.launcher.memory_kills import PERHAPS, SAYS
+from unirun.launcher.notes import PERHAPS, SAYS
 
 from .harness import EXEC, SOON, Script, Unirun, alive, gone
 

@@ -2,14 +2,91 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
+from pathlib import Path
 
 from unirun.launcher.ends import TAIL_BYTES, last_words
-from unirun.launcher.memory_kills import explain, kills_so_far
 from unirun.launcher.state import AgentState
+from unirun.values import Value
 from unirun.wire.messages import Message
 from unirun.wire.spawning import Reaped
+
+# Evidence that the kernel's out-of-memory killer has ended a process.
+
+SAYS = "the kernel killed it: out of memory"
+PERHAPS = "perhaps for lack of memory: the kernel has killed a process of this host for that"
+
+_KERNEL_LOG = Path("/dev/kmsg")
+_RECORDS = 4096
+"""Maximum number of records of the kernel's log that are read."""
+
+
+class Kills(Value):
+    """Numbers of processes that the kernel has killed for lack of memory: `own` in this control group, None where the
+    kernel does not count them; `host` on the whole host."""
+
+    own: int | None
+    host: int
+
+
+def kills_so_far(proc: Path = Path("/proc"), mounts: Path = Path("/sys/fs/cgroup")) -> Kills:
+    """Read the kernel's counts."""
+    return Kills(_own(proc, mounts), _count(proc / "vmstat") or 0)
+
+
+def explain(pid: int | None, before: Kills, now: Kills, log: Path = _KERNEL_LOG) -> str:
+    """The note on the end of process `pid` by SIGKILL, between two readings of the counts; empty when it was not the
+    kernel, as far as is known.
+
+    A worker may have a control group of its own, so that it is not counted in this process's; then the kernel's log
+    tells, where it may be read.
+    """
+    if now.own is not None and before.own is not None and now.own > before.own:
+        return SAYS
+    if now.host == before.host:
+        return ""
+    return SAYS if pid is not None and pid in _killed(log) else PERHAPS
+
+
+def _own(proc: Path, mounts: Path) -> int | None:
+    """The count of this process's control group: version 2, else the controller ``memory`` of version 1."""
+    with contextlib.suppress(OSError):
+        groups = [line.split(":", 2) for line in (proc / "self/cgroup").read_text().splitlines()]
+        for _, controllers, path in groups:
+            if "memory" in controllers.split(","):
+                return _count(mounts / "memory" / path.lstrip("/") / "memory.oom_control")
+        for number, _, path in groups:
+            if number == "0":
+                return _count(mounts / path.lstrip("/") / "memory.events")
+    return None
+
+
+def _count(path: Path) -> int | None:
+    """The number after ``oom_kill``."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
+
+
+def _killed(log: Path) -> set[int]:
+    """The processes that the kernel's log names; none where this user may not read it."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        handle = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            # Each read gives one record; it fails when there is no other.
+            for _ in range(_RECORDS):
+                if not (record := os.read(handle, 8192)):
+                    break
+                found |= {int(pid) for pid in re.findall(rb"[Kk]illed process (\d+)", record)}
+        finally:
+            os.close(handle)
+    return found
 
 
 class Notes:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unirun.launcher.memory_kills import PERHAPS, SAYS, Kills, explain, kills_so_far
+from unirun.launcher.notes import PERHAPS, SAYS, Kills, explain, kills_so_far
 
 LOG = b"6,1,2,-;Memory cgroup out of memory: Killed process 4242 (python) total-vm:1kB"
 
