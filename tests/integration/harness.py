@@ -47,7 +47,7 @@ SHORT_TERM = {
 }
 """Constants by which a hanging first master loses its term after three seconds, and others notice it at once."""
 
-EVEN_DELAY = {"unirun.launcher.candidacy.MAX_DELAY": 1.0}
+EVEN_DELAY = {"unirun.launcher.standby.MAX_DELAY": 1.0}
 """Constants by which agents start one master after another without growing delays."""
 
 IMPATIENT = {

@@ -16,10 +16,9 @@ from tests.sim.world import JOB, Pipe
 from unirun.errors import StoreError
 from unirun.failover.offers import AgentTask
 from unirun.launcher import core, events
-from unirun.launcher.candidacy import Attempts, start_at, turns
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.orders import Orders
-from unirun.launcher.standby import PATIENCE, STEADY
+from unirun.launcher.standby import PATIENCE, STEADY, Attempts, start_at, turns
 from unirun.launcher.state import AgentState, holdings
 from unirun.rendezvous.election import leader_of
 from unirun.rendezvous.keys import job_prefix

@@ -9,16 +9,7 @@ from statistics import mean
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.launcher.candidacy import (
-    COMING_UP,
-    DELAY,
-    MAX_DELAY,
-    SPREAD,
-    STEP,
-    Attempts,
-    start_at,
-    turns,
-)
+from unirun.launcher.standby import COMING_UP, DELAY, MAX_DELAY, SPREAD, STEP, Attempts, start_at, turns
 
 COUNTS = st.integers(1, 60)
 EPOCHS = st.integers(0, 1000)

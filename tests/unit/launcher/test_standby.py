@@ -17,7 +17,7 @@ import pytest
 from tests.unit.launcher.candidates import Started, follow, run
 from tests.unit.rendezvous.standin import PATIENCE, Place
 from unirun.errors import RendezvousError
-from unirun.launcher import candidacy, standby
+from unirun.launcher import standby
 from unirun.launcher.standby import Standby
 from unirun.rendezvous import election
 from unirun.rendezvous.election import campaign
@@ -179,8 +179,8 @@ class TestWhenTheLeaderIsDead:
     def test_a_standby_starts_further_candidates_with_growing_delays(
         self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(candidacy, "DELAY", 0.1)
-        monkeypatch.setattr(candidacy, "MAX_DELAY", 0.4)
+        monkeypatch.setattr(standby, "DELAY", 0.1)
+        monkeypatch.setattr(standby, "MAX_DELAY", 0.4)
         started.then("exit 1")
         place.leader().die()
 
@@ -202,8 +202,8 @@ class TestWhenTheLeaderIsDead:
     def test_a_standby_starts_no_second_candidate_while_one_comes_up(
         self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(candidacy, "DELAY", 0.01)
-        monkeypatch.setattr(candidacy, "COMING_UP", 0.5)
+        monkeypatch.setattr(standby, "DELAY", 0.01)
+        monkeypatch.setattr(standby, "COMING_UP", 0.5)
         place.leader().die()
 
         async def go(watch: Standby) -> float:
@@ -222,8 +222,8 @@ class TestWhenTheLeaderIsDead:
         self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch, steady: float, tries: int
     ) -> None:
         """A master that has led only for a moment may have failed for a reason that also ends the next one."""
-        monkeypatch.setattr(candidacy, "DELAY", 0.01)
-        monkeypatch.setattr(candidacy, "SPREAD", 0.01)
+        monkeypatch.setattr(standby, "DELAY", 0.01)
+        monkeypatch.setattr(standby, "SPREAD", 0.01)
         monkeypatch.setattr(standby, "STEADY", steady)
         started.then("exit 1")
         place.leader().die()
@@ -378,7 +378,7 @@ def test_a_standby_retries_a_candidate_that_cannot_be_started(
     """An agent without a free descriptor must not end its workers."""
     program = sys.executable
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    monkeypatch.setattr(candidacy, "DELAY", 0.01)
+    monkeypatch.setattr(standby, "DELAY", 0.01)
 
     async def go(watch: Standby) -> None:
         search = asyncio.ensure_future(watch.next(1, PATIENCE))
