@@ -11,8 +11,7 @@ from tests.sim.world import Clock, Pipe
 from unirun.errors import Fenced, StoreError
 from unirun.failover.events import AgentLost, Event, JoinTimedOut, RejoinTimedOut
 from unirun.failover.silence import BEAT, GIVE_UP, Silence, may_answer
-from unirun.launcher.contact import ATTEMPT, LAST, QUIET
-from unirun.launcher.fence import Fence
+from unirun.launcher.contact import ATTEMPT, LAST, QUIET, Fence
 from unirun.rendezvous.keys import is_marked
 from unirun.wire.messages import Beat, Message
 

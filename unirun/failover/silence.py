@@ -3,7 +3,7 @@ the master's.
 
 A stream over a network may be silent though nobody has closed it: a cable is out, a host has lost its power or hangs.
 So agent and master exchange beats, and both decide by them. The master gives the node up (`Silence`), and its ranks
-start elsewhere; the agent kills its workers (`unirun.launcher.fence`), which must always come first.
+start elsewhere; the agent kills its workers (`unirun.launcher.contact`), which must always come first.
 
 ::
 

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.failover.silence import BEAT, FENCE, GIVE_UP, LOOK, SILENT, Silence
-from unirun.launcher.contact import LAST
-from unirun.launcher.fence import Fence
+from unirun.launcher.contact import LAST, Fence
 
 DRIFT = 0.01
 KILLS = 0.5

@@ -16,7 +16,7 @@ from tests.unit.wire.places import NODE, Place, unexpected
 from unirun.errors import ConnectionLost, RendezvousError
 from unirun.failover import silence
 from unirun.launcher import contact as contacts
-from unirun.launcher import fence as fences
+from unirun.launcher import contact as fences
 from unirun.launcher.contact import Contact
 from unirun.launcher.witness import Witness
 from unirun.observe.jobdir import job_at

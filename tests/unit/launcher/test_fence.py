@@ -11,7 +11,7 @@ import pytest
 
 from tests.effort import SOON
 from unirun.failover.silence import FENCE, UNMARKED
-from unirun.launcher.fence import Fence, KillTimer, clock
+from unirun.launcher.contact import Fence, KillTimer, clock
 
 START = 100.0
 
@@ -111,7 +111,7 @@ def test_it_is_quiet_since_the_latest_proof() -> None:
 @pytest.mark.parametrize("stopped", [False, True])
 def test_the_kernel_kills_an_agent_that_does_nothing_about_it(stopped: bool) -> None:
     program = """
-from unirun.launcher.fence import KillTimer, clock
+from unirun.launcher.contact import KillTimer, clock
 timer = KillTimer()
 timer.set(clock() + 100.0)
 timer.set(clock() + 0.3)
