@@ -20,8 +20,7 @@ from tests.effort import SOON, examples
 from tests.unit.launcher.agent import spawn
 from unirun.launcher.environment import FRESH
 from unirun.launcher.events import Worker
-from unirun.launcher.probes import Output, Probing, Question, sockets_of
-from unirun.launcher.sockdiag import listeners_on
+from unirun.launcher.probes import Output, Probing, Question, listeners_on, sockets_of
 from unirun.spec.job import Probe
 from unirun.values import WorkerId
 
