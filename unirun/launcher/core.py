@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from unirun.errors import Refused
-from unirun.launcher.ends import short_end
+from unirun.launcher.ends import short_end, short_error
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import (
     Abandon,
@@ -40,6 +40,7 @@ from unirun.launcher.events import (
     StopDue,
     Store,
     TimerExpired,
+    ToLink,
     ToLinks,
     ToMaster,
     ToSpawner,
@@ -47,36 +48,295 @@ from unirun.launcher.events import (
     Watch,
     Worker,
 )
-from unirun.launcher.health import probed, ready_due, tell_companions
 from unirun.launcher.state import AgentState, held
-from unirun.launcher.worker_messages import (
-    answered,
-    from_worker,
-    link_closed,
-    runs,
-    still_ending,
-    still_without_link,
-    timer_expired,
-)
-from unirun.wire.asking import ToWorker
-from unirun.wire.messages import ExitAck, PassOn, Shutdown, StopWorkers, View, updated
+from unirun.values import Engine
+from unirun.wire.asking import Ask, ToWorker
+from unirun.wire.messages import ExitAck, Hello, PassOn, Shutdown, StopWorkers, View, updated, whole
 from unirun.wire.reports import (
+    VERSION,
+    Calls,
     Cause,
+    EngineWeights,
+    FromWorker,
+    GroupFormed,
+    GroupMeets,
+    Health,
+    Listening,
+    LocalEngines,
+    Metrics,
     Notice,
+    Serving,
     SpawnerReady,
+    Stuck,
     ViewWanted,
+    WorkerError,
     WorkerExited,
+    WorkerRunning,
     WorkerStarted,
 )
-from unirun.wire.spawning import (
-    Forked,
-    Kill,
-    Preloaded,
-    Reaped,
-    SpawnFailed,
-    StoreEnded,
-    StoreOpened,
-)
+from unirun.wire.spawning import Forked, Kill, Preloaded, Reaped, SpawnFailed, StoreEnded, StoreOpened
+
+# Transitions of the agent's state machine on the answers of programs to their probes, and on the weights of engines.
+#
+# An engine that was started, for the first time or again, has other weights than its channel. Its companion, a worker
+# of the same node, learns here which engines there are, and tells when one has the latest version: then it is ready.
+
+
+def probed(state: AgentState, event: Probed) -> tuple[AgentState, list[Command]]:
+    """Take an answer. A program that was ready stays so while it misses some; after too many in a row it is killed.
+
+    It is not called unready at the first miss: clients would send all of its requests to others, and a server that is
+    busy for a moment has not lost them.
+    """
+    worker = state.workers.get(event.id)
+    if worker is None or worker.cause != "own":
+        return state, []
+    misses = worker.misses + 1 if worker.was_ready and not event.ok else 0
+    worker = replace(worker, misses=misses, was_ready=worker.was_ready or event.ok)
+    why = event.why
+    if misses and worker.alive:
+        why = f"did not answer {misses} of {worker.alive.misses} times: {event.why}"
+    state, told = _told(state, worker, why, event.time)
+    if worker.was_ready and worker.alive is not None and misses >= worker.alive.misses:
+        times = f"{misses} times in a row" if misses > 1 else "once"
+        state, more = _kill(state, worker, "silent", f"did not answer {times}: {event.why}")
+        return state, [*told, *more]
+    return state, told
+
+
+def ready_due(state: AgentState, event: ReadyDue) -> tuple[AgentState, list[Command]]:
+    """Kill a program that is not ready in time, or has no weights by then."""
+    worker = state.workers.get(event.id)
+    if worker is None or worker.cause != "own" or (worker.health is not None and worker.health.ready):
+        return state, []
+    why = worker.health.why if worker.health is not None else "it was not asked yet"
+    return _kill(state, worker, "unready", f"was not ready within {worker.ready_timeout:g} s: {why}")
+
+
+def weighted(state: AgentState, companion: Worker, said: EngineWeights) -> tuple[AgentState, list[Command]]:
+    """Apply a companion's message: an engine has a version, or could not be given one and is killed."""
+    found = (each for each in state.workers.values() if each.companion == companion.who.role)
+    worker = next(
+        (w for w in found if (w.who.rank, w.who.incarnation) == (said.rank, said.incarnation)), None
+    )
+    if worker is None or worker.cause != "own":
+        return state, []
+    if said.problem:
+        return _kill(state, worker, "torn", said.problem)
+    why = worker.health.why if worker.health is not None and worker.misses else ""
+    state, told = _told(state, replace(worker, current=True), why, said.time)
+    if said.version is not None:
+        metrics = Metrics({f"{said.channel}{VERSION}": float(said.version)}, said.time)
+        told.append(ToMaster(FromWorker(worker.who, metrics)))
+    return state, told
+
+
+def _told(state: AgentState, worker: Worker, why: str, time: float) -> tuple[AgentState, list[Command]]:
+    """Put `worker`, and tell the master when its readiness, or the reason for it, has changed."""
+    lacks = worker.was_ready and worker.companion and not worker.current
+    ready, why = worker.was_ready and not lacks, "it waits for its weights" if lacks else why
+    before = worker.health
+    if before is not None and (before.ready, before.why) == (ready, why):
+        return state.with_worker(worker), []
+    since = before.since if before is not None and before.ready == ready else time
+    health = Health(ready, since, why)
+    state = state.with_worker(replace(worker, health=health))
+    return state, [ToMaster(FromWorker(worker.who, health))]
+
+
+def engines_of(state: AgentState, companion: Worker) -> LocalEngines:
+    """The engines of this node that `companion` brings weights into. Of several companions it is the first; there are
+    some when engines have left another node."""
+    name = companion.who.role
+    first = min((w.who.rank for w in state.workers.values() if w.who.role == name), default=0)
+    if companion.who.rank != first:
+        return LocalEngines(())
+    found = (w for w in state.workers.values() if w.companion == name and w.cause == "own")
+    return LocalEngines(tuple(Engine(w.who.rank, w.who.incarnation, w.url, w.was_ready) for w in found))
+
+
+def tell_companions(before: AgentState, state: AgentState) -> list[Command]:
+    """Tell the companions of engines of this node what has changed."""
+    if before.workers is state.workers or not state.companions:
+        return []
+    there = [worker for worker in state.workers.values() if worker.who.role in state.companions]
+    told = {worker.id: engines_of(state, worker) for worker in there}
+    return [ToLink(each.id, told[each.id]) for each in there if told[each.id] != engines_of(before, each)]
+
+
+def _kill(state: AgentState, worker: Worker, cause: Cause, why: str) -> tuple[AgentState, list[Command]]:
+    state = state.with_worker(replace(worker, cause=cause, doom=why))
+    return state, [ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL)))]
+
+
+# Transitions of the agent's state machine on messages of workers, on the end of their links, and on timers.
+
+ENDING = 5.0
+"""Seconds between the normal end of a link and that of its process: the interpreter closes it before it unloads
+torch."""
+
+MAX_STACK = 4096
+"""Maximum number of characters of a reported stack."""
+
+EXIT_LIMIT = 600.0
+"""Seconds for a worker's exit handlers and threads after its code has failed by itself.
+
+Long enough to upload a checkpoint in an exit handler. torchrun has no limit, so that a thread that never ends hangs the
+job.
+"""
+
+
+def from_worker(state: AgentState, event: LinkMessage) -> tuple[AgentState, list[Command]]:
+    """Apply a message of a worker."""
+    worker = state.workers.get(event.id)
+    if worker is None:
+        return state, []
+    match event.message:
+        case Hello(running=running):
+            told: list[Command] = []
+            if running and not worker.running:
+                state, told = runs(state, worker)
+            if worker.who.role in state.companions:
+                told = [*told, ToLink(worker.id, engines_of(state, worker))]
+            return state, told
+        case EngineWeights():
+            return weighted(state, worker, event.message)
+        case WorkerError():
+            return _has_failed(state, worker, event.message)
+        case Serving(addresses):
+            addresses = {**worker.addresses, **addresses}
+            state = state.with_worker(replace(worker, serving=event.message, addresses=addresses))
+            return state, [ToMaster(FromWorker(worker.who, event.message))]
+        case Listening(addresses):
+            state = state.with_worker(replace(worker, addresses={**worker.addresses, **addresses}))
+            return state, [ToMaster(FromWorker(worker.who, event.message))]
+        case GroupFormed(generation):
+            state = state.with_worker(replace(worker, generation=max(generation, worker.generation)))
+            return state, [ToMaster(FromWorker(worker.who, event.message))]
+        case GroupMeets(generation):
+            return state.with_worker(replace(worker, met=max(generation, worker.met))), []
+        case ViewWanted():
+            return state, [ToLink(worker.id, whole(state.view))] if state.view is not None else []
+        case Stuck():
+            return _end_stuck(state, worker, event.message)
+        case Notice():
+            return state, [ToMaster(replace(event.message, source=str(worker.who)))]
+        case Metrics():
+            return state, [ToMaster(FromWorker(worker.who, event.message))]
+        case Calls(counts):
+            state = state.with_worker(replace(worker, calls=counts))
+            return state, [ToMaster(FromWorker(worker.who, event.message))]
+        case Ask(number):
+            ask = FromWorker(worker.who, event.message)
+            return replace(state, asks={**state.asks, (worker.id, number): ask}), [ToMaster(ask)]
+    return state, []
+
+
+def _has_failed(state: AgentState, worker: Worker, error: WorkerError) -> tuple[AgentState, list[Command]]:
+    """The worker's code has failed, but its process still joins threads and runs exit handlers.
+
+    As with torchrun, nothing is decided before the process has ended. A worker that was told to end is in its grace
+    period already.
+    """
+    first = worker.error is None and worker.sent is None
+    state = state.with_worker(replace(worker, error=short_error(error)))
+    return state, [After(worker.grace, StillEnding(worker.id, worker.grace))] if first else []
+
+
+def still_ending(state: AgentState, event: StillEnding) -> tuple[AgentState, list[Command]]:
+    """Kill a worker that has failed by itself but does not exit, or wait until `EXIT_LIMIT`."""
+    worker = state.workers.get(event.id)
+    if worker is None or worker.sent is not None:
+        return state, []
+    left = 0.0 if _is_replaced_alone(state, worker) else EXIT_LIMIT - event.waited
+    text = f"has failed {event.waited:g} s ago, and its exit handlers or threads still run; it is killed"
+    if left > 0:
+        told = Notice(str(worker.who), f"{text} if it has not ended in another {left:g} s")
+        return state, [ToMaster(told), After(left, StillEnding(worker.id, EXIT_LIMIT))]
+    # It was not told to end, so the SIGKILL counts as part of its failure.
+    return state, [
+        ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL))),
+        ToMaster(Notice(str(worker.who), text)),
+    ]
+
+
+def _is_replaced_alone(state: AgentState, worker: Worker) -> bool:
+    """Return True if `worker` is restarted while its peers wait, so that its slow exit delays them.
+
+    A trainer that is not recoverable is not restarted: the job ends with it.
+    """
+    lasting = worker.request.kind == "trainer" and not (worker.serving and worker.serving.recoverable)
+    return worker.who.role in state.in_place and not lasting
+
+
+def _end_stuck(state: AgentState, worker: Worker, told: Stuck) -> tuple[AgentState, list[Command]]:
+    """Kill a worker that waits and keeps its role from being formed; the master restarts it."""
+    if worker.sent is not None or worker.cause != "own":
+        return state, []
+    state = state.with_worker(replace(worker, cause="stuck", doom=told.why))
+    text = f"is killed: {told.why}; it was at\n{told.stack[-MAX_STACK:]}"
+    return state, [
+        ToMaster(Notice(str(worker.who), text)),
+        ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL))),
+    ]
+
+
+def answered(state: AgentState, answer: ToWorker) -> tuple[AgentState, list[Command]]:
+    """Forward a master's answer to its worker."""
+    worker = state.find(answer.worker.role, answer.worker.rank)
+    if worker is None or worker.who != answer.worker:
+        return state, []
+    asks = {n: ask for n, ask in state.asks.items() if n != (worker.id, answer.message.number)}
+    return replace(state, asks=asks), [ToLink(worker.id, answer.message)]
+
+
+def runs(state: AgentState, worker: Worker) -> tuple[AgentState, list[Command]]:
+    """The worker enters the user's code, in the generation of the present view, even if started for an earlier one."""
+    views = {role.name: role for role in state.view.roles} if state.view else {}
+    generation = views[worker.who.role].generation if worker.who.role in views else 0
+    state = state.with_worker(replace(worker, running=True, generation=generation))
+    return state, [ToMaster(WorkerRunning(worker.who, generation))]
+
+
+def timer_expired(state: AgentState, event: TimerExpired) -> tuple[AgentState, list[Command]]:
+    """A worker, or a process that it has started, did not release a torch timer in time."""
+    worker = next((each for each in state.workers.values() if each.pid == event.session), None)
+    scopes = ", ".join(repr(scope) for scope in event.scopes[:3])
+    if worker is None:
+        # The pid may have been reused.
+        text = f"timer {scopes} of process {event.pid}, which belongs to no worker of this node, has expired"
+        return state, [ToMaster(Notice(state.node, text))]
+    text = f"its timer {scopes} has expired"
+    told = Notice(str(worker.who), f"{text}: process {event.pid} is sent {signal_name(event.signal)}")
+    return state.with_worker(replace(worker, expired=text)), [
+        ToMaster(told),
+        Signal(event.pid, event.signal),
+    ]
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL``, or the number of a signal without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def link_closed(state: AgentState, event: LinkClosed) -> tuple[AgentState, list[Command]]:
+    """A link normally ends with its process: check again after `ENDING` seconds."""
+    worker = state.workers.get(event.id)
+    if worker is None or worker.sent is not None:
+        return state, []
+    return state, [After(ENDING, StillWithoutLink(event.id))]
+
+
+def still_without_link(state: AgentState, event: StillWithoutLink) -> tuple[AgentState, list[Command]]:
+    """Report a worker that still lives some time after its link has ended."""
+    worker = state.workers.get(event.id)
+    if worker is None:
+        return state, []
+    text = "closed its link to the agent and runs on; only its exit can be seen now"
+    return state, [ToMaster(Notice(str(worker.who), text))]
 
 
 def step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:

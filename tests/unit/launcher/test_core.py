@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from tests.unit.launcher.agent import KILL, OTHER, TERM, TORCH, Agent, launch, spawn, store, worker
 from unirun.errors import Refused
+from unirun.launcher.core import ENDING
 from unirun.launcher.environment import FRESH
 from unirun.launcher.events import (
     Abandon,
@@ -26,7 +27,6 @@ from unirun.launcher.events import (
     ToMaster,
     ToSpawner,
 )
-from unirun.launcher.worker_messages import ENDING
 from unirun.values import WorkerId
 from unirun.wire.messages import Hello, Message, RoleView, Shutdown, StopWorkers, View, WorkerView
 from unirun.wire.reports import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.launcher.agent import INT, KILL, OTHER, TERM, TORCH, Agent, launch, spawn, store, worker
+from unirun.launcher.core import EXIT_LIMIT
 from unirun.launcher.environment import FRESH
 from unirun.launcher.events import (
     LOST_GRACE,
@@ -23,7 +24,6 @@ from unirun.launcher.events import (
     ToMaster,
     ToSpawner,
 )
-from unirun.launcher.worker_messages import EXIT_LIMIT
 from unirun.values import WorkerId
 from unirun.wire.messages import PassOn, Shutdown, StopWorkers
 from unirun.wire.reports import (
