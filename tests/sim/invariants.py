@@ -43,7 +43,7 @@ from unirun.failover.transition import VIEW_DELAY
 from unirun.failover.views import leader
 from unirun.launcher import events
 from unirun.launcher.core import EXIT_LIMIT
-from unirun.launcher.state import AgentState
+from unirun.launcher.events import AgentState
 from unirun.wire.messages import Drain, Message, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, WorkerExited
 from unirun.wire.spawning import StoreEnded, StoreOpened

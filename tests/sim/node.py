@@ -17,9 +17,9 @@ from unirun.errors import StoreError
 from unirun.failover.offers import AgentTask
 from unirun.launcher import core, events
 from unirun.launcher.environment import SpawnerKey
+from unirun.launcher.events import AgentState, holdings
 from unirun.launcher.orders import Orders
 from unirun.launcher.standby import PATIENCE, STEADY, Attempts, start_at, turns
-from unirun.launcher.state import AgentState, holdings
 from unirun.rendezvous.election import leader_of
 from unirun.rendezvous.keys import job_prefix
 from unirun.values import Engine, Place

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from unirun.failover.events import Command, Event
     from unirun.failover.state import JobState
     from unirun.launcher import events
-    from unirun.launcher.state import AgentState
+    from unirun.launcher.events import AgentState
     from unirun.rendezvous.store.memory import MemoryStore
     from unirun.rendezvous.store.protocol import Store
 

@@ -22,8 +22,8 @@ from unirun.failover.silence import FENCE
 from unirun.failover.views import addresses_of, welcome
 from unirun.launcher import core, events
 from unirun.launcher.contact import Contact
-from unirun.launcher.ends import end_of, masked
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers, mask_of
+from unirun.launcher.events import AgentState, end_of, holdings, masked
 from unirun.launcher.logs import LogFollower
 from unirun.launcher.notes import Notes, tail
 from unirun.launcher.orders import Orders
@@ -38,7 +38,6 @@ from unirun.launcher.process import (
     takes_signal,
 )
 from unirun.launcher.standby import following
-from unirun.launcher.state import AgentState, holdings
 from unirun.launcher.timers import Expiry, TimerPipe, session_of
 from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
 from unirun.launcher.witness import Witness

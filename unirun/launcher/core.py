@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from unirun.errors import Refused
-from unirun.launcher.ends import short_end, short_error
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import (
     Abandon,
     After,
+    AgentState,
     Command,
     Event,
     FromSpawner,
@@ -47,8 +47,10 @@ from unirun.launcher.events import (
     Unwatch,
     Watch,
     Worker,
+    held,
+    short_end,
+    short_error,
 )
-from unirun.launcher.state import AgentState, held
 from unirun.values import Engine
 from unirun.wire.asking import Ask, ToWorker
 from unirun.wire.messages import ExitAck, Hello, PassOn, Shutdown, StopWorkers, View, updated, whole

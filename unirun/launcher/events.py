@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import signal
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from signal import SIGTERM
 
 from msgspec import field
+from msgspec.structs import replace
 
+from unirun.failover.state import MESSAGE, NOTE, TAIL, TRACEBACK, beginning, ending
 from unirun.launcher.environment import SpawnerKey
 from unirun.spec.job import Probe
+from unirun.spec.secrets import Mask
 from unirun.values import Value, WorkerId
 from unirun.wire.asking import ToWorker
 from unirun.wire.messages import ExitAck, Message, PassOn, Shutdown, StopWorkers, View
-from unirun.wire.reports import CallCount, Cause, Health, Serving, WorkerError
+from unirun.wire.reports import (
+    CallCount,
+    Cause,
+    Ending,
+    EngineWeights,
+    FromWorker,
+    Health,
+    Held,
+    HeldStore,
+    Notice,
+    Serving,
+    Stuck,
+    WorkerError,
+    WorkerExited,
+)
 from unirun.wire.spawning import ServeStore, Spawn, StoreEnded
 
 
@@ -298,3 +317,166 @@ Command = (
     | Unwatch
     | Leave
 )
+
+
+# The ends of workers as an agent keeps them: the last lines of output, and messages and tracebacks cut to size.
+#
+# A worker may report 300 KB; its log and its error file have all of it. While a job has no master, an agent keeps the
+# ends of all its workers, and sends them to the next master in one message.
+
+TAIL_LINES = 12
+TAIL_BYTES = 1 << 14
+"""Limits of the part of a failed worker's output that goes into the report."""
+
+WORDS = 4 << 20
+"""Limit in bytes of JSON of all errors, notes and tails in one `Join`. The rest of it takes as much for 10 000
+workers."""
+
+WHOLE = 16
+"""Number of failures that are not shortened when not all fit: the first ones, which probably caused the others."""
+
+_TRACKERS = re.compile(
+    r"(/[\w.+~@-]+)*/resource_tracker\.py:\d+: UserWarning: resource_tracker: (There appear to be |').*\n?"
+    r"(  warnings\.warn\(.*\n?)?"
+)
+"""Warnings of a resource tracker that removes what a dead process has left: its end is the reason for them. They may
+follow a line that has no end, as that of a progress bar."""
+
+_LEAST = 16
+_EACH = MESSAGE + TRACEBACK + TAIL + NOTE
+
+
+def short_error(error: WorkerError, share: float = 1.0) -> WorkerError:
+    """Cut `error` to the beginning of its message and the end of its traceback."""
+    return replace(
+        error,
+        message=beginning(error.message, _part(MESSAGE, share)),
+        traceback=ending(error.traceback, _part(TRACEBACK, share)),
+    )
+
+
+def short_end(end: WorkerExited, share: float = 1.0) -> WorkerExited:
+    """Cut the texts of `end` to their limits, multiplied by `share`."""
+    return replace(
+        end,
+        error=None if end.error is None else short_error(end.error, share),
+        note=beginning(end.note, _part(NOTE, share)),
+        tail=ending(end.tail, _part(TAIL, share)),
+    )
+
+
+def _part(limit: int, share: float) -> int:
+    return max(_LEAST, int(limit * share))
+
+
+def fitting(held: Iterable[Held]) -> tuple[Held, ...]:
+    """Shorten the texts of `held` workers so that all fit into one message."""
+    workers = tuple(held)
+    failed = sorted((each.exit for each in workers if each.exit is not None and _says(each.exit)), key=_when)
+    if len(failed) * _EACH <= WORDS:
+        return workers
+    whole = {end.worker for end in failed[:WHOLE]}
+    share = (WORDS - WHOLE * _EACH) / (len(failed) * _EACH)
+    return tuple(
+        each if each.exit is None or each.worker in whole else replace(each, exit=short_end(each.exit, share))
+        for each in workers
+    )
+
+
+def masked(message: Message, mask: Mask) -> Message:
+    """A message of a worker without secrets in its texts."""
+    match message:
+        case WorkerError():
+            return replace(message, message=mask(message.message), traceback=mask(message.traceback))
+        case Stuck():
+            return replace(message, why=mask(message.why), stack=mask(message.stack))
+        case Notice():
+            return replace(message, text=mask(message.text))
+        case EngineWeights():
+            return replace(message, problem=mask(message.problem))
+    return message
+
+
+def _says(end: WorkerExited) -> bool:
+    return bool(end.error or end.note or end.tail)
+
+
+def _when(end: WorkerExited) -> float:
+    return end.error.time if end.error is not None else end.time
+
+
+def last_words(stderr: str) -> str:
+    """The last lines of the text, or the stack that faulthandler left; without those that are written after it."""
+    lines = _TRACKERS.sub("", stderr).splitlines()
+    for at in reversed(range(len(lines))):
+        if lines[at].startswith("Fatal Python error"):
+            here = [n for n in range(at, len(lines)) if lines[n].startswith("Current thread")]
+            # faulthandler prints other threads first, and the innermost frame of each thread first.
+            return "\n".join([lines[at], *lines[here[0] if here else at + 1 :]][:TAIL_LINES])
+    return "\n".join(lines[-TAIL_LINES:])
+
+
+def end_of(code: int) -> str:
+    """The end of a process, in words, by its `subprocess.Popen.returncode`."""
+    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+
+
+# The agent's state: what runs on its node, and what was not acknowledged by a master.
+
+
+class AgentState(Value):
+    """The state of an agent. `spawners`: whether each is ready; `stores`: the last requested store of each role.
+
+    `in_place`: the roles whose workers survive the loss of a peer or of the store; `companions`: those that bring
+    weights into engines. `epoch` is the term of the latest master. `launched` is the last ordered incarnation of each
+    rank. `ended` are exits without an acknowledgement, `asks` requests of workers without an answer. `ending` is the
+    decided end of the job, from a master that could not write it to the store.
+    """
+
+    node: str
+    in_place: frozenset[str] = frozenset()
+    companions: frozenset[str] = frozenset()
+    workers: Mapping[int, Worker] = field(default_factory=dict)
+    spawners: Mapping[SpawnerKey, bool] = field(default_factory=dict)
+    stores: Mapping[str, Store] = field(default_factory=dict)
+    view: View | None = None
+    leaving: bool = False
+    epoch: int = 0
+    launched: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    ended: Mapping[WorkerId, Held] = field(default_factory=dict)
+    asks: Mapping[tuple[int, int], FromWorker] = field(default_factory=dict)
+    ending: Ending | None = None
+
+    def with_worker(self, worker: Worker) -> AgentState:
+        """This state with one worker replaced."""
+        return replace(self, workers={**self.workers, worker.id: worker})
+
+    def find(self, role: str, rank: int) -> Worker | None:
+        """The worker of a rank, or None."""
+        return next((w for w in self.workers.values() if (w.who.role, w.who.rank) == (role, rank)), None)
+
+
+def holdings(state: AgentState) -> tuple[tuple[Held, ...], tuple[HeldStore, ...]]:
+    """The workers and stores of this node, for a new master."""
+    live = (held(worker) for worker in state.workers.values())
+    stores = (
+        HeldStore(role, store.request.generation, store.opened, store.ended)
+        for role, store in state.stores.items()
+    )
+    return fitting((*state.ended.values(), *live)), tuple(stores)
+
+
+def held(worker: Worker) -> Held:
+    """The report of a worker that has not ended."""
+    serving = worker.serving
+    return Held(
+        worker=worker.who,
+        pid=worker.pid,
+        running=worker.running,
+        generation=worker.generation,
+        addresses=dict(worker.addresses),
+        serving=serving is not None,
+        recoverable=serving is not None and serving.recoverable,
+        calls=worker.calls,
+        health=worker.health,
+    )

@@ -8,8 +8,7 @@ import re
 import signal
 from pathlib import Path
 
-from unirun.launcher.ends import TAIL_BYTES, last_words
-from unirun.launcher.state import AgentState
+from unirun.launcher.events import TAIL_BYTES, AgentState, last_words
 from unirun.values import Value
 from unirun.wire.messages import Message
 from unirun.wire.spawning import Reaped

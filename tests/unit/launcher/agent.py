@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from unirun.launcher.core import step
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import (
+    AgentState,
     Command,
     Event,
     FromSpawner,
@@ -20,7 +21,6 @@ from unirun.launcher.events import (
     ToSpawner,
     Worker,
 )
-from unirun.launcher.state import AgentState
 from unirun.values import WorkerId
 from unirun.wire.messages import Hello, Message
 from unirun.wire.reports import FromWorker

@@ -17,8 +17,7 @@ from unirun.failover.offers import AgentTask
 from unirun.launcher import core, events
 from unirun.launcher.agent import Agent
 from unirun.launcher.environment import SpawnerKey
-from unirun.launcher.events import Command, Event, Phase, Worker
-from unirun.launcher.state import AgentState
+from unirun.launcher.events import AgentState, Command, Event, Phase, Worker
 from unirun.rendezvous.creation import create_job
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.values import WorkerId

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.launcher.agent import Agent
-from unirun.launcher.events import LinkMessage
-from unirun.launcher.state import holdings
+from unirun.launcher.events import LinkMessage, holdings
 from unirun.values import WorkerId
 from unirun.wire.messages import Hello
 from unirun.wire.reports import CallCount, Calls, FromWorker, Span

@@ -6,9 +6,17 @@ from msgspec.structs import replace
 
 from tests.unit.launcher.agent import TORCH, Agent
 from unirun.failover.state import MESSAGE, NOTE, TAIL, TRACEBACK
-from unirun.launcher.ends import TAIL_LINES, WHOLE, fitting, last_words, short_error
-from unirun.launcher.events import FromSpawner, LinkMessage
-from unirun.launcher.state import AgentState, holdings
+from unirun.launcher.events import (
+    TAIL_LINES,
+    WHOLE,
+    AgentState,
+    FromSpawner,
+    LinkMessage,
+    fitting,
+    holdings,
+    last_words,
+    short_error,
+)
 from unirun.values import WorkerId
 from unirun.wire.aio import frame_of
 from unirun.wire.frames import FrameReader, decode

@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.launcher.agent import worker
+from unirun.launcher.events import AgentState
 from unirun.launcher.notes import tail
-from unirun.launcher.state import AgentState
 from unirun.wire.spawning import Reaped
 
 

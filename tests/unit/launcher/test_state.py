@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from tests.unit.launcher.agent import KILL, TERM, TORCH, Agent, launch, store
-from unirun.launcher.events import Abandon, Instruction, Leave, Led, LinkMessage, Order, ToMaster, ToSpawner
-from unirun.launcher.state import holdings
+from unirun.launcher.events import (
+    Abandon,
+    Instruction,
+    Leave,
+    Led,
+    LinkMessage,
+    Order,
+    ToMaster,
+    ToSpawner,
+    holdings,
+)
 from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, Hello, Message, RoleView, Shutdown, StopWorkers, View
 from unirun.wire.reports import (

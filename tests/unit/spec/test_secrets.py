@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from unirun.errors import RendezvousError, SpecError
-from unirun.launcher.ends import masked
 from unirun.launcher.environment import mask_of, with_env_files
+from unirun.launcher.events import masked
 from unirun.spec.job import JobSpec
 from unirun.spec.parse import parse_job
 from unirun.spec.secrets import MASK, Mask, read_env_file
