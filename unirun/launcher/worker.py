@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import errno
 import faulthandler
 import importlib.machinery
 import io
@@ -22,15 +23,64 @@ import time
 import traceback
 import types
 from pathlib import Path
+from typing import Any
 
 from unirun.errors import UnirunError
 from unirun.failover.permanent import is_permanent
-from unirun.launcher.output import outlast_full_disks
 from unirun.launcher.process import set_command_line, set_title
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.link import open_link
 from unirun.wire.reporting import report, report_error
 from unirun.wire.reports import WorkerError
+
+# A worker's stdout and stderr, which are log files: a full disk loses output, and ends no worker.
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class LogFile(io.FileIO):
+    """A log file whose writes succeed when the disk is full. Lost bytes are counted, and noted when there is room."""
+
+    lost = 0
+
+    def write(self, data: Any) -> int:
+        """Write, or lose it. Raises OSError for other reasons than a full disk."""
+        try:
+            if self.lost:
+                super().write(f"\n[unirun: the disk was full, {self.lost} bytes are lost]\n".encode())
+                self.lost = 0
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            size = memoryview(data).nbytes
+            self.lost += size
+            return size
+
+
+def outlast_full_disks() -> None:
+    """Let ``sys.stdout`` and ``sys.stderr`` write to their descriptors as a `LogFile`, and be unbuffered as under
+    ``python -u``."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, name)
+        if not isinstance(old, io.TextIOWrapper):
+            # The user's site packages have replaced it.
+            continue
+        old.flush()
+        raw = LogFile(number, "wb", closefd=False)
+        raw.name = old.name
+        fresh = io.TextIOWrapper(
+            raw,
+            encoding=old.encoding,
+            errors=old.errors,
+            newline="\n",
+            line_buffering=old.line_buffering,
+            write_through=True,
+        )
+        fresh.mode = "w"  # type: ignore[misc]
+        setattr(sys, name, fresh)
+        setattr(sys, f"__{name}__", fresh)
+
 
 MAX_MESSAGE = 1 << 16
 MAX_TRACEBACK = 1 << 18
