@@ -38,7 +38,7 @@ DRAWN_SIDEWAYS = {("rendezvous", "observe")}
 TORCH_ROOMS = frozenset({"roles", "weights", "train", "experiments"})
 TORCH_MODULES = frozenset(
     {
-        *(f"unirun.launcher.{name}" for name in ("child", "preloaded", "renewal", "doctor.collective")),
+        *(f"unirun.launcher.{name}" for name in ("child", "preloaded", "doctor.collective")),
         *(f"unirun.rendezvous.torchrun.{name}" for name in ("backend", "handler")),
     }
 )
