@@ -26,8 +26,7 @@ from unirun.launcher.environment import FRESH, SpawnerKey, for_workers, mask_of
 from unirun.launcher.events import AgentState, end_of, holdings, masked
 from unirun.launcher.logs import LogFollower
 from unirun.launcher.notes import Notes, tail
-from unirun.launcher.orders import Orders
-from unirun.launcher.ports import PortBook
+from unirun.launcher.orders import Orders, PortBook
 from unirun.launcher.probes import Probing
 from unirun.launcher.process import (
     BOOT,

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from unirun.errors import RendezvousError
-from unirun.launcher.ports import PortBook, is_free
+from unirun.launcher.orders import PortBook, is_free
 from unirun.values import Place
 
 HOST = "127.0.0.1"
