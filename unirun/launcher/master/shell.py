@@ -7,16 +7,20 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from unirun.errors import IllegalTransition, Refused, StoreError, WireError
+from unirun.failover.arrivals import trouble
 from unirun.failover.crashes import STORY, Crash, crash_of
 from unirun.failover.events import (
     After,
     AgentLost,
+    Arrived,
     Command,
     Event,
     Finish,
@@ -30,27 +34,243 @@ from unirun.failover.events import (
     ToWatchers,
     order_text,
 )
+from unirun.failover.offers import AgentTask, versions
 from unirun.failover.persistence.context_store import ContextStore
 from unirun.failover.restart_or_end import shutdown_order
 from unirun.failover.state import JOB_ENDS, JobState, Verdict
 from unirun.failover.status_views import farewell, present, status_of
-from unirun.launcher.master.admission import Admission
+from unirun.failover.views import welcome, whole_view
 from unirun.launcher.master.beats import OWNER_TIMEOUT, Beats, unheard
-from unirun.launcher.master.status_file import StatusFile
-from unirun.launcher.master.visitors import Visitors, tell_all
 from unirun.launcher.master.writer import Writer
 from unirun.observe.events import EventLog, LineLog, led_to
 from unirun.observe.jobdir import JobDir, ProcessWatch
-from unirun.observe.status import JobStatus
+from unirun.observe.status import JobStatus, write_status
 from unirun.rendezvous.election import Term
 from unirun.values import Value
+from unirun.wire.address import Address, TcpAddress
 from unirun.wire.aio import Server, Stream, frame_of
 from unirun.wire.asking import Ask
 from unirun.wire.credentials import load_credentials
 from unirun.wire.frames import finite
-from unirun.wire.messages import Appointed, Attach, Beat, Drain, Message, Offer, PassOn, Shutdown, Stop, Visit
-from unirun.wire.reporting import report
-from unirun.wire.reports import FromWorker, Join, Knock, Notice, Sample
+from unirun.wire.messages import (
+    Appointed,
+    Assigned,
+    Attach,
+    Beat,
+    Dismissed,
+    Drain,
+    Ended,
+    Grow,
+    Message,
+    Offer,
+    PassOn,
+    Ready,
+    Shutdown,
+    Stop,
+    View,
+    Visit,
+)
+from unirun.wire.reporting import report, report_error
+from unirun.wire.reports import FromWorker, Join, Knock, Notice, Sample, ViewWanted
+
+# The file with the status of a job: written at most every so often, and by a thread, so that no event waits for it.
+
+DELAY, MAX_DELAY = 0.02, 1.0
+"""Seconds in which changes are gathered into one writing: ten times the processor time that it takes, within these."""
+
+
+class StatusFile:
+    """The status file of one master. `snapshot` returns a function that makes the current status, None when nothing is
+    to be written any more; `failed` is called with the reason when a write fails."""
+
+    def __init__(
+        self,
+        job: JobDir,
+        snapshot: Callable[[], Callable[[], JobStatus] | None],
+        failed: Callable[[str], None],
+    ) -> None:
+        self._job, self._snapshot, self._failed = job, snapshot, failed
+        self._one_by_one = asyncio.Lock()
+        self._news = asyncio.Event()
+        self._took = 0.0
+        self._written = 0
+
+    def write_soon(self) -> None:
+        """Write it in a moment: more may change until then."""
+        self._news.set()
+
+    async def write(self) -> None:
+        """Write it now."""
+        async with self._one_by_one:
+            self._news.clear()
+            status = self._snapshot()
+            if status is not None and (problem := await asyncio.to_thread(self._replace, status)):
+                # A full disk must not end a job that can go on; the next change tries again.
+                self._failed(problem)
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Write it after each change, and for the last time at the end: an event that comes later, such as the end of a
+        stream, writes nothing."""
+        task = asyncio.ensure_future(self._keep())
+        try:
+            yield
+        finally:
+            async with self._one_by_one:
+                # A thread that writes cannot be cancelled.
+                task.cancel()
+            await self.write()
+
+    async def _keep(self) -> None:
+        while True:
+            await self._news.wait()
+            await asyncio.sleep(min(max(DELAY, 10 * self._took), MAX_DELAY))
+            try:
+                await self.write()
+            except Exception as error:  # noqa: BLE001 - a status that cannot be made must not end a job
+                report_error(error)
+
+    def _replace(self, status: Callable[[], JobStatus]) -> str:
+        """Replace the file, and return the reason why it could not be written; empty when it was, or was not to be."""
+        began = time.thread_time()
+        made, problem = status(), ""
+        if self._another_writes():
+            return ""
+        try:
+            write_status(self._job, made)
+        except OSError as error:
+            problem = f"the state cannot be written: {error}"
+        # One of its files may have been replaced even so.
+        self._written = _written_at(self._job.state)
+        self._took = time.thread_time() - began
+        return problem
+
+    def _another_writes(self) -> bool:
+        """Return True if another master has written the status since this one did: then the term of this one
+        is over, though it has not been told yet."""
+        return self._written != 0 and _written_at(self._job.state) not in (0, self._written)
+
+
+def _written_at(path: Path) -> int:
+    """The time at which a file was written, in nanoseconds; 0 when it is not there."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+# Processes outside the job that call its workers: they are told what workers are told of each other.
+
+
+class Visitors:
+    """The streams of all visitors. `state` gives the present state, as far as it is stored; `apply` takes a step."""
+
+    def __init__(self, state: Callable[[], JobState], apply: Callable[[Event], bool]) -> None:
+        self._state, self._apply = state, apply
+        self._streams: set[Stream] = set()
+
+    async def follow(self, stream: Stream) -> None:
+        """Serve a visitor until it leaves."""
+        self._streams.add(stream)
+        try:
+            stream.send(welcome(self._view(), self._state().spec))
+            if (end := farewell(self._state())) is not None:
+                stream.send(end)
+            while True:
+                message = await stream.receive()
+                if isinstance(message, ViewWanted):
+                    stream.send(self._view())
+                elif isinstance(message, Grow):
+                    self._apply(message)
+        except WireError:
+            return
+        finally:
+            self._streams.discard(stream)
+
+    def tell(self, message: View | Ended) -> None:
+        """Send `message` to all of them."""
+        tell_all(self._streams, message)
+
+    def _view(self) -> View:
+        state = self._state()
+        return whole_view(state, state.told.number if state.told else 0)
+
+
+def tell_all(streams: Collection[Stream], message: Message) -> None:
+    """Send `message`, which is encoded once."""
+    if streams:
+        frame = frame_of(message)
+        for stream in streams:
+            stream.send_frame(frame)
+
+
+# The admission of nodes to the running job: the master's side of their streams.
+
+BIND = 30.0
+"""Seconds in which a node that has its task must have bound its endpoints."""
+
+
+class Admission:
+    """Answers nodes that make an offer, as the lobby does before the job has begun.
+
+    `address` is where the master listens, by TCP in a job of several hosts. `state` gives the present state, and
+    `apply` takes a step.
+    """
+
+    def __init__(
+        self,
+        job: JobDir,
+        address: Address,
+        state: Callable[[], JobState],
+        apply: Callable[[Event], bool],
+    ) -> None:
+        self._job, self._address, self._state, self._apply = job, address, state, apply
+        self._guests: dict[str, Stream] = {}
+
+    async def hear(self, offer: Offer, stream: Stream) -> None:
+        """Give a node its task. When it has bound its endpoints, it is a part of the job."""
+        if not isinstance(self._address, TcpAddress):
+            refusal: Dismissed | None = Dismissed(
+                "the job runs on one host", "start it with --hosts or --nnodes"
+            )
+        elif stream.peer not in ("", offer.node):
+            refusal = Dismissed(
+                f"its certificate is that of node {stream.peer}, and it says that it is {offer.node}"
+            )
+        elif offer.node in self._guests:
+            refusal = Dismissed(
+                f"a node called {offer.node} is joining already", "give it another name: --node-name"
+            )
+        else:
+            refusal = trouble(self._state(), offer, versions())
+        if refusal is not None:
+            stream.send(refusal)
+            return
+        assert isinstance(self._address, TcpAddress)
+        self._guests[offer.node] = stream
+        try:
+            # A node that goes away before it is ready has changed nothing.
+            with suppress(WireError, TimeoutError):
+                stream.send(self._assigned(offer.node, self._address))
+                async with asyncio.timeout(BIND):
+                    word = await stream.receive()
+                if isinstance(word, Ready):
+                    self._apply(Arrived(offer))
+                    # The answer is sent when that is in the store; then the node ends the stream.
+                    await stream.receive()
+        finally:
+            del self._guests[offer.node]
+
+    def answer(self, node: str, message: Message) -> None:
+        """Tell a node what was decided."""
+        if node in self._guests:
+            self._guests[node].send(message)
+
+    def _assigned(self, node: str, head: TcpAddress) -> Assigned:
+        state, job = self._state(), self._job
+        task = AgentTask(state.spec, node, (*state.nodes, node), "", "")
+        return Assigned(job.run_id, job.uid, task.to_json(), head, job.shared_store)
+
 
 GOODBYE = 5.0
 """Seconds that agents and watchers have to close their streams at the end."""

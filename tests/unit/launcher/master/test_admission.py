@@ -15,7 +15,7 @@ from tests.unit.failover.losses import scripts
 from unirun.collocation import Node
 from unirun.failover.events import Arrived, Event
 from unirun.failover.offers import AgentTask, versions
-from unirun.launcher.master.admission import Admission
+from unirun.launcher.master.shell import Admission
 from unirun.observe.jobdir import JobDir
 from unirun.wire.address import Address, TcpAddress, UnixAddress
 from unirun.wire.aio import Stream

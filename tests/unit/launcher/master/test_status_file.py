@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.failover.job import Job
 from unirun.failover.status_views import status_of
-from unirun.launcher.master.status_file import StatusFile
+from unirun.launcher.master.shell import StatusFile
 from unirun.observe.jobdir import JobDir
 
 
