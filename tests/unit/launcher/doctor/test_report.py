@@ -5,8 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from tests.unit.launcher.doctor.hosts import alike, links, names, with_host
-from unirun.launcher.doctor.judge import findings
-from unirun.launcher.doctor.report import lines
+from unirun.launcher.doctor.judge import findings, lines
 from unirun.launcher.doctor.values import AllReduce, Examination, Link
 
 
