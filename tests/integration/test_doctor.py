@@ -14,8 +14,7 @@ from tests.testbed.fixtures import available
 from tests.testbed.host import HOME, Host
 from tests.testbed.hosts import Hosts
 from tests.testbed.slurm import Slurm
-from unirun.launcher.doctor.channels import by_ssh
-from unirun.launcher.doctor.examine import pre_check
+from unirun.launcher.doctor.examine import by_ssh, pre_check
 from unirun.launcher.hosts.hostlist import Host as Named
 from unirun.launcher.hosts.hostlist import parse_hosts
 

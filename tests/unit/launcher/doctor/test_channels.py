@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from unirun.errors import FrameError, RendezvousError
-from unirun.launcher.doctor.channels import Channel
+from unirun.launcher.doctor.examine import Channel
 from unirun.launcher.doctor.requests import (
     Failed,
     Listening,
