@@ -17,11 +17,16 @@ from msgspec.structs import replace
 from unirun.errors import FrameError, RendezvousError
 from unirun.launcher.doctor.judge import bad_hosts, broken_links
 from unirun.launcher.doctor.requests import (
+    AllReduce,
     AllReduceAs,
     Answer,
+    Clock,
+    Examination,
     Failed,
     Find,
     Found,
+    HostReport,
+    Link,
     Listen,
     Listening,
     Load,
@@ -38,7 +43,6 @@ from unirun.launcher.doctor.requests import (
     to_answer,
     to_line,
 )
-from unirun.launcher.doctor.values import AllReduce, Clock, Examination, HostReport, Link
 from unirun.launcher.hosts.connection import explain, on_host
 from unirun.launcher.hosts.hostlist import Host
 

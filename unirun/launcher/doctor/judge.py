@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median, median_high, median_low
 
-from unirun.launcher.doctor.values import AllReduce, Examination, Facts, Finding, HostReport, Link
+from unirun.launcher.doctor.requests import AllReduce, Examination, Facts, Finding, HostReport, Link
 
 CLOCKS = 0.25
 """Seconds by which a clock may differ from the median of all. Certificates and leases need less, logs look odd."""

@@ -23,6 +23,7 @@ from unirun.failover.offers import versions
 from unirun.launcher.doctor.requests import (
     AllReduceAs,
     Answer,
+    Facts,
     Failed,
     Find,
     Found,
@@ -42,7 +43,6 @@ from unirun.launcher.doctor.requests import (
     to_line,
     to_request,
 )
-from unirun.launcher.doctor.values import Facts
 from unirun.launcher.hosts.interfaces import choose, interface_of, reachable_address, route_to
 
 # The facts that a host reports of itself, without torch and without a CUDA context.

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tests.unit.launcher.doctor.hosts import BANDWIDTH, RTT, alike, but, links, names, with_host
 from unirun.launcher.doctor.judge import bad_hosts, findings
-from unirun.launcher.doctor.values import AllReduce, Clock, Examination, Link
+from unirun.launcher.doctor.requests import AllReduce, Clock, Examination, Link
 
 COUNTS = st.integers(3, 9)
 ANOTHER = {

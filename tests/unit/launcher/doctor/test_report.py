@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from tests.unit.launcher.doctor.hosts import alike, links, names, with_host
 from unirun.launcher.doctor.judge import findings, lines
-from unirun.launcher.doctor.values import AllReduce, Examination, Link
+from unirun.launcher.doctor.requests import AllReduce, Examination, Link
 
 
 def text(found: Examination) -> str:
