@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from tests.effort import SOON
 from tests.unit.launcher.foreground.screen import Screen
-from unirun.launcher.foreground.console import Console
-from unirun.launcher.foreground.live import LiveLine
+from unirun.launcher.foreground.console import Console, LiveLine
 
 SIZES = pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (1, 1)])
 TEXT = "3.6 s  actor 0/4  rollout 0/4  critic 0/4  reward 0/16  importing torch and two more modules"
