@@ -19,9 +19,8 @@ from unirun.collocation import Inventory, local_inventory
 from unirun.collocation.host import told_topology
 from unirun.errors import RendezvousError, UsageError
 from unirun.launcher.foreground.terminal import warn
-from unirun.launcher.hosts.byhand import Meeting, is_here, run_head, run_member
+from unirun.launcher.hosts.byhand import Meeting, is_here, run_head, run_member, shared_secret, token_of_job
 from unirun.launcher.hosts.hostlist import Host, parse_hosts, read_hostfile
-from unirun.launcher.hosts.token import shared_secret, token_of_job
 from unirun.launcher.planned import PlannedJob, plan
 from unirun.launcher.slurm.allocation import SRUN, Allocation, read_allocation
 from unirun.launcher.slurm.firstnode import outliving_the_script

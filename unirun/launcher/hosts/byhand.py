@@ -7,18 +7,22 @@ ranks, and leaves with the job's exit code.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from unirun.collocation import Inventory
-from unirun.errors import AuthError, RendezvousError, WireError
-from unirun.failover.offers import inventory_of, misfits, versions
+from unirun.errors import AuthError, JobError, RendezvousError, UnirunError, WireError
+from unirun.failover.offers import Unfit, inventory_of, misfits, versions
 from unirun.launcher.foreground.terminal import drop_input, warn
+from unirun.launcher.hosts.connection import carried, reach
+from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.interfaces import choose, is_own, resolve, route_to
 from unirun.launcher.hosts.lobby import Lobby, assign, part, refusal
 from unirun.launcher.hosts.member import offer, take_part
@@ -26,6 +30,8 @@ from unirun.launcher.launch import Head, launch, leave, task_of
 from unirun.launcher.local import RunningJob, start_agent
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import adopt_orphans, spare_descriptors
+from unirun.observe.jobdir import unirun_home
+from unirun.observe.ownership import make_private
 from unirun.rendezvous.creation import new_uid
 from unirun.rendezvous.ownetcd import store_for
 from unirun.values import Value
@@ -34,11 +40,11 @@ from unirun.wire.aio import Server
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.certificates import temporary
 from unirun.wire.credentials import Credentials
-from unirun.wire.handshake import Token
-from unirun.wire.messages import Assigned, Dismissed, Go
+from unirun.wire.handshake import Token, load_token, new_token
+from unirun.wire.messages import Assigned, Dismissed, Go, Invite, Ready
 from unirun.wire.sockets import listen_tcp
 
-AGAIN = 0.2
+HEAD_INTERVAL = 0.2
 """Seconds after which a node that the head does not answer yet tries again."""
 
 
@@ -189,7 +195,7 @@ def _reach_head(meeting: Meeting, credentials: Credentials) -> BlockingStream:
         if not told and time.monotonic() > end - meeting.timeout + 3.0:
             told = True
             warn(f"waiting for the head at {meeting.host}:{meeting.port}")
-        time.sleep(AGAIN)
+        time.sleep(HEAD_INTERVAL)
 
 
 def _follow(running: RunningJob, *, quiet: bool) -> int:
@@ -204,3 +210,120 @@ def _follow(running: RunningJob, *, quiet: bool) -> int:
 def is_here(host: str) -> bool:
     """Return True if the name or address `host` is this host. Raises `RendezvousError` when it has no address."""
     return host in (socket.gethostname(), "localhost") or is_own(resolve(host))
+
+
+# Hosts that ssh reaches become nodes of a running job.
+
+JOIN = 60.0
+"""Seconds that a host has to join."""
+
+
+def join_over_ssh(
+    hosts: Sequence[Host], masters: TcpAddress, token: Token, *, interface: str, insecure: bool
+) -> None:
+    """Let `hosts` join the job whose masters listen at `masters`. Their agents do not depend on this process.
+
+    Raises `RendezvousError` with all hosts that have not joined.
+    """
+    asyncio.run(_join_all(hosts, masters, token, interface, insecure=insecure))
+
+
+async def _join_all(
+    hosts: Sequence[Host], masters: TcpAddress, token: Token, interface: str, *, insecure: bool
+) -> None:
+    unfit: list[Unfit] = []
+
+    async def one(host: Host) -> None:
+        invite = Invite(
+            token=token.hex(),
+            node=host.name,
+            cwd=os.getcwd(),
+            env=carried(os.environ),
+            masters=masters,
+            interface=interface,
+            insecure=insecure,
+        )
+        try:
+            async with asyncio.timeout(JOIN):
+                await _join(host, invite)
+        except TimeoutError:
+            unfit.append(Unfit(host.name, f"it has not joined within {JOIN:g} s", f"try: ssh {host.target}"))
+        except UnirunError as error:
+            unfit.append(Unfit(host.name, error.problem, error.remedy))
+
+    await asyncio.gather(*(one(host) for host in hosts))
+    if unfit:
+        raise refusal(unfit)
+
+
+async def _join(host: Host, invite: Invite) -> None:
+    remote = await reach(host)
+    try:
+        remote.stream.send(invite)
+        await remote.hear(Ready)
+    finally:
+        await remote.close()
+
+
+# The secret that commands on several hosts share: a file that each of them can read, and no other user.
+
+TOKEN_INTERVAL = 0.1
+"""Seconds between two looks whether the head has made the file."""
+
+
+def shared_secret(path: str | None, *, make: bool, timeout: float) -> Token:
+    """The secret in the file at `path`, by default ``token`` in unirun's directory.
+
+    The head makes the default file when it is missing (`make`); the other nodes, which may share the directory, wait
+    for it for `timeout` seconds. Raises `JobError`, also when others can read the file.
+    """
+    if path is not None:
+        return load_token(Path(path))
+    file = unirun_home() / "token"
+    if make:
+        _make(file)
+    end = time.monotonic() + timeout
+    while not _is_there(file) and time.monotonic() < end:
+        time.sleep(TOKEN_INTERVAL)
+    if not file.exists():
+        raise JobError(
+            f"{file} is missing, the secret that this node proves to the head",
+            "copy it from the head (mode 600), or name one with --token-file",
+        )
+    return load_token(file)
+
+
+def token_of_job(secret: Token, name: str) -> Token:
+    """The token of one job among those whose nodes share `secret`: `name` is its id, or where its nodes meet."""
+    return Token(hmac.digest(secret, f"unirun job {name}".encode(), "sha256"))
+
+
+def _make(file: Path) -> None:
+    """Write a new token, unless there is one. It appears whole."""
+    if file.exists():
+        return
+    try:
+        make_private(file.parent)
+        fresh = file.with_name(f"token.{os.getpid()}.new")
+        handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as out:
+            out.write(new_token().hex())
+        try:
+            os.link(fresh, file)
+        except FileExistsError:
+            # Another head was faster.
+            pass
+        finally:
+            fresh.unlink()
+    except OSError as error:
+        raise JobError(
+            f"{file} cannot be written: {error.strerror}", "name a file with --token-file"
+        ) from error
+
+
+def _is_there(file: Path) -> bool:
+    # Listing the directory makes a network file system look again.
+    try:
+        return file.name in os.listdir(file.parent)
+    except OSError:
+        return False
