@@ -23,8 +23,7 @@ from unirun.launcher.hosts.byhand import Meeting, is_here, run_head, run_member,
 from unirun.launcher.hosts.hostlist import Host, parse_hosts, read_hostfile
 from unirun.launcher.planned import PlannedJob, plan
 from unirun.launcher.slurm.allocation import SRUN, Allocation, read_allocation
-from unirun.launcher.slurm.firstnode import outliving_the_script
-from unirun.launcher.slurm.meeting import Place, address_here, find, published
+from unirun.launcher.slurm.firstnode import Place, address_here, find, outliving_the_script, published
 from unirun.rendezvous.store.url import store_url
 from unirun.spec.job import JobSpec
 from unirun.spec.names import is_run_id
