@@ -12,8 +12,8 @@ from unirun.cli.compose import job_spec
 from unirun.collocation import Device, Inventory, Node
 from unirun.errors import UsageError
 from unirun.launcher.hosts.rendered import Containers, compose_file, job_set
-from unirun.launcher.slurm.batch import Batch, batch_script
 from unirun.launcher.slurm.options import parse_slurm
+from unirun.launcher.slurm.submit import Batch, batch_script
 from unirun.spec.job import JobSpec
 from unirun.spec.names import id_stem
 from unirun.spec.yaml import write_yaml

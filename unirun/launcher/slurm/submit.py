@@ -3,20 +3,201 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from unirun.errors import JobError, UnirunError
-from unirun.launcher.slurm.batch import Batch, batch_script
-from unirun.launcher.slurm.options import BatchOptions
-from unirun.observe.batchjob import BatchJob, ask_slurm, write_batch
+from unirun.launcher.slurm.options import BatchOptions, Component
+from unirun.observe.batchjob import VARIABLE, BatchJob, ask_slurm, write_batch
 from unirun.observe.jobdir import JobDir, job_at
 from unirun.observe.ownership import make_private
 from unirun.observe.status import PENDING, JobStatus, RoleStatus, WorkerStatus, is_alive, write_status
 from unirun.rendezvous.creation import cannot_be_made, one_at_a_time
 from unirun.spec.job import JobSpec
+from unirun.values import Value
+
+# The batch script of a job: what Slurm runs on the first node of the allocation.
+
+
+class Batch(Value):
+    """The work of a batch script: ``unirun`` with the arguments `words`, as the job `run_id`.
+
+    A script that somebody else submits has no `run_id`, `cwd`, `home` (``$UNIRUN_HOME``) and `output`: the id of the
+    job is made of its `name` and the number that Slurm gives it, and all else is as where it is submitted.
+    `program` is how unirun is called on the nodes.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    run_id: str | None = None
+    cwd: Path | None = None
+    home: Path | None = None
+    output: str | None = None
+    program: tuple[str, ...] = ("unirun",)
+
+
+_TOGETHER = ("--export=ALL", "--kill-on-bad-exit=0", "--wait=0", "--no-kill")
+"""Options of srun. The tasks have the script's variables also where sbatch was told to pass none on."""
+
+_NO_HOME = "HOME is not set: set UNIRUN_HOME to a directory that the nodes share"
+
+_DEFAULT_HOME = f'"${{UNIRUN_HOME:-${{XDG_STATE_HOME:-${{HOME:?{_NO_HOME}}}/.local/state}}/unirun}}"'
+
+REST = 10
+"""Seconds after the job's end in which the tasks of all nodes end. srun waits for the task of a lost node until Slurm
+has that node down, by default for five minutes, and would keep the other nodes as long."""
+
+_BEFORE = r"""(umask 077; mkdir -p "$job/slurm")
+told() { sed -n 's/.*"ended":[0-9.]*,"code":\([0-9]*\),.*/\1/p' "$job/summary.json" 2>/dev/null; }
+"""
+
+_WAIT = r"""step=$!
+# The other nodes learn from the file that this script lives.
+(trap '' TERM INT HUP USR1 USR2; n=0 over=0
+while kill -0 "$$"; do
+  n=$((n+1)); echo "$n" >"$job/slurm/beat"
+  [ -z "$(told)" ] || over=$((over+1))
+  # Slurm ends with this script what is left of the step.
+  [ "$over" -lt "$rest" ] || kill -KILL "$step"
+  sleep 1
+done) >/dev/null 2>&1 &
+beat=$!
+# Slurm passes no signal on to a step that is about to begin, so it is sent again until one is sent to a job that runs.
+tell() {
+  while kill -0 "$step"; do
+    began=$(sed -n '/"phase":"launching"/!s/.*"phase":.*/yes/p' "$job/summary.json")
+    scancel --signal=TERM "$SLURM_JOB_ID"
+    [ -z "$began" ] || break
+    sleep 1
+  done
+}
+# Not in the background: Slurm may requeue the job, and scancel would then tell the next run.
+trap 'again=yes; tell 2>/dev/null' TERM
+trap again=yes USR1 USR2
+again=yes
+while [ -n "$again" ]; do
+  again=
+  wait "$step" 2>/dev/null
+  last=$?
+  # 127: the shell has told its code before.
+  [ "$last" -eq 127 ] || code=$last
+done
+told=$(told)
+code=${told:-${code:-127}}"""
+
+_REQUEUE = """\
+if [ "$code" -ne 0 ] && scontrol show job "$SLURM_JOB_ID" 2>/dev/null | grep -q 'PreemptTime=[0-9]'; then
+  # Of preempted jobs, Slurm requeues those that it had to kill. Then it ends this script.
+  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+fi"""
+
+
+_FAILED = """\
+failed() { code=$?; echo "unirun: --slurm-setup has failed with $code: $1" >&2; exit "$code"; }"""
+
+
+def batch_script(options: BatchOptions, batch: Batch) -> str:
+    """A script for sbatch, in the language of ``sh``, that runs the job and leaves with its exit code.
+
+    Before the time limit, Slurm sends SIGTERM to the script, which passes it to unirun on all nodes. (srun, which would
+    be nearer, kills the step when it gets SIGTERM.) A job that ends because it is preempted is requeued. When a node is
+    lost, the others go on. srun's exit code is then that of the killed task, so the code is read from the job's
+    directory.
+    """
+    quoted = shlex.quote
+    run_id = f'{batch.name}-"$SLURM_JOB_ID"' if batch.run_id is None else batch.run_id
+    home = _DEFAULT_HOME if batch.home is None else quoted(str(batch.home))
+    lines = [
+        # A login shell has what clusters define for users: the function `module`.
+        "#!/bin/bash -l" if options.setup else "#!/bin/sh",
+        *_directives(options, batch),
+        "",
+        *([] if batch.cwd is None else [f"cd {quoted(str(batch.cwd))} || exit"]),
+        *([_FAILED] if options.setup else []),
+        *(f"eval {quoted(line)} || failed {quoted(line)}" for line in options.setup),
+        f"run_id={run_id}",
+        f'export UNIRUN_HOME={home} {VARIABLE}="$run_id"',
+        'job="$UNIRUN_HOME/jobs/$run_id"',
+        *(f"export {name}={quoted(value)}" for name, value in options.env.items()),
+        f"rest={REST}",
+        'rm -f "$job/summary.json"',
+        "",
+        _BEFORE,
+        f"{_srun(options, batch)} &",
+        _WAIT,
+        *([_REQUEUE] if options.requeue else []),
+        'kill -KILL "$beat" 2>/dev/null',
+        'exit "$code"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _directives(options: BatchOptions, batch: Batch) -> Iterator[str]:
+    """The options of sbatch. Of two with one name the last one counts, so those of the user come last."""
+    left_out = tuple(f"#SBATCH --{name.replace('_', '-')}" for name in options.without)
+    left_out += ("#SBATCH --no-requeue",) if "requeue" in options.without else ()
+    for line in _all_directives(options, batch):
+        if line.partition("=")[0] not in left_out:
+            yield line
+
+
+def _all_directives(options: BatchOptions, batch: Batch) -> Iterator[str]:
+    whole = {
+        "job_name": batch.run_id or batch.name,
+        **options.options,
+        **({} if batch.output is None else {"output": batch.output}),
+        "open_mode": "append",
+        "signal": f"B:TERM@{options.grace}",
+    }
+    for key, value in whole.items():
+        yield _directive(key, value)
+    yield "#SBATCH --no-kill"
+    yield "#SBATCH --requeue" if options.requeue else "#SBATCH --no-requeue"
+    for number, component in enumerate(options.components):
+        if number:
+            yield "#SBATCH hetjob"
+        yield from _of_component(component)
+        yield from (f"#SBATCH {option}" for option in options.extra)
+
+
+def _of_component(component: Component) -> Iterator[str]:
+    for key, value in component.options.items():
+        yield "#SBATCH --exclusive" if (key, value) == ("exclusive", "yes") else _directive(key, value)
+    yield _directive("ntasks_per_node", "1")
+
+
+def _directive(key: str, value: str) -> str:
+    """sbatch reads double quotes in it; options have no quotes in their values."""
+    quoted = value if re.fullmatch(r"[A-Za-z0-9_.+:/@%,=-]*", value) else f'"{value}"'
+    return f"#SBATCH --{key.replace('_', '-')}={quoted}"
+
+
+def _srun(options: BatchOptions, batch: Batch) -> str:
+    """One task on each node. unirun decides what follows from the end of a task and from the loss of a node."""
+    unirun = f'{shlex.join(batch.program)} --rdzv-id "$run_id" {shlex.join(batch.words)}'
+    steps = []
+    for number, component in enumerate(options.components):
+        group = [f"--het-group={number}"] if len(options.components) > 1 else []
+        cpus = component.options.get("cpus_per_task")
+        # Since Slurm 22.05, srun does not take it from the allocation.
+        share = [f"--cpus-per-task={cpus}"] if cpus else []
+        words = ["--ntasks-per-node=1", *_TOGETHER, *group, *share, *_container(component)]
+        steps.append(f"{shlex.join(words)} {unirun}")
+    return f"srun {' : '.join(steps)}"
+
+
+def _container(component: Component) -> list[str]:
+    """Options of pyxis."""
+    image, mounts = component.container_image, component.container_mounts
+    return [
+        *([f"--container-image={image}"] if image else []),
+        *([f"--container-mounts={','.join(mounts)}"] if mounts else []),
+    ]
+
 
 SCRIPT, OUTPUT = "batch.sh", "output.log"
 """Files in the directory of the batch job."""

@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.effort import examples
-from unirun.launcher.slurm.batch import Batch, batch_script
 from unirun.launcher.slurm.options import parse_slurm
+from unirun.launcher.slurm.submit import Batch, batch_script
 
 
 def of_job(words: Sequence[str], folder: Path) -> Batch:
