@@ -18,9 +18,8 @@ from unirun.errors import UnirunError
 from unirun.launcher.preloaded import PreloadedModules, leave_files
 from unirun.launcher.process import adopt_orphans, kill_children, set_title
 from unirun.launcher.spawner import work
-from unirun.launcher.warm.files import LoadedFiles
+from unirun.launcher.warm.files import VARIABLE, LoadedFiles, folders_of, take_over
 from unirun.launcher.warm.likeness import Description, differences, state_of, unlike
-from unirun.launcher.warm.searchpath import VARIABLE, folders_of, take_over
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.spawning import Borrow, Declined
 

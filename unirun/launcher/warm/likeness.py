@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unirun.launcher.environment import counts_at_import
-from unirun.launcher.warm import searchpath
-from unirun.launcher.warm.searchpath import folders_of, found_elsewhere
+from unirun.launcher.warm import files
+from unirun.launcher.warm.files import folders_of, found_elsewhere
 from unirun.values import Value
 from unirun.wire.spawning import Borrow
 
@@ -156,7 +156,7 @@ def unlike(there: Description, wanted: Borrow) -> list[str]:
         reasons.append(f"Python is {wanted.executable}, there {there.executable}")
     if wanted.unirun != there.unirun:
         reasons.append(f"unirun is {wanted.unirun}, there {there.unirun}")
-    path = folders_of(wanted.env.get(searchpath.VARIABLE), wanted.cwd)
+    path = folders_of(wanted.env.get(files.VARIABLE), wanted.cwd)
     if why := found_elsewhere(there.path, path, there.imported):
         reasons.append(why)
     if more := [name for name in there.modules if name not in wanted.modules]:
@@ -164,7 +164,7 @@ def unlike(there: Description, wanted: Borrow) -> list[str]:
     names = {*there.variables, *filter(counts_in_warm, wanted.env)}
     if there.every_variable:
         names |= set(wanted.env) - OF_SHELLS
-    names.discard(searchpath.VARIABLE)
+    names.discard(files.VARIABLE)
     here = {name: wanted.env[name] for name in names if name in wanted.env}
     known = {name: value for name, value in there.variables.items() if value is not None and name in names}
     return reasons + differences(here, known)

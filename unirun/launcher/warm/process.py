@@ -26,11 +26,10 @@ from msgspec import to_builtins
 from unirun.launcher.environment import for_workers
 from unirun.launcher.preloaded import PreloadedModules
 from unirun.launcher.process import ignore_signals, set_title, spare_descriptors
-from unirun.launcher.warm import searchpath
-from unirun.launcher.warm.files import LoadedFiles, imported
+from unirun.launcher.warm import files as searchpath
+from unirun.launcher.warm.files import LoadedFiles, folders_of, imported
 from unirun.launcher.warm.lending import STALE, lend
 from unirun.launcher.warm.likeness import DESCRIPTION, OF_SHELLS, SOCKET, Description, counts_in_warm, peer_of
-from unirun.launcher.warm.searchpath import folders_of
 from unirun.wire.address import unix_address
 
 LOOK = 60.0

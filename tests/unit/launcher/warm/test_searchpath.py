@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unirun.launcher.warm.searchpath import folders_of, found_elsewhere, take_over
+from unirun.launcher.warm.files import folders_of, found_elsewhere, take_over
 
 IMPORTED = {"torch": "/venv/torch/__init__.py", "random": "/usr/lib/random.py", "time": ""}
 
