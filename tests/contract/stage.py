@@ -31,8 +31,8 @@ from unirun.errors import WorkerLost
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.group import RoleGroup, role_group
+from unirun.roles.calls.open_call import InvocationRef
 from unirun.roles.calls.policy import invocations
-from unirun.roles.calls.refs import InvocationRef
 from unirun.roles.peers import Peer, Peers
 from unirun.roles.transport import inproc
 from unirun.roles.transport.inproc import InprocTransport

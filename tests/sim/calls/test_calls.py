@@ -17,8 +17,8 @@ from tests.sim.calls.role import ROLE, Desk, Role, Seen
 from unirun.errors import WorkerLost
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.group import role_group
+from unirun.roles.calls.open_call import InvocationRef
 from unirun.roles.calls.policy import IDEMPOTENT_RETRIES, invocations
-from unirun.roles.calls.refs import InvocationRef
 from unirun.values import WorkerId
 
 BLOCK = 100

@@ -23,12 +23,10 @@ from typing import Any
 from unirun.errors import CallError, WorkerLost
 from unirun.roles.calls.codec import dump
 from unirun.roles.calls.counting import CallBook
-from unirun.roles.calls.deadlines import Deadlines
 from unirun.roles.calls.dispatcher import OPEN_RPC
 from unirun.roles.calls.envelope import encode_address, refused_for
-from unirun.roles.calls.open_call import Method, OpenCall
+from unirun.roles.calls.open_call import Deadlines, InvocationRef, Method, OpenCall
 from unirun.roles.calls.policy import ANY, DEFAULT, Invocation, called_ranks
-from unirun.roles.calls.refs import InvocationRef
 from unirun.roles.calls.reliable import Part, ReliableChannel
 from unirun.roles.calls.reported_losses import ReportedLosses
 from unirun.roles.calls.sharding import rearranged, split

@@ -11,9 +11,8 @@ from unirun.collocation.graph import show_ranks
 from unirun.errors import UsageError
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import DESCRIBE
-from unirun.roles.calls.open_call import Method
+from unirun.roles.calls.open_call import InvocationRef, Method, wait
 from unirun.roles.calls.policy import ANY, DEFAULT, Invocation, Target, with_options
-from unirun.roles.calls.refs import InvocationRef, wait
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -2,24 +2,79 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from unirun.errors import EncodingError, InvocationTimeout, WorkerLost
+from unirun.errors import EncodingError, InvocationTimeout, UsageError, WorkerLost
 from unirun.roles.calls.codec import load
 from unirun.roles.calls.counting import Count
-from unirun.roles.calls.deadlines import Deadlines
 from unirun.roles.calls.dispatcher import outcome_of
 from unirun.roles.calls.envelope import INTERRUPTED, OK
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote_errors import load_error
 from unirun.roles.transport.protocol import Parcel, Wait
+from unirun.roles.transport.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from unirun.roles.calls.reliable import ReliableChannel
+
+
+# `Deadlines`: which calls are not answered in time.
+
+T = TypeVar("T")
+
+
+class Deadlines(Generic[T]):
+    """A FIFO of items that share one timeout: they expire in the order in which they were added.
+
+    So the scheduler looks at the first item only, and an item that is dropped in time costs it nothing.
+    """
+
+    def __init__(self, seconds: float, scheduler: Scheduler, late: Callable[[T], None]) -> None:
+        """`late` is called, by `scheduler`, with what was not dropped `seconds` after it was added."""
+        self.seconds = seconds
+        self._scheduler, self._late = scheduler, late
+        self._open: dict[T, float] = {}
+        self._lock = threading.Lock()
+        self._watched = False
+
+    def add(self, thing: T) -> None:
+        """Add `thing`; its timeout begins."""
+        self._open[thing] = self._scheduler.now() + self.seconds
+        if not self._watched:
+            self._watch()
+
+    def drop(self, thing: T) -> None:
+        """Forget `thing`, which was in time or has expired already."""
+        self._open.pop(thing, None)
+
+    def _watch(self) -> None:
+        with self._lock:
+            if self._watched:
+                return
+            self._watched = True
+        self._scheduler.at(self._scheduler.now() + self.seconds, self._look)
+
+    def _look(self) -> None:
+        for thing in list(self._open):
+            when = self._open.get(thing)
+            if when is not None and when > self._scheduler.now():
+                self._scheduler.at(when, self._look)
+                return
+            if when is not None:
+                self.drop(thing)
+                self._scheduler.soon(partial(self._late, thing))
+        self._watched = False
+        # `add` starts no watch while this function runs, so what was added meanwhile needs one now.
+        if self._open:
+            self._watch()
+
 
 STATE = threading.RLock()
 """Guards the outcomes of all calls, for a few instructions each time: a lock for each call would take longer to make
@@ -263,3 +318,161 @@ class OpenCall:
             missing=missing,
             results=results,
         )
+
+
+# `InvocationRef`: a call that was made, and its results as they come.
+
+R = TypeVar("R")
+
+
+class InvocationRef(OpenCall, Generic[R]):
+    """The result of a call that may not be there yet, like a future. All methods may be used from any thread.
+
+    ::
+
+        ref = self.RG_ROLLOUT.generate.call_async(prompts)
+        self.RG_ACTOR.update(samples)  # meanwhile
+        answers = ref.result()
+
+    ``ref.workers`` names the workers that were called (``actor:2``), in the order of the results. ``ref.sharding``
+    tells how each argument, by position or name, was given to them: ``replicate``, ``item``, or ``shard`` with the
+    sizes of the parts. In a coroutine, ``await ref`` gives the result.
+    """
+
+    def done(self) -> bool:
+        """Return True if `result` would return or raise without waiting."""
+        return self.over
+
+    def result(self, timeout: float | None = None) -> R:
+        """Wait for the results in rank order, or the bare result of one worker, after the method's `post_func`.
+
+        Raises what the method raised, with `RemoteTraceback` as its ``__cause__``; `WorkerLost` when a worker died;
+        `EncodingError` for a result that cannot be unpickled here; `InvocationTimeout` at the call's deadline, or after
+        `timeout` seconds. In the last case the call goes on, and `result` may be called again.
+        """
+        if timeout is None and (fetch := self.fetch) is not None:
+            self.fetch = None
+            fetch()
+        if not self.over and not self._pass(timeout):
+            with self._making:
+                raise self._timeout(f"within {timeout:g} s")
+        with self._making:
+            if self._failure is None and self._value is None:
+                self._decide()
+        if self._failure is not None:
+            raise self._failure
+        assert self._value is not None
+        value: R = self._value[0]
+        return value
+
+    def _pass(self, timeout: float | None) -> bool:
+        """Wait until the call is over. Whether it is."""
+        with STATE:
+            if self.over:
+                return True
+            if self._gate is None:
+                self._gate = threading.Lock()
+                self._gate.acquire()
+            gate = self._gate
+        if not gate.acquire(timeout=-1 if timeout is None else _clamped(timeout)):
+            return False
+        gate.release()
+        return True
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait, and return the exception that `result` would raise; None if it would return.
+
+        After `timeout` seconds it returns an `InvocationTimeout`, and the call goes on.
+        """
+        try:
+            self.result(timeout)
+        except BaseException as error:
+            if error is self._failure or isinstance(error, InvocationTimeout):
+                return error
+            raise
+        return None
+
+    def add_done_callback(self, callback: Callable[[InvocationRef[R]], None]) -> None:
+        """Call ``callback(ref)`` when the call is done: in this thread and at once if it is done already, else in a
+        thread that runs all callbacks of this process, one at a time.
+
+        The callback may make other calls and wait for them. An exception that it raises is printed and goes no further.
+        """
+        with STATE:
+            if not self.over:
+                self._wakes.append(lambda ref: self.prepared.deliver(partial(callback, ref)))
+                return
+        callback(self)
+
+    def wake_with(self, wake: Callable[[InvocationRef[R]], None]) -> None:
+        """Call `wake` once it is done, in the thread that brings the answer: it must not wait for anything."""
+        with STATE:
+            if not self.over:
+                self._wakes.append(wake)
+                return
+        wake(self)
+
+    def forget_wake(self, wake: Callable[[InvocationRef[R]], None]) -> None:
+        """Undo `wake_with`."""
+        with STATE:
+            self._wakes = [each for each in self._wakes if each is not wake]
+
+    def __await__(self) -> Generator[Any, None, R]:
+        loop = asyncio.get_running_loop()
+        over: asyncio.Future[None] = loop.create_future()
+
+        def finish() -> None:
+            if not over.done():
+                over.set_result(None)
+
+        def wake(_: InvocationRef[R]) -> None:
+            # The loop may have been closed meanwhile; then nobody waits any more.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(finish)
+
+        self.wake_with(wake)
+        yield from over
+        return self.result()
+
+    def __repr__(self) -> str:
+        state = "done" if self.over else f"{len(self._outcomes)} of {len(self.ranks)} answered"
+        return f"<{self.method} on {', '.join(self.workers)}: {state}>"
+
+
+def wait(
+    refs: Iterable[InvocationRef[Any]], num_returns: int = 1, timeout: float | None = None
+) -> tuple[list[InvocationRef[Any]], list[InvocationRef[Any]]]:
+    """Wait until at least `num_returns` of `refs` are done, or `timeout` seconds have passed (None: no limit).
+
+    Returns two lists, the refs that are done and those that are not, each in the order of `refs`. A ref whose call has
+    failed is done. Raises `UsageError` if `num_returns` is negative or larger than the number of refs::
+
+        done, left = unirun.wait([worker.generate.call_async(p) for worker in self.RG_ROLLOUT], num_returns=2)
+    """
+    every: Sequence[InvocationRef[Any]] = list(refs)
+    if not 0 <= num_returns <= len(every):
+        raise UsageError(f"wait(num_returns={num_returns}) of {len(every)} refs", "give a number up to that")
+    news = threading.Condition()
+
+    def wake(_: InvocationRef[Any]) -> None:
+        with news:
+            news.notify_all()
+
+    for ref in every:
+        ref.wake_with(wake)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    try:
+        with news:
+            while sum(ref.done() for ref in every) < num_returns:
+                if not news.wait(None if deadline is None else _clamped(deadline - time.monotonic())):
+                    break
+    finally:
+        for ref in every:
+            ref.forget_wake(wake)
+    done = {id(ref) for ref in every if ref.done()}
+    return [ref for ref in every if id(ref) in done], [ref for ref in every if id(ref) not in done]
+
+
+def _clamped(seconds: float) -> float:
+    """The time-out, cut to the most that Python's locks take."""
+    return min(max(seconds, 0.0), threading.TIMEOUT_MAX)

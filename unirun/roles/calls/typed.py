@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypedDict, TypeVar, overload
 
 from unirun.roles.calls.group import RemoteMethod, RoleGroup
-from unirun.roles.calls.refs import InvocationRef
+from unirun.roles.calls.open_call import InvocationRef
 
 P = ParamSpec("P")
 R = TypeVar("R")
