@@ -14,7 +14,7 @@ from unirun.errors import UsageError
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from unirun.roles.calls.typed import AllAsync, AllBlocking, Invocable, OneAsync, OneBlocking, Options
+    from unirun.roles.calls.group import AllAsync, AllBlocking, Invocable, OneAsync, OneBlocking, Options
 
 P = ParamSpec("P")
 R = TypeVar("R")
