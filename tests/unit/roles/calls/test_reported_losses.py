@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unirun.roles.calls.reported_losses import ReportedLosses
+from unirun.roles.calls.caller import ReportedLosses
 from unirun.roles.peers import Peer, Peers
 from unirun.values import WorkerId
 
