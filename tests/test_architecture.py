@@ -45,7 +45,7 @@ TORCH_MODULES = frozenset(
 MAY_PICKLE = frozenset(
     {
         "unirun.roles.calls.codec",
-        "unirun.roles.calls.remote_errors",
+        "unirun.roles.calls.codec",
         "unirun.roles.worker_main",
         "unirun.train.handle",
     }

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from unirun.errors import CallError, EncodingError, FrameError, UnirunError, WorkerLost
-from unirun.roles.calls.codec import dump, load
+from unirun.roles.calls.codec import dump, dump_error, load
 from unirun.roles.calls.envelope import (
     ERROR,
     INTERRUPTED,
@@ -26,7 +26,6 @@ from unirun.roles.calls.envelope import (
     encode_refusal,
 )
 from unirun.roles.calls.policy import Invocation
-from unirun.roles.calls.remote_errors import dump_error
 from unirun.roles.transport.protocol import Inbox, Parcel, Reply, own
 from unirun.roles.transport.scheduler import await_end
 from unirun.values import WorkerId

@@ -12,12 +12,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from unirun.errors import EncodingError, InvocationTimeout, UsageError, WorkerLost
-from unirun.roles.calls.codec import load
+from unirun.roles.calls.codec import load, load_error
 from unirun.roles.calls.counting import Count
 from unirun.roles.calls.dispatcher import outcome_of
 from unirun.roles.calls.envelope import INTERRUPTED, OK
 from unirun.roles.calls.policy import Invocation
-from unirun.roles.calls.remote_errors import load_error
 from unirun.roles.transport.protocol import Parcel, Wait
 from unirun.roles.transport.scheduler import Scheduler
 

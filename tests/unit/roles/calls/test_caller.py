@@ -14,11 +14,10 @@ from tests.sim.calls.actors import Clock, FakeScheduler
 from unirun.errors import ChannelError, WorkerLost
 from unirun.roles import InvocationRef
 from unirun.roles.calls.caller import ERROR_GRACE, Caller
-from unirun.roles.calls.codec import dump
+from unirun.roles.calls.codec import dump, dump_error
 from unirun.roles.calls.dispatcher import OPEN_RPC
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, decode_request, encode_refusal
 from unirun.roles.calls.policy import Invocation
-from unirun.roles.calls.remote_errors import dump_error
 from unirun.roles.peers import Peer, Peers
 from unirun.roles.transport.protocol import Channel, Parcel
 from unirun.values import WorkerId

@@ -13,7 +13,7 @@ import torch
 from tests.unit.roles.calls.hall import ME, SOON, TRAINER, Desk, Generations, Hall, request
 from unirun.errors import CallError, EncodingError
 from unirun.roles import trainer_invocation
-from unirun.roles.calls.codec import dump, load
+from unirun.roles.calls.codec import dump, load, load_error
 from unirun.roles.calls.dispatcher import (
     ACK,
     DESCRIBE,
@@ -25,7 +25,6 @@ from unirun.roles.calls.dispatcher import (
 )
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, encode_address, encode_request, refused_for
 from unirun.roles.calls.policy import invocations
-from unirun.roles.calls.remote_errors import load_error
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
 

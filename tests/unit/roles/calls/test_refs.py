@@ -18,11 +18,10 @@ import torch
 from tests.effort import SOON
 from unirun.errors import CallError, EncodingError, InvocationTimeout, RemoteTraceback, UsageError, WorkerLost
 from unirun.roles import InvocationRef, wait
-from unirun.roles.calls.codec import dump
+from unirun.roles.calls.codec import dump, dump_error
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK
 from unirun.roles.calls.open_call import Method
 from unirun.roles.calls.policy import Invocation
-from unirun.roles.calls.remote_errors import dump_error
 from unirun.roles.transport.protocol import Parcel, own
 from unirun.roles.transport.scheduler import Scheduler
 

@@ -21,7 +21,7 @@ from unirun.errors import (
     UsageError,
     WorkerLost,
 )
-from unirun.roles.calls.remote_errors import dump_error, load_error
+from unirun.roles.calls.codec import dump_error, load_error
 
 
 def through(error: BaseException) -> BaseException:
