@@ -16,8 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from unirun.errors import UsageError
-from unirun.roles.groups import GroupForge, group_rank
-from unirun.roles.parties import Party
+from unirun.roles.groups import GroupForge, Party, group_rank
 from unirun.roles.peers import Peers, RoleInfo, linked_peers, lone_peers
 from unirun.roles.session import Session
 

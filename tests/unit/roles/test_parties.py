@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import UsageError
-from unirun.roles.groups import group_rank
-from unirun.roles.parties import Party
+from unirun.roles.groups import Party, group_rank
 from unirun.roles.peers import RoleInfo
 
 ACTOR, ROLLOUT = RoleInfo("actor", 4, 0), RoleInfo("rollout", 3, 0)
