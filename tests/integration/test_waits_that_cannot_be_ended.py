@@ -115,11 +115,11 @@ SLEEPING = """
 import os
 import time
 import torch, torch.distributed as dist, unirun
-import unirun.roles.waits
+import unirun.roles.gloo
 
 class Worker(unirun.BaseWorkload):
     def setup(self):
-        unirun.roles.waits.IDLE = 1.0
+        unirun.roles.gloo.IDLE = 1.0
         dist.init_process_group("gloo")
 
     def reduce(self):

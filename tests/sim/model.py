@@ -12,7 +12,7 @@ from tests.sim.world import Habits, Pipe
 from unirun.launcher import events
 from unirun.launcher.environment import FRESH, SpawnerKey
 from unirun.roles.formation import NEWS
-from unirun.roles.waits import STUCK
+from unirun.roles.gloo import STUCK
 from unirun.values import WorkerId
 from unirun.wire.messages import Hello, Message, View, updated, whole
 from unirun.wire.reports import GroupFormed, GroupMeets, Metrics, Serving, Stuck, ViewWanted, WorkerError

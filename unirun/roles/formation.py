@@ -11,9 +11,9 @@ from datetime import timedelta
 from typing import Any
 
 from unirun.rendezvous.endpoints import GENERATION_KEY, split_endpoint
+from unirun.roles.gloo import IDLE, in_group, wait_until_idle, wait_until_stuck
 from unirun.roles.peers import Peers
 from unirun.roles.process_groups import c10d, dist, process_groups
-from unirun.roles.waits import IDLE, in_group, wait_until_idle, wait_until_stuck
 from unirun.wire.reports import GroupFormed, GroupMeets, Stuck
 
 NEWS = 5.0

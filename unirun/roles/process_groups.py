@@ -18,8 +18,7 @@ import torch.distributed
 from torch.distributed import distributed_c10d
 
 from unirun.errors import GroupError
-from unirun.roles.gloo import GlooGroup
-from unirun.roles.waits import blocked, forgotten, wait_until_stuck
+from unirun.roles.gloo import GlooGroup, blocked, forgotten, wait_until_stuck
 
 dist: Any = torch.distributed
 c10d: Any = distributed_c10d

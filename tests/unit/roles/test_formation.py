@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 import unirun.roles.formation
-import unirun.roles.waits
+import unirun.roles.gloo
 from tests.effort import SOON
 from unirun.errors import GroupError
 from unirun.rendezvous.endpoints import GENERATION_KEY
@@ -337,8 +337,8 @@ class TestForming:
     def test_forming_that_cannot_be_ended_is_reported_as_stuck(
         self, worker: Worker, formation: Formation, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
     ) -> None:
-        monkeypatch.setattr(unirun.roles.waits, "STUCK", 0.05)
-        monkeypatch.setattr(unirun.roles.waits, "SAMPLE", 0.01)
+        monkeypatch.setattr(unirun.roles.gloo, "STUCK", 0.05)
+        monkeypatch.setattr(unirun.roles.gloo, "SAMPLE", 0.01)
         end_outdated = process_groups().end_outdated
         monkeypatch.setattr(process_groups(), "end_outdated", lambda: None)
         worker.role_has(0)

@@ -17,14 +17,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import unirun.roles.waits
+import unirun.roles.gloo
 from tests.effort import SOON
-from unirun.roles.gloo import GlooGroup
-from unirun.roles.process_groups import dist, process_groups
-from unirun.roles.waits import (
+from unirun.roles.gloo import (
     BUSY,
     IDLE,
     STUCK,
+    GlooGroup,
     Idleness,
     Stillness,
     blocked,
@@ -34,6 +33,7 @@ from unirun.roles.waits import (
     wait_until_idle,
     wait_until_stuck,
 )
+from unirun.roles.process_groups import dist, process_groups
 
 
 class TestStillness:
@@ -82,7 +82,7 @@ def test_the_processor_time_of_an_agent_of_rpc_that_polls_does_not_count() -> No
     code = """
 import time
 from unirun.roles.transport.rpc_agent import RpcAgent
-from unirun.roles.waits import BUSY, processor_time
+from unirun.roles.gloo import BUSY, processor_time
 from unirun.values import WorkerId
 
 agent = RpcAgent(WorkerId("a", 0, 0), lambda worker: 0, 1, polls=True)
@@ -100,8 +100,8 @@ agent.close()
 def test_a_main_thread_that_keeps_its_role_waiting_is_found_with_its_stack(
     monkeypatch: pytest.MonkeyPatch, relevant: bool
 ) -> None:
-    monkeypatch.setattr(unirun.roles.waits, "IDLE", 0.2)
-    monkeypatch.setattr(unirun.roles.waits, "BUSY", 1.0)
+    monkeypatch.setattr(unirun.roles.gloo, "IDLE", 0.2)
+    monkeypatch.setattr(unirun.roles.gloo, "BUSY", 1.0)
     found: list[str | None] = []
     deadline = time.monotonic() + SOON
     watcher = threading.Thread(
@@ -129,8 +129,8 @@ def ranks() -> Iterator[list[torch.distributed.ProcessGroup]]:
 def test_a_wait_in_users_code_for_a_peer_that_does_nothing_is_found_with_its_stack(
     ranks: list[torch.distributed.ProcessGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unirun.roles.waits, "STUCK", 0.1)
-    monkeypatch.setattr(unirun.roles.waits, "SAMPLE", 0.02)
+    monkeypatch.setattr(unirun.roles.gloo, "STUCK", 0.1)
+    monkeypatch.setattr(unirun.roles.gloo, "SAMPLE", 0.02)
     waiting, peer = ranks
     deadline = time.monotonic() + SOON
 
@@ -177,9 +177,9 @@ def test_a_thread_that_computes_in_one_call_is_not_blocked() -> None:
 
 
 def test_a_wait_of_pythons_own_library_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unirun.roles.waits, "STUCK", 0.02)
-    monkeypatch.setattr(unirun.roles.waits, "ASK", 0.02)
-    monkeypatch.setattr(unirun.roles.waits, "SAMPLE", 0.005)
+    monkeypatch.setattr(unirun.roles.gloo, "STUCK", 0.02)
+    monkeypatch.setattr(unirun.roles.gloo, "ASK", 0.02)
+    monkeypatch.setattr(unirun.roles.gloo, "SAMPLE", 0.005)
     found: list[str | None] = []
     over = threading.Event()
     watcher = threading.Thread(
@@ -221,13 +221,13 @@ class TestForgotten:
     ) -> None:
         entry = {"process_group": [name, ""], "time_created_ns": group.until + late, "retired": retired}
         dump = json.dumps({"entries": [entry]}).encode()
-        monkeypatch.setattr(unirun.roles.waits._native, "_dump_fr_trace_json", lambda: dump)
+        monkeypatch.setattr(unirun.roles.gloo._native, "_dump_fr_trace_json", lambda: dump)
         assert forgotten([group]) is expected
 
     def test_without_a_recorder_nothing_is_known(
         self, group: GlooGroup, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(unirun.roles.waits._native, "_dump_fr_trace_json", lambda: b"{}")
+        monkeypatch.setattr(unirun.roles.gloo._native, "_dump_fr_trace_json", lambda: b"{}")
         assert not forgotten([group])
 
     def test_torch_says_which_collectives_are_not_over(
