@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.effort import SOON
-from unirun.roles.transport import listener_guard
-from unirun.roles.transport.listener_guard import ListenerGuard, listeners
+from unirun.roles.transport import rpc_agent
+from unirun.roles.transport.rpc_agent import ListenerGuard, listeners
 
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_guard, "PERIOD", 0.01)
+    monkeypatch.setattr(rpc_agent, "PERIOD", 0.01)
 
 
 @pytest.fixture
