@@ -22,7 +22,7 @@ import torch
 from unirun.errors import GroupError
 from unirun.roles.gloo import GlooGroup
 from unirun.roles.process_groups import c10d, dist, process_groups
-from unirun.roles.transport.memory import SpareMemory
+from unirun.roles.transport.frames import SpareMemory
 from unirun.values import Value
 
 BUCKET = 32 << 20
