@@ -21,9 +21,9 @@ from tests.contract.stage import SOON, Stage, eventually
 from tests.unit.wire.places import credentials_in
 from unirun.errors import ChannelError
 from unirun.roles.transport import listener
+from unirun.roles.transport.connection import MANY
 from unirun.roles.transport.frames import INLINE, RELEASE, REPLY, REQUEST, encode_header
 from unirun.roles.transport.protocol import Parcel, Reply
-from unirun.roles.transport.segments import MANY
 from unirun.roles.transport.sockets import Endpoint, SocketTransport
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
