@@ -43,7 +43,7 @@ class Listener:
         self._kind: type[Connection] = Connection
         self._tls = credentials.server_context() if sock.family != socket.AF_UNIX else None
         if self._tls is not None:
-            from unirun.roles.transport.tls import TlsConnection
+            from unirun.roles.transport.channel import TlsConnection
 
             self._kind = TlsConnection
         self._refusals = Refusals(refused)

@@ -85,7 +85,7 @@ class SocketTransport:
             there = Endpoint.parse(endpoint)
             if there.tcp is None or self.is_here(endpoint):
                 return self._connect_here(there.path, broken)
-            from unirun.roles.transport.tls import connect
+            from unirun.roles.transport.channel import connect
 
             return connect(there.tcp, self._credentials, self._loop, broken)
         except (OSError, UnirunError) as error:
