@@ -36,8 +36,8 @@ from unirun.roles.calls.policy import invocations
 from unirun.roles.peers import Peer, Peers
 from unirun.roles.transport import inproc
 from unirun.roles.transport.inproc import InprocTransport
+from unirun.roles.transport.listener import SocketTransport
 from unirun.roles.transport.protocol import Transport
-from unirun.roles.transport.sockets import SocketTransport
 from unirun.values import WorkerId
 from unirun.wire.credentials import Credentials
 from unirun.wire.handshake import Token

@@ -23,8 +23,8 @@ from unirun.errors import ChannelError
 from unirun.roles.transport import listener
 from unirun.roles.transport.connection import MANY
 from unirun.roles.transport.frames import INLINE, RELEASE, REPLY, REQUEST, encode_header
+from unirun.roles.transport.listener import Endpoint, SocketTransport
 from unirun.roles.transport.protocol import Parcel, Reply
-from unirun.roles.transport.sockets import Endpoint, SocketTransport
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
 from unirun.wire.blocking import BlockingStream

@@ -86,7 +86,7 @@ class Session:
             return self._listener(name)
         if self.folder is None:
             raise UsageError("this process has no peers", "start it with unirun --roles …")
-        from unirun.roles.transport.sockets import SocketTransport
+        from unirun.roles.transport.listener import SocketTransport
 
         credentials = load_credentials(self.folder)
         return SocketTransport(self.folder / name, credentials, self._addr, self._refused, self._is_host)
@@ -187,7 +187,7 @@ class Session:
 def hosts_in(views: Iterable[RoleView]) -> Iterator[str]:
     """The addresses in `views`: those of stores, and of workers that listen for other hosts. Texts that are
     no address are left out."""
-    from unirun.roles.transport.sockets import Endpoint
+    from unirun.roles.transport.listener import Endpoint
 
     for view in views:
         with contextlib.suppress(ValueError):

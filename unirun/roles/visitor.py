@@ -20,7 +20,7 @@ from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import VISITOR
 from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.peers import Peers, role_infos
-from unirun.roles.transport.sockets import SocketTransport
+from unirun.roles.transport.listener import SocketTransport
 from unirun.values import WorkerId
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import load_credentials

@@ -13,9 +13,9 @@ from tests.effort import SOON
 from tests.unit.wire.places import credentials_in
 from unirun.roles.transport.channel import SocketChannel
 from unirun.roles.transport.connection import Connection
+from unirun.roles.transport.listener import SocketTransport
 from unirun.roles.transport.loop import Loop
 from unirun.roles.transport.protocol import Parcel
-from unirun.roles.transport.sockets import SocketTransport
 from unirun.values import WorkerId
 from unirun.wire.address import unix_address
 from unirun.wire.handshake import new_token
