@@ -19,7 +19,7 @@ from unirun.roles.handle import Identity, MasterHandle
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.trainer import BaseTrainer, bind
 from unirun.roles.transport.inproc import InprocTransport
-from unirun.roles.transport.scheduler import await_end
+from unirun.roles.transport.protocol import await_end
 from unirun.roles.workload import BaseWorkload
 from unirun.values import WorkerId
 from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome, WorkerView

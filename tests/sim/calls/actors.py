@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from unirun.roles.transport.scheduler import Scheduler
+from unirun.roles.transport.protocol import Scheduler
 
 
 class Killed(BaseException):

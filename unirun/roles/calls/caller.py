@@ -30,8 +30,7 @@ from unirun.roles.calls.policy import ANY, DEFAULT, Invocation, called_ranks
 from unirun.roles.calls.reliable import Part, ReliableChannel
 from unirun.roles.calls.sharding import rearranged, split
 from unirun.roles.peers import Peer, Peers
-from unirun.roles.transport.protocol import Parcel, Transport, own
-from unirun.roles.transport.scheduler import Scheduler
+from unirun.roles.transport.protocol import Parcel, Scheduler, Transport, own
 from unirun.values import WorkerId
 from unirun.wire.reports import Calls
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from unirun.errors import WireError
-from unirun.roles.transport.scheduler import Scheduler
+from unirun.roles.transport.protocol import Scheduler
 from unirun.wire.reports import CallCount, Calls, Span
 
 FIRST, SELDOM = 1.0, 60.0

@@ -26,8 +26,7 @@ from unirun.roles.calls.envelope import (
     encode_refusal,
 )
 from unirun.roles.calls.policy import Invocation
-from unirun.roles.transport.protocol import Inbox, Parcel, Reply, own
-from unirun.roles.transport.scheduler import await_end
+from unirun.roles.transport.protocol import Inbox, Parcel, Reply, await_end, own
 from unirun.values import WorkerId
 from unirun.wire.reporting import report_error
 

@@ -17,8 +17,7 @@ from unirun.roles.calls.counting import Count
 from unirun.roles.calls.dispatcher import outcome_of
 from unirun.roles.calls.envelope import INTERRUPTED, OK
 from unirun.roles.calls.policy import Invocation
-from unirun.roles.transport.protocol import Parcel, Wait
-from unirun.roles.transport.scheduler import Scheduler
+from unirun.roles.transport.protocol import Parcel, Scheduler, Wait
 
 if TYPE_CHECKING:
     from unirun.roles.calls.reliable import ReliableChannel

@@ -11,8 +11,7 @@ from unirun.errors import CallError, ChannelError
 from unirun.roles.calls.dispatcher import ACK, GIVE_UP
 from unirun.roles.calls.envelope import MAX_ACKS, encode_giving_up, encode_request
 from unirun.roles.calls.open_call import OpenCall
-from unirun.roles.transport.protocol import Channel, Parcel, Transport
-from unirun.roles.transport.scheduler import Scheduler
+from unirun.roles.transport.protocol import Channel, Parcel, Scheduler, Transport
 from unirun.values import WorkerId
 
 RECONNECT = 0.02

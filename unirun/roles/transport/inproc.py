@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable
 
 from unirun.errors import ChannelError
-from unirun.roles.transport.protocol import Channel, Handler, Inbox, Parcel, own
-from unirun.roles.transport.scheduler import Scheduler
+from unirun.roles.transport.protocol import Channel, Handler, Inbox, Parcel, Scheduler, own
 from unirun.values import WorkerId
 
 _servers: dict[str, _Server] = {}

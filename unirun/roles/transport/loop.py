@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from unirun.errors import ChannelError
-from unirun.roles.transport.scheduler import await_end
+from unirun.roles.transport.protocol import await_end
 from unirun.wire.reporting import report_error
 
 SPIN = 200e-6

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed
 from torch.distributed import rpc
 
-from unirun.roles.transport.scheduler import await_end
+from unirun.roles.transport.protocol import await_end
 from unirun.values import WorkerId
 
 # `ListenerGuard`: notices when a library closes the sockets on which it listens.

@@ -17,9 +17,8 @@ from torch.distributed import rpc
 
 from unirun.errors import ChannelError
 from unirun.roles.transport.frames import offsets
-from unirun.roles.transport.protocol import Channel, Handler, Inbox, Parcel, Wait, writable
+from unirun.roles.transport.protocol import Channel, Handler, Inbox, Parcel, Scheduler, Wait, writable
 from unirun.roles.transport.rpc_agent import ListenerGuard, RpcAgent
-from unirun.roles.transport.scheduler import Scheduler
 from unirun.values import WorkerId
 
 MOMENT = 0.001

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from unirun.errors import ConnectionLost
 from unirun.roles.calls.counting import MAX_COUNTS, MAX_SPANS, SELDOM, CallBook, rank_ranges
-from unirun.roles.transport.scheduler import Scheduler
+from unirun.roles.transport.protocol import Scheduler
 from unirun.wire.reports import CallCount, Calls, Span
 
 

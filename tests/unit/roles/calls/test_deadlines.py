@@ -14,7 +14,7 @@ import pytest
 
 from tests.effort import SOON
 from unirun.roles.calls.open_call import Deadlines
-from unirun.roles.transport.scheduler import Scheduler
+from unirun.roles.transport.protocol import Scheduler
 
 
 @pytest.fixture

@@ -22,8 +22,7 @@ from unirun.roles.calls.codec import dump, dump_error
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK
 from unirun.roles.calls.open_call import Method
 from unirun.roles.calls.policy import Invocation
-from unirun.roles.transport.protocol import Parcel, own
-from unirun.roles.transport.scheduler import Scheduler
+from unirun.roles.transport.protocol import Parcel, Scheduler, own
 
 
 def ref_of(

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from tests.effort import SOON
-from unirun.roles.transport.scheduler import Scheduler
+from unirun.roles.transport.protocol import Scheduler
 
 
 @pytest.fixture
