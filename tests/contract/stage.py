@@ -28,14 +28,14 @@ from tests.effort import CHAOS
 from tests.effort import SOON as SOON
 from tests.unit.wire.places import credentials_in
 from unirun.errors import WorkerLost
+from unirun.roles import inprocess
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.open_call import InvocationRef
 from unirun.roles.calls.policy import invocations
+from unirun.roles.inprocess import InprocTransport
 from unirun.roles.peers import Peer, Peers
-from unirun.roles.transport import inproc
-from unirun.roles.transport.inproc import InprocTransport
 from unirun.roles.transport.listener import SocketTransport
 from unirun.roles.transport.protocol import Transport
 from unirun.values import WorkerId
@@ -150,7 +150,7 @@ def work(
                         dispatcher.run_first(partial(generations.catch_up, number))
                     case "interrupt":
                         assert isinstance(transport, InprocTransport)
-                        for channel in list(inproc._servers[transport._endpoint].channels):
+                        for channel in list(inprocess._servers[transport._endpoint].channels):
                             channel.cut("interrupted")
                         voice.say("interrupted")
                     case "kept":

@@ -13,9 +13,9 @@ from unirun.roles import BaseTrainer, MasterHandle, RoleGroup
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.group import role_group
 from unirun.roles.handle import Identity
+from unirun.roles.inprocess import InprocTransport
 from unirun.roles.peers import Peer, Peers, RoleInfo
 from unirun.roles.trainer import bind, group_name
-from unirun.roles.transport.inproc import InprocTransport
 from unirun.values import WorkerId
 
 

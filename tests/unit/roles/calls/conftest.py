@@ -13,8 +13,8 @@ from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.group import role_group
 from unirun.roles.calls.policy import invocations
+from unirun.roles.inprocess import InprocTransport
 from unirun.roles.peers import Peer, Peers
-from unirun.roles.transport.inproc import InprocTransport
 from unirun.values import WorkerId
 
 Serve = Callable[..., RoleGroup]

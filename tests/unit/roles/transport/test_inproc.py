@@ -9,8 +9,8 @@ import pytest
 
 from tests.effort import SOON
 from unirun.errors import ChannelError
-from unirun.roles.transport import inproc
-from unirun.roles.transport.inproc import InprocTransport
+from unirun.roles import inprocess
+from unirun.roles.inprocess import InprocTransport
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
 
@@ -38,7 +38,7 @@ def test_a_cut_inproc_channel_can_be_opened_again_until_the_worker_ends() -> Non
     server, client, news = InprocTransport(), InprocTransport(), queue.SimpleQueue[str]()
     endpoint = server.serve(ME, echo)
     channel = client.connect(ME, endpoint, news.put)
-    for channel in list(inproc._servers[endpoint].channels):
+    for channel in list(inprocess._servers[endpoint].channels):
         channel.cut("interrupted")
     assert news.get(timeout=SOON) == "interrupted"
     answers: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
