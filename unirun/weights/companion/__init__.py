@@ -4,7 +4,6 @@
 """
 
 from unirun.values import Engine
-from unirun.weights.companion.engines import AgentEngines, EnginesInMemory, HostEngines
-from unirun.weights.companion.running import Companion
+from unirun.weights.companion.running import AgentEngines, Companion, EnginesInMemory, HostEngines
 
 __all__ = ["AgentEngines", "Companion", "Engine", "EnginesInMemory", "HostEngines"]
