@@ -30,7 +30,7 @@ from unirun.weights.companion.deciding import (
     Version,
     step,
 )
-from unirun.weights.integrations.checkpoint import Checkpoint
+from unirun.weights.integrations.sending import Checkpoint
 from unirun.weights.integrations.vllm import Client
 from unirun.weights.safetensors import Param
 from unirun.weights.tensors import Weights

@@ -27,9 +27,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from unirun.weights.integrations.checkpoint import Checkpoint
 from unirun.weights.integrations.endpoint import Endpoint
-from unirun.weights.integrations.sending import Sender, Source, WeightSource
+from unirun.weights.integrations.sending import Checkpoint, Sender, Source, WeightSource
 
 __all__ = ["Client", "Source", "TrainerEngine"]
 

@@ -40,9 +40,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from unirun.weights.integrations.checkpoint import Checkpoint
 from unirun.weights.integrations.endpoint import Endpoint
-from unirun.weights.integrations.sending import Sender, Source, WeightSource
+from unirun.weights.integrations.sending import Checkpoint, Sender, Source, WeightSource
 
 __all__ = ["Client", "Source", "TrainerEngine", "register"]
 

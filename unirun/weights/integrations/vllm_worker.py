@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from unirun.errors import Fault, WeightsError
-from unirun.weights.integrations.checkpoint import read
+from unirun.weights.integrations.sending import read
 
 REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """The errors that the loaders of vLLM's models raise for a foreign name or shape."""
