@@ -4,18 +4,49 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from unirun.errors import Fault, UsageError, WeightsError
-from unirun.weights.compiled import by_original_name, original_name
 from unirun.weights.layout import Box, Layout, Part, Piece, Tensor, shared
 from unirun.weights.memory import unblendable, unreadable, unwritable
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+# Names of tensors without the part that torch.compile adds.
+#
+# The module that `torch.compile` returns holds the user's module as ``_orig_mod``, and so do compiled parts of a model:
+# ``_orig_mod.layers.0._orig_mod.weight`` is the tensor ``layers.0.weight``. Weights and checkpoints have the latter, so
+# that either side may be compiled, as a whole or in parts.
+
+COMPILED = "_orig_mod"
+"""The attribute of a compiled module with the module that was compiled."""
+
+T = TypeVar("T")
+
+
+def original_name(name: str) -> str:
+    """`name`, of a tensor or a module, as it is in a model of which nothing is compiled."""
+    if COMPILED not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part != COMPILED)
+
+
+def by_original_name(named: Mapping[str, T]) -> dict[str, T]:
+    """The same values in the same order, by `original_name`. Raises `UsageError` when two names become one."""
+    found: dict[str, T] = {}
+    for name, value in named.items():
+        original = original_name(name)
+        if original in found:
+            raise UsageError(
+                f"two tensors are called {original}, one of a compiled module", "rename the other one"
+            )
+        found[original] = value
+    return found
 
 
 class LocalShard:

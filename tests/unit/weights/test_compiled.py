@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from unirun.errors import UsageError
-from unirun.weights.compiled import by_original_name, original_name
+from unirun.weights.tensors import by_original_name, original_name
 
 
 def test_names_of_compiled_parts_in_a_compiled_model_are_those_of_the_model() -> None:

@@ -19,7 +19,7 @@ from unirun.errors import UsageError
 from unirun.train.checkpoints.folder import INDEX, STATE, Folder, Manifest
 from unirun.train.checkpoints.state import listed, named_as, plain_state, unwrapped
 from unirun.train.nested import mapped
-from unirun.weights.compiled import original_name
+from unirun.weights.tensors import original_name
 
 ALIKE = "load it under the name with which save_checkpoint has saved it"
 

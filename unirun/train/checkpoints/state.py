@@ -25,7 +25,7 @@ from torch import nn
 from unirun.errors import UsageError
 from unirun.train.checkpoints.folder import PRIVATE, Folder
 from unirun.train.nested import mapped
-from unirun.weights.compiled import COMPILED, by_original_name, original_name
+from unirun.weights.tensors import COMPILED, by_original_name, original_name
 
 SMALL = 1 << 14
 """Bytes of a tensor that is compared between ranks. The state of a generator of random numbers has 5 000."""
