@@ -21,9 +21,7 @@ from msgspec.structs import replace
 from unirun.errors import GroupError, UsageError
 from unirun.roles.transport.protocol import Lent, Parcel, Reply
 from unirun.values import Value
-from unirun.weights.blocks import Block, Blocks
 from unirun.weights.devices.cuda import Finder, device_of
-from unirun.weights.devices.protocol import Device, DeviceError
 from unirun.weights.messages import (
     Describe,
     Described,
@@ -36,7 +34,7 @@ from unirun.weights.messages import (
     Request,
     encode,
 )
-from unirun.weights.packing import Packing
+from unirun.weights.packing import Block, Blocks, Device, DeviceError, Packing
 from unirun.weights.pairing import Pair
 from unirun.weights.tensors import Piecewise, layout_of
 from unirun.wire.reporting import report

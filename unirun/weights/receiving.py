@@ -10,7 +10,6 @@ import torch
 from unirun.errors import PeerLost, WeightsError
 from unirun.values import Value
 from unirun.weights.devices.cuda import Finder, device_of
-from unirun.weights.devices.protocol import Device
 from unirun.weights.fetching import Fetching, Got, give_up, lasts, leases, remember
 from unirun.weights.holding import Holder
 from unirun.weights.layout import Layout, shared
@@ -21,7 +20,7 @@ from unirun.weights.messages import (
     Fetched,
     Released,
 )
-from unirun.weights.packing import Packing, blend, copy_all
+from unirun.weights.packing import Device, Packing, blend, copy_all
 from unirun.weights.plan import Take, by_source, plan
 from unirun.weights.sources import Source
 from unirun.weights.tensors import Piecewise, dtype_of, is_dtensor, layout_of, local, part_of

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from tests.effort import examples
 from tests.unit.weights.pairs import Place, place
-from unirun.weights.blocks import Block
-from unirun.weights.packing import Packing
+from unirun.weights.packing import Block, Packing
 from unirun.weights.tensors import layout_of
 
 pytestmark = pytest.mark.starts_processes

@@ -14,7 +14,7 @@ import torch
 
 from tests.unit.weights.twin import Machine
 from unirun.weights.devices.cuda import CudaDevice
-from unirun.weights.devices.protocol import Device, DeviceError
+from unirun.weights.packing import Device, DeviceError
 
 pytestmark = pytest.mark.starts_processes
 

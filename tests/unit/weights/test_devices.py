@@ -11,7 +11,7 @@ import torch
 
 from tests.unit.weights.pairs import Place, Reader, place
 from tests.unit.weights.twin import Machine, Misuse, Twin
-from unirun.weights.devices.protocol import DeviceError
+from unirun.weights.packing import DeviceError
 from unirun.weights.publishing import Publisher
 
 pytestmark = pytest.mark.starts_processes

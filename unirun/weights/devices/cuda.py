@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from unirun.weights.devices.protocol import Device, DeviceError
+from unirun.weights.packing import Device, DeviceError
 from unirun.weights.tensors import Piecewise, local
 from unirun.wire.reporting import report
 

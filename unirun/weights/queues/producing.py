@@ -16,7 +16,7 @@ from unirun.roles.calls.codec import dump
 from unirun.roles.transport.frames import offsets
 from unirun.roles.transport.protocol import Lent, Parcel, Reply, writable
 from unirun.values import Value, WorkerId
-from unirun.weights.blocks import Block, Blocks
+from unirun.weights.packing import Block, Blocks
 from unirun.weights.queues.messages import Demand, Done, Heard, Hold, Offered, Ready, Take, encode
 
 KEPT = "queue"
