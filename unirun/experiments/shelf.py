@@ -21,10 +21,9 @@ from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.orders import Traffic
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import Value
-from unirun.weights.layout import Layout
+from unirun.weights.layout import Layout, Take, by_source, plan
 from unirun.weights.lines import Line
 from unirun.weights.messages import Ask, Part, encode
-from unirun.weights.plan import Take, by_source, plan
 from unirun.weights.publishing import buffers_of
 from unirun.weights.tensors import dtype_of, layout_of, local, part_of
 

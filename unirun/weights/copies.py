@@ -7,9 +7,8 @@ from typing import Protocol
 
 import torch
 
-from unirun.weights.layout import Box, Layout, Part, Piece
+from unirun.weights.layout import Box, Layout, Part, Piece, Take
 from unirun.weights.packing import Device, Packing
-from unirun.weights.plan import Take
 from unirun.weights.tensors import part_of
 
 

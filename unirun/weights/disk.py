@@ -16,10 +16,9 @@ import msgspec
 import torch
 
 from unirun.errors import Fault, FrameError, WeightsError
-from unirun.weights.layout import Layout, shared
+from unirun.weights.layout import Layout, Take, plan, shared
 from unirun.weights.memory import untied
 from unirun.weights.packing import Packing, copy_all
-from unirun.weights.plan import Take, plan
 from unirun.weights.safetensors import Header, Param, header_of, length_of, read_header
 from unirun.weights.tensors import Piecewise, dtype_of, layout_of, local, part_of
 

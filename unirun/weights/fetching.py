@@ -16,10 +16,9 @@ from unirun.roles.transport.protocol import Parcel
 from unirun.values import Value
 from unirun.weights.copies import Copy, Mapped, Sent
 from unirun.weights.holding import Holder
-from unirun.weights.layout import Layout
+from unirun.weights.layout import Layout, Take
 from unirun.weights.messages import Answer, Fetched, Released, answer_of
 from unirun.weights.packing import DeviceError
-from unirun.weights.plan import Take
 from unirun.weights.sources import Source
 from unirun.wire.reporting import report
 

@@ -12,7 +12,7 @@ from unirun.values import Value
 from unirun.weights.devices.cuda import Finder, device_of
 from unirun.weights.fetching import Fetching, Got, give_up, lasts, leases, remember
 from unirun.weights.holding import Holder
-from unirun.weights.layout import Layout, shared
+from unirun.weights.layout import Layout, Take, by_source, plan, shared
 from unirun.weights.memory import untied, writing
 from unirun.weights.messages import (
     Describe,
@@ -21,7 +21,6 @@ from unirun.weights.messages import (
     Released,
 )
 from unirun.weights.packing import Device, Packing, blend, copy_all
-from unirun.weights.plan import Take, by_source, plan
 from unirun.weights.sources import Source
 from unirun.weights.tensors import Piecewise, dtype_of, is_dtensor, layout_of, local, part_of
 

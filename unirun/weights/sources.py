@@ -12,12 +12,11 @@ from unirun.errors import FrameError, GroupError, PeerLost
 from unirun.roles.transport.protocol import Parcel, writable
 from unirun.values import WorkerId
 from unirun.weights.copies import Mapped, Sent
-from unirun.weights.layout import Layout
+from unirun.weights.layout import Layout, Take
 from unirun.weights.lines import Line
 from unirun.weights.messages import Fetch, Fetched, Part, Peek, Release, Request, encode
 from unirun.weights.packing import Device, DeviceError, Packing
 from unirun.weights.pairing import Pair
-from unirun.weights.plan import Take
 from unirun.weights.tensors import dtype_of
 
 _links = itertools.count(1)

@@ -231,9 +231,8 @@ class TestMemory:
         publisher, endpoint = here.publisher()
         source = here.reader(endpoint).sources[0]
         publisher.publish({"w": torch.full((1000,), 1.0)}, 1)
-        from unirun.weights.layout import Box
+        from unirun.weights.layout import Box, Take
         from unirun.weights.messages import Describe, Described, Fetched, answer_of
-        from unirun.weights.plan import Take
 
         described = answer_of(source.ask(Describe("policy", 1.0)).result(SOON).head)
         assert isinstance(described, Described)

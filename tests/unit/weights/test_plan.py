@@ -8,8 +8,7 @@ from hypothesis import given
 
 from tests.unit.weights.meshes import Cut, cuts
 from unirun.errors import WeightsError
-from unirun.weights.layout import Box, Part, Piece, Tensor
-from unirun.weights.plan import Take, by_source, plan
+from unirun.weights.layout import Box, Part, Piece, Take, Tensor, by_source, plan
 from unirun.weights.tensors import layout_of, part_of
 
 WHOLE = torch.arange(70).view(7, 10)
