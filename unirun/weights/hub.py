@@ -21,8 +21,7 @@ from unirun.weights.lines import Line
 from unirun.weights.messages import Ask, Request
 from unirun.weights.pairing import Pair
 from unirun.weights.publishing import Publisher
-from unirun.weights.queues.admission import Gate
-from unirun.weights.queues.messages import Begun, Demand, Enter
+from unirun.weights.queues.admission import Begun, Demand, Enter, Gate
 from unirun.weights.queues.producing import Producer
 from unirun.wire.reports import Listening
 

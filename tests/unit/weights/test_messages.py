@@ -14,8 +14,8 @@ from unirun.weights import messages
 from unirun.weights.hub import request_of
 from unirun.weights.layout import Box
 from unirun.weights.messages import Describe, Fetch, Fetched, Part, Peek, Release, Released, answer_of
-from unirun.weights.queues import messages as queues
-from unirun.weights.queues.messages import Heard, Offered, Ready, supply_of
+from unirun.weights.queues import admission as queues
+from unirun.weights.queues.admission import Heard, Offered, Ready, supply_of
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

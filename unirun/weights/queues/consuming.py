@@ -14,8 +14,7 @@ from unirun.roles.transport.frames import offsets
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import Value, WorkerId
 from unirun.weights.lines import Line
-from unirun.weights.queues.admission import Bound
-from unirun.weights.queues.messages import Done, Hold, Offered, Ready, Take, encode, supply_of
+from unirun.weights.queues.admission import Bound, Done, Hold, Offered, Ready, Take, encode, supply_of
 
 PATIENCE = 60.0
 """Seconds after which an idle consumer asks a producer again."""

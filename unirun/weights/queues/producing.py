@@ -17,7 +17,7 @@ from unirun.roles.transport.frames import offsets
 from unirun.roles.transport.protocol import Lent, Parcel, Reply, writable
 from unirun.values import Value, WorkerId
 from unirun.weights.packing import Block, Blocks
-from unirun.weights.queues.messages import Demand, Done, Heard, Hold, Offered, Ready, Take, encode
+from unirun.weights.queues.admission import Demand, Done, Heard, Hold, Offered, Ready, Take, encode
 
 KEPT = "queue"
 """The reader of a block whose item nobody has used yet."""

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from unirun.roles.calls.codec import load
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
-from unirun.weights.queues.messages import Done, Hold, Offered, Ready, Take, supply_of
+from unirun.weights.queues.admission import Done, Hold, Offered, Ready, Take, supply_of
 from unirun.weights.queues.producing import Producer
 
 MOST = 4

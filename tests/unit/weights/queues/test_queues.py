@@ -18,9 +18,8 @@ from unirun.errors import EncodingError, QueueTimeout
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
 from unirun.weights.hub import request_of
-from unirun.weights.queues.admission import Bound
+from unirun.weights.queues.admission import Bound, Demand, Hold
 from unirun.weights.queues.consuming import Consumer, Feed, Item
-from unirun.weights.queues.messages import Demand, Hold
 from unirun.weights.queues.producing import Producer
 
 MANY = 1000
