@@ -2,8 +2,7 @@
 
 from unirun.weights.channel import WeightsChannel
 from unirun.weights.queue import Queue
-from unirun.weights.queues.admitting import Admission
-from unirun.weights.queues.consuming import Item
+from unirun.weights.queues.consuming import Admission, Item
 from unirun.weights.tensors import LocalShard
 
 __all__ = ["Admission", "Item", "LocalShard", "Queue", "WeightsChannel"]

@@ -14,8 +14,7 @@ from unirun.values import WorkerId
 from unirun.weights.hub import LONGEST, hub_of
 from unirun.weights.lines import Line
 from unirun.weights.queues.admission import Begun, Bound, Enter, encode
-from unirun.weights.queues.admitting import Admission, Admissions
-from unirun.weights.queues.consuming import Consumer, Feed, Item
+from unirun.weights.queues.consuming import Admission, Admissions, Consumer, Feed, Item
 from unirun.wire.reports import Metrics
 
 EVERY = 1.0
