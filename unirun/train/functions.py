@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unirun.train.alone import Alone
 from unirun.train.data import Shard
-from unirun.train.session import Session
+from unirun.train.session import Alone, Session
 
 _session: Session | None = None
 _alone: Alone | None = None
