@@ -11,7 +11,9 @@ from typing import Any
 
 from unirun.errors import UsageError, WorkerLost
 from unirun.observe.jobdir import unirun_home
+from unirun.observe.status import JobStatus
 from unirun.roles import InvocationRef
+from unirun.spec.sizes import show_size
 from unirun.train import tuning
 from unirun.train.arguments import (
     check_failures,
@@ -30,9 +32,39 @@ from unirun.train.checkpoints import CheckpointStrategy
 from unirun.train.logdir import check_writable, next_run
 from unirun.train.running import Request, TrainingIterator
 from unirun.train.setup import MANY, Setup, options_of, range_of, resources_of
-from unirun.train.table import table
 from unirun.train.workers import Workers
 from unirun.wire.reporting import report
+
+# The table that ``print(trainer)`` shows.
+
+COLUMNS = ("RANK", "NODE", "PID", "DEVICES", "CPU", "MEMORY", "STATE")
+
+
+def table(status: JobStatus, described: Sequence[Mapping[str, Any]], backend: str) -> str:
+    """One line for each worker. `described` is what each says of itself, or nothing."""
+    (role,) = status.roles
+    rows = [COLUMNS]
+    for worker in role.workers:
+        own = described[worker.rank] if worker.rank < len(described) else {}
+        restarted = f", started {worker.incarnation + 1} times" if worker.incarnation else ""
+        rows.append(
+            (
+                str(worker.rank),
+                worker.node,
+                str(own.get("pid") or worker.pid or ""),
+                str(own.get("devices") or "cpu"),
+                f"{own['cpu']:.1f} s" if own else "",
+                show_size(own["memory"]) if own else "",
+                f"{worker.phase}{restarted}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    head = f"Trainer {status.run_id}: {len(role.workers)} workers, backend {backend}"
+    return "\n".join([head, *lines])
+
 
 GROW_EVERY = 60.0
 """Seconds between two attempts to have more ranks."""

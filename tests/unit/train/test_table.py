@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus
-from unirun.train.table import COLUMNS, table
+from unirun.train.trainer import COLUMNS, table
 
 
 def worker(rank: int, **more: Any) -> WorkerStatus:
