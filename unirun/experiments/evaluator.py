@@ -17,7 +17,7 @@ from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
 from unirun.experiments.results import means
 from unirun.experiments.step import reductions_of
 from unirun.roles import BaseWorkload, trainer_invocation
-from unirun.train.repeats import LIMIT
+from unirun.train.losses import LIMIT
 
 
 class EvaluatorProcess(BaseWorkload):

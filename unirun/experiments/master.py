@@ -33,8 +33,7 @@ from unirun.experiments.starting import end_of, make_root, started
 from unirun.experiments.step import LOST, Step, reductions_of
 from unirun.roles import BaseTrainer
 from unirun.train.data.order import Order as SampleOrder
-from unirun.train.losses import loss_of
-from unirun.train.repeats import Repeats
+from unirun.train.losses import Repeats, loss_of
 from unirun.values import Value
 from unirun.wire.reporting import report
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unirun.errors import TrainingFailed, WorkerLost
-from unirun.train.repeats import LIMIT
+from unirun.train.losses import LIMIT
 from unirun.wire.frames import finite
 
 STEPS, EVALUATIONS, SAVES = "steps.jsonl", "evaluations.jsonl", "saves.jsonl"

@@ -11,8 +11,7 @@ from typing import Any
 from unirun.errors import EncodingError, InvocationTimeout, TrainingFailed, UnirunError, WorkerLost
 from unirun.roles import InvocationRef, RoleGroup, wait
 from unirun.train.arguments import name_of
-from unirun.train.losses import Loss, is_loss
-from unirun.train.repeats import Repeats
+from unirun.train.losses import Loss, Repeats, is_loss
 from unirun.train.unsendable import unsendable
 from unirun.train.worker import Program, Turn
 from unirun.train.workers import Workers

@@ -31,8 +31,7 @@ from unirun.train.callbacks import Callbacks
 from unirun.train.cells import cell_of
 from unirun.train.checkpoints import CheckpointStrategy, Info, skipped
 from unirun.train.lockstep import Lockstep, Round
-from unirun.train.losses import is_loss
-from unirun.train.repeats import Repeats
+from unirun.train.losses import Repeats, is_loss
 from unirun.train.unsendable import unsendable
 from unirun.train.worker import Order, Stopped
 from unirun.values import Value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unirun.train.repeats import LIMIT, Repeats
+from unirun.train.losses import LIMIT, Repeats
 
 
 def test_three_equal_failures_without_progress_are_hopeless() -> None:
