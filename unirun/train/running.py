@@ -28,12 +28,11 @@ from unirun.roles import InvocationRef, RoleGroup, wait
 from unirun.train.arguments import name_of
 from unirun.train.attempts import BACK, LOOK, Attempts
 from unirun.train.callbacks import Callbacks
-from unirun.train.cells import cell_of
 from unirun.train.checkpoints import CheckpointStrategy, Info, skipped
 from unirun.train.lockstep import Lockstep, Round
 from unirun.train.losses import Repeats, is_loss
 from unirun.train.unsendable import unsendable
-from unirun.train.worker import Order, Stopped
+from unirun.train.worker import Order, Stopped, cell_of
 from unirun.values import Value
 from unirun.wire.reporting import report
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,7 +18,6 @@ from unirun.errors import TrainingFailed, UsageError
 from unirun.roles import BaseWorkload, MasterHandle, init, trainer_invocation
 from unirun.roles.process_groups import process_groups
 from unirun.train.backends import find_backend
-from unirun.train.cells import Cell
 from unirun.train.checkpoints import CheckpointStrategy, Folder, GivenUp, Info, Writer, unwrapped
 from unirun.train.functions import enter
 from unirun.train.lockstep import Finished, Reported
@@ -24,6 +25,30 @@ from unirun.train.losses import loader_loss
 from unirun.train.nested import mapped
 from unirun.train.session import Interrupted, Place, Session, Visit
 from unirun.values import Value
+
+# The source of a function that is in no file, as in a cell of a notebook: so that tracebacks of workers show it.
+
+
+class Cell(Value):
+    """The lines of what Python compiled under the name `file`."""
+
+    file: str
+    lines: tuple[str, ...]
+
+    def show(self) -> None:
+        """Have tracebacks of this process show these lines."""
+        size = sum(map(len, self.lines))
+        linecache.cache[self.file] = (size, None, [*self.lines], self.file)
+
+
+def cell_of(function: Callable[..., Any]) -> Cell | None:
+    """The cell in which a function is defined; None for one in a file, and when its lines are not known."""
+    code = getattr(function, "__code__", None)
+    if code is None or Path(code.co_filename).exists():
+        return None
+    lines = linecache.getlines(code.co_filename)
+    return Cell(code.co_filename, tuple(lines)) if lines else None
+
 
 INTERRUPT = signal.SIGRTMIN + 7
 """The signal that interrupts a function in the main thread. Nobody else uses it, and its number says nothing."""

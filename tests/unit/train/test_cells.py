@@ -6,7 +6,7 @@ import linecache
 import traceback
 from typing import Any
 
-from unirun.train.cells import Cell, cell_of
+from unirun.train.worker import Cell, cell_of
 
 SOURCE = "def function():\n    raise KeyError('here')  # the line\n"
 
