@@ -17,11 +17,13 @@ from unirun.spec.sizes import show_size
 from unirun.train import tuning
 from unirun.train.arguments import (
     check_failures,
+    check_writable,
     checkpoint_of,
     datasets,
     directory,
     environment,
     name_of,
+    next_run,
     require,
     takes_config,
 )
@@ -29,7 +31,6 @@ from unirun.train.attempts import Attempts
 from unirun.train.backends import find_backend
 from unirun.train.callbacks import Callbacks, TrainingCallback
 from unirun.train.checkpoints import CheckpointStrategy
-from unirun.train.logdir import check_writable, next_run
 from unirun.train.running import Request, TrainingIterator
 from unirun.train.setup import MANY, Setup, options_of, range_of, resources_of
 from unirun.train.workers import Workers

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import UsageError
-from unirun.train.logdir import absolute, check_writable, next_run
+from unirun.train.arguments import absolute, check_writable, next_run
 
 
 @pytest.fixture
