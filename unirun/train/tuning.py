@@ -7,23 +7,222 @@ and stays warm between trials.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
+import os
 import queue
+import secrets
+import socket
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from unirun.errors import TrainingFailed, UsageError
+from msgspec.structs import asdict, replace
+
+from unirun.collocation import Inventory, count_slots, local_inventory, parse_fake, place
+from unirun.errors import PlacementError, TrainingFailed, UsageError
+from unirun.spec.parse import parse_job
 from unirun.train.callbacks.plain import numbers
 from unirun.train.checkpoints import CheckpointStrategy
-from unirun.train.resuming import DRIVER, resume, this_process
-from unirun.train.sets import another, inventory_of, setups, with_threads
+from unirun.train.setup import ROLE, Setup
 
 if TYPE_CHECKING:
     import optuna
 
     from unirun.train.running import TrainingIterator
     from unirun.train.trainer import Trainer
+
+
+# Sets of workers side by side, each behind a trainer of its own: how many there may be, and what each has.
+#
+# A job is placed as if it were alone, so what devices and threads each set has is decided here.
+
+ELSEWHERE = ("--hosts", "--hostfile", "--slurm", "--nnodes")
+"""Options of jobs on other hosts, of which this process does not know what they have."""
+
+
+class Part(Setup):
+    """The request of a set of workers that may have no devices but these."""
+
+    devices: tuple[str, ...] = ()
+
+    def job_file(self, name: str) -> dict[str, Any]:
+        """The job, as a job file has it."""
+        job = super().job_file(name)
+        job["roles"][ROLE]["devices"] = list(self.devices)
+        return job
+
+
+def inventory_of(setup: Setup) -> Inventory | None:
+    """The inventory of the host where the job runs; None when it runs on others."""
+    options = setup.options
+    if any(option in ELSEWHERE for option in options):
+        return None
+    if "--inventory" not in options:
+        return local_inventory()
+    found = parse_fake(options[options.index("--inventory") + 1])
+    return found if len(found.nodes) == 1 else None
+
+
+def setups(setup: Setup, inventory: Inventory | None, most: int | None = None) -> list[Setup]:
+    """The requests of the sets of workers: `setup` is that of the first. There are as many as there is room for, or
+    `most`; one without an `inventory`.
+
+    On GPUs each has a part of them, as the planner gives them one after the other. Raises `UsageError` when there are
+    too few for `most`, and `PlacementError` when there are too few for one.
+    """
+    if setup.device == "cuda":
+        parts = [setup] if inventory is None else _parts(setup, inventory)
+        if most is not None and most > len(parts):
+            raise UsageError(
+                f"max_concurrent={most}, and there are known to be GPUs for {len(parts)}",
+                "leave it out, or give each trial fewer",
+            )
+        return parts[:most]
+    room = 1 if inventory is None else count_slots("cpu", inventory) // (setup.most * setup.slots)
+    other = setup
+    if setup.device is not None:
+        # Workers with more than one processor are bound to theirs, and those of all jobs would be bound to the same.
+        env = {"OMP_NUM_THREADS": str(setup.slots), **setup.env}
+        other = replace(setup, device=None, slots=1, env=env)
+    return [setup, *[other] * (max(most or room, 1) - 1)]
+
+
+def _parts(setup: Setup, inventory: Inventory) -> list[Setup]:
+    """Each set has what the planner gives it of the devices that those before have left."""
+    (node,) = inventory.nodes
+    left = tuple(device.index for device in node.devices if device.type == setup.device)
+    own, found = _planned(setup, inventory), [setup]
+    while left := tuple(device for device in left if device not in own):
+        try:
+            own = _planned(_part(setup, left), inventory)
+        except PlacementError:
+            break
+        found.append(_part(setup, own))
+    return found
+
+
+def _planned(setup: Setup, inventory: Inventory) -> tuple[str, ...]:
+    """The devices that a job gets when it is alone. Raises `PlacementError`."""
+    count = partial(count_slots, inventory=inventory)
+    _, placement = place(parse_job(setup.job_file("set"), count_slots=count, run_id="set"), inventory)
+    return tuple(device for rank in placement.assignments for device in rank.own)
+
+
+def _part(setup: Setup, devices: Sequence[str]) -> Part:
+    return Part(**asdict(setup), devices=tuple(devices))
+
+
+def another(trainer: Trainer, setup: Setup | None = None) -> Trainer:
+    """A trainer with the same settings, or with another `setup`, that is not started."""
+    other = copy.copy(trainer)
+    other._setup = setup or trainer._setup
+    # A trainer numbers the runs in its directory, so each needs its own.
+    other._logdir = trainer._logdir and f"{trainer._logdir.rstrip('/')}/{secrets.token_hex(3)}"
+    other._attempts = other._run = other._finalizer = None
+    other._trainables, other.logdir = weakref.WeakSet(), ""
+    return other
+
+
+def with_threads(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with so many threads of torch, unless the environment says how many.
+
+    The only rank of a job has as many as there are processors, and on the same processors as another set it is many
+    times slower then. Ranks of larger jobs have few, as under torchrun.
+    """
+
+    @wraps(function)
+    def limited(*config: Any) -> Any:
+        import torch
+
+        before = torch.get_num_threads()
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(number)
+        try:
+            return function(*config)
+        finally:
+            torch.set_num_threads(before)
+
+    return limited
+
+
+# A search for hyperparameters goes on after its driver was killed: trials that it has left running are tried again.
+
+DRIVER = "driver"
+"""The attribute of a trial that names the process which runs it."""
+
+
+def resume(study: optuna.Study, n_trials: int) -> int:
+    """Try the parameters of trials again that a killed driver has left running. Returns how many of `n_trials` are left
+    to do: all but those that are complete or pruned.
+
+    ::
+
+        study = optuna.create_study(study_name="digits", storage="sqlite:///study.db", load_if_exists=True)
+        study.optimize(trainable, n_trials=trainable.resume(study, 20))
+
+    A trial that was left becomes a failed one, and a new one has its parameters. Trials of drivers on other hosts, or
+    in other containers, stay as they are; for these there is the heartbeat of Optuna's storages.
+    """
+    from optuna.trial import TrialState
+
+    trials = study.get_trials(deepcopy=False)
+    drivers = {tuple(trial.user_attrs.get(DRIVER, ())) for trial in trials} - {()}
+    ended = {driver for driver in drivers if _has_ended(*driver)}
+    if drivers and ended == drivers:
+        # One of them was killed before it could say that it runs the trial.
+        ended.add(())
+    for trial in trials:
+        if trial.state == TrialState.RUNNING and tuple(trial.user_attrs.get(DRIVER, ())) in ended:
+            # In this order, so that nothing is lost when this process is killed as well.
+            parameters = {**trial.system_attrs.get("fixed_params", {}), **trial.params}
+            study.enqueue_trial(parameters, user_attrs=trial.user_attrs)
+            study.tell(trial.number, state=TrialState.FAIL)
+    if study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+        _ask_one_at_a_time(study)
+    done = sum(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in trials)
+    return max(n_trials - done, 0)
+
+
+def this_process() -> list[Any]:
+    """The identity of this process: its pid, where that is its pid, and what distinguishes it there from others."""
+    return [os.getpid(), _place(), _life(os.getpid())]
+
+
+def _ask_one_at_a_time(study: optuna.Study) -> None:
+    """Let no two threads have the same of the trials that wait, which they may with SQLite (optuna #4002)."""
+    ask, lock = study.ask, threading.Lock()
+
+    def ask_alone(*args: Any, **kwargs: Any) -> optuna.Trial:
+        with lock:
+            return ask(*args, **kwargs)
+
+    study.ask = ask_alone  # type: ignore[method-assign]
+
+
+def _has_ended(pid: int, place: str, life: str) -> bool:
+    """Return True if a process has ended. One in another place counts as alive."""
+    return place == _place() and _life(pid) != life
+
+
+def _place() -> str:
+    """The namespace in which a pid names a process: a host, or a container on it."""
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _life(pid: int) -> str:
+    """The mark that distinguishes process `pid` from others that have had its pid; empty when it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return "" if stat[0] in "ZX" else f"{boot} {stat[19]}"
+
 
 Config = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
 """The config of the training function: values and functions of the trial by name, or one function of the trial."""

@@ -14,9 +14,9 @@ from tests.effort import examples
 from unirun.collocation import Device, Inventory, Node, parse_fake
 from unirun.collocation.inventory import NEARNESS, NumaNode
 from unirun.errors import PlacementError, UsageError
-from unirun.train.sets import Part, _planned, another, inventory_of, setups, with_threads
 from unirun.train.setup import MANY, Setup
 from unirun.train.trainer import Trainer
+from unirun.train.tuning import Part, _planned, another, inventory_of, setups, with_threads
 
 
 def asked(ranks: int, slots: int = 1, *, device: str | None = "cuda", least: int = 0) -> Setup:
