@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         prepare_optimizer,
         unwrap,
     )
-    from unirun.train.attach import attach
     from unirun.train.backends import Backend, NoBackend
     from unirun.train.builder import DLJobBuilder, JobBuilder, RLJobBuilder
     from unirun.train.callbacks import (
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
         world_rank,
         world_size,
     )
-    from unirun.train.handle import JobHandle
+    from unirun.train.handle import JobHandle, attach
     from unirun.train.job import Job
     from unirun.train.running import TrainingIterator
     from unirun.train.trainer import Trainer
@@ -105,7 +104,6 @@ _HOMES = {
         "prepare_optimizer",
         "unwrap",
     ),
-    "attach": ("attach",),
     "backends": ("Backend", "NoBackend"),
     "builder": ("DLJobBuilder", "JobBuilder", "RLJobBuilder"),
     "callbacks": (
@@ -130,7 +128,7 @@ _HOMES = {
         "world_rank",
         "world_size",
     ),
-    "handle": ("JobHandle",),
+    "handle": ("JobHandle", "attach"),
     "job": ("Job",),
     "running": ("TrainingIterator",),
     "trainer": ("Trainer",),

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from unirun.errors import EXIT_FAILURE, JobError, JobFailed, RendezvousError, StoreError, WireError
-from unirun.observe.jobdir import JobDir
-from unirun.observe.status import ENDED, JobStatus, read_status
+from unirun.observe.jobdir import JobDir, all_jobs, choose_job
+from unirun.observe.status import ENDED, JobStatus, read_status, runs
 from unirun.rendezvous.masters import call_master, follow_to_end
 from unirun.spec.read import nearest
 from unirun.values import WorkerId
@@ -22,6 +22,7 @@ from unirun.wire.messages import Attach, Stop
 if TYPE_CHECKING:
     from unirun.roles.calls.group import RoleGroup
     from unirun.roles.visitor import Visitor
+
 
 START = 30.0
 """Seconds in which the master of a submitted job must answer."""
@@ -175,3 +176,22 @@ def _prefixed(prefix: str, path: Path) -> Iterator[str]:
         return
     if text:
         yield from (f"{prefix}{line}\n" for line in text.removesuffix("\n").split("\n"))
+
+
+# `attach`: a process outside a job calls its workers.
+
+
+def attach(job: str | None = None) -> JobHandle:
+    """The handle on a job of this user that runs: its role groups, its status, its output.
+
+    ::
+
+        with unirun.attach("ppo-1a2b") as job:
+            print(job["rollout"].generate("hello"))
+
+    `job` is its id or the beginning of it; by default the newest that runs. Calls are those of a trainer, with the same
+    promises, over sockets that prove the job's token. They go through restarts of workers and deaths of masters.
+    Leaving changes nothing in the job. Raises `JobError` when there is no such job.
+    """
+    jobs = {each.run_id: each for each in all_jobs()}
+    return JobHandle(jobs[choose_job(job, tuple(jobs), lambda run_id: runs(jobs[run_id]))])
