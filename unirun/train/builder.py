@@ -30,8 +30,7 @@ from unirun.errors import Fault, PlacementError, SpecError
 from unirun.launcher.planned import plan
 from unirun.spec.builder import Draft, EntryDraft, WorkloadDraft, job_mapping
 from unirun.spec.parse import parse_job
-from unirun.train.job import Job
-from unirun.train.loading import entry_of, importable, load
+from unirun.train.job import Job, entry_of, importable, load
 
 J = TypeVar("J")
 

@@ -37,7 +37,7 @@ from unirun.rendezvous.masters import follow_to_end
 from unirun.roles.calls.group import RoleGroup
 from unirun.roles.visitor import Visitor
 from unirun.train.handle import JobHandle
-from unirun.train.loading import python_path
+from unirun.train.job import python_path
 from unirun.train.losses import LIMIT, Loss, loss_of
 from unirun.train.setup import ROLE, Setup
 from unirun.wire.messages import Stop
