@@ -26,7 +26,7 @@ from msgspec.structs import asdict, replace
 from unirun.collocation import Inventory, count_slots, local_inventory, parse_fake, place
 from unirun.errors import PlacementError, TrainingFailed, UsageError
 from unirun.spec.parse import parse_job
-from unirun.train.callbacks.plain import numbers
+from unirun.train.callbacks.base import numbers
 from unirun.train.checkpoints import CheckpointStrategy
 from unirun.train.setup import ROLE, Setup
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from unirun.errors import UsageError
-from unirun.train.callbacks.base import TrainingCallback
-from unirun.train.callbacks.plain import flat, json_of, readable
+from unirun.train.callbacks.base import TrainingCallback, flat, json_of, readable
 
 _RANK = "_rank"
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unirun.errors import UsageError
-from unirun.train.callbacks.base import TrainingCallback
-from unirun.train.callbacks.plain import flat, number, numbers, text
+from unirun.train.callbacks.base import TrainingCallback, flat, number, numbers, text
 
 if TYPE_CHECKING:
     from rich.console import Console, OverflowMethod

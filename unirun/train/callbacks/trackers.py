@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unirun.errors import UsageError
-from unirun.train.callbacks.base import TrainingCallback
-from unirun.train.callbacks.plain import flat, numbers, plain, readable, text
+from unirun.train.callbacks.base import TrainingCallback, flat, numbers, plain, readable, text
 
 _ITERATION, _TIMESTAMP = "_training_iteration", "_timestamp"
 

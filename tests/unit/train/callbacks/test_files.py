@@ -20,7 +20,7 @@ from tests.effort import examples
 from tests.unit.train.callbacks.values import RESULTS
 from unirun.errors import UsageError
 from unirun.train.callbacks import CsvLoggerCallback, JsonLoggerCallback, TrainingCallback
-from unirun.train.callbacks.plain import flat, plain, readable
+from unirun.train.callbacks.base import flat, plain, readable
 
 Results = list[dict[Any, Any]]
 

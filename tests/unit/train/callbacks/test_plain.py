@@ -15,7 +15,7 @@ from hypothesis import given
 from omegaconf import OmegaConf
 
 from tests.unit.train.callbacks.values import RESULTS, VALUES, Hostile
-from unirun.train.callbacks.plain import flat, json_of, number, numbers, plain, readable
+from unirun.train.callbacks.base import flat, json_of, number, numbers, plain, readable
 
 
 def refuse(constant: str) -> None:
