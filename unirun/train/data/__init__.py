@@ -8,13 +8,11 @@
         save(shard.progress)
 """
 
-from unirun.train.data.adopting import sharded
 from unirun.train.data.files import Files
 from unirun.train.data.folds import kfold
-from unirun.train.data.loader import Loader
+from unirun.train.data.loader import Loader, Shard, sharded
 from unirun.train.data.order import Order
 from unirun.train.data.plan import Progress, merged
-from unirun.train.data.shard import Shard
 from unirun.train.data.sources import source_of
 
 __all__ = ["Files", "Loader", "Order", "Progress", "Shard", "kfold", "merged", "sharded", "source_of"]
