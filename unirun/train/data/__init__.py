@@ -8,11 +8,9 @@
         save(shard.progress)
 """
 
-from unirun.train.data.files import Files
-from unirun.train.data.folds import kfold
 from unirun.train.data.loader import Loader, Shard, sharded
 from unirun.train.data.order import Order
 from unirun.train.data.plan import Progress, merged
-from unirun.train.data.sources import source_of
+from unirun.train.data.sources import Files, kfold, source_of
 
 __all__ = ["Files", "Loader", "Order", "Progress", "Shard", "kfold", "merged", "sharded", "source_of"]

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from unirun.errors import UsageError
 from unirun.train.data import Files, Shard, kfold
-from unirun.train.data.folds import Fold
+from unirun.train.data.sources import Fold
 
 
 def samples(fold: Fold) -> list[Any]:
