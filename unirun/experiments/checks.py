@@ -7,18 +7,199 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from unirun.collocation.graph import show_ranks
-from unirun.errors import Fault
+from unirun.errors import Fault, UsageError
 from unirun.experiments import derive
 from unirun.experiments.checks_of_arguments import argument_faults
-from unirun.experiments.checks_of_calls import call_faults, malformed_faults
-from unirun.experiments.checks_of_servers import serving_faults
 from unirun.experiments.control import Every
-from unirun.experiments.graph import MFCDef, ModelInterfaceType, graph_faults
-from unirun.experiments.layout import ModelName, ProcessTopology
+from unirun.experiments.graph import MFCDef, ModelInterfaceType, ParamReallocHook, graph_faults
+from unirun.experiments.layout import AXES, PART_RULE, ModelName, ProcessTopology, is_part
+from unirun.experiments.models.api import ModelInterface
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS, Registry
+from unirun.experiments.results import check_reductions
 
 if TYPE_CHECKING:
     from unirun.experiments.config import ExperimentConfig
+
+
+# Checks of what calls ask of their models and interfaces; `graph` checks which data they need and make.
+
+
+def malformed_faults(config: ExperimentConfig) -> list[Fault]:
+    """Values of which nothing else can be checked: they have the wrong type, or are no layouts."""
+    found = [
+        Fault(f"models.{name}", f"its topology has the axes {topo.axes!r} and sizes {topo.dims!r}", _LAYOUT)
+        for name, topo in derive.topologies(config).items()
+        if not _is_layout(topo)
+    ]
+    kinds = ", ".join(f"ModelInterfaceType.{kind.name}" for kind in ModelInterfaceType)
+    for call in config.model_rpcs:
+        where = f"model_rpcs.{call.name}"
+        if not isinstance(call.model_name, ModelName):
+            problem = f"model_name is {call.model_name!r}, which is no ModelName"
+            found.append(Fault(where, problem, f"write ModelName({str(call.model_name)!r})"))
+        if not isinstance(call.interface_type, ModelInterfaceType):
+            problem = f"interface_type is {call.interface_type!r}, which is no ModelInterfaceType"
+            found.append(Fault(where, problem, f"it is one of {kinds}"))
+    return found
+
+
+_LAYOUT = f"make it with topology(): it has {', '.join(AXES)}, each of 1 or more ranks"
+
+
+def _is_layout(topo: ProcessTopology) -> bool:
+    return (
+        sorted(topo.axes) == sorted(AXES)
+        and len(topo.dims) == len(AXES)
+        and all(isinstance(size, int) and size >= 1 for size in topo.dims)
+    )
+
+
+def call_faults(config: ExperimentConfig) -> list[Fault]:
+    """Names of calls and roles, methods that interfaces lack, and what a model without a network cannot do."""
+    roles = {
+        name.role: None for name in (*derive.model_names(config), *(c.model_name for c in config.model_rpcs))
+    }
+    found = [
+        Fault("models", f"{role!r} is no name for a role", PART_RULE) for role in roles if not is_part(role)
+    ]
+    for call in config.model_rpcs:
+        where = f"model_rpcs.{call.name}"
+        if not is_part(call.name):
+            found.append(Fault("model_rpcs", f"{call.name!r} is no name for a call", PART_RULE))
+        if call.output_keys and call.interface_type in (
+            ModelInterfaceType.TRAIN_STEP,
+            ModelInterfaceType.EVALUATE,
+        ):
+            problem = f"it has output_keys, and {call.interface_type.value} makes no data"
+            found.append(Fault(where, problem, "leave them out, or use inference"))
+        if _lacks_method(call):
+            problem = f"interface {call.interface_impl.type_!r} does not define {call.interface_type.value}()"
+            found.append(Fault(where, problem, "define it, or correct interface_type or interface_impl"))
+        try:
+            check_reductions(getattr(INTERFACES.at_hand(call.interface_impl.type_), "reductions", {}))
+        except UsageError as error:
+            found.append(Fault(where, error.problem, error.remedy))
+    return found + _hook_faults(config)
+
+
+def _lacks_method(call: MFCDef) -> bool:
+    """Return True if the interface has only the methods that `ModelInterface` defines. False if it is no
+    class of this kind, or not imported yet."""
+    cls = INTERFACES.at_hand(call.interface_impl.type_)
+    if not isinstance(cls, type) or not issubclass(cls, ModelInterface):
+        return False
+    method = call.interface_type.value
+    return getattr(cls, method) is getattr(ModelInterface, method)
+
+
+def _hook_faults(config: ExperimentConfig) -> list[Fault]:
+    """Hooks, also those that are added, of models without parameters."""
+    empty = {name for name, (_, backend) in derive.types(config).items() if backend == "null"}
+    found = []
+    for call in derive.calls_with_hooks(config):
+        for hook in (*call.pre_hooks, *call.post_hooks):
+            others = (hook.source, hook.target) if isinstance(hook, ParamReallocHook) else ()
+            found += [
+                Fault(
+                    f"model_rpcs.{call.name}",
+                    f"its {type(hook).__name__} needs parameters of {name}, whose backend 'null' has none",
+                    "leave the hook out; a role with this backend that is trained has one replica",
+                )
+                for name in sorted(empty)
+                if name in (call.model_name, *others)
+            ]
+    return found
+
+
+# Checks of generation servers, of what sends requests to them, and of what makes trajectories.
+
+SERVER_BACKENDS = ("sglang", "torch", "vllm")
+"""Backends of a generation server."""
+
+POLICIES = ("round_robin", "least_requests", "least_token_usage")
+"""Policies by which a manager chooses the server of a request."""
+
+
+def serving_faults(config: ExperimentConfig) -> list[Fault]:
+    """Generation servers, their manager, and rollout workers."""
+    found = []
+    servers, managers, rollouts = config.generation_server, config.gserver_manager, config.rollout_worker
+    roles = {name.role for name in derive.model_names(config)}
+    if managers and not servers:
+        found.append(Fault("gserver_manager", "there are no generation servers to manage", "add them"))
+    if (servers or managers) and len(managers) != 1:
+        found.append(
+            Fault("gserver_manager", f"there are {len(managers)}", "generation servers have one manager")
+        )
+    if rollouts and not managers:
+        found.append(
+            Fault("rollout_worker", "there is no gserver_manager to ask", "add one, and its servers")
+        )
+    for index, server in enumerate(servers):
+        where = f"generation_server.{index}"
+        if server.tp_size < 1:
+            found.append(Fault(f"{where}.tp_size", f"{server.tp_size}", "it is 1 or more"))
+        if server.backend_type not in SERVER_BACKENDS:
+            there = ", ".join(SERVER_BACKENDS)
+            found.append(Fault(f"{where}.backend_type", f"{server.backend_type!r}", f"it is one of {there}"))
+        if not server.model_path:
+            found.append(
+                Fault(f"{where}.model_path", "it is empty", "give a path, or a name of Hugging Face's")
+            )
+    alike = {(server.backend_type, server.model_path, server.tp_size) for server in servers}
+    if len(alike) > 1:
+        problem = "they differ in backend_type, model_path or tp_size"
+        found.append(Fault("generation_server", problem, "give all servers the same"))
+    for manager in managers:
+        if manager.n_servers != len(servers):
+            problem = f"n_servers is {manager.n_servers}, and there are {len(servers)} generation servers"
+            found.append(Fault("gserver_manager", problem, "make both the same"))
+        if manager.model_name.role not in roles:
+            problem = f"it serves {manager.model_name}, which no worker has"
+            found.append(Fault("gserver_manager", problem, f"there are: {', '.join(sorted(roles))}"))
+        found += [
+            Fault(f"gserver_manager.{name}", f"{getattr(manager, name)}", "it is 1 or more")
+            for name in ("train_batch_size", "flush_request_timeout", "max_concurrent_rollouts")
+            if getattr(manager, name) < 1
+        ]
+        if manager.schedule_policy not in POLICIES:
+            there = ", ".join(POLICIES)
+            found.append(
+                Fault(
+                    "gserver_manager.schedule_policy", f"{manager.schedule_policy!r}", f"it is one of {there}"
+                )
+            )
+        sizes = {call.n_seqs for call in config.model_rpcs}
+        if manager.train_batch_size >= 1 and manager.train_batch_size not in sizes:
+            problem = f"it is {manager.train_batch_size}, and calls have n_seqs {', '.join(map(str, sorted(sizes)))}"
+            found.append(Fault("gserver_manager.train_batch_size", problem, "make both the same"))
+        if manager.max_head_offpolicyness < 0:
+            found.append(Fault("gserver_manager.max_head_offpolicyness", "it is negative", "0: on policy"))
+    for index, rollout in enumerate(rollouts):
+        where = f"rollout_worker.{index}"
+        if managers and rollout.model_name != managers[0].model_name:
+            found.append(
+                Fault(where, f"it asks for {rollout.model_name}", f"{managers[0].model_name} is served")
+            )
+        if not rollout.datasets:
+            found.append(Fault(where, "it has no datasets", "give it at least one"))
+        if not rollout.tokenizer_path:
+            found.append(Fault(f"{where}.tokenizer_path", "it is empty", "give the tokenizer of the model"))
+        found += [
+            Fault(
+                where,
+                f"no dataset is registered as {each.type_!r}",
+                f"there are: {', '.join(DATASETS.names())}",
+            )
+            for each in rollout.datasets
+            if each.type_ not in DATASETS
+        ]
+        found += [
+            Fault(f"{where}.{name}", f"{getattr(rollout, name)}", "it is 1 or more")
+            for name in ("new_tokens_per_chunk", "rollout_request_timeout")
+            if getattr(rollout, name) < 1
+        ]
+    return found
 
 
 def dataset_keys(config: ExperimentConfig) -> frozenset[str]:
