@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from unirun.errors import PeerLost, WorkerLost
 from unirun.experiments.config import Resolved
 from unirun.experiments.data.sample import SequenceSample
-from unirun.experiments.graph import Hook, MFCDef, ModelInterfaceType, ParamReallocHook
+from unirun.experiments.graph import Graph, Hook, MFCDef, ModelInterfaceType, ParamReallocHook
 from unirun.experiments.layout import ModelName
 from unirun.experiments.orders import Answer, Order, Traffic, dispatch, seed_of
 from unirun.experiments.registry import INTERFACES
 from unirun.experiments.results import means, reduced
-from unirun.experiments.walking import startable
 from unirun.roles import wait
+
+# The calls of a step that may run now: a pure function of the calls that have run, and of the workers that are busy.
+
+
+def startable(
+    graph: Graph, workers: Mapping[ModelName, frozenset[int]], done: Collection[str], running: Collection[str]
+) -> list[str]:
+    """The calls that may begin, in the order of the graph.
+
+    A call waits for the calls whose data it needs; for running calls on any of its workers, so that all workers run
+    calls in one order; and for running calls that change parameters it reads, or read or change parameters it changes.
+    """
+    busy = {worker for name in running for worker in workers[graph.calls[name].model_name]}
+    reads = {model for name in running for model in graph.calls[name].reads}
+    writes = {model for name in running for model in graph.calls[name].writes}
+    found = []
+    for name, call in graph.calls.items():
+        if name in done or name in running or not graph.needs[name].keys() <= set(done):
+            continue
+        mine = workers[call.model_name]
+        if busy & mine or call.reads & writes or call.writes & (reads | writes):
+            continue
+        found.append(name)
+        busy |= mine
+        reads |= call.reads
+        writes |= call.writes
+    return found
+
 
 LOST = (WorkerLost, PeerLost)
 """The errors that a call raises when a worker has died: the worker itself, or one that it needs data of."""
