@@ -127,8 +127,8 @@ def _seconds(text: str) -> float:
 
 def _start(options: Any) -> int:
     from unirun.experiments import experiment, starting
+    from unirun.experiments.experiment import Trial
     from unirun.experiments.recovery import Recovery, Settings
-    from unirun.experiments.trial import Trial
 
     _refuse_options(options)
     name, trial = options.experiment_name, options.trial_name

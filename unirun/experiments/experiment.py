@@ -20,7 +20,30 @@ from unirun.errors import UsageError
 from unirun.experiments.config import ExperimentConfig, ExperimentScheduling
 from unirun.experiments.layout import NAME_RULE, is_name
 from unirun.experiments.registry import Registry
-from unirun.experiments.trial import Trial
+from unirun.values import Value
+
+# The settings of one trial.
+
+
+class Trial(Value):
+    """The names of a trial, the way to make its experiment, and the places of its files. It is the
+    ``config:`` of the job.
+
+    `resume`: continue from the last checkpoint, if there is one. Without `resume`, existing checkpoints are deleted.
+    `resume_only`: fail if no checkpoint can be read. `accept` names settings that may differ from those of
+    the checkpoint.
+    """
+
+    experiment: str
+    trial: str
+    root: str
+    modules: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    folder: str = ""
+    resume: bool = False
+    resume_only: bool = False
+    accept: tuple[str, ...] = ()
+
 
 LONGEST = 55
 """Characters of both names together: a job's id has eight more, and 63 at most."""

@@ -15,9 +15,8 @@ import msgspec
 
 from unirun.errors import JobError, UsageError
 from unirun.experiments.config import ExperimentConfig, ExperimentScheduling, Scheduling
-from unirun.experiments.experiment import check_names
+from unirun.experiments.experiment import Trial, check_names
 from unirun.experiments.showing import picture
-from unirun.experiments.trial import Trial
 from unirun.observe.jobdir import job_at, unirun_home
 from unirun.observe.ownership import exposure, make_private
 from unirun.observe.status import ENDED, read_status

@@ -25,12 +25,11 @@ from unirun.experiments.config import (
     TasksGroup,
 )
 from unirun.experiments.control import ExperimentSaveEvalControl
-from unirun.experiments.experiment import Experiment, register_experiment
+from unirun.experiments.experiment import Experiment, Trial, register_experiment
 from unirun.experiments.layout import topology
 from unirun.experiments.master import Losses, MasterWorkerProcess
 from unirun.experiments.orders import Setup
 from unirun.experiments.recovery import Recovery
-from unirun.experiments.trial import Trial
 from unirun.train.losses import loss_of
 
 from .setups import ACTOR, PROMPTS, TRAIN, at, call, config_with

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from unirun.experiments.experiment import trial_of
+from unirun.experiments.experiment import Trial, trial_of
 from unirun.experiments.orders import dispatch, seed_of
-from unirun.experiments.trial import Trial
 
 sizes = st.lists(st.integers(1, 50), max_size=40)
 ranks = st.integers(1, 8)

@@ -25,7 +25,7 @@ from unirun.experiments.config import (
     Scheduling,
     TasksGroup,
 )
-from unirun.experiments.experiment import trial_of
+from unirun.experiments.experiment import Trial, trial_of
 from unirun.experiments.starting import (
     GRAPH,
     JOB,
@@ -45,7 +45,6 @@ from unirun.experiments.starting import (
     trials,
     write_job,
 )
-from unirun.experiments.trial import Trial
 from unirun.launcher.slurm.options import parse_slurm
 from unirun.observe.status import FailureStatus, JobStatus, write_status
 from unirun.rendezvous.creation import create_job
