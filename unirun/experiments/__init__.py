@@ -12,9 +12,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unirun.experiments.allocation import Allocation, model_workers
     from unirun.experiments.config import (
         AgentAbstraction,
+        Allocation,
         AutomaticEvaluator,
         DatasetAbstraction,
         EnvServiceAbstraction,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         StandaloneModelShardAbstraction,
         TasksGroup,
         WorkerInformation,
+        model_workers,
     )
     from unirun.experiments.control import ExperimentSaveEvalControl
     from unirun.experiments.data.datasets import (
@@ -133,11 +134,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "allocation": (
+    "config": (
         "Allocation",
         "model_workers",
-    ),
-    "config": (
         "AgentAbstraction",
         "AutomaticEvaluator",
         "DatasetAbstraction",

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unirun.errors import Fault, SpecError
-from unirun.experiments.allocation import Allocation, model_workers
 from unirun.experiments.config import (
+    Allocation,
     DatasetAbstraction,
     ExperimentConfig,
     ModelAbstraction,
     ModelBackendAbstraction,
     ModelWorker,
+    model_workers,
 )
 from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.graph import MFCDef, ModelInterfaceAbstraction, ModelInterfaceType, ParamReallocHook

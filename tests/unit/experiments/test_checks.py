@@ -29,7 +29,6 @@ from tests.unit.experiments.setups import (
 )
 from unirun.errors import SpecError
 from unirun.experiments import builtin as builtin
-from unirun.experiments.allocation import model_workers
 from unirun.experiments.checks import dataset_keys, faults
 from unirun.experiments.config import (
     AutomaticEvaluator,
@@ -39,6 +38,7 @@ from unirun.experiments.config import (
     ModelAbstraction,
     ModelBackendAbstraction,
     StandaloneModelShardAbstraction,
+    model_workers,
 )
 from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.graph import MFCDef, ModelInterfaceAbstraction, ParamReallocHook

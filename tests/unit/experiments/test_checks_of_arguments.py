@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from unirun.experiments import builtin as builtin
-from unirun.experiments.allocation import Allocation, model_workers
 from unirun.experiments.checks_of_arguments import file_faults, length_warnings
 from unirun.experiments.config import (
+    Allocation,
     AutomaticEvaluator,
     DatasetAbstraction,
     ExperimentConfig,
     ModelAbstraction,
     ModelBackendAbstraction,
+    model_workers,
 )
 from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.data.datasets import DatasetUtility, PromptDataset

@@ -26,8 +26,7 @@ from tests.unit.experiments.setups import (
     said,
 )
 from unirun.experiments import builtin as builtin
-from unirun.experiments.allocation import Allocation
-from unirun.experiments.config import ExperimentConfig, ModelAbstraction, ModelBackendAbstraction
+from unirun.experiments.config import Allocation, ExperimentConfig, ModelAbstraction, ModelBackendAbstraction
 from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.graph import (
     MFCDef,

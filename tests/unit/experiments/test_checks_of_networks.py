@@ -9,9 +9,14 @@ import pytest
 
 from tests.unit.experiments.models.test_stage import CONFIG
 from unirun.errors import Fault
-from unirun.experiments.allocation import Allocation, model_workers
 from unirun.experiments.checks_of_networks import network_faults
-from unirun.experiments.config import ExperimentConfig, ModelAbstraction, ModelBackendAbstraction
+from unirun.experiments.config import (
+    Allocation,
+    ExperimentConfig,
+    ModelAbstraction,
+    ModelBackendAbstraction,
+    model_workers,
+)
 from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.layout import topology
 

@@ -16,13 +16,13 @@ from omegaconf import OmegaConf
 
 from unirun.errors import CheckpointDamaged, TrainingFailed, UsageError, WorkerLost
 from unirun.experiments import master
-from unirun.experiments.allocation import model_workers
 from unirun.experiments.config import (
     AutomaticEvaluator,
     ExperimentConfig,
     ExperimentScheduling,
     Scheduling,
     TasksGroup,
+    model_workers,
 )
 from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.experiment import Experiment, Trial, register_experiment

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from unirun.errors import CheckpointDamaged, UsageError
-from unirun.experiments.allocation import Allocation, model_workers
-from unirun.experiments.config import DatasetAbstraction, ModelBackendAbstraction
+from unirun.experiments.config import Allocation, DatasetAbstraction, ModelBackendAbstraction, model_workers
 from unirun.experiments.control import ExperimentSaveEvalControl, Frequencies, Since
 from unirun.experiments.graph import MicroBatchSpec
 from unirun.experiments.layout import topology
