@@ -14,8 +14,8 @@ from unirun.experiments.control import Every
 from unirun.experiments.graph import MFCDef, ModelInterfaceType, ParamReallocHook, graph_faults
 from unirun.experiments.layout import AXES, PART_RULE, ModelName, ProcessTopology, is_part
 from unirun.experiments.models.api import ModelInterface
+from unirun.experiments.orders import check_reductions
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS, Registry
-from unirun.experiments.results import check_reductions
 
 if TYPE_CHECKING:
     from unirun.experiments.config import ExperimentConfig

@@ -26,10 +26,9 @@ from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import MFCDef, ModelInterfaceType, OffloadHook, ParamReallocHook
 from unirun.experiments.layout import ModelName, ModelShardID, ProcessTopology
 from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, ModelInterface, Place
-from unirun.experiments.orders import Answer, Order, Setup, Traffic
+from unirun.experiments.orders import Answer, Order, Setup, Traffic, data_of, figures_of
 from unirun.experiments.recovery import Recovery
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
-from unirun.experiments.results import data_of, figures_of
 from unirun.experiments.shelf import NAME, Getting, Shelf
 from unirun.roles import BaseWorkload, init, trainer_invocation
 from unirun.weights.hub import hub_of

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
+from unirun.errors import UsageError
 from unirun.experiments.data.packing import balanced
 from unirun.experiments.data.sample import SequenceSample
+from unirun.experiments.graph import MFCDef, ModelInterfaceType
 from unirun.values import Value
 
 Where = Mapping[str, Sequence[tuple[int, ...]]]
@@ -73,3 +78,162 @@ def seed_of(base: int, step: int, call: str, rank: int) -> int:
 def dispatch(sizes: Sequence[int], ranks: int, *, equal: bool) -> list[list[int]]:
     """The sequences that each data-parallel rank gets: equally many of them, or equally many tokens."""
     return balanced([1] * len(sizes) if equal else sizes, ranks)
+
+
+# The results of an interface: checked in the worker, so that errors name the call and the rank.
+
+
+def data_of(call: MFCDef, found: Any, given: SequenceSample, rank: int) -> SequenceSample:
+    """The data that `rank` of the last stage has made of the sample `given`, under the names of the graph. Raises
+    `UsageError`."""
+    ids = given.ids
+    if not isinstance(found, SequenceSample):
+        raise _wrong(
+            call, rank, f"a {type(found).__name__}", "return a SequenceSample in all ranks of the last stage"
+        )
+    named = found.remap(call.output_key_remap)
+    if missing := [key for key in call.output_keys if key not in named.keys]:
+        there = ", ".join(named.keys) or "nothing"
+        raise _wrong(call, rank, f"a sample without {', '.join(missing)}", f"it has {there}: see output_keys")
+    if set(named.ids) != set(ids):
+        raise _wrong(
+            call,
+            rank,
+            f"data of {_shown(named.ids)}, and got {_shown(ids)}",
+            "return data of each id of the sample that was passed",
+        )
+    named = named.select(call.output_keys)
+    if call.interface_type is ModelInterfaceType.INFERENCE:
+        _check_counts(call, named, given, rank)
+    if call.error_if_nonfinite:
+        _check_finite(call, named, rank)
+    return named
+
+
+def _check_counts(call: MFCDef, named: SequenceSample, given: SequenceSample, rank: int) -> None:
+    """Raise `UsageError` unless each id has as many sequences as one of its inputs, one for each group of equal size,
+    or a whole number for each sequence."""
+    there = {each: at for at, each in enumerate(given.ids)}
+    for key in named.keys:
+        for each, lengths in zip(named.ids, named.seqlens[key], strict=True):
+            counts = {other: len(given.seqlens[other][there[each]]) for other in given.keys}
+            if not any(_fits(len(lengths), count) for count in counts.values()):
+                passed = ", ".join(f"{other} has {count}" for other, count in counts.items())
+                raise _wrong(
+                    call,
+                    rank,
+                    f"{len(lengths)} sequences of {key!r} for id {each!r}",
+                    f"return as many as were passed: {passed}",
+                )
+
+
+def _fits(found: int, passed: int) -> bool:
+    return found == passed or (min(found, passed) > 0 and max(found, passed) % min(found, passed) == 0)
+
+
+def _check_finite(call: MFCDef, named: SequenceSample, rank: int) -> None:
+    for key in named.keys:
+        values = named[key]
+        if not values.is_floating_point() or bool(values.isfinite().all()):
+            continue
+        bad = [
+            each
+            for each, part in zip(named.ids, values.split(named.sizes(key)), strict=True)
+            if not bool(part.isfinite().all())
+        ]
+        raise _wrong(
+            call,
+            rank,
+            f"values of {key!r} that are not finite, for {_shown(bad)}",
+            "correct them, or pass them on with error_if_nonfinite=False in its MFCDef",
+        )
+
+
+def figures_of(call: MFCDef, found: Any, rank: int) -> dict[str, float]:
+    """The figures that `rank` has returned, as numbers. Raises `UsageError`."""
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise _wrong(call, rank, f"a {type(found).__name__}", "return a dict of numbers, or None")
+    figures = {}
+    for name, value in found.items():
+        try:
+            # Of a tensor or an array with one element, too.
+            figures[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise _wrong(
+                call, rank, f"the figure {name!r}, a {type(value).__name__}", "return numbers"
+            ) from error
+    return figures
+
+
+REDUCTIONS = ("mean", "sum", "max", "min")
+"""Reductions of a metric over ranks, which `ModelInterface.reductions` names by metric."""
+
+
+def check_reductions(reductions: Mapping[str, str]) -> None:
+    """Raise `UsageError` for an unknown reduction."""
+    for name, kind in reductions.items():
+        if kind not in REDUCTIONS:
+            raise UsageError(
+                f"the reduction of {name!r} is {kind!r}", f"it is one of {', '.join(REDUCTIONS)}"
+            )
+
+
+def reduced(
+    told: Sequence[tuple[Mapping[str, float], float]], reductions: Mapping[str, str]
+) -> dict[str, float]:
+    """The metrics of a call. `told` has those of each data-parallel rank with its number of samples, the weight of
+    means. A metric that some ranks lack is reduced over the others."""
+    names = dict.fromkeys(name for figures, _ in told for name in figures)
+    found = {}
+    for name in names:
+        some = [(figures[name], count) for figures, count in told if name in figures]
+        values = [value for value, _ in some]
+        kind = reductions.get(name, "mean")
+        if kind != "mean":
+            found[name] = combined(kind, values)
+        elif len(set(values)) == 1:
+            # The figures of an engine are the same in all ranks, to the bit.
+            found[name] = values[0]
+        else:
+            found[name] = sum(v * count for v, count in some) / max(sum(count for _, count in some), 1.0)
+    return found
+
+
+def combined(kind: str, values: Sequence[float]) -> float:
+    """One figure of several: their ``max`` or ``min``, or their sum. nan if any is nan."""
+    if kind in ("max", "min") and not any(map(math.isnan, values)):
+        return max(values) if kind == "max" else min(values)
+    return sum(values)
+
+
+def means(
+    found: Sequence[Mapping[str, float]], reductions: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, float]:
+    """The figures of an evaluation: the sums of all ranks, divided by the sum of their ``count``, unless another of
+    the `REDUCTIONS` is named."""
+    names = dict.fromkeys(name for some in found for name in some)
+    sums = {
+        name: combined(reductions.get(name, "sum"), [some[name] for some in found if name in some])
+        for name in names
+    }
+    count = sums.pop("count", 1.0)
+    return {
+        name: value / max(count, 1.0) if reductions.get(name, "mean") == "mean" else value
+        for name, value in sums.items()
+    }
+
+
+def _wrong(call: MFCDef, rank: int, what: str, remedy: str) -> UsageError:
+    kind = call.interface_impl.type_
+    return UsageError(
+        f"{call.name}: {call.interface_type.value}() of interface {kind!r} returned {what} in rank {rank} of "
+        f"{call.model_name}",
+        remedy,
+    )
+
+
+def _shown(ids: Sequence[str]) -> str:
+    """Some ids."""
+    return f"{len(ids)} ids ({', '.join(sorted(ids)[:3])}{', …' if len(ids) > 3 else ''})"

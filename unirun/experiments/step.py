@@ -10,9 +10,8 @@ from unirun.experiments.config import Resolved
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.graph import Graph, Hook, MFCDef, ModelInterfaceType, ParamReallocHook
 from unirun.experiments.layout import ModelName
-from unirun.experiments.orders import Answer, Order, Traffic, dispatch, seed_of
+from unirun.experiments.orders import Answer, Order, Traffic, dispatch, means, reduced, seed_of
 from unirun.experiments.registry import INTERFACES
-from unirun.experiments.results import means, reduced
 from unirun.roles import wait
 
 # The calls of a step that may run now: a pure function of the calls that have run, and of the workers that are busy.

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from unirun.errors import UsageError
 from unirun.experiments import SequenceSample
-from unirun.experiments.results import REDUCTIONS, data_of, figures_of, means, reduced
+from unirun.experiments.orders import REDUCTIONS, data_of, figures_of, means, reduced
 
 from .setups import GENERATE, TRAIN, call
 

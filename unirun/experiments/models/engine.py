@@ -25,7 +25,7 @@ from unirun.experiments.graph import MicroBatchSpec
 from unirun.experiments.models.api import Generated, GenerationConfig, Loss, Place, Weight
 from unirun.experiments.models.generation import generate
 from unirun.experiments.models.stage import Stage, whole
-from unirun.experiments.results import check_reductions, combined
+from unirun.experiments.orders import check_reductions, combined
 from unirun.wire.reporting import report
 
 
