@@ -10,8 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from unirun.errors import UsageError
-from unirun.experiments.data.packing import balanced
-from unirun.experiments.data.sample import SequenceSample
+from unirun.experiments.data.sample import SequenceSample, balanced
 from unirun.experiments.graph import MFCDef, ModelInterfaceType
 from unirun.values import Value
 
