@@ -1,6 +1,6 @@
 """Requests to the engines of a job: which one gets each, and what becomes of those that a dead one had not finished."""
 
-from unirun.rollout.answers import Answer, Span
+from unirun.rollout.choosing import Answer, Span
 from unirun.rollout.client import EngineClient
 from unirun.rollout.engines import AddressFile, Engine, EngineList, Engines
 

@@ -28,8 +28,7 @@ from typing import Any, Self
 import msgspec
 
 from unirun.errors import ServerError, ServerTimeout, UnirunError, UsageError
-from unirun.rollout.answers import Answer, answered, fault
-from unirun.rollout.choosing import Failure, GiveUp, Wait, choose, follow
+from unirun.rollout.choosing import Answer, Failure, GiveUp, Wait, answered, choose, fault, follow
 from unirun.rollout.connections import Connections
 from unirun.rollout.engines import ADDRESSES, AddressFile, Engine, Engines
 from unirun.values import WorkerId

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from unirun.errors import UsageError
-from unirun.rollout.answers import is_aborted
-from unirun.rollout.choosing import Failure, Kind, Load, begun, cut, ended
+from unirun.rollout.choosing import Failure, Kind, Load, begun, cut, ended, is_aborted
 from unirun.rollout.engines import Engine
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unirun.rollout.answers import LONGEST, Span, answered, fault, is_aborted
+from unirun.rollout.choosing import MAX_SHOWN, Span, answered, fault, is_aborted
 from unirun.values import WorkerId
 
 ENGINE = WorkerId("engine", 1, 3)
@@ -49,7 +49,7 @@ def test_an_answer_is_aborted_if_one_of_its_outputs_is() -> None:
         ('{"detail": [{"loc": 1}]}', '{"detail": [{"loc": 1}]}'),
         ('{"other": 1}', '{"other": 1}'),
         ("Internal Server Error", "Internal Server Error"),
-        ("x" * 3 * LONGEST, "x" * LONGEST),
+        ("x" * 3 * MAX_SHOWN, "x" * MAX_SHOWN),
     ],
 )
 def test_an_error_has_the_words_of_the_server(words: str, expected: str) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.rollout.choosing import (
-    LONGEST,
-    SHORTEST,
+    MAX_PAUSE_SECONDS,
+    MIN_PAUSE_SECONDS,
     Failure,
     GiveUp,
     Kind,
@@ -77,8 +77,8 @@ def test_an_engine_that_has_failed_is_doubted_for_a_while_and_longer_each_time()
         assert choose([load], (), now) == Wait(load.doubted - now)
         now = load.doubted
         assert choose([load], (), now) == Send(load.engine)
-    assert doubts[:3] == pytest.approx([SHORTEST, 2 * SHORTEST, 4 * SHORTEST])
-    assert doubts[-1] == pytest.approx(LONGEST)
+    assert doubts[:3] == pytest.approx([MIN_PAUSE_SECONDS, 2 * MIN_PAUSE_SECONDS, 4 * MIN_PAUSE_SECONDS])
+    assert doubts[-1] == pytest.approx(MAX_PAUSE_SECONDS)
     assert ended(begun(load, 11), None, now).failures == 0
 
 
@@ -102,7 +102,7 @@ def test_the_requests_that_an_engine_takes_with_it_are_one_failure() -> None:
     load = begun(begun(begun(Load(engine(0)), 1), 2), 3)
     for _ in range(3):
         load = ended(load, failure(), 10.0)
-    assert (load.in_flight, load.failures, load.doubted) == (0, 1, 10.0 + SHORTEST)
+    assert (load.in_flight, load.failures, load.doubted) == (0, 1, 10.0 + MIN_PAUSE_SECONDS)
 
 
 def test_a_wrong_request_says_nothing_against_its_engine() -> None:
@@ -220,14 +220,14 @@ def test_no_request_is_lost_and_none_is_answered_twice(history: list[tuple[str, 
         elif action == "tell":
             world.tell()
         elif action == "later":
-            world.now += SHORTEST
+            world.now += MIN_PAUSE_SECONDS
         else:
             getattr(world, action)(pick)
         world.send()
     for rank in range(3):
         world.start(rank)
     world.tell()
-    world.now += LONGEST
+    world.now += MAX_PAUSE_SECONDS
     world.send()
     while world.running:
         world.finish(0)
