@@ -1,4 +1,4 @@
-"""Nodes × slots with the ranks on them, as a value: what `unirun.cli.gridtext` and `unirun.cli.gridsvg` draw.
+"""Nodes × slots with the ranks on them, as a value: what `unirun.cli.grid` and `unirun.cli.grid` draw.
 
 A row is a node and a column a slot: every device, each processor's slot that is in use on some node, and a column for
 ranks that need no slot. Of many nodes, consecutive rows that differ only by the numbers of ranks are one row.
@@ -7,11 +7,12 @@ ranks that need no slot. Of many nodes, consecutive rows that differ only by the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from unirun.collocation import Assignment, Inventory, Node, Placement, accelerators
 from unirun.collocation.graph import show_ranks
+from unirun.collocation.graph.svg import bars, document, text_at, text_width
 from unirun.collocation.inventory import CPU
 from unirun.values import Value
 
@@ -223,3 +224,161 @@ def _shown(ranks: Iterable[int]) -> str:
 
 def _clip(words: str, most: int) -> str:
     return words if len(words) <= most else f"{words[: most - 1]}…"
+
+
+# Nodes × slots as SVG. It brings its own background, so it is legible on a light and on a dark page.
+
+FONT, LINE, GAP, MARGIN = 12.0, 20.0, 6.0, 20.0
+"""Pixels: the size of letters, from one line to the next, between cells, and around everything."""
+
+_INK, _FAINT, _FREE = "#0f172a", "#475569", "#94a3b8"
+_FILLS = (
+    ("#a5f3fc", "#0e7490"),
+    ("#fde68a", "#b45309"),
+    ("#f5d0fe", "#a21caf"),
+    ("#bbf7d0", "#15803d"),
+    ("#bfdbfe", "#1d4ed8"),
+    ("#fecaca", "#b91c1c"),
+    ("#ddd6fe", "#6d28d9"),
+    ("#fed7aa", "#c2410c"),
+    ("#d9f99d", "#4d7c0f"),
+    ("#e2e8f0", "#334155"),
+)
+"""Fill and outline of the ranks of a role; for roles in their order."""
+
+
+def svg(picture: Grid) -> str:
+    """The picture: ranks in the colours of their roles, those that share a slot below each other, free slots dashed.
+
+    Programs have boxes with sharp corners and bars at their sides, as in `unirun.collocation.graph.svg`.
+    """
+    return _Picture(picture).text()
+
+
+class _Picture:
+    """The sizes of a picture, computed before anything is drawn, and its parts."""
+
+    def __init__(self, picture: Grid) -> None:
+        self.picture = picture
+        self.fills = {role: _FILLS[number % len(_FILLS)] for number, role in enumerate(picture.roles)}
+        self.first = self._width(picture.names) + GAP
+        self.wide = [
+            max(self._width(picture.column(number)), 30.0) + (20 if picture.programs else 12)
+            for number in range(len(picture.columns))
+        ]
+
+    @staticmethod
+    def _width(texts: Iterable[str]) -> float:
+        return max((text_width(text, FONT) for text in texts), default=0.0)
+
+    def text(self) -> str:
+        """All of it, from the top."""
+        y = MARGIN + LINE
+        parts = [*self.head()]
+        for row in self.picture.rows:
+            tall = row.lines * LINE
+            parts.append(text_at(row.node, MARGIN, y + tall / 2, _INK))
+            parts += self.cells(row.cells, y, tall)
+            parts.append(text_at(row.note, self.end(), y + tall / 2, _FAINT))
+            y += tall + GAP
+            if row.folded:
+                parts.append(text_at(row.folded, MARGIN, y + LINE / 2, _FAINT))
+                y += LINE + GAP
+        if self.picture.rest:
+            parts.append(text_at(self.picture.rest, MARGIN, y + LINE / 2, _FAINT))
+            y += LINE
+        lines = (*(row.folded for row in self.picture.rows), self.picture.rest)
+        right = max(self.end() + self._width(self.picture.notes), MARGIN + self._width(lines))
+        return document(right + MARGIN, y + MARGIN, FONT, parts)
+
+    def left(self, column: int) -> float:
+        """The x coordinate at which a column begins."""
+        return MARGIN + self.first + sum(self.wide[:column]) + GAP * column
+
+    def end(self) -> float:
+        """The x coordinate at which the notes of rows begin."""
+        return self.left(len(self.wide)) + GAP
+
+    def head(self) -> Iterator[str]:
+        """The names of the columns."""
+        y = MARGIN + LINE / 2 - 2
+        yield text_at("NODE", MARGIN, y, _FAINT)
+        for number, name in enumerate(self.picture.columns):
+            yield text_at(name, self.left(number) + 6, y, _FAINT)
+        yield text_at("FREE", self.end(), y, _FAINT)
+
+    def cells(self, cells: tuple[Cell, ...], y: float, tall: float) -> Iterator[str]:
+        """The slots of one node, each as tall as the row."""
+        for number, cell in enumerate(cells):
+            if cell is None:
+                continue
+            x, width = self.left(number), self.wide[number]
+            if not cell:
+                yield (
+                    f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{tall:g}" rx="4" fill="none" '
+                    f'stroke="{_FREE}" stroke-dasharray="3 3"/>'
+                )
+            for place, tenant in enumerate(cell):
+                part = tall / len(cell)
+                yield from self.tenant(tenant, x, y + place * part, width, part)
+
+    def tenant(self, tenant: Tenant, x: float, y: float, width: float, height: float) -> Iterator[str]:
+        """One role's ranks on a slot."""
+        fill, stroke = self.fills[tenant.role]
+        program = tenant.role in self.picture.programs
+        yield (
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{0 if program else 4}" '
+            f'fill="{fill}" stroke="{stroke}"/>'
+        )
+        if program:
+            yield bars(x, y, width, height, stroke)
+        yield text_at(tenant.text, x + (10 if program else 6), y + height / 2, _INK)
+
+
+# A grid of nodes × slots as lines for a terminal.
+
+
+def text(picture: Grid, *, colours: Sequence[int] = (), width: int = 110) -> str:
+    """Lines for a terminal of `width` columns; slots that do not fit beside each other are below each other.
+
+    `colours` are codes of a terminal's colours, for roles in their order; without any, the lines are plain.
+    """
+    codes = {
+        role: colours[number % len(colours)] if colours else 0 for number, role in enumerate(picture.roles)
+    }
+    first, notes = (max(map(len, column)) for column in (picture.names, picture.notes))
+    wide = [max(map(len, picture.column(number))) for number in range(len(picture.columns))]
+    lines: list[str] = []
+    for bank in _banks(wide, width - first - 2 - notes):
+        last = bank.stop == len(wide)
+        lines += [""] if lines else []
+        heads = (picture.columns[n].ljust(wide[n]) for n in bank)
+        lines.append("  ".join(("NODE".ljust(first), *heads, *(("FREE",) if last else ()))).rstrip())
+        for row in picture.rows:
+            for line in range(max([1, *(len(row.cells[n] or ()) for n in bank)])):
+                words = [_word(row.cells[n], line, wide[n], codes) for n in bank]
+                name, note = (row.node, row.note) if line == 0 else ("", "")
+                lines.append("  ".join((name.ljust(first), *words, *((note,) if last else ()))).rstrip())
+            lines += [row.folded] if last and row.folded else []
+    return "".join(f"{line}\n" for line in (*lines, *((picture.rest,) if picture.rest else ())))
+
+
+def _word(cell: Cell, line: int, width: int, codes: Mapping[str, int]) -> str:
+    """One line of a cell: a tenant, a dot for a free slot, or blanks."""
+    if cell is None or line >= max(len(cell), 1):
+        return " " * width
+    if not cell:
+        return "·".ljust(width)
+    word, code = cell[line].text.ljust(width), codes[cell[line].role]
+    return f"\x1b[{code}m{word}\x1b[0m" if code else word
+
+
+def _banks(wide: Sequence[int], room: int) -> Iterator[range]:
+    """Columns that fit beside each other, one at the least."""
+    start = taken = 0
+    for number, width in enumerate(wide):
+        if number > start and taken + 2 + width > room:
+            yield range(start, number)
+            start, taken = number, 0
+        taken += 2 + width
+    yield range(start, len(wide))

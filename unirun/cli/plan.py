@@ -14,9 +14,7 @@ from msgspec import to_builtins
 
 from unirun.cli.commandline import items, parse
 from unirun.cli.compose import plan_job, topology_of
-from unirun.cli.grid import grid
-from unirun.cli.gridsvg import svg
-from unirun.cli.gridtext import text
+from unirun.cli.grid import grid, svg, text
 from unirun.cli.options import PLAN_OPTIONS
 from unirun.cli.output import print_table, write_file
 from unirun.collocation import Placement, slot_types
