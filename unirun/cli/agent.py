@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unirun.cli.commandline import Parser
-from unirun.cli.nodes import endpoint
+from unirun.cli.run import endpoint
 from unirun.cli.stored import STORE_HELP, find_here, find_job, only_one, opened, refuse_elsewhere
 from unirun.errors import JobError, RendezvousError, StoreError, UsageError, WireError
 from unirun.failover.draining import AGAIN, has_left

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
-from unirun.cli.commandline import parse
-from unirun.cli.compose import defaults_of, plan_job
-from unirun.cli.joboptions import several_nodes
-from unirun.errors import UsageError
+from msgspec.structs import replace
+
+from unirun.cli.commandline import CommandLine, parse
+from unirun.cli.compose import defaults_of, job_spec, plan_job, tell_mistakes
+from unirun.cli.joboptions import node_count, rendezvous_settings, several_nodes
+from unirun.collocation import Inventory, local_inventory
+from unirun.collocation.host import told_topology
+from unirun.errors import RendezvousError, UsageError
 from unirun.launcher.foreground.terminal import may_read, say, warn
+from unirun.launcher.hosts.byhand import Meeting, is_here, run_head, run_member, shared_secret, token_of_job
+from unirun.launcher.hosts.hostlist import Host, parse_hosts, read_hostfile
 from unirun.launcher.launch import run
+from unirun.launcher.planned import PlannedJob, plan
+from unirun.launcher.slurm.allocation import SRUN, Allocation, read_allocation
+from unirun.launcher.slurm.firstnode import Place, address_here, find, outliving_the_script, published
 from unirun.rendezvous.store.url import store_url
+from unirun.spec.job import JobSpec
+from unirun.spec.names import is_run_id
+from unirun.spec.roles import NodeCount
+from unirun.wire.address import TcpAddress
+from unirun.wire.handshake import Token, new_token
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,7 +62,6 @@ def main(argv: Sequence[str]) -> int:
     everything = {**defaults_of(line, os.environ), **options}
     if several_nodes(everything) or in_a_step(os.environ):
         # Imported here: jobs of one host need none of it.
-        from unirun.cli.nodes import run_on_hosts
 
         return run_on_hosts(line, everything)
     planned = plan_job(line)
@@ -70,3 +87,217 @@ def tell_started(run_id: str) -> None:
 def in_a_step(environ: Mapping[str, str]) -> bool:
     """Return True if srun may have started this command on several nodes, which `unirun.launcher.slurm` knows."""
     return environ.get("SLURM_STEP_NUM_NODES", "1") != "1"
+
+
+# Jobs of several hosts, from the command line: which hosts, who is the head, where they meet.
+
+PORT = 29400
+"""torchrun's default port of a rendezvous; of a static one it is 29500."""
+
+LAST_CALL = 30.0
+"""Seconds to wait for more nodes when the least number is there, as in torchrun."""
+
+
+def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
+    """Run the job over ssh, or as one of the commands on its nodes. Returns its exit code.
+
+    `options` are those of `line` and of the environment. Raises `UsageError`, `RendezvousError`.
+    """
+    _refuse(options)
+    detach = bool(options.get("detach"))
+    if "hosts" in options or "hostfile" in options:
+        # Imported here: asyncio's subprocesses are needed for nothing else.
+        from unirun.launcher.hosts.ssh import run_over_ssh
+
+        hosts = hosts_of(options)
+        if options.get("pre_check"):
+            hosts = _checked(hosts, options.get("interface"))
+        count = len(hosts), len(hosts)
+        spec = job_spec(line, local_inventory(), nodes=count)
+        code = run_over_ssh(
+            hosts,
+            spec,
+            lambda inventory: planned(line, inventory, count, spec.run_id),
+            store=store_url(options.get("store")),
+            interface=options.get("interface", ""),
+            insecure=bool(options.get("insecure")),
+            quiet=bool(options.get("quiet")),
+            sync=bool(options.get("sync")),
+            detach=detach,
+        )
+        return _left(code, spec.run_id) if detach else code
+    step = None if several_nodes(options) else read_allocation(os.environ)
+    if step is None and not several_nodes(options):
+        raise UsageError("srun has not told which nodes this step has", f"start it with {SRUN}")
+    count = node_count(options) if step is None else (len(step.nodes), len(step.nodes))
+    # Mistakes are told before anything is waited for.
+    spec = job_spec(line, local_inventory(), nodes=count)
+    quiet = bool(options.get("quiet"))
+    if detach and step is not None:
+        raise UsageError(
+            "--detach: Slurm ends what a step leaves behind", "leave it out; sbatch or --slurm detach"
+        )
+
+    def make_plan(inventory: Inventory) -> PlannedJob:
+        found = planned(line, inventory, count, spec.run_id)
+        return found if step else replace(found, spec=replace(found.spec, most_nodes=count[1]))
+
+    store = store_url(options.get("store"))
+    if step is not None and step.index > 0:
+        with outliving_the_script(spec.run_id, os.environ):
+            # srun shows the output of all nodes together, so that the head's notes are enough.
+            return run_member(step_meeting(options, spec, step), quiet=True)
+    meeting = meeting_of(options, spec, count) if step is None else step_meeting(options, spec, step)
+    if not meeting.head:
+        return run_member(meeting, quiet=quiet, detach=detach)
+    if step is None:
+        code = run_head(meeting, make_plan, store=store, quiet=quiet, detach=detach)
+        return _left(code, spec.run_id) if detach else code
+
+    def publish(address: TcpAddress) -> AbstractContextManager[None]:
+        return published(step, Place(address.addr, address.port, meeting.token.hex()))
+
+    return run_head(meeting, make_plan, store=store, quiet=quiet, publish=publish)
+
+
+def _left(code: int, run_id: str) -> int:
+    if code == 0:
+        tell_started(run_id)
+    return code
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    """Refuse what a job of several hosts cannot have. Raises `UsageError`."""
+    if "stdin" in options:
+        raise UsageError("--stdin: a worker on another host has no terminal", "leave it out")
+    if "inventory" in options:
+        raise UsageError("--inventory: the nodes of this job are real", "leave it out, or plan with it")
+    for option in ("sync", "pre_check"):
+        if options.get(option) and "hosts" not in options and "hostfile" not in options:
+            raise UsageError(
+                f"--{option.replace('_', '-')} is for hosts that are reached by ssh",
+                "name them: --hosts h1,h2",
+            )
+
+
+def planned(line: CommandLine, inventory: Inventory, nodes: NodeCount, run_id: str) -> PlannedJob:
+    """The job with the inventory of all its nodes. Likely mistakes are written to stderr."""
+    spec = replace(job_spec(line, inventory, nodes=nodes), run_id=run_id)
+    tell_mistakes(line, spec, inventory)
+    return plan(spec, inventory, told_topology)
+
+
+def hosts_of(options: Mapping[str, Any]) -> tuple[Host, ...]:
+    """The hosts that ``--hosts`` or ``--hostfile`` names. Raises `UsageError`."""
+    if "hosts" in options and "hostfile" in options:
+        raise UsageError("--hosts and --hostfile exclude each other", "leave out one of them")
+    for option in ("nnodes", "node_rank", "rdzv_endpoint"):
+        if option in options and not (option == "node_rank" and str(options[option]) == "0"):
+            raise UsageError(
+                f"--{option.replace('_', '-')} is for a command on each node, and --hosts starts those",
+                "leave out one of them",
+            )
+    return parse_hosts(options["hosts"]) if "hosts" in options else read_hostfile(Path(options["hostfile"]))
+
+
+def _checked(hosts: tuple[Host, ...], interface: str | None) -> tuple[Host, ...]:
+    """The hosts that pass the doctor's short examination; the others are told with the reasons. Raises
+    `RendezvousError` when none does."""
+    from unirun.launcher.doctor.examine import pre_check
+
+    good, bad = pre_check(hosts, interface)
+    for name, why in bad.items():
+        warn(f"{name} is left out: {why}")
+    if not good:
+        raise RendezvousError("no host has passed the check", f"see unirun doctor --hosts {','.join(bad)}")
+    return good
+
+
+def meeting_of(options: Mapping[str, Any], spec: JobSpec, count: NodeCount) -> Meeting:
+    """The meeting point of the commands of a job, by torchrun's options. Raises `UsageError`, `RendezvousError`."""
+    host, port = _endpoint(options)
+    backend = options.get("rdzv_backend", "static")
+    if backend not in ("static", "c10d"):
+        raise UsageError(f"--rdzv-backend {backend}: only static and c10d apply", "leave it out")
+    rank = _node_rank(options, count[1])
+    conf = dict(item.partition("=")[::2] for item in rendezvous_settings(options)[0])
+    name = options.get("node_name", socket.gethostname())
+    if not is_run_id(name):
+        raise UsageError(
+            f"--node-name {name!r:.80} is no name of a node", "use letters, digits, '.', '-' and '_'"
+        )
+    head = rank == 0 if rank >= 0 else is_here(host)
+    secret = shared_secret(options.get("token_file"), make=head, timeout=spec.join_timeout)
+    return Meeting(
+        node=name,
+        rank=rank,
+        head=head,
+        host=host,
+        port=port,
+        least=count[0],
+        most=count[1],
+        timeout=spec.join_timeout,
+        last_call=float(conf.get("last_call_timeout", LAST_CALL)),
+        token=token_of_job(secret, options.get("rdzv_id") or f"{host}:{port}"),
+        interface=options.get("interface") or _bare(options.get("local_addr", "")),
+        insecure=bool(options.get("insecure")),
+    )
+
+
+def step_meeting(options: Mapping[str, Any], spec: JobSpec, step: Allocation) -> Meeting:
+    """The meeting point of the commands of a job step. Raises `RendezvousError`."""
+    head = step.index == 0
+    place = Place(address_here(step), 0, new_token().hex()) if head else find(step, spec.join_timeout)
+    return Meeting(
+        node=step.node,
+        rank=step.index,
+        head=head,
+        host=place.host,
+        port=place.port,
+        least=len(step.nodes),
+        most=len(step.nodes),
+        names=step.nodes,
+        timeout=spec.join_timeout,
+        last_call=LAST_CALL,
+        token=Token(bytes.fromhex(place.token)),
+        interface=options.get("interface", ""),
+        insecure=bool(options.get("insecure")),
+    )
+
+
+def _endpoint(options: Mapping[str, Any]) -> tuple[str, int]:
+    """The head's host and port."""
+    if options.get("rdzv_endpoint"):
+        return endpoint(options["rdzv_endpoint"])
+    if "master_addr" in options:
+        return endpoint(f"{options['master_addr']}:{options.get('master_port', 29500)}")
+    raise UsageError(
+        f"--nnodes {options.get('nnodes')}: nothing says where the nodes meet",
+        "name the head on each of them: --rdzv-endpoint HOST:PORT; or let one command start all: --hosts h1,h2",
+    )
+
+
+def endpoint(text: str) -> tuple[str, int]:
+    """``HOST[:PORT]``. Raises `UsageError`."""
+    host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+    host, port = (host, port) if colon else (text, str(PORT))
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f"{port!r:.80} is no port", "write --rdzv-endpoint HOST:PORT")
+    return _bare(host), int(port)
+
+
+def _bare(host: str) -> str:
+    """An IPv6 address without its brackets; any other name as it is."""
+    return host.removeprefix("[").removesuffix("]")
+
+
+def _node_rank(options: Mapping[str, Any], most: int) -> int:
+    """The node rank, -1 when it is not given."""
+    if "node_rank" not in options:
+        return -1
+    text = str(options["node_rank"])
+    if not text.isdecimal() or int(text) >= most:
+        raise UsageError(
+            f"--node-rank {text:.80}: expected 0 to {most - 1}", "each node has a rank of its own"
+        )
+    return int(text)

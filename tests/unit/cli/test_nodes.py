@@ -8,7 +8,7 @@ import pytest
 from unirun.cli.commandline import parse
 from unirun.cli.compose import job_spec
 from unirun.cli.joboptions import node_count, several_nodes
-from unirun.cli.nodes import hosts_of, meeting_of, run_on_hosts
+from unirun.cli.run import hosts_of, meeting_of, run_on_hosts
 from unirun.collocation import Inventory, Node
 from unirun.errors import JobError, UsageError
 from unirun.launcher.hosts.byhand import Meeting
