@@ -38,9 +38,9 @@ def place(
 ) -> tuple[JobSpec, Placement]:
     """The placement of a job, and the job with as many ranks as there is room for. Raises `PlacementError`.
 
-    A job without placement options on one node gets its devices as under torchrun (`torchrun_devices`). `ties` come
-    from the job's graph (`unirun.collocation.graph.weights`, `unirun.collocation.graph.tight_parts`). With ``numa_binding``, `topology` is
-    called for each node that has ranks on devices.
+    A job without placement options on one node gets its devices as under torchrun (`devices`). `ties` come from the
+    job's graph (`graph.weights`, `graph.tight_parts`). With ``numa_binding``, `topology` is called for each node that
+    has ranks on devices.
     """
     found = _with_beside(spec, plan(request_of(spec, inventory, ties), inventory))
     return _as_jobs(spec, inventory, topology, ties, found)

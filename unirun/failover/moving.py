@@ -1,8 +1,8 @@
 """The move of ranks to other nodes: what each role does about it, and the orders that follow.
 
-The unit of that is what the graph calls affected (`unirun.collocation.graph.affected`): ranks that failed or leave are started
-elsewhere; their peers form the next generation with them, in place or started again, as their role's level says; who
-calls them or is called by them, over however many roles, goes on, and is told.
+The unit of that is what the graph calls affected (`unirun.collocation.graph.affected`): ranks that failed or leave are
+started elsewhere; their peers form the next generation with them, in place or started again, as their role's level
+says; who calls them or is called by them, over however many roles, goes on, and is told.
 """
 
 from __future__ import annotations

@@ -282,17 +282,16 @@ class JobSpec(Value):
     """One job. Durations are in seconds.
 
     `primary` names the roles whose end is the job's end; the others are stopped then. A job of services alone has none:
-    it goes on until it is stopped. `config` is the
-    user's own, free-form part, which workers find as ``ctx.config``. `master_port` 0 lets each role have a
-    free port; a number is taken by the first role. `sample_interval` is how often workers' memory and
-    processor time are read; exits are seen at once, whatever it is. `collocations` are groups of roles that share
-    devices, `host_collocations` of roles that are on one node, rank for rank, `separations` of roles that never are,
-    and `isolations` of roles that never share a NUMA node. `spares` nodes are held back, and those called
-    `exclude_nodes` are not used; `most_nodes` may take part, None for any number. `edges` say which role calls which
-    (`unirun.collocation.graph`), and `channels` from which to which weights go. `call_timeout` is how long a call between roles may
-    take, and `transport` what carries it. `stdin` names the worker, as ``actor:0``, that has the stdin of the command.
-    `port_range` has the lowest and the highest number of the ports that ranks are given. The values of the variables in
-    `env_file`, and of those called `secret`, are masked in what is told of the job.
+    it goes on until it is stopped. `config` is the user's own, free-form part, which workers find as ``ctx.config``.
+    `master_port` 0 lets each role have a free port; a number is taken by the first role. `sample_interval` is how often
+    workers' memory and processor time are read; exits are seen at once, whatever it is. `collocations` are groups of
+    roles that share devices, `host_collocations` of roles that are on one node, rank for rank, `separations` of roles
+    that never are, and `isolations` of roles that never share a NUMA node. `spares` nodes are held back, and those
+    called `exclude_nodes` are not used; `most_nodes` may take part, None for any number. `edges` say which role calls
+    which (`unirun.collocation.graph`), and `channels` from which to which weights go. `call_timeout` is how long a call
+    between roles may take, and `transport` what carries it. `stdin` names the worker, as ``actor:0``, that has the
+    stdin of the command. `port_range` has the lowest and the highest number of the ports that ranks are given. The
+    values of the variables in `env_file`, and of those called `secret`, are masked in what is told of the job.
     """
 
     name: str

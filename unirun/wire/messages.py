@@ -14,7 +14,8 @@ visitor→master Visit ViewWanted Grow
 master→visitor Welcome View Ended
 agent→spawner Spawn ServeStore Kill (`unirun.wire.spawning`)
 spawner→agent Preloaded Forked Reaped SpawnFailed StoreOpened StoreEnded Notice
-before there is a master: `unirun.wire.messages`
+launcher→node Assigned Go Dismissed, before there is a master; over ssh also Invite Resume
+node→launcher Offer Ready Dismissed; over ssh also Chunk Current Complete
 ============  =======================================================================
 """
 
@@ -68,11 +69,9 @@ from unirun.wire.spawning import (
     StoreOpened,
 )
 
-# Messages between the process that launches a job and the nodes that take part in it, before there is a master.
-#
-# ============== ================================================================= launcher→node Assigned, Go,
-# Dismissed; over ssh also Invite, Resume node→launcher Offer, Ready, Dismissed; over ssh also Chunk, Current, Complete
-# ============== =================================================================
+# Messages between the process that launches a job and the nodes that take part in it, before there is a master: from
+# the launcher Assigned, Go, Dismissed, and over ssh also Invite, Resume; from the node Offer, Ready, Dismissed, and
+# over ssh also Chunk, Current, Complete.
 #
 # A node makes an `Offer`, gets its task (`Assigned`), binds its endpoints and says `Ready`. `Go` starts its agent.
 
@@ -303,7 +302,7 @@ class RoleView(Value):
 class View(Value, tag=True):
     """The state of all roles or, unless `since` is None, the changes since the view of that number.
 
-    A master numbers its views consecutively; `unirun.wire.messages` applies changes.
+    A master numbers its views consecutively.
     """
 
     roles: tuple[RoleView, ...]

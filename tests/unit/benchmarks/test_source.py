@@ -21,7 +21,7 @@ FILES = {
     "__init__.py": "",
     "wire/__init__.py": "from house.wire.frames import Frame",
     "wire/frames.py": "class Frame: ...\nclass _Head: ...",
-    "wire/frames.py": "import json\nfrom house.wire import Frame\nclass _Head: ...",
+    "wire/codec.py": "import json\nfrom house.wire import Frame\nclass _Head: ...",
     "roles/group.py": "from house.roles.call import Call\nclass Frame: ...",
     "roles/call.py": "def late():\n    from house.roles import types\nclass Call:\n    class Frame: ...",
     "roles/types.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import house.roles.group",

@@ -107,11 +107,11 @@ def test_run_does_not_import_the_master_the_console_and_the_explanations() -> No
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=True
     ).stdout
     later = {
-        "master.lead",
-        "master.step",
+        "launcher.master.lead",
+        "failover.step",
         "launcher.foreground.session",
-        "collocation.planning.explain",
-        "graph.svg",
+        "collocation.planning.offers",
+        "collocation.graph.svg",
     }
     assert {f"unirun.{name}" for name in later} & set(output.split()) == set()
 

@@ -1,6 +1,6 @@
 """The computation graph: the calls between roles, and what placement and failover derive from them.
 
-Pictures of it are in `unirun.collocation.graph.text` and `unirun.collocation.graph.svg`, which only `unirun graph` imports.
+Pictures of it are in the modules `text` and `svg`, which only `unirun graph` imports.
 """
 
 from unirun.collocation.graph.learn import LearnedEdge, ProcessCalls, added, learn, sound

@@ -28,7 +28,7 @@ class Role(Value):
 
 
 class Graph(Value):
-    """Roles in the order of the job, and the edges between them. `unirun.collocation.graph.faults` says what is wrong with one.
+    """Roles in the order of the job, and the edges between them. `faults` says what is wrong with one.
 
     Which ranks an edge joins follows from its kind. ``all_to_all`` joins every rank with every other, ``one_to_one``
     equal ranks. All other kinds pair ranks in proportion to the counts, so that each rank of the smaller role has an

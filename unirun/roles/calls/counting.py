@@ -1,4 +1,4 @@
-"""Counts of the calls that this process makes, from which the job's graph is learned (`unirun.collocation.graph.learn`).
+"""Counts of the calls that this process makes, from which the job's graph is learned (`collocation.graph.learn`).
 
 A report has the totals since the process started, so it may be lost or arrive twice.
 """

@@ -285,8 +285,8 @@ def role_group(
 
 # The static types of methods that `trainer_invocation` decorates. Nothing of this is used at run time.
 #
-# A decorated method is seen as an `Invocable`. In an object of its class it is a plain method. In a class that is derived
-# from `RoleGroup` and the workload it is a `RemoteMethod` with the same parameters::
+# A decorated method is seen as an `Invocable`. In an object of its class it is a plain method. In a class that is
+# derived from `RoleGroup` and the workload it is a `RemoteMethod` with the same parameters::
 #
 #     class ActorGroup(RoleGroup, Actor): ...
 #
