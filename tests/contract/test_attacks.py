@@ -126,7 +126,7 @@ def test_silent_connections_keep_nobody_out(
     place: AtMaster | AtWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "EACH", 4)
-    monkeypatch.setattr(handshake, "GRACE", 0.1)
+    monkeypatch.setattr(handshake, "MIN_HANDSHAKE_SECONDS", 0.1)
     held = []
     place.during(lambda target: held.extend(silence(target, 6)))
     assert place.refused() != []

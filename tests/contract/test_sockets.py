@@ -168,7 +168,7 @@ class TestHandshake:
     def test_a_silent_peer_is_disconnected_at_the_deadline_of_the_handshake(
         self, house: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(listener, "DEADLINE", 0.3)
+        monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT", 0.3)
         began = time.monotonic()
         with house.knock() as silent, house.knock() as slow:
             slow.sendall(b"unirun")

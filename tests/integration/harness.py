@@ -42,8 +42,8 @@ EXEC = ("--start-method", "exec")
 
 SHORT_TERM = {
     "unirun.launcher.master.lead.TERM_TTL": 3.0,
-    "unirun.rendezvous.election.CALM": 0.3,
-    "unirun.rendezvous.masters.CHECK": 0.3,
+    "unirun.rendezvous.election.CALM_POLL_INTERVAL": 0.3,
+    "unirun.rendezvous.masters.SUCCESSOR_POLL_INTERVAL": 0.3,
 }
 """Constants by which a hanging first master loses its term after three seconds, and others notice it at once."""
 
@@ -51,8 +51,8 @@ EVEN_DELAY = {"unirun.launcher.standby.MAX_DELAY": 1.0}
 """Constants by which agents start one master after another without growing delays."""
 
 IMPATIENT = {
-    "unirun.launcher.foreground.session.PATIENCE": 0.5,
-    "unirun.launcher.foreground.session.FAREWELL": 2.0,
+    "unirun.launcher.foreground.session.FORCED_KILL_DELAY": 0.5,
+    "unirun.launcher.foreground.session.JOB_EXIT_TIMEOUT": 2.0,
 }
 """Constants by which a command that was interrupted twice soon kills remaining processes."""
 

@@ -72,7 +72,7 @@ class TestADiskThatIsFull:
         result = unirun(
             *("--max-restarts", 1, "--log-dir", unirun.root / "logs", train),
             env={"UNIRUN_HOME": str(small_disk / "home")},
-            constants={"unirun.launcher.master.writer.END_PATIENCE": 2.0},
+            constants={"unirun.launcher.master.writer.END_WRITE_TIMEOUT": 2.0},
         )
         assert result.code == 0, result.err
 

@@ -125,7 +125,7 @@ def test_an_engine_of_a_lost_node_starts_on_another_one_and_an_optional_one_with
     """
     command = services.command
     lives = {"program": "sh", "args": ["-c", LIVES]}
-    how = {"env": {"UNIRUN_WARM": "0"}, "constants": {"unirun.launcher.slurm.submit.REST": 2}}
+    how = {"env": {"UNIRUN_WARM": "0"}, "constants": {"unirun.launcher.slurm.submit.TASK_END_TIMEOUT": 2}}
     job = services.start("--slurm", "nodes=3", train=lives, how=how, optional=True)
     job.lines("ranks of 2 roles up")
 

@@ -307,7 +307,7 @@ class TestJobsOnThreeNodes:
         )
         roles = "{a: {count: 2, per_node: 1, max_restarts: 1}}"
         job_file = script(f"{{script: train.py, start_method: exec, roles: {roles}}}", "job.yaml")
-        rest = {"unirun.launcher.slurm.submit.REST": 2}
+        rest = {"unirun.launcher.slurm.submit.TASK_END_TIMEOUT": 2}
         job = command.start("--slurm", "nodes=3", "--config", job_file, env=KILLED, constants=rest)
         before = job.lines(r"rank \d on (n\d)", 2)
         lost = next(node for node in before if node != "n1")

@@ -46,7 +46,7 @@ class TestCheckpoints:
             for step in range(2):
                 train.save_checkpoint(step=step)
                 # Longer than a checkpoint waits for its report: the model is evaluated.
-                time.sleep(writer.HOLD + 0.3)
+                time.sleep(writer.REPORT_TIMEOUT + 0.3)
                 train.report(loss=float(step))
 
         trainer.run(function, checkpoint_strategy=train.CheckpointStrategy(None, "loss", "min"))

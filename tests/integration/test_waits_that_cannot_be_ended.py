@@ -119,7 +119,7 @@ import unirun.roles.gloo
 
 class Worker(unirun.BaseWorkload):
     def setup(self):
-        unirun.roles.gloo.IDLE = 1.0
+        unirun.roles.gloo.WORKER_IDLE_TIMEOUT = 1.0
         dist.init_process_group("gloo")
 
     def reduce(self):

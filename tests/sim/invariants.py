@@ -42,7 +42,7 @@ from unirun.failover.state import (
 from unirun.failover.transition import VIEW_DELAY
 from unirun.failover.views import leader
 from unirun.launcher import events
-from unirun.launcher.core import EXIT_LIMIT
+from unirun.launcher.core import WORKER_EXIT_TIMEOUT
 from unirun.launcher.events import AgentState
 from unirun.wire.messages import Drain, Message, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, WorkerExited
@@ -359,7 +359,7 @@ class Invariants:
         if worker is None or worker.sent is not None or worker.cause != "own":
             return
         alone = worker.who.role in node.state.in_place
-        limit = self.plan.spec.shutdown_timeout if alone else EXIT_LIMIT
+        limit = self.plan.spec.shutdown_timeout if alone else WORKER_EXIT_TIMEOUT
         assert self.clock.now - since > limit - 0.001, f"{worker.who} is killed while its exit handlers run"
 
     def checked_agent(self, node: Node, before: AgentState, event: events.Event) -> None:

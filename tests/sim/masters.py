@@ -32,7 +32,7 @@ from unirun.failover.state import JOB_ENDS, JobPhase, JobState, Verdict
 from unirun.failover.step import step
 from unirun.failover.takeover import resume
 from unirun.launcher.master.lead import TERM_TTL
-from unirun.launcher.master.writer import END_PATIENCE, STOP_PATIENCE
+from unirun.launcher.master.writer import END_WRITE_TIMEOUT, STOP_WRITE_TIMEOUT
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.wire.address import UnixAddress
@@ -313,7 +313,7 @@ class MasterModel:
     def _end_unwritten(self) -> None:
         """Carry out an end of the job that has waited too long."""
         state = self.state
-        patience = STOP_PATIENCE if state.asked_to_stop else END_PATIENCE
+        patience = STOP_WRITE_TIMEOUT if state.asked_to_stop else END_WRITE_TIMEOUT
         waited = self.stage.clock.now > self._stuck_since + patience
         if state.verdict is None or self.unwritten or self.ledger.due is None or not waited:
             return

@@ -11,8 +11,8 @@ from tests.sim.processes import Process, StoreModel, rng_delay
 from tests.sim.world import Habits, Pipe
 from unirun.launcher import events
 from unirun.launcher.environment import FRESH, SpawnerKey
-from unirun.roles.formation import NEWS
-from unirun.roles.gloo import STUCK
+from unirun.roles.formation import LOSS_VIEW_TIMEOUT
+from unirun.roles.gloo import STUCK_TIMEOUT
 from unirun.values import WorkerId
 from unirun.wire.messages import Hello, Message, View, updated, whole
 from unirun.wire.reports import GroupFormed, GroupMeets, Metrics, Serving, Stuck, ViewWanted, WorkerError
@@ -229,7 +229,7 @@ class Spawner:
         assert store.generation >= seen.generation, f"{process.who} would meet in an old store"
         clock, rng, waited = self.world.clock, self.world.rng, process.waits
         if waited is not None and rng.random() < 0.03:
-            clock.after(STUCK, lambda: self._report(number, process, waited))
+            clock.after(STUCK_TIMEOUT, lambda: self._report(number, process, waited))
             return
         process.waits = None
         if process.serving:
@@ -245,7 +245,7 @@ class Spawner:
         """Let the wait of the worker fail: a peer or the store has died. It waits for the news of that."""
         if process.alive and process.waits is not None:
             met, process.waits = process.met, None
-            self.world.clock.after(NEWS, lambda: self._give_up(number, process, met))
+            self.world.clock.after(LOSS_VIEW_TIMEOUT, lambda: self._give_up(number, process, met))
 
     def _give_up(self, number: int, process: Process, met: int) -> None:
         """No death explains why it could not meet: it is its own failure."""

@@ -10,8 +10,8 @@ from tests.sim.store import RUN, Killed
 from tests.sim.world import Clock, Pipe
 from unirun.errors import Fenced, StoreError
 from unirun.failover.events import AgentLost, Event, JoinTimedOut, RejoinTimedOut
-from unirun.failover.silence import BEAT, GIVE_UP, Silence, may_answer
-from unirun.launcher.contact import ATTEMPT, LAST, QUIET, Fence
+from unirun.failover.silence import GIVE_UP_DELAY, HEARTBEAT_INTERVAL, Silence, may_answer
+from unirun.launcher.contact import KERNEL_KILL_DELAY, MASTER_RECEIVE_TIMEOUT, RECONNECT_TIMEOUT, Fence
 from unirun.rendezvous.keys import is_marked
 from unirun.wire.messages import Beat, Message
 
@@ -99,7 +99,7 @@ class ContactModel:
         if stream == self._stream and self._node.to_master is not None:
             self._fence.beats(self._now())
             self._node.to_master.send(Beat())
-            self._after(BEAT, lambda: self._node.awake(lambda: self._beat(stream)))
+            self._after(HEARTBEAT_INTERVAL, lambda: self._node.awake(lambda: self._beat(stream)))
 
     def _watch(self) -> None:
         """The event loop ends the workers in time. If the agent is stopped, the kernel kills it, and them."""
@@ -111,7 +111,7 @@ class ContactModel:
         elif self._node.hangs_for == 0:
             self._die("its time is over")
         else:
-            self._after(LAST, lambda: self._die("the kernel has killed it"))
+            self._after(KERNEL_KILL_DELAY, lambda: self._die("the kernel has killed it"))
 
     def _die(self, reason: str) -> None:
         if self._node.alive:
@@ -122,16 +122,16 @@ class ContactModel:
         if not self._node.alive:
             return
         now = self._now()
-        if now - self._heard >= QUIET:
+        if now - self._heard >= MASTER_RECEIVE_TIMEOUT:
             self._node.connect_anew()
-        if self._fence.quiet_for(now) >= QUIET:
+        if self._fence.quiet_for(now) >= MASTER_RECEIVE_TIMEOUT:
             try:
                 if not is_marked(self._node.client, RUN, self._node.name):
                     self._fence.unmarked(now, now)
             except StoreError:
                 pass
-        pause = QUIET - max(now - self._heard, self._fence.quiet_for(now), 0.0)
-        self._after(max(ATTEMPT, pause), lambda: self._node.awake(self._look))
+        pause = MASTER_RECEIVE_TIMEOUT - max(now - self._heard, self._fence.quiet_for(now), 0.0)
+        self._after(max(RECONNECT_TIMEOUT, pause), lambda: self._node.awake(self._look))
 
 
 class BeatsModel:
@@ -188,7 +188,9 @@ class BeatsModel:
             if (left := end - self._running_time()) > 0.001:
                 clock.after(left / self._rate, lambda: self._master.awake(due))
             elif isinstance(event, RejoinTimedOut) and away:
-                self._mark(away, lambda: clock.after(GIVE_UP / self._rate, lambda: self._master.apply(event)))
+                self._mark(
+                    away, lambda: clock.after(GIVE_UP_DELAY / self._rate, lambda: self._master.apply(event))
+                )
             else:
                 self._master.apply(event)
 

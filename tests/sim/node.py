@@ -19,7 +19,7 @@ from unirun.launcher import core, events
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import AgentState, holdings
 from unirun.launcher.orders import Orders
-from unirun.launcher.standby import PATIENCE, STEADY, Attempts, start_at, turns
+from unirun.launcher.standby import BACKOFF_RESET_SECONDS, CANDIDACY_DELAY, Attempts, start_at, turns
 from unirun.rendezvous.election import leader_of
 from unirun.rendezvous.keys import job_prefix
 from unirun.values import Engine, Place
@@ -149,7 +149,7 @@ class Node:
                 elif not master.hangs:
                     self._connect(master, leader.epoch)
             else:
-                self._start_in_turn(self._since + PATIENCE, 0)
+                self._start_in_turn(self._since + CANDIDACY_DELAY, 0)
         except StoreError:
             # The store is away; later.
             pass
@@ -198,7 +198,7 @@ class Node:
         self._disconnect("it follows another")
         world, name = self.world, self.name
         clock, rng, slow = world.clock, world.rng, world.plan.slow
-        if clock.now >= self._connected + STEADY:
+        if clock.now >= self._connected + BACKOFF_RESET_SECONDS:
             self._attempts = Attempts()
         self._connected = clock.now
         self.apply(events.Led(epoch))

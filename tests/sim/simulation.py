@@ -272,7 +272,7 @@ class Simulation(Accidents):
         self.clock.after(PATIENCE, self._lose_patience)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(context_store, "MAX_OPERATIONS", self.plan.operations)
-            patch.setattr(silence, "LOOK", LOOKS)
+            patch.setattr(silence, "SILENCE_POLL_INTERVAL", LOOKS)
             if self.plan.planted:
                 patch.setattr(deciding, "_handle", self._handle)
             while self.clock.turn():

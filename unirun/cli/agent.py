@@ -28,16 +28,16 @@ from unirun.wire.credentials import load_credentials
 from unirun.wire.handshake import Token, load_token
 from unirun.wire.messages import Attach, Drain, Drained
 
-JOIN = 60.0
+AGENT_JOIN_TIMEOUT = 60.0
 """Seconds to reach the job's master."""
 
-PATIENCE = 600.0
+DRAIN_TIMEOUT = 600.0
 """Seconds to wait until a node has left; longer than any grace period."""
 
-LOOK_AGAIN = 0.3
+DRAIN_RETRY_INTERVAL = 0.3
 """Seconds between two attempts."""
 
-CHECK = 3.0
+DRAIN_ANSWER_TIMEOUT = 3.0
 """Seconds after which a master that says nothing is asked again."""
 
 
@@ -97,7 +97,7 @@ def _join(options: Any) -> int:
         port=address.port,
         least=1,
         most=1,
-        timeout=JOIN,
+        timeout=AGENT_JOIN_TIMEOUT,
         last_call=0.0,
         token=token,
         interface=options.interface or "",
@@ -146,7 +146,7 @@ def _drain(options: Any) -> int:
     node = options.node
     job = find_here(options.store, options.job or only_one(options.store, "agent drain"), "agent drain")
     refuse_elsewhere(job, f"agent drain {node}")
-    end, asked = time.monotonic() + PATIENCE, False
+    end, asked = time.monotonic() + DRAIN_TIMEOUT, False
     while time.monotonic() < end:
         if read_summary(job).phase in ENDED:
             raise JobError(f"job {job.run_id} has ended", "there is nothing to drain")
@@ -158,20 +158,20 @@ def _drain(options: Any) -> int:
         except (StoreError, WireError, RendezvousError):
             # This master is gone, or says nothing yet: who asks twice is answered as who asks once.
             asked = True
-            time.sleep(LOOK_AGAIN)
+            time.sleep(DRAIN_RETRY_INTERVAL)
             continue
         if not answer.problem or (asked and answer.problem == has_left(node)):
             say(f"{node} has left job {job.run_id}")
             return 0
         if answer.remedy != AGAIN:
             raise JobError(answer.problem, answer.remedy)
-        time.sleep(LOOK_AGAIN)
-    raise JobError(f"{node} has not left within {PATIENCE:g} s", "see unirun status")
+        time.sleep(DRAIN_RETRY_INTERVAL)
+    raise JobError(f"{node} has not left within {DRAIN_TIMEOUT:g} s", "see unirun status")
 
 
 def _answer(master: BlockingStream, node: str) -> Drained:
     """The master's answer about `node`. Raises `WireError`, and `RendezvousError` when it says nothing for a while."""
     while True:
-        word = master.receive(CHECK)
+        word = master.receive(DRAIN_ANSWER_TIMEOUT)
         if isinstance(word, Drained) and word.node == node:
             return word

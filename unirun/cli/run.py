@@ -94,7 +94,7 @@ def in_a_step(environ: Mapping[str, str]) -> bool:
 PORT = 29400
 """torchrun's default port of a rendezvous; of a static one it is 29500."""
 
-LAST_CALL = 30.0
+LAST_CALL_TIMEOUT = 30.0
 """Seconds to wait for more nodes when the least number is there, as in torchrun."""
 
 
@@ -237,7 +237,7 @@ def meeting_of(options: Mapping[str, Any], spec: JobSpec, count: NodeCount) -> M
         least=count[0],
         most=count[1],
         timeout=spec.join_timeout,
-        last_call=float(conf.get("last_call_timeout", LAST_CALL)),
+        last_call=float(conf.get("last_call_timeout", LAST_CALL_TIMEOUT)),
         token=token_of_job(secret, options.get("rdzv_id") or f"{host}:{port}"),
         interface=options.get("interface") or _bare(options.get("local_addr", "")),
         insecure=bool(options.get("insecure")),
@@ -258,7 +258,7 @@ def step_meeting(options: Mapping[str, Any], spec: JobSpec, step: Allocation) ->
         most=len(step.nodes),
         names=step.nodes,
         timeout=spec.join_timeout,
-        last_call=LAST_CALL,
+        last_call=LAST_CALL_TIMEOUT,
         token=Token(bytes.fromhex(place.token)),
         interface=options.get("interface", ""),
         insecure=bool(options.get("insecure")),

@@ -14,7 +14,7 @@ from unirun.observe.status import ENDED, read_summary
 from unirun.rendezvous.masters import call_master, follow_to_end
 from unirun.wire.messages import Stop
 
-PATIENCE = 600.0
+STOP_TIMEOUT = 600.0
 """Seconds to wait for the end of a job; longer than any grace period."""
 
 
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         say(f"job {job.run_id} is stopping")
         return 0
     try:
-        end = follow_to_end(job, stop, PATIENCE)
+        end = follow_to_end(job, stop, STOP_TIMEOUT)
     except TimeoutError as error:
         raise JobError("the job did not end within 10 minutes", "unirun stop --now kills it") from error
     code = "" if end.code is None else f", exit code {end.code}"
@@ -73,7 +73,7 @@ def _cancel(run_id: str, batch: BatchJob, *, now: bool, wait: bool) -> int:
         say(f"job {run_id} is stopping, as Slurm job {batch.id}")
         return 0
     try:
-        state = wait_for_end(batch, PATIENCE)
+        state = wait_for_end(batch, STOP_TIMEOUT)
     except TimeoutError as error:
         raise JobError("the job did not end within 10 minutes", "unirun stop --now kills it") from error
     code = "" if state.code is None else f", exit code {state.code}"

@@ -17,10 +17,10 @@ from unirun.launcher.foreground.terminal import say
 from unirun.launcher.orders import PRELOAD
 from unirun.launcher.warm.borrowing import LOG, Warm, abandon_starting, choose, is_alive, running, start, wish
 
-READY = 300.0
+WARM_START_TIMEOUT = 300.0
 """Seconds that `start` waits for the imports."""
 
-END = 10.0
+WARM_STOP_TIMEOUT = 10.0
 """Seconds that `stop` waits."""
 
 
@@ -69,7 +69,7 @@ def _start(preload: tuple[str, ...], idle: float, until: int) -> int:
 
 
 def _await(folder: Path) -> Warm:
-    deadline = time.monotonic() + READY
+    deadline = time.monotonic() + WARM_START_TIMEOUT
     # Opened first: a process that ends removes its folder.
     with (folder / LOG).open() as log:
         while True:
@@ -139,7 +139,7 @@ def _stop() -> int:
                 if not is_alive(warm.folder):
                     continue
                 signal.pidfd_send_signal(handle, signal.SIGTERM)
-                if not select.select([handle], [], [], END)[0]:
+                if not select.select([handle], [], [], WARM_STOP_TIMEOUT)[0]:
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
             finally:
                 os.close(handle)

@@ -42,7 +42,7 @@ WORKERS = "model_worker"
 MOST = 10
 """Losses of workers that a trial survives without a new step."""
 
-NEWS = 2.0
+LOSS_REPORT_TIMEOUT = 2.0
 """Seconds to wait for the news that a worker was lost."""
 
 
@@ -162,7 +162,7 @@ class MasterWorkerProcess(BaseTrainer):
         """The loss of a worker in words, with its end as far as it is known here, and its kind. An error that
         is a consequence of a loss does not name the lost worker."""
         worker = str(getattr(error, "worker", ""))
-        deadline = time.monotonic() + NEWS
+        deadline = time.monotonic() + LOSS_REPORT_TIMEOUT
         while started(self._root) is not None and time.monotonic() < deadline:
             if found := end_of(self._root, worker, self._began):
                 who, end = found
@@ -264,8 +264,8 @@ class MasterWorkerProcess(BaseTrainer):
 
     def _lost_meanwhile(self) -> bool:
         """Return True if a worker was lost since `_begin`: then process groups were ended, and calls of other
-        workers fail because of that. Waits up to `NEWS` seconds, as the loss may not be known here yet."""
-        deadline = time.monotonic() + NEWS
+        workers fail because of that. Waits up to `LOSS_REPORT_TIMEOUT` seconds, as the loss may not be known here yet."""
+        deadline = time.monotonic() + LOSS_REPORT_TIMEOUT
         while self._generation_now() == self._generation:
             if time.monotonic() >= deadline:
                 return False

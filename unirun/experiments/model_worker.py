@@ -34,7 +34,7 @@ from unirun.roles import BaseWorkload, init, trainer_invocation
 from unirun.weights.hub import hub_of
 from unirun.weights.lines import Line
 
-REACH = 30.0
+WORKER_CONNECT_TIMEOUT = 30.0
 """Timeout in seconds for a connection to another worker."""
 
 
@@ -307,7 +307,7 @@ class ModelWorkerProcess(BaseWorkload):
 
     def _line(self, rank: int) -> Line:
         """The connection to another worker."""
-        deadline = time.monotonic() + REACH
+        deadline = time.monotonic() + WORKER_CONNECT_TIMEOUT
         while True:
             line = self._hub.line(self.role, rank, self._lines.get(rank))
             if line is not None:

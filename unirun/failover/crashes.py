@@ -48,7 +48,7 @@ MOST = 3
 IN_ALL = 2 * MOST
 """Masters that errors may end, the same or not: one that depends on timing may come from another place each time."""
 
-LASTING = 300.0
+CRASH_RESET_SECONDS = 300.0
 """Seconds after which a term has brought the job on: what ended masters before it is forgotten."""
 
 STORY = 12
@@ -115,7 +115,7 @@ def fatal(crashes: Iterable[Crash]) -> Crash | None:
 def with_crash(crashes: Iterable[Crash], crash: Crash) -> tuple[Crash, ...]:
     """`crashes`, as far as they still count, and one more. What was fatal stays so."""
     known = tuple(crashes)
-    forgotten = crash.lasted >= LASTING and fatal(known) is None
+    forgotten = crash.lasted >= CRASH_RESET_SECONDS and fatal(known) is None
     return (crash,) if forgotten else (*known, crash)
 
 

@@ -38,7 +38,7 @@ from unirun.values import WorkerId
 from unirun.wire.messages import Shutdown, StopWorkers
 from unirun.wire.reports import Ending, Notice
 
-EVIDENCE = 1.0
+EVIDENCE_DELAY = 1.0
 """Seconds that peers get to fail or end by themselves after a failure that blames a peer: a rank that does
 neither is the cause. A hang has lasted longer by then; when a peer is gone, all others fail within
 milliseconds, and there is no wait."""
@@ -336,4 +336,4 @@ def _patience(state: JobState, role: str) -> float:
     last = state.failures[-1] if state.failures else None
     if last is None or role != last.worker.role or not waited_for_a_peer(last):
         return 0.0
-    return EVIDENCE if last.generation == state.roles[last.worker.role].generation else 0.0
+    return EVIDENCE_DELAY if last.generation == state.roles[last.worker.role].generation else 0.0

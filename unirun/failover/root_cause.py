@@ -85,10 +85,10 @@ def _words(failure: Failure) -> str:
     return failure.tail
 
 
-SEEN_LATER = 1.0
+MAX_DETECTION_DELAY = 1.0
 """Seconds by which the end of a process may be seen later than its consequences."""
 
-NEAR = 60.0
+CONSEQUENCE_SECONDS = 60.0
 """Seconds from the end of a rank to the failures in another role that are taken for a consequence of it."""
 
 
@@ -203,7 +203,7 @@ def _without_failure(failures: Sequence[Failure], others: Sequence[Bystander]) -
         return None
     roles = {failure.worker.role for failure in waiting}
     first = waiting[0].time
-    early = [each for each in others if each.left and each.left <= first + SEEN_LATER]
+    early = [each for each in others if each.left and each.left <= first + MAX_DETECTION_DELAY]
     if mates := [each for each in early if each.worker.role in roles]:
         return _blamed(mates, waiting, left)
     silent = [each for each in others if each.worker.role in roles and not each.left]
@@ -213,7 +213,7 @@ def _without_failure(failures: Sequence[Failure], others: Sequence[Bystander]) -
     if len(silent) == 1 or 0 < len(silent) < len(waiting):
         # If there are more such ranks, most of them were told to end before their own wait was over.
         return _blamed(silent, waiting, "had not failed when {others} waited for a peer in vain")
-    if gone := [each for each in early if each.left >= first - NEAR]:
+    if gone := [each for each in early if each.left >= first - CONSEQUENCE_SECONDS]:
         return _blamed(gone, waiting, left)
     return None
 

@@ -17,22 +17,22 @@ Whatever is lost or late on either way, the master got that beat at ``m >= s``. 
     ``FENCE / (1 - d)  <  (SILENT + GIVE_UP) / (1 + d)``
 
 which is 5.56 s < 6.73 s for d = 1 %. In the rest the workers end; an agent that is stopped is killed by the kernel,
-0.4 s later. A cable that is out for 3 s is no reason to kill them: the beat that was answered may be `BEAT` old when it
+0.4 s later. A cable that is out for 3 s is no reason to kill them: the beat that was answered may be `HEARTBEAT_INTERVAL` old when it
 is pulled, and the agent connects anew within half a second of its return, so 5.0 s of the 5.5 are used.
 
 Other masters, and other ways to know that nobody has given the node up:
 
 - A new master waits 15 s for nodes that do not join it (`unirun.failover.takeover.REJOIN_TIMEOUT`). The one that it has
-  replaced may not know that, and answers beats for `AUTHORITY` seconds after it last renewed its term (`may_answer`);
+  replaced may not know that, and answers beats for `AUTHORITY_SECONDS` seconds after it last renewed its term (`may_answer`);
   the renewal was before the new term. ``(AUTHORITY + FENCE) / (1 - d) < 15 / (1 + d)``: 11.6 s < 14.9 s.
-- An agent that gets no answer may read in the store (etcd) that its node is not *marked*. It has `UNMARKED` seconds
-  from the beginning of that read, because a node is given up `GIVE_UP` seconds after its mark was written.
+- An agent that gets no answer may read in the store (etcd) that its node is not *marked*. It has `UNMARKED_SECONDS` seconds
+  from the beginning of that read, because a node is given up `GIVE_UP_DELAY` seconds after its mark was written.
 - Where the store is a file on the head, no other host can read it, and masters run on the head only. An agent that gets
-  no answer connects there, and has `FENCE` seconds from the beginning of an attempt in which both ends have proved the
+  no answer connects there, and has `FENCE_TIMEOUT` seconds from the beginning of an attempt in which both ends have proved the
   token, and over TLS their nodes. A master counts that as a message of the node, before the node can know of it. While
   no master accepts, because it is stopped or its successor is on the way, the head's agent does
   (`unirun.launcher.witness`), and tells the master that it follows: one that goes on hears of it before it gives a
-  node up, as that takes `GIVE_UP` seconds more; a new one waits 15 s for nodes in any case. That a connection is made
+  node up, as that takes `GIVE_UP_DELAY` seconds more; a new one waits 15 s for nodes in any case. That a connection is made
   proves nothing: a machine that has taken over the address of the head, or of a node, can make one.
 
 The time in which the master itself does not run is not held against the nodes: a look that comes late moves every
@@ -45,28 +45,28 @@ from collections.abc import Iterable
 
 from unirun.values import Value
 
-BEAT = 1.5
+HEARTBEAT_INTERVAL = 1.5
 """Seconds between two beats of an agent; the master answers each at once."""
 
-SILENT = 4.8
+SILENCE_TIMEOUT = 4.8
 """Seconds without a message after which a node is reported: three beats, and the way of one."""
 
-GIVE_UP = 2.0
+GIVE_UP_DELAY = 2.0
 """Seconds that follow before it is lost, beginning when the report is in the store."""
 
-FENCE = 5.5
+FENCE_TIMEOUT = 5.5
 """Seconds after which an agent kills its workers, from when it sent the latest beat that was answered."""
 
-UNMARKED = 1.8
+UNMARKED_SECONDS = 1.8
 """Seconds for which an agent is safe that has found no mark of its node in the store."""
 
-AUTHORITY = 6.0
+AUTHORITY_SECONDS = 6.0
 """Seconds for which a master that has renewed its term answers beats. The lease of the term is as long."""
 
-LOOK = 0.25
+SILENCE_POLL_INTERVAL = 0.25
 """Seconds between two looks at who is silent."""
 
-_LATE = 0.1
+_STALL_SECONDS = 0.1
 """A look that is later than this by so many seconds means that the master did not run."""
 
 
@@ -102,7 +102,7 @@ class Silence:
         self._silent.pop(node, None)
 
     def marked(self, nodes: Iterable[str], now: float) -> None:
-        """Note that the silence of `nodes` is in the store, so that their last `GIVE_UP` seconds begin."""
+        """Note that the silence of `nodes` is in the store, so that their last `GIVE_UP_DELAY` seconds begin."""
         for node in nodes:
             if node in self._silent:
                 self._silent[node] = now
@@ -116,32 +116,36 @@ class Silence:
         return node in self._silent
 
     def look(self, now: float) -> Look:
-        """Compare all times with `now`; to be called every `LOOK` seconds.
+        """Compare all times with `now`; to be called every `SILENCE_POLL_INTERVAL` seconds.
 
         Nodes that are lost together are returned together, as their loss is one decision: the power of a rack fails
-        at once, but their last beats came within `BEAT`. So the first waits for the others, for that long.
+        at once, but their last beats came within `HEARTBEAT_INTERVAL`. So the first waits for the others, for that long.
         """
         self._skip_stall(now)
-        back = tuple(node for node in self._silent if now - self._heard[node] <= SILENT)
+        back = tuple(node for node in self._silent if now - self._heard[node] <= SILENCE_TIMEOUT)
         for node in back:
             del self._silent[node]
         silent = tuple(
-            node for node, at in self._heard.items() if now - at > SILENT and node not in self._silent
+            node
+            for node, at in self._heard.items()
+            if now - at > SILENCE_TIMEOUT and node not in self._silent
         )
         self._silent |= dict.fromkeys(silent)
         due = {
-            node: at + GIVE_UP for node, at in self._silent.items() if at is not None and now >= at + GIVE_UP
+            node: at + GIVE_UP_DELAY
+            for node, at in self._silent.items()
+            if at is not None and now >= at + GIVE_UP_DELAY
         }
-        if not due or (len(due) < len(self._silent) and now < min(due.values()) + BEAT):
+        if not due or (len(due) < len(self._silent) and now < min(due.values()) + HEARTBEAT_INTERVAL):
             return Look(silent, (), back)
         for node in due:
             self.forget(node)
         return Look(silent, tuple(due), back)
 
     def _skip_stall(self, now: float) -> None:
-        late = now - self._looked - LOOK
+        late = now - self._looked - SILENCE_POLL_INTERVAL
         self._looked = now
-        if late < _LATE:
+        if late < _STALL_SECONDS:
             return
         self.stalled += late
         self._heard = {node: min(at + late, now) for node, at in self._heard.items()}
@@ -156,4 +160,4 @@ def may_answer(renewed: float, now: float, *, alone: bool) -> bool:
     Later another master may lead. It can start nothing if no node is with it, so `alone`, while every node of the job
     is heard by this one, the store may be away for any time.
     """
-    return alone or now < renewed + AUTHORITY
+    return alone or now < renewed + AUTHORITY_SECONDS

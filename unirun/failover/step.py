@@ -64,7 +64,7 @@ from unirun.wire.reports import (
 )
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
-OWNER_LOST_GRACE = 0.4
+OWNER_LOST_GRACE_SECONDS = 0.4
 """Seconds between TERM and KILL when the CLI was killed: no worker may outlive it by more than a second."""
 
 
@@ -145,7 +145,7 @@ def _handle(transition: Transition, event: Event) -> None:
         case GrowthDue():
             grow(transition)
         case OwnerLost():
-            lost = Stop(signal.SIGTERM, "the unirun command was killed", OWNER_LOST_GRACE)
+            lost = Stop(signal.SIGTERM, "the unirun command was killed", OWNER_LOST_GRACE_SECONDS)
             _stop(transition, lost, together=True)
         case AgentLost(node, reason):
             agent_lost(transition, node, reason)

@@ -24,7 +24,7 @@ from unirun.wire.messages import Message, RoleChanged, StopWorkers, View, Worker
 VIEW_DELAY, VIEW_DELAY_PER_AGENT = 0.1, 0.0002
 """Seconds in which changes are gathered into one view, unless a worker waits for it: at least, and for each agent."""
 
-GATHER = 1.0
+GROWTH_DELAY = 1.0
 """Seconds in which nodes that have come are gathered into one decision: roles that grow start again."""
 
 CAUSES = frozenset(
@@ -100,7 +100,7 @@ class Transition:
     def grow_soon(self) -> None:
         """Decide about the growth of roles if nodes have come, after a delay in which more may come."""
         if self.state.newcomers:
-            self.send(After(GATHER, GrowthDue()))
+            self.send(After(GROWTH_DELAY, GrowthDue()))
 
     def stop(self, role: RoleState, signum: int, grace: float, after: float = 0.0) -> None:
         """Order the end of all live workers of `role`, in `after` seconds."""

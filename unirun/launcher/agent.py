@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from unirun.errors import Refused, RendezvousError, WireError
 from unirun.failover.offers import AgentTask
-from unirun.failover.silence import FENCE
+from unirun.failover.silence import FENCE_TIMEOUT
 from unirun.failover.views import addresses_of, welcome
 from unirun.launcher import core, events
 from unirun.launcher.contact import Contact
@@ -164,7 +164,7 @@ def _sink(handle: int, prefix: bytes, words: tuple[bytes, ...]) -> Callable[[byt
     return put
 
 
-SPAWNER_END = 2.0
+SPAWNER_EXIT_TIMEOUT = 2.0
 """Seconds for a spawner to exit after its stream was closed."""
 
 
@@ -292,7 +292,7 @@ class Agent:
         for worker in self._state.workers.values():
             if worker.pid is not None:
                 kill_group(worker.pid, signal.SIGKILL)
-        reason = f"no master has answered for {FENCE:g} s, and the job may go on without this node"
+        reason = f"no master has answered for {FENCE_TIMEOUT:g} s, and the job may go on without this node"
         report(f"unirun-agent: {reason}")
         if self._master is not None:
             self._master.abort()
@@ -574,7 +574,7 @@ class Agent:
             await stream.close()
         for _, popen in spawners.values():
             try:
-                await asyncio.to_thread(popen.wait, SPAWNER_END)
+                await asyncio.to_thread(popen.wait, SPAWNER_EXIT_TIMEOUT)
             except subprocess.TimeoutExpired:
                 popen.kill()
                 popen.wait()

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from unirun.errors import RendezvousError, StoreError, WireError
-from unirun.failover.silence import BEAT, FENCE, LOOK, UNMARKED
+from unirun.failover.silence import FENCE_TIMEOUT, HEARTBEAT_INTERVAL, SILENCE_POLL_INTERVAL, UNMARKED_SECONDS
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.keys import is_marked
 from unirun.rendezvous.store.protocol import Store
@@ -46,7 +46,7 @@ class Fence:
     def joins(self, now: float) -> None:
         """A stream to a master begins. Before the first one there are no workers."""
         self._sent.clear()
-        self.until = min(self.until, now + FENCE)
+        self.until = min(self.until, now + FENCE_TIMEOUT)
 
     def beats(self, now: float) -> None:
         """A beat is sent."""
@@ -57,20 +57,20 @@ class Fence:
         if self._sent:
             began = self._sent.popleft()
             if sure:
-                self._renew(began + FENCE, now)
+                self._renew(began + FENCE_TIMEOUT, now)
 
     def let_in(self, began: float, now: float) -> None:
         """A process of the job on the head, the only host where masters can run, has let this node in. The
         node began to connect at `began`."""
-        self._renew(began + FENCE, now)
+        self._renew(began + FENCE_TIMEOUT, now)
 
     def unmarked(self, began: float, now: float) -> None:
         """The store has no mark of this node; it was read from `began` on."""
-        self._renew(began + UNMARKED, now)
+        self._renew(began + UNMARKED_SECONDS, now)
 
     def quiet_for(self, now: float) -> float:
         """Seconds since the beginning of what has proved last that the node is not given up."""
-        return now - (self.until - FENCE) if self.until < math.inf else 0.0
+        return now - (self.until - FENCE_TIMEOUT) if self.until < math.inf else 0.0
 
     def over(self, now: float) -> bool:
         """Return True if the workers must not run any more. That is for good."""
@@ -138,22 +138,22 @@ def _library() -> ctypes.CDLL:
     return libc if hasattr(libc, "timer_create") else ctypes.CDLL("librt.so.1", use_errno=True)
 
 
-QUIET = 2.0
+MASTER_RECEIVE_TIMEOUT = 2.0
 """Seconds without a message after which the agent connects anew. TCP repeats what is lost at growing intervals, so the
 old stream may be silent for as long again as the cable was out."""
 
-ATTEMPT = 0.5
+RECONNECT_TIMEOUT = 0.5
 """Seconds that an attempt has, and between the beginnings of two. Each third one has twice as long, as the master may
 be busy."""
 
-ENTRY = 3.0
+HEAD_CONNECT_TIMEOUT = 3.0
 """Seconds in which a process on the head must let this node in: the agent there needs half a second to see that no
 master does, and handshakes take longer on a busy host."""
 
-ANSWER = 0.9
+MARK_READ_TIMEOUT = 0.9
 """Seconds in which the store must answer whether the node is marked: a member of etcd on a dead host takes a third."""
 
-LAST = 0.4
+KERNEL_KILL_DELAY = 0.4
 """Seconds after the end of the fence at which the kernel kills an agent that has not done anything about it."""
 
 _BEAT = frame_of(Beat())
@@ -199,7 +199,7 @@ class Contact:
 
     def _set_timer(self) -> None:
         if self._timer is not None:
-            self._timer.set(self._fence.until + LAST)
+            self._timer.set(self._fence.until + KERNEL_KILL_DELAY)
 
     def heard(self) -> None:
         """The master has said something."""
@@ -220,14 +220,16 @@ class Contact:
         try:
             while True:
                 began = time.monotonic()
-                if began - self._heard >= QUIET:
+                if began - self._heard >= MASTER_RECEIVE_TIMEOUT:
                     try:
-                        return await self._again(epoch, ATTEMPT * 2 ** (number // 3))
+                        return await self._again(epoch, RECONNECT_TIMEOUT * 2 ** (number // 3))
                     except (RendezvousError, WireError):
                         number += 1
                 else:
                     number = 0
-                await asyncio.sleep(max(began + ATTEMPT, self._heard + QUIET) - time.monotonic())
+                await asyncio.sleep(
+                    max(began + RECONNECT_TIMEOUT, self._heard + MASTER_RECEIVE_TIMEOUT) - time.monotonic()
+                )
         finally:
             beating.cancel()
 
@@ -235,20 +237,20 @@ class Contact:
         while True:
             self._fence.beats(clock())
             stream.send_frame(_BEAT)
-            await asyncio.sleep(BEAT)
+            await asyncio.sleep(HEARTBEAT_INTERVAL)
 
     async def _watch(self) -> None:
         """Wait until the fence is over."""
         while (left := self._fence.until - clock()) > 0:
-            await asyncio.sleep(min(left, LOOK))
+            await asyncio.sleep(min(left, SILENCE_POLL_INTERVAL))
         self._expire()
 
     async def _look_for_signs(self) -> None:
         """While the master does not answer, look for other signs that the node has not been given up."""
         head, credentials = self._job.head, load_credentials(self._job.path)
         while True:
-            await asyncio.sleep(LOOK)
-            if self._fence.quiet_for(clock()) < QUIET:
+            await asyncio.sleep(SILENCE_POLL_INTERVAL)
+            if self._fence.quiet_for(clock()) < MASTER_RECEIVE_TIMEOUT:
                 continue
             began = clock()
             if head is not None:
@@ -262,7 +264,7 @@ class Contact:
             self._set_timer()
 
     def _is_marked(self) -> bool:
-        self._store = self._store or open_store(self._job.store_url, timeout=ANSWER)
+        self._store = self._store or open_store(self._job.store_url, timeout=MARK_READ_TIMEOUT)
         return is_marked(self._store, self._job.run_id, self._node)
 
 
@@ -271,7 +273,7 @@ async def _lets_in(head: TcpAddress, credentials: Credentials) -> bool:
     TLS their nodes. The process is a master, or the agent there, which tells the masters
     (`unirun.launcher.witness`); so no master gives this node up now."""
     try:
-        stream = await connect(head, credentials, timeout=ENTRY)
+        stream = await connect(head, credentials, timeout=HEAD_CONNECT_TIMEOUT)
     except (RendezvousError, WireError):
         return False
     stream.abort()

@@ -173,14 +173,14 @@ def _kill(state: AgentState, worker: Worker, cause: Cause, why: str) -> tuple[Ag
 
 # Transitions of the agent's state machine on messages of workers, on the end of their links, and on timers.
 
-ENDING = 5.0
+UNLINKED_TIMEOUT = 5.0
 """Seconds between the normal end of a link and that of its process: the interpreter closes it before it unloads
 torch."""
 
 MAX_STACK = 4096
 """Maximum number of characters of a reported stack."""
 
-EXIT_LIMIT = 600.0
+WORKER_EXIT_TIMEOUT = 600.0
 """Seconds for a worker's exit handlers and threads after its code has failed by itself.
 
 Long enough to upload a checkpoint in an exit handler. torchrun has no limit, so that a thread that never ends hangs the
@@ -246,15 +246,15 @@ def _has_failed(state: AgentState, worker: Worker, error: WorkerError) -> tuple[
 
 
 def still_ending(state: AgentState, event: StillEnding) -> tuple[AgentState, list[Command]]:
-    """Kill a worker that has failed by itself but does not exit, or wait until `EXIT_LIMIT`."""
+    """Kill a worker that has failed by itself but does not exit, or wait until `WORKER_EXIT_TIMEOUT`."""
     worker = state.workers.get(event.id)
     if worker is None or worker.sent is not None:
         return state, []
-    left = 0.0 if _is_replaced_alone(state, worker) else EXIT_LIMIT - event.waited
+    left = 0.0 if _is_replaced_alone(state, worker) else WORKER_EXIT_TIMEOUT - event.waited
     text = f"has failed {event.waited:g} s ago, and its exit handlers or threads still run; it is killed"
     if left > 0:
         told = Notice(str(worker.who), f"{text} if it has not ended in another {left:g} s")
-        return state, [ToMaster(told), After(left, StillEnding(worker.id, EXIT_LIMIT))]
+        return state, [ToMaster(told), After(left, StillEnding(worker.id, WORKER_EXIT_TIMEOUT))]
     # It was not told to end, so the SIGKILL counts as part of its failure.
     return state, [
         ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL))),
@@ -325,11 +325,11 @@ def signal_name(number: int) -> str:
 
 
 def link_closed(state: AgentState, event: LinkClosed) -> tuple[AgentState, list[Command]]:
-    """A link normally ends with its process: check again after `ENDING` seconds."""
+    """A link normally ends with its process: check again after `UNLINKED_TIMEOUT` seconds."""
     worker = state.workers.get(event.id)
     if worker is None or worker.sent is not None:
         return state, []
-    return state, [After(ENDING, StillWithoutLink(event.id))]
+    return state, [After(UNLINKED_TIMEOUT, StillWithoutLink(event.id))]
 
 
 def still_without_link(state: AgentState, event: StillWithoutLink) -> tuple[AgentState, list[Command]]:

@@ -204,7 +204,7 @@ class Order(Value):
     what: Instruction
 
 
-LOST_GRACE = 0.4
+OWNER_LOST_GRACE_SECONDS = 0.4
 """Seconds between SIGTERM and SIGKILL when the command is gone: workers must end within one second."""
 
 
@@ -213,7 +213,7 @@ class Abandon(Value):
     `signal`, and SIGKILL after `grace` seconds; with 0 they are killed at once."""
 
     reason: str
-    grace: float = LOST_GRACE
+    grace: float = OWNER_LOST_GRACE_SECONDS
     signal: int = SIGTERM
 
 

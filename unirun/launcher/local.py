@@ -34,12 +34,12 @@ from unirun.wire.reporting import NO_THREAD, flush, lacks_threads, report, repor
 
 # The member of a job's own etcd on this node: a process that lives as long as the node's agent.
 
-LINGER = 3.0
+MASTER_LEAVE_TIMEOUT = 3.0
 """Seconds that a member waits at the end for the master, which gives up its term last."""
 
-AGAIN = 0.05
+MASTER_LEAVE_POLL_INTERVAL = 0.05
 
-END = 2.0
+ETCD_EXIT_TIMEOUT = 2.0
 """Seconds that etcd has to end."""
 
 
@@ -66,7 +66,7 @@ def running_member(job: JobDir, task: AgentTask) -> Iterator[frozenset[int]]:
     finally:
         process.terminate()
         try:
-            process.wait(END)
+            process.wait(ETCD_EXIT_TIMEOUT)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -75,25 +75,25 @@ def running_member(job: JobDir, task: AgentTask) -> Iterator[frozenset[int]]:
 def _wait_for_the_master(job: JobDir) -> None:
     """Wait until nobody leads the job. Raises `StoreError`."""
     # Not the store's own timeout: most members may be lost.
-    store = open_store(job.store_url, timeout=LINGER)
+    store = open_store(job.store_url, timeout=MASTER_LEAVE_TIMEOUT)
     try:
-        end = time.monotonic() + LINGER
+        end = time.monotonic() + MASTER_LEAVE_TIMEOUT
         while leader_of(store, job_prefix(job.run_id)) is not None and time.monotonic() < end:
-            time.sleep(AGAIN)
+            time.sleep(MASTER_LEAVE_POLL_INTERVAL)
     finally:
         store.close()
 
 
-FAREWELL = 5.0
+JOB_EXIT_TIMEOUT = 5.0
 """Seconds that the master and the agents have to leave after the job's end."""
 
-LAST_WORDS = 1.0
+ORPHANED_MASTER_TIMEOUT = 1.0
 """Seconds after the end of the last agent in which a master may still be heard."""
 
-BIND = 30.0
+BIND_TIMEOUT = 30.0
 """Seconds in which the agents must have bound their endpoints; looking up an address may take that long."""
 
-LOOK_AGAIN = 0.01
+TAKE_UP_POLL_INTERVAL = 0.01
 """Seconds between two looks whether the job has been taken up."""
 
 _SAYS = "unirun-master: "
@@ -216,13 +216,13 @@ def _await_endpoints(refusals: Mapping[str, int]) -> None:
 
     Raises `RendezvousError`: the error that an agent has written instead, or that one has done neither in time.
     """
-    deadline = time.monotonic() + BIND
+    deadline = time.monotonic() + BIND_TIMEOUT
     try:
         for node, pipe in refusals.items():
             poll = select.poll()
             poll.register(pipe, select.POLLIN)
             if not poll.poll(1000 * max(deadline - time.monotonic(), 0.0)):
-                problem = f"the agent of node {node} has not bound its endpoints within {BIND:g} s"
+                problem = f"the agent of node {node} has not bound its endpoints within {BIND_TIMEOUT:g} s"
                 raise RendezvousError(problem, "does a name server answer? see --master-addr")
             if text := os.read(pipe, select.PIPE_BUF):
                 raise RendezvousError(*json.loads(text))
@@ -294,7 +294,7 @@ class Processes:
         if any(self._wait(agent, 0.0) is None for agent in self._agents):
             return False
         self._agents_gone = self._agents_gone or time.monotonic()
-        return time.monotonic() > self._agents_gone + LAST_WORDS
+        return time.monotonic() > self._agents_gone + ORPHANED_MASTER_TIMEOUT
 
     def taken_up(self, job: JobDir) -> bool:
         """Wait until a master has brought the job to its store; False when the first has refused to lead, or nobody is
@@ -302,7 +302,7 @@ class Processes:
         while job.first_context() is not None:
             if self.given_up(led=False):
                 return False
-            time.sleep(LOOK_AGAIN)
+            time.sleep(TAKE_UP_POLL_INTERVAL)
         return True
 
     def reap(self) -> None:
@@ -328,7 +328,7 @@ class Processes:
 
         As long as nobody has `led` the job, there is nothing that could end in order.
         """
-        farewell = FAREWELL if farewell is None else farewell
+        farewell = JOB_EXIT_TIMEOUT if farewell is None else farewell
         code = self._first_exit()
         if self.refusal(led) is not None:
             self._signal(signal.SIGKILL)

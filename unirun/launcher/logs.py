@@ -22,7 +22,7 @@ MAX_LINE = 1 << 16
 _CHUNK = 1 << 20
 _IN_MODIFY = 0x2
 _OVERFLOW = -1
-_LOOK = 200
+_UNWATCHED_POLL_INTERVAL = 200
 """Milliseconds between two reads of files that could not get an inotify watch, of which each user has a limited
 number."""
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -125,7 +125,7 @@ class LogFollower:
             poll.register(self._inotify, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         while True:
-            ready = {handle for handle, _ in poll.poll(_LOOK if self._unwatched else None)}
+            ready = {handle for handle, _ in poll.poll(_UNWATCHED_POLL_INTERVAL if self._unwatched else None)}
             _look_at(self._unwatched)
             if self._wake in ready:
                 os.read(self._wake, 4096)

@@ -88,13 +88,13 @@ def _read(port: int) -> set[str]:
     return found
 
 
-INTERVAL, COMMANDS = 0.03, 0.5
+PROBE_INTERVAL, COMMAND_PROBE_INTERVAL = 0.03, 0.5
 """Seconds between two questions to a program that is not ready, and between two commands."""
 
 LONGEST_ANSWER = 1 << 16
 """Bytes of an answer that are read."""
 
-REST = 0.2
+HTTP_BODY_TIMEOUT = 0.2
 """Seconds for the rest of an answer after its status."""
 
 
@@ -133,7 +133,7 @@ class Probing:
         question = Question(worker, worker.ready)
         while why := await question.ask():
             self._tell(worker.id, False, why)
-            await asyncio.sleep(COMMANDS if worker.ready.kind == "command" else INTERVAL)
+            await asyncio.sleep(COMMAND_PROBE_INTERVAL if worker.ready.kind == "command" else PROBE_INTERVAL)
         self._tell(worker.id, True, "")
         if worker.alive is None:
             return
@@ -265,7 +265,7 @@ async def _get(host: str, port: int, authority: str, path: str) -> int:
         with contextlib.suppress(OSError):
             # A server may log an error for a connection that ends before its answer does. If it does not end in time,
             # or the connection is reset, it has answered.
-            async with asyncio.timeout(REST):
+            async with asyncio.timeout(HTTP_BODY_TIMEOUT):
                 await reader.read(LONGEST_ANSWER)
         return int(line[1])
     finally:

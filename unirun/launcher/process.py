@@ -109,7 +109,7 @@ def kill_group(group: int, signum: int) -> None:
 
 
 TRACKER = b"multiprocessing.resource_tracker"
-TRACKER_TIME = 1.0
+TRACKER_EXIT_TIMEOUT = 1.0
 """Seconds in which a resource tracker removes what others have left; it takes some milliseconds."""
 
 
@@ -184,9 +184,9 @@ def environment_of(pid: int) -> dict[str, str]:
 
 def kill_children(keep: Collection[int] = (), deadline: float = 2.0) -> None:
     """SIGKILL every child that is not in `keep`, and their children as they are adopted, for at most `deadline`
-    seconds. Resource trackers have `TRACKER_TIME` to end by themselves."""
+    seconds. Resource trackers have `TRACKER_EXIT_TIMEOUT` to end by themselves."""
     end = time.monotonic() + deadline
-    patience = time.monotonic() + TRACKER_TIME
+    patience = time.monotonic() + TRACKER_EXIT_TIMEOUT
     while time.monotonic() < end:
         left = [pid for pid in children() if pid not in keep]
         if not left:

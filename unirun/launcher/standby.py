@@ -31,7 +31,7 @@ from unirun.wire.reporting import report
 
 # Decide when an agent starts a candidate for master: the agents of a job take turns, so that few of them do.
 
-STEP = 0.5
+TURN_DELAY = 0.5
 """Seconds in which the number of agents that have had their turn doubles. A candidate leads after 0.4 s, by which time
 one or two have started; of 1 000 agents the last has its turn after 5 s."""
 
@@ -39,10 +39,10 @@ DELAY = 1.0
 MAX_DELAY = 4.0
 """Initial and maximum back-off in seconds between two candidates of one agent."""
 
-SPREAD = 0.25
+PER_NODE_DELAY = 0.25
 """Minimum back-off in seconds for each node of the job, for masters that fail on every node."""
 
-COMING_UP = 5.0
+CANDIDATE_START_TIMEOUT = 5.0
 """Seconds in which a live candidate should become leader. Until then its agent starts no other."""
 
 
@@ -61,7 +61,7 @@ def turns(nodes: Sequence[str], epoch: int) -> dict[str, float]:
     The order of `nodes` differs between terms and is the same for all agents; the first does not wait.
     """
     order = sorted(nodes, key=lambda node: _place(node, epoch))
-    return {node: STEP * math.log2(place + 1) for place, node in enumerate(order)}
+    return {node: TURN_DELAY * math.log2(place + 1) for place, node in enumerate(order)}
 
 
 def start_at(vacant: float, wait: float, attempts: Attempts, nodes: int) -> float:
@@ -71,8 +71,8 @@ def start_at(vacant: float, wait: float, attempts: Attempts, nodes: int) -> floa
     """
     if not attempts.number:
         return vacant + wait
-    delay = max(min(DELAY * 2 ** (attempts.number - 1), MAX_DELAY), SPREAD * nodes)
-    pause = COMING_UP if attempts.coming_up else delay
+    delay = max(min(DELAY * 2 ** (attempts.number - 1), MAX_DELAY), PER_NODE_DELAY * nodes)
+    pause = CANDIDATE_START_TIMEOUT if attempts.coming_up else delay
     return max(vacant + wait, attempts.started + pause)
 
 
@@ -80,16 +80,16 @@ def _place(node: str, epoch: int) -> bytes:
     return blake2b(f"{epoch} {node}".encode(), digest_size=8).digest()
 
 
-AGAIN = 0.1
+MASTER_RETRY_INTERVAL = 0.1
 """Seconds after which an unresponsive master is tried again."""
 
-LOOK = 0.25
+CANDIDATE_POLL_INTERVAL = 0.25
 """Seconds between two checks of a candidate that was started here."""
 
-PATIENCE = 2.0
+CANDIDACY_DELAY = 2.0
 """Seconds to wait for the job's first master, or for one that is not known to be dead, before starting a candidate."""
 
-STEADY = 10.0
+BACKOFF_RESET_SECONDS = 10.0
 """Seconds of leadership after which the next candidate is started without delay. Masters that end sooner make the
 back-off grow."""
 
@@ -156,7 +156,7 @@ class HeadFollower:
                 trouble = str(error)
             if not known and time.monotonic() > began + patience:
                 raise RendezvousError(f"the job has no master after {patience:g} s: {trouble}")
-            await asyncio.sleep(AGAIN)
+            await asyncio.sleep(MASTER_RETRY_INTERVAL)
 
     async def again(self, epoch: int, timeout: float) -> tuple[int, Stream]:
         """See `Following`."""
@@ -211,13 +211,13 @@ class Standby:
         does not appear within `patience` seconds; there is no limit for later ones.
         """
         began = time.monotonic()
-        if began >= self._followed_since + STEADY:
+        if began >= self._followed_since + BACKOFF_RESET_SECONDS:
             self._attempts = Attempts()
         trouble = "nobody leads"
         # The latest term whose master is known to be dead, and since when.
         dead, dead_since = 0, began
         while known or time.monotonic() < began + patience:
-            seat, pause = self._masters.seat, LOOK
+            seat, pause = self._masters.seat, CANDIDATE_POLL_INTERVAL
             if seat.leader is not None and seat.leader.epoch >= known and seat.leader.epoch != dead:
                 if self._has_ended(seat.leader):
                     dead, dead_since = seat.leader.epoch, time.monotonic()
@@ -228,7 +228,7 @@ class Standby:
                     dead, dead_since = gone.epoch, time.monotonic()
                     continue
                 except (RendezvousError, WireError) as error:
-                    trouble, pause = str(error), AGAIN
+                    trouble, pause = str(error), MASTER_RETRY_INTERVAL
                 else:
                     self._followed_since = time.monotonic()
                     return seat.leader.epoch, stream
@@ -238,7 +238,7 @@ class Standby:
             elif seat.leader is not None and seat.leader.epoch == dead:
                 pause = self._start_in_turn(dead_since, dead)
             elif seat.known:
-                pause = self._start_in_turn(max(began + PATIENCE, seat.since), 0)
+                pause = self._start_in_turn(max(began + CANDIDACY_DELAY, seat.since), 0)
             await self._masters.news(pause if known else min(pause, patience))
         raise RendezvousError(f"the job has no master after {patience:g} s: {trouble}")
 
@@ -257,7 +257,7 @@ class Standby:
                 return
             if seat.known and seat.leader is None and not seat.trouble:
                 # The master hangs: its lease has expired. It is followed until there is another.
-                pause = self._start_in_turn(seat.since + PATIENCE, 0)
+                pause = self._start_in_turn(seat.since + CANDIDACY_DELAY, 0)
             await self._masters.news(pause, eager=False)
 
     def close(self) -> None:
@@ -274,7 +274,7 @@ class Standby:
         )
 
     def _start_in_turn(self, vacant: float, deposing: int) -> float:
-        """Start a candidate if it is this agent's turn. Returns the seconds until the next check, at most `LOOK`."""
+        """Start a candidate if it is this agent's turn. Returns the seconds until the next check, at most `CANDIDATE_POLL_INTERVAL`."""
         now = time.monotonic()
         self._started = [popen for popen in self._started if popen.poll() is None]
         epoch = self._masters.seat.epoch
@@ -284,7 +284,7 @@ class Standby:
         at = start_at(vacant, wait, self._attempts, len(self._nodes))
         if now >= at:
             self._start(deposing)
-        return min(max(at - now, 0.01), LOOK)
+        return min(max(at - now, 0.01), CANDIDATE_POLL_INTERVAL)
 
     def _start(self, deposing: int) -> None:
         """Start a candidate that deposes the master of the term `deposing`."""

@@ -20,7 +20,7 @@ from unirun.wire.frames import from_json
 
 ENABLE, PIPE = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_TIMER_FILE"
 
-LOOK = 1.0
+CLOCK_POLL_INTERVAL = 1.0
 """Maximum seconds between two looks at the clock, as the time of day can be set."""
 
 MANY = 10_000
@@ -119,7 +119,9 @@ class TimerPipe:
         for expiry in self._timers.expired(time.time()):
             self._expired(expiry)
         left = self._timers.until(time.time())
-        self._alarm = None if left is None else self._loop.call_later(min(left, LOOK), self._look)
+        self._alarm = (
+            None if left is None else self._loop.call_later(min(left, CLOCK_POLL_INTERVAL), self._look)
+        )
 
     def close(self) -> None:
         """Stop and remove the pipe."""

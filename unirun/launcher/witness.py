@@ -25,15 +25,15 @@ from unirun.wire.messages import Dismissed
 from unirun.wire.reporting import report
 from unirun.wire.reports import Knock
 
-LOOK = 0.1
-LOOKS = 5
+BACKLOG_POLL_INTERVAL = 0.1
+BACKLOG_POLLS = 5
 """Seconds between two looks at the listener, and their number. No master accepts connections when one waits at each
 look and is as old as all of them take."""
 
 MOST = 0.8
 """Fraction of that time that is enough: the first bytes of a peer may come a little later."""
 
-DUTY = 1.0
+ACCEPT_SECONDS = 1.0
 """Seconds for which the agent then accepts connections."""
 
 _LAST_ACK = 8 + 12 * 4
@@ -70,7 +70,7 @@ class Witness:
             except (OSError, UnirunError) as error:
                 found[0].close()
                 report(f"unirun-agent: no node could be let in: {error}")
-                await asyncio.sleep(DUTY)
+                await asyncio.sleep(ACCEPT_SECONDS)
 
     async def _old(self) -> tuple[socket.socket, Any] | None:
         """Accept a connection that has waited too long. Returns it with its address; None when there is none.
@@ -79,8 +79,8 @@ class Witness:
         young: it is closed, and its peer connects again.
         """
         began = time.monotonic()
-        for _ in range(LOOKS):
-            await asyncio.sleep(LOOK)
+        for _ in range(BACKLOG_POLLS):
+            await asyncio.sleep(BACKLOG_POLL_INTERVAL)
             if not _waits(self._listener):
                 return None
         try:
@@ -104,7 +104,7 @@ class Witness:
         )
         server.take(first, place)
         try:
-            await asyncio.sleep(DUTY)
+            await asyncio.sleep(ACCEPT_SECONDS)
         finally:
             server.close()
         await server.closed()

@@ -86,7 +86,7 @@ MAX_MESSAGE = 1 << 16
 MAX_TRACEBACK = 1 << 18
 """Limits in characters of a reported exception; the error file and the log have all of it."""
 
-QUIET_LIMIT = 0.2
+THREADS_IDLE_TIMEOUT = 0.2
 """Maximum seconds that a worker waits at exit for the threads of its process groups."""
 
 
@@ -185,7 +185,7 @@ def _find_modules_in(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def wait_for_threads(limit: float = QUIET_LIMIT) -> None:
+def wait_for_threads(limit: float = THREADS_IDLE_TIMEOUT) -> None:
     """Wait until the threads of process groups are idle, as PyTorch does not.
 
     A gloo thread takes the GIL to release the tensors of a finished operation. If the interpreter exits meanwhile, C++

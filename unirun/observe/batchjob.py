@@ -15,12 +15,12 @@ from unirun.observe.jobdir import JobDir
 from unirun.values import Value
 from unirun.wire.frames import typed
 
-ANSWER = 30.0
+SLURM_COMMAND_TIMEOUT = 30.0
 """Seconds in which a command of Slurm must answer; a busy controller takes its time."""
 
-AWAY = 900.0
+SLURM_OUTAGE_TIMEOUT = 900.0
 """Seconds without an answer of Slurm after which it is not asked any more, and between two questions until then:"""
-ASKED_AGAIN = 5.0
+SLURM_RETRY_INTERVAL = 5.0
 
 VARIABLE = "UNIRUN_BATCH"
 """Tells a process the job whose batch job it is in."""
@@ -190,7 +190,7 @@ def ask_slurm(
 
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=ANSWER, check=False, env=environ
+            command, capture_output=True, text=True, timeout=SLURM_COMMAND_TIMEOUT, check=False, env=environ
         )
     except FileNotFoundError as error:
         raise UsageError(f"{command[0]} is not found", _WHERE) from error
@@ -198,7 +198,9 @@ def ask_slurm(
         said = (error.stderr or b"").decode(errors="replace")
         if any(sign in said for sign in _NOWHERE):
             raise failure(command[0], said) from error
-        raise RendezvousError(f"{command[0]} has not answered within {ANSWER:g} s", "see sinfo") from error
+        raise RendezvousError(
+            f"{command[0]} has not answered within {SLURM_COMMAND_TIMEOUT:g} s", "see sinfo"
+        ) from error
     if done.returncode != 0:
         raise failure(command[0], done.stderr)
     if done.stderr.strip():

@@ -29,10 +29,10 @@ from unirun.rendezvous.keys import index_key, job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.wire.address import TcpAddress, UnixAddress
 
-LOCKED = 60.0
+LOCK_TIMEOUT = 60.0
 """Seconds for which another command may create or remove jobs."""
 
-_AGAIN = 0.01
+_LOCK_RETRY_INTERVAL = 0.01
 
 
 def new_uid() -> str:
@@ -114,7 +114,7 @@ def one_at_a_time(root: Path) -> Iterator[None]:
     """Exclusive lock on `root`: commands must not create or remove a job of the same id concurrently.
 
     `root` becomes 0700 if it is this user's, as every user that can open a directory can lock it. Raises OSError, and
-    `JobError` when the file system has no locks, or another process has held this one for `LOCKED` seconds.
+    `JobError` when the file system has no locks, or another process has held this one for `LOCK_TIMEOUT` seconds.
     """
     handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -128,20 +128,20 @@ def one_at_a_time(root: Path) -> Iterator[None]:
 
 
 def _lock(handle: int, root: Path) -> None:
-    end = time.monotonic() + LOCKED
+    end = time.monotonic() + LOCK_TIMEOUT
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if time.monotonic() > end:
-                problem = f"another process has held the lock of {root} for {LOCKED:g} s"
+                problem = f"another process has held the lock of {root} for {LOCK_TIMEOUT:g} s"
                 raise JobError(problem, f"see which: fuser -v {root}") from None
         except OSError as error:
             if error.errno in NO_LOCKS:
                 raise no_locks(root, error) from error
             raise
-        time.sleep(_AGAIN)
+        time.sleep(_LOCK_RETRY_INTERVAL)
 
 
 def _make_room(job: JobDir, *, batch: bool, restarts: int, node: bool) -> None:
@@ -238,7 +238,7 @@ def _make_logs(job: JobDir, log_dir: str | None, restarts: int) -> None:
 TTL = 10.0
 """Lease of the term that is taken to clear a job, in seconds: no master writes in that time."""
 
-MISSING = 15.0
+ABANDONED_TIMEOUT = 15.0
 """Seconds without a master after which a job that has not ended counts as abandoned; agents start a new master in
 less."""
 
@@ -298,12 +298,12 @@ def clear_in(store: Store, run_id: str, *, ended: bool) -> int:
     """Remove all keys of a job from `store`. Returns their size in bytes.
 
     Raises `JobError` when a master leads the job, and `StoreError`. A job that has not `ended` is first watched for
-    `MISSING` seconds, as its next master may be starting.
+    `ABANDONED_TIMEOUT` seconds, as its next master may be starting.
     """
     size = size_in(store, run_id)
     if not size:
         return 0
-    deadline = time.monotonic() + (0.0 if ended else MISSING)
+    deadline = time.monotonic() + (0.0 if ended else ABANDONED_TIMEOUT)
     while (leader := leader_of(store, job_prefix(run_id))) is None and time.monotonic() < deadline:
         time.sleep(0.1)
     term = None

@@ -197,16 +197,16 @@ def _record(leader: Leader) -> str:
 
 # Follow the election of a job by a watch of the store, without polling it.
 
-WAIT = 1.0
+EAGER_WATCH_TIMEOUT = 1.0
 """Seconds for which an eager watch waits for one change. A store that is away for longer is reported."""
 
-CALM = 1.0
+CALM_POLL_INTERVAL = 1.0
 """Seconds between two looks at the changes that a calm watch has received."""
 
-RETRY = 0.5
+ELECTION_RETRY_INTERVAL = 0.5
 """Seconds after which an unreadable store is opened again."""
 
-_JOIN = 0.5
+_SEAT_JOIN_TIMEOUT = 0.5
 """Seconds to wait for the thread when the watch is closed. A store that is away holds it for longer."""
 
 
@@ -228,7 +228,7 @@ class Seat(Value):
 class SeatWatch:
     """Follows the election under `prefix` in a thread, which calls `tell` with each change.
 
-    An eager watch, and any watch while there is no leader, reports a change at once. A calm one looks every `CALM`
+    An eager watch, and any watch while there is no leader, reports a change at once. A calm one looks every `CALM_POLL_INTERVAL`
     seconds: it is for processes that have a stream to the master.
     """
 
@@ -254,7 +254,7 @@ class SeatWatch:
         self._eager.set()
         if self._watch is not None:
             self._watch.close()
-        self._thread.join(_JOIN)
+        self._thread.join(_SEAT_JOIN_TIMEOUT)
 
     def _run(self) -> None:
         # Opened once: a file that was deleted since must not be created again.
@@ -266,7 +266,7 @@ class SeatWatch:
             except UnirunError as error:
                 # Also a store that cannot be opened, e.g. without a password: waiters get the reason.
                 self._change(self._seat.leader, self._seat.epoch, trouble=str(error))
-                self._closed.wait(RETRY)
+                self._closed.wait(ELECTION_RETRY_INTERVAL)
         if store is not None:
             store.close()
 
@@ -280,7 +280,7 @@ class SeatWatch:
                 epoch, leader = read_seat(self._prefix, values)
                 self._change(leader, epoch)
                 eager = leader is None or self._eager.is_set()
-                news = watch.changes(WAIT if eager else 0.0)
+                news = watch.changes(EAGER_WATCH_TIMEOUT if eager else 0.0)
                 if isinstance(news, Listing):
                     values = {item.key: item.value for item in news.items}
                 else:
@@ -290,7 +290,7 @@ class SeatWatch:
                         else:
                             values.pop(change.key, None)
                 if not news and not eager:
-                    self._eager.wait(CALM)
+                    self._eager.wait(CALM_POLL_INTERVAL)
         finally:
             self._watch = None
             watch.close()

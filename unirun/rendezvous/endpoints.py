@@ -16,7 +16,7 @@ from unirun.values import Value
 
 _BACKLOG = 4096
 
-REACHABLE = 5.0
+SELF_CONNECT_TIMEOUT = 5.0
 """Seconds in which a host must reach itself."""
 
 GENERATION_KEY = "unirun/generation"
@@ -76,7 +76,7 @@ def _check_reachable(addr: str) -> None:
     for half an hour. Raises `RendezvousError`."""
     endpoint = hold_endpoint(addr)
     try:
-        socket.create_connection((endpoint.addr, endpoint.port), REACHABLE).close()
+        socket.create_connection((endpoint.addr, endpoint.port), SELF_CONNECT_TIMEOUT).close()
     except OSError as error:
         raise RendezvousError(
             f"{addr} cannot be reached from this host, which has it: {error.strerror or error}".lower(),

@@ -19,16 +19,16 @@ from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import Credentials, load_credentials
 from unirun.wire.messages import Appointed, Attach, Dismissed, Ended, Message, Stop
 
-CONNECT = 3.0
+MASTER_CONNECT_TIMEOUT = 3.0
 """Seconds in which a master must answer."""
 
-BUSY = 2.0
-_AGAIN = 0.1
+BUSY_TIMEOUT = 2.0
+_BUSY_RETRY_INTERVAL = 0.1
 """Seconds for which connecting to a master on the head is tried again while it does not accept, and between
 two attempts."""
 
 
-HEAD_PAUSE = 0.1
+HEAD_RETRY_INTERVAL = 0.1
 """Seconds between two attempts to reach a master at the head's address, where no news can be waited for."""
 
 
@@ -61,7 +61,7 @@ class Masters:
         """Wait until `seat` is another, for at most `timeout` seconds (None: no limit); `eager` as in `SeatWatch`."""
         if self._head is not None:
             # There is nothing to watch: the stream of a master that is replaced ends.
-            await asyncio.sleep(math.inf if timeout is None else max(timeout, HEAD_PAUSE))
+            await asyncio.sleep(math.inf if timeout is None else max(timeout, HEAD_RETRY_INTERVAL))
             return
         if self._watch is None:
             loop = asyncio.get_running_loop()
@@ -84,7 +84,7 @@ class Masters:
         self.seat = seat
         self._changed.set()
 
-    async def reach(self, leader: Leader, timeout: float = CONNECT) -> Stream:
+    async def reach(self, leader: Leader, timeout: float = MASTER_CONNECT_TIMEOUT) -> Stream:
         """A stream to `leader`, which has said that it leads. Raises `MasterGone` when that is surely not so any more,
         `RendezvousError` or `WireError` when it does not answer within `timeout` seconds, or speak within as many."""
         try:
@@ -106,7 +106,7 @@ class Masters:
 
 
 async def appointed(
-    address: Address, credentials: Credentials, timeout: float = CONNECT
+    address: Address, credentials: Credentials, timeout: float = MASTER_CONNECT_TIMEOUT
 ) -> tuple[int, Stream]:
     """The term of the master that listens at `address`, and a stream to it. It must answer within `timeout` seconds,
     and speak within as many. Raises `RendezvousError`, of which `Vacant` is one, `WireError`.
@@ -161,15 +161,15 @@ def call_master(job: JobDir) -> BlockingStream:
 
 def _led_from(head: Address, credentials: Credentials) -> BlockingStream:
     """A stream to the master on the head. While it is too busy to accept, or its successor is on the way, the agent
-    there lets this process in and closes the stream: it is tried again for `BUSY` seconds."""
-    deadline = time.monotonic() + BUSY
+    there lets this process in and closes the stream: it is tried again for `BUSY_TIMEOUT` seconds."""
+    deadline = time.monotonic() + BUSY_TIMEOUT
     while True:
         try:
             return _led(Leader(0, head, 0), credentials)
         except ConnectionLost:
             if time.monotonic() > deadline:
                 raise
-        time.sleep(_AGAIN)
+        time.sleep(_BUSY_RETRY_INTERVAL)
 
 
 def _led(leader: Leader, credentials: Credentials) -> BlockingStream:
@@ -205,9 +205,9 @@ def _listening(job: JobDir, credentials: Credentials) -> BlockingStream | None:
 def _call(address: Address, credentials: Credentials) -> tuple[BlockingStream, Message]:
     """A stream to who listens at `address`, and its first word: one that is closed before it was read takes with it
     what was sent on it."""
-    stream = BlockingStream.connect(address, credentials, timeout=CONNECT)
+    stream = BlockingStream.connect(address, credentials, timeout=MASTER_CONNECT_TIMEOUT)
     try:
-        return stream, stream.receive(CONNECT)
+        return stream, stream.receive(MASTER_CONNECT_TIMEOUT)
     except BaseException:
         stream.close()
         raise
@@ -215,10 +215,10 @@ def _call(address: Address, credentials: Credentials) -> tuple[BlockingStream, M
 
 # Waits for the end of a job from another process, also when its master changes.
 
-LOOK_AGAIN = 0.05
+MASTER_POLL_INTERVAL = 0.05
 """Seconds between two looks for a master while there is none."""
 
-CHECK = 3.0
+SUCCESSOR_POLL_INTERVAL = 3.0
 """Seconds between two looks for another master while there is one, which may hang."""
 
 
@@ -241,7 +241,7 @@ def follow_to_end(job: JobDir, stop: Stop | None = None, timeout: float | None =
                     continue
         except (StoreError, WireError, RendezvousError):
             # This master is gone, or time is over; the job's end is in its status, or another leads in a moment.
-            time.sleep(LOOK_AGAIN)
+            time.sleep(MASTER_POLL_INTERVAL)
         if deadline is not None and time.monotonic() >= deadline and read_summary(job).phase not in ENDED:
             raise TimeoutError(f"job {job.run_id} has not ended within {timeout:g} s")
     return read_status(job)
@@ -253,7 +253,9 @@ def hear(master: BlockingStream, job: JobDir, epoch: int, deadline: float | None
     while True:
         left = _left(deadline)
         try:
-            return master.receive(CHECK if left is None else min(left, CHECK))
+            return master.receive(
+                SUCCESSOR_POLL_INTERVAL if left is None else min(left, SUCCESSOR_POLL_INTERVAL)
+            )
         except RendezvousError:
             if read_status(job).epoch != epoch or _left(deadline) == 0.0:
                 raise

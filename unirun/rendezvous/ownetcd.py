@@ -24,10 +24,10 @@ OWN = "etcd"
 MEMBERS = 3
 """With an even number as many would be lost as with one less."""
 
-UP = 30.0
+ETCD_START_TIMEOUT = 30.0
 """Seconds in which the members must have found each other."""
 
-AGAIN = 0.1
+ETCD_POLL_INTERVAL = 0.1
 
 
 def possible_member(node: str, addr: str) -> Member | None:
@@ -96,8 +96,8 @@ def command_of(members: Sequence[Member], me: Member, job: JobDir, *, insecure: 
 
 
 def wait_until_up(url: str) -> None:
-    """Wait until the members answer. Raises `StoreError` after `UP` seconds."""
-    end = time.monotonic() + UP
+    """Wait until the members answer. Raises `StoreError` after `ETCD_START_TIMEOUT` seconds."""
+    end = time.monotonic() + ETCD_START_TIMEOUT
     while True:
         try:
             store = open_store(url)
@@ -109,7 +109,7 @@ def wait_until_up(url: str) -> None:
         except StoreError:
             if time.monotonic() > end:
                 raise
-        time.sleep(AGAIN)
+        time.sleep(ETCD_POLL_INTERVAL)
 
 
 def _place(addr: str, port: int) -> str:

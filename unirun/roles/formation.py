@@ -11,12 +11,12 @@ from datetime import timedelta
 from typing import Any
 
 from unirun.rendezvous.endpoints import GENERATION_KEY, split_endpoint
-from unirun.roles.gloo import IDLE, in_group, wait_until_idle, wait_until_stuck
+from unirun.roles.gloo import WORKER_IDLE_TIMEOUT, in_group, wait_until_idle, wait_until_stuck
 from unirun.roles.peers import Peers
 from unirun.roles.process_groups import c10d, dist, process_groups
 from unirun.wire.reports import GroupFormed, GroupMeets, Stuck
 
-NEWS = 5.0
+LOSS_VIEW_TIMEOUT = 5.0
 """Seconds in which the view with a loss must arrive that explains why forming a group, or a collective, failed."""
 CONNECT_TIMEOUT = timedelta(milliseconds=500)
 """For one attempt to connect to a store; more attempts follow."""
@@ -64,7 +64,7 @@ class Formation:
     def enter(self, setup: Callable[[], None]) -> None:
         """Run `setup`, which forms the first group, and be in the present generation.
 
-        Raises what `setup` or the user's `on_generation` raises, when no loss explains it after `NEWS` seconds.
+        Raises what `setup` or the user's `on_generation` raises, when no loss explains it after `LOSS_VIEW_TIMEOUT` seconds.
         """
         try:
             setup()
@@ -79,12 +79,12 @@ class Formation:
 
     def catch_up(self, generation: int) -> None:
         """Form the group of `generation`, of which a caller has heard before this worker's agent."""
-        self._peers.wait_for(lambda: self._wanted() >= generation, NEWS)
+        self._peers.wait_for(lambda: self._wanted() >= generation, LOSS_VIEW_TIMEOUT)
         self.follow()
 
     def explain(self, error: BaseException) -> bool:
         """Return True if a call has raised `error` because the group has ended: the role has a later
-        generation, or gets one within `NEWS` seconds. A peer may have died, or have left the group because it
+        generation, or gets one within `LOSS_VIEW_TIMEOUT` seconds. A peer may have died, or have left the group because it
         knew of a death earlier.
 
         Waits for the news only if a connection of the default group has ended, or torch says that one to a store has.
@@ -104,7 +104,7 @@ class Formation:
             stack = wait_until_idle(by, lambda: self.outdated)
             if stack is not None:
                 why = (
-                    f"generation {self._wanted()} could not be formed without it, and it waited for {IDLE:g} s in a "
+                    f"generation {self._wanted()} could not be formed without it, and it waited for {WORKER_IDLE_TIMEOUT:g} s in a "
                     "call that its caller has given up"
                 )
                 self._peers.tell(Stuck(why, stack))
@@ -224,8 +224,8 @@ class Formation:
         return self._peers.known(self._peers.role).generation
 
     def _changes(self, generation: int) -> bool:
-        """Return True if the role has a later generation than `generation`, or gets one within `NEWS` seconds."""
-        return self._peers.wait_for(lambda: self._wanted() > generation, NEWS)
+        """Return True if the role has a later generation than `generation`, or gets one within `LOSS_VIEW_TIMEOUT` seconds."""
+        return self._peers.wait_for(lambda: self._wanted() > generation, LOSS_VIEW_TIMEOUT)
 
     def _watch(self) -> None:
         """Tell the agent if the main thread is stuck in a group that is over.

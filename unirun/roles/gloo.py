@@ -39,11 +39,11 @@ from torch._C import _distributed_c10d
 
 from unirun.errors import GroupError
 
-SETTLE = 0.5
+SETTLE_TIMEOUT = 0.5
 """Seconds that the end of a group waits for what is under way in it."""
-STILL = 0.05
+STALLED_BYTES_TIMEOUT = 0.05
 """Seconds after which bytes that have not moved do not count."""
-QUIET = 0.001
+SOCKETS_POLL_INTERVAL = 0.001
 """Seconds between two looks whether something is."""
 FOR_EVER = 1 << 63
 """After every time in nanoseconds."""
@@ -177,21 +177,21 @@ class GlooGroup:
 
 
 def _settle(sockets: dict[int, int]) -> None:
-    """Wait until nothing is under way on these sockets, or nothing moves, for at most `SETTLE` seconds.
+    """Wait until nothing is under way on these sockets, or nothing moves, for at most `SETTLE_TIMEOUT` seconds.
 
     gloo (``Pair::signalException`` in gloo/transport/tcp/pair.cc) does not tell who waits for an operation that it has
     begun to write or to read when its connection ends: that wait goes on until the group's timeout.
     """
     began = since = time.monotonic()
     before: list[tuple[int, ...]] = []
-    while (now := time.monotonic()) < began + SETTLE:
+    while (now := time.monotonic()) < began + SETTLE_TIMEOUT:
         found = [_under_way(n) for n, inode in sockets.items() if _inode(n) == inode]
         if found != before:
             before, since = found, now
         # What a rank has sent to one that reads no more stays where it is.
-        if now >= since + (STILL if any(map(any, found)) else QUIET):
+        if now >= since + (STALLED_BYTES_TIMEOUT if any(map(any, found)) else SOCKETS_POLL_INTERVAL):
             return
-        time.sleep(QUIET)
+        time.sleep(SOCKETS_POLL_INTERVAL)
 
 
 def _under_way(number: int) -> tuple[int, ...]:
@@ -263,17 +263,17 @@ def _established(number: int) -> bool:
 # A wait in native code cannot be interrupted. gloo forgets an operation that has begun when the connection to a dead
 # peer ends (`gloo`): a thread that waits for it waits until the timeout of the group.
 
-SAMPLE = 0.1
+STACK_SAMPLE_INTERVAL = 0.1
 """Seconds between two looks at the main thread."""
-STUCK = 1.0
+STUCK_TIMEOUT = 1.0
 """Seconds after which a wait is stuck."""
-ASK = 5.0
+RELEVANCE_CHECK_INTERVAL = 5.0
 """Seconds after which it is asked again whether a wait still matters."""
 
-IDLE = 30.0
+WORKER_IDLE_TIMEOUT = 30.0
 """Seconds without work after which a worker in a call that was given up is killed."""
 BUSY = 0.02
-"""Least processor time of a working worker, as a fraction of `IDLE`."""
+"""Least processor time of a working worker, as a fraction of `WORKER_IDLE_TIMEOUT`."""
 
 _OWN = f"{Path(__file__).parent}/process_groups.py"
 _TORCH = tuple(
@@ -323,7 +323,7 @@ def forgotten(groups: Collection[GlooGroup]) -> bool:
 
 
 class Stillness:
-    """Tells when a thread has been in one call for `STUCK` seconds."""
+    """Tells when a thread has been in one call for `STUCK_TIMEOUT` seconds."""
 
     def __init__(self) -> None:
         self._call: object = None
@@ -334,20 +334,20 @@ class Stillness:
         if call is None or call != self._call:
             self._call, self._since = call, now
             return False
-        return now - self._since > STUCK
+        return now - self._since > STUCK_TIMEOUT
 
 
 class Idleness:
-    """Tells when a process has used almost no processor time for `IDLE` seconds."""
+    """Tells when a process has used almost no processor time for `WORKER_IDLE_TIMEOUT` seconds."""
 
     def __init__(self) -> None:
         self._since, self._used = math.inf, 0.0
 
     def lasts(self, used: float, now: float) -> bool:
         """Take a sample: the processor time that was used so far, and the time, in seconds."""
-        if now < self._since or used - self._used > BUSY * IDLE:
+        if now < self._since or used - self._used > BUSY * WORKER_IDLE_TIMEOUT:
             self._since, self._used = now, used
-        return now - self._since > IDLE
+        return now - self._since > WORKER_IDLE_TIMEOUT
 
 
 def processor_time() -> float:
@@ -379,7 +379,7 @@ def _of_tensorpipe() -> float:
 
 def wait_until_idle(relevant: Callable[[], bool], counts: Callable[[], bool]) -> str | None:
     """Watch this process as long as `relevant` returns True. Returns the stack of the main thread when it has been idle
-    for `IDLE` seconds, of which only those are counted in which `counts` returns True."""
+    for `WORKER_IDLE_TIMEOUT` seconds, of which only those are counted in which `counts` returns True."""
     idleness = Idleness()
     while relevant():
         if not counts():
@@ -387,7 +387,7 @@ def wait_until_idle(relevant: Callable[[], bool], counts: Callable[[], bool]) ->
         elif idleness.lasts(processor_time(), time.monotonic()):
             frame = _main_frame()
             return "".join(traceback.format_stack(frame)) if relevant() else None
-        time.sleep(IDLE / 30)
+        time.sleep(WORKER_IDLE_TIMEOUT / 30)
     return None
 
 
@@ -399,13 +399,13 @@ def wait_until_stuck(relevant: Callable[[], bool], call_of: Callable[[FrameType]
         now = time.monotonic()
         frame = _main_frame()
         stuck = stillness.lasts(call_of(frame) if frame is not None else None, now)
-        if stuck or now >= asked + ASK:
+        if stuck or now >= asked + RELEVANCE_CHECK_INTERVAL:
             if not relevant():
                 return None
             if stuck:
                 return "".join(traceback.format_stack(frame))
             asked = now
-        time.sleep(SAMPLE)
+        time.sleep(STACK_SAMPLE_INTERVAL)
 
 
 def _main_frame() -> FrameType | None:

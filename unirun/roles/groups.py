@@ -73,7 +73,7 @@ class Party(Value):
         return self.text
 
 
-LOOK = 0.02
+MEMBERS_POLL_INTERVAL = 0.02
 """Seconds between two reads of the store while members are missing."""
 STORE_TIMEOUT = timedelta(seconds=2)
 """For one attempt to connect to a store; more attempts follow."""
@@ -210,7 +210,7 @@ class GroupForge:
                         f"group {_name(parties, infos, backend)}: {_missing(store, keys)} did not come in time",
                         "every member must call ctx.group with the same roles in the same order",
                     )
-                self._peers.wait(updates, LOOK)
+                self._peers.wait(updates, MEMBERS_POLL_INTERVAL)
                 store = store or self._arrive(parties, infos, backend)
 
     def _arrive(self, parties: Parties, infos: Infos, backend: str) -> Store | None:

@@ -15,7 +15,7 @@ from unirun.wire.reports import Metrics
 MAX_STATE = 8 << 20
 """Bytes that one rank may save."""
 
-PATIENCE = 120.0
+MASTER_ASK_TIMEOUT = 120.0
 """Seconds in which the master must answer. It is long as the store may be unavailable for a while."""
 
 
@@ -104,7 +104,7 @@ class MasterHandle:
                 "keep large data in files, and their names in the state",
             )
         if self._peers.linked:
-            self._peers.ask("save_state", data=base64.b64encode(state).decode(), timeout=PATIENCE)
+            self._peers.ask("save_state", data=base64.b64encode(state).decode(), timeout=MASTER_ASK_TIMEOUT)
         else:
             # Without a launcher nothing outlives the process.
             self._unlinked_state = state
@@ -116,7 +116,7 @@ class MasterHandle:
         """
         if not self._peers.linked:
             return self._unlinked_state
-        data = self._peers.ask("load_state", timeout=PATIENCE)
+        data = self._peers.ask("load_state", timeout=MASTER_ASK_TIMEOUT)
         return None if data is None else base64.b64decode(data)
 
     def commit_version(self, channel: str, version: int) -> int:
@@ -128,10 +128,10 @@ class MasterHandle:
         """
         if version < 0:
             raise UsageError(f"version {version} of {channel!r} is negative", "count from 0")
-        kept = self._peers.ask("commit_version", channel, str(version), timeout=PATIENCE)
+        kept = self._peers.ask("commit_version", channel, str(version), timeout=MASTER_ASK_TIMEOUT)
         return int(kept or 0)
 
     def version(self, channel: str) -> int | None:
         """The latest version of `channel` that was committed; None if none was."""
-        kept = self._peers.ask("version", channel, timeout=PATIENCE)
+        kept = self._peers.ask("version", channel, timeout=MASTER_ASK_TIMEOUT)
         return None if kept is None else int(kept)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from unirun.errors import FrameError, JobError, RendezvousError, StoreError, UsageError, WireError
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import ENDED, read_status, read_summary
-from unirun.rendezvous.masters import LOOK_AGAIN, call_master, hear
+from unirun.rendezvous.masters import MASTER_POLL_INTERVAL, call_master, hear
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import VISITOR
 from unirun.roles.calls.group import RoleGroup, role_group
@@ -27,7 +27,7 @@ from unirun.wire.credentials import load_credentials
 from unirun.wire.messages import Ended, Grow, Message, View, Visit, Welcome
 from unirun.wire.reports import ViewWanted
 
-WELCOME = 10.0
+VISIT_TIMEOUT = 10.0
 """Seconds in which a master must answer."""
 
 
@@ -82,7 +82,7 @@ class Visitor:
         self._transport.close()
         _wake(self._stream)
         if threading.current_thread() is not self._thread:
-            self._thread.join(WELCOME)
+            self._thread.join(VISIT_TIMEOUT)
 
     def _ask_for_view(self) -> None:
         with contextlib.suppress(WireError):
@@ -115,7 +115,7 @@ class Visitor:
             except JobError:
                 self._end()
             except (WireError, RendezvousError, StoreError):
-                time.sleep(LOOK_AGAIN)
+                time.sleep(MASTER_POLL_INTERVAL)
 
     def _end(self) -> None:
         """The job is over: nobody answers any more."""
@@ -161,7 +161,7 @@ def _visit(job: JobDir) -> tuple[BlockingStream, Welcome]:
     stream = call_master(job)
     try:
         stream.send(Visit())
-        welcome = stream.receive(WELCOME)
+        welcome = stream.receive(VISIT_TIMEOUT)
         if not isinstance(welcome, Welcome):
             raise FrameError(f"the master sent {type(welcome).__name__} where a Welcome was expected")
     except BaseException:

@@ -37,7 +37,7 @@ __all__ = ["EngineClient"]
 
 GENERATE = "/inference/v1/generate"
 
-IDLE = 1.0
+CLIENT_IDLE_TIMEOUT = 1.0
 """Seconds without a request after which the client no longer looks for changes of the engines."""
 
 
@@ -118,7 +118,7 @@ class EngineClient:
         known = self._source.engines()
         yield known
         while not self._closed:
-            found = await self._source.changed(known, IDLE)
+            found = await self._source.changed(known, CLIENT_IDLE_TIMEOUT)
             if found != known:
                 known = found
                 yield known
@@ -223,8 +223,8 @@ class EngineClient:
     async def _look_for_changes(self) -> None:
         now = asyncio.get_running_loop().time
         try:
-            while self._pending or now() - self._last_request < IDLE:
-                self._take(await self._source.changed(self._known, IDLE))
+            while self._pending or now() - self._last_request < CLIENT_IDLE_TIMEOUT:
+                self._take(await self._source.changed(self._known, CLIENT_IDLE_TIMEOUT))
         except UnirunError:
             # Requests that wait ask the source themselves, and raise it.
             self._tell()

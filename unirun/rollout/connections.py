@@ -18,13 +18,13 @@ from unirun.rollout.engines import Engine
 if TYPE_CHECKING:
     import httpx2
 
-CONNECT = 5.0
+ENGINE_CONNECT_TIMEOUT = 5.0
 """Seconds within which a host must accept a connection. One that is gone does not even refuse it."""
 
-KEEP = 2.0
+KEEPALIVE_SECONDS = 2.0
 """Seconds for which an idle connection is kept. vLLM closes its end after 5; a request must not meet that moment."""
 
-TIMEOUTS = {"connect": CONNECT, "read": None, "write": None, "pool": None}
+TIMEOUTS = {"connect": ENGINE_CONNECT_TIMEOUT, "read": None, "write": None, "pool": None}
 """Those of httpx. The deadline of a request is not one of them, as it is for all of its attempts."""
 
 PROBES = (
@@ -48,7 +48,9 @@ class Pool:
         self.transport: httpx2.AsyncHTTPTransport = httpx.AsyncHTTPTransport(
             verify=context,
             trust_env=False,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_SECONDS
+            ),
             socket_options=PROBES,
         )
 

@@ -25,7 +25,7 @@ __all__ = ["ADDRESSES", "AddressFile", "Engine", "EngineList", "Engines"]
 ADDRESSES = "UNIRUN_ADDRS_FILE"
 """The environment variable with the path of the file of addresses."""
 
-PERIOD = 0.05
+ADDRESSES_POLL_INTERVAL = 0.05
 """Seconds between two looks at the file. A look takes some microseconds."""
 
 
@@ -91,9 +91,9 @@ class AddressFile:
         self._looked = float("-inf")
 
     def engines(self) -> tuple[Engine, ...]:
-        """See `Engines`. The file is looked at once in `PERIOD` seconds, and read when it is another one."""
+        """See `Engines`. The file is looked at once in `ADDRESSES_POLL_INTERVAL` seconds, and read when it is another one."""
         now = time.monotonic()
-        if now - self._looked >= PERIOD:
+        if now - self._looked >= ADDRESSES_POLL_INTERVAL:
             self._looked = now
             self._look()
         return self._engines
@@ -102,7 +102,7 @@ class AddressFile:
         """See `Engines`."""
         deadline = time.monotonic() + timeout
         while (found := self.engines()) == known and (left := deadline - time.monotonic()) > 0:
-            await asyncio.sleep(min(PERIOD, left))
+            await asyncio.sleep(min(ADDRESSES_POLL_INTERVAL, left))
         return found
 
     def _look(self) -> None:

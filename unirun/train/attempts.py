@@ -17,13 +17,13 @@ from unirun.train.worker import Program, Turn
 from unirun.train.workers import Workers
 from unirun.wire.reporting import report
 
-BACK = 120.0
+RECOVERY_TIMEOUT = 120.0
 """Seconds in which lost workers must be back."""
 
-LOOK = 0.5
+INTERRUPT_POLL_INTERVAL = 0.5
 """Seconds between two looks whether this thread was interrupted."""
 
-UNWIND = 10.0
+UNWIND_TIMEOUT = 10.0
 """Seconds in which a function that was interrupted must have ended, before its process is killed."""
 
 
@@ -50,18 +50,18 @@ class Attempts:
 
         Raises `TrainingFailed`, `WorkerLost`, `InvocationTimeout`, and what the hook and the class raise.
         """
-        deadline, repeats = self._now() + BACK, Repeats()
+        deadline, repeats = self._now() + RECOVERY_TIMEOUT, Repeats()
         while left := self._running():
             if not idle:
                 break
             # They were not interrupted, so they have their time.
-            wait(left, timeout=LOOK)
+            wait(left, timeout=INTERRUPT_POLL_INTERVAL)
         while True:
-            self.workers.wait_until_whole(BACK)
+            self.workers.wait_until_whole(RECOVERY_TIMEOUT)
             group, self._called = self.workers.group, self.workers.incarnations
             try:
                 # Losses until now are told here: they are none of what begins.
-                (group.idle if idle else group.describe).options(timeout=UNWIND).call()
+                (group.idle if idle else group.describe).options(timeout=UNWIND_TIMEOUT).call()
                 repeats = self._prepared_after(group, repeats, deadline)
                 if not repeats.failure:
                     return group
@@ -192,7 +192,7 @@ class Attempts:
         left = [*refs]
         try:
             while left:
-                done, left = wait(left, timeout=LOOK)
+                done, left = wait(left, timeout=INTERRUPT_POLL_INTERVAL)
                 for ref in done:
                     ref.result()
         except BaseException as error:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from unirun.roles.visitor import Visitor
 
 
-START = 30.0
+MASTER_START_TIMEOUT = 30.0
 """Seconds in which the master of a submitted job must answer."""
 
 RESULT = "result.pkl"
@@ -131,7 +131,7 @@ class JobHandle:
 
     def await_start(self) -> None:
         """Wait until the job's master is there. Raises `JobError` when it is not within seconds."""
-        deadline = time.monotonic() + START
+        deadline = time.monotonic() + MASTER_START_TIMEOUT
         while True:
             try:
                 with call_master(self._job) as master:

@@ -26,7 +26,7 @@ from unirun.errors import (
 )
 from unirun.roles import InvocationRef, RoleGroup, wait
 from unirun.train.arguments import name_of
-from unirun.train.attempts import BACK, LOOK, Attempts
+from unirun.train.attempts import INTERRUPT_POLL_INTERVAL, RECOVERY_TIMEOUT, Attempts
 from unirun.train.callbacks import Callbacks
 from unirun.train.checkpoints import CheckpointStrategy, Info, skipped
 from unirun.train.lockstep import Lockstep, Round
@@ -39,7 +39,7 @@ from unirun.wire.reporting import report
 ALL = -1
 """In place of a rank."""
 
-CLOSE = 5.0
+RUN_CLOSE_TIMEOUT = 5.0
 """Seconds that `close` waits for the thread that iterates."""
 
 
@@ -146,7 +146,7 @@ class TrainingIterator:
     def close(self) -> None:
         """End the run. If another thread iterates at this moment, that raises `TrainingFailed`."""
         self._closed = True
-        if not self._iterating.acquire(timeout=CLOSE):
+        if not self._iterating.acquire(timeout=RUN_CLOSE_TIMEOUT):
             return
         try:
             # A callback of the run may call this.
@@ -200,7 +200,7 @@ class TrainingIterator:
         lost, most = is_loss(again.cause), self._request.max_failures
         if lost and self._request.elastic:
             # A role that has become larger or smaller has started again as a whole: that is no failure.
-            self._workers.wait_until_whole(BACK)
+            self._workers.wait_until_whole(RECOVERY_TIMEOUT)
             if self._workers.world_size != again.world:
                 report(f"unirun: {self._workers.world_size} ranks go on, {again.world} were there before")
                 return
@@ -335,7 +335,7 @@ class TrainingIterator:
             self._check_open()
             try:
                 # Not for ever, as a wait that has no end hides Ctrl-C from a thread that another one interrupts.
-                rank, ref = news.get(timeout=LOOK)
+                rank, ref = news.get(timeout=INTERRUPT_POLL_INTERVAL)
             except queue.Empty:
                 continue
             if rank == ALL:
@@ -376,7 +376,7 @@ class TrainingIterator:
             self._check_open()
             if run.done() and isinstance(run.exception(), WorkerLost):
                 run.result()
-            wait([commit] if run.done() else [commit, run], timeout=LOOK)
+            wait([commit] if run.done() else [commit, run], timeout=INTERRUPT_POLL_INTERVAL)
         infos = commit.result()
         if infos is None:
             # Rank 0 is being stopped, and the run has the cause.

@@ -67,7 +67,7 @@ def table(status: JobStatus, described: Sequence[Mapping[str, Any]], backend: st
     return "\n".join([head, *lines])
 
 
-GROW_EVERY = 60.0
+GROW_INTERVAL = 60.0
 """Seconds between two attempts to have more ranks."""
 
 
@@ -115,7 +115,7 @@ class Trainer:
         placement: str | Mapping[str, Any] = "",
         store: str = "",
         env: Mapping[str, str] | None = None,
-        grow_every: float = GROW_EVERY,
+        grow_every: float = GROW_INTERVAL,
     ) -> None:
         least, most = range_of(num_workers)
         device, slots = resources_of(use_gpu, {} if resources_per_worker is None else resources_per_worker)

@@ -53,7 +53,7 @@ def cell_of(function: Callable[..., Any]) -> Cell | None:
 INTERRUPT = signal.SIGRTMIN + 7
 """The signal that interrupts a function in the main thread. Nobody else uses it, and its number says nothing."""
 
-AGAIN = 0.05
+INTERRUPT_RETRY_INTERVAL = 0.05
 """Seconds between two signals to the main thread, until the function that runs there has noticed its interruption."""
 
 OVER = 1 << 62
@@ -366,7 +366,7 @@ class TrainWorker(BaseWorkload):
             return
         with contextlib.suppress(ProcessLookupError):
             signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT)
-        threading.Timer(AGAIN, self._wake, [session]).start()
+        threading.Timer(INTERRUPT_RETRY_INTERVAL, self._wake, [session]).start()
 
     def _interrupted(self, signum: int, frame: FrameType | None) -> None:
         session = self._session

@@ -42,19 +42,19 @@ from unirun.train.losses import LIMIT, Loss, loss_of
 from unirun.train.setup import ROLE, Setup
 from unirun.wire.messages import Stop
 
-START = 120.0
+WORKERS_START_TIMEOUT = 120.0
 """Seconds in which the workers must be up."""
 
-TOLD = 2.0
+LOSS_REPORT_TIMEOUT = 2.0
 """Seconds within which the job reports how a worker has ended."""
 
-LOOK = 0.02
+LOSS_REPORT_POLL_INTERVAL = 0.02
 """Seconds between two looks for that report."""
 
-STOP = 30.0
+JOB_END_TIMEOUT = 30.0
 """Seconds in which the job must end."""
 
-GRACE = 5.0
+WORKERS_GRACE_SECONDS = 5.0
 """Seconds between SIGTERM and SIGKILL for its workers."""
 
 NOTE = "unirun: "
@@ -99,8 +99,8 @@ class Workers:
                 reader.start()
                 self._readers.append(reader)
             try:
-                self._connect(time.monotonic() + START)
-                self.wait_until_whole(START)
+                self._connect(time.monotonic() + WORKERS_START_TIMEOUT)
+                self.wait_until_whole(WORKERS_START_TIMEOUT)
             except BaseException:
                 self.stop()
                 raise
@@ -115,13 +115,15 @@ class Workers:
             except (JobError, RendezvousError, WireError, StoreError) as error:
                 # It has not begun yet.
                 if time.monotonic() >= deadline:
-                    raise TrainingFailed(f"the workers did not start within {START:g} s: {error}") from error
+                    raise TrainingFailed(
+                        f"the workers did not start within {WORKERS_START_TIMEOUT:g} s: {error}"
+                    ) from error
                 time.sleep(0.01)
 
     def _refused(self, code: int) -> Exception:
         """The command has ended before the job began: it has said why."""
         for reader in self._readers:
-            reader.join(STOP)
+            reader.join(JOB_END_TIMEOUT)
         text = "\n".join(line.removeprefix(NOTE) for line in self._said) or f"exit code {code}"
         if code == EXIT_PLACEMENT:
             return PlacementError(text, role=ROLE, needed=self._setup.least, available=0)
@@ -226,7 +228,7 @@ class Workers:
         if isinstance(error.__cause__, RemoteTraceback):
             # The worker has reported its end itself.
             return Loss(error.worker, error.problem.removeprefix(f"{error.worker} "))
-        rank, deadline = int(error.worker.rpartition(":")[2]), time.monotonic() + TOLD
+        rank, deadline = int(error.worker.rpartition(":")[2]), time.monotonic() + LOSS_REPORT_TIMEOUT
         while True:
             updates = self.visitor.peers.updates
             with contextlib.suppress(JobError):
@@ -235,7 +237,7 @@ class Workers:
                         return loss_of(each.who, each.exit, each.message)
             if time.monotonic() >= deadline:
                 return loss_of(error.worker, "")
-            self.visitor.peers.wait(updates, LOOK)
+            self.visitor.peers.wait(updates, LOSS_REPORT_POLL_INTERVAL)
 
     def grow(self) -> None:
         """Have more ranks, if there is room for some."""
@@ -256,16 +258,16 @@ class Workers:
         if process is None:
             return
         if visitor is not None:
-            end = Stop(int(signal.SIGTERM), "its trainer was shut down", grace=GRACE)
+            end = Stop(int(signal.SIGTERM), "its trainer was shut down", grace=WORKERS_GRACE_SECONDS)
             with contextlib.suppress(JobError, TimeoutError):
-                follow_to_end(job_at(self.name), end, STOP)
+                follow_to_end(job_at(self.name), end, JOB_END_TIMEOUT)
         elif process.poll() is None:
             process.terminate()
         try:
-            process.wait(STOP)
+            process.wait(JOB_END_TIMEOUT)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
         for reader in self._readers:
-            reader.join(STOP)
+            reader.join(JOB_END_TIMEOUT)
         self._process = None

@@ -18,7 +18,7 @@ from unirun.errors import PeerLost, UsageError, WeightsTimeout, WireError
 from unirun.roles.context import Context, init
 from unirun.weights.fetching import Fetching
 from unirun.weights.holding import Holder
-from unirun.weights.hub import LONGEST, hub_of
+from unirun.weights.hub import MAX_WAIT_SECONDS, hub_of
 from unirun.weights.lines import Line
 from unirun.weights.messages import Fetched, Peek, answer_of, encode
 from unirun.weights.pairing import BACKENDS, Pair
@@ -32,10 +32,10 @@ from unirun.wire.reports import FROM, VERSION, Metrics
 ANY = -(1 << 62)
 """Before every version."""
 
-EVERY = 0.5
+VERSION_REPORT_INTERVAL = 0.5
 """Seconds between two reports."""
 
-PEEK = 5.0
+PEEK_TIMEOUT = 5.0
 """Seconds in which a publisher says what it has; it takes a millisecond."""
 
 
@@ -99,7 +99,7 @@ class WeightsChannel:
         self._lines: dict[int, Line] = {}
         self._peeking = threading.Lock()
         self._telling = threading.Lock()
-        self._told, self._untold = -EVERY, False
+        self._told, self._untold = -VERSION_REPORT_INTERVAL, False
         atexit.register(self._tell_last)
         self._moves: set[str] = set()
         self.version: int | None = None
@@ -215,10 +215,10 @@ class WeightsChannel:
                 raise PeerLost(f"{who} is started again", "ask later", worker=who)
             self._lines[rank] = line
             try:
-                parcel = line.ask(encode(Peek(self.name, None))).result(PEEK)
+                parcel = line.ask(encode(Peek(self.name, None))).result(PEEK_TIMEOUT)
             except FutureTimeout as error:
                 raise PeerLost(
-                    f"{who} has not answered within {PEEK:g} s", "ask later", worker=who
+                    f"{who} has not answered within {PEEK_TIMEOUT:g} s", "ask later", worker=who
                 ) from error
         said = answer_of(parcel.head)
         return said.version if isinstance(said, Fetched) and said.layout else None
@@ -243,19 +243,19 @@ class WeightsChannel:
     def _deadline(self, timeout: float | None) -> float:
         welcome = self._context.peers.welcome
         patience = timeout if timeout is not None else welcome.call_timeout if welcome else 0.0
-        return time.monotonic() + min(patience, LONGEST)
+        return time.monotonic() + min(patience, MAX_WAIT_SECONDS)
 
     def _wait(self, missing: WeightsTimeout | PeerLost, updates: int, deadline: float) -> None:
         """Wait until something has changed since `updates`. Raises `missing` at the deadline, or when nothing will."""
         left = deadline - time.monotonic()
         if left <= 0 or isinstance(missing, PeerLost):
             raise missing
-        self._context.peers.wait(updates, min(left, EVERY))
+        self._context.peers.wait(updates, min(left, VERSION_REPORT_INTERVAL))
 
     def _has(self, version: int) -> int:
         """Count it, and tell the job, but not often: ``unirun weights`` shows it."""
         self.version = version
-        left = self._told + EVERY - time.monotonic()
+        left = self._told + VERSION_REPORT_INTERVAL - time.monotonic()
         if left <= 0:
             self._tell()
         elif not self._untold:

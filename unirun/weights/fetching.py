@@ -22,7 +22,7 @@ from unirun.weights.packing import DeviceError
 from unirun.weights.sources import Source
 from unirun.wire.reporting import report
 
-GIVEN_WITHIN = 5.0
+NEIGHBOR_ANSWER_TIMEOUT = 5.0
 """Seconds in which another receiver of this host gives what it has got. It may be gone, or hang."""
 
 
@@ -184,7 +184,7 @@ class Fetching:
     ) -> list[Got] | None:
         """Take over the tensors that other receivers of this host have got; from the publisher if they do not
         give it soon. None: it has other tensors now."""
-        soon = min(deadline, self._now() + GIVEN_WITHIN)
+        soon = min(deadline, self._now() + NEIGHBOR_ANSWER_TIMEOUT)
         asked: list[tuple[Source | None, Future[Parcel] | None]] = []
         for _, fetched, reader, takes in later:
             other = self._other(reader)

@@ -43,7 +43,7 @@ def request_of(head: bytes) -> Request | Demand | Enter | Begun | Ask:
     return found
 
 
-LONGEST = threading.TIMEOUT_MAX / 2
+MAX_WAIT_SECONDS = threading.TIMEOUT_MAX / 2
 """The longest wait for another process, in seconds: Python's locks take no longer one, and not inf."""
 
 

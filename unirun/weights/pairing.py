@@ -34,7 +34,7 @@ ALIGN = 64
 WORD = 8
 """Bytes that a checksum adds at a time."""
 
-LOOK = 0.001
+NCCL_POLL_INTERVAL = 0.001
 """Seconds between two looks at a transfer of NCCL, which has no wait that ends."""
 
 BACKENDS = ("gloo", "nccl")
@@ -208,7 +208,7 @@ class Pair:
             while not work.is_completed():
                 if time.monotonic() >= deadline or self._over():
                     raise GroupError("a transfer over nccl did not end", "is the other end alive?")
-                time.sleep(LOOK)
+                time.sleep(NCCL_POLL_INTERVAL)
         except (dist.DistError, RuntimeError) as error:
             raise self._error(error) from error
 

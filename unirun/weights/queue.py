@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from unirun.errors import PeerLost, QueueEnded, QueueTimeout, UsageError
 from unirun.roles.context import init
 from unirun.values import WorkerId
-from unirun.weights.hub import LONGEST, hub_of
+from unirun.weights.hub import MAX_WAIT_SECONDS, hub_of
 from unirun.weights.lines import Line
 from unirun.weights.queues.admission import Begun, Bound, Enter, encode
 from unirun.weights.queues.consuming import Admission, Admissions, Consumer, Feed, Item
 from unirun.wire.reports import Metrics
 
-EVERY = 1.0
+QUEUE_REPORT_INTERVAL = 1.0
 """Seconds between two reports of a queue's figures."""
 
 
@@ -181,7 +181,7 @@ class Queue:
     def _admitted(self, deadline: float) -> bool:
         """Return True if the gate has let this process in. It may be another one the next time."""
         # Consumers drop items meanwhile, which the gate learns from the next question.
-        left = min(max(deadline - time.monotonic(), 0.0), EVERY)
+        left = min(max(deadline - time.monotonic(), 0.0), QUEUE_REPORT_INTERVAL)
         updates = self._context.peers.updates
         self._gate = self._hub.line(self.consumer, 0, self._gate)
         if self._gate is None:
@@ -279,7 +279,7 @@ class Queue:
     def _deadline(self, timeout: float | None) -> float:
         welcome = self._context.peers.welcome
         default = welcome.call_timeout if welcome is not None else 0.0
-        return time.monotonic() + min(timeout if timeout is not None else default, LONGEST)
+        return time.monotonic() + min(timeout if timeout is not None else default, MAX_WAIT_SECONDS)
 
     @contextlib.contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
@@ -295,7 +295,7 @@ class Queue:
             self._report(now)
 
     def _report(self, now: float) -> None:
-        if now < self._told + EVERY:
+        if now < self._told + QUEUE_REPORT_INTERVAL:
             return
         self._told = now
         figures = {f"{self.name}/{what}": seconds for what, seconds in self._waits.items()}

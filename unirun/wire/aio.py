@@ -17,9 +17,9 @@ from unirun.wire.credentials import Credentials, node_of, server_name
 from unirun.wire.frames import FrameReader, decode, encode, encode_frame
 from unirun.wire.handshake import (
     ANSWER_SIZE,
-    DEADLINE,
+    HANDSHAKE_TIMEOUT,
     HELLO_SIZE,
-    LOOK,
+    OVERDUE_POLL_INTERVAL,
     PROOF_SIZE,
     ClientHandshake,
     Refusals,
@@ -87,7 +87,7 @@ class Stream:
         closing = asyncio.ensure_future(self._writer.wait_closed())
         closing.add_done_callback(lambda task: task.cancelled() or task.exception())
         # Not `wait_for`: when this is cancelled, it would end the wait of others that close the same stream.
-        closed, _ = await asyncio.wait({closing}, timeout=DEADLINE)
+        closed, _ = await asyncio.wait({closing}, timeout=HANDSHAKE_TIMEOUT)
         if not closed:
             self._writer.transport.abort()
 
@@ -97,7 +97,9 @@ def frame_of(message: Message) -> bytes:
     return encode_frame(encode(message))
 
 
-async def connect(address: Address, credentials: Credentials, *, timeout: float = DEADLINE) -> Stream:
+async def connect(
+    address: Address, credentials: Credentials, *, timeout: float = HANDSHAKE_TIMEOUT
+) -> Stream:
     """Connect to the listener at `address` and prove the token, within `timeout` seconds.
 
     Raises `RendezvousError` when the connection is refused or times out, `AuthError` when a token or a certificate is
@@ -231,7 +233,7 @@ async def _accept(
     return stream
 
 
-AGAIN = 0.1
+ACCEPT_RETRY_INTERVAL = 0.1
 """Seconds until a listener that is out of descriptors accepts again."""
 
 AT_ONCE = 16
@@ -254,7 +256,7 @@ class Server:
         handler: Callable[[Stream], Coroutine[Any, Any, None]],
         refused: Callable[[str, int], None],
         *,
-        timeout: float = DEADLINE,
+        timeout: float = HANDSHAKE_TIMEOUT,
         known: Callable[[str], bool] = lambda origin: False,
         proved: Callable[[Stream], None] = lambda stream: None,
     ) -> None:
@@ -302,7 +304,7 @@ class Server:
                 except OSError as error:
                     # Out of descriptors or memory: connections wait in the listener's queue.
                     self._refusals.add(error)
-                    await asyncio.sleep(AGAIN)
+                    await asyncio.sleep(ACCEPT_RETRY_INTERVAL)
                     continue
                 self.take(sock, place)
         finally:
@@ -323,7 +325,7 @@ class Server:
             task = self._entering[begins] = asyncio.ensure_future(self._admit(begins))
             task.add_done_callback(partial(self._entered, begins))
         if self._strangers.waiting and self._look is None:
-            self._look = asyncio.get_running_loop().call_later(LOOK, self._look_again)
+            self._look = asyncio.get_running_loop().call_later(OVERDUE_POLL_INTERVAL, self._look_again)
 
     def _look_again(self) -> None:
         """End the connections that make room for others."""

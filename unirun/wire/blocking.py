@@ -15,14 +15,14 @@ from unirun.errors import ConnectionLost, RendezvousError
 from unirun.wire.address import Address, TcpAddress, UnixAddress, unix_address
 from unirun.wire.credentials import Credentials, server_name
 from unirun.wire.frames import FrameReader, decode, encode, encode_frame
-from unirun.wire.handshake import DEADLINE, HELLO_SIZE, PROOF_SIZE, ClientHandshake
+from unirun.wire.handshake import HANDSHAKE_TIMEOUT, HELLO_SIZE, PROOF_SIZE, ClientHandshake
 from unirun.wire.messages import Message
 from unirun.wire.sockets import handshake_error, keep_alive, nobody_answers, not_the_node
 
 
 class BlockingStream:
     """One authenticated stream over a connected socket. Any thread sends, one receives; over TLS one thread does both,
-    and a frame that has begun must be whole within `DEADLINE`."""
+    and a frame that has begun must be whole within `HANDSHAKE_TIMEOUT`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -34,7 +34,7 @@ class BlockingStream:
 
     @classmethod
     def connect(
-        cls, address: Address, credentials: Credentials, *, timeout: float = DEADLINE
+        cls, address: Address, credentials: Credentials, *, timeout: float = HANDSHAKE_TIMEOUT
     ) -> BlockingStream:
         """Connect to who listens at `address` and prove the token, within `timeout` seconds.
 
@@ -54,7 +54,7 @@ class BlockingStream:
                 raise handshake_error(error) from error
             handshake.check(_exactly(sock, PROOF_SIZE, deadline))
             # With TLS a read may have to wait for the rest of a record.
-            sock.settimeout(None if isinstance(address, UnixAddress) else DEADLINE)
+            sock.settimeout(None if isinstance(address, UnixAddress) else HANDSHAKE_TIMEOUT)
         except BaseException:
             sock.close()
             raise

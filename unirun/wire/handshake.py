@@ -32,7 +32,7 @@ _MAC = 32
 HELLO_SIZE = len(_MAGIC) + _NONCE
 ANSWER_SIZE = HELLO_SIZE + _MAC
 PROOF_SIZE = _MAC
-DEADLINE = 10.0
+HANDSHAKE_TIMEOUT = 10.0
 """Seconds within which a peer must prove the token."""
 
 
@@ -154,13 +154,13 @@ RATE, RATE_TOGETHER = 10.0, 100.0
 QUEUE_KNOWN, QUEUE, QUEUE_TOGETHER = 4096, 64, 512
 """Maximum of waiting connections: of a known address, of one that is not known, of all that are not known."""
 
-GRACE = 1.0
+MIN_HANDSHAKE_SECONDS = 1.0
 """Seconds after which a handshake may be ended to make room for another."""
 
-WAIT = 10.0
+CONNECTION_QUEUE_TIMEOUT = 10.0
 """Seconds after which a connection that waits is refused."""
 
-LOOK = 0.05
+OVERDUE_POLL_INTERVAL = 0.05
 """Seconds until the next look for connections that are `overdue`, while some wait."""
 
 ORIGINS = 4096
@@ -269,7 +269,7 @@ class Strangers(Generic[C]):
         for others."""
         found = []
         for each in tuple(self._turns.values()):
-            while each.waiting and each.waiting[0][1] + WAIT <= now:
+            while each.waiting and each.waiting[0][1] + CONNECTION_QUEUE_TIMEOUT <= now:
                 found.append(self._leave(each))
             if len(each.begun) >= (KNOWN if each.known else EACH):
                 found += self._make_room(each.begun.items(), len(each.waiting), now)
@@ -280,7 +280,7 @@ class Strangers(Generic[C]):
 
     def _make_room(self, begun: Iterable[tuple[C, float]], count: int, now: float) -> list[C]:
         """End the first `count` of the handshakes in `begun` that have had their time."""
-        out = [connection for connection, since in begun if since + GRACE <= now][:count]
+        out = [connection for connection, since in begun if since + MIN_HANDSHAKE_SECONDS <= now][:count]
         for connection in out:
             self.ends(connection)
         return out

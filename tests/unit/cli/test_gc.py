@@ -25,7 +25,7 @@ DAY = 86400.0
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(creation, "MISSING", 0.3)
+    monkeypatch.setattr(creation, "ABANDONED_TIMEOUT", 0.3)
 
 
 def gc(*argv: str) -> int:

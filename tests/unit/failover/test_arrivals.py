@@ -15,7 +15,7 @@ from unirun.collocation import Device, Node
 from unirun.failover.arrivals import trouble
 from unirun.failover.events import After, Arrived, GrowthDue, ToGuest
 from unirun.failover.persistence.context import restore, urgent
-from unirun.failover.transition import GATHER
+from unirun.failover.transition import GROWTH_DELAY
 from unirun.values import WorkerId
 from unirun.wire.messages import Dismissed, Go, Grow, Offer, StartRole, StopWorkers
 from unirun.wire.reports import FromWorker, GroupFormed, Serving
@@ -126,7 +126,7 @@ class TestANodeThatHasCome:
 class TestGrowth:
     def test_a_role_that_may_have_more_ranks_starts_again_with_them_and_spends_no_restart(self) -> None:
         job = come(elastic(), "n2")
-        assert After(GATHER, GrowthDue()) in job.commands
+        assert After(GROWTH_DELAY, GrowthDue()) in job.commands
         job.on(GrowthDue())
         assert job.orders(StopWorkers) == [
             StopWorkers("actor", (0, 1), TERM, 30.0),
@@ -154,7 +154,7 @@ class TestGrowth:
         for rank in (1, 2, 3):
             job.exits("actor", rank, by=TERM, asked=TERM)
         job.all_run("actor")
-        assert After(GATHER, GrowthDue()) in job.commands
+        assert After(GROWTH_DELAY, GrowthDue()) in job.commands
         assert len(places(job.on(GrowthDue()))) == 6
 
     def test_ranks_that_a_role_had_once_go_on_with_the_next_incarnation(self) -> None:
@@ -214,5 +214,5 @@ class TestGrowth:
         take_over(job)
         for node in ("n0", "n1", "n2"):
             join(job, before, node)
-        assert After(GATHER, GrowthDue()) in job.commands
+        assert After(GROWTH_DELAY, GrowthDue()) in job.commands
         assert len(places(job.on(GrowthDue()))) == 6

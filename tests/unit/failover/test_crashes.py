@@ -12,8 +12,8 @@ from tests.unit.failover.job import Job
 from tests.unit.failover.persistence.unsteady import UnsteadyStore
 from unirun.errors import IllegalTransition, StoreRefused
 from unirun.failover.crashes import (
+    CRASH_RESET_SECONDS,
     IN_ALL,
-    LASTING,
     MOST,
     Crash,
     crash_of,
@@ -102,12 +102,12 @@ class TestAnErrorIsFatal:
     def test_an_error_is_fatal_but_not_when_masters_have_led_for_long_before_it_came_again(self) -> None:
         crashes: tuple[Crash, ...] = ()
         for epoch in range(1, 10):
-            crashes = with_crash(crashes, crash(epoch, lasted=LASTING))
+            crashes = with_crash(crashes, crash(epoch, lasted=CRASH_RESET_SECONDS))
         assert fatal(crashes) is None
 
     def test_an_error_is_fatal_and_stays_so(self) -> None:
         crashes = tuple(crash(n) for n in range(MOST))
-        assert fatal(with_crash(crashes, crash(9, lasted=2 * LASTING))) is not None
+        assert fatal(with_crash(crashes, crash(9, lasted=2 * CRASH_RESET_SECONDS))) is not None
 
     def test_an_error_is_fatal_and_what_is_told_of_it_has_the_event_its_story_and_the_traceback(self) -> None:
         assert reason_of(crash()).startswith(

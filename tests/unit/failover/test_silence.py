@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from unirun.failover.silence import (
-    AUTHORITY,
-    BEAT,
-    GIVE_UP,
-    LOOK,
-    SILENT,
+    AUTHORITY_SECONDS,
+    GIVE_UP_DELAY,
+    HEARTBEAT_INTERVAL,
+    SILENCE_POLL_INTERVAL,
+    SILENCE_TIMEOUT,
     Look,
     Silence,
     may_answer,
@@ -27,8 +27,8 @@ class Watched:
     def until(self, when: float, *, marks: bool = True) -> list[tuple[float, Look]]:
         """Look until `when`. Returns what was found, and when."""
         found = []
-        while self.now + LOOK <= START + when:
-            self.now += LOOK
+        while self.now + SILENCE_POLL_INTERVAL <= START + when:
+            self.now += SILENCE_POLL_INTERVAL
             look = self.silence.look(self.now)
             if marks:
                 self.silence.marked(look.silent, self.now)
@@ -39,8 +39,8 @@ class Watched:
 
 def test_a_node_is_silent_after_three_beats_and_lost_after_two_seconds_more() -> None:
     watched = Watched(n0=0.0)
-    assert watched.until(SILENT) == []
-    assert watched.until(8.0) == [(5.0, Look(silent=("n0",))), (5.0 + GIVE_UP, Look(lost=("n0",)))]
+    assert watched.until(SILENCE_TIMEOUT) == []
+    assert watched.until(8.0) == [(5.0, Look(silent=("n0",))), (5.0 + GIVE_UP_DELAY, Look(lost=("n0",)))]
 
 
 def test_a_node_that_is_lost_is_not_watched_any_more() -> None:
@@ -61,7 +61,7 @@ def test_a_node_that_beats_is_never_silent() -> None:
     watched = Watched(n0=0.0)
     for beat in range(100):
         watched.silence.heard("n0", watched.now)
-        assert watched.until((beat + 1) * BEAT) == []
+        assert watched.until((beat + 1) * HEARTBEAT_INTERVAL) == []
 
 
 def test_a_node_is_not_lost_before_its_mark_is_written() -> None:
@@ -90,7 +90,7 @@ def test_the_loss_of_a_rack_is_one_decision() -> None:
 def test_a_node_that_is_silent_does_not_wait_for_ever_for_others() -> None:
     watched = Watched(n0=0.0, n1=2.1)
     found = [(when, look.lost) for when, look in watched.until(20.0) if look.lost]
-    assert found == [(7.0 + BEAT, ("n0",)), (9.0, ("n1",))]
+    assert found == [(7.0 + HEARTBEAT_INTERVAL, ("n0",)), (9.0, ("n1",))]
 
 
 def test_a_master_that_did_not_run_holds_nothing_against_the_nodes() -> None:
@@ -98,7 +98,7 @@ def test_a_master_that_did_not_run_holds_nothing_against_the_nodes() -> None:
     watched.until(4.0)
     watched.now += 30.0
     assert watched.silence.look(watched.now) == Look()
-    assert watched.silence.stalled == 30.0 - LOOK
+    assert watched.silence.stalled == 30.0 - SILENCE_POLL_INTERVAL
     assert watched.until(36.0) == [(34.75, Look(silent=("n0",)))]
 
 
@@ -107,7 +107,7 @@ def test_a_master_that_did_not_run_gives_a_silent_node_its_last_seconds_anew() -
     watched.until(6.75)
     watched.now += 30.0
     assert watched.silence.look(watched.now) == Look()
-    assert watched.until(50.0) == [(36.75 + GIVE_UP, Look(lost=("n0",)))]
+    assert watched.until(50.0) == [(36.75 + GIVE_UP_DELAY, Look(lost=("n0",)))]
 
 
 def test_what_was_heard_while_the_master_came_to_itself_is_not_in_the_future() -> None:
@@ -136,6 +136,6 @@ def test_a_node_is_silent_until_it_is_back_or_forgotten() -> None:
 
 
 def test_a_master_answers_as_long_as_no_other_can_have_given_nodes_up() -> None:
-    assert may_answer(10.0, 10.0 + AUTHORITY - 0.1, alone=False)
-    assert not may_answer(10.0, 10.0 + AUTHORITY, alone=False)
+    assert may_answer(10.0, 10.0 + AUTHORITY_SECONDS - 0.1, alone=False)
+    assert not may_answer(10.0, 10.0 + AUTHORITY_SECONDS, alone=False)
     assert may_answer(10.0, 1000.0, alone=True)

@@ -5,8 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.failover.silence import BEAT, FENCE, GIVE_UP, LOOK, SILENT, Silence
-from unirun.launcher.contact import LAST, Fence
+from unirun.failover.silence import (
+    FENCE_TIMEOUT,
+    GIVE_UP_DELAY,
+    HEARTBEAT_INTERVAL,
+    SILENCE_POLL_INTERVAL,
+    SILENCE_TIMEOUT,
+    Silence,
+)
+from unirun.launcher.contact import KERNEL_KILL_DELAY, Fence
 
 DRIFT = 0.01
 KILLS = 0.5
@@ -66,7 +73,7 @@ def test_the_workers_are_killed_before_the_node_is_given_up(
             if beat < stream.down:
                 back = max(back, arrived + stream.delay(beat + 1))
                 answered.append((back, sent))
-            sent += BEAT / agent + pauses[beat % len(pauses)]
+            sent += HEARTBEAT_INTERVAL / agent + pauses[beat % len(pauses)]
     lost = given_up(sorted(heard), stalls, master)
     fence = Fence()
     fence.joins(streams[0].begins * agent)
@@ -100,9 +107,11 @@ def given_up(heard: list[float], stalls: list[tuple[float, float]], rate: float)
         silence.marked(look.silent, now * rate)
         if look.lost:
             return now
-        now = running(now + LOOK / rate, stalls)
+        now = running(now + SILENCE_POLL_INTERVAL / rate, stalls)
     return None
 
 
 def test_the_figures_leave_time_to_kill() -> None:
-    assert (FENCE + LAST) / (1 - DRIFT) + KILLS < (SILENT + GIVE_UP) / (1 + DRIFT)
+    assert (FENCE_TIMEOUT + KERNEL_KILL_DELAY) / (1 - DRIFT) + KILLS < (SILENCE_TIMEOUT + GIVE_UP_DELAY) / (
+        1 + DRIFT
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.failover.job import TERM, Job
 from unirun.failover.events import ToWatchers
-from unirun.failover.restart_or_end import EVIDENCE
+from unirun.failover.restart_or_end import EVIDENCE_DELAY
 from unirun.wire.messages import StopWorkers
 from unirun.wire.reports import Notice, WorkerError
 
@@ -50,12 +50,12 @@ class TestARankThatHasNotFailed:
     def test_peers_have_a_moment_to_fail_too(self) -> None:
         for restarts in ({}, {"actor": 1}):
             job = loses_a_peer(Job({"actor": 3}, restarts=restarts).running(), 0)
-            assert job.orders(StopWorkers) == [StopWorkers("actor", (1, 2), TERM, 30.0, EVIDENCE)]
+            assert job.orders(StopWorkers) == [StopWorkers("actor", (1, 2), TERM, 30.0, EVIDENCE_DELAY)]
 
     def test_other_roles_are_told_at_once(self) -> None:
         job = loses_a_peer(Job({"actor": 2, "rollout": 1}).running(), 0)
         assert {order.role: order.after for order in job.orders(StopWorkers)} == {
-            "actor": EVIDENCE,
+            "actor": EVIDENCE_DELAY,
             "rollout": 0.0,
         }
 

@@ -10,7 +10,7 @@ from tests.unit.failover.job import KILL, TERM, Job
 from unirun.errors import Refused
 from unirun.failover.events import OwnerLost
 from unirun.failover.state import JobPhase
-from unirun.failover.step import OWNER_LOST_GRACE
+from unirun.failover.step import OWNER_LOST_GRACE_SECONDS
 from unirun.wire.messages import PassOn, StartRole, Stop, StopWorkers
 from unirun.wire.reports import (
     WorkerError,
@@ -82,7 +82,7 @@ class TestAStop:
 
     def test_a_stop_comes_from_an_owner_that_died_too(self) -> None:
         job = Job({"actor": 1}).running().on(OwnerLost())
-        assert job.orders(StopWorkers) == [StopWorkers("actor", (0,), TERM, OWNER_LOST_GRACE)]
+        assert job.orders(StopWorkers) == [StopWorkers("actor", (0,), TERM, OWNER_LOST_GRACE_SECONDS)]
         assert job.obey().end == (143, "the unirun command was killed")
 
 

@@ -9,7 +9,16 @@ from statistics import mean
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.launcher.standby import COMING_UP, DELAY, MAX_DELAY, SPREAD, STEP, Attempts, start_at, turns
+from unirun.launcher.standby import (
+    CANDIDATE_START_TIMEOUT,
+    DELAY,
+    MAX_DELAY,
+    PER_NODE_DELAY,
+    TURN_DELAY,
+    Attempts,
+    start_at,
+    turns,
+)
 
 COUNTS = st.integers(1, 60)
 EPOCHS = st.integers(0, 1000)
@@ -28,7 +37,7 @@ class TestATurn:
         nodes = names(count)
         waits = sorted(turns(nodes, epoch).values())
         assert waits[0] == 0.0
-        assert waits == [STEP * math.log2(place + 1) for place in range(count)]
+        assert waits == [TURN_DELAY * math.log2(place + 1) for place in range(count)]
 
     def test_the_turns_of_a_thousand_nodes_come_within_a_few_seconds(self) -> None:
         nodes = names(1000)
@@ -47,14 +56,14 @@ class TestTheStart:
 
     def test_another_candidate_waits_while_one_comes_up(self) -> None:
         attempts = Attempts(1, started=10.0, coming_up=True)
-        assert start_at(9.0, 0.0, attempts, 1) == 10.0 + COMING_UP
+        assert start_at(9.0, 0.0, attempts, 1) == 10.0 + CANDIDATE_START_TIMEOUT
 
     def test_further_candidates_start_with_growing_delays(self) -> None:
         starts = [start_at(0.0, 0.0, Attempts(number, started=10.0), 1) - 10.0 for number in range(1, 6)]
         assert starts == [DELAY, 2 * DELAY, MAX_DELAY, MAX_DELAY, MAX_DELAY]
 
     def test_another_candidate_waits_longer_in_a_job_of_many_nodes(self) -> None:
-        assert start_at(0.0, 0.0, Attempts(9, started=10.0), 1000) == 10.0 + SPREAD * 1000
+        assert start_at(0.0, 0.0, Attempts(9, started=10.0), 1000) == 10.0 + PER_NODE_DELAY * 1000
 
     def test_a_candidate_long_after_the_last_starts_in_its_turn(self) -> None:
         assert start_at(100.0, 0.5, Attempts(3, started=10.0), 4) == 100.5

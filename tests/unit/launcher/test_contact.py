@@ -88,11 +88,11 @@ class Hall:
 @pytest.fixture
 def hall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
-    monkeypatch.setattr(contacts, "BEAT", 0.01)
-    monkeypatch.setattr(contacts, "LOOK", 0.01)
-    monkeypatch.setattr(contacts, "QUIET", 0.1)
-    monkeypatch.setattr(contacts, "ATTEMPT", 0.02)
-    monkeypatch.setattr(contacts, "LAST", 60.0)
+    monkeypatch.setattr(contacts, "HEARTBEAT_INTERVAL", 0.01)
+    monkeypatch.setattr(contacts, "SILENCE_POLL_INTERVAL", 0.01)
+    monkeypatch.setattr(contacts, "MASTER_RECEIVE_TIMEOUT", 0.1)
+    monkeypatch.setattr(contacts, "RECONNECT_TIMEOUT", 0.02)
+    monkeypatch.setattr(contacts, "KERNEL_KILL_DELAY", 60.0)
     with Job() as job:
         yield Hall(Place("insecure", tmp_path), job)
 
@@ -150,7 +150,7 @@ def test_there_are_no_beats_to_a_master_on_this_host(hall: Hall, tmp_path: Path)
 def test_an_agent_that_is_not_answered_is_told_to_end_its_workers(
     hall: Hall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fences, "FENCE", 0.05)
+    monkeypatch.setattr(fences, "FENCE_TIMEOUT", 0.05)
     hall.answers = False
 
     async def play() -> None:
@@ -165,8 +165,8 @@ def test_an_agent_that_is_not_answered_is_told_to_end_its_workers(
 def test_an_agent_that_is_not_answered_may_go_on_while_its_node_is_not_marked(
     hall: Hall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fences, "FENCE", 0.5)
-    monkeypatch.setattr(fences, "UNMARKED", 0.4)
+    monkeypatch.setattr(fences, "FENCE_TIMEOUT", 0.5)
+    monkeypatch.setattr(fences, "UNMARKED_SECONDS", 0.4)
 
     async def play() -> None:
         stream = await hall.stream()
@@ -184,7 +184,7 @@ def test_an_agent_that_is_not_answered_may_go_on_while_its_node_is_not_marked(
 @pytest.fixture
 def away(hall: Hall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """The head's address, for an agent on another host that has no store."""
-    monkeypatch.setattr(fences, "FENCE", 1.0)
+    monkeypatch.setattr(fences, "FENCE_TIMEOUT", 1.0)
     place = Place("tls", tmp_path / "head")
     with place.listen() as head:
         job, lock = create_job("run-2", place.token, head=tcp_address(head, NODE))
@@ -241,7 +241,7 @@ def test_a_head_that_has_no_master_says_so_and_one_with_a_busy_master_does_not(
     away: Place, led: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A command waits long for a master that is busy or stopped, and not for one that cannot be started."""
-    monkeypatch.setattr(masters, "BUSY", 0.0)
+    monkeypatch.setattr(masters, "BUSY_TIMEOUT", 0.0)
     witness = Witness(away.listener, away.credentials, lambda knock: None, lambda: led, unexpected)
     job = job_at("run-2")
     assert job.head is not None
@@ -294,5 +294,8 @@ def test_a_mark_is_that_of_one_node(hall: Hall) -> None:
 
 def test_a_beat_has_time_in_which_an_agent_may_miss_one_and_connect_anew() -> None:
     """A cable that is out for three seconds: the beat that was answered last may be one period old by then."""
-    assert silence.BEAT + 3.0 + contacts.ATTEMPT < silence.FENCE
-    assert silence.BEAT + contacts.ATTEMPT < silence.FENCE - contacts.QUIET
+    assert silence.HEARTBEAT_INTERVAL + 3.0 + contacts.RECONNECT_TIMEOUT < silence.FENCE_TIMEOUT
+    assert (
+        silence.HEARTBEAT_INTERVAL + contacts.RECONNECT_TIMEOUT
+        < silence.FENCE_TIMEOUT - contacts.MASTER_RECEIVE_TIMEOUT
+    )

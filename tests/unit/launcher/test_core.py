@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from tests.unit.launcher.agent import KILL, OTHER, TERM, TORCH, Agent, launch, spawn, store, worker
 from unirun.errors import Refused
-from unirun.launcher.core import ENDING
+from unirun.launcher.core import UNLINKED_TIMEOUT
 from unirun.launcher.environment import FRESH
 from unirun.launcher.events import (
     Abandon,
@@ -152,7 +152,7 @@ class TestAWorker:
 
     def test_a_worker_that_outlives_its_link_is_reported(self) -> None:
         agent = Agent().alive().on(LinkClosed(1))
-        assert agent.commands == [After(ENDING, StillWithoutLink(1))]
+        assert agent.commands == [After(UNLINKED_TIMEOUT, StillWithoutLink(1))]
         assert agent.on(StillWithoutLink(1)).told(Notice)[0].source == "actor:0"
         assert agent.spawner(Reaped(1, 1.0, 0, None)).on(StillWithoutLink(1)).commands == []
 

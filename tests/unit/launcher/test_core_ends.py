@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.launcher.agent import INT, KILL, OTHER, TERM, TORCH, Agent, launch, spawn, store, worker
-from unirun.launcher.core import EXIT_LIMIT
+from unirun.launcher.core import WORKER_EXIT_TIMEOUT
 from unirun.launcher.environment import FRESH
 from unirun.launcher.events import (
-    LOST_GRACE,
+    OWNER_LOST_GRACE_SECONDS,
     Abandon,
     After,
     GraceOver,
@@ -110,13 +110,13 @@ class TestAWorkerThatHasFailed:
         assert told.source == "actor:0"
         assert "has failed 30 s ago, and its exit handlers or threads still run" in told.text
         assert "if it has not ended in another 570 s" in told.text
-        assert After(570.0, StillEnding(1, EXIT_LIMIT)) in agent.commands
+        assert After(570.0, StillEnding(1, WORKER_EXIT_TIMEOUT)) in agent.commands
         (end,) = agent.spawner(Reaped(1, 50.0, 1, None)).told(WorkerExited)
         assert (end.code, end.cause, end.sent) == (1, "own", None)
         assert end.error is not None
 
     def test_a_failed_worker_killed_at_the_exit_limit_counts_as_failed(self) -> None:
-        agent = Agent().alive().on(self.ERROR, StillEnding(1, EXIT_LIMIT))
+        agent = Agent().alive().on(self.ERROR, StillEnding(1, WORKER_EXIT_TIMEOUT))
         assert agent.sent(Kill) == [Kill(1, KILL)]
         (end,) = agent.spawner(Reaped(1, 606.0, None, KILL)).told(WorkerExited)
         assert (end.signal, end.cause, end.sent) == (KILL, "own", None)
@@ -124,7 +124,7 @@ class TestAWorkerThatHasFailed:
     def test_a_failed_worker_that_is_stopped_has_its_grace_from_the_order_on(self) -> None:
         agent = Agent().alive().on(self.ERROR, StopWorkers("actor", (0,), TERM, 5.0))
         assert After(5.0, GraceOver(1)) in agent.commands
-        assert agent.on(StillEnding(1, 30.0), StillEnding(1, EXIT_LIMIT)).commands == []
+        assert agent.on(StillEnding(1, 30.0), StillEnding(1, WORKER_EXIT_TIMEOUT)).commands == []
         assert agent.on(GraceOver(1)).sent(Kill) == [Kill(1, KILL)]
 
     def test_a_worker_that_fails_after_a_stop_gets_no_extra_time(self) -> None:
@@ -178,8 +178,11 @@ class TestLeaving:
 
     def test_leaving_without_a_master_gives_a_short_grace(self) -> None:
         agent = Agent().alive(1).on(Abandon("gone"))
-        assert agent.commands == [ToSpawner(TORCH, Kill(1, TERM)), After(LOST_GRACE, GraceOver(1))]
-        assert LOST_GRACE < 1.0
+        assert agent.commands == [
+            ToSpawner(TORCH, Kill(1, TERM)),
+            After(OWNER_LOST_GRACE_SECONDS, GraceOver(1)),
+        ]
+        assert OWNER_LOST_GRACE_SECONDS < 1.0
 
     def test_leaving_by_a_signal_passes_it_on_once_with_the_jobs_grace(self) -> None:
         told = Abandon("the agent got a signal", 30.0, INT)

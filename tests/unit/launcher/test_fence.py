@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from tests.effort import SOON
-from unirun.failover.silence import FENCE, UNMARKED
+from unirun.failover.silence import FENCE_TIMEOUT, UNMARKED_SECONDS
 from unirun.launcher.contact import Fence, KillTimer, clock
 
 START = 100.0
@@ -28,15 +28,15 @@ def test_there_is_no_fence_before_the_first_master() -> None:
 
 def test_an_agent_that_is_never_answered_ends_its_workers() -> None:
     fence = joined()
-    assert not fence.over(START + FENCE - 0.1)
-    assert fence.over(START + FENCE)
+    assert not fence.over(START + FENCE_TIMEOUT - 0.1)
+    assert fence.over(START + FENCE_TIMEOUT)
 
 
 def test_an_answer_counts_from_when_the_beat_was_sent() -> None:
     fence = joined()
     fence.beats(START + 1.5)
     fence.answered(START + 5.0, sure=True)
-    assert fence.until == START + 1.5 + FENCE
+    assert fence.until == START + 1.5 + FENCE_TIMEOUT
 
 
 def test_answers_belong_to_the_beats_in_their_order() -> None:
@@ -44,9 +44,9 @@ def test_answers_belong_to_the_beats_in_their_order() -> None:
     for when in (1.0, 2.0, 3.0):
         fence.beats(START + when)
     fence.answered(START + 4.0, sure=True)
-    assert fence.until == START + 1.0 + FENCE
+    assert fence.until == START + 1.0 + FENCE_TIMEOUT
     fence.answered(START + 4.0, sure=True)
-    assert fence.until == START + 2.0 + FENCE
+    assert fence.until == START + 2.0 + FENCE_TIMEOUT
 
 
 def test_an_answer_of_a_master_that_is_not_sure_renews_nothing() -> None:
@@ -54,9 +54,9 @@ def test_an_answer_of_a_master_that_is_not_sure_renews_nothing() -> None:
     fence.beats(START + 1.0)
     fence.beats(START + 2.0)
     fence.answered(START + 3.0, sure=False)
-    assert fence.until == START + FENCE
+    assert fence.until == START + FENCE_TIMEOUT
     fence.answered(START + 3.0, sure=True)
-    assert fence.until == START + 2.0 + FENCE
+    assert fence.until == START + 2.0 + FENCE_TIMEOUT
 
 
 def test_an_agent_that_was_stopped_is_not_saved_by_what_waits_in_its_sockets() -> None:
@@ -72,30 +72,30 @@ def test_another_stream_begins_with_beats_of_its_own_and_renews_nothing_itself()
     fence = joined()
     fence.beats(START + 1.0)
     fence.joins(START + 4.0)
-    assert fence.until == START + FENCE
+    assert fence.until == START + FENCE_TIMEOUT
     fence.beats(START + 4.0)
     fence.answered(START + 4.1, sure=True)
-    assert fence.until == START + 4.0 + FENCE
+    assert fence.until == START + 4.0 + FENCE_TIMEOUT
 
 
 def test_an_answer_without_a_beat_means_nothing() -> None:
     fence = joined()
     fence.answered(START + 1.0, sure=True)
-    assert fence.until == START + FENCE
+    assert fence.until == START + FENCE_TIMEOUT
 
 
 def test_what_shows_that_the_node_is_not_given_up_counts_from_its_beginning() -> None:
     fence = joined()
     fence.unmarked(START + 5.0, START + 5.2)
-    assert fence.until == START + 5.0 + UNMARKED
+    assert fence.until == START + 5.0 + UNMARKED_SECONDS
     fence.let_in(START + 5.5, START + 6.0)
-    assert fence.until == START + 5.5 + FENCE
+    assert fence.until == START + 5.5 + FENCE_TIMEOUT
 
 
 def test_a_shorter_time_does_not_replace_a_longer_one() -> None:
     fence = joined()
     fence.unmarked(START + 1.0, START + 1.0)
-    assert fence.until == START + FENCE
+    assert fence.until == START + FENCE_TIMEOUT
 
 
 def test_it_is_quiet_since_the_latest_proof() -> None:

@@ -95,7 +95,7 @@ def test_a_job_whose_first_master_cannot_lead_is_given_up() -> None:
 @pytest.mark.starts_processes
 def test_a_job_is_given_up_a_moment_after_its_agents_have_ended() -> None:
     run("""
-        local.LAST_WORDS = 0.2
+        local.ORPHANED_MASTER_TIMEOUT = 0.2
         found = Processes(child(FOR_EVER), (ended(child("exit 0")),))
         began = time.monotonic()
         assert not found.given_up(led=True)
@@ -143,7 +143,7 @@ def test_ending_the_processes_waits_for_those_that_exit_by_themselves() -> None:
 @pytest.mark.starts_processes
 def test_ending_the_processes_leaves_none_behind() -> None:
     run("""
-        local.FAREWELL = 0.1
+        local.JOB_EXIT_TIMEOUT = 0.1
         adopt_orphans()
         agent = child("sleep 100 & trap '' TERM; while :; do sleep 0.02; done")
         master = child("setsid sleep 100 & exec sleep 100")
@@ -181,7 +181,7 @@ def test_ending_the_processes_does_not_wait_for_a_stranger() -> None:
 
 
 def test_an_agent_that_has_not_bound_its_endpoints_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "BIND", 0.01)
+    monkeypatch.setattr(local, "BIND_TIMEOUT", 0.01)
     done, ended = os.pipe()
     os.close(ended)
     ours, theirs = os.pipe()

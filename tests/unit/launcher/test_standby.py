@@ -30,11 +30,11 @@ from unirun.wire.sockets import listen_tcp
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(standby, "AGAIN", 0.005)
-    monkeypatch.setattr(standby, "LOOK", 0.005)
-    monkeypatch.setattr(election, "CALM", 0.02)
-    monkeypatch.setattr(election, "RETRY", 0.02)
-    monkeypatch.setattr(standby, "PATIENCE", 0.1)
+    monkeypatch.setattr(standby, "MASTER_RETRY_INTERVAL", 0.005)
+    monkeypatch.setattr(standby, "CANDIDATE_POLL_INTERVAL", 0.005)
+    monkeypatch.setattr(election, "CALM_POLL_INTERVAL", 0.02)
+    monkeypatch.setattr(election, "ELECTION_RETRY_INTERVAL", 0.02)
+    monkeypatch.setattr(standby, "CANDIDACY_DELAY", 0.1)
     with Place() as place:
         yield place
 
@@ -71,7 +71,7 @@ class TestWhileSomebodyLeads:
     def test_a_standby_waits_a_moment_for_the_first_master(
         self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(standby, "PATIENCE", PATIENCE)
+        monkeypatch.setattr(standby, "CANDIDACY_DELAY", PATIENCE)
 
         async def go(watch: Standby) -> int:
             finding = asyncio.ensure_future(watch.next(0, PATIENCE))
@@ -118,7 +118,7 @@ class TestWhenTheLeaderIsDead:
     def test_a_standby_starts_a_candidate_at_once_when_the_leader_is_dead(
         self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(standby, "PATIENCE", PATIENCE)
+        monkeypatch.setattr(standby, "CANDIDACY_DELAY", PATIENCE)
         place.leader().die()
 
         async def go(watch: Standby) -> tuple[int, set[int]]:
@@ -139,7 +139,7 @@ class TestWhenTheLeaderIsDead:
     def test_a_leader_of_this_node_that_has_ended_is_dead_although_the_agent_holds_its_socket(
         self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(standby, "PATIENCE", PATIENCE)
+        monkeypatch.setattr(standby, "CANDIDACY_DELAY", PATIENCE)
         ended = subprocess.Popen(["true"])
         ended.wait()
         with listen_tcp("127.0.0.1") as listener:
@@ -203,7 +203,7 @@ class TestWhenTheLeaderIsDead:
         self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(standby, "DELAY", 0.01)
-        monkeypatch.setattr(standby, "COMING_UP", 0.5)
+        monkeypatch.setattr(standby, "CANDIDATE_START_TIMEOUT", 0.5)
         place.leader().die()
 
         async def go(watch: Standby) -> float:
@@ -223,8 +223,8 @@ class TestWhenTheLeaderIsDead:
     ) -> None:
         """A master that has led only for a moment may have failed for a reason that also ends the next one."""
         monkeypatch.setattr(standby, "DELAY", 0.01)
-        monkeypatch.setattr(standby, "SPREAD", 0.01)
-        monkeypatch.setattr(standby, "STEADY", steady)
+        monkeypatch.setattr(standby, "PER_NODE_DELAY", 0.01)
+        monkeypatch.setattr(standby, "BACKOFF_RESET_SECONDS", steady)
         started.then("exit 1")
         place.leader().die()
 
@@ -260,7 +260,7 @@ class TestWhenNobodyLeads:
             finding.cancel()
 
         run(place, go)
-        assert time.monotonic() - began >= standby.PATIENCE
+        assert time.monotonic() - began >= standby.CANDIDACY_DELAY
         assert started.deposing == ["0"]
 
     def test_a_standby_gives_up_when_there_was_never_a_leader(self, place: Place, started: Started) -> None:
@@ -335,7 +335,7 @@ def test_a_standby_waits_for_a_hanging_leader(
     place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lease shows when it is no longer the leader."""
-    monkeypatch.setattr("unirun.rendezvous.masters.CONNECT", 0.05)
+    monkeypatch.setattr("unirun.rendezvous.masters.MASTER_CONNECT_TIMEOUT", 0.05)
     hanging = place.master()
     hanging.lead(place.store)
     hanging._first = None

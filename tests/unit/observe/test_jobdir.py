@@ -228,7 +228,7 @@ class TestJobsRoot:
     def test_a_lock_that_another_process_holds_is_told(
         self, create: Create, home: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(creation, "LOCKED", 0.05)
+        monkeypatch.setattr(creation, "LOCK_TIMEOUT", 0.05)
         (home / "jobs").mkdir(parents=True, mode=0o700)
         handle = os.open(home / "jobs", os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_EX)

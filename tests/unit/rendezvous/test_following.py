@@ -145,7 +145,7 @@ def test_patience_ends(place: Place) -> None:
 def test_a_master_that_hangs_is_left_for_the_one_that_has_told_since_how_the_job_stands(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(masters, "CHECK", 0.05)
+    monkeypatch.setattr(masters, "SUCCESSOR_POLL_INTERVAL", 0.05)
     first = place.leader()
     follower = Follower(place, STOP)
     assert heard(first) == STOP

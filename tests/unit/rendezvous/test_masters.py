@@ -16,7 +16,7 @@ from unirun.rendezvous.election import Leader, Seat, campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.masters import MasterGone, Masters, call_master
 from unirun.wire.address import UnixAddress
-from unirun.wire.handshake import DEADLINE, new_token
+from unirun.wire.handshake import HANDSHAKE_TIMEOUT, new_token
 from unirun.wire.messages import Appointed, Attach, Shutdown, Stop
 from unirun.wire.sockets import listen
 
@@ -124,7 +124,7 @@ class TestAMasterThatIsGone:
     def test_a_master_that_hangs_is_not_taken_for_gone(
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(masters, "CONNECT", 1.0)
+        monkeypatch.setattr(masters, "MASTER_CONNECT_TIMEOUT", 1.0)
         place.master()
         with pytest.raises(WireError, match=r"first.sock does not say anything"):
             reach(place, says(place, 1))
@@ -133,11 +133,11 @@ class TestAMasterThatIsGone:
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The process is stopped; the kernel accepts connections all the same."""
-        monkeypatch.setattr(masters, "CONNECT", 0.1)
+        monkeypatch.setattr(masters, "MASTER_CONNECT_TIMEOUT", 0.1)
         started = time.monotonic()
         with listen(place.job.path / "first.sock"), pytest.raises(WireError, match="in time"):
             reach(place, says(place, 1))
-        assert time.monotonic() - started < DEADLINE
+        assert time.monotonic() - started < HANDSHAKE_TIMEOUT
 
     def test_a_master_that_does_not_lead_yet_is_not_taken_for_gone(self, place: Place) -> None:
         place.master(first=Appointed(2))
@@ -188,7 +188,7 @@ class TestACall:
     def test_a_call_to_a_hanging_master_fails_in_time(
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(masters, "CONNECT", 1.0)
+        monkeypatch.setattr(masters, "MASTER_CONNECT_TIMEOUT", 1.0)
         silent = place.master()
         silent.lead(place.store)
         silent._first = None
@@ -198,13 +198,13 @@ class TestACall:
     def test_a_call_to_a_master_that_does_not_accept_fails_in_time(
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(masters, "CONNECT", 0.1)
+        monkeypatch.setattr(masters, "MASTER_CONNECT_TIMEOUT", 0.1)
         path = place.job.path / "first.sock"
         campaign(place.store, job_prefix("run-1"), UnixAddress.here(path), 7, ttl=60)
         started = time.monotonic()
         with listen(path), pytest.raises(WireError, match="in time"):
             call_master(place.job)
-        assert time.monotonic() - started < DEADLINE
+        assert time.monotonic() - started < HANDSHAKE_TIMEOUT
 
     def test_a_call_with_another_token_fails(self, place: Place) -> None:
         place.master(token=new_token()).lead(place.store)

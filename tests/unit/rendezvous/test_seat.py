@@ -115,7 +115,7 @@ def test_seat_watches_of_many_agents_read_the_store_once_each(store: MemoryStore
 def test_a_calm_seat_watch_reports_another_leader_a_little_later(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seat_module, "CALM", 0.01)
+    monkeypatch.setattr(seat_module, "CALM_POLL_INTERVAL", 0.01)
     told = Told()
     watch = SeatWatch(lambda: Counted(store), JOB, told)
     watch.hurry(False)
@@ -127,8 +127,8 @@ def test_a_calm_seat_watch_reports_another_leader_a_little_later(
 def test_a_seat_watch_reports_an_unreachable_store_and_keeps_the_last_leader(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seat_module, "WAIT", 0.01)
-    monkeypatch.setattr(seat_module, "RETRY", 0.01)
+    monkeypatch.setattr(seat_module, "EAGER_WATCH_TIMEOUT", 0.01)
+    monkeypatch.setattr(seat_module, "ELECTION_RETRY_INTERVAL", 0.01)
     away = threading.Event()
 
     class Fragile:
@@ -172,7 +172,7 @@ def test_a_seat_watch_reports_an_unreachable_store_and_keeps_the_last_leader(
 def test_a_seat_with_a_foreign_value_is_reported_as_trouble(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seat_module, "RETRY", 0.01)
+    monkeypatch.setattr(seat_module, "ELECTION_RETRY_INTERVAL", 0.01)
     store.txn([], [Put(f"{seat_prefix(JOB)}epoch", "tomorrow")])
     told = Told()
     watch = SeatWatch(lambda: Counted(store), JOB, told)

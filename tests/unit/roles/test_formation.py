@@ -165,7 +165,7 @@ class TestEntering:
     def test_fails_with_an_error_of_torch_that_no_loss_explains(
         self, alone: tuple[Worker, Formation], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(unirun.roles.formation, "NEWS", 0.01)
+        monkeypatch.setattr(unirun.roles.formation, "LOSS_VIEW_TIMEOUT", 0.01)
         worker, formation = alone
         worker.role_has(0)
         with pytest.raises(AssertionError, match="Unknown backend"):
@@ -206,7 +206,7 @@ class TestFollowing:
     def test_an_error_of_on_generation_is_raised(
         self, groups: ProcessGroups, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(unirun.roles.formation, "NEWS", 0.01)
+        monkeypatch.setattr(unirun.roles.formation, "LOSS_VIEW_TIMEOUT", 0.01)
         worker = Worker(1)
 
         def on_generation(generation: int) -> None:
@@ -237,7 +237,7 @@ class TestExplaining:
     ) -> None:
         began = time.monotonic()
         assert not entered[1].explain(ValueError("mine"))
-        assert time.monotonic() < began + unirun.roles.formation.NEWS
+        assert time.monotonic() < began + unirun.roles.formation.LOSS_VIEW_TIMEOUT
 
     @pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), ValueError("wrapped")])
     def test_where_a_connection_has_ended_the_news_are_waited_for(
@@ -261,7 +261,7 @@ class TestExplaining:
     def test_a_timeout_of_gloo_that_no_news_follow_is_told_as_it_is(
         self, entered: tuple[Worker, Formation], groups: ProcessGroups, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(unirun.roles.formation, "NEWS", 0.05)
+        monkeypatch.setattr(unirun.roles.formation, "LOSS_VIEW_TIMEOUT", 0.05)
         for group in groups._groups:
             group.end()
         assert not entered[1].explain(RuntimeError("Timed out waiting 1800000ms for recv operation"))
@@ -337,8 +337,8 @@ class TestForming:
     def test_forming_that_cannot_be_ended_is_reported_as_stuck(
         self, worker: Worker, formation: Formation, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
     ) -> None:
-        monkeypatch.setattr(unirun.roles.gloo, "STUCK", 0.05)
-        monkeypatch.setattr(unirun.roles.gloo, "SAMPLE", 0.01)
+        monkeypatch.setattr(unirun.roles.gloo, "STUCK_TIMEOUT", 0.05)
+        monkeypatch.setattr(unirun.roles.gloo, "STACK_SAMPLE_INTERVAL", 0.01)
         end_outdated = process_groups().end_outdated
         monkeypatch.setattr(process_groups(), "end_outdated", lambda: None)
         worker.role_has(0)

@@ -119,7 +119,7 @@ class TestMasters:
     def test_it_leaves_one_that_hangs_when_another_leads(
         self, place: Place, visit: Callable[[], Visitor], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(masters, "CHECK", 0.02)
+        monkeypatch.setattr(masters, "SUCCESSOR_POLL_INTERVAL", 0.02)
         place.leader(script=greets(welcome(2)))
         visitor = visit()
         # A master takes its term before it writes the status.

@@ -21,8 +21,8 @@ import unirun.roles.gloo
 from tests.effort import SOON
 from unirun.roles.gloo import (
     BUSY,
-    IDLE,
-    STUCK,
+    STUCK_TIMEOUT,
+    WORKER_IDLE_TIMEOUT,
     GlooGroup,
     Idleness,
     Stillness,
@@ -40,22 +40,22 @@ class TestStillness:
     def test_one_call_lasts_after_its_time(self) -> None:
         stillness = Stillness()
         told = [stillness.lasts("here", now / 10) for now in range(13)]
-        assert told == [now / 10 > STUCK for now in range(13)]
+        assert told == [now / 10 > STUCK_TIMEOUT for now in range(13)]
 
     @given(st.lists(st.sampled_from(["here", "there", None]), max_size=40))
     def test_the_time_begins_anew_with_each_other_call(self, calls: list[str | None]) -> None:
         stillness = Stillness()
         for number, call in enumerate(calls):
             same = [*takewhile(lambda each: each == call, reversed(calls[: number + 1]))]  # noqa: B023 - used at once
-            lasts = call is not None and (len(same) - 1) * 0.3 > STUCK
+            lasts = call is not None and (len(same) - 1) * 0.3 > STUCK_TIMEOUT
             assert stillness.lasts(call, number * 0.3) == lasts
 
 
 class TestIdleness:
     def test_a_process_that_does_nothing_is_idle_after_its_time(self) -> None:
         idleness = Idleness()
-        told = [idleness.lasts(5.0, now) for now in range(round(IDLE) + 3)]
-        assert told == [now > IDLE for now in range(round(IDLE) + 3)]
+        told = [idleness.lasts(5.0, now) for now in range(round(WORKER_IDLE_TIMEOUT) + 3)]
+        assert told == [now > WORKER_IDLE_TIMEOUT for now in range(round(WORKER_IDLE_TIMEOUT) + 3)]
 
     def test_one_that_computes_is_not_however_long_it_takes(self) -> None:
         idleness = Idleness()
@@ -64,9 +64,9 @@ class TestIdleness:
     def test_its_time_begins_anew_when_it_has_computed(self) -> None:
         idleness = Idleness()
         idleness.lasts(0.0, 0.0)
-        assert not idleness.lasts(BUSY * IDLE * 2, IDLE - 1)
-        assert not idleness.lasts(BUSY * IDLE * 2, 2 * IDLE - 2)
-        assert idleness.lasts(BUSY * IDLE * 2, 2 * IDLE)
+        assert not idleness.lasts(BUSY * WORKER_IDLE_TIMEOUT * 2, WORKER_IDLE_TIMEOUT - 1)
+        assert not idleness.lasts(BUSY * WORKER_IDLE_TIMEOUT * 2, 2 * WORKER_IDLE_TIMEOUT - 2)
+        assert idleness.lasts(BUSY * WORKER_IDLE_TIMEOUT * 2, 2 * WORKER_IDLE_TIMEOUT)
 
 
 @pytest.mark.starts_processes
@@ -100,7 +100,7 @@ agent.close()
 def test_a_main_thread_that_keeps_its_role_waiting_is_found_with_its_stack(
     monkeypatch: pytest.MonkeyPatch, relevant: bool
 ) -> None:
-    monkeypatch.setattr(unirun.roles.gloo, "IDLE", 0.2)
+    monkeypatch.setattr(unirun.roles.gloo, "WORKER_IDLE_TIMEOUT", 0.2)
     monkeypatch.setattr(unirun.roles.gloo, "BUSY", 1.0)
     found: list[str | None] = []
     deadline = time.monotonic() + SOON
@@ -129,8 +129,8 @@ def ranks() -> Iterator[list[torch.distributed.ProcessGroup]]:
 def test_a_wait_in_users_code_for_a_peer_that_does_nothing_is_found_with_its_stack(
     ranks: list[torch.distributed.ProcessGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unirun.roles.gloo, "STUCK", 0.1)
-    monkeypatch.setattr(unirun.roles.gloo, "SAMPLE", 0.02)
+    monkeypatch.setattr(unirun.roles.gloo, "STUCK_TIMEOUT", 0.1)
+    monkeypatch.setattr(unirun.roles.gloo, "STACK_SAMPLE_INTERVAL", 0.02)
     waiting, peer = ranks
     deadline = time.monotonic() + SOON
 
@@ -177,9 +177,9 @@ def test_a_thread_that_computes_in_one_call_is_not_blocked() -> None:
 
 
 def test_a_wait_of_pythons_own_library_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unirun.roles.gloo, "STUCK", 0.02)
-    monkeypatch.setattr(unirun.roles.gloo, "ASK", 0.02)
-    monkeypatch.setattr(unirun.roles.gloo, "SAMPLE", 0.005)
+    monkeypatch.setattr(unirun.roles.gloo, "STUCK_TIMEOUT", 0.02)
+    monkeypatch.setattr(unirun.roles.gloo, "RELEVANCE_CHECK_INTERVAL", 0.02)
+    monkeypatch.setattr(unirun.roles.gloo, "STACK_SAMPLE_INTERVAL", 0.005)
     found: list[str | None] = []
     over = threading.Event()
     watcher = threading.Thread(

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from unirun.wire import handshake
 from unirun.wire.handshake import (
+    CONNECTION_QUEUE_TIMEOUT,
     EACH,
-    GRACE,
     KNOWN,
-    LOOK,
+    MIN_HANDSHAKE_SECONDS,
+    OVERDUE_POLL_INTERVAL,
     QUEUE,
     QUEUE_KNOWN,
     QUEUE_TOGETHER,
     RATE,
     RATE_TOGETHER,
     TOGETHER,
-    WAIT,
     Strangers,
 )
 
@@ -58,7 +58,7 @@ class Listener:
     def pass_time(self, seconds: float) -> None:
         end = self.now + seconds
         while self.now < end:
-            self.now = min(self.now + LOOK, end)
+            self.now = min(self.now + OVERDUE_POLL_INTERVAL, end)
             self.look()
 
     def end(self, *numbers: int, proved: bool = False) -> None:
@@ -90,7 +90,7 @@ def test_an_address_that_is_not_known_begins_so_many_a_second() -> None:
     listener = Listener()
     for _ in range(100):
         listener.end(*listener.connect("1.1.1.1", 10))
-        listener.pass_time(LOOK)
+        listener.pass_time(OVERDUE_POLL_INTERVAL)
         listener.end(*listener.begun)
     assert next(listener.numbers) == 1000
     left = len([*listener.strangers])
@@ -119,24 +119,24 @@ def test_an_address_that_is_new_has_its_turn_among_many_that_wait() -> None:
     for _ in range(200):
         if mine in listener.begun:
             break
-        listener.pass_time(LOOK)
+        listener.pass_time(OVERDUE_POLL_INTERVAL)
     assert mine in listener.begun
-    assert listener.now < 3 * GRACE
+    assert listener.now < 3 * MIN_HANDSHAKE_SECONDS
 
 
 def test_a_handshake_that_has_had_its_time_makes_room_for_another_of_its_address() -> None:
     listener = Listener()
     old = listener.connect("1.1.1.1", EACH)
-    listener.pass_time(GRACE / 2)
+    listener.pass_time(MIN_HANDSHAKE_SECONDS / 2)
     assert listener.connect("1.1.1.1") == []
-    listener.pass_time(GRACE)
+    listener.pass_time(MIN_HANDSHAKE_SECONDS)
     assert listener.out == old[:1]
 
 
 def test_a_silent_handshake_for_which_no_other_waits_goes_on() -> None:
     listener = Listener()
     listener.connect("1.1.1.1", EACH)
-    listener.pass_time(2 * GRACE)
+    listener.pass_time(2 * MIN_HANDSHAKE_SECONDS)
     assert listener.out == []
 
 
@@ -146,10 +146,10 @@ def test_a_connection_that_waits_too_long_is_closed(monkeypatch: pytest.MonkeyPa
     listener = Listener()
     assert len(listener.connect("1.1.1.1")) == 1
     assert listener.connect("2.2.2.2") == []
-    listener.pass_time(WAIT - LOOK)
+    listener.pass_time(CONNECTION_QUEUE_TIMEOUT - OVERDUE_POLL_INTERVAL)
     late = max(listener.came)
     assert late not in listener.out
-    listener.pass_time(2 * LOOK)
+    listener.pass_time(2 * OVERDUE_POLL_INTERVAL)
     assert late in listener.out
 
 
@@ -166,7 +166,7 @@ def test_how_often_addresses_connect_is_remembered_of_so_many(monkeypatch: pytes
     listener = Listener()
     for number in range(1000):
         listener.end(*listener.connect(f"1.{number // 250}.1.{number % 250}"))
-        listener.pass_time(LOOK)
+        listener.pass_time(OVERDUE_POLL_INTERVAL)
     assert len(listener.strangers._origins) <= 101
 
 

@@ -224,7 +224,7 @@ class TestAServer:
     ) -> None:
         for limit in ("KNOWN", "EACH"):
             monkeypatch.setattr(handshake, limit, 3)
-        monkeypatch.setattr(handshake, "GRACE", 0.05)
+        monkeypatch.setattr(handshake, "MIN_HANDSHAKE_SECONDS", 0.05)
 
         async def main() -> None:
             server = Refusing(place)

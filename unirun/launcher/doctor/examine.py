@@ -72,10 +72,10 @@ def pair_rounds(hosts: Sequence[T]) -> list[list[tuple[T, T]]]:
 
 # Probes on other hosts, over ssh or srun, and what it means when one does not answer.
 
-REACH = 20.0
+FIRST_ANSWER_TIMEOUT = 20.0
 """Seconds within which a host answers for the first time; ssh itself has half of that to connect."""
 
-ANSWER = 30.0
+PROBE_ANSWER_TIMEOUT = 30.0
 """Seconds for every other answer: more than whatever is asked may take."""
 
 _LONGEST = 1 << 20
@@ -133,7 +133,7 @@ class Channel:
             ) from error
         return cls(host, process)
 
-    async def ask(self, request: Request, kind: type[A], within: float = ANSWER) -> A:
+    async def ask(self, request: Request, kind: type[A], within: float = PROBE_ANSWER_TIMEOUT) -> A:
         """The answer, which is a `kind`. Raises `RendezvousError` with what it says instead, or why it is silent."""
         try:
             async with asyncio.timeout(within):
@@ -204,7 +204,7 @@ CLOCKS_AT_ONCE = 4
 HOPELESS = 3
 """A host with so many broken links, and no other, is not tried further."""
 
-COLLECTIVE = 120.0
+COLLECTIVE_TIMEOUT = 120.0
 """Seconds for the import of torch and for an all_reduce, which have shorter limits of their own."""
 
 
@@ -288,7 +288,9 @@ class _Examiner:
             await ask(name, None)
 
         async def ask(name: str, head: str | None) -> None:
-            told = await self._channels[name].ask(Look(os.getcwd(), interface, head), Told, REACH)
+            told = await self._channels[name].ask(
+                Look(os.getcwd(), interface, head), Told, FIRST_ANSWER_TIMEOUT
+            )
             self._reports[name] = HostReport(name, told.facts)
 
         await self._each([*targets], reach)
@@ -377,7 +379,7 @@ class _Examiner:
             nonlocal port
             first = name == names[0]
             try:
-                listening = await self._channels[name].ask(Load(store=first), Listening, COLLECTIVE)
+                listening = await self._channels[name].ask(Load(store=first), Listening, COLLECTIVE_TIMEOUT)
             except RendezvousError as error:
                 problems[name] = error.problem
             else:
@@ -399,7 +401,9 @@ class _Examiner:
         async def one(name: str) -> None:
             place = (names.index(name), len(names), self._address(names[0]), port)
             try:
-                done = await self._channels[name].ask(AllReduceAs(backend, *place), Reduced, COLLECTIVE)
+                done = await self._channels[name].ask(
+                    AllReduceAs(backend, *place), Reduced, COLLECTIVE_TIMEOUT
+                )
             except RendezvousError as error:
                 problems[name] = error.problem
             else:

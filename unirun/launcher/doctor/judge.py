@@ -8,7 +8,7 @@ from statistics import median, median_high, median_low
 
 from unirun.launcher.doctor.requests import AllReduce, Examination, Facts, Finding, HostReport, Link
 
-CLOCKS = 0.25
+MAX_CLOCK_SKEW_SECONDS = 0.25
 """Seconds by which a clock may differ from the median of all. Certificates and leases need less, logs look odd."""
 
 SHM = 512 << 20
@@ -17,7 +17,7 @@ SHM = 512 << 20
 OPEN_FILES = 1024
 """The least soft limit of descriptors."""
 
-LOOKUP = 0.5
+MAX_LOOKUP_SECONDS = 0.5
 """The most seconds for the name of an address."""
 
 FACTOR = 2.0
@@ -29,7 +29,7 @@ SPREADS = 3.0
 FAR = 0.6
 """Parts of the median that are enough in any case: the deviations of three hosts say little."""
 
-LEAST_RTT = 200e-6
+MIN_RTT_EXCESS_SECONDS = 200e-6
 """Seconds by which the round trips of a host are longer at the least; less is the scheduler's doing."""
 
 _GPUS = "GPUs"
@@ -102,7 +102,7 @@ def _clocks(hosts: Sequence[HostReport]) -> Iterable[Finding]:
     middle = median(clock.offset for clock in clocks.values())
     for name, clock in clocks.items():
         off = clock.offset - middle
-        if abs(off) - clock.uncertainty > CLOCKS:
+        if abs(off) - clock.uncertainty > MAX_CLOCK_SKEW_SECONDS:
             way = "ahead of" if off > 0 else "behind"
             problem = f"the clock is {abs(off):.3g} s {way} the others' (± {clock.uncertainty:.1g} s)"
             yield Finding((name,), problem, "synchronise it: chronyc tracking, timedatectl", stops=True)
@@ -121,7 +121,7 @@ def _limits(hosts: Sequence[HostReport]) -> Iterable[Finding]:
         if facts.open_files < OPEN_FILES:
             problem = f"a process may open {facts.open_files} files"
             yield Finding((host.name,), problem, "raise the limit: ulimit -n, LimitNOFILE")
-        if facts.lookup > LOOKUP:
+        if facts.lookup > MAX_LOOKUP_SECONDS:
             problem = f"the name of {facts.address} takes {facts.lookup:.1f} s to look up, as torch does"
             yield Finding((host.name,), problem, "mend the resolver, or add the hosts to /etc/hosts")
 
@@ -174,7 +174,7 @@ def _speeds(links: Sequence[Link]) -> Iterable[Finding]:
                 problem = f"{verb} {_mb(speed)} MB/s, the others {_mb(usual)} MB/s"
                 yield Finding((name,), problem, remedy)
     for name, rtt, usual in _outliers({name: median_low(row) for name, row in rtts.items()}):
-        if rtt > usual * FACTOR and rtt - usual > LEAST_RTT:
+        if rtt > usual * FACTOR and rtt - usual > MIN_RTT_EXCESS_SECONDS:
             problem = f"a round trip takes {1e6 * rtt:.0f} µs, with the others {1e6 * usual:.0f} µs"
             yield Finding((name,), problem, remedy)
 

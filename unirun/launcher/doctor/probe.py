@@ -100,13 +100,13 @@ def _driver() -> str:
 
 # One pair of hosts: the time of a round trip, and the bandwidth of one TCP connection each way.
 
-WITHIN = 10.0
+PROBE_STEP_TIMEOUT = 10.0
 """Seconds for each step."""
 
-CONNECT = 3.0
+PROBE_CONNECT_TIMEOUT = 3.0
 """Seconds to connect: two lost packets."""
 
-SENDING = 0.3
+BANDWIDTH_SECONDS = 0.3
 """Seconds of sending for the bandwidth."""
 
 _ROUND_TRIPS, _ROUND_TRIPS_FOR = 100, 0.2
@@ -121,14 +121,14 @@ def listen(address: str, nonce: bytes) -> int:
         server = socket.create_server((address, 0), family=family)
     except OSError as error:
         raise RendezvousError(f"{address} cannot be listened on: {error.strerror}".lower()) from error
-    server.settimeout(WITHIN)
+    server.settimeout(PROBE_STEP_TIMEOUT)
     threading.Thread(target=_serve, args=(server, nonce), daemon=True).start()
     return int(server.getsockname()[1])
 
 
 def _serve(server: socket.socket, nonce: bytes) -> None:
     """Serve connections until one says that it is the last. Errors are the peer's to tell."""
-    deadline = time.monotonic() + WITHIN
+    deadline = time.monotonic() + PROBE_STEP_TIMEOUT
     with server:
         while time.monotonic() < deadline:
             try:
@@ -145,7 +145,7 @@ def _serve(server: socket.socket, nonce: bytes) -> None:
 
 def _serve_one(connection: socket.socket, nonce: bytes) -> bool:
     """Serve one connection; whether it is the last."""
-    connection.settimeout(WITHIN)
+    connection.settimeout(PROBE_STEP_TIMEOUT)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not hmac.compare_digest(_exactly(connection, len(nonce)), nonce):
         raise AuthError("a peer without the nonce")
@@ -180,8 +180,8 @@ def measure(address: str, port: int, nonce: bytes, *, bandwidth: bool) -> tuple[
 
 
 def _open(address: str, port: int, nonce: bytes, kind: bytes) -> socket.socket:
-    connection = socket.create_connection((address, port), CONNECT)
-    connection.settimeout(WITHIN)
+    connection = socket.create_connection((address, port), PROBE_CONNECT_TIMEOUT)
+    connection.settimeout(PROBE_STEP_TIMEOUT)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(nonce + kind)
     return connection
@@ -200,8 +200,8 @@ def _round_trip(connection: socket.socket) -> float:
 
 
 def _fill(connection: socket.socket) -> None:
-    """Send for `SENDING` seconds, and say that this was all."""
-    until = time.monotonic() + SENDING
+    """Send for `BANDWIDTH_SECONDS` seconds, and say that this was all."""
+    until = time.monotonic() + BANDWIDTH_SECONDS
     while time.monotonic() < until:
         connection.sendall(_CHUNK)
     connection.shutdown(socket.SHUT_WR)

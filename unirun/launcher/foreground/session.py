@@ -22,27 +22,27 @@ from unirun.errors import (
     WireError,
 )
 from unirun.failover.persistence.context_store import load
-from unirun.failover.silence import SILENT
+from unirun.failover.silence import SILENCE_TIMEOUT
 from unirun.failover.status_views import farewell
 from unirun.launcher.foreground.console import Console
 from unirun.launcher.foreground.display import Display, pass_on_error
-from unirun.launcher.local import FAREWELL, RunningJob, first_words, last_words
+from unirun.launcher.local import JOB_EXIT_TIMEOUT, RunningJob, first_words, last_words
 from unirun.rendezvous.election import Leader
 from unirun.rendezvous.masters import Masters, Vacant
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.aio import Stream
 from unirun.wire.messages import Attach, Beat, Ended, Message, PassOn, Stop
 
-LOOK_AGAIN = 0.03
+NO_MASTER_POLL_INTERVAL = 0.03
 """Seconds between two attempts to reach a master while there is none."""
 
-LAST_LOOK = 2.0
+JOB_END_READ_TIMEOUT = 2.0
 """Seconds in which a store must tell whether a master that is gone has written the job's end there."""
 
-CHECK = 1.0
+AGENT_CHECK_INTERVAL = 1.0
 """Seconds of silence after which the agents are checked, once the user has sent a second signal."""
 
-PATIENCE = 2.0
+FORCED_KILL_DELAY = 2.0
 """Seconds that the master has after the second signal. Then the agents on this host are killed, and their workers with
 them."""
 
@@ -56,10 +56,10 @@ closing terminals send SIGTERM and SIGHUP more than once, and to a group as well
 _NO_READER = 128 + signal.SIGPIPE
 """The exit code when the reader of stdout is gone: a shell's code for a program ended by SIGPIPE."""
 
-HURRY = 0.5
+INTERRUPTED_OUTPUT_TIMEOUT = 0.5
 """Seconds to show the rest of the output after a signal at the end of the job."""
 
-QUIET = 3.0
+NO_MASTER_NOTICE_DELAY = 3.0
 """Seconds without a master after which the reason is shown."""
 
 
@@ -171,7 +171,7 @@ class Session:
             if self._processes.given_up(self._led, busy):
                 known = self._led and not self._requests.urgent
                 return await asyncio.to_thread(self._end_in_store) if known else None
-            await self._masters.news(LOOK_AGAIN)
+            await self._masters.news(NO_MASTER_POLL_INTERVAL)
 
     async def _follow_master(self, leader: Leader) -> Ended:
         """Follow one master until the job ends. Raises `WireError` when the master is gone before that."""
@@ -228,14 +228,14 @@ class Session:
         """
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CHECK):
+                async with asyncio.timeout(AGENT_CHECK_INTERVAL):
                     message = await master.receive()
                     self._heard = time.monotonic()
                     if not isinstance(message, Beat):
                         return message
                     master.send(message)
-            if master.remote and time.monotonic() > self._heard + SILENT:
-                text = f"the job's master has been silent for {SILENT:g} s"
+            if master.remote and time.monotonic() > self._heard + SILENCE_TIMEOUT:
+                text = f"the job's master has been silent for {SILENCE_TIMEOUT:g} s"
                 self._console.note(text)
                 raise _Silent(text)
             if self._requests.urgent and self._processes.given_up(self._led):
@@ -243,7 +243,7 @@ class Session:
 
     def _tell_why(self) -> None:
         """While there is no master, show the last message of the latest one."""
-        if time.monotonic() < self._alone_since + QUIET:
+        if time.monotonic() < self._alone_since + NO_MASTER_NOTICE_DELAY:
             return
         self._alone_since = time.monotonic()
         words = last_words(self._job)
@@ -253,7 +253,7 @@ class Session:
 
     async def _force(self) -> None:
         """End the job on this host without its master."""
-        await asyncio.sleep(PATIENCE)
+        await asyncio.sleep(FORCED_KILL_DELAY)
         self._processes.kill_agents()
 
     def _end_in_store(self) -> Ended | None:
@@ -261,7 +261,7 @@ class Session:
         if self._job.head is not None:
             return None
         try:
-            store = open_store(self._job.store_url, timeout=LAST_LOOK)
+            store = open_store(self._job.store_url, timeout=JOB_END_READ_TIMEOUT)
             try:
                 state = load(store, self._spec.run_id)
             finally:
@@ -330,10 +330,10 @@ class Session:
     async def _lost(self) -> int:
         """There will be no more master: end the remaining processes and report what is known."""
         refused = self._processes.refusal(self._led)
-        farewell = 0.0 if self._requests.urgent else FAREWELL
+        farewell = 0.0 if self._requests.urgent else JOB_EXIT_TIMEOUT
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         code = await asyncio.to_thread(self._processes.end, self._led, farewell)
-        self._display.finish(FAREWELL)
+        self._display.finish(JOB_EXIT_TIMEOUT)
         words = first_words(self._job)
         if refused is not None and words:
             # The first master could not lead, and has logged why.
@@ -355,7 +355,7 @@ class Session:
                 )
             if self._elsewhere or self._job.head is not None:
                 code = EXIT_RENDEZVOUS
-        self._console.close(FAREWELL)
+        self._console.close(JOB_EXIT_TIMEOUT)
         return code or EXIT_FAILURE
 
     async def _show_rest(self, ended: Ended, signalled: asyncio.Event) -> None:
@@ -375,7 +375,7 @@ class Session:
         await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         with contextlib.suppress(TimeoutError):
             # The signal may have come before anything was shown, so wait a little.
-            async with asyncio.timeout(HURRY):
+            async with asyncio.timeout(INTERRUPTED_OUTPUT_TIMEOUT):
                 await shown.wait()
 
 

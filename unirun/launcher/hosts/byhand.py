@@ -214,7 +214,7 @@ def is_here(host: str) -> bool:
 
 # Hosts that ssh reaches become nodes of a running job.
 
-JOIN = 60.0
+HOST_JOIN_TIMEOUT = 60.0
 """Seconds that a host has to join."""
 
 
@@ -244,10 +244,14 @@ async def _join_all(
             insecure=insecure,
         )
         try:
-            async with asyncio.timeout(JOIN):
+            async with asyncio.timeout(HOST_JOIN_TIMEOUT):
                 await _join(host, invite)
         except TimeoutError:
-            unfit.append(Unfit(host.name, f"it has not joined within {JOIN:g} s", f"try: ssh {host.target}"))
+            unfit.append(
+                Unfit(
+                    host.name, f"it has not joined within {HOST_JOIN_TIMEOUT:g} s", f"try: ssh {host.target}"
+                )
+            )
         except UnirunError as error:
             unfit.append(Unfit(host.name, error.problem, error.remedy))
 

@@ -24,7 +24,7 @@ OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "Server
 KEPT = 8192
 """Bytes of stderr that are kept for errors."""
 
-CLOSE = 2.0
+SSH_EXIT_TIMEOUT = 2.0
 """Seconds that ssh has to end."""
 
 _LIMIT = 1 << 26
@@ -110,7 +110,7 @@ class Remote:
                 if self._process.returncode is None:
                     os.kill(self._process.pid, signum)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE):
+                async with asyncio.timeout(SSH_EXIT_TIMEOUT):
                     await self._process.wait()
                     return
 

@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from msgspec import convert, to_builtins
 
 from unirun.errors import FrameError, JobError, RendezvousError, WireError
-from unirun.failover.silence import SILENT
+from unirun.failover.silence import SILENCE_TIMEOUT
 from unirun.launcher.hosts.connection import Remote, carried, reach
 from unirun.launcher.hosts.feed import GROWING, REPLACED
 from unirun.launcher.hosts.hostlist import Host
@@ -35,10 +35,10 @@ from unirun.wire.reporting import report
 
 # The command's copy of what nodes on other hosts write: the files of a job's directory, as `feed` sends them.
 
-AGAIN = 1.0
+HOST_RETRY_INTERVAL = 1.0
 """Seconds between two attempts to reach a host again."""
 
-CONNECT = 15.0
+HOST_CONNECT_TIMEOUT = 15.0
 """Seconds that an attempt may take."""
 
 
@@ -57,7 +57,7 @@ class Mirror:
         silent: Callable[[str, bool], None] = lambda *_: None,
     ) -> None:
         """`remote` sends all files already; without one, the node is asked for what is not here. `silent` is
-        called with the node, and True when the connection to it is lost, or has brought nothing for `SILENT`
+        called with the node, and True when the connection to it is lost, or has brought nothing for `SILENCE_TIMEOUT`
         seconds; False when it is back."""
         self._job, self._host, self.node, self._remote, self._note = job, host, host.name, remote, note
         self._silent = silent
@@ -99,10 +99,10 @@ class Mirror:
             return False
 
     async def _next(self, stream: Stream) -> Message:
-        """Return the next message. After `SILENT` seconds without one the node counts as silent until one comes; ssh's
+        """Return the next message. After `SILENCE_TIMEOUT` seconds without one the node counts as silent until one comes; ssh's
         keep-alive ends the wait for a host that is lost."""
         try:
-            async with asyncio.timeout(SILENT):
+            async with asyncio.timeout(SILENCE_TIMEOUT):
                 return await stream.receive()
         except TimeoutError:
             self._silent(self.node, True)
@@ -120,11 +120,11 @@ class Mirror:
         """Connect, and ask for the rest."""
         while True:
             try:
-                async with asyncio.timeout(CONNECT):
+                async with asyncio.timeout(HOST_CONNECT_TIMEOUT):
                     remote = await reach(self._host)
             except (RendezvousError, TimeoutError):
                 self.current.set()
-                await asyncio.sleep(AGAIN)
+                await asyncio.sleep(HOST_RETRY_INTERVAL)
                 continue
             remote.stream.send(Resume(self._job.run_id, self.node, self._offsets, carried(os.environ)))
             return remote
@@ -179,13 +179,13 @@ def write(folder: Path, node: str, chunk: Chunk, offset: int) -> None:
         file.write(data)
 
 
-LOOK = 1.0
+HOST_POLL_INTERVAL = 1.0
 """Seconds between two looks whether hosts have joined the job."""
 
-REST = 30.0
+FINAL_COPY_TIMEOUT = 30.0
 """Seconds after the job's end in which hosts that do not answer are tried."""
 
-CURRENT = 15.0
+CATCH_UP_TIMEOUT = 15.0
 """Seconds to wait until the copy has what hosts had written."""
 
 
@@ -234,7 +234,7 @@ class Copy:
                 pending = [task for task in tasks if not task.done()]
                 if not pending:
                     break
-                await asyncio.wait(pending, timeout=LOOK, return_when=asyncio.ALL_COMPLETED)
+                await asyncio.wait(pending, timeout=HOST_POLL_INTERVAL, return_when=asyncio.ALL_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
@@ -268,7 +268,7 @@ def make_current(job: JobDir) -> None:
         return
     told = _start(job)
     try:
-        select.select([told], [], [], CURRENT)
+        select.select([told], [], [], CATCH_UP_TIMEOUT)
     finally:
         os.close(told)
 
@@ -313,7 +313,7 @@ async def _copy_all(job: JobDir, told: int) -> None:
     current.add_done_callback(lambda _: os.close(told))
     while not copying.done():
         ended = _has_ended(job)
-        await asyncio.wait([copying], timeout=REST if ended else LOOK)
+        await asyncio.wait([copying], timeout=FINAL_COPY_TIMEOUT if ended else HOST_POLL_INTERVAL)
         if ended:
             break
     for task in (copying, current):

@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from unirun.failover.silence import BEAT
+from unirun.failover.silence import HEARTBEAT_INTERVAL
 from unirun.observe.jobdir import JobDir
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Beat, Chunk, Complete, Current
 
-LOOK = 0.05
+FILE_POLL_INTERVAL = 0.05
 """Seconds between two looks at the files: it bounds how late a line is shown. One look at 100 files takes 0.3 ms."""
 
 MOST = 1 << 18
@@ -35,7 +35,7 @@ def feed(job: JobDir, stream: BlockingStream, offsets: dict[str, int]) -> None:
     Beats between show the command that this host lives, as ssh needs 15 s to give one up.
     """
     seen: dict[str, tuple[int, int]] = {}
-    told, beaten = False, -BEAT
+    told, beaten = False, -HEARTBEAT_INTERVAL
     while True:
         # Looked at first: what the agent and its workers have written is there when they have ended.
         over = not job.alive()
@@ -53,10 +53,10 @@ def feed(job: JobDir, stream: BlockingStream, offsets: dict[str, int]) -> None:
         if not told:
             stream.send(Current())
             told = True
-        if time.monotonic() >= beaten + BEAT:
+        if time.monotonic() >= beaten + HEARTBEAT_INTERVAL:
             stream.send(Beat())
             beaten = time.monotonic()
-        time.sleep(LOOK)
+        time.sleep(FILE_POLL_INTERVAL)
 
 
 def _growing(job: JobDir) -> Iterator[str]:

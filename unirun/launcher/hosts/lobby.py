@@ -15,7 +15,7 @@ from unirun.values import Value
 from unirun.wire.aio import Stream
 from unirun.wire.messages import Assigned, Dismissed, Message, Offer, Ready, expected
 
-BIND = 30.0
+BIND_TIMEOUT = 30.0
 """Seconds in which a node that has its task must have bound its endpoints."""
 
 
@@ -67,7 +67,7 @@ async def assign(guests: Sequence[Guest], tasks: Mapping[str, Assigned]) -> None
         guest.stream.send(tasks[guest.node])
         expected(await guest.stream.receive(), Ready)
 
-    await each(guests, talk, BIND)
+    await each(guests, talk, BIND_TIMEOUT)
 
 
 async def tell(guests: Sequence[Guest], word: Message) -> None:

@@ -33,7 +33,7 @@ from unirun.wire.handshake import Token
 from unirun.wire.messages import Appointed, Assigned, Dismissed, Go, Offer, Ready, expected
 from unirun.wire.sockets import listen_tcp
 
-ANSWER = 600.0
+LAUNCHER_ANSWER_TIMEOUT = 600.0
 """Seconds that a node waits for the launcher's next word; the launcher has the deadline, and its end is noticed."""
 
 
@@ -59,10 +59,10 @@ def take_part(
     Raises `RendezvousError` when this node is dismissed or its endpoints cannot be bound, `JobError`, `WireError`.
     """
     stream.send(offered)
-    word = stream.receive(ANSWER)
+    word = stream.receive(LAUNCHER_ANSWER_TIMEOUT)
     if isinstance(word, Appointed):
         # The job has begun, and a master answers where the lobby was.
-        word = stream.receive(ANSWER)
+        word = stream.receive(LAUNCHER_ANSWER_TIMEOUT)
     assigned = expected(word, Assigned)
     try:
         member = settle(assigned, offered.node, token, insecure=insecure, interface=interface)
@@ -80,7 +80,7 @@ def take_part(
 
 def await_go(stream: BlockingStream) -> None:
     """Wait until the launcher says that the job starts. Raises `RendezvousError`, `WireError`."""
-    expected(stream.receive(ANSWER), Go)
+    expected(stream.receive(LAUNCHER_ANSWER_TIMEOUT), Go)
 
 
 def settle(assigned: Assigned, node: str, token: Token, *, insecure: bool, interface: str) -> Member:

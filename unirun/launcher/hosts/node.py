@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from unirun.errors import RendezvousError, UnirunError, WireError
 from unirun.launcher.hosts.feed import feed
 from unirun.launcher.hosts.interfaces import choose, reachable_address
-from unirun.launcher.hosts.member import ANSWER, await_go, missing, offer, take_part
+from unirun.launcher.hosts.member import LAUNCHER_ANSWER_TIMEOUT, await_go, missing, offer, take_part
 from unirun.launcher.hosts.stdio import over_stdio
 from unirun.launcher.local import first_words, start_agent
 from unirun.launcher.planned import PlannedJob
@@ -37,7 +37,7 @@ def main() -> int:
     ignore_signals()
     stream = over_stdio()
     try:
-        first = stream.receive(ANSWER)
+        first = stream.receive(LAUNCHER_ANSWER_TIMEOUT)
         match first:
             case Resume():
                 os.environ.update(first.env)
@@ -92,7 +92,7 @@ def _lead(
     listener = listen_tcp(addr)
     address = TcpAddress(addr, listener.getsockname()[1], invite.node)
     stream.send(offer(invite.node, masters=address, faults=faults, addr=addr))
-    assigned = expected(stream.receive(ANSWER), Assigned)
+    assigned = expected(stream.receive(LAUNCHER_ANSWER_TIMEOUT), Assigned)
     # Imported here: only the head needs the master.
     from unirun.launcher.launch import Head, launch
 

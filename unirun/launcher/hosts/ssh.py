@@ -47,19 +47,19 @@ from unirun.wire.messages import Assigned, Dismissed, Go, Invite, Member, Offer
 COMMAND = "command"
 """The name in the certificate of a command that is no node."""
 
-LOST = 15.0
+NO_MASTER_TIMEOUT = 15.0
 """Seconds without a master after which a job on other hosts is given up. A master that dies has a successor in one or
 two."""
 
-LOST_STORE = 60.0
+NO_MASTER_STORE_TIMEOUT = 60.0
 """The same when masters may run on several hosts: one whose host falls silent has a successor when its term is over and
 the hosts have noticed."""
 
-LOST_BUSY = 300.0
+NO_MASTER_BUSY_TIMEOUT = 300.0
 """The same while connections to the master's address are made, but come to nothing: its host is there, and busy. An
 agent there that has no master says so, and is not busy."""
 
-REST = 10.0
+OUTPUT_DRAIN_TIMEOUT = 10.0
 """Seconds that hosts have to send the rest of their output after the job's end."""
 
 
@@ -315,11 +315,11 @@ class RemoteProcesses:
         if busy is not None:
             # A head without a master may break off connections, too.
             self._taken = now if busy else 0.0
-        limit = LOST if self._job.head is not None else LOST_STORE
+        limit = NO_MASTER_TIMEOUT if self._job.head is not None else NO_MASTER_STORE_TIMEOUT
         return (
             not self._nodes
             or now > max(self._alone_since, self._taken) + limit
-            or now > self._alone_since + LOST_BUSY
+            or now > self._alone_since + NO_MASTER_BUSY_TIMEOUT
         )
 
     def taken_up(self, job: JobDir) -> bool:
@@ -339,7 +339,7 @@ class RemoteProcesses:
         with self._changed:
             self._changed.wait_for(
                 lambda: self._nodes <= self._lost() | self._silent,
-                REST if farewell is None else min(farewell, REST),
+                OUTPUT_DRAIN_TIMEOUT if farewell is None else min(farewell, OUTPUT_DRAIN_TIMEOUT),
             )
         return None
 

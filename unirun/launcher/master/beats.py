@@ -9,7 +9,14 @@ from functools import partial
 
 from unirun.errors import WireError
 from unirun.failover.events import AgentLost, Event, JoinTimedOut, RejoinTimedOut
-from unirun.failover.silence import BEAT, GIVE_UP, LOOK, SILENT, Silence, may_answer
+from unirun.failover.silence import (
+    GIVE_UP_DELAY,
+    HEARTBEAT_INTERVAL,
+    SILENCE_POLL_INTERVAL,
+    SILENCE_TIMEOUT,
+    Silence,
+    may_answer,
+)
 from unirun.launcher.master.writer import Writer
 from unirun.rendezvous.election import Term
 from unirun.wire.aio import Stream, frame_of
@@ -98,7 +105,7 @@ class Beats:
 
     def after(self, delay: float, event: Event, apply: Callable[[Event], object]) -> None:
         """Apply `event` in `delay` seconds. If nodes have to join in that time, it does not count while this master
-        does not run; and those of another master are marked `GIVE_UP` seconds before they are given up."""
+        does not run; and those of another master are marked `GIVE_UP_DELAY` seconds before they are given up."""
         loop, end = asyncio.get_running_loop(), self._running_time() + delay
 
         def due() -> None:
@@ -109,7 +116,7 @@ class Beats:
             if (left := end - self._running_time()) > 0.001:
                 loop.call_later(left + 0.001, due)
             elif isinstance(event, RejoinTimedOut) and (away := sorted(self._writer.certain.away)):
-                self._writer.mark(away, partial(loop.call_later, GIVE_UP, apply, event))
+                self._writer.mark(away, partial(loop.call_later, GIVE_UP_DELAY, apply, event))
             else:
                 apply(event)
 
@@ -118,10 +125,10 @@ class Beats:
     async def _look_on(self) -> None:
         beat = 0.0
         while True:
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(SILENCE_POLL_INTERVAL)
             self._look()
             now = self._running_time()
-            if now >= beat + BEAT:
+            if now >= beat + HEARTBEAT_INTERVAL:
                 beat = now
                 self._beat_watchers(now)
 
@@ -129,8 +136,8 @@ class Beats:
         """Report nodes that are silent or back, and give up those that are lost."""
         found = self._silence.look(time.monotonic())
         for node in found.silent:
-            rest = f"its ranks start elsewhere in {GIVE_UP:g} s unless it is heard"
-            self._say(node, f"node {node} has been silent for {SILENT:g} s; {rest}")
+            rest = f"its ranks start elsewhere in {GIVE_UP_DELAY:g} s unless it is heard"
+            self._say(node, f"node {node} has been silent for {SILENCE_TIMEOUT:g} s; {rest}")
         if found.silent:
             self._writer.mark(found.silent, lambda: self._silence.marked(found.silent, time.monotonic()))
         for node in found.back:
@@ -140,7 +147,9 @@ class Beats:
         for node in found.lost:
             if node in self._agents:
                 self._agents.pop(node).abort()
-            self._lose(AgentLost(node, f"it has been silent for more than {SILENT + GIVE_UP:g} s"))
+            self._lose(
+                AgentLost(node, f"it has been silent for more than {SILENCE_TIMEOUT + GIVE_UP_DELAY:g} s")
+            )
 
     def _beat_watchers(self, now: float) -> None:
         for watcher, heard in list(self._watchers.items()):

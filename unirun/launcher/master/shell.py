@@ -206,7 +206,7 @@ def tell_all(streams: Collection[Stream], message: Message) -> None:
 
 # The admission of nodes to the running job: the master's side of their streams.
 
-BIND = 30.0
+BIND_TIMEOUT = 30.0
 """Seconds in which a node that has its task must have bound its endpoints."""
 
 
@@ -252,7 +252,7 @@ class Admission:
             # A node that goes away before it is ready has changed nothing.
             with suppress(WireError, TimeoutError):
                 stream.send(self._assigned(offer.node, self._address))
-                async with asyncio.timeout(BIND):
+                async with asyncio.timeout(BIND_TIMEOUT):
                     word = await stream.receive()
                 if isinstance(word, Ready):
                     self._apply(Arrived(offer))
@@ -272,7 +272,7 @@ class Admission:
         return Assigned(job.run_id, job.uid, task.to_json(), head, job.shared_store)
 
 
-GOODBYE = 5.0
+STREAM_CLOSE_TIMEOUT = 5.0
 """Seconds that agents and watchers have to close their streams at the end."""
 
 
@@ -623,7 +623,7 @@ class Master:
                 self._owner_left(stream)
 
     async def _say_goodbye(self) -> None:
-        """Tell everybody; leave when all streams are closed from the other side, or after `GOODBYE`.
+        """Tell everybody; leave when all streams are closed from the other side, or after `STREAM_CLOSE_TIMEOUT`.
 
         A master that has found the job ended waits for those who do not know it yet.
         """
@@ -633,7 +633,7 @@ class Master:
         if (end := farewell(self._state)) is not None:
             self._tell_watchers(end)
             self._visitors.tell(end)
-        deadline = time.monotonic() + GOODBYE
+        deadline = time.monotonic() + STREAM_CLOSE_TIMEOUT
         while (left := deadline - time.monotonic()) > 0 and (self._tasks or self._unaware):
             if self._tasks:
                 await asyncio.wait(set(self._tasks), timeout=left)

@@ -30,11 +30,11 @@ RETRY_DELAY = 0.2
 MAX_RETRY_DELAY = 1.0
 """Seconds until the store is tried again, at first and at most."""
 
-END_PATIENCE = 15.0
+END_WRITE_TIMEOUT = 15.0
 """Seconds that the end of a job waits for a store that takes nothing: by then every agent that can see the store
 follows whoever leads, so what another may have decided meanwhile is not undone."""
 
-STOP_PATIENCE = 1.0
+STOP_WRITE_TIMEOUT = 1.0
 """The same for an end that somebody has asked for."""
 
 
@@ -230,7 +230,7 @@ class Writer:
         """Seconds until the end is carried out though it is not written; None when none waits."""
         if self._ledger.due is None or self._latest.verdict is None:
             return None
-        patience = STOP_PATIENCE if self._latest.asked_to_stop else END_PATIENCE
+        patience = STOP_WRITE_TIMEOUT if self._latest.asked_to_stop else END_WRITE_TIMEOUT
         return self._waits_since + patience - time.monotonic()
 
     def _finish(self) -> None:

@@ -24,22 +24,31 @@ from unirun.errors import EXIT_RENDEZVOUS, JobError, RendezvousError, UnirunErro
 from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.hosts.interfaces import is_own, reachable_address, resolve
 from unirun.launcher.slurm.allocation import Allocation
-from unirun.observe.batchjob import ASKED_AGAIN, AWAY, BatchJob, ask_slurm, batch_state, own_batch
+from unirun.observe.batchjob import (
+    SLURM_OUTAGE_TIMEOUT,
+    SLURM_RETRY_INTERVAL,
+    BatchJob,
+    ask_slurm,
+    batch_state,
+    own_batch,
+)
 from unirun.observe.jobdir import JobDir, directories_of_nodes, job_at, unirun_home
 from unirun.observe.ownership import exposure, make_private
 from unirun.observe.status import ENDED, PENDING, JobStatus, read_status, write_status
 from unirun.values import Value
 from unirun.wire.frames import from_json
 
-LOOK = 1.0
+SCRIPT_POLL_INTERVAL = 1.0
 """Seconds between two looks at the file. Looks are counted, so that a file system that hangs costs nothing."""
 
-LOOKS = 30
+SCRIPT_POLLS = 30
 """Looks without a change after which the script is gone; it writes once in a second."""
 
 
 @contextmanager
-def outliving_the_script(run_id: str, environ: Mapping[str, str], look: float = LOOK) -> Iterator[None]:
+def outliving_the_script(
+    run_id: str, environ: Mapping[str, str], look: float = SCRIPT_POLL_INTERVAL
+) -> Iterator[None]:
     """A context in which a node other than the first does its part of the job `run_id`. At the end of the context, if
     the script of this batch job is gone, the batch job is requeued; it is ended instead where it may not be requeued,
     or when the job has ended. Takes a second while the script lives."""
@@ -50,12 +59,12 @@ def outliving_the_script(run_id: str, environ: Mapping[str, str], look: float = 
             _end(job, _batch_id(environ))
 
 
-def script_is_gone(job: JobDir, look: float = LOOK) -> bool:
+def script_is_gone(job: JobDir, look: float = SCRIPT_POLL_INTERVAL) -> bool:
     """Return True if the batch script of `job` is gone."""
     before = _beat(job)
     if before is None:
         return False
-    for _ in range(LOOKS):
+    for _ in range(SCRIPT_POLLS):
         time.sleep(look)
         if (now := _beat(job)) != before and now is not None:
             return False
@@ -78,7 +87,7 @@ def _batch_id(environ: Mapping[str, str]) -> str:
 
 def _end(job: JobDir, number: str) -> None:
     """Requeue the batch job `number` or end it, unless another node has done so."""
-    deadline = time.monotonic() + AWAY
+    deadline = time.monotonic() + SLURM_OUTAGE_TIMEOUT
     while True:
         try:
             state = batch_state(BatchJob(number, 0.0))
@@ -93,7 +102,7 @@ def _end(job: JobDir, number: str) -> None:
             if time.monotonic() > deadline:
                 warn(f"{error}; end it with: scancel {number}")
                 return
-            time.sleep(ASKED_AGAIN)
+            time.sleep(SLURM_RETRY_INTERVAL)
         except (UnirunError, OSError) as error:
             # Another node may have been quicker.
             warn(f"{error}; if Slurm job {number} still runs, end it with: scancel {number}")
@@ -120,7 +129,7 @@ def _lost(status: JobStatus, *, again: bool) -> JobStatus:
 
 # The search for the head by the commands of one job step: a file, mode 0600, in a directory that nodes share.
 
-AGAIN = 0.05
+HEAD_FILE_POLL_INTERVAL = 0.05
 """Seconds between two looks for the file."""
 
 
@@ -176,7 +185,7 @@ def find(step: Allocation, timeout: float) -> Place:
         with contextlib.suppress(OSError):
             if file.name in os.listdir(file.parent):
                 return from_json(Place, file.read_text())
-        time.sleep(AGAIN)
+        time.sleep(HEAD_FILE_POLL_INTERVAL)
     raise RendezvousError(
         f"node {step.head} has not said within {timeout:g} s where it is: {socket.gethostname()} has no {file}",
         "set UNIRUN_HOME to a directory that all nodes share, or name the head: --nnodes N --rdzv-endpoint HOST:PORT",

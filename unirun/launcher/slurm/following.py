@@ -14,7 +14,7 @@ from types import FrameType
 from unirun.errors import EXIT_FAILURE, JobError, RendezvousError
 from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.logs import LogFollower
-from unirun.observe.batchjob import AWAY, BatchJob, BatchState, ask_slurm, batch_state
+from unirun.observe.batchjob import SLURM_OUTAGE_TIMEOUT, BatchJob, BatchState, ask_slurm, batch_state
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import read_summary
 
@@ -53,7 +53,7 @@ class Follower:
     def run(self) -> int:
         """Follow the job until it has ended. Returns its exit code, or 128 + the signal that has ended it.
 
-        Raises `RendezvousError` when Slurm has not answered for `AWAY` seconds; the job goes on then.
+        Raises `RendezvousError` when Slurm has not answered for `SLURM_OUTAGE_TIMEOUT` seconds; the job goes on then.
         """
         with self._catching(), self._output() as logs:
             state = self._to_its_end(logs)
@@ -71,7 +71,7 @@ class Follower:
                 state = batch_state(self._batch)
                 answered = time.monotonic()
             except RendezvousError as error:
-                if time.monotonic() > answered + AWAY:
+                if time.monotonic() > answered + SLURM_OUTAGE_TIMEOUT:
                     raise
                 self._note((str(error),), f"{error}; trying again")
             else:

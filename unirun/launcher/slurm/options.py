@@ -10,7 +10,7 @@ from unirun.errors import Fault, SpecError
 from unirun.spec.read import nearest
 from unirun.values import Value
 
-GRACE = 60
+DEFAULT_GRACE_SECONDS = 60
 """Seconds before the time limit at which the job is told to end, unless ``grace`` says otherwise."""
 
 
@@ -128,7 +128,7 @@ class BatchOptions(Value):
     options: Mapping[str, str]
     env: Mapping[str, str]
     requeue: bool = True
-    grace: int = GRACE
+    grace: int = DEFAULT_GRACE_SECONDS
     output: str | None = None
     extra: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
@@ -161,7 +161,7 @@ def parse_slurm(
         options={key: first[key][0] for key in _OF_JOB if key in first and key not in _INHERITED},
         env=dict(pair.split("=", 1) for pair in first.get("env_vars", ())),
         requeue=_one(first, "requeue") != "no",
-        grace=int(_one(first, "grace") or GRACE),
+        grace=int(_one(first, "grace") or DEFAULT_GRACE_SECONDS),
         output=_one(first, "output"),
         extra=tuple(extra),
         setup=tuple(setup),

@@ -47,7 +47,7 @@ _NO_HOME = "HOME is not set: set UNIRUN_HOME to a directory that the nodes share
 
 _DEFAULT_HOME = f'"${{UNIRUN_HOME:-${{XDG_STATE_HOME:-${{HOME:?{_NO_HOME}}}/.local/state}}/unirun}}"'
 
-REST = 10
+TASK_END_TIMEOUT = 10
 """Seconds after the job's end in which the tasks of all nodes end. srun waits for the task of a lost node until Slurm
 has that node down, by default for five minutes, and would keep the other nodes as long."""
 
@@ -123,7 +123,7 @@ def batch_script(options: BatchOptions, batch: Batch) -> str:
         f'export UNIRUN_HOME={home} {VARIABLE}="$run_id"',
         'job="$UNIRUN_HOME/jobs/$run_id"',
         *(f"export {name}={quoted(value)}" for name, value in options.env.items()),
-        f"rest={REST}",
+        f"rest={TASK_END_TIMEOUT}",
         'rm -f "$job/summary.json"',
         "",
         _BEFORE,

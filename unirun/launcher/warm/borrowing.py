@@ -43,7 +43,7 @@ LOG = "log"
 VARIABLE = "UNIRUN_WARM"
 """1: the first job leaves a warm process for the next ones; 0: jobs start cold."""
 
-PATIENCE = 2.0
+BORROW_TIMEOUT = 2.0
 """Seconds that a job waits for the answer, which normally takes some hundredths."""
 
 PADDING = "-" * 200
@@ -226,7 +226,7 @@ def borrow(warm: Warm, want: Borrow) -> Borrowed | str:
     told, tells = os.pipe()
     sock = socket.socket(socket.AF_UNIX)
     try:
-        sock.settimeout(PATIENCE)
+        sock.settimeout(BORROW_TIMEOUT)
         with unix_address(warm.folder / SOCKET) as address:
             sock.connect(address)
         if peer_of(sock) != (warm.description.pid, os.getuid()):
@@ -238,7 +238,7 @@ def borrow(warm: Warm, want: Borrow) -> Borrowed | str:
         if answer == b"y":
             sock.settimeout(None)
             return Borrowed(sock, handles[0], told)
-        reply = stream.receive(PATIENCE) if answer else None
+        reply = stream.receive(BORROW_TIMEOUT) if answer else None
         why = reply.reason if isinstance(reply, Declined) else "it has ended meanwhile"
     except (OSError, UnirunError) as error:
         why = f"it does not answer: {error}"

@@ -70,7 +70,7 @@ def take_over(there: Sequence[str], wanted: Sequence[str]) -> None:
 _Mark = tuple[int, int, int, int]
 """Inode, size, mtime and ctime. File contents are not read."""
 
-_TICK = 0.02
+_TIMESTAMP_DELAY = 0.02
 """Maximum delay of file system timestamps in seconds."""
 
 
@@ -89,7 +89,7 @@ class LoadedFiles:
 
     def changed_since(self, start: float) -> str:
         """A file that has changed since `start` (seconds since the epoch), perhaps after it was loaded; empty: none."""
-        first = (start - _TICK) * 1e9
+        first = (start - _TIMESTAMP_DELAY) * 1e9
         return next((path for path, mark in self._files.items() if mark is not None and mark[3] > first), "")
 
     def replaced(self) -> str:

@@ -11,7 +11,7 @@ from unirun.launcher.warm.borrowing import VARIABLE, Choice, choose, running, so
 from unirun.observe.jobdir import JobDir
 from unirun.spec.job import JobSpec
 
-IDLE = 1800.0
+WARM_IDLE_TIMEOUT = 1800.0
 """Seconds without a job after which a warm process ends."""
 
 MOST = 4
@@ -43,4 +43,4 @@ def leave_behind(found: list[Choice]) -> None:
         return
     for choice in found:
         if choice.warm is None and len(running()) < MOST:
-            start(choice.want.env, choice.want.modules, IDLE)
+            start(choice.want.env, choice.want.modules, WARM_IDLE_TIMEOUT)

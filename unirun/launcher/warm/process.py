@@ -55,7 +55,7 @@ from unirun.wire.spawning import Borrow, Declined
 STALE = 3
 """Exit code of a fork that found loaded files replaced."""
 
-PATIENCE = 5.0
+BORROW_REQUEST_TIMEOUT = 5.0
 """Seconds to wait for the request of an agent that has connected."""
 
 MAX_HANDLES = 250
@@ -70,11 +70,11 @@ def lend(
     adopt_orphans()
     set_title("unirun-guard")
     try:
-        connection.settimeout(PATIENCE)
+        connection.settimeout(BORROW_REQUEST_TIMEOUT)
         _, handles, _, _ = socket.recv_fds(connection, 1, MAX_HANDLES)
         connection.settimeout(None)
         stream = BlockingStream(connection)
-        wanted = stream.receive(PATIENCE)
+        wanted = stream.receive(BORROW_REQUEST_TIMEOUT)
         if not isinstance(wanted, Borrow) or len(handles) != 2 + len(wanted.inherited):
             os._exit(1)
         if why := _why_not(description, files, wanted):
@@ -137,7 +137,7 @@ def _guard(spawner: int, told: int) -> NoReturn:
     os._exit(0)
 
 
-LOOK = 60.0
+LOADED_FILES_POLL_INTERVAL = 60.0
 """Seconds between two checks of the loaded files."""
 
 _DONTNEED = 4
@@ -204,8 +204,8 @@ class WarmProcess:
         """Fork for each connection of this user. Returns the connection, in the fork."""
         asked = time.monotonic()
         while True:
-            left = LOOK if self._guards else asked + self._idle - time.monotonic()
-            ready = self._selector.select(max(min(left, LOOK), 0.0))
+            left = LOADED_FILES_POLL_INTERVAL if self._guards else asked + self._idle - time.monotonic()
+            ready = self._selector.select(max(min(left, LOADED_FILES_POLL_INTERVAL), 0.0))
             over = left <= 0 and not self._guards
             if not ready and (over or not self._folder.exists() or self._files.replaced()):
                 self._end()

@@ -342,7 +342,7 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 
-_PAUSE = 0.05
+_MEMBERS_RETRY_INTERVAL = 0.05
 """Seconds before all members are tried again."""
 
 
@@ -504,7 +504,7 @@ class Cluster:
                 refused = diagnose(self.address, endpoint, min(1.0, left)) if left > 0 else None
                 if refused:
                     raise refused
-            time.sleep(_PAUSE)
+            time.sleep(_MEMBERS_RETRY_INTERVAL)
 
     def _greet(self, endpoint: str, timeout: float) -> None:
         """Log in, and read under our prefix: this needs a quorum and permission."""

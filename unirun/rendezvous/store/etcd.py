@@ -53,10 +53,10 @@ from unirun.rendezvous.store.protocol import (
 _UNREAD = 1000
 """Maximum number of unread responses; beyond it the stream is not read, which slows the server down."""
 
-_JOIN = 1.0
+_WATCH_JOIN_TIMEOUT = 1.0
 """Seconds that `close` waits for the thread, which may be blocked in a call to a silent member."""
 
-_FAILOVER = 1.0
+_FAILOVER_TIMEOUT = 1.0
 """Seconds before a broken watch is reported: the time to find another member."""
 
 _PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0)
@@ -108,14 +108,16 @@ class EtcdWatch:
             self._state.notify_all()
         if stream is not None:
             stream.cancel()
-        self._thread.join(_JOIN)
+        self._thread.join(_WATCH_JOIN_TIMEOUT)
 
     def _complain(self, patience: float) -> None:
         """Raise the trouble when it is permanent or has lasted for `patience` seconds."""
         trouble = self._trouble
         if trouble is None:
             return
-        if isinstance(trouble, StoreAway) and time.monotonic() - self._since < max(patience, _FAILOVER):
+        if isinstance(trouble, StoreAway) and time.monotonic() - self._since < max(
+            patience, _FAILOVER_TIMEOUT
+        ):
             return
         raise type(trouble)(trouble.problem, trouble.remedy) from trouble
 

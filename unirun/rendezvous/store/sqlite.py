@@ -230,7 +230,7 @@ HISTORY_REVISIONS = 10_000
 HISTORY_BYTES = 16 * 1024 * 1024
 """Limits of the history kept for watches; a watch that is further behind gets a `Listing`."""
 
-POLL = 0.02
+SQLITE_POLL_INTERVAL = 0.02
 """Seconds between two reads of the file's version by a watch; a read takes microseconds, from shared memory."""
 
 _UNDER = "key >= ? AND key < ?"
@@ -389,7 +389,7 @@ def _closed() -> StoreAway:
 
 
 class SqliteWatch:
-    """The changes under a prefix of an `SqliteStore`, seen within `POLL` seconds."""
+    """The changes under a prefix of an `SqliteStore`, seen within `SQLITE_POLL_INTERVAL` seconds."""
 
     def __init__(self, store: SqliteStore, prefix: str, from_revision: int) -> None:
         self._store, self._prefix = store, prefix
@@ -412,7 +412,7 @@ class SqliteWatch:
             left = deadline - time.monotonic()
             if news or left <= 0:
                 return news
-            self._closed.wait(min(left, POLL))
+            self._closed.wait(min(left, SQLITE_POLL_INTERVAL))
         return ()
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from unirun.values import Value
 
 # Writes to a store under a lease, so that they expire some time after their node is gone.
 
-RETRY = 0.1
+STORE_RETRY_INTERVAL = 0.1
 """Seconds between two attempts to reach a store that is away."""
 
 
@@ -203,7 +203,7 @@ class StoreBackend(RendezvousBackend):
                 self.away = True
                 if not isinstance(error, StoreAway) or time.monotonic() >= deadline:
                     raise RendezvousConnectionError(str(error)) from error
-                time.sleep(RETRY)
+                time.sleep(STORE_RETRY_INTERVAL)
             else:
                 if self.away:
                     self.away, self._grace_ends = False, time.monotonic() + self._grace

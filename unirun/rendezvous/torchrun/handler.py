@@ -53,7 +53,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from unirun.errors import OutcomeUnknown, StoreAway, StoreError
 from unirun.rendezvous.store.protocol import MAX_CHANGES, Listing, RevisionIs, Store
 from unirun.rendezvous.store.url import open_store
-from unirun.rendezvous.torchrun.backend import RETRY, LeasedWriter, StoreBackend
+from unirun.rendezvous.torchrun.backend import STORE_RETRY_INTERVAL, LeasedWriter, StoreBackend
 from unirun.rendezvous.torchrun.config import Config, parse_config, store_address
 
 # A `torch.distributed.Store` in which the agents of one round exchange ranks and addresses and run the exit barrier.
@@ -171,7 +171,7 @@ class RoundStore(TorchStore):
             except (StoreAway, OutcomeUnknown) as error:
                 if time.monotonic() >= deadline:
                     raise DistStoreError(f"{what}: {error}") from error
-                time.sleep(RETRY)
+                time.sleep(STORE_RETRY_INTERVAL)
             except StoreError as error:
                 raise DistStoreError(f"{what}: {error}") from error
 
@@ -182,7 +182,7 @@ def _encoded(value: str | bytes) -> str:
 
 logger = logging.getLogger(__name__)
 
-LOOK = 1.0
+LOST_NODES_POLL_INTERVAL = 1.0
 """Maximum seconds between two checks of a waiting node for lost nodes; torch's interval."""
 
 UNNAMED = "none"
@@ -334,7 +334,9 @@ class _Executor(_DistributedRendezvousOpExecutor):
         super().run(step, deadline, update_deadline)
 
     def _look_in(self, last_call: datetime | None) -> float:
-        seconds = min(LOOK, self._settings.keep_alive_interval.total_seconds())  # when a heartbeat may be due
+        seconds = min(
+            LOST_NODES_POLL_INTERVAL, self._settings.keep_alive_interval.total_seconds()
+        )  # when a heartbeat may be due
         if last_call is not None:
             seconds = min(seconds, (last_call - datetime.now(UTC)).total_seconds())
         return max(0.01, seconds)

@@ -79,7 +79,7 @@ class ReportedLosses:
         return found
 
 
-ERROR_GRACE = 0.1
+GROUP_ERROR_DELAY = 0.1
 """Seconds between the first error of a group call and its end: an error in a collective comes a moment before the
 news of the death that caused it."""
 
@@ -371,7 +371,7 @@ class Caller:
             self._fail_later(call)
 
     def _fail_later(self, call: OpenCall) -> None:
-        self._scheduler.at(self._scheduler.now() + ERROR_GRACE, partial(self._fail, call, call.attempt))
+        self._scheduler.at(self._scheduler.now() + GROUP_ERROR_DELAY, partial(self._fail, call, call.attempt))
 
     def _fail(self, call: OpenCall, attempt: int) -> None:
         """A moment after the first error. Before a call is made again, all its workers must have left it."""

@@ -36,7 +36,7 @@ DESCRIBE = "__describe__"
 VISITOR = "@"
 """The first character in the name of a caller outside the job, which no role has."""
 
-VISIT_KEPT = 3600.0
+VISITOR_RESULTS_TTL = 3600.0
 """Seconds after its last request for which the results are kept that a visitor has not acked. It may be gone."""
 
 OPEN_RPC = "__open_rpc__"
@@ -190,7 +190,7 @@ class Dispatcher:
     def _forget_visitors(self, now: float) -> None:
         """Drop what is kept for visitors that have left without a word."""
         for key, caller in list(self._callers.items()):
-            silent = key[0].startswith(VISITOR) and now - caller.heard > VISIT_KEPT
+            silent = key[0].startswith(VISITOR) and now - caller.heard > VISITOR_RESULTS_TTL
             if silent and all(run.outcome is not None for run in caller.runs.values()):
                 del self._callers[key]
 

@@ -14,8 +14,8 @@ from unirun.roles.calls.open_call import OpenCall
 from unirun.roles.transport.protocol import Channel, Parcel, Scheduler, Transport
 from unirun.values import WorkerId
 
-RECONNECT = 0.02
-MAX_RECONNECT = 1.0
+RECONNECT_DELAY = 0.02
+MAX_RECONNECT_DELAY = 1.0
 """Seconds until a broken connection is opened again, the second time and at most; the first time is at once."""
 LARGE = 1 << 20
 """Bytes from which a result is acked at once: the worker need not keep it until the next call."""
@@ -110,7 +110,7 @@ class ReliableChannel:
 
     def _connect_later(self) -> None:
         self.reconnecting = True
-        delay = min(RECONNECT * 2 ** (self._breaks - 1), MAX_RECONNECT) if self._breaks else 0.0
+        delay = min(RECONNECT_DELAY * 2 ** (self._breaks - 1), MAX_RECONNECT_DELAY) if self._breaks else 0.0
         self._breaks = min(self._breaks + 1, 16)
         self._scheduler.at(self._scheduler.now() + delay, self._reconnect)
 

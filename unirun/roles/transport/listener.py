@@ -24,15 +24,22 @@ from unirun.values import Value, WorkerId
 from unirun.wire.address import TcpAddress, unix_address
 from unirun.wire.credentials import Credentials
 from unirun.wire.frames import from_json
-from unirun.wire.handshake import ANSWER_SIZE, DEADLINE, LOOK, Refusals, ServerHandshake, Strangers
+from unirun.wire.handshake import (
+    ANSWER_SIZE,
+    HANDSHAKE_TIMEOUT,
+    OVERDUE_POLL_INTERVAL,
+    Refusals,
+    ServerHandshake,
+    Strangers,
+)
 from unirun.wire.sockets import handshake_error, keep_alive, listen, listen_tcp, tcp_address
 
-AGAIN = 0.1
+ACCEPT_RETRY_INTERVAL = 0.1
 """Seconds until a listener that is out of descriptors accepts again."""
 
 
 class Listener:
-    """Accepts connections on `sock` in a thread. Those that prove the token within `DEADLINE` are served; `Strangers`
+    """Accepts connections on `sock` in a thread. Those that prove the token within `HANDSHAKE_TIMEOUT` are served; `Strangers`
     says which of them may begin to, each in a thread of its own. `known` says whether an address is one of the job's
     hosts."""
 
@@ -73,7 +80,7 @@ class Listener:
     def _accept_all(self) -> None:
         while not self._closed:
             try:
-                self._socket.settimeout(LOOK if self._strangers.waiting else None)
+                self._socket.settimeout(OVERDUE_POLL_INTERVAL if self._strangers.waiting else None)
                 sock, place = self._socket.accept()
             except TimeoutError:
                 self._go_on()
@@ -85,7 +92,7 @@ class Listener:
                 if not self._closed:
                     # Out of descriptors or memory: connections wait in the listener's queue.
                     self._refusals.add(error)
-                    time.sleep(AGAIN)
+                    time.sleep(ACCEPT_RETRY_INTERVAL)
                 continue
             came = _Stranger(sock, place[0] if place else "")
             with self._changing:
@@ -101,7 +108,7 @@ class Listener:
         """Begin the handshakes of connections whose turn it is, and end those that have to make room."""
         with self._changing:
             now, out, begin = time.monotonic(), [], []
-            if now >= self._looked + LOOK:
+            if now >= self._looked + OVERDUE_POLL_INTERVAL:
                 self._looked, out = now, self._strangers.overdue(now)
             while not self._closed and (begins := self._strangers.next(now)) is not None:
                 begins.entering = True
@@ -123,10 +130,10 @@ class Listener:
 
     def _admit(self, stranger: _Stranger) -> None:
         """Let a peer prove the token, and take its requests then."""
-        handshake, answer, end = ServerHandshake(self._token), b"", time.monotonic() + DEADLINE
+        handshake, answer, end = ServerHandshake(self._token), b"", time.monotonic() + HANDSHAKE_TIMEOUT
         try:
             sock = stranger.sock
-            sock.settimeout(DEADLINE)
+            sock.settimeout(HANDSHAKE_TIMEOUT)
             if sock.family != socket.AF_UNIX:
                 keep_alive(sock)
             if self._tls is not None:

@@ -21,10 +21,10 @@ from unirun.errors import ChannelError
 from unirun.roles.transport.protocol import await_end
 from unirun.wire.reporting import report_error
 
-SPIN = 200e-6
+SPIN_SECONDS = 200e-6
 """Seconds for which a waiting thread polls before it sleeps. To wake the processor of a sleeping thread takes about 100
 us on a virtual machine."""
-STOLEN, PAUSE = 500e-6, 0.1
+PREEMPTED_SECONDS, SPIN_PAUSE_SECONDS = 500e-6, 0.1
 """Seconds between two polls from which on another thread has had the processor, and for which no thread spins then."""
 
 
@@ -45,10 +45,10 @@ Poll = Callable[[float | None], list[tuple[int, int]]]
 
 
 class SpinningPoll:
-    """Polls again and again for `SPIN` seconds before it sleeps, if the wait before was about as short.
+    """Polls again and again for `SPIN_SECONDS` seconds before it sleeps, if the wait before was about as short.
 
     So a worker without calls, or a caller of a slow method, sleeps. Between two polls other threads of the same
-    processor may run. If they do so for long, there is no free processor, and it does not spin for `PAUSE` seconds.
+    processor may run. If they do so for long, there is no free processor, and it does not spin for `SPIN_PAUSE_SECONDS` seconds.
     """
 
     def __init__(self, poll: Poll, now: Callable[[], float] = time.monotonic) -> None:
@@ -56,15 +56,15 @@ class SpinningPoll:
         self._last, self._pause = math.inf, -math.inf
 
     def __call__(self, timeout: float | None) -> list[tuple[int, int]]:
-        """As `poll`, up to `SPIN` seconds longer."""
+        """As `poll`, up to `SPIN_SECONDS` seconds longer."""
         began = now = self._now()
-        # The wake-up of a sleeping thread is a part of the time, so the limit is higher than `SPIN`.
-        end = began + SPIN if self._last < 2 * SPIN and began > self._pause else began
+        # The wake-up of a sleeping thread is a part of the time, so the limit is higher than `SPIN_SECONDS`.
+        end = began + SPIN_SECONDS if self._last < 2 * SPIN_SECONDS and began > self._pause else began
         while not (found := self._poll(0)) and now < end:
             os.sched_yield()
             before, now = now, self._now()
-            if now - before > STOLEN:
-                self._pause = now + PAUSE
+            if now - before > PREEMPTED_SECONDS:
+                self._pause = now + SPIN_PAUSE_SECONDS
         found = found or self._poll(timeout)
         self._last = self._now() - began
         return found

@@ -30,7 +30,7 @@ from unirun.values import WorkerId
 # TensorPipe closes its listener when it gets bytes of another protocol. It writes a warning and goes on with the
 # connections that it has, but nobody can connect to the process any more.
 
-PERIOD = 1.0
+GUARD_POLL_INTERVAL = 1.0
 """Seconds between two checks; a check takes a microsecond."""
 
 Listeners = dict[int, int]
@@ -69,7 +69,7 @@ class ListenerGuard:
         await_end(self._thread)
 
     def _watch(self) -> None:
-        while not self._closed.wait(PERIOD):
+        while not self._closed.wait(GUARD_POLL_INTERVAL):
             if not all(_is_open(handle, inode) for handle, inode in self._guarded.items()):
                 self._lost()
                 return

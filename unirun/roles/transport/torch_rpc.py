@@ -21,7 +21,7 @@ from unirun.roles.transport.protocol import Channel, Handler, Inbox, Parcel, Sch
 from unirun.roles.transport.rpc_agent import ListenerGuard, RpcAgent
 from unirun.values import WorkerId
 
-MOMENT = 0.001
+ANSWER_SPIN_SECONDS = 0.001
 """Seconds for which a waiting thread polls for the answer."""
 
 APART = 1 << 20
@@ -152,7 +152,7 @@ class _Channel:
 
         A thread that waits inside torch does not handle signals.
         """
-        end = time.monotonic() + MOMENT
+        end = time.monotonic() + ANSWER_SPIN_SECONDS
         try:
             while not future.done() and time.monotonic() < end:
                 os.sched_yield()

@@ -21,7 +21,7 @@ _ITERATION, _SECONDS, _TIMESTAMP = "_training_iteration", "_time_this_iter_s", "
 _OURS = frozenset({_ITERATION, _SECONDS, _TIMESTAMP, "_data_wait"})
 
 _ROWS = 8
-_BETWEEN = 0.1
+_DRAW_INTERVAL = 0.1
 """Seconds between two drawings of the table."""
 
 _WIDEST = 24
@@ -121,7 +121,7 @@ class _Table:
 
     def show(self, results: list[dict[str, Any]]) -> None:
         now = self._clock()
-        if now - self._drawn_at < _BETWEEN:
+        if now - self._drawn_at < _DRAW_INTERVAL:
             self._waiting = results
             return
         self._drawn_at, self._waiting = now, None

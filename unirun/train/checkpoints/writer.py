@@ -4,7 +4,7 @@ A plain state is written by rank 0, a sharded one by all ranks. Each rank writes
 and which files it has written.
 Rank 0 *commits*: it waits until everything is written, and writes the manifest. It does so when the driver
 orders it, which has the report that follows by then: so a report arrives once for each checkpoint, whatever
-dies in between. A checkpoint that no report follows within `HOLD` seconds, or after which another one is
+dies in between. A checkpoint that no report follows within `REPORT_TIMEOUT` seconds, or after which another one is
 saved, is committed by rank 0, and the driver learns of it from the next report. A checkpoint whose score is
 in its report waits for that report.
 """
@@ -33,16 +33,16 @@ from unirun.train.checkpoints.strategy import CheckpointStrategy, Info
 from unirun.train.data import Progress, merged
 from unirun.values import Value
 
-HOLD = 1.0
+REPORT_TIMEOUT = 1.0
 """Seconds in which the report that follows a checkpoint must be made for both to count together."""
 
-PATIENCE = 600.0
+CHECKPOINT_WRITE_TIMEOUT = 600.0
 """Seconds in which a checkpoint must be written."""
 
-TOGETHER = 60.0
+RANKS_SAVE_TIMEOUT = 60.0
 """Seconds in which the other ranks must have saved it, too."""
 
-LOOK = 0.02
+RANKS_SAVE_POLL_INTERVAL = 0.02
 """Seconds between two looks whether they have."""
 
 
@@ -114,7 +114,7 @@ class Writer:
         if before is not None and not self._rank:
             # It counts with its report, once the driver has that of all ranks; without one it counts now.
             counts = before.committed if before.reported else self.commit(before.number)
-            counts.result(PATIENCE)
+            counts.result(CHECKPOINT_WRITE_TIMEOUT)
         pending = _Pending(self._number, state)
         self._number += 1
         whole = plain_state(state)
@@ -128,7 +128,7 @@ class Writer:
             if self._group is None:
                 self._group = self._group_of()
             saved = save_sharded(self._folder, pending.number, whole, self._group, pending.files)
-            write = lambda: awaited(saved, PATIENCE)  # noqa: E731 - the other branch has more to do
+            write = lambda: awaited(saved, CHECKPOINT_WRITE_TIMEOUT)  # noqa: E731 - the other branch has more to do
         elif not self._rank:
             copied = snapshot(whole)
 
@@ -169,11 +169,11 @@ class Writer:
     def _await_word(self, pending: _Pending) -> None:
         """Wait until a checkpoint counts: by itself, if no report follows in time, unless its score is in that.
         The next report, the next `save`, `finish` or `close` ends the wait."""
-        alone = HOLD if self._strategy.is_scored(*pending.scores) else None
+        alone = REPORT_TIMEOUT if self._strategy.is_scored(*pending.scores) else None
         with self._changed:
             self._changed.wait_for(lambda: pending.reported or pending.counts or self._closed, alone)
             if pending.reported:
-                self._changed.wait_for(lambda: pending.counts or self._closed, PATIENCE)
+                self._changed.wait_for(lambda: pending.counts or self._closed, CHECKPOINT_WRITE_TIMEOUT)
             pending.counts = True
 
     def reported(self, metrics: Mapping[str, Any]) -> int | None:
@@ -235,7 +235,7 @@ class Writer:
     def _gathered(self, pending: _Pending) -> list[Part]:
         """The parts of all ranks in rank order, once all of them have written theirs."""
         names = {f"rank.{rank:05}.json" for rank in range(self._world)}
-        deadline = self._now() + TOGETHER
+        deadline = self._now() + RANKS_SAVE_TIMEOUT
         while missing := names - self._folder.sizes(pending.number).keys():
             self._check_open(pending)
             if self._now() >= deadline:
@@ -244,7 +244,7 @@ class Writer:
                     f"ranks {ranks} have not saved checkpoint {pending.number}",
                     "every rank calls save_checkpoint, equally often",
                 )
-            time.sleep(LOOK)
+            time.sleep(RANKS_SAVE_POLL_INTERVAL)
         found: list[Part] = []
         for name in sorted(names):
             with self._folder.open(pending.number, name) as file:
@@ -258,7 +258,7 @@ class Writer:
     def _await_last(self) -> None:
         """Wait until the last checkpoint is written, and raise what that has raised."""
         if self._pending is not None:
-            self._pending.written.result(PATIENCE)
+            self._pending.written.result(CHECKPOINT_WRITE_TIMEOUT)
 
     def finish(self) -> int | None:
         """The function has ended: wait for what is being written. Returns the checkpoint that is to be committed."""

@@ -115,10 +115,10 @@ class EnginesInMemory:
         self.reasons[rank, incarnation] = reason
 
 
-EVERY = 0.5
+PUBLISHER_RETRY_INTERVAL = 0.5
 """Seconds after which a publisher that cannot be reached is looked for again."""
 
-PATIENCE = 20.0
+FINAL_LOAD_TIMEOUT = 20.0
 """Seconds in which versions that are being brought into engines may arrive when the companion is told to end: it has 30
 before it is killed."""
 
@@ -230,7 +230,7 @@ class Companion:
                 event = self._events.get()
         finally:
             self._over.set()
-            deadline = time.monotonic() + PATIENCE
+            deadline = time.monotonic() + FINAL_LOAD_TIMEOUT
             for thread in self._loading:
                 thread.join(max(deadline - time.monotonic(), 0.0))
             self._shelf.close()
@@ -275,7 +275,7 @@ class Companion:
                 version = self._have
                 if version is None:
                     # There may be versions of which this process knows nothing.
-                    self._over.wait(EVERY)
+                    self._over.wait(PUBLISHER_RETRY_INTERVAL)
                     continue
             else:
                 version = (epoch, number) if number is not None else self._have
@@ -311,7 +311,7 @@ class Companion:
                 # The job tells the end of a publisher. Its successor has the next version.
                 found = None
             if found is None:
-                self._over.wait(EVERY)
+                self._over.wait(PUBLISHER_RETRY_INTERVAL)
                 continue
             self._have, checkpoint = found
             self._shelf.put(self._have, checkpoint)

@@ -18,7 +18,7 @@ from unirun.values import Value, WorkerId
 from unirun.weights.lines import Line
 from unirun.weights.queues.admission import Bound, Done, Hold, Offered, Ready, Take, encode, supply_of
 
-PATIENCE = 60.0
+LONG_POLL_TIMEOUT = 60.0
 """Seconds after which an idle consumer asks a producer again."""
 
 
@@ -87,7 +87,7 @@ class Feed:
             if found is not None:
                 yield found
             elif not self.is_empty:
-                self._woken = self._tell(Ready(self._queue, PATIENCE))
+                self._woken = self._tell(Ready(self._queue, LONG_POLL_TIMEOUT))
                 self._woken.add_done_callback(lambda _: self._changed())
 
     def _item(self, parcel: Parcel) -> tuple[Offered, Any] | None:

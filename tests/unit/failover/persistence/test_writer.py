@@ -165,7 +165,7 @@ class TestAStoreThatIsAway:
     def test_an_unreachable_store_holds_everything_back_but_the_end_that_somebody_wants(
         self, desk: Desk, back: threading.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(writing, "STOP_PATIENCE", 0.02)
+        monkeypatch.setattr(writing, "STOP_WRITE_TIMEOUT", 0.02)
 
         async def go() -> None:
             async with desk.writer.working(desk.over):
@@ -192,7 +192,7 @@ class TestAStoreThatIsAway:
             async with desk.writer.working(desk.over):
                 desk.decides("one")
                 await desk.until(lambda: desk.writer.trouble != "")
-                monkeypatch.setattr(writing, "STOP_PATIENCE", 0.0)
+                monkeypatch.setattr(writing, "STOP_WRITE_TIMEOUT", 0.0)
                 desk.steps("stop", desk.job.on(Stop(TERM, "enough")).state)
                 await desk.until(lambda: desk.verdicts != [])
                 back.set()
@@ -202,7 +202,7 @@ class TestAStoreThatIsAway:
     def test_an_unreachable_store_holds_an_end_back_that_nobody_wants_until_it_has_been_away_for_long(
         self, desk: Desk, back: threading.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(writing, "STOP_PATIENCE", 0.0)
+        monkeypatch.setattr(writing, "STOP_WRITE_TIMEOUT", 0.0)
 
         async def go() -> None:
             async with desk.writer.working(desk.over):
@@ -212,7 +212,7 @@ class TestAStoreThatIsAway:
                 tried = desk.store.asked
                 await desk.until(lambda: desk.store.asked > tried + 3)
                 assert desk.done == []
-                monkeypatch.setattr(writing, "END_PATIENCE", 0.0)
+                monkeypatch.setattr(writing, "END_WRITE_TIMEOUT", 0.0)
                 more = desk.decides("more")
                 await desk.until(lambda: desk.done == [one, end, more])
                 back.set()
@@ -226,7 +226,7 @@ class TestAStoreThatIsAway:
     def test_an_unreachable_store_holds_back_what_is_no_end_however_long_it_has_been_away(
         self, desk: Desk, back: threading.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(writing, "END_PATIENCE", 0.0)
+        monkeypatch.setattr(writing, "END_WRITE_TIMEOUT", 0.0)
 
         async def go() -> None:
             async with desk.writer.working(desk.over):
@@ -242,7 +242,7 @@ class TestAStoreThatIsAway:
     def test_an_unreachable_store_and_that_does_not_answer_holds_the_end_back_for_a_moment_only(
         self, desk: Desk, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(writing, "STOP_PATIENCE", 0.02)
+        monkeypatch.setattr(writing, "STOP_WRITE_TIMEOUT", 0.02)
         answers = threading.Event()
         desk.store.interfere = lambda: answers.wait(PATIENCE)
 

@@ -16,7 +16,7 @@ NONCE = b"0123456789abcdef"
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bandwidth is measured for a moment."""
-    monkeypatch.setattr(probe, "SENDING", 0.01)
+    monkeypatch.setattr(probe, "BANDWIDTH_SECONDS", 0.01)
 
 
 @pytest.mark.usefixtures("brief")

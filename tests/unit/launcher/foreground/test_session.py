@@ -167,7 +167,7 @@ def test_a_session_leaves_a_hanging_master_for_the_new_leader(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stream of a hanging master does not end."""
-    monkeypatch.setattr(election, "CALM", 0.05)
+    monkeypatch.setattr(election, "CALM_POLL_INTERVAL", 0.05)
     ended = Ended(0, "succeeded", "")
 
     async def follow() -> None:
@@ -192,7 +192,7 @@ def test_a_session_leaves_a_hanging_master_for_the_new_leader(
 def test_a_session_shows_once_why_there_is_no_master(
     place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(session_module, "QUIET", 0.05)
+    monkeypatch.setattr(session_module, "NO_MASTER_NOTICE_DELAY", 0.05)
     place.job.master_log.write_text(
         "unirun-master: store: it is back\nunirun-master: the context has schema 9; use another unirun\nTraceback\n"
     )

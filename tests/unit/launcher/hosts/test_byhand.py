@@ -97,13 +97,13 @@ def test_a_command_waits_long_for_a_master_whose_host_takes_connections(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The master is busy, or strangers take the places of its listener."""
-    monkeypatch.setattr(ssh, "LOST", 0.0)
+    monkeypatch.setattr(ssh, "NO_MASTER_TIMEOUT", 0.0)
     job, lock = create_job("run-1", new_token(), head=TcpAddress("127.0.0.1", 1, "n0"))
     os.close(lock)
     processes = ssh.RemoteProcesses(job, ["n0"])
     assert not processes.given_up(True, busy=True)
     assert processes.given_up(True)
-    monkeypatch.setattr(ssh, "LOST_BUSY", -1.0)
+    monkeypatch.setattr(ssh, "NO_MASTER_BUSY_TIMEOUT", -1.0)
     assert processes.given_up(True, busy=True)
 
 

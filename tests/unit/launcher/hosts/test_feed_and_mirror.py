@@ -102,7 +102,7 @@ def test_beats_follow_while_the_agent_lives(job: JobDir) -> None:
 def test_a_host_that_sends_nothing_is_silent_until_it_sends_again(
     job: JobDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror, "SILENT", 0.05)
+    monkeypatch.setattr(mirror, "SILENCE_TIMEOUT", 0.05)
 
     async def play() -> None:
         pipe = asyncio.subprocess.PIPE

@@ -35,7 +35,7 @@ def test_a_job_without_a_master_is_given_up_when_the_only_hosts_that_answer_have
 def test_a_master_that_may_be_busy_is_waited_for_and_one_that_cannot_be_started_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssh, "LOST_STORE", 0.0)
+    monkeypatch.setattr(ssh, "NO_MASTER_STORE_TIMEOUT", 0.0)
     found = ssh.RemoteProcesses(JobDir(tmp_path), ["h1"])
     assert not found.given_up(led=True, busy=True)
     assert found.given_up(led=True, busy=False)

@@ -141,7 +141,7 @@ class TestSilence:
             agent = await court.agent(n0)
             for _ in range(20):
                 await answer(agent)
-                await asyncio.sleep(silence.BEAT / 2)
+                await asyncio.sleep(silence.HEARTBEAT_INTERVAL / 2)
             await ends_well(agent)
 
         assert court.run(play) == []
@@ -179,7 +179,7 @@ class TestSilence:
             await answer(agent)
             assert court.tcp is not None
             for _ in range(10):
-                await asyncio.sleep(silence.SILENT / 4)
+                await asyncio.sleep(silence.SILENCE_TIMEOUT / 4)
                 (await connect(court.tcp, n0)).abort()
             assert court.events("silence") == []
             await ends_well(agent)
@@ -193,7 +193,7 @@ class TestSilence:
             agent = await court.agent(n0)
             await answer(agent)
             for _ in range(10):
-                await asyncio.sleep(silence.SILENT / 4)
+                await asyncio.sleep(silence.SILENCE_TIMEOUT / 4)
                 agent.send(Knock("n0", "192.0.2.1"))
             assert court.events("silence") == []
             await ends_well(agent)
@@ -216,7 +216,7 @@ class TestSilence:
                     writer.transport.abort()
                 else:
                     (await connect(court.tcp, n1)).abort()
-                await asyncio.sleep(silence.SILENT / 4)
+                await asyncio.sleep(silence.SILENCE_TIMEOUT / 4)
             agent.abort()
 
         assert court.run(play) == []

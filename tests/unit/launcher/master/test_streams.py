@@ -348,7 +348,7 @@ class TestAStoreThatIsAway:
     def test_an_unreachable_store_does_not_hold_up_an_end_which_agents_tell_the_next_master(
         self, court: Court, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(writing, "STOP_PATIENCE", 0.02)
+        monkeypatch.setattr(writing, "STOP_WRITE_TIMEOUT", 0.02)
         monkeypatch.setattr(writing, "RETRY_DELAY", 0.001)
         back = asyncio.Event()
 

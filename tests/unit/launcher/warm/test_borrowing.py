@@ -204,7 +204,7 @@ def listener(lives: Callable[..., Path]) -> Iterator[tuple[Warm, socket.socket]]
 class TestAJobThatBorrows:
     @pytest.fixture(autouse=True)
     def little_patience(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(borrowing, "PATIENCE", 0.3)
+        monkeypatch.setattr(borrowing, "BORROW_TIMEOUT", 0.3)
 
     def test_a_declined_borrower_gets_the_reason(self, listener: tuple[Warm, socket.socket]) -> None:
         warm, sock = listener

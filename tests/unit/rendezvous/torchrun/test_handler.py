@@ -371,14 +371,14 @@ class TestWaitingNode:
     def test_a_waiting_node_continues_after_the_last_call(
         self, node: Node, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(handler_module, "LOOK", 100 * WAIT)
+        monkeypatch.setattr(handler_module, "LOST_NODES_POLL_INTERVAL", 100 * WAIT)
         alone = node(nodes=(1, 2), config=Config(last_call_timeout=0.05, keep_alive_interval=100 * WAIT))
         assert meet(alone)[0].world_size == 1
 
     def test_a_waiting_node_writes_nothing_when_it_only_reads(
         self, node: Node, store: Switch, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(handler_module, "LOOK", 0.01)
+        monkeypatch.setattr(handler_module, "LOST_NODES_POLL_INTERVAL", 0.01)
         with pytest.raises(RendezvousTimeoutError):
             node(config=Config(join_timeout=0.6)).next_rendezvous()
         assert store.get_prefix("").revision <= 4, "its arrival and its departure"

@@ -13,7 +13,7 @@ from tests.effort import SOON
 from tests.sim.calls.actors import Clock, FakeScheduler
 from unirun.errors import ChannelError, WorkerLost
 from unirun.roles import InvocationRef
-from unirun.roles.calls.caller import ERROR_GRACE, Caller
+from unirun.roles.calls.caller import GROUP_ERROR_DELAY, Caller
 from unirun.roles.calls.codec import dump, dump_error
 from unirun.roles.calls.dispatcher import OPEN_RPC
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, decode_request, encode_refusal
@@ -218,7 +218,7 @@ def test_an_error_is_told_when_a_worker_that_could_not_be_reached_turns_out_to_l
     began, post.unreachable = clock.now, {0}
     ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False)), (), {})
     post.open[1].pop()(failure(ValueError("bad")))
-    while clock.now < began + 10 * ERROR_GRACE:
+    while clock.now < began + 10 * GROUP_ERROR_DELAY:
         assert clock.turn()
     assert not ref.done()
     post.unreachable = set()

@@ -18,8 +18,8 @@ from unirun.roles.calls.dispatcher import (
     ACK,
     DESCRIBE,
     OPEN_RPC,
-    VISIT_KEPT,
     VISITOR,
+    VISITOR_RESULTS_TTL,
     Dispatcher,
     outcome_of,
 )
@@ -405,9 +405,9 @@ class TestVisitors:
         first, second, third = (WorkerId(f"{VISITOR}{n}", 0, 0) for n in range(3))
         for caller in (first, second, TRAINER):
             value_of(hall.send(1, "note", "x", caller=caller))
-        clock[0] = VISIT_KEPT / 2
+        clock[0] = VISITOR_RESULTS_TTL / 2
         value_of(hall.send(2, "note", "y", caller=second))
-        clock[0] = VISIT_KEPT + 1
+        clock[0] = VISITOR_RESULTS_TTL + 1
         value_of(hall.send(1, "note", "z", caller=third))
         assert {name for name, _ in hall.dispatcher._callers} == {second.role, third.role, TRAINER.role}
         hall.close()
@@ -418,7 +418,7 @@ class TestVisitors:
         first, second = (WorkerId(f"{VISITOR}{n}", 0, 0) for n in range(2))
         answers = hall.send(1, "hold", caller=first)
         assert hall.desk.begun.wait(SOON)
-        clock[0] = VISIT_KEPT + 1
+        clock[0] = VISITOR_RESULTS_TTL + 1
         hall.send(1, "beside", "x", caller=second)
         assert first.role in {name for name, _ in hall.dispatcher._callers}
         hall.desk.gate.set()

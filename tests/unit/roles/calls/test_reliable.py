@@ -17,7 +17,7 @@ from tests.sim.calls.actors import Clock, FakeScheduler
 from unirun.errors import CallError, ChannelError, EncodingError
 from unirun.roles.calls.dispatcher import ACK, GIVE_UP
 from unirun.roles.calls.envelope import Request, decode_giving_up, decode_request, encode_address
-from unirun.roles.calls.reliable import LARGE, MAX_RECONNECT, ReliableChannel
+from unirun.roles.calls.reliable import LARGE, MAX_RECONNECT_DELAY, ReliableChannel
 from unirun.roles.transport.protocol import Channel, Parcel, Transport
 from unirun.values import WorkerId
 
@@ -308,7 +308,7 @@ def test_who_cannot_be_reached_is_tried_again_at_growing_intervals() -> None:
             assert machine.clock.turn()
         times.append(machine.clock.now - 1000.0)
     assert times == pytest.approx([0, 0.02, 0.06, 0.14, 0.3, 0.62, 1.26, 2.26, 3.26])
-    assert MAX_RECONNECT == 1.0
+    assert MAX_RECONNECT_DELAY == 1.0
     machine.network.reachable = True
     while not machine.network.lines:
         machine.clock.turn()

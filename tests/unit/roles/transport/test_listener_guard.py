@@ -16,7 +16,7 @@ from unirun.roles.transport.rpc_agent import ListenerGuard, listeners
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc_agent, "PERIOD", 0.01)
+    monkeypatch.setattr(rpc_agent, "GUARD_POLL_INTERVAL", 0.01)
 
 
 @pytest.fixture

@@ -14,7 +14,14 @@ import pytest
 
 from tests.effort import SOON
 from unirun.errors import ChannelError
-from unirun.roles.transport.loop import PAUSE, SPIN, STOLEN, Loop, RequestInbox, SpinningPoll
+from unirun.roles.transport.loop import (
+    PREEMPTED_SECONDS,
+    SPIN_PAUSE_SECONDS,
+    SPIN_SECONDS,
+    Loop,
+    RequestInbox,
+    SpinningPoll,
+)
 
 
 class Line:
@@ -208,32 +215,37 @@ class TestASpinningPoll:
         return slept
 
     def test_does_not_sleep_after_a_short_wait(self) -> None:
-        assert self.sleeps(SPIN / 2, SPIN / 2, SPIN / 2) == [True, False, False]
+        assert self.sleeps(SPIN_SECONDS / 2, SPIN_SECONDS / 2, SPIN_SECONDS / 2) == [True, False, False]
 
     def test_sleeps_when_nothing_comes_for_long(self) -> None:
-        assert self.sleeps(SPIN / 2, 10 * SPIN) == [True, True]
+        assert self.sleeps(SPIN_SECONDS / 2, 10 * SPIN_SECONDS) == [True, True]
 
     def test_sleeps_at_once_after_a_long_wait(self) -> None:
-        assert self.sleeps(SPIN / 2, 10 * SPIN, SPIN / 2, SPIN / 2) == [True, True, True, False]
+        assert self.sleeps(SPIN_SECONDS / 2, 10 * SPIN_SECONDS, SPIN_SECONDS / 2, SPIN_SECONDS / 2) == [
+            True,
+            True,
+            True,
+            False,
+        ]
 
     def test_returns_at_its_timeout(self) -> None:
         assert self.sleeps(10.0, 10.0, timeout=1.0) == [True, True]
 
     def test_pauses_when_other_threads_have_the_processor(self) -> None:
-        """1. It spins. 2. Another thread has the processor between two polls. 3. It sleeps for `PAUSE` seconds, however
+        """1. It spins. 2. Another thread has the processor between two polls. 3. It sleeps for `SPIN_PAUSE_SECONDS` seconds, however
         short the waits are. 4. It spins again."""
         arrival = Arrival()
         poll = SpinningPoll(arrival.poll, lambda: arrival.now)
 
         def sleeps() -> bool:
-            arrival.arrives, arrival.slept = arrival.now + SPIN / 2, False
+            arrival.arrives, arrival.slept = arrival.now + SPIN_SECONDS / 2, False
             poll(None)
             return arrival.slept
 
         assert [sleeps(), sleeps()] == [True, False]
-        arrival.arrives, arrival.each = arrival.now + 3 * STOLEN, 2 * STOLEN
+        arrival.arrives, arrival.each = arrival.now + 3 * PREEMPTED_SECONDS, 2 * PREEMPTED_SECONDS
         poll(None)
         arrival.each = 1e-6
         assert [sleeps(), sleeps()] == [True, True]
-        arrival.now += PAUSE
+        arrival.now += SPIN_PAUSE_SECONDS
         assert [sleeps(), sleeps()] == [False, False]

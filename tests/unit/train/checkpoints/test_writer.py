@@ -51,7 +51,7 @@ def state(folder: Folder, number: int) -> dict[str, Any]:
 class TestWhenOneCounts:
     @pytest.fixture(autouse=True)
     def patient(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "HOLD", 1000.0)
+        monkeypatch.setattr(module, "REPORT_TIMEOUT", 1000.0)
 
     def test_it_counts_when_the_driver_says_so(self, folder: Folder) -> None:
         writer = rank(folder)
@@ -90,7 +90,7 @@ class TestWhenOneCounts:
 
 
 def test_it_counts_by_itself_when_no_report_follows(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HOLD", 0.01)
+    monkeypatch.setattr(module, "REPORT_TIMEOUT", 0.01)
     counts = threading.Event()
     commit = folder.commit
 
@@ -114,7 +114,7 @@ def test_it_counts_by_itself_when_no_report_follows(folder: Folder, monkeypatch:
 def test_one_whose_score_is_in_the_report_waits_for_that(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "HOLD", 0.0)
+    monkeypatch.setattr(module, "REPORT_TIMEOUT", 0.0)
     writer = rank(folder, checkpoint_score_attribute="loss")
     writer.save({"epoch": 1}, {})
     assert writer.reported({"loss": 2.0}) == 1
@@ -182,7 +182,7 @@ class TestSeveralRanks:
     def test_a_rank_that_does_not_save_is_named(
         self, folder: Folder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(module, "TOGETHER", 0.0)
+        monkeypatch.setattr(module, "RANKS_SAVE_TIMEOUT", 0.0)
         writer = rank(folder, 0, 3)
         writer.save({"rank": 0}, {"train": Progress()})
         with pytest.raises(TrainingFailed, match="ranks 1, 2 have not saved checkpoint 1"):
