@@ -169,7 +169,7 @@ OWN_USE = {
 }
 """Members without an underscore that are not for users."""
 
-OWN_BASES = {"OpenCall"}
+OWN_BASES = {"Call"}
 """Bases of which nothing is for users but what the docstring of the class says."""
 
 SHARED = {

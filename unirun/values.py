@@ -48,7 +48,7 @@ class Engine(Value):
     ready: bool
 
 
-class Place(Value):
+class RankAddress(Value):
     """The address of one rank: its `host`, and the ports that it was given, in the order of their names in the spec."""
 
     host: str

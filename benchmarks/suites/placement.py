@@ -18,8 +18,8 @@ from statistics import median
 from benchmarks.calibration import bar, in_units
 from benchmarks.figure import Bar, BenchmarkError, Figure, measured, say
 from unirun.collocation import Device, Inventory, Node, Placement, parse_fake, place
-from unirun.collocation.graph import Edge, Graph, Role, affected
-from unirun.collocation.placement import Request, RoleRequest, Ties
+from unirun.collocation.graph import Edge, Role, RoleGraph, affected
+from unirun.collocation.placement import PlacementRequest, RoleRequest, Ties
 from unirun.collocation.planning import plan, replan
 from unirun.errors import PlacementError
 from unirun.spec.job import Entry, JobSpec, RoleSpec
@@ -79,9 +79,9 @@ def links(slot: int) -> tuple[tuple[str, str], ...]:
     )
 
 
-def request(nodes: int, spares: int = 0) -> Request:
+def request(nodes: int, spares: int = 0) -> PlacementRequest:
     """A job that fills so many nodes."""
-    return Request(
+    return PlacementRequest(
         tuple(RoleRequest(name, nodes * each, nodes * each, "cuda") for name, each in PER_NODE.items()),
         collocated=(("actor", "reference"), ("critic", "reward")),
         apart=(("critic", "rollout"),),
@@ -128,7 +128,7 @@ def affected_time() -> float:
     calls = [("rollout", judge) for judge in judges] + [(judge, "actor") for judge in judges]
     edges = [Edge(source, target, kind="all_to_all") for source, target in calls]
     edges.append(Edge("actor", "rollout", kind="all_to_all", asynchronous=True))
-    graph = Graph(tuple(Role(name, 10_000) for name in ("rollout", *judges, "actor")), tuple(edges))
+    graph = RoleGraph(tuple(Role(name, 10_000) for name in ("rollout", *judges, "actor")), tuple(edges))
     began = time.process_time()
     affected(graph, ["critic"])
     return time.process_time() - began

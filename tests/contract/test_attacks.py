@@ -18,7 +18,7 @@ from tests.unit.launcher.master.court import Court
 from tests.unit.launcher.master.streams import ends_well
 from tests.unit.wire.places import credentials_in
 from unirun.observe.events import read_events
-from unirun.roles.transport.listener import Endpoint, SocketTransport
+from unirun.roles.transport.listener import CallAddress, SocketTransport
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
 from unirun.wire import handshake
@@ -69,7 +69,7 @@ class AtWorker:
             lambda text, count: self._told.put((text, count)),
         )
         self.endpoint = self.transport.serve(ME, lambda parcel, reply: reply(parcel))
-        there = Endpoint.parse(self.endpoint).tcp
+        there = CallAddress.parse(self.endpoint).tcp
         assert there is not None
         inside = credentials_in(folder / "here", self._token, "here")
         self.target = Target(there.addr, there.port, there.node, inside, folder)
@@ -160,7 +160,7 @@ socket.socket(socket.AF_UNIX).connect(sys.argv[1])
 @pytest.mark.starts_processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_reaches_no_unix_socket_of_a_job(place: AtMaster | AtWorker) -> None:
-    path = place.court.path if isinstance(place, AtMaster) else Path(Endpoint.parse(place.endpoint).path)
+    path = place.court.path if isinstance(place, AtMaster) else Path(CallAddress.parse(place.endpoint).path)
 
     def attack(target: Target) -> None:
         command = [sys.executable, "-S", "-c", AS_NOBODY, str(path)]

@@ -10,7 +10,7 @@ import torch
 from tests.contract.stage import SOON, Stage
 from unirun.errors import WorkerLost
 from unirun.roles import shard
-from unirun.wire.reports import Span
+from unirun.wire.reports import RankRange
 
 MB = 1_000_000
 
@@ -22,7 +22,7 @@ def test_a_call_of_all_counts_each_rank(stage: Stage) -> None:
     cast.group.echo(2)
     took = time.monotonic() - began
     count = stage.counted(cast)["echo", False]
-    assert (count.calls, count.ranks, count.split) == (6, (Span(0, 2),), False)
+    assert (count.calls, count.ranks, count.split) == (6, (RankRange(0, 2),), False)
     assert 0 < count.seconds <= 3 * took, "three ranks at a time"
 
 
@@ -30,7 +30,7 @@ def test_bytes_are_those_of_tensors_there_and_back(stage: Stage) -> None:
     cast = stage.role(2)
     cast.group[1].echo(torch.zeros(MB, dtype=torch.uint8))
     count = stage.counted(cast)["echo", False]
-    assert count.ranks == (Span(1, 1),)
+    assert count.ranks == (RankRange(1, 1),)
     assert MB <= count.bytes < 1.01 * MB
     assert MB <= count.returned < 1.01 * MB
 
@@ -46,7 +46,7 @@ def test_a_call_of_any_rank_is_counted_as_split(stage: Stage) -> None:
     for _ in range(4):
         cast.group.anyone()
     count = stage.counted(cast)["anyone", False]
-    assert (count.calls, count.ranks, count.split) == (4, (Span(0, 1),), True)
+    assert (count.calls, count.ranks, count.split) == (4, (RankRange(0, 1),), True)
 
 
 def test_an_asynchronous_call_is_counted_apart_when_it_is_answered(stage: Stage) -> None:

@@ -23,7 +23,7 @@ from unirun.errors import ChannelError
 from unirun.roles.transport import listener
 from unirun.roles.transport.connection import MANY
 from unirun.roles.transport.frames import INLINE, RELEASE, REPLY, REQUEST, encode_header
-from unirun.roles.transport.listener import Endpoint, SocketTransport
+from unirun.roles.transport.listener import CallAddress, SocketTransport
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
@@ -51,7 +51,7 @@ class House:
             lambda text, count: self.refused.put(text),
         )
         self.endpoint = self.transport.serve(ME, self.take)
-        there = Endpoint.parse(self.endpoint)
+        there = CallAddress.parse(self.endpoint)
         self.path, self.address = there.path, there.tcp or UnixAddress.here(there.path)
 
     @property

@@ -36,7 +36,7 @@ from unirun.launcher.master.writer import END_WRITE_TIMEOUT, STOP_WRITE_TIMEOUT
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.wire.address import UnixAddress
-from unirun.wire.messages import Beat, Message, Shutdown, View
+from unirun.wire.messages import Heartbeat, Message, Shutdown, View
 from unirun.wire.reports import Join
 
 GOODBYE = 5.0
@@ -202,7 +202,7 @@ class MasterModel:
         def hear() -> None:
             if self.agents.get(node) is not pipe or node in self.sent_away:
                 return
-            if isinstance(message, Beat):
+            if isinstance(message, Heartbeat):
                 self.beats.answer(node, pipe)
             elif isinstance(message, Event):
                 self.apply(message)

@@ -13,7 +13,7 @@ from unirun.failover.events import AgentLost, Event, JoinTimedOut, RejoinTimedOu
 from unirun.failover.silence import GIVE_UP_DELAY, HEARTBEAT_INTERVAL, Silence, may_answer
 from unirun.launcher.contact import KERNEL_KILL_DELAY, MASTER_RECEIVE_TIMEOUT, RECONNECT_TIMEOUT, Fence
 from unirun.rendezvous.keys import is_marked
-from unirun.wire.messages import Beat, Message
+from unirun.wire.messages import Heartbeat, Message
 
 if TYPE_CHECKING:
     from tests.sim.masters import MasterModel
@@ -92,13 +92,13 @@ class ContactModel:
     def heard(self, message: Message) -> None:
         """The master has said something."""
         self._heard = self._now()
-        if isinstance(message, Beat):
+        if isinstance(message, Heartbeat):
             self._fence.answered(self._now(), sure=message.sure)
 
     def _beat(self, stream: int) -> None:
         if stream == self._stream and self._node.to_master is not None:
             self._fence.beats(self._now())
-            self._node.to_master.send(Beat())
+            self._node.to_master.send(Heartbeat())
             self._after(HEARTBEAT_INTERVAL, lambda: self._node.awake(lambda: self._beat(stream)))
 
     def _watch(self) -> None:
@@ -158,7 +158,7 @@ class BeatsModel:
         """Answer the beat of an agent."""
         self._silence.heard(node, self.now())
         sure = may_answer(self.renewed, self.now(), alone=False) or self._alone()
-        pipe.send(Beat(sure=sure))
+        pipe.send(Heartbeat(sure=sure))
 
     def forget(self, node: str) -> None:
         """The agent of `node` is gone."""

@@ -19,13 +19,13 @@ from unirun.launcher import core, events
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import AgentState, holdings
 from unirun.launcher.orders import Orders
-from unirun.launcher.standby import BACKOFF_RESET_SECONDS, CANDIDACY_DELAY, Attempts, start_at, turns
+from unirun.launcher.standby import BACKOFF_RESET_SECONDS, CANDIDACY_DELAY, CandidateAttempts, start_at, turns
 from unirun.rendezvous.election import leader_of
 from unirun.rendezvous.keys import job_prefix
-from unirun.values import Engine, Place
+from unirun.values import Engine, RankAddress
 from unirun.wire.messages import (
-    Beat,
     ExitAck,
+    Heartbeat,
     Message,
     OpenStore,
     Reserve,
@@ -78,7 +78,7 @@ class Node:
         self.alive = True
         self.spawners: dict[SpawnerKey, Spawner] = {}
         self.exits: list[Who] = []
-        self.ports: dict[tuple[str, int], Place] = {}
+        self.ports: dict[tuple[str, int], RankAddress] = {}
         self.client = world.client(name)
         self.master: Led | None = None
         self.to_master: Pipe | None = None
@@ -90,7 +90,7 @@ class Node:
         self._since = self._connected = 0.0
         # The term whose master was found dead, and when.
         self._dead = (0, 0.0)
-        self._attempts, self._coming_up_until = Attempts(), 0.0
+        self._attempts, self._coming_up_until = CandidateAttempts(), 0.0
         self.orders = Orders(JOB, AgentTask(world.plan.spec, name, (name,), "/", "127.0.0.1"), {})
         keys = self.orders.spawners
         self.contact = ContactModel(self)
@@ -181,7 +181,7 @@ class Node:
         attempts = replace(self._attempts, coming_up=now < self._coming_up_until)
         if now >= start_at(vacant, turns(sorted(nodes), self.state.epoch)[self.name], attempts, len(nodes)):
             delay = self.world.rng.uniform(0.2, 0.6)
-            self._attempts, self._coming_up_until = Attempts(attempts.number + 1, now), now + delay
+            self._attempts, self._coming_up_until = CandidateAttempts(attempts.number + 1, now), now + delay
             self.world.clock.after(delay, lambda: self.world.start_master(deposing))
 
     def connect_anew(self) -> None:
@@ -199,7 +199,7 @@ class Node:
         world, name = self.world, self.name
         clock, rng, slow = world.clock, world.rng, world.plan.slow
         if clock.now >= self._connected + BACKOFF_RESET_SECONDS:
-            self._attempts = Attempts()
+            self._attempts = CandidateAttempts()
         self._connected = clock.now
         self.apply(events.Led(epoch))
         ways, host = world.network, master.node
@@ -288,7 +288,7 @@ class Node:
                 self.apply(events.Order(epoch, self.orders.store(message, 5)))
             case StopWorkers() | View() | ExitAck() | Shutdown():
                 self.apply(events.Order(epoch, message))
-            case Beat():
+            case Heartbeat():
                 pass
             case _:
                 raise AssertionError(f"the master sent an agent {message}")
@@ -322,7 +322,7 @@ class Node:
             if (order.role, rank) not in self.ports:
                 count = len(self.world.plan.spec.role(order.role).ports)
                 numbers = tuple(self.world.next_pid() for _ in range(count))
-                self.ports[order.role, rank] = Place(self.name, numbers)
+                self.ports[order.role, rank] = RankAddress(self.name, numbers)
         places = tuple(self.ports[order.role, rank] for rank in order.ranks)
         if self.to_master is not None:
             self.to_master.send(Placed(self.name, order.role, order.ranks, places))
@@ -343,7 +343,7 @@ class Node:
 
     def _carry_out(self, command: events.Command) -> None:
         match command:
-            case events.Watch(number):
+            case events.StartProbing(number):
                 never = self.world.rng.random() < 0.03
                 self.world.clock.after(0.01, lambda: self.awake(lambda: self._probe(number, never=never)))
             case events.ToMaster(message):
@@ -359,7 +359,7 @@ class Node:
             case events.StartSpawner(key):
                 assert key not in self.spawners, "there is such a spawner already"
                 self.spawners[key] = Spawner(self, key)
-            case events.After(delay, event):
+            case events.CallLater(delay, event):
                 self.world.clock.after(delay, lambda: self.apply(event))
             case events.KillGroups(pids):
                 self.world.kill_pids(pids)

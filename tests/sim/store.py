@@ -11,7 +11,7 @@ from tests.sim.world import Clock, Plan
 from unirun.errors import OutcomeUnknown, StoreAway, StoreError
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.memory import MemoryStore
-from unirun.rendezvous.store.protocol import Compare, Item, Lease, Listing, Outcome, Put, Watch
+from unirun.rendezvous.store.protocol import Compare, KeyValue, Lease, Listing, Outcome, Put, Watch
 
 RUN = "sim"
 
@@ -52,7 +52,7 @@ class Client:
         if self._clock.now < max(self.away_until, self.host_away()):
             raise StoreAway("the store cannot be reached")
 
-    def get(self, key: str) -> Item | None:
+    def get(self, key: str) -> KeyValue | None:
         self._here()
         return self._store.get(key)
 

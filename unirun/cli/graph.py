@@ -16,9 +16,9 @@ from unirun.cli.stored import JOB_HELP, STORE_HELP, find_status
 from unirun.collocation.graph import (
     Direction,
     Edge,
-    Graph,
     Kind,
     Role,
+    RoleGraph,
     declared,
     tight_parts,
     warnings,
@@ -32,7 +32,7 @@ from unirun.observe.status import CallStatus, RoleStatus
 from unirun.spec.sizes import show_size
 
 States = Mapping[str, str]
-DRAWN: dict[str, Callable[[Graph, States], str]] = {
+DRAWN: dict[str, Callable[[RoleGraph, States], str]] = {
     "tree": tree,
     "mermaid": mermaid,
     "dot": dot,
@@ -95,7 +95,7 @@ def _described(argv: list[str]) -> int:
     return 0
 
 
-def _parts(graph: Graph) -> str:
+def _parts(graph: RoleGraph) -> str:
     """The sub-DAGs, as ``trainer + actor, reward``: calls that are waited for join roles to one."""
     return ", ".join(" + ".join(part) for part in tight_parts(graph))
 
@@ -104,7 +104,7 @@ def _seen(name: str | None, store: str | None, form: str, output: str | None) ->
     """The graph of a job that runs or ran, and the figures of its calls."""
     status, _ = find_status(store, name)
     roles = tuple(map(_role, status.roles))
-    graph = Graph(roles, tuple(_edge(call) for call in status.calls))
+    graph = RoleGraph(roles, tuple(_edge(call) for call in status.calls))
     if form == "yaml":
         graph = without_circles(graph)
     _show(graph, {printable(role.name): printable(role.phase) for role in status.roles}, form, output)
@@ -139,7 +139,7 @@ def _row(call: CallStatus) -> list[str]:
     ]
 
 
-def _show(graph: Graph, states: States, form: str, output: str | None) -> None:
+def _show(graph: RoleGraph, states: States, form: str, output: str | None) -> None:
     draw = DRAWN[form]
     if form == "tree" and output is None and in_colour(sys.stdout):
         draw = partial(tree, colour=True)

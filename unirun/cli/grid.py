@@ -252,10 +252,10 @@ def svg(picture: Grid) -> str:
 
     Programs have boxes with sharp corners and bars at their sides, as in `unirun.collocation.graph.svg`.
     """
-    return _Picture(picture).text()
+    return _GridPicture(picture).text()
 
 
-class _Picture:
+class _GridPicture:
     """The sizes of a picture, computed before anything is drawn, and its parts."""
 
     def __init__(self, picture: Grid) -> None:

@@ -102,7 +102,7 @@ def _without(planned: PlannedJob, lost: Sequence[str], topology: TopologyOf) -> 
     return plan_without(planned, lost, topology)
 
 
-class Move(Value):
+class WorkerMove(Value):
     """A worker that moves from `before` to `after`, each as ``node0 cuda 1``; empty when it has no slot left."""
 
     worker: str
@@ -110,11 +110,13 @@ class Move(Value):
     after: str
 
 
-def moves(before: Placement, after: Placement, types: Mapping[str, str]) -> list[Move]:
+def moves(before: Placement, after: Placement, types: Mapping[str, str]) -> list[WorkerMove]:
     """The workers whose node or slots differ. `types` are the types of slots by role."""
     was, now = _places(before, types), _places(after, types)
     return [
-        Move(worker, was[worker], now.get(worker, "")) for worker in was if was[worker] != now.get(worker)
+        WorkerMove(worker, was[worker], now.get(worker, ""))
+        for worker in was
+        if was[worker] != now.get(worker)
     ]
 
 

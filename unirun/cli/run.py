@@ -22,8 +22,8 @@ from unirun.launcher.hosts.byhand import Meeting, is_here, run_head, run_member,
 from unirun.launcher.hosts.hostlist import Host, parse_hosts, read_hostfile
 from unirun.launcher.launch import run
 from unirun.launcher.planned import PlannedJob, plan
-from unirun.launcher.slurm.allocation import SRUN, Allocation, read_allocation
-from unirun.launcher.slurm.firstnode import Place, address_here, find, outliving_the_script, published
+from unirun.launcher.slurm.allocation import SRUN, SlurmAllocation, read_allocation
+from unirun.launcher.slurm.firstnode import HeadAddress, address_here, find, outliving_the_script, published
 from unirun.rendezvous.store.url import store_url
 from unirun.spec.job import JobSpec
 from unirun.spec.names import is_run_id
@@ -155,7 +155,7 @@ def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
         return _left(code, spec.run_id) if detach else code
 
     def publish(address: TcpAddress) -> AbstractContextManager[None]:
-        return published(step, Place(address.addr, address.port, meeting.token.hex()))
+        return published(step, HeadAddress(address.addr, address.port, meeting.token.hex()))
 
     return run_head(meeting, make_plan, store=store, quiet=quiet, publish=publish)
 
@@ -244,10 +244,10 @@ def meeting_of(options: Mapping[str, Any], spec: JobSpec, count: NodeCount) -> M
     )
 
 
-def step_meeting(options: Mapping[str, Any], spec: JobSpec, step: Allocation) -> Meeting:
+def step_meeting(options: Mapping[str, Any], spec: JobSpec, step: SlurmAllocation) -> Meeting:
     """The meeting point of the commands of a job step. Raises `RendezvousError`."""
     head = step.index == 0
-    place = Place(address_here(step), 0, new_token().hex()) if head else find(step, spec.join_timeout)
+    place = HeadAddress(address_here(step), 0, new_token().hex()) if head else find(step, spec.join_timeout)
     return Meeting(
         node=step.node,
         rank=step.index,

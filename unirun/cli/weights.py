@@ -15,7 +15,7 @@ from unirun.values import Value
 from unirun.wire.reports import FROM, VERSION
 
 
-class Move(Value):
+class Transfer(Value):
     """Bytes of the last version that `receiver` has got from `source`."""
 
     channel: str
@@ -72,7 +72,7 @@ def versions(status: JobStatus) -> dict[tuple[str, int], str]:
     }
 
 
-def moves(status: JobStatus) -> list[Move]:
+def moves(status: JobStatus) -> list[Transfer]:
     """For each receiver, the amounts that it has received from each source."""
     found = []
     for role in status.roles:
@@ -81,11 +81,11 @@ def moves(status: JobStatus) -> list[Move]:
                 channel, separator, rest = name.partition(FROM)
                 source, _, path = rest.partition("/")
                 if separator and value:
-                    found.append(Move(channel, f"{role.name}:{worker.rank}", source, path, value))
+                    found.append(Transfer(channel, f"{role.name}:{worker.rank}", source, path, value))
     return sorted(found, key=lambda move: (move.channel, move.path))
 
 
-def _print_moves(found: list[Move]) -> None:
+def _print_moves(found: list[Transfer]) -> None:
     print_table(
         ["CHANNEL", "RECEIVER", "FROM", "PATH", "SIZE"],
         [[m.channel, m.receiver, m.source, m.path, show_size(m.size)] for m in found],

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from unirun.collocation.inventory import CPU, MIG, Device, Node, Slot, slots_of
-from unirun.collocation.placement import Assignment, Request
+from unirun.collocation.placement import Assignment, PlacementRequest
 from unirun.errors import UsageError
 from unirun.spec.job import JobSpec
 from unirun.values import Value
@@ -269,7 +269,7 @@ class TorchrunDevices(Value):
     devices: tuple[Slot, ...]
     needed: int
 
-    def request(self, request: Request) -> Request:
+    def request(self, request: PlacementRequest) -> PlacementRequest:
         """`request` with devices only where ranks get one each, else with CPU slots, of which any number may be used.
 
         All ranks of a role are on the node, so they are one cell, however many they are.

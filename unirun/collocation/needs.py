@@ -36,7 +36,7 @@ NODES = 3
 """At most so many nodes with a shortage are named."""
 
 
-class Shortage(Value):
+class NodeShortage(Value):
     """Ranks that need more of a resource than `node` has: `counts` by role. `available` is what it has."""
 
     node: Node
@@ -46,7 +46,7 @@ class Shortage(Value):
     available: int
 
 
-class Offer(Value):
+class JobAlternative(Value):
     """A job that fits, and how it differs, in words."""
 
     spec: JobSpec
@@ -81,7 +81,7 @@ def check_needs(spec: JobSpec, placement: Placement, inventory: Inventory, place
     )
 
 
-def shortages(spec: JobSpec, placement: Placement, inventory: Inventory) -> Iterator[Shortage]:
+def shortages(spec: JobSpec, placement: Placement, inventory: Inventory) -> Iterator[NodeShortage]:
     """The nodes of which ranks need more than there is, in the order of the inventory. Unknown memory is enough."""
     for resource in RESOURCES:
         roles = {role.name: role for role in spec.roles if getattr(role, resource) is not None}
@@ -94,7 +94,7 @@ def shortages(spec: JobSpec, placement: Placement, inventory: Inventory) -> Iter
             needed = sum(count * need_of(roles[name], resource, node) for name, count in counts.items())
             available = room_of(node, resource)
             if available is not None and needed > available:
-                yield Shortage(node, resource, dict(counts), needed, available)
+                yield NodeShortage(node, resource, dict(counts), needed, available)
 
 
 def need_of(role: RoleSpec, resource: Resource, node: Node) -> int:
@@ -121,7 +121,7 @@ def _amount(resource: Resource, number: int | str) -> str:
     return show_size(number) if resource == "memory" else some(number, "cpu")
 
 
-def _largest(spec: JobSpec, short: Shortage) -> str:
+def _largest(spec: JobSpec, short: NodeShortage) -> str:
     """The role whose ranks need most on the node."""
     needs = {
         name: count * need_of(spec.role(name), short.resource, short.node)
@@ -130,7 +130,7 @@ def _largest(spec: JobSpec, short: Shortage) -> str:
     return max(needs, key=lambda name: needs[name])
 
 
-def _said(spec: JobSpec, short: Shortage) -> str:
+def _said(spec: JobSpec, short: NodeShortage) -> str:
     """``engine and judge need 20 cpus of node0 (engine 2 × 8, judge 4 × 1), and it has 16``."""
     needs = {name: need_of(spec.role(name), short.resource, short.node) for name in short.counts}
     names = sorted(needs, key=lambda name: -short.counts[name] * needs[name])[:NAMES]
@@ -151,7 +151,9 @@ def _said(spec: JobSpec, short: Shortage) -> str:
     return f"{who} {verb} {amount}{memory} of {short.node.name} ({', '.join(each)}), and it has {has}"
 
 
-def _offers(spec: JobSpec, placement: Placement, inventory: Inventory, place: Place) -> Iterator[Offer]:
+def _offers(
+    spec: JobSpec, placement: Placement, inventory: Inventory, place: Place
+) -> Iterator[JobAlternative]:
     """Jobs that fit and differ little: with ranks on more nodes, with smaller needs, with fewer ranks."""
 
     def fits(changed: JobSpec) -> bool:
@@ -170,20 +172,20 @@ def _offers(spec: JobSpec, placement: Placement, inventory: Inventory, place: Pl
     tries = (_with_role(spec, role, count=count) for count in _fewer(role.count, step))
     fewer = next((each for each in tries if fits(each)), None)
     if fewer is not None:
-        yield Offer(fewer, f"{role.name}={fewer.role(role.name).count}")
+        yield JobAlternative(fewer, f"{role.name}={fewer.role(role.name).count}")
 
 
-def _spread(spec: JobSpec, role: RoleSpec, counts: Mapping[str, int]) -> Iterator[Offer]:
+def _spread(spec: JobSpec, role: RoleSpec, counts: Mapping[str, int]) -> Iterator[JobAlternative]:
     """Jobs with fewer ranks of `role` on a node, without one of the other roles there, or both."""
     sizes = [(f"{role.name} per_node {size}", size) for size in _divisors(role.count, counts[role.name])]
     others = [(f"separating {role.name} and {other}", other) for other in counts if other != role.name]
     for text, size in sizes:
-        yield Offer(_with_role(spec, role, per_node=size), text)
+        yield JobAlternative(_with_role(spec, role, per_node=size), text)
     for text, other in others:
         apart = replace(spec, separations=(*spec.separations, (role.name, other)))
-        yield Offer(apart, text)
+        yield JobAlternative(apart, text)
         for also, size in sizes:
-            yield Offer(_with_role(apart, role, per_node=size), f"{text} with {also}")
+            yield JobAlternative(_with_role(apart, role, per_node=size), f"{text} with {also}")
 
 
 def _divisors(count: int, below: int) -> list[int]:
@@ -197,7 +199,7 @@ def _fewer(count: int, step: int) -> Sequence[int]:
     return [each for each in dict.fromkeys([*near, *halves]) if each > 0]
 
 
-def _smaller(spec: JobSpec, placement: Placement, inventory: Inventory) -> Offer | None:
+def _smaller(spec: JobSpec, placement: Placement, inventory: Inventory) -> JobAlternative | None:
     """With smaller needs, of the role with the greatest in each case; ranks stay where they are then."""
     words: dict[str, str] = {}
     changed = spec
@@ -214,7 +216,7 @@ def _smaller(spec: JobSpec, placement: Placement, inventory: Inventory) -> Offer
             return None
         words[f"{name} {short.resource}"] = text
         changed = _with_role(changed, role, **{short.resource: left})
-    return Offer(changed, both(f"{what} {text}" for what, text in words.items()))
+    return JobAlternative(changed, both(f"{what} {text}" for what, text in words.items()))
 
 
 def _whole_size(size: int) -> tuple[int, str]:

@@ -108,7 +108,7 @@ class Ties(Value):
     parts: tuple[tuple[str, ...], ...] = ()
 
 
-class Request(Value):
+class PlacementRequest(Value):
     """All roles, in their order, and the constraints between them. Every group names roles of the job.
 
     `collocated`: the roles of a group share slots, rank by rank (device collocation). `together`: rank for rank, in

@@ -13,7 +13,7 @@ from unirun.collocation.devices import TorchrunDevices, device_types, torchrun_d
 from unirun.collocation.host import Topology, near_cpus, told_topology
 from unirun.collocation.inventory import CPU, Inventory, Node, accelerators, slots_of
 from unirun.collocation.needs import check_needs
-from unirun.collocation.placement import Assignment, Placement, Request, RoleRequest, Ties
+from unirun.collocation.placement import Assignment, Placement, PlacementRequest, RoleRequest, Ties
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.plan import find
 from unirun.collocation.planning.problem import both
@@ -180,7 +180,7 @@ def _masks(spec: JobSpec, inventory: Inventory) -> dict[str, str]:
     return {role: variable for role, variable in variables.items() if variable is not None}
 
 
-def request_of(spec: JobSpec, inventory: Inventory, ties: Ties = NO_TIES) -> Request:
+def request_of(spec: JobSpec, inventory: Inventory, ties: Ties = NO_TIES) -> PlacementRequest:
     """The request to the planner, without the roles that are beside others."""
     types = slot_types(spec, inventory)
     beside = {role.name for role in spec.roles if role.beside}
@@ -188,7 +188,7 @@ def request_of(spec: JobSpec, inventory: Inventory, ties: Ties = NO_TIES) -> Req
         weights = {pair: weight for pair, weight in ties.weights.items() if beside.isdisjoint(pair)}
         parts = tuple(tuple(name for name in part if name not in beside) for part in ties.parts)
         ties = Ties(weights, parts)
-    request = Request(
+    request = PlacementRequest(
         roles=tuple(
             _role_request(role, types.get(role.name)) for role in spec.roles if role.name not in beside
         ),

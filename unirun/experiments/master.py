@@ -25,13 +25,13 @@ from unirun.experiments.evaluator import trained
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import ModelInterfaceType
 from unirun.experiments.models.api import FinetuneSpec
-from unirun.experiments.orders import Setup, means
+from unirun.experiments.orders import DatasetInfo, means
 from unirun.experiments.records import CHECKPOINTS, EVALUATIONS, STEPS, Records, SavedModels
 from unirun.experiments.recovery import DATA, RecoverInfo, Recovery, Settings
 from unirun.experiments.starting import end_of, make_root, started
 from unirun.experiments.step import LOST, Step, reductions_of
 from unirun.roles import BaseTrainer
-from unirun.train.data.order import Order as SampleOrder
+from unirun.train.data.order import SampleOrder
 from unirun.train.losses import Repeats, loss_of
 from unirun.values import Value
 from unirun.wire.reporting import report
@@ -264,7 +264,8 @@ class MasterWorkerProcess(BaseTrainer):
 
     def _lost_meanwhile(self) -> bool:
         """Return True if a worker was lost since `_begin`: then process groups were ended, and calls of other
-        workers fail because of that. Waits up to `LOSS_REPORT_TIMEOUT` seconds, as the loss may not be known here yet."""
+        workers fail because of that. Waits up to `LOSS_REPORT_TIMEOUT` seconds, as the loss may not be known here
+        yet."""
         deadline = time.monotonic() + LOSS_REPORT_TIMEOUT
         while self._generation_now() == self._generation:
             if time.monotonic() >= deadline:
@@ -392,7 +393,7 @@ class MasterWorkerProcess(BaseTrainer):
                 report(f"step {step}: {call.name}: {shown}")
 
 
-def _content_of(setups: Sequence[Setup]) -> str:
+def _content_of(setups: Sequence[DatasetInfo]) -> str:
     """The content of the dataset, which is the same in all workers that have read it. Raises `UsageError`."""
     contents: dict[str, int] = {}
     for rank, setup in enumerate(setups):

@@ -26,19 +26,19 @@ from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import MFCDef, ModelInterfaceType, OffloadHook, ParamReallocHook
 from unirun.experiments.layout import ModelName, ModelShardID, ProcessTopology
 from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, ModelInterface, Place
-from unirun.experiments.orders import Answer, Order, Setup, Traffic, data_of, figures_of
+from unirun.experiments.orders import DatasetInfo, MFCReply, MFCRequest, Traffic, data_of, figures_of
 from unirun.experiments.recovery import Recovery
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
-from unirun.experiments.shelf import NAME, Getting, Shelf
+from unirun.experiments.shelf import NAME, DataClient, DataStore
 from unirun.roles import BaseWorkload, init, trainer_invocation
 from unirun.weights.hub import hub_of
-from unirun.weights.lines import Line
+from unirun.weights.lines import PeerConnection
 
 WORKER_CONNECT_TIMEOUT = 30.0
 """Timeout in seconds for a connection to another worker."""
 
 
-class Shard:
+class ModelShard:
     """A shard of a model in this process."""
 
     def __init__(self, about: StandaloneModelShardAbstraction, model: Model, backend: ModelBackend) -> None:
@@ -76,12 +76,12 @@ class ModelWorkerProcess(BaseWorkload):
         self._mine = self._experiment.model_worker[self.rank]
         self._recovery = Recovery(Path(self._trial.root))
         context = init()
-        self._hub, self._shelf = hub_of(context), Shelf()
-        self._lines: dict[int, Line] = {}
-        self._getting = Getting(self.rank, self._shelf, self._line, timeout=600.0)
+        self._hub, self._shelf = hub_of(context), DataStore()
+        self._lines: dict[int, PeerConnection] = {}
+        self._getting = DataClient(self.rank, self._shelf, self._line, timeout=600.0)
         self._hub.answer(NAME, self._shelf.answer)
         self._device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        self._shards: dict[ModelName, Shard] = {}
+        self._shards: dict[ModelName, ModelShard] = {}
         self._interfaces: dict[str, ModelInterface] = {}
         self._held_out: dict[ModelName, SequenceSample] = {}
         self._meshes: dict[ModelName, DeviceMesh] = {}
@@ -129,10 +129,10 @@ class ModelWorkerProcess(BaseWorkload):
         return self._mine.base_seed + sum(map(ord, model.role))
 
     @trainer_invocation(target="ALL")
-    def about(self) -> Setup:
+    def about(self) -> DatasetInfo:
         """The number of samples of the dataset, and its content; 0 without one. Raises the errors of reading it."""
         self._read()
-        return Setup(0 if self._dataset is None else len(self._dataset), self._content)
+        return DatasetInfo(0 if self._dataset is None else len(self._dataset), self._content)
 
     @trainer_invocation(target="ALL")
     def restore(self, attempt: int, step: int | None, spec: FinetuneSpec) -> dict[str, int]:
@@ -163,7 +163,7 @@ class ModelWorkerProcess(BaseWorkload):
             module = MODELS.find(about.model.type_)(place, **about.model.args)
             backend: ModelBackend = BACKENDS.find(about.backend.type_)(**about.backend.args)
             model = backend.initialize(Model(place, module, self._tokenizer), spec)
-            self._shards[name] = Shard(about, model, backend)
+            self._shards[name] = ModelShard(about, model, backend)
             if model.engine is not None:
                 self._shelf.model(str(name), model.engine.tensors)
         # After the last collective: one rank may find that its file is damaged.
@@ -198,7 +198,7 @@ class ModelWorkerProcess(BaseWorkload):
         return sample.meta()
 
     @trainer_invocation(target="ALL", auto_shard=True)
-    def call(self, order: Order) -> Answer:
+    def call(self, order: MFCRequest) -> MFCReply:
         """Run a call with the model that it names."""
         self._check(order.attempt)
         definition = self._resolved.graph.calls[order.call]
@@ -222,7 +222,7 @@ class ModelWorkerProcess(BaseWorkload):
         for hook in definition.post_hooks:
             self._run_hook(hook, shard)
         traffic = self._getting.traffic - before
-        return Answer(meta, figures, traffic) if place.speaks else Answer(None, {}, traffic)
+        return MFCReply(meta, figures, traffic) if place.speaks else MFCReply(None, {}, traffic)
 
     def _run(self, definition: MFCDef, model: Model, sample: SequenceSample) -> Any:
         interface = self._interface(definition)
@@ -239,7 +239,7 @@ class ModelWorkerProcess(BaseWorkload):
             self._interfaces[definition.name] = INTERFACES.find(chosen.type_)(**chosen.args)
         return self._interfaces[definition.name]
 
-    def _run_hook(self, hook: ParamReallocHook | OffloadHook, shard: Shard) -> None:
+    def _run_hook(self, hook: ParamReallocHook | OffloadHook, shard: ModelShard) -> None:
         if isinstance(hook, OffloadHook):
             shard.model.running().offload(keep=shard.about.should_instantiate)
             shard.offloaded = True
@@ -254,12 +254,12 @@ class ModelWorkerProcess(BaseWorkload):
         self._copy(source, self._shards[target], eta)
         return self._getting.traffic - before
 
-    def _copy(self, source: ModelName, shard: Shard, eta: float) -> None:
+    def _copy(self, source: ModelName, shard: ModelShard, eta: float) -> None:
         self._fetch(shard)
         workers = self._resolved.workers_of(source)
         self._getting.parameters(str(source), workers, shard.model.running().tensors(), eta)
 
-    def _fetch(self, shard: Shard) -> None:
+    def _fetch(self, shard: ModelShard) -> None:
         if shard.offloaded:
             shard.model.running().fetch()
             shard.offloaded = False
@@ -305,7 +305,7 @@ class ModelWorkerProcess(BaseWorkload):
         if attempt != self._attempt:
             raise UnirunError(f"this call is of attempt {attempt}, and the worker is in {self._attempt}")
 
-    def _line(self, rank: int) -> Line:
+    def _line(self, rank: int) -> PeerConnection:
         """The connection to another worker."""
         deadline = time.monotonic() + WORKER_CONNECT_TIMEOUT
         while True:

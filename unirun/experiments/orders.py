@@ -19,7 +19,7 @@ Where = Mapping[str, Sequence[tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class Order:
+class MFCRequest:
     """A call for one data-parallel rank. `meta` describes its sequences; `where` says which workers have their data."""
 
     attempt: int
@@ -48,7 +48,7 @@ class Traffic(Value):
 
 
 @dataclass(frozen=True)
-class Answer:
+class MFCReply:
     """The result of a call: `meta` of new data, which stays on its worker; or the `figures` of a train step. Only ranks
     with `Place.speaks` send them; other ranks send their traffic only."""
 
@@ -61,7 +61,7 @@ class Answer:
         assert self.meta is None or self.meta.data is None
 
 
-class Setup(Value):
+class DatasetInfo(Value):
     """The answer of a worker at the start: the number of samples of the dataset, and its content (`content_of`)."""
 
     samples: int

@@ -41,7 +41,7 @@ EPOCHS = "total_train_epochs"
 """The setting that decides numbers only where the learning rate follows from it."""
 
 
-class Change(Value):
+class SettingChange(Value):
     """A setting that decides the numbers, and has changed since the checkpoint was written. An absent one is empty."""
 
     key: str
@@ -97,12 +97,14 @@ class Settings(Value):
         """The same, with the content of the datasets."""
         return Settings({**self.values, DATA: json.dumps(content)}, self.code)
 
-    def changes(self, now: Settings) -> list[Change]:
+    def changes(self, now: Settings) -> list[SettingChange]:
         """The settings that are different `now`. The content of datasets and the number of epochs are
         compared only if both have them."""
         names = sorted({*self.values, *now.values} - {DATA, EPOCHS})
         names += [name for name in (DATA, EPOCHS) if name in self.values and name in now.values]
-        found = [Change(name, self.values.get(name, ""), now.values.get(name, "")) for name in sorted(names)]
+        found = [
+            SettingChange(name, self.values.get(name, ""), now.values.get(name, "")) for name in sorted(names)
+        ]
         return [change for change in found if change.before != change.now]
 
 
@@ -245,8 +247,8 @@ class Recovery:
         to a dot. Raises `UsageError` if any other setting that decides the numbers has changed."""
         if info.settings is None:
             return []
-        told: list[Change] = []
-        refused: list[Change] = []
+        told: list[SettingChange] = []
+        refused: list[SettingChange] = []
         for change in info.settings.changes(now):
             named = any(change.key == key or change.key.startswith(f"{key}.") for key in accepted)
             (told if named and change.may_be_accepted else refused).append(change)
@@ -272,7 +274,7 @@ class Recovery:
         shutil.rmtree(self._root, ignore_errors=True)
 
 
-def _accepting(refused: Sequence[Change]) -> str:
+def _accepting(refused: Sequence[SettingChange]) -> str:
     """The options that accept these changes; empty unless all of them may be accepted."""
     if not all(change.may_be_accepted for change in refused):
         return ""

@@ -1,7 +1,7 @@
 """The data that model workers give each other without their master: data of sequences, and parameters.
 
-A `Shelf` has what one process holds. Others ask for it over the listener that weights and queues use, and a thread of
-the transport answers, so no request waits for a computation.
+A `DataStore` has what one process holds. Others ask for it over the listener that weights and queues use, and a thread
+of the transport answers, so no request waits for a computation.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.orders import Traffic
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import Value
-from unirun.weights.layout import Layout, Take, by_source, plan
-from unirun.weights.lines import Line
-from unirun.weights.messages import Ask, Part, encode
+from unirun.weights.layout import Layout, ReadItem, by_source, plan
+from unirun.weights.lines import PeerConnection
+from unirun.weights.messages import NamedBox, Query, encode
 from unirun.weights.publishing import buffers_of
 from unirun.weights.tensors import dtype_of, layout_of, local, part_of
 
@@ -49,10 +49,10 @@ class WantParts(Value, tag=True):
     """Asks for parts of the parameters of a model: a buffer for each."""
 
     model: str
-    parts: tuple[Part, ...]
+    parts: tuple[NamedBox, ...]
 
 
-class Shelved(Value):
+class DataReply(Value):
     """The answer to a request. `problem` says why the data cannot be given. `layout` answers `WantLayout`."""
 
     problem: str = ""
@@ -60,10 +60,10 @@ class Shelved(Value):
 
 
 _wants = msgspec.json.Decoder(WantData | WantLayout | WantParts)
-_answers = msgspec.json.Decoder(Shelved)
+_answers = msgspec.json.Decoder(DataReply)
 
 
-class Shelf:
+class DataStore:
     """The data that one process has: those of the sequences of a step, by key and id, and parameters of models."""
 
     def __init__(self) -> None:
@@ -111,14 +111,14 @@ class Shelf:
         try:
             want = _wants.decode(body)
             if isinstance(want, WantLayout):
-                found = Shelved(layout=layout_of(self._tensors(want.model)))
+                found = DataReply(layout=layout_of(self._tensors(want.model)))
                 parcel = Parcel(msgspec.json.encode(found))
             elif isinstance(want, WantParts):
-                parcel = Parcel(msgspec.json.encode(Shelved()), buffers_of(self._parts(want), _nothing))
+                parcel = Parcel(msgspec.json.encode(DataReply()), buffers_of(self._parts(want), _nothing))
             else:
-                parcel = Parcel(msgspec.json.encode(Shelved()), buffers_of([self._wanted(want)], _nothing))
+                parcel = Parcel(msgspec.json.encode(DataReply()), buffers_of([self._wanted(want)], _nothing))
         except (KeyError, ValueError, RuntimeError) as error:
-            parcel = Parcel(msgspec.json.encode(Shelved(f"it has no {error}")))
+            parcel = Parcel(msgspec.json.encode(DataReply(f"it has no {error}")))
         reply(parcel)
 
     def _tensors(self, model: str) -> Mapping[str, torch.Tensor]:
@@ -143,7 +143,7 @@ def _nothing() -> None:
     """Nothing is released: what is sent is kept by the buffers themselves."""
 
 
-Lines = Callable[[int], Line]
+Lines = Callable[[int], PeerConnection]
 """The connection to a rank. Raises `PeerLost` when it cannot be reached."""
 
 
@@ -155,10 +155,10 @@ class _Question:
     future: Future[Parcel]
 
 
-class Getting:
+class DataClient:
     """Asks other shelves. `traffic` is what that has cost so far."""
 
-    def __init__(self, rank: int, shelf: Shelf, lines: Lines, timeout: float) -> None:
+    def __init__(self, rank: int, shelf: DataStore, lines: Lines, timeout: float) -> None:
         self._rank, self._shelf, self._lines, self._timeout = rank, shelf, lines, timeout
         self._layouts: dict[tuple[str, int], Layout] = {}
         self.traffic = Traffic()
@@ -215,13 +215,13 @@ class Getting:
         near = [n for n, rank in enumerate(ranks) if rank == self._rank]
         takes = by_source(plan(layouts, wanted, near, self._rank))
         asked = {
-            n: self._ask(ranks[n], WantParts(model, tuple(Part(t.name, t.box) for t in some)))
+            n: self._ask(ranks[n], WantParts(model, tuple(NamedBox(t.name, t.box) for t in some)))
             for n, some in takes.items()
             if ranks[n] != self._rank
         }
         for n, some in takes.items():
             if ranks[n] == self._rank:
-                own = self._shelf._parts(WantParts(model, tuple(Part(t.name, t.box) for t in some)))
+                own = self._shelf._parts(WantParts(model, tuple(NamedBox(t.name, t.box) for t in some)))
                 _put(own, some, into, wanted, eta)
             else:
                 buffers = self._answer(ranks[n], asked[n], len(some))[1]
@@ -248,10 +248,12 @@ class Getting:
         self._layouts.clear()
 
     def _ask(self, rank: int, want: Any) -> _Question:
-        head = encode(Ask(NAME, msgspec.Raw(msgspec.json.encode(want))))
+        head = encode(Query(NAME, msgspec.Raw(msgspec.json.encode(want))))
         return _Question(head, self._lines(rank).ask(head))
 
-    def _answer(self, rank: int, question: _Question, buffers: int) -> tuple[Shelved, tuple[memoryview, ...]]:
+    def _answer(
+        self, rank: int, question: _Question, buffers: int
+    ) -> tuple[DataReply, tuple[memoryview, ...]]:
         try:
             try:
                 parcel = question.future.result(self._timeout)
@@ -288,7 +290,7 @@ def _tensor(buffer: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> tor
 
 def _put(
     found: Sequence[torch.Tensor],
-    takes: Sequence[Take],
+    takes: Sequence[ReadItem],
     into: Mapping[str, torch.Tensor],
     wanted: Layout,
     eta: float,

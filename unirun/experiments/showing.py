@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from unirun.collocation.graph import Edge, Role
-from unirun.collocation.graph import Graph as Picture
+from unirun.collocation.graph import RoleGraph as Picture
 from unirun.collocation.graph.svg import svg
 from unirun.experiments.config import ExperimentConfig, Resolved
 from unirun.experiments.layout import ModelName, ProcessTopology

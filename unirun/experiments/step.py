@@ -10,7 +10,7 @@ from unirun.experiments.config import Resolved
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.graph import Graph, Hook, MFCDef, ModelInterfaceType, ParamReallocHook
 from unirun.experiments.layout import ModelName
-from unirun.experiments.orders import Answer, Order, Traffic, dispatch, means, reduced, seed_of
+from unirun.experiments.orders import MFCReply, MFCRequest, Traffic, dispatch, means, reduced, seed_of
 from unirun.experiments.registry import INTERFACES
 from unirun.roles import wait
 
@@ -120,7 +120,7 @@ class Step:
             meta = wanted.reorder(some)
             where = {key: [self._where[key][each] for each in meta.ids] for key in call.input_keys}
             seed = seed_of(self._seed, self._number, name, rank)
-            parts.append(Order(self._attempt, self._number, name, meta, where, seed))
+            parts.append(MFCRequest(self._attempt, self._number, name, meta, where, seed))
         ranks = self._ranks(call)
         method = self._group.call.options(target=[self._workers[call.model_name][rank] for rank in ranks])
         # Each worker gets its own; a single one is no list.
@@ -132,7 +132,7 @@ class Step:
         workers = self._workers[call.model_name]
         return sorted(range(len(workers)), key=workers.__getitem__)
 
-    def _finish(self, call: MFCDef, answers: Sequence[Answer]) -> dict[str, float]:
+    def _finish(self, call: MFCDef, answers: Sequence[MFCReply]) -> dict[str, float]:
         """Note where new data is. Returns the figures of the call."""
         self._count(answer.traffic for answer in answers)
         self._reallocate(call, call.post_hooks)

@@ -27,7 +27,7 @@ from unirun.failover.state import (
 )
 from unirun.failover.transition import Transition
 from unirun.failover.views import endpoint, leader
-from unirun.values import Place
+from unirun.values import RankAddress
 from unirun.wire.messages import OpenStore, StartRole, StartWorker
 
 
@@ -161,15 +161,15 @@ def order_store(transition: Transition, role: RoleState) -> None:
     transition.order(leader(transition.state, role.name), OpenStore(role.name, role.generation))
 
 
-def places_of(state: JobState) -> dict[str, tuple[Place, ...]]:
+def places_of(state: JobState) -> dict[str, tuple[RankAddress, ...]]:
     """The addresses of the ranks of roles that have ports, and know them all. A rank that the job goes on without may
     have got no ports: nobody listens at its port 0."""
-    found: dict[str, tuple[Place, ...]] = {}
+    found: dict[str, tuple[RankAddress, ...]] = {}
     for spec in state.spec.roles:
         role = state.roles[spec.name]
         if spec.ports and (role.phase in ROLE_ENDS or not any(worker.portless for worker in role.workers)):
             nowhere = (0,) * len(spec.ports)
-            found[spec.name] = tuple(each.place or Place(each.node, nowhere) for each in role.workers)
+            found[spec.name] = tuple(each.place or RankAddress(each.node, nowhere) for each in role.workers)
     return found
 
 

@@ -13,7 +13,7 @@ from unirun.collocation.inventory import Node
 from unirun.spec.job import JobSpec
 from unirun.values import Value
 from unirun.wire.frames import from_json
-from unirun.wire.messages import Member, Offer
+from unirun.wire.messages import EtcdMember, Offer
 
 
 class AgentTask(Value):
@@ -29,14 +29,14 @@ class AgentTask(Value):
     cwd: str
     addr: str
     port: int = 0
-    etcd: tuple[Member, ...] = ()
+    etcd: tuple[EtcdMember, ...] = ()
 
     def to_json(self) -> str:
         """The task as text; `from_json` of `unirun.wire.frames` reads it."""
         return to_json(to_builtins(self)).decode()
 
 
-class Unfit(Value):
+class NodeFault(Value):
     """The reason why a node cannot take part."""
 
     node: str
@@ -63,16 +63,16 @@ def versions() -> dict[str, str]:
     return found
 
 
-def misfits(offers: Sequence[Offer], ours: Mapping[str, str]) -> list[Unfit]:
+def misfits(offers: Sequence[Offer], ours: Mapping[str, str]) -> list[NodeFault]:
     """The nodes whose versions are not `ours`, and those that have said themselves why they cannot take part."""
     found = []
     for offered in offers:
-        found += [Unfit(offered.node, problem, remedy) for problem, remedy in offered.faults]
+        found += [NodeFault(offered.node, problem, remedy) for problem, remedy in offered.faults]
         for name, version in ours.items():
             theirs = offered.versions.get(name, "")
             if theirs != version:
                 problem = f"it has {name} {theirs}, here it is {version}" if theirs else f"it has no {name}"
-                found.append(Unfit(offered.node, problem, f"install {name} {version} there"))
+                found.append(NodeFault(offered.node, problem, f"install {name} {version} there"))
     return found
 
 

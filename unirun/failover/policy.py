@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from unirun.collocation.graph import (
     Affected,
-    Graph,
     LearnedEdge,
     ProcessCalls,
+    RoleGraph,
     added,
     affected,
     declared,
@@ -208,7 +208,7 @@ def consequences(unit: Sequence[Affected]) -> str:
     return "; ".join(f"{each} {each.reason}" for each in unit if each.side in ("upstream", "downstream"))
 
 
-def seen_graph(state: JobState) -> Graph:
+def seen_graph(state: JobState) -> RoleGraph:
     """The job's graph: the edges of the spec and those that were observed."""
     graph = declared(state.spec)
     edges = {(edge.source, edge.target, edge.invocation): edge for edge in graph.edges}

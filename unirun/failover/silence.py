@@ -7,32 +7,34 @@ start elsewhere; the agent kills its workers (`unirun.launcher.contact`), which 
 
 ::
 
-    agent    s  sends a beat               kills its workers at  s + FENCE
-    master      m  gets it, answers it     gives the node up at  m + SILENT + GIVE_UP  or later
+    agent    s  sends a beat               kills its workers at  s + FENCE_TIMEOUT
+    master      m  gets it, answers it     gives the node up at  m + SILENCE_TIMEOUT + GIVE_UP_DELAY  or later
 
 The agent counts from when it *sent* the latest beat that the master has answered, not from when the answer came.
 Whatever is lost or late on either way, the master got that beat at ``m >= s``. Two clocks that run at rates of
 ``1 + d`` and ``1 - d`` give
 
-    ``FENCE / (1 - d)  <  (SILENT + GIVE_UP) / (1 + d)``
+    ``FENCE_TIMEOUT / (1 - d)  <  (SILENCE_TIMEOUT + GIVE_UP_DELAY) / (1 + d)``
 
-which is 5.56 s < 6.73 s for d = 1 %. In the rest the workers end; an agent that is stopped is killed by the kernel,
-0.4 s later. A cable that is out for 3 s is no reason to kill them: the beat that was answered may be `HEARTBEAT_INTERVAL` old when it
-is pulled, and the agent connects anew within half a second of its return, so 5.0 s of the 5.5 are used.
+which is 5.56 s < 6.73 s for d = 1 %. In the rest the workers end; an agent that is stopped is killed by the kernel, 0.4
+s later. A cable that is out for 3 s is no reason to kill them: the beat that was answered may be `HEARTBEAT_INTERVAL`
+old when it is pulled, and the agent connects anew within half a second of its return, so 5.0 s of the 5.5 are used.
 
 Other masters, and other ways to know that nobody has given the node up:
 
 - A new master waits 15 s for nodes that do not join it (`unirun.failover.takeover.REJOIN_TIMEOUT`). The one that it has
-  replaced may not know that, and answers beats for `AUTHORITY_SECONDS` seconds after it last renewed its term (`may_answer`);
-  the renewal was before the new term. ``(AUTHORITY + FENCE) / (1 - d) < 15 / (1 + d)``: 11.6 s < 14.9 s.
-- An agent that gets no answer may read in the store (etcd) that its node is not *marked*. It has `UNMARKED_SECONDS` seconds
-  from the beginning of that read, because a node is given up `GIVE_UP_DELAY` seconds after its mark was written.
+  replaced may not know that, and answers beats for `AUTHORITY_SECONDS` seconds after it last renewed its term
+  (`may_answer`); the renewal was before the new term. ``(AUTHORITY_SECONDS + FENCE_TIMEOUT) / (1 - d) < 15 / (1 + d)``:
+  11.6 s < 14.9 s.
+- An agent that gets no answer may read in the store (etcd) that its node is not *marked*. It has `UNMARKED_SECONDS`
+  seconds from the beginning of that read, because a node is given up `GIVE_UP_DELAY` seconds after its mark was
+  written.
 - Where the store is a file on the head, no other host can read it, and masters run on the head only. An agent that gets
-  no answer connects there, and has `FENCE_TIMEOUT` seconds from the beginning of an attempt in which both ends have proved the
-  token, and over TLS their nodes. A master counts that as a message of the node, before the node can know of it. While
-  no master accepts, because it is stopped or its successor is on the way, the head's agent does
-  (`unirun.launcher.witness`), and tells the master that it follows: one that goes on hears of it before it gives a
-  node up, as that takes `GIVE_UP_DELAY` seconds more; a new one waits 15 s for nodes in any case. That a connection is made
+  no answer connects there, and has `FENCE_TIMEOUT` seconds from the beginning of an attempt in which both ends have
+  proved the token, and over TLS their nodes. A master counts that as a message of the node, before the node can know of
+  it. While no master accepts, because it is stopped or its successor is on the way, the head's agent does
+  (`unirun.launcher.witness`), and tells the master that it follows: one that goes on hears of it before it gives a node
+  up, as that takes `GIVE_UP_DELAY` seconds more; a new one waits 15 s for nodes in any case. That a connection is made
   proves nothing: a machine that has taken over the address of the head, or of a node, can make one.
 
 The time in which the master itself does not run is not held against the nodes: a look that comes late moves every
@@ -70,7 +72,7 @@ _STALL_SECONDS = 0.1
 """A look that is later than this by so many seconds means that the master did not run."""
 
 
-class Look(Value):
+class SilenceReport(Value):
     """The result of a look: nodes that are `silent` since now, are `lost`, or were silent and are `back`."""
 
     silent: tuple[str, ...] = ()
@@ -115,11 +117,11 @@ class Silence:
         """Return True if `node` was found to be silent, and not to be back."""
         return node in self._silent
 
-    def look(self, now: float) -> Look:
+    def look(self, now: float) -> SilenceReport:
         """Compare all times with `now`; to be called every `SILENCE_POLL_INTERVAL` seconds.
 
-        Nodes that are lost together are returned together, as their loss is one decision: the power of a rack fails
-        at once, but their last beats came within `HEARTBEAT_INTERVAL`. So the first waits for the others, for that long.
+        Nodes that are lost together are returned together, as their loss is one decision: the power of a rack fails at
+        once, but their last beats came within `HEARTBEAT_INTERVAL`. So the first waits for the others, for that long.
         """
         self._skip_stall(now)
         back = tuple(node for node in self._silent if now - self._heard[node] <= SILENCE_TIMEOUT)
@@ -137,10 +139,10 @@ class Silence:
             if at is not None and now >= at + GIVE_UP_DELAY
         }
         if not due or (len(due) < len(self._silent) and now < min(due.values()) + HEARTBEAT_INTERVAL):
-            return Look(silent, (), back)
+            return SilenceReport(silent, (), back)
         for node in due:
             self.forget(node)
-        return Look(silent, tuple(due), back)
+        return SilenceReport(silent, tuple(due), back)
 
     def _skip_stall(self, now: float) -> None:
         late = now - self._looked - SILENCE_POLL_INTERVAL

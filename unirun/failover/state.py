@@ -16,9 +16,9 @@ from msgspec import field
 from msgspec.structs import replace
 
 from unirun.collocation import Inventory, Placement, Ties
-from unirun.collocation.graph import Graph, added, tight_parts, weights
+from unirun.collocation.graph import RoleGraph, added, tight_parts, weights
 from unirun.spec.job import EntryKind, JobSpec, Restart, RoleSpec
-from unirun.values import Place, Value, WorkerId
+from unirun.values import RankAddress, Value, WorkerId
 from unirun.wire.reports import CallCount, Health, Join
 
 # The way in which a process ended, and the record of a failure.
@@ -268,7 +268,7 @@ class Ports(Value, omit_defaults=True):
     """The ports of a rank, which were asked of the agent of `node`; `place` is its answer."""
 
     node: str
-    place: Place | None = None
+    place: RankAddress | None = None
 
 
 class WorkerState(Value, omit_defaults=True):
@@ -306,7 +306,7 @@ class WorkerState(Value, omit_defaults=True):
     paid: tuple[float, ...] = ()
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> RankAddress | None:
         """Its address, if it was given one."""
         return self.ports.place if self.ports is not None else None
 
@@ -459,7 +459,7 @@ class Verdict(Value):
     grace: float = 30.0
 
 
-class Told(Value):
+class SentView(Value):
     """The last view that agents were sent: its `number`, the `roles` then, and the `endpoints` of their stores."""
 
     number: int
@@ -521,7 +521,7 @@ class JobState(Value):
     uid: str = ""
     owned: bool = False
     inventory: Inventory = NOTHING
-    told: Told | None = None
+    told: SentView | None = None
     uninformed: frozenset[str] = frozenset()
     losses: Mapping[str, str] = field(default_factory=dict)
     epoch: int = 0
@@ -633,6 +633,6 @@ def waiting(placement: Placement, role: str, before: Sequence[WorkerState] = ())
 # The ties between the roles of a job when their ranks are placed.
 
 
-def ties_of(graph: Graph) -> Ties:
+def ties_of(graph: RoleGraph) -> Ties:
     """The bytes between roles, and the roles that wait for each other, by the edges of `graph`."""
     return Ties(weights(graph), tight_parts(graph))

@@ -32,7 +32,7 @@ from unirun.failover.transition import Transition, is_member, output_of
 from unirun.failover.views import leader
 from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, StopWorkers
-from unirun.wire.reports import Calls, FromWorker, Held, Join, WorkerExited
+from unirun.wire.reports import Calls, FromWorker, HeldWorker, Join, WorkerExited
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
 PAID = 1.0
@@ -160,7 +160,7 @@ def _take_up_role(transition: Transition, role: RoleState, event: Join) -> None:
         )
 
 
-def _as_held(role: RoleState, worker: WorkerState, known: Held, *, member: bool) -> WorkerState:
+def _as_held(role: RoleState, worker: WorkerState, known: HeldWorker, *, member: bool) -> WorkerState:
     phase = WorkerPhase.STARTING if known.pid is None else WorkerPhase.ALIVE
     phase = WorkerPhase.RUNNING if known.running else phase
     phase = WorkerPhase.SERVING if known.running and member else phase

@@ -16,7 +16,7 @@ from unirun.failover.events import (
     ToWatchers,
     ViewDue,
 )
-from unirun.failover.state import JobState, RoleState, Told, WorkerPhase, WorkerState
+from unirun.failover.state import JobState, RoleState, SentView, WorkerPhase, WorkerState
 from unirun.failover.views import endpoints_of, news_of, whole_view
 from unirun.values import WorkerId
 from unirun.wire.messages import Message, RoleChanged, StopWorkers, View, WorkerOutput
@@ -87,7 +87,7 @@ class Transition:
             self.send(ToAgents(some, view))
             if not told:
                 self.send(ToVisitors(view))
-        told = Told(number, state.roles, endpoints_of(state))
+        told = SentView(number, state.roles, endpoints_of(state))
         self.state = replace(state, view_due=False, told=told, uninformed=frozenset())
 
     def tell_soon(self) -> None:

@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from unirun.failover.state import JobState, RoleState, Told, WorkerPhase, WorkerState
+from unirun.failover.state import JobState, RoleState, SentView, WorkerPhase, WorkerState
 from unirun.spec.job import JobSpec
-from unirun.values import Place
+from unirun.values import RankAddress
 from unirun.wire.messages import FIRST, ChannelBrief, RoleBrief, RoleView, View, Welcome, WorkerView, whole
 
 
@@ -25,7 +25,7 @@ def whole_view(state: JobState, number: int) -> View:
     return View(tuple(roles), number)
 
 
-def news_of(state: JobState, told: Told) -> tuple[RoleView, ...]:
+def news_of(state: JobState, told: SentView) -> tuple[RoleView, ...]:
     """The roles that have changed since the view `told`, each with the workers that have changed."""
     endpoints = endpoints_of(state)
     found = []
@@ -69,7 +69,7 @@ def _head(role: RoleState, endpoint: str) -> tuple[int, int, str, str]:
     return len(role.workers), role.opened, endpoint, role.phase.value
 
 
-def _seen(worker: WorkerState) -> tuple[int, str, dict[str, str], Place | None]:
+def _seen(worker: WorkerState) -> tuple[int, str, dict[str, str], RankAddress | None]:
     return worker.incarnation, _phase(worker), dict(worker.addresses), worker.place
 
 

@@ -45,12 +45,12 @@ from unirun.rendezvous.endpoints import Endpoint
 from unirun.rendezvous.store.address import SqliteAddress, parse_address
 from unirun.spec.job import LogSpec
 from unirun.values import WorkerId
-from unirun.wire.aio import Server, Stream, frame_of
+from unirun.wire.aio import Stream, StreamServer, frame_of
 from unirun.wire.asking import ToWorker
 from unirun.wire.credentials import load_credentials
 from unirun.wire.messages import (
-    Beat,
     ExitAck,
+    Heartbeat,
     Hello,
     Message,
     OpenStore,
@@ -236,7 +236,7 @@ class Agent:
             loop.add_signal_handler(signum, self._apply, told)
         self._warm_up()
         listener = listen(self._job.agent_socket(self._state.node))
-        server = Server(listener, load_credentials(self._job.path), self._serve_worker, self._refused)
+        server = StreamServer(listener, load_credentials(self._job.path), self._serve_worker, self._refused)
         owner = None
         if owner_pid is not None:
             lost = events.Abandon("the unirun command is gone")
@@ -329,16 +329,16 @@ class Agent:
             case events.ToLink(number, message):
                 for link in self._links.get(number, ()):
                     link.send(message)
-            case events.Watch(number):
+            case events.StartProbing(number):
                 self._probing.watch(self._state.workers[number])
-            case events.Unwatch(number):
+            case events.StopProbing(number):
                 self._probing.forget(number)
             case events.ToLinks(message):
                 frame = frame_of(message)
                 for link in (link for links in self._links.values() for link in links):
                     link.send_frame(frame)
                 self._write_addresses()
-            case events.After(delay, event):
+            case events.CallLater(delay, event):
                 asyncio.get_running_loop().call_later(delay, self._apply, event)
             case events.KillGroups(pids):
                 for pid in pids:
@@ -416,7 +416,7 @@ class Agent:
                     # Not before: if it saw the end of that one first, it would give the node up.
                     self._silent.pop().abort()
                 match message:
-                    case Beat():
+                    case Heartbeat():
                         self._contact.answered(message)
                     case StartRole():
                         self._apply(events.Order(epoch, self._orders.launch(message)))

@@ -22,7 +22,7 @@ from unirun.rendezvous.store.url import open_store
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Stream, connect, frame_of
 from unirun.wire.credentials import Credentials, load_credentials
-from unirun.wire.messages import Beat
+from unirun.wire.messages import Heartbeat
 
 # The time when an agent must kill its workers as its node may have been given up (`unirun.failover.silence`).
 
@@ -156,7 +156,7 @@ MARK_READ_TIMEOUT = 0.9
 KERNEL_KILL_DELAY = 0.4
 """Seconds after the end of the fence at which the kernel kills an agent that has not done anything about it."""
 
-_BEAT = frame_of(Beat())
+_BEAT = frame_of(Heartbeat())
 
 
 class Contact:
@@ -205,7 +205,7 @@ class Contact:
         """The master has said something."""
         self._heard = time.monotonic()
 
-    def answered(self, beat: Beat) -> None:
+    def answered(self, beat: Heartbeat) -> None:
         """The master has answered a beat."""
         self._fence.answered(clock(), sure=beat.sure)
         self._set_timer()

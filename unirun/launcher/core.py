@@ -15,8 +15,8 @@ from unirun.errors import Refused
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import (
     Abandon,
-    After,
     AgentState,
+    CallLater,
     Command,
     Event,
     FromSpawner,
@@ -32,27 +32,27 @@ from unirun.launcher.events import (
     Phase,
     Probed,
     ReadyDue,
+    RendezvousStore,
     Signal,
     SpawnerDown,
+    StartProbing,
     StartSpawner,
     StillEnding,
     StillWithoutLink,
     StopDue,
-    Store,
+    StopProbing,
     TimerExpired,
     ToLink,
     ToLinks,
     ToMaster,
     ToSpawner,
-    Unwatch,
-    Watch,
     Worker,
     held,
     short_end,
     short_error,
 )
 from unirun.values import Engine
-from unirun.wire.asking import Ask, ToWorker
+from unirun.wire.asking import MasterRequest, ToWorker
 from unirun.wire.messages import ExitAck, Hello, PassOn, Shutdown, StopWorkers, View, updated, whole
 from unirun.wire.reports import (
     VERSION,
@@ -228,7 +228,7 @@ def from_worker(state: AgentState, event: LinkMessage) -> tuple[AgentState, list
         case Calls(counts):
             state = state.with_worker(replace(worker, calls=counts))
             return state, [ToMaster(FromWorker(worker.who, event.message))]
-        case Ask(number):
+        case MasterRequest(number):
             ask = FromWorker(worker.who, event.message)
             return replace(state, asks={**state.asks, (worker.id, number): ask}), [ToMaster(ask)]
     return state, []
@@ -242,7 +242,7 @@ def _has_failed(state: AgentState, worker: Worker, error: WorkerError) -> tuple[
     """
     first = worker.error is None and worker.sent is None
     state = state.with_worker(replace(worker, error=short_error(error)))
-    return state, [After(worker.grace, StillEnding(worker.id, worker.grace))] if first else []
+    return state, [CallLater(worker.grace, StillEnding(worker.id, worker.grace))] if first else []
 
 
 def still_ending(state: AgentState, event: StillEnding) -> tuple[AgentState, list[Command]]:
@@ -254,7 +254,7 @@ def still_ending(state: AgentState, event: StillEnding) -> tuple[AgentState, lis
     text = f"has failed {event.waited:g} s ago, and its exit handlers or threads still run; it is killed"
     if left > 0:
         told = Notice(str(worker.who), f"{text} if it has not ended in another {left:g} s")
-        return state, [ToMaster(told), After(left, StillEnding(worker.id, WORKER_EXIT_TIMEOUT))]
+        return state, [ToMaster(told), CallLater(left, StillEnding(worker.id, WORKER_EXIT_TIMEOUT))]
     # It was not told to end, so the SIGKILL counts as part of its failure.
     return state, [
         ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL))),
@@ -329,7 +329,7 @@ def link_closed(state: AgentState, event: LinkClosed) -> tuple[AgentState, list[
     worker = state.workers.get(event.id)
     if worker is None or worker.sent is not None:
         return state, []
-    return state, [After(UNLINKED_TIMEOUT, StillWithoutLink(event.id))]
+    return state, [CallLater(UNLINKED_TIMEOUT, StillWithoutLink(event.id))]
 
 
 def still_without_link(state: AgentState, event: StillWithoutLink) -> tuple[AgentState, list[Command]]:
@@ -387,13 +387,13 @@ def _obey(state: AgentState, what: Instruction) -> tuple[AgentState, list[Comman
     match what:
         case Launch():
             return _launch(state, what)
-        case Store():
+        case RendezvousStore():
             return _open_store(state, what)
         case StopWorkers(after=delay) if delay:
             # Those that live now: a rank may have a successor by then.
             found = [state.find(what.role, rank) for rank in what.ranks]
             due = [StopDue(each.id, what.signal, what.grace) for each in found if each is not None]
-            return state, [After(delay, each) for each in due]
+            return state, [CallLater(delay, each) for each in due]
         case StopWorkers():
             who = [(what.role, rank) for rank in what.ranks]
             return _stop(state, who, what.signal, what.grace, "order")
@@ -449,7 +449,7 @@ def _launch(state: AgentState, event: Launch) -> tuple[AgentState, list[Command]
     return state, commands
 
 
-def _open_store(state: AgentState, store: Store) -> tuple[AgentState, list[Command]]:
+def _open_store(state: AgentState, store: RendezvousStore) -> tuple[AgentState, list[Command]]:
     before = state.stores.get(store.request.role)
     if state.leaving:
         return state, []
@@ -463,7 +463,7 @@ def _open_store(state: AgentState, store: Store) -> tuple[AgentState, list[Comma
     return replace(state, stores={**state.stores, store.request.role: store}), commands
 
 
-def _standing(store: Store) -> StoreOpened | StoreEnded | None:
+def _standing(store: RendezvousStore) -> StoreOpened | StoreEnded | None:
     """The message for the present state of a store; None while it opens."""
     if store.ended is not None:
         return store.ended
@@ -495,7 +495,7 @@ def _stop(
             commands.append(ToSpawner(worker.spawner, Kill(worker.id, signum)))
         state = state.with_worker(replace(worker, cause=cause, sent=signum))
         if signum != signal.SIGKILL:
-            commands.append(After(grace, GraceOver(worker.id)))
+            commands.append(CallLater(grace, GraceOver(worker.id)))
     return state, commands
 
 
@@ -554,7 +554,7 @@ def _forked(state: AgentState, worker: Worker, pid: int) -> tuple[AgentState, li
         state, more = runs(state, state.workers[worker.id])
         commands += more
     if worker.ready is not None:
-        commands += [Watch(worker.id), After(worker.ready_timeout, ReadyDue(worker.id))]
+        commands += [StartProbing(worker.id), CallLater(worker.ready_timeout, ReadyDue(worker.id))]
     return state, commands
 
 
@@ -654,7 +654,7 @@ def _ended(
     state = _remembering(state, worker, end)
     commands: list[Command] = [ToMaster(end)]
     if worker.ready is not None:
-        commands.append(Unwatch(worker.id))
+        commands.append(StopProbing(worker.id))
     if state.leaving and not state.workers:
         commands.append(Leave())
     return state, commands

@@ -25,8 +25,8 @@ from unirun.wire.reports import (
     EngineWeights,
     FromWorker,
     Health,
-    Held,
     HeldStore,
+    HeldWorker,
     Notice,
     Serving,
     Stuck,
@@ -91,7 +91,7 @@ class Launch(Value):
     workers: tuple[Worker, ...]
 
 
-class Store(Value):
+class RendezvousStore(Value):
     """Open this rendezvous store, in place of that of the role's previous generation.
 
     `sent`: requested from the spawner; `opened`: it listens; `ended` is set when it is gone.
@@ -193,7 +193,7 @@ class Led(Value):
     epoch: int
 
 
-Instruction = Launch | Store | StopWorkers | PassOn | ExitAck | View | ToWorker | Shutdown
+Instruction = Launch | RendezvousStore | StopWorkers | PassOn | ExitAck | View | ToWorker | Shutdown
 """Instructions of a master."""
 
 
@@ -267,7 +267,7 @@ class ToLinks(Value):
     message: Message
 
 
-class After(Value):
+class CallLater(Value):
     """Apply `event` after `delay` seconds."""
 
     delay: float
@@ -288,13 +288,13 @@ class Signal(Value):
     handled: bool = False
 
 
-class Watch(Value):
+class StartProbing(Value):
     """Ask the worker's probes from now on."""
 
     id: int
 
 
-class Unwatch(Value):
+class StopProbing(Value):
     """Ask them no more."""
 
     id: int
@@ -310,11 +310,11 @@ Command = (
     | StartSpawner
     | ToLink
     | ToLinks
-    | After
+    | CallLater
     | KillGroups
     | Signal
-    | Watch
-    | Unwatch
+    | StartProbing
+    | StopProbing
     | Leave
 )
 
@@ -369,7 +369,7 @@ def _part(limit: int, share: float) -> int:
     return max(_LEAST, int(limit * share))
 
 
-def fitting(held: Iterable[Held]) -> tuple[Held, ...]:
+def fitting(held: Iterable[HeldWorker]) -> tuple[HeldWorker, ...]:
     """Shorten the texts of `held` workers so that all fit into one message."""
     workers = tuple(held)
     failed = sorted((each.exit for each in workers if each.exit is not None and _says(each.exit)), key=_when)
@@ -438,12 +438,12 @@ class AgentState(Value):
     companions: frozenset[str] = frozenset()
     workers: Mapping[int, Worker] = field(default_factory=dict)
     spawners: Mapping[SpawnerKey, bool] = field(default_factory=dict)
-    stores: Mapping[str, Store] = field(default_factory=dict)
+    stores: Mapping[str, RendezvousStore] = field(default_factory=dict)
     view: View | None = None
     leaving: bool = False
     epoch: int = 0
     launched: Mapping[tuple[str, int], int] = field(default_factory=dict)
-    ended: Mapping[WorkerId, Held] = field(default_factory=dict)
+    ended: Mapping[WorkerId, HeldWorker] = field(default_factory=dict)
     asks: Mapping[tuple[int, int], FromWorker] = field(default_factory=dict)
     ending: Ending | None = None
 
@@ -456,7 +456,7 @@ class AgentState(Value):
         return next((w for w in self.workers.values() if (w.who.role, w.who.rank) == (role, rank)), None)
 
 
-def holdings(state: AgentState) -> tuple[tuple[Held, ...], tuple[HeldStore, ...]]:
+def holdings(state: AgentState) -> tuple[tuple[HeldWorker, ...], tuple[HeldStore, ...]]:
     """The workers and stores of this node, for a new master."""
     live = (held(worker) for worker in state.workers.values())
     stores = (
@@ -466,10 +466,10 @@ def holdings(state: AgentState) -> tuple[tuple[Held, ...], tuple[HeldStore, ...]
     return fitting((*state.ended.values(), *live)), tuple(stores)
 
 
-def held(worker: Worker) -> Held:
+def held(worker: Worker) -> HeldWorker:
     """The report of a worker that has not ended."""
     serving = worker.serving
-    return Held(
+    return HeldWorker(
         worker=worker.who,
         pid=worker.pid,
         running=worker.running,

@@ -34,7 +34,7 @@ from unirun.values import Value
 from unirun.wire.address import TcpAddress
 from unirun.wire.certificates import make_tls
 from unirun.wire.handshake import Token, new_token
-from unirun.wire.messages import Member
+from unirun.wire.messages import EtcdMember
 from unirun.wire.sockets import listen
 
 MOST_NODES = 16
@@ -79,7 +79,7 @@ class Head(Value):
     address: TcpAddress
     insecure: bool = False
     folder: str = ""
-    etcd: tuple[Member, ...] = ()
+    etcd: tuple[EtcdMember, ...] = ()
 
 
 def launch(

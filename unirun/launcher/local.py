@@ -163,7 +163,7 @@ def start_processes(
     return Processes(master, tuple(agents.values()))
 
 
-class Member(Value):
+class JoinedNode(Value):
     """A node that takes part in a job: its directory of the job with the lock, its task, what it has bound.
 
     Masters that its agent starts listen on `listener`; without one, they run on another host only.
@@ -192,7 +192,7 @@ class Member(Value):
             self.listener.close()
 
 
-def start_agent(member: Member, *, owner: int | None) -> Processes:
+def start_agent(member: JoinedNode, *, owner: int | None) -> Processes:
     """Fork the agent of a node that has bound its endpoints already; masters run elsewhere.
 
     It ends with the process `owner`; without one, with its job. Call it before any thread is started.

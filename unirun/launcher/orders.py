@@ -23,13 +23,13 @@ from unirun.launcher.environment import (
     with_env_files,
     worker_env,
 )
-from unirun.launcher.events import Launch, Store, Worker
+from unirun.launcher.events import Launch, RendezvousStore, Worker
 from unirun.launcher.timers import ENABLE
 from unirun.launcher.warm.borrowing import wish
 from unirun.observe.jobdir import JobDir
 from unirun.spec.job import Probe
 from unirun.spec.templates import Own, fill, fill_roles
-from unirun.values import Place, WorkerId
+from unirun.values import RankAddress, WorkerId
 from unirun.wire.messages import OpenStore, Reserve, StartRole, StartWorker
 from unirun.wire.reports import Placed
 from unirun.wire.spawning import Borrow, ServeStore, Spawn
@@ -49,15 +49,17 @@ class PortBook:
         """Give away ports from `low` to `high`, of programs that listen at `host`."""
         self._host, self._low, self._high = host, low, high
         self._held: dict[int, socket.socket] = {}
-        self._places: dict[tuple[str, int], Place] = {}
+        self._places: dict[tuple[str, int], RankAddress] = {}
         # Jobs that begin at the same moment look at different ports first.
         self._next = random.randint(low, high)
 
-    def place(self, role: str, rank: int, count: int) -> Place:
+    def place(self, role: str, rank: int, count: int) -> RankAddress:
         """The place of a rank with `count` ports, the same each time. Raises `RendezvousError` when none is free."""
         found = self._places.get((role, rank))
         if found is None or len(found.ports) != count:
-            found = self._places[role, rank] = Place(self._host, tuple(self._choose() for _ in range(count)))
+            found = self._places[role, rank] = RankAddress(
+                self._host, tuple(self._choose() for _ in range(count))
+            )
         return found
 
     def release_taken(self, role: str, rank: int) -> bool:
@@ -257,9 +259,9 @@ class Orders:
             stdin=self._stdin if (order.role, member.rank) == self._spec.reader else None,
         )
 
-    def store(self, order: OpenStore, fd: int) -> Store:
+    def store(self, order: OpenStore, fd: int) -> RendezvousStore:
         """The store to serve on the listening socket `fd`."""
-        return Store(self._store_key(order.role), ServeStore(order.role, order.generation, fd))
+        return RendezvousStore(self._store_key(order.role), ServeStore(order.role, order.generation, fd))
 
     def stdin_for(self, key: SpawnerKey) -> list[int]:
         """The descriptors, one or none, that the spawner with this key must inherit for the job's reader."""

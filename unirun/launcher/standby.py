@@ -46,7 +46,7 @@ CANDIDATE_START_TIMEOUT = 5.0
 """Seconds in which a live candidate should become leader. Until then its agent starts no other."""
 
 
-class Attempts(Value):
+class CandidateAttempts(Value):
     """The candidates that one agent has started since a master last led for long: their number, the time of the last
     one (``time.monotonic``), and whether it is still starting up."""
 
@@ -64,7 +64,7 @@ def turns(nodes: Sequence[str], epoch: int) -> dict[str, float]:
     return {node: TURN_DELAY * math.log2(place + 1) for place, node in enumerate(order)}
 
 
-def start_at(vacant: float, wait: float, attempts: Attempts, nodes: int) -> float:
+def start_at(vacant: float, wait: float, attempts: CandidateAttempts, nodes: int) -> float:
     """The time at which an agent starts a candidate, unless there is a leader by then.
 
     `vacant` is the time since which there is no leader, `wait` the agent's turn (`turns`), `nodes` the number of nodes.
@@ -193,7 +193,7 @@ class Standby:
         self._node, self._nodes = node, tuple(nodes)
         self._masters = Masters(job)
         self._started: list[_Master] = []
-        self._attempts = Attempts()
+        self._attempts = CandidateAttempts()
         # The latest candidate, and the latest term when it was started.
         self._candidate: _Master | None = None
         self._epoch_before = 0
@@ -212,7 +212,7 @@ class Standby:
         """
         began = time.monotonic()
         if began >= self._followed_since + BACKOFF_RESET_SECONDS:
-            self._attempts = Attempts()
+            self._attempts = CandidateAttempts()
         trouble = "nobody leads"
         # The latest term whose master is known to be dead, and since when.
         dead, dead_since = 0, began
@@ -274,7 +274,8 @@ class Standby:
         )
 
     def _start_in_turn(self, vacant: float, deposing: int) -> float:
-        """Start a candidate if it is this agent's turn. Returns the seconds until the next check, at most `CANDIDATE_POLL_INTERVAL`."""
+        """Start a candidate if it is this agent's turn. Returns the seconds until the next check, at most
+        `CANDIDATE_POLL_INTERVAL`."""
         now = time.monotonic()
         self._started = [popen for popen in self._started if popen.poll() is None]
         epoch = self._masters.seat.epoch
@@ -288,7 +289,7 @@ class Standby:
 
     def _start(self, deposing: int) -> None:
         """Start a candidate that deposes the master of the term `deposing`."""
-        self._attempts = Attempts(self._attempts.number + 1, time.monotonic(), coming_up=True)
+        self._attempts = CandidateAttempts(self._attempts.number + 1, time.monotonic(), coming_up=True)
         self._epoch_before = self._masters.seat.epoch
         try:
             self._candidate = self._popen(deposing)

@@ -33,7 +33,7 @@ _LINE = 4096
 """Maximum length of a request in bytes: ``PIPE_BUF``, up to which writes to a pipe are atomic."""
 
 
-class Request(Value):
+class TimerRequest(Value):
     """torch's ``FileTimerRequest``: `expiration_time` is in seconds since the epoch, negative to release the timer."""
 
     version: int
@@ -55,9 +55,9 @@ class Timers:
     """The running timers. Time is an argument."""
 
     def __init__(self) -> None:
-        self._running: dict[tuple[int, str], Request] = {}
+        self._running: dict[tuple[int, str], TimerRequest] = {}
 
-    def take(self, request: Request) -> None:
+    def take(self, request: TimerRequest) -> None:
         """Start, restart or release a timer. Requests with an invalid pid are ignored."""
         key = request.pid, request.scope_id
         self._running.pop(key, None)
@@ -69,7 +69,7 @@ class Timers:
 
         A timer without a valid signal expires without consequences, as in torch.
         """
-        late: dict[int, list[Request]] = {}
+        late: dict[int, list[TimerRequest]] = {}
         for request in sorted(self._running.values(), key=lambda each: each.expiration_time):
             if request.expiration_time <= now:
                 late.setdefault(request.pid, []).append(request)
@@ -106,7 +106,7 @@ class TimerPipe:
         self._rest = rest[-_LINE:]
         for line in lines:
             try:
-                self._timers.take(from_json(Request, line.decode()))
+                self._timers.take(from_json(TimerRequest, line.decode()))
             except (FrameError, UnicodeDecodeError):
                 # Not a request of torch's. Only processes of this user can write here.
                 continue

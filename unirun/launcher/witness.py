@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unirun.errors import UnirunError
-from unirun.wire.aio import Server, Stream
+from unirun.wire.aio import Stream, StreamServer
 from unirun.wire.credentials import Credentials
 from unirun.wire.messages import Dismissed
 from unirun.wire.reporting import report
@@ -42,7 +42,7 @@ _LAST_ACK = 8 + 12 * 4
 
 class Witness:
     """Watches `listener`. `tell` gets each node that has proved the token, before it can know that it has been let in;
-    `led` says whether this agent follows a master; `refused` is as for `Server`."""
+    `led` says whether this agent follows a master; `refused` is as for `StreamServer`."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Witness:
         return None
 
     async def _let_in(self, first: socket.socket, place: Any) -> None:
-        server = Server(
+        server = StreamServer(
             self._listener.dup(),
             self._credentials,
             self._send_away,

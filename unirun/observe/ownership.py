@@ -25,7 +25,7 @@ _ACCESS, _DEFAULT = "system.posix_acl_access", "system.posix_acl_default"
 _NAMED_USER, _NAMED_GROUP, _MASK = 0x02, 0x08, 0x10
 
 
-class Exposure(Value):
+class PathFault(Value):
     """A component of a path that another user controls: `problem` states which and why."""
 
     problem: str
@@ -45,7 +45,7 @@ def make_private(folder: Path) -> None:
             each.chmod(0o700)
 
 
-def exposure(folder: Path) -> Exposure | None:
+def exposure(folder: Path) -> PathFault | None:
     """Return the first component of the path `folder` that another user controls, None when there is none.
 
     In `folder` itself others may not even create entries. Missing components are not checked: check again after
@@ -73,28 +73,28 @@ def exposure(folder: Path) -> Exposure | None:
             continue
         links += 1
         if links > MAX_LINKS or info.st_uid not in trusted:
-            return Exposure(f"{entry} is a link of {_user(info.st_uid)}", "name another directory")
+            return PathFault(f"{entry} is a link of {_user(info.st_uid)}", "name another directory")
         # The first part of an absolute target is "/", from which `join` above starts again.
         todo += reversed(Path(os.readlink(entry)).parts)
 
 
-def _directory(path: str, trusted: frozenset[int], *, last: bool) -> Exposure | None:
+def _directory(path: str, trusted: frozenset[int], *, last: bool) -> PathFault | None:
     info = os.stat(path)
     if not stat.S_ISDIR(info.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
     if info.st_uid not in trusted:
-        return Exposure(f"{path} belongs to {_user(info.st_uid)}", "name a directory of your own")
+        return PathFault(f"{path} belongs to {_user(info.st_uid)}", "name a directory of your own")
     if writers(info) and (last or not info.st_mode & stat.S_ISVTX):
-        return Exposure(
+        return PathFault(
             f"{path} may be written by {writers(info)}", f"chmod go-w {path}, or name another directory"
         )
     if (who := listed_writer(path)) and (last or not info.st_mode & stat.S_ISVTX):
-        return Exposure(
+        return PathFault(
             f"{path} may be written by {who}, by its access control list",
             f"setfacl -b {path}, or name another directory",
         )
     if last and (who := listed_writer(path, _DEFAULT)):
-        return Exposure(
+        return PathFault(
             f"new files in {path} may be written by {who}, by its access control list",
             f"setfacl -k {path}, or name another directory",
         )

@@ -19,7 +19,7 @@ from msgspec import to_builtins
 from unirun.errors import Fenced, FrameError, LeaseExpired, OutcomeUnknown, StoreRefused, UnirunError
 from unirun.rendezvous.store.protocol import (
     Compare,
-    Item,
+    KeyValue,
     Lease,
     Listing,
     Put,
@@ -72,12 +72,12 @@ def read_seat(prefix: str, values: Mapping[str, str]) -> tuple[int, Leader | Non
     below `seat_prefix`. Raises `StoreRefused` for values that unirun has not written."""
     leader, epoch = values.get(_leader_key(prefix)), values.get(_epoch_key(prefix))
     return (
-        _number(Item(_epoch_key(prefix), epoch, 0)) if epoch is not None else 0,
-        _leader(Item(_leader_key(prefix), leader, 0) if leader is not None else None),
+        _number(KeyValue(_epoch_key(prefix), epoch, 0)) if epoch is not None else 0,
+        _leader(KeyValue(_leader_key(prefix), leader, 0) if leader is not None else None),
     )
 
 
-def _leader(item: Item | None) -> Leader | None:
+def _leader(item: KeyValue | None) -> Leader | None:
     if item is None:
         return None
     # Imported here: processes without a store should not pay for it.
@@ -89,14 +89,14 @@ def _leader(item: Item | None) -> Leader | None:
         raise _foreign(item) from error
 
 
-def _number(item: Item) -> int:
+def _number(item: KeyValue) -> int:
     try:
         return int(item.value)
     except ValueError as error:
         raise _foreign(item) from error
 
 
-def _foreign(item: Item) -> StoreRefused:
+def _foreign(item: KeyValue) -> StoreRefused:
     return StoreRefused(
         f"{ascii(item.key)[1:-1]} holds {item.value!a:.80}, which no unirun has written",
         "does the store's prefix belong to something else? choose another one",
@@ -228,8 +228,8 @@ class Seat(Value):
 class SeatWatch:
     """Follows the election under `prefix` in a thread, which calls `tell` with each change.
 
-    An eager watch, and any watch while there is no leader, reports a change at once. A calm one looks every `CALM_POLL_INTERVAL`
-    seconds: it is for processes that have a stream to the master.
+    An eager watch, and any watch while there is no leader, reports a change at once. A calm one looks every
+    `CALM_POLL_INTERVAL` seconds: it is for processes that have a stream to the master.
     """
 
     def __init__(self, open_store: Callable[[], Store], prefix: str, tell: Callable[[Seat], None]) -> None:

@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 from unirun.errors import FrameError, StoreRefused
 from unirun.observe.status import Summary
-from unirun.rendezvous.store.protocol import Item, Store
+from unirun.rendezvous.store.protocol import KeyValue, Store
 from unirun.spec.names import is_run_id
 from unirun.values import Value
 from unirun.wire.frames import from_json
@@ -15,7 +15,7 @@ JOBS = "jobs/"
 INDEX = "index/"
 
 CONTEXT, STATES, VERSIONS = "context/", "states/", "versions/"
-"""The parts of a job: its context (`unirun.launcher.master.persistence`), workers' saved states, committed versions."""
+"""The parts of a job: its context (`unirun.failover.persistence`), workers' saved states, committed versions."""
 
 
 def job_prefix(run_id: str) -> str:
@@ -66,7 +66,7 @@ def read_index(store: Store) -> Index:
     return Index(tuple(sorted(jobs, key=lambda job: (job.started, job.run_id))), tuple(refused))
 
 
-def _read(item: Item) -> Summary:
+def _read(item: KeyValue) -> Summary:
     try:
         summary = from_json(Summary, item.value)
         if is_run_id(summary.run_id) and item.key == index_key(summary.run_id):

@@ -16,7 +16,7 @@ from unirun.errors import StoreError, UsageError
 from unirun.observe.jobdir import HERE, JobDir
 from unirun.rendezvous.store.url import anchored, open_store
 from unirun.wire.credentials import AUTHORITY, CERTIFICATE, TLS_FOLDER
-from unirun.wire.messages import Member, Offer
+from unirun.wire.messages import EtcdMember, Offer
 
 OWN = "etcd"
 """The value of ``--store`` that stands for this."""
@@ -30,7 +30,7 @@ ETCD_START_TIMEOUT = 30.0
 ETCD_POLL_INTERVAL = 0.1
 
 
-def possible_member(node: str, addr: str) -> Member | None:
+def possible_member(node: str, addr: str) -> EtcdMember | None:
     """A member on this host, with ports at `addr` that are free now; None where etcd is not installed."""
     if shutil.which("etcd") is None:
         return None
@@ -38,10 +38,10 @@ def possible_member(node: str, addr: str) -> Member | None:
     with socket.socket(family) as client, socket.socket(family) as peer:
         for sock in (client, peer):
             sock.bind((addr, 0))
-        return Member(node, addr, client.getsockname()[1], peer.getsockname()[1])
+        return EtcdMember(node, addr, client.getsockname()[1], peer.getsockname()[1])
 
 
-def choose_members(able: Sequence[Member]) -> tuple[Member, ...]:
+def choose_members(able: Sequence[EtcdMember]) -> tuple[EtcdMember, ...]:
     """The members among nodes that can run one: three, or one. Raises `UsageError`."""
     if not able:
         raise UsageError("--store etcd: no node has the program etcd", "install etcd-server on three of them")
@@ -50,7 +50,7 @@ def choose_members(able: Sequence[Member]) -> tuple[Member, ...]:
 
 def store_for(
     store: str | None, offers: Sequence[Offer], *, insecure: bool
-) -> tuple[str | None, tuple[Member, ...]]:
+) -> tuple[str | None, tuple[EtcdMember, ...]]:
     """The URL of the store that ``--store`` means for a job on hosts with these `offers`, and the members to start.
     Raises `UsageError`."""
     if store != OWN:
@@ -59,14 +59,14 @@ def store_for(
     return url_of(members, insecure=insecure), members
 
 
-def url_of(members: Sequence[Member], *, insecure: bool) -> str:
+def url_of(members: Sequence[EtcdMember], *, insecure: bool) -> str:
     """The URL of the store, the same on all hosts: `JobDir.store_url` puts the job's directory into it."""
     endpoints = ",".join(_place(each.addr, each.client) for each in members)
     tls, node = f"{HERE}/{TLS_FOLDER}/{AUTHORITY}", f"{HERE}/{TLS_FOLDER}/{CERTIFICATE}"
     return f"etcd://{endpoints}" + ("" if insecure else f"?cacert={tls}&cert={node}&key={node}")
 
 
-def command_of(members: Sequence[Member], me: Member, job: JobDir, *, insecure: bool) -> list[str]:
+def command_of(members: Sequence[EtcdMember], me: EtcdMember, job: JobDir, *, insecure: bool) -> list[str]:
     """The command that runs the member `me`. Its data is in the directory `job`."""
     scheme = "http" if insecure else "https"
 

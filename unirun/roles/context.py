@@ -16,9 +16,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from unirun.errors import UsageError
-from unirun.roles.groups import GroupForge, Party, group_rank
+from unirun.roles.groups import GroupForge, RankSet, group_rank
 from unirun.roles.peers import Peers, RoleInfo, linked_peers, lone_peers
-from unirun.roles.session import Session
+from unirun.roles.session import CallSession
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,7 +60,7 @@ class Context:
         """`listener` makes transports in place of those of a process, for workers that are threads."""
         self.peers = peers
         """The roles as the agent reports them. For unirun's own use, like `session`."""
-        self.session = Session(peers, environ, listener)
+        self.session = CallSession(peers, environ, listener)
         """The calls of this process."""
         self._forge = GroupForge(peers)
         self.role: str = peers.role
@@ -129,8 +129,8 @@ class Context:
             )
         return self._forge.group(parties, backend, timeout)
 
-    def _parties(self, roles: tuple[str, ...]) -> tuple[Party, ...]:
-        parties = tuple(map(Party.parse, roles))
+    def _parties(self, roles: tuple[str, ...]) -> tuple[RankSet, ...]:
+        parties = tuple(map(RankSet.parse, roles))
         for party in parties:
             party.members(self.peers.known(party.role))
         return parties

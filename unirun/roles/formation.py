@@ -64,7 +64,8 @@ class Formation:
     def enter(self, setup: Callable[[], None]) -> None:
         """Run `setup`, which forms the first group, and be in the present generation.
 
-        Raises what `setup` or the user's `on_generation` raises, when no loss explains it after `LOSS_VIEW_TIMEOUT` seconds.
+        Raises what `setup` or the user's `on_generation` raises, when no loss explains it after
+        `LOSS_VIEW_TIMEOUT` seconds.
         """
         try:
             setup()
@@ -83,9 +84,9 @@ class Formation:
         self.follow()
 
     def explain(self, error: BaseException) -> bool:
-        """Return True if a call has raised `error` because the group has ended: the role has a later
-        generation, or gets one within `LOSS_VIEW_TIMEOUT` seconds. A peer may have died, or have left the group because it
-        knew of a death earlier.
+        """Return True if a call has raised `error` because the group has ended: the role has a later generation, or
+        gets one within `LOSS_VIEW_TIMEOUT` seconds. A peer may have died, or have left the group because it knew of a
+        death earlier.
 
         Waits for the news only if a connection of the default group has ended, or torch says that one to a store has.
         """
@@ -104,8 +105,8 @@ class Formation:
             stack = wait_until_idle(by, lambda: self.outdated)
             if stack is not None:
                 why = (
-                    f"generation {self._wanted()} could not be formed without it, and it waited for {WORKER_IDLE_TIMEOUT:g} s in a "
-                    "call that its caller has given up"
+                    f"generation {self._wanted()} could not be formed without it, and it waited for "
+                    f"{WORKER_IDLE_TIMEOUT:g} s in a call that its caller has given up"
                 )
                 self._peers.tell(Stuck(why, stack))
         finally:
@@ -224,7 +225,8 @@ class Formation:
         return self._peers.known(self._peers.role).generation
 
     def _changes(self, generation: int) -> bool:
-        """Return True if the role has a later generation than `generation`, or gets one within `LOSS_VIEW_TIMEOUT` seconds."""
+        """Return True if the role has a later generation than `generation`, or gets one within
+        `LOSS_VIEW_TIMEOUT` seconds."""
         return self._peers.wait_for(lambda: self._wanted() > generation, LOSS_VIEW_TIMEOUT)
 
     def _watch(self) -> None:

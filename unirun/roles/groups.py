@@ -29,13 +29,13 @@ from unirun.roles.process_groups import c10d, dist, end_outdated, process_groups
 from unirun.values import Value
 from unirun.wire.messages import RoleView
 
-# `Party`: the ranks of one role that are members of a group.
+# `RankSet`: the ranks of one role that are members of a group.
 
 _RANKS = re.compile(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")
 """``0-3,7``"""
 
 
-class Party(Value):
+class RankSet(Value):
     """Ranks of `role` in ascending order; None: all of them. It is printed as it was written, ``actor:0-3``."""
 
     role: str
@@ -43,7 +43,7 @@ class Party(Value):
     text: str = ""
 
     @classmethod
-    def parse(cls, text: str) -> Party:
+    def parse(cls, text: str) -> RankSet:
         """``actor`` or ``actor:0-3,7``. Raises `UsageError`."""
         role, colon, ranks = text.partition(":")
         if not colon:
@@ -78,7 +78,7 @@ MEMBERS_POLL_INTERVAL = 0.02
 STORE_TIMEOUT = timedelta(seconds=2)
 """For one attempt to connect to a store; more attempts follow."""
 
-Parties = Sequence[Party]
+Parties = Sequence[RankSet]
 Infos = Sequence[RoleInfo]
 
 
@@ -86,7 +86,7 @@ Infos = Sequence[RoleInfo]
 class _Group:
     """A group, the generations of its roles, and its gloo groups, one for each device that gloo serves."""
 
-    parties: tuple[Party, ...]
+    parties: tuple[RankSet, ...]
     infos: tuple[RoleInfo, ...]
     backend: str
     pg: ProcessGroup
@@ -98,10 +98,10 @@ class GroupForge:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._groups: dict[tuple[tuple[Party, ...], str], _Group] = {}
+        self._groups: dict[tuple[tuple[RankSet, ...], str], _Group] = {}
         peers.when_changed(self._end_outdated)
 
-    def group(self, parties: tuple[Party, ...], backend: str | None, timeout: timedelta) -> ProcessGroup:
+    def group(self, parties: tuple[RankSet, ...], backend: str | None, timeout: timedelta) -> ProcessGroup:
         """The group of these ranks in the present generations of their roles."""
         backend = backend or default_backend()
         deadline = time.monotonic() + timeout.total_seconds()
@@ -129,7 +129,7 @@ class GroupForge:
 
     def _form(
         self,
-        parties: tuple[Party, ...],
+        parties: tuple[RankSet, ...],
         infos: tuple[RoleInfo, ...],
         store: Store,
         backend: str,

@@ -38,11 +38,11 @@ _lock = threading.Lock()
 class _Server:
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
-        self.channels: set[_Channel] = set()
+        self.channels: set[_InprocChannel] = set()
         self.executor = Scheduler("unirun-inproc")
 
 
-class _Channel:
+class _InprocChannel:
     def __init__(self, server: _Server, executor: Scheduler, broken: Callable[[str], None]) -> None:
         self._server, self._executor, self._broken = server, executor, broken
         self._open = True
@@ -79,7 +79,7 @@ class InprocTransport:
     def __init__(self) -> None:
         self._executor = Scheduler("unirun-inproc")
         self._endpoint = ""
-        self._channels: list[_Channel] = []
+        self._channels: list[_InprocChannel] = []
 
     def inbox(self) -> Inbox:
         """A plain queue."""
@@ -97,7 +97,7 @@ class InprocTransport:
             server = _servers.get(endpoint)
             if server is None:
                 raise ChannelError(f"{peer} is not there", "it has ended")
-            channel = _Channel(server, self._executor, broken)
+            channel = _InprocChannel(server, self._executor, broken)
         self._channels.append(channel)
         return channel
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from unirun.errors import FrameError, JobError, StoreAway, UsageError, WireError
 from unirun.values import Engine, WorkerId
-from unirun.wire.asking import Answer, Ask, Wish
+from unirun.wire.asking import MasterReply, MasterRequest, Wish
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.link import open_link, out_of_the_way
 from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome, updated
@@ -94,7 +94,7 @@ class Peers:
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
         self._numbers = itertools.count(1)
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, MasterReply] = {}
 
     def roles(self) -> Mapping[str, RoleInfo]:
         """All roles as they are now."""
@@ -187,7 +187,7 @@ class Peers:
             )
         number = next(self._numbers)
         deadline = time.monotonic() + timeout
-        self._own(self._link).send(Ask(number, wish, name, data))
+        self._own(self._link).send(MasterRequest(number, wish, name, data))
         with self._changed:
             while number not in self._answers:
                 left = deadline - time.monotonic()
@@ -200,7 +200,7 @@ class Peers:
             raise JobError(answer.problem)
         return answer.data
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: MasterReply) -> None:
         """Take the answer of the master, which the agent has passed on."""
         with self._changed:
             self._answers[answer.number] = answer
@@ -298,7 +298,7 @@ def _take(peers: Peers, message: Message) -> None:
     match message:
         case View():
             peers.update(message)
-        case Answer():
+        case MasterReply():
             peers.answered(message)
         case LocalEngines(engines):
             peers.found(engines)

@@ -1,4 +1,4 @@
-"""`Session`: the transport, the caller and the role groups of one process, made at their first use."""
+"""`CallSession`: the transport, the caller and the role groups of one process, made at their first use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from unirun.roles.transport.rpc_agent import RpcAgent
 
 
-class Session:
+class CallSession:
     """One per process. Its parts are made when they are first used."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Session:
         environ: Mapping[str, str],
         listener: Callable[[str], LendingTransport] | None = None,
     ) -> None:
-        """`listener` is called in place of `Session.listener`."""
+        """`listener` is called in place of `CallSession.listener`."""
         self._peers, self._listener = peers, listener
         self.folder = Path(environ["UNIRUN_SOCKET"]).parent if "UNIRUN_SOCKET" in environ else None
         """The directory of this worker's job; None without a launcher."""
@@ -187,7 +187,7 @@ class Session:
 def hosts_in(views: Iterable[RoleView]) -> Iterator[str]:
     """The addresses in `views`: those of stores, and of workers that listen for other hosts. Texts that are
     no address are left out."""
-    from unirun.roles.transport.listener import Endpoint
+    from unirun.roles.transport.listener import CallAddress
 
     for view in views:
         with contextlib.suppress(ValueError):
@@ -195,5 +195,5 @@ def hosts_in(views: Iterable[RoleView]) -> Iterator[str]:
         for worker in view.workers:
             for text in worker.addresses.values():
                 with contextlib.suppress(FrameError):
-                    if (tcp := Endpoint.parse(text).tcp) is not None:
+                    if (tcp := CallAddress.parse(text).tcp) is not None:
                         yield tcp.addr

@@ -47,7 +47,7 @@ class Visitor:
                 "start it with --transport socket",
             )
         me = WorkerId(f"{VISITOR}{secrets.token_hex(8)}", 0, 0)
-        self._peers = _Table(me.role, welcome, self._ask_for_view)
+        self._peers = _VisitorPeers(me.role, welcome, self._ask_for_view)
         # It only connects, so it needs no folder for sockets of its own.
         self._transport = SocketTransport(job.path, load_credentials(job.path))
         self._caller = Caller(
@@ -123,7 +123,7 @@ class Visitor:
         self._peers.end()
 
 
-class _Table(Peers):
+class _VisitorPeers(Peers):
     """The table of a process that is no worker. `ask` requests a whole view."""
 
     def __init__(self, name: str, welcome: Welcome, ask: Callable[[], None]) -> None:

@@ -17,9 +17,9 @@ from unirun.values import Value, WorkerId
 
 __all__ = [
     "Answer",
-    "Failure",
     "GiveUp",
     "Load",
+    "RequestFailure",
     "Send",
     "Span",
     "Wait",
@@ -66,7 +66,7 @@ class Wait(Value):
 Kind = Literal["refused", "lost", "unready", "aborted", "status"]
 
 
-class Failure(Value):
+class RequestFailure(Value):
     """An engine did not answer a request. `words` are those of the server or of the operating system.
 
     ``refused``: it never got the request. ``lost``: its connection ended. ``unready``: it was no longer ready, so that
@@ -93,7 +93,7 @@ class Failure(Value):
 class GiveUp(Value):
     """The request has failed, because of `failure`; if not `wrong`, engines have failed on it too often."""
 
-    failure: Failure
+    failure: RequestFailure
     wrong: bool
 
 
@@ -126,7 +126,7 @@ def cut(load: Load) -> Load:
     return msgspec.structs.replace(load, in_flight=load.in_flight - 1)
 
 
-def ended(load: Load, failure: Failure | None, now: float) -> Load:
+def ended(load: Load, failure: RequestFailure | None, now: float) -> Load:
     """`load` with one request less; it has failed with `failure`, or was answered."""
     left = load.in_flight - 1
     if failure is None or failure.is_final:
@@ -138,7 +138,7 @@ def ended(load: Load, failure: Failure | None, now: float) -> Load:
     return msgspec.structs.replace(load, in_flight=left, failures=load.failures + 1, doubted=now + doubt)
 
 
-def follow(failures: tuple[Failure, ...], attempts: int) -> GiveUp | None:
+def follow(failures: tuple[RequestFailure, ...], attempts: int) -> GiveUp | None:
     """The end of a request with these `failures`; None when it is sent again."""
     latest = failures[-1]
     if latest.is_final:

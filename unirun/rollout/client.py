@@ -28,7 +28,7 @@ from typing import Any, Self
 import msgspec
 
 from unirun.errors import ServerError, ServerTimeout, UnirunError, UsageError
-from unirun.rollout.choosing import Answer, Failure, GiveUp, Wait, answered, choose, fault, follow
+from unirun.rollout.choosing import Answer, GiveUp, RequestFailure, Wait, answered, choose, fault, follow
 from unirun.rollout.connections import Connections
 from unirun.rollout.engines import ADDRESSES, AddressFile, Engine, Engines
 from unirun.values import WorkerId
@@ -174,7 +174,7 @@ class EngineClient:
         now = asyncio.get_running_loop().time
         deadline = now() + seconds
         encoded = msgspec.json.encode(body)
-        failures: tuple[Failure, ...] = ()
+        failures: tuple[RequestFailure, ...] = ()
         line: Connections | None = None
         self._pending += 1
         try:
@@ -183,7 +183,7 @@ class EngineClient:
                 line = await self._line(failures, deadline)
                 self._turn += 1
                 found = await line.post(path, encoded, turn=self._turn, deadline=deadline)
-                if not isinstance(found, Failure):
+                if not isinstance(found, RequestFailure):
                     return self._answer(found, line.load.engine)
                 failures = (*failures, found)
                 if (end := follow(failures, self.attempts)) is not None:
@@ -195,7 +195,7 @@ class EngineClient:
             self._pending -= 1
             self._last_request = now()
 
-    async def _line(self, failures: tuple[Failure, ...], deadline: float) -> Connections:
+    async def _line(self, failures: tuple[RequestFailure, ...], deadline: float) -> Connections:
         """The connections to the engine that gets the request. Raises `TimeoutError` at the deadline."""
         now = asyncio.get_running_loop().time
         avoid = tuple(each.engine for each in failures)
@@ -285,7 +285,7 @@ class EngineClient:
         return ServerError(problem, remedy, server=failure.engine.url, status=failure.status)
 
     def _late(
-        self, path: str, seconds: float, holder: Engine | None, failures: tuple[Failure, ...]
+        self, path: str, seconds: float, holder: Engine | None, failures: tuple[RequestFailure, ...]
     ) -> ServerTimeout:
         """The error of a request that `holder` has not answered yet; or for which there was no engine (None)."""
         if holder is not None:

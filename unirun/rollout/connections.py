@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from unirun.errors import UsageError
-from unirun.rollout.choosing import Failure, Kind, Load, begun, cut, ended, is_aborted
+from unirun.rollout.choosing import Kind, Load, RequestFailure, begun, cut, ended, is_aborted
 from unirun.rollout.engines import Engine
 
 if TYPE_CHECKING:
@@ -80,7 +80,9 @@ class Connections:
         self._scopes: set[asyncio.Timeout] = set()
         self._abandoned = False
 
-    async def post(self, path: str, body: bytes, *, turn: int, deadline: float) -> dict[str, Any] | Failure:
+    async def post(
+        self, path: str, body: bytes, *, turn: int, deadline: float
+    ) -> dict[str, Any] | RequestFailure:
         """Send `body`; return the answer, or the reason why there is none.
 
         Raises `TimeoutError` when it is not there at `deadline`, in the time of the event loop.
@@ -91,11 +93,11 @@ class Connections:
         except BaseException:
             self.load = cut(self.load)
             raise
-        failure = found if isinstance(found, Failure) else None
+        failure = found if isinstance(found, RequestFailure) else None
         self.load = ended(self.load, failure, asyncio.get_running_loop().time())
         return found
 
-    async def _exchange(self, path: str, body: bytes, deadline: float) -> dict[str, Any] | Failure:
+    async def _exchange(self, path: str, body: bytes, deadline: float) -> dict[str, Any] | RequestFailure:
         scope = asyncio.timeout_at(deadline)
         try:
             async with scope:
@@ -113,7 +115,7 @@ class Connections:
         except self._httpx.TransportError as error:
             return self._failed("lost", _words(error))
 
-    async def _answer(self, path: str, body: bytes) -> dict[str, Any] | Failure:
+    async def _answer(self, path: str, body: bytes) -> dict[str, Any] | RequestFailure:
         request = self._httpx.Request(
             "POST", self._url(path), headers=self._headers, content=body, extensions={"timeout": TIMEOUTS}
         )
@@ -157,8 +159,8 @@ class Connections:
                 ) from error
         return url
 
-    def _failed(self, kind: Kind, words: str, status: int = 0) -> Failure:
-        return Failure(self.load.engine, kind, words, status)
+    def _failed(self, kind: Kind, words: str, status: int = 0) -> RequestFailure:
+        return RequestFailure(self.load.engine, kind, words, status)
 
     def abandon(self) -> None:
         """End all requests, as ``unready``."""

@@ -91,7 +91,8 @@ class AddressFile:
         self._looked = float("-inf")
 
     def engines(self) -> tuple[Engine, ...]:
-        """See `Engines`. The file is looked at once in `ADDRESSES_POLL_INTERVAL` seconds, and read when it is another one."""
+        """See `Engines`. The file is looked at once in `ADDRESSES_POLL_INTERVAL` seconds, and read when it is another
+        one."""
         now = time.monotonic()
         if now - self._looked >= ADDRESSES_POLL_INTERVAL:
             self._looked = now

@@ -18,7 +18,7 @@ KEYS = ("publisher", "receivers")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
 
-class Channel(Value):
+class ChannelSpec(Value):
     """Weights go from the ranks of the role `publisher` to those of `receivers`."""
 
     name: str
@@ -26,7 +26,7 @@ class Channel(Value):
     receivers: tuple[str, ...]
 
 
-def read_channels(job: Section, roles: Sequence[str]) -> tuple[Channel, ...]:
+def read_channels(job: Section, roles: Sequence[str]) -> tuple[ChannelSpec, ...]:
     """The ``channels`` of a job file with these roles. The faults are added to those of `job`."""
     channels = job.section("channels")
     found = []
@@ -35,7 +35,7 @@ def read_channels(job: Section, roles: Sequence[str]) -> tuple[Channel, ...]:
             channels.fault(name, f"{name!r} is no name of a channel", "begin with a letter: policy")
         about = channels.section(name)
         about.known(KEYS)
-        channel = Channel(name, about.text("publisher"), about.texts("receivers"))
+        channel = ChannelSpec(name, about.text("publisher"), about.texts("receivers"))
         for key, named in (("publisher", (channel.publisher,)), ("receivers", channel.receivers)):
             if not named or named == ("",):
                 about.fault(

@@ -32,7 +32,7 @@ _SHORT = re.compile(r"\s*(?P<source>[^\s:]+)\s*(?:->|→)\s*(?P<target>[^\s:]+?)
 class Edge(Value):
     """Ranks of `source` call `invocation` of ranks of `target`.
 
-    `kind` says which rank calls which, see `unirun.collocation.graph.Graph`; empty in a spec that leaves it to the
+    `kind` says which rank calls which, see `unirun.collocation.graph.RoleGraph`; empty in a spec that leaves it to the
     numbers of ranks. `direction` is the way that most of the bytes go: ``forward`` with the call (its arguments),
     ``back`` with the answer, or ``both``. An `asynchronous` call is one for whose end the source does not wait: its
     results count from some later step on. `weight` is in bytes per step, of all ranks and both ways together; 0 when

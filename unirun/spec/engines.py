@@ -17,7 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from unirun.errors import Fault
-from unirun.spec.channels import Channel
+from unirun.spec.channels import ChannelSpec
 from unirun.spec.edges import Edge
 from unirun.spec.job import Entry, RoleSpec
 from unirun.spec.read import Section, as_number
@@ -99,8 +99,8 @@ def companion_of(role: str) -> str:
 
 
 def with_companions(
-    channels: Sequence[Channel], roles: Sequence[RoleSpec]
-) -> tuple[tuple[Channel, ...], list[RoleSpec], list[Edge], list[Fault]]:
+    channels: Sequence[ChannelSpec], roles: Sequence[RoleSpec]
+) -> tuple[tuple[ChannelSpec, ...], list[RoleSpec], list[Edge], list[Fault]]:
     """The channels with companions in place of engines, the companions and the edges that they have, and the faults of
     channels to programs."""
     known = {role.name: role for role in roles}
@@ -146,7 +146,7 @@ def with_companions(
     return tuple(changed), [*made.values()], edges, faults
 
 
-def _companion(name: str, engine: RoleSpec, channel: Channel) -> RoleSpec:
+def _companion(name: str, engine: RoleSpec, channel: ChannelSpec) -> RoleSpec:
     """One rank on each host of engines; their number is known when these have been placed."""
     return RoleSpec(
         name=name,

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from msgspec import convert, field, to_builtins
 
-from unirun.spec.channels import Channel
+from unirun.spec.channels import ChannelSpec
 from unirun.spec.edges import Edge
 from unirun.spec.read import Section, shown
 from unirun.values import Value
@@ -319,7 +319,7 @@ class JobSpec(Value):
     exclude_nodes: tuple[str, ...] = ()
     most_nodes: int | None = None
     edges: tuple[Edge, ...] = ()
-    channels: tuple[Channel, ...] = ()
+    channels: tuple[ChannelSpec, ...] = ()
     call_timeout: float = 1800.0
     transport: Transport = "socket"
     stdin: str | None = None

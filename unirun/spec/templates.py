@@ -20,7 +20,7 @@ from functools import partial
 from unirun.errors import Fault
 from unirun.spec.job import Entry, RoleSpec
 from unirun.spec.read import nearest
-from unirun.values import Place, Value
+from unirun.values import RankAddress, Value
 
 OWN = ("rank", "count", "host", "port", "addr", "node_rank", "nodes", "head", "group.head")
 OF_ROLE = ("host", "port", "addr", "hosts", "addrs")
@@ -28,7 +28,7 @@ OF_ROLE = ("host", "port", "addr", "hosts", "addrs")
 _NAME = re.compile(r"(?<!\$)(\{\{|\{)([A-Za-z_][\w-]*(?:\.[\w-]+)*)(\}\}|\})", re.ASCII)
 
 
-Places = Mapping[str, tuple[Place, ...]]
+Places = Mapping[str, tuple[RankAddress, ...]]
 """The places of the ranks of roles, by role; of roles whose ranks have an address."""
 
 
@@ -79,7 +79,7 @@ def _value(name: str, own: Own, roles: Mapping[str, RoleSpec], places: Places) -
         _, other, *rest = name.split(".")
         return _of_role(rest, roles[other], places.get(other, ()))
     role = roles[own.role]
-    here = places[own.role][own.rank] if own.role in places else Place(own.host)
+    here = places[own.role][own.rank] if own.role in places else RankAddress(own.host)
     first = places[own.role][own.rank - own.rank % (role.group or own.count)] if own.role in places else here
     match name.split("."):
         case ["ports", port]:
@@ -98,7 +98,7 @@ def _value(name: str, own: Own, roles: Mapping[str, RoleSpec], places: Places) -
     return str(here.ports[0] if name == "port" else values[name])
 
 
-def _of_role(rest: list[str], role: RoleSpec, places: tuple[Place, ...]) -> str:
+def _of_role(rest: list[str], role: RoleSpec, places: tuple[RankAddress, ...]) -> str:
     heads = places[:: role.group or 1]
     match rest:
         case ["ports", port]:

@@ -11,9 +11,9 @@ from typing import Any
 from unirun.errors import EncodingError, InvocationTimeout, TrainingFailed, UnirunError, WorkerLost
 from unirun.roles import InvocationRef, RoleGroup, wait
 from unirun.train.arguments import name_of
-from unirun.train.losses import Loss, Repeats, is_loss
+from unirun.train.losses import LostWorker, Repeats, is_loss
 from unirun.train.unsendable import unsendable
-from unirun.train.worker import Program, Turn
+from unirun.train.worker import Attempt, Program
 from unirun.train.workers import Workers
 from unirun.wire.reporting import report
 
@@ -33,7 +33,7 @@ class Attempts:
     def __init__(self, workers: Workers, now: Callable[[], float] = time.monotonic) -> None:
         self.workers, self._now = workers, now
         self._last = self._generation = self._spoilt = 0
-        self._open: dict[int, tuple[Turn, InvocationRef[Any]]] = {}
+        self._open: dict[int, tuple[Attempt, InvocationRef[Any]]] = {}
         self._ending = threading.Lock()
         self._hook: Program | None = None
         self._kind: Program | None = None
@@ -95,7 +95,7 @@ class Attempts:
             return repeats
         return Repeats()
 
-    def loss(self, error: WorkerLost) -> Loss:
+    def loss(self, error: WorkerLost) -> LostWorker:
         """The end of the worker that was called and lost."""
         return self.workers.loss(error, self._called)
 
@@ -117,15 +117,15 @@ class Attempts:
             )
         self._prepared = incarnations
 
-    def next(self) -> Turn:
+    def next(self) -> Attempt:
         """Another attempt."""
         generation = self.workers.generation
         if generation != self._generation:
             self._generation, self._spoilt = generation, 0
         self._last += 1
-        return Turn(self._last, generation, self._spoilt)
+        return Attempt(self._last, generation, self._spoilt)
 
-    def end(self, turn: Turn, reason: str) -> None:
+    def end(self, turn: Attempt, reason: str) -> None:
         """Interrupt what still runs of an attempt that has failed, and do not wait for it."""
         with self._ending:
             self._spoilt += 1
@@ -158,7 +158,7 @@ class Attempts:
         ref.add_done_callback(lambda ref: self._over(turn, ref))
         return ref
 
-    def _over(self, turn: Turn, ref: InvocationRef[Any]) -> None:
+    def _over(self, turn: Attempt, ref: InvocationRef[Any]) -> None:
         """Handle the end of a call of `execute_async`, which its callback and `_running` may both find, once."""
         with self._ending:
             known = self._open.pop(turn.attempt, None)
@@ -175,7 +175,7 @@ class Attempts:
                 self._over(turn, ref)
         return [ref for _, ref in self._open.values()]
 
-    def _told(self, turn: Turn, refs: Sequence[InvocationRef[Any]]) -> list[Any]:
+    def _told(self, turn: Attempt, refs: Sequence[InvocationRef[Any]]) -> list[Any]:
         """Finish as `_finish` does; the error of a lost worker says how its process ended."""
         try:
             return self._finish(turn, refs)
@@ -186,7 +186,7 @@ class Attempts:
                 str(self.loss(error)), f"see unirun logs {self.workers.name}", worker=error.worker
             ) from error
 
-    def _finish(self, turn: Turn, refs: Sequence[InvocationRef[Any]]) -> list[Any]:
+    def _finish(self, turn: Attempt, refs: Sequence[InvocationRef[Any]]) -> list[Any]:
         """The results of all of `refs`, or the first error. Ctrl-C ends this also when another thread has received the
         signal."""
         left = [*refs]
@@ -203,7 +203,7 @@ class Attempts:
 
 def _called(
     workers: Any,
-    turn: Turn,
+    turn: Attempt,
     function: Program,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

@@ -21,7 +21,7 @@ FROM_OUTSIDE = re.compile(
 """The beginnings of descriptions of ends whose causes are outside of the process."""
 
 
-class Loss(Value):
+class LostWorker(Value):
     """A worker that was lost (``worker:1``), and its `end`, the predicate of a sentence about it."""
 
     worker: str
@@ -39,15 +39,15 @@ class Loss(Value):
         return f"{self.worker} {outside[0]}" if outside is not None else self.end
 
 
-def loss_of(worker: str, exit_: str, message: str = "") -> Loss:
+def loss_of(worker: str, exit_: str, message: str = "") -> LostWorker:
     """The loss of a worker. `exit_` is the job's text for its end (``exit code 3``, ``killed by SIGSEGV``),
     `message` the first line of its error, or a note on a kill. Both may be empty."""
     if not exit_:
-        return Loss(worker, "was lost")
+        return LostWorker(worker, "was lost")
     end = f"was {exit_}" if exit_.startswith("killed") else f"ended with {exit_}"
     if KILLED in end:
-        return Loss(worker, f"{end}, {message or PERHAPS}")
-    return Loss(worker, f"{end} ({message})" if message else end)
+        return LostWorker(worker, f"{end}, {message or PERHAPS}")
+    return LostWorker(worker, f"{end} ({message})" if message else end)
 
 
 def is_loss(error: BaseException) -> bool:

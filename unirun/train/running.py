@@ -32,7 +32,7 @@ from unirun.train.checkpoints import CheckpointStrategy, Info, skipped
 from unirun.train.lockstep import Lockstep, Round
 from unirun.train.losses import Repeats, is_loss
 from unirun.train.unsendable import unsendable
-from unirun.train.worker import Order, Stopped, cell_of
+from unirun.train.worker import RunTask, Stopped, cell_of
 from unirun.values import Value
 from unirun.wire.reporting import report
 
@@ -43,7 +43,7 @@ RUN_CLOSE_TIMEOUT = 5.0
 """Seconds that `close` waits for the thread that iterates."""
 
 
-class Request(Value):
+class RunRequest(Value):
     """The function of a run, and its settings. `max_failures` is how many losses of workers a run survives,
     -1: any number. An exception of one of the types `retry` counts as such a loss. `grow_every`: seconds
     between two attempts to have more ranks."""
@@ -62,7 +62,7 @@ class Request(Value):
     grow_every: float
 
 
-class _Again(Exception):
+class _Retry(Exception):
     """The attempt of `world` ranks is over, and another one follows."""
 
     def __init__(self, cause: Exception, world: int) -> None:
@@ -86,7 +86,7 @@ class TrainingIterator:
     def __init__(
         self,
         attempts: Attempts,
-        request: Request,
+        request: RunRequest,
         callbacks: Callbacks,
         decode: Callable[[Any], Any],
         now: Callable[[], float] = time.monotonic,
@@ -177,7 +177,7 @@ class TrainingIterator:
             while self._results is None:
                 try:
                     yield from self._attempt()
-                except _Again as again:
+                except _Retry as again:
                     self._count(again)
             self._finished = True
         except GeneratorExit:
@@ -194,7 +194,7 @@ class TrainingIterator:
         finally:
             self._callbacks.finish(error)
 
-    def _count(self, again: _Again) -> None:
+    def _count(self, again: _Retry) -> None:
         """Count a failure, and wait until all ranks are there again. Raises its cause when it is one too many."""
         self._check_open()
         lost, most = is_loss(again.cause), self._request.max_failures
@@ -246,12 +246,12 @@ class TrainingIterator:
         return self._progressed()
 
     def _attempt(self) -> Iterator[list[dict[str, Any]]]:
-        """Run the function once in all ranks. Raises `_Again` when that has to be repeated."""
+        """Run the function once in all ranks. Raises `_Retry` when that has to be repeated."""
         group, request = self._attempts.ready(), self._request
         try:
             resume, number = self._where(group)
             yield from self._given_up(resume)
-            order = Order(
+            order = RunTask(
                 request.function,
                 cell_of(request.function),
                 request.takes_config,
@@ -277,7 +277,7 @@ class TrainingIterator:
         except Exception as error:
             retried = isinstance(error, request.retry) and error is not self._of_callback
             if is_loss(error) or retried:
-                raise _Again(error, len(group)) from error
+                raise _Retry(error, len(group)) from error
             raise
 
     def _where(self, group: RoleGroup) -> tuple[Any, int]:
@@ -404,7 +404,7 @@ class TrainingIterator:
             self._workers.grow()
 
 
-def _parts(request: Request) -> dict[str, Any]:
+def _parts(request: RunRequest) -> dict[str, Any]:
     """The objects that are sent to the workers, by the names that users know."""
     return {
         f"the function {name_of(request.function)}": request.function,

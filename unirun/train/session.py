@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader
 from unirun.errors import UsageError
 from unirun.roles.calls.codec import dump
 from unirun.train.checkpoints import (
+    CheckpointWriter,
     Folder,
     Info,
     Manifest,
-    Writer,
     encode,
     is_sharded,
     load,
@@ -51,7 +51,7 @@ class Interrupted(BaseException):
     user's function, which has no reason to catch it."""
 
 
-class Place(Value):
+class RankInfo(Value):
     """The place of a rank: its number among all and among those of its node, and how many there are of each."""
 
     rank: int = 0
@@ -75,11 +75,11 @@ class Session:
 
     def __init__(
         self,
-        place: Place,
+        place: RankInfo,
         *,
         config: Mapping[str, Any] | None = None,
         datasets: Mapping[str | None, Any] | None = None,
-        writer: Writer | None = None,
+        writer: CheckpointWriter | None = None,
         resume: tuple[Folder, Manifest] | dict[str, Any] | None = None,
         saves: int = 0,
         now: Callable[[], float] = time.monotonic,
@@ -305,7 +305,7 @@ class Session:
             self._writer.close()
 
 
-class Visit(Session):
+class ExecuteSession(Session):
     """The session of a function that `Trainer.execute` calls. It is no run, so it has no reports and no checkpoints."""
 
     def report(self, metrics: Mapping[str, Any]) -> None:
@@ -371,7 +371,7 @@ class Alone(Session):
     """The session of rank 0 of 1. A function that is called again finds nothing of the call before."""
 
     def __init__(self) -> None:
-        super().__init__(Place())
+        super().__init__(RankInfo())
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Print `metrics`."""

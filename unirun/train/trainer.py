@@ -31,7 +31,7 @@ from unirun.train.attempts import Attempts
 from unirun.train.backends import find_backend
 from unirun.train.callbacks import Callbacks, TrainingCallback
 from unirun.train.checkpoints import CheckpointStrategy
-from unirun.train.running import Request, TrainingIterator
+from unirun.train.running import RunRequest, TrainingIterator
 from unirun.train.setup import MANY, Setup, options_of, range_of, resources_of
 from unirun.train.workers import Workers
 from unirun.wire.reporting import report
@@ -234,7 +234,7 @@ class Trainer:
             self._run.close()
         attempts = self._started()
         url, local = next_run(self.logdir)
-        request = Request(
+        request = RunRequest(
             train_func,
             takes,
             dict(config or {}),

@@ -45,7 +45,7 @@ ELSEWHERE = ("--hosts", "--hostfile", "--slurm", "--nnodes")
 """Options of jobs on other hosts, of which this process does not know what they have."""
 
 
-class Part(Setup):
+class DeviceSetup(Setup):
     """The request of a set of workers that may have no devices but these."""
 
     devices: tuple[str, ...] = ()
@@ -113,8 +113,8 @@ def _planned(setup: Setup, inventory: Inventory) -> tuple[str, ...]:
     return tuple(device for rank in placement.assignments for device in rank.own)
 
 
-def _part(setup: Setup, devices: Sequence[str]) -> Part:
-    return Part(**asdict(setup), devices=tuple(devices))
+def _part(setup: Setup, devices: Sequence[str]) -> DeviceSetup:
+    return DeviceSetup(**asdict(setup), devices=tuple(devices))
 
 
 def another(trainer: Trainer, setup: Setup | None = None) -> Trainer:

@@ -18,12 +18,12 @@ from unirun.errors import TrainingFailed, UsageError
 from unirun.roles import BaseWorkload, MasterHandle, init, trainer_invocation
 from unirun.roles.process_groups import process_groups
 from unirun.train.backends import find_backend
-from unirun.train.checkpoints import CheckpointStrategy, Folder, GivenUp, Info, Writer, unwrapped
+from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, GivenUp, Info, unwrapped
 from unirun.train.functions import enter
 from unirun.train.lockstep import Finished, Reported
 from unirun.train.losses import loader_loss
 from unirun.train.nested import mapped
-from unirun.train.session import Interrupted, Place, Session, Visit
+from unirun.train.session import ExecuteSession, Interrupted, RankInfo, Session
 from unirun.values import Value
 
 # The source of a function that is in no file, as in a cell of a notebook: so that tracebacks of workers show it.
@@ -71,7 +71,7 @@ class Stopped(Value):
     reason: str
 
 
-class Turn(Value):
+class Attempt(Value):
     """One attempt: a function that all ranks call. Attempts of one trainer have ascending numbers.
 
     `spoilt` counts the attempts that have failed in this `generation` of the process group, so that the group has to be
@@ -83,7 +83,7 @@ class Turn(Value):
     spoilt: int
 
 
-class Order(Value):
+class RunTask(Value):
     """The function that a run calls, as every rank gets it. Checkpoints go to `url`, from `number` on; `kept`
     are there already. `resume` is the number of the one there to go on from, another folder and a number, or
     a state."""
@@ -139,7 +139,7 @@ class TrainWorker(BaseWorkload):
 
     # Called by the driver, one at a time.
 
-    def run(self, turn: Turn, order: Order) -> Any:
+    def run(self, turn: Attempt, order: RunTask) -> Any:
         """Run the training function. Returns what it returns."""
         if order.cell is not None:
             order.cell.show()
@@ -155,7 +155,7 @@ class TrainWorker(BaseWorkload):
 
     def execute(
         self,
-        turn: Turn,
+        turn: Attempt,
         function: Program,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -165,11 +165,20 @@ class TrainWorker(BaseWorkload):
         """Call a function, with the object of `prepare` first if there is one: in all ranks, or in this one `alone`."""
         own = () if self._instance is None else (self._instance,)
         return self._call(
-            turn, lambda: Visit(self._place), lambda: _returned(function(*own, *args, **kwargs)), alone=alone
+            turn,
+            lambda: ExecuteSession(self._place),
+            lambda: _returned(function(*own, *args, **kwargs)),
+            alone=alone,
         )
 
     def prepare(
-        self, turn: Turn, hook: Program | None, kind: Program | None, fresh: Collection[int], *, alone: bool
+        self,
+        turn: Attempt,
+        hook: Program | None,
+        kind: Program | None,
+        fresh: Collection[int],
+        *,
+        alone: bool,
     ) -> None:
         """Call the hook in the ranks `fresh`, and make an object for `execute`."""
 
@@ -178,7 +187,7 @@ class TrainWorker(BaseWorkload):
                 hook()
             self._instance = None if kind is None else kind()
 
-        self._call(turn, lambda: Visit(self._place), prepared, alone=alone)
+        self._call(turn, lambda: ExecuteSession(self._place), prepared, alone=alone)
 
     # Called by the driver while the function runs.
 
@@ -262,12 +271,12 @@ class TrainWorker(BaseWorkload):
             return self._session if self._attempt == attempt else None
 
     @property
-    def _place(self) -> Place:
-        return Place(self.rank, self.world_size, self.local_rank, self.local_world_size)
+    def _place(self) -> RankInfo:
+        return RankInfo(self.rank, self.world_size, self.local_rank, self.local_world_size)
 
-    def _session_of(self, order: Order) -> Session:
+    def _session_of(self, order: RunTask) -> Session:
         place, folder = self._place, Folder(order.url)
-        writer = Writer(
+        writer = CheckpointWriter(
             folder, order.strategy, place.rank, place.world, order.number, order.kept, _gloo_group, _end_group
         )
         resume: Any = order.resume
@@ -286,7 +295,7 @@ class TrainWorker(BaseWorkload):
         )
 
     def _call(
-        self, turn: Turn, make: Callable[[], Session], program: Callable[[], Any], *, alone: bool = False
+        self, turn: Attempt, make: Callable[[], Session], program: Callable[[], Any], *, alone: bool = False
     ) -> Any:
         """Call `program` in this attempt. It finds the session that `make` returns, and it can be interrupted."""
         self._clear()
@@ -323,7 +332,7 @@ class TrainWorker(BaseWorkload):
         except BaseException as error:
             session.interrupt(f"rank {self.rank} has failed: {type(error).__name__}")
             lost = loader_loss(f"{self.role}:{self.rank}", error)
-            if lost is not None and not isinstance(session, Visit):
+            if lost is not None and not isinstance(session, ExecuteSession):
                 raise lost from error
             raise
         finally:
@@ -343,7 +352,7 @@ class TrainWorker(BaseWorkload):
         if session is not None:
             session.close()
 
-    def _meet(self, turn: Turn) -> None:
+    def _meet(self, turn: Attempt) -> None:
         """Form the process group again, if something has failed in it since it was formed."""
         if turn.spoilt and self._met != (turn.generation, turn.spoilt):
             self._anew(f"again/{turn.spoilt}")

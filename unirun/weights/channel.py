@@ -16,15 +16,15 @@ from torch import nn
 
 from unirun.errors import PeerLost, UsageError, WeightsTimeout, WireError
 from unirun.roles.context import Context, init
-from unirun.weights.fetching import Fetching
+from unirun.weights.fetching import Fetcher
 from unirun.weights.holding import Holder
 from unirun.weights.hub import MAX_WAIT_SECONDS, hub_of
-from unirun.weights.lines import Line
+from unirun.weights.lines import PeerConnection
 from unirun.weights.messages import Fetched, Peek, answer_of, encode
-from unirun.weights.pairing import BACKENDS, Pair
+from unirun.weights.pairing import BACKENDS, PairGroup
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver
-from unirun.weights.sources import Source
+from unirun.weights.sources import RemoteSource
 from unirun.weights.tensors import Piecewise, Weights, assigner, targets_of, tensors_of, unsaved
 from unirun.wire.reporting import report
 from unirun.wire.reports import FROM, VERSION, Metrics
@@ -91,12 +91,12 @@ class WeightsChannel:
             self._holder = self._hub.holder(name)
             # Receivers of one host ask the same publishers, so that each part comes once.
             turn = zlib.crc32(self._context.node.encode())
-            fetching = Fetching(name, self._holder, self._other)
+            fetching = Fetcher(name, self._holder, self._other)
             self._receiver = Receiver(name, turn, self._holder, fetching)
         me = self._context.session.me
         self._name = f"{me} {me.incarnation}"
-        self._sources: dict[tuple[str, int], Source] = {}
-        self._lines: dict[int, Line] = {}
+        self._sources: dict[tuple[str, int], RemoteSource] = {}
+        self._lines: dict[int, PeerConnection] = {}
         self._peeking = threading.Lock()
         self._telling = threading.Lock()
         self._told, self._untold = -VERSION_REPORT_INTERVAL, False
@@ -338,9 +338,9 @@ class WeightsChannel:
             return version
         return self.receive(self._weights, min_version=version, timeout=timeout)
 
-    def _publishers(self) -> tuple[list[Source], WeightsTimeout | PeerLost | None]:
+    def _publishers(self) -> tuple[list[RemoteSource], WeightsTimeout | PeerLost | None]:
         """The ranks of the publisher that can be reached, and what is to be said of one that cannot."""
-        found: list[Source] = []
+        found: list[RemoteSource] = []
         missing: WeightsTimeout | PeerLost | None = None
         for rank in range(self._context.peers.size(self.publisher)):
             try:
@@ -358,7 +358,7 @@ class WeightsChannel:
                 )
         return found, missing
 
-    def _source(self, role: str, rank: int) -> Source | None:
+    def _source(self, role: str, rank: int) -> RemoteSource | None:
         """The worker of a rank, if it can be reached. Raises `PeerLost` when it has ended for good."""
         known = self._sources.pop((role, rank), None)
         line = self._hub.line(role, rank, known.line if known is not None else None)
@@ -375,12 +375,12 @@ class WeightsChannel:
         pairing = None
         if host and self._context.peers.linked:
 
-            def pairing(link: str, deadline: float) -> Pair:
+            def pairing(link: str, deadline: float) -> PairGroup:
                 patience = deadline - time.monotonic()
                 name = f"{self._name} {rank} {link}"
                 return self._hub.pair(self.name, self.publisher, self._context.role, 1, name, patience)
 
-        source = Source(
+        source = RemoteSource(
             self.name,
             line,
             self._name,
@@ -394,7 +394,7 @@ class WeightsChannel:
         self._sources[role, rank] = source
         return source
 
-    def _other(self, reader: str) -> Source | None:
+    def _other(self, reader: str) -> RemoteSource | None:
         """The receiver that has told publishers this name."""
         worker, _, incarnation = reader.partition(" ")
         role, _, rank = worker.rpartition(":")
@@ -406,7 +406,7 @@ class WeightsChannel:
             return None
         return line
 
-    def _may_wait(self, sources: list[Source], missing: Exception | None, deadline: float) -> bool:
+    def _may_wait(self, sources: list[RemoteSource], missing: Exception | None, deadline: float) -> bool:
         """Return True if publishers have the last version or there was none: no publisher has died since it had one."""
         peers = self._context.peers
         if missing is not None:

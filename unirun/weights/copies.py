@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from unirun.weights.layout import Box, Layout, Part, Piece, Take
-from unirun.weights.packing import Device, Packing
+from unirun.weights.layout import Box, Layout, Part, Piece, ReadItem
+from unirun.weights.packing import DeviceInterface, Packing
 from unirun.weights.tensors import part_of
 
 
@@ -29,9 +29,9 @@ class Mapped:
     Memory of a device is borrowed for one version.
     """
 
-    def __init__(self, packing: Packing, memory: torch.Tensor, device: Device | None = None) -> None:
+    def __init__(self, packing: Packing, memory: torch.Tensor, device: DeviceInterface | None = None) -> None:
         self._packing, self._memory, self._device = packing, memory, device
-        self._takes: Sequence[Take] = ()
+        self._takes: Sequence[ReadItem] = ()
         self._views: list[torch.Tensor] = []
 
     @property
@@ -43,7 +43,7 @@ class Mapped:
         """The elements of `box`."""
         return self._packing.view(self._memory, name, box)
 
-    def views(self, takes: Sequence[Take]) -> list[torch.Tensor]:
+    def views(self, takes: Sequence[ReadItem]) -> list[torch.Tensor]:
         """The elements of each take. A receiver asks for the same ones of every version."""
         if self._takes is not takes:
             self._takes, self._views = takes, [self.view(take.name, take.box) for take in takes]
@@ -67,9 +67,9 @@ class Sent:
     def __init__(
         self,
         wanted: Layout,
-        takes: Sequence[Take],
+        takes: Sequence[ReadItem],
         tensors: Sequence[torch.Tensor],
-        own: Collection[Take] = (),
+        own: Collection[ReadItem] = (),
     ) -> None:
         """`takes` of `wanted`, and the `tensors` that came. Those of `own` have memory of their own; the others came in
         frames, and each keeps all of its frame."""
@@ -86,7 +86,7 @@ class Sent:
             for name, parts in self._parts.items()
         }
 
-    def kept(self, take: Take) -> torch.Tensor:
+    def kept(self, take: ReadItem) -> torch.Tensor:
         """The same elements, without the frame that they came in."""
         found = self.view(take.name, take.box)
         return found if take in self.own else found.clone()

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from unirun.errors import Fault, FrameError, WeightsError
-from unirun.weights.layout import Layout, Take, plan, shared
+from unirun.weights.layout import Layout, ReadItem, plan, shared
 from unirun.weights.memory import untied
 from unirun.weights.packing import Packing, copy_all
 from unirun.weights.safetensors import Header, Param, header_of, length_of, read_header
@@ -113,7 +113,7 @@ def _layout(path: str, header: Header) -> Layout:
     return shared(found)
 
 
-def _read(files: Any, path: str, header: Header, layout: Layout, take: Take) -> torch.Tensor:
+def _read(files: Any, path: str, header: Header, layout: Layout, take: ReadItem) -> torch.Tensor:
     """The elements of `take`, out of the piece that has them."""
     part = layout[take.name]
     number, piece = next(pair for pair in enumerate(part.pieces) if pair[1].box.meet(take.box) == take.box)

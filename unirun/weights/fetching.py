@@ -1,4 +1,4 @@
-"""`Fetching`: one version, asked of several processes at once."""
+"""`Fetcher`: one version, asked of several processes at once."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from unirun.roles.transport.protocol import Parcel
 from unirun.values import Value
 from unirun.weights.copies import Copy, Mapped, Sent
 from unirun.weights.holding import Holder
-from unirun.weights.layout import Layout, Take
+from unirun.weights.layout import Layout, ReadItem
 from unirun.weights.messages import Answer, Fetched, Released, answer_of
 from unirun.weights.packing import DeviceError
-from unirun.weights.sources import Source
+from unirun.weights.sources import RemoteSource
 from unirun.wire.reporting import report
 
 NEIGHBOR_ANSWER_TIMEOUT = 5.0
 """Seconds in which another receiver of this host gives what it has got. It may be gone, or hang."""
 
 
-class Got(Value):
+class FetchResult(Value):
     """The answer of `source` to some takes, and views of what it has sent or lent. `origin` is the publisher, `link`
     the backend through which it came, if any."""
 
-    origin: Source
-    source: Source
-    takes: Sequence[Take]
+    origin: RemoteSource
+    source: RemoteSource
+    takes: Sequence[ReadItem]
     fetched: Fetched
     copy: Copy
     views: Sequence[torch.Tensor]
@@ -52,19 +52,19 @@ class Got(Value):
         return "another receiver" if self.source.holder else "socket"
 
 
-def leases(found: Sequence[Got]) -> list[tuple[Source, int]]:
+def leases(found: Sequence[FetchResult]) -> list[tuple[RemoteSource, int]]:
     """The blocks that are lent to this process."""
     return [(got.source, got.fetched.block) for got in found if got.source.here]
 
 
-def give_up(found: Sequence[Got]) -> None:
+def give_up(found: Sequence[FetchResult]) -> None:
     """Give memory of devices back that was borrowed."""
     for got in found:
         if isinstance(got.copy, Mapped):
             got.copy.end()
 
 
-def lasts(got: Got) -> bool:
+def lasts(got: FetchResult) -> bool:
     """Return True if it can be held for others: it is in memory of the host.
 
     That of a device is needed for other things.
@@ -72,15 +72,17 @@ def lasts(got: Got) -> bool:
     return not got.fetched.handle and all(view.is_cpu for view in got.views)
 
 
-def _unchanged(source: Source, takes: Sequence[Take], fetched: Fetched, wanted: Layout) -> Got:
+def _unchanged(
+    source: RemoteSource, takes: Sequence[ReadItem], fetched: Fetched, wanted: Layout
+) -> FetchResult:
     """The tensors that this process has already."""
     if source.had is None:
         raise FrameError(f"{source.who} says that parts have not changed, and this process has none")
     views = [source.had[1].kept(take) for take in takes]
-    return Got(source, source, takes, fetched, Sent(wanted, takes, views, takes), views)
+    return FetchResult(source, source, takes, fetched, Sent(wanted, takes, views, takes), views)
 
 
-def remember(version: int, found: Sequence[Got], wanted: Layout) -> None:
+def remember(version: int, found: Sequence[FetchResult], wanted: Layout) -> None:
     """All of `version` is here: publishers on other hosts need to send only what has changed since."""
     for origin in {got.origin for got in found if not got.source.here and lasts(got)}:
         mine = [got for got in found if got.origin is origin]
@@ -89,14 +91,14 @@ def remember(version: int, found: Sequence[Got], wanted: Layout) -> None:
         origin.had = version, Sent(wanted, takes, [view for got in mine for view in got.views], own)
 
 
-class Fetching:
+class Fetcher:
     """The requests of one receiver of one channel. Not thread-safe."""
 
     def __init__(
         self,
         channel: str,
         holder: Holder,
-        other: Callable[[str], Source | None] = lambda _: None,
+        other: Callable[[str], RemoteSource | None] = lambda _: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`holder` is told what publishers have sent. `other` is the receiver on this host that publishers call so, if
@@ -106,23 +108,23 @@ class Fetching:
 
     def fetch(
         self,
-        sources: Sequence[Source],
-        takes: Mapping[int, tuple[Take, ...]],
+        sources: Sequence[RemoteSource],
+        takes: Mapping[int, tuple[ReadItem, ...]],
         at_least: int,
         deadline: float,
         wanted: Layout,
         place: torch.device,
         *,
         keep: bool,
-    ) -> list[Got]:
+    ) -> list[FetchResult]:
         """Ask all publishers that have something. Empty when one of them has to be asked in another way.
 
         What comes through a process group for devices comes to `place`.
         """
         patience = self.left(deadline)
         asked: dict[int, Future[Parcel]] = {}
-        found: list[Got] = []
-        later: list[tuple[Source, Fetched, str, Sequence[Take]]] = []
+        found: list[FetchResult] = []
+        later: list[tuple[RemoteSource, Fetched, str, Sequence[ReadItem]]] = []
         try:
             for n, some in takes.items():
                 asked[n] = sources[n].fetch(at_least, some, patience, keep=keep)
@@ -140,14 +142,14 @@ class Fetching:
                     except DeviceError as error:
                         report(f"unirun: {error}: weights of {source.who} go through the memory of the host")
                         continue
-                    found.append(Got(source, source, takes[n], said, mapped, mapped.views(takes[n])))
+                    found.append(FetchResult(source, source, takes[n], said, mapped, mapped.views(takes[n])))
                 else:
                     away = {place for places in said.elsewhere.values() for place in places} | {*said.same}
                     sent = [take for place, take in enumerate(takes[n]) if place not in away]
                     if source.link:
                         views = source.linked(sent, wanted, deadline, place)
                         copy = Sent(wanted, sent, views)
-                        found.append(Got(source, source, sent, said, copy, views, source.link))
+                        found.append(FetchResult(source, source, sent, said, copy, views, source.link))
                     else:
                         found.append(self._sent(source, source, sent, said, parcel, wanted))
                     if said.same:
@@ -180,12 +182,15 @@ class Fetching:
         return []
 
     def _from_others(
-        self, later: Sequence[tuple[Source, Fetched, str, Sequence[Take]]], deadline: float, wanted: Layout
-    ) -> list[Got] | None:
+        self,
+        later: Sequence[tuple[RemoteSource, Fetched, str, Sequence[ReadItem]]],
+        deadline: float,
+        wanted: Layout,
+    ) -> list[FetchResult] | None:
         """Take over the tensors that other receivers of this host have got; from the publisher if they do not
         give it soon. None: it has other tensors now."""
         soon = min(deadline, self._now() + NEIGHBOR_ANSWER_TIMEOUT)
-        asked: list[tuple[Source | None, Future[Parcel] | None]] = []
+        asked: list[tuple[RemoteSource | None, Future[Parcel] | None]] = []
         for _, fetched, reader, takes in later:
             other = self._other(reader)
             future = None
@@ -213,29 +218,29 @@ class Fetching:
 
     def _sent(
         self,
-        origin: Source,
-        source: Source,
-        takes: Sequence[Take],
+        origin: RemoteSource,
+        source: RemoteSource,
+        takes: Sequence[ReadItem],
         fetched: Fetched,
         parcel: Parcel,
         wanted: Layout,
-    ) -> Got:
+    ) -> FetchResult:
         views = source.sent(parcel, takes, wanted)
-        return Got(origin, source, takes, fetched, Sent(wanted, takes, views), views)
+        return FetchResult(origin, source, takes, fetched, Sent(wanted, takes, views), views)
 
-    def _abandon(self, asked: Mapping[int, Future[Parcel]], sources: Sequence[Source]) -> None:
+    def _abandon(self, asked: Mapping[int, Future[Parcel]], sources: Sequence[RemoteSource]) -> None:
         """Give the blocks back that were lent, or will be, and are not read."""
         for n, future in asked.items():
             future.add_done_callback(partial(self._unread, sources[n]))
 
-    def _unread(self, source: Source, future: Future[Parcel]) -> None:
+    def _unread(self, source: RemoteSource, future: Future[Parcel]) -> None:
         if future.exception() is None and source.here:
             with suppress(FrameError):
                 said = answer_of(future.result().head)
                 if isinstance(said, Fetched) and said.block:
                     self._holder.give_back([(source, said.block)])
 
-    def unchanged(self, found: Sequence[Got], deadline: float) -> bool:
+    def unchanged(self, found: Sequence[FetchResult], deadline: float) -> bool:
         """Return True if no process has written to the memory that was read."""
         held = True
         asked = [(got.source, got.source.was_read(got.fetched)) for got in found]
@@ -247,7 +252,7 @@ class Fetching:
         return held
 
     def said(
-        self, source: Source, future: Future[Parcel], wanted: type[Answer], deadline: float
+        self, source: RemoteSource, future: Future[Parcel], wanted: type[Answer], deadline: float
     ) -> tuple[Answer, Parcel]:
         """Wait for an answer. Raises `PeerLost`, `WeightsTimeout`, `FrameError`."""
         try:
@@ -261,7 +266,7 @@ class Fetching:
             )
         return said, parcel
 
-    def _late(self, source: Source) -> WeightsTimeout:
+    def _late(self, source: RemoteSource) -> WeightsTimeout:
         return WeightsTimeout(
             f"{source.who} has published nothing new enough in channel {self._channel!r} in time",
             "publish more often, wait longer, or accept an older version",

@@ -30,13 +30,13 @@ from unirun.weights.messages import (
     encode,
 )
 from unirun.weights.publishing import buffers_of
-from unirun.weights.sources import Source
+from unirun.weights.sources import RemoteSource
 
-Lease = tuple[Source, int | None]
+Lease = tuple[RemoteSource, int | None]
 """A block of a publisher on this host that is not written to before it is released; None: before it is freed."""
 
 
-class Held:
+class HeldVersion:
     """A version, the copies that it is in, and the blocks that are held for it. `number` is that of its layout."""
 
     def __init__(self, version: int, number: int, copies: Sequence[Copy], leases: Sequence[Lease]) -> None:
@@ -62,7 +62,7 @@ class Holder:
         """`gone`: the worker has ended, so that it does not write to its memory any more."""
         self._gone, self._now = gone, now
         self._lock = threading.RLock()
-        self._held: Held | None = None
+        self._held: HeldVersion | None = None
         self._number = 0
         # What publishers have sent for all receivers of this host, and who waits for it.
         self._got: list[tuple[int, Sent]] = []
@@ -93,23 +93,23 @@ class Holder:
 
     def hold(
         self, version: int, copies: Sequence[Copy], leases: Sequence[Lease]
-    ) -> list[tuple[Source, Future[Parcel]]]:
+    ) -> list[tuple[RemoteSource, Future[Parcel]]]:
         """Hold this version in place of the one before. Returns the answers of publishers to come: they have back what
         is not needed any more."""
         with self._lock:
             self._number += 1
-            return self._replace(Held(version, self._number, copies, leases))
+            return self._replace(HeldVersion(version, self._number, copies, leases))
 
-    def give_back(self, leases: Sequence[Lease]) -> list[tuple[Source, Future[Parcel]]]:
+    def give_back(self, leases: Sequence[Lease]) -> list[tuple[RemoteSource, Future[Parcel]]]:
         """These blocks are not needed. What is held stays. Returns the answers of publishers to come."""
         with self._lock:
-            return self._give_back(Held(0, 0, (), leases))
+            return self._give_back(HeldVersion(0, 0, (), leases))
 
-    def _replace(self, held: Held | None) -> list[tuple[Source, Future[Parcel]]]:
+    def _replace(self, held: HeldVersion | None) -> list[tuple[RemoteSource, Future[Parcel]]]:
         before, self._held = self._held, held
         return self._give_back(before) if before is not None and not before.users else []
 
-    def _give_back(self, held: Held) -> list[tuple[Source, Future[Parcel]]]:
+    def _give_back(self, held: HeldVersion) -> list[tuple[RemoteSource, Future[Parcel]]]:
         """Release the blocks that nobody needs any more."""
         kept = self._held.leases if self._held is not None else ()
         found = []
@@ -144,7 +144,7 @@ class Holder:
         else:
             reply(self._fetched(held, request))
 
-    def _fetched(self, held: Held, request: Peek | Fetch) -> Parcel:
+    def _fetched(self, held: HeldVersion, request: Peek | Fetch) -> Parcel:
         head = encode(Fetched(held.version, held.number, held.number))
         if isinstance(request, Peek) or request.layout != held.number or request.parts is None:
             return Parcel(head)
@@ -157,14 +157,14 @@ class Holder:
             return Parcel(encode(Fetched(0, 0, 0)))
         return Parcel(head, buffers_of(views, lambda: self._used(held)))
 
-    def _valid(self) -> Held | None:
+    def _valid(self) -> HeldVersion | None:
         """The version that is held, unless its connection has ended and a living publisher may have written to it."""
         held = self._held
         if held is None or any(s.line.lost and not self._gone(s.who) for s, _ in held.leases):
             return None
         return held
 
-    def _used(self, held: Held) -> None:
+    def _used(self, held: HeldVersion) -> None:
         """Note that a piece that was asked for has been sent."""
         with self._lock:
             held.users -= 1
@@ -179,7 +179,7 @@ class Holder:
             self._replace(None)
 
 
-def _view(held: Held, name: str, box: Box) -> torch.Tensor:
+def _view(held: HeldVersion, name: str, box: Box) -> torch.Tensor:
     for copy in held.copies:
         try:
             return copy.view(name, box)

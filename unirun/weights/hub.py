@@ -17,9 +17,9 @@ from unirun.roles.process_groups import dist
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
 from unirun.weights.holding import Holder
-from unirun.weights.lines import Line
-from unirun.weights.messages import Ask, Request
-from unirun.weights.pairing import Pair
+from unirun.weights.lines import PeerConnection
+from unirun.weights.messages import Query, Request
+from unirun.weights.pairing import PairGroup
 from unirun.weights.publishing import Publisher
 from unirun.weights.queues.admission import Begun, Demand, Enter, Gate
 from unirun.weights.queues.producing import Producer
@@ -28,16 +28,16 @@ from unirun.wire.reports import Listening
 WEIGHTS: Final = "weights"
 """The name of the listener among the addresses of a worker."""
 
-_demands = msgspec.json.Decoder(Request | Demand | Enter | Begun | Ask)
+_demands = msgspec.json.Decoder(Request | Demand | Enter | Begun | Query)
 
 Answering = Callable[[bytes, Reply], None]
 """Answers a question, now or later, with one parcel."""
 
 
-def request_of(head: bytes) -> Request | Demand | Enter | Begun | Ask:
+def request_of(head: bytes) -> Request | Demand | Enter | Begun | Query:
     """Decode the request in a parcel. Raises `FrameError` for anything else."""
     try:
-        found: Request | Demand | Enter | Begun | Ask = _demands.decode(head)
+        found: Request | Demand | Enter | Begun | Query = _demands.decode(head)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise FrameError(f"this is no request: {error}") from error
     return found
@@ -63,7 +63,7 @@ class Hub:
         self._answering: dict[str, Answering] = {}
         self._listens = False
         # With a lock of their own: where workers are threads, what this process tells comes back at once.
-        self._lines: WeakSet[Line] = WeakSet()
+        self._lines: WeakSet[PeerConnection] = WeakSet()
         self._of_lines = threading.Lock()
         context.peers.when_changed(self._end_lines)
 
@@ -81,14 +81,14 @@ class Hub:
             made = Publisher(channel, pairing=partial(self._paired, channel))
             return self._publishers.setdefault(channel, made)
 
-    def _paired(self, channel: str, reader: str, link: str, patience: float) -> Pair:
+    def _paired(self, channel: str, reader: str, link: str, patience: float) -> PairGroup:
         role = reader.rpartition(":")[0]
         name = f"{reader} {self._context.rank} {link}"
         return self.pair(channel, self._context.role, role, 0, name, patience)
 
     def pair(
         self, channel: str, publisher: str, receiver: str, rank: int, name: str, patience: float
-    ) -> Pair:
+    ) -> PairGroup:
         """A process group of two, which meet under `name` in the store of the role `publisher`, in its generation and
         that of the role `receiver`; both ends know it by the backend, the second last word of the name.
 
@@ -105,7 +105,7 @@ class Hub:
             store = dist.PrefixStore(f"unirun/weights/{channel}/{generations}/{name}", store_of(roles[0]))
         except dist.DistError as error:
             raise GroupError(f"the store of {publisher} cannot be reached: {error}") from error
-        return Pair(store, rank, name.split()[-2], patience, over)
+        return PairGroup(store, rank, name.split()[-2], patience, over)
 
     def holder(self, channel: str) -> Holder:
         """The holder of this process in `channel`."""
@@ -130,7 +130,7 @@ class Hub:
             return self._gates.setdefault(queue, Gate())
 
     def answer(self, name: str, answering: Answering) -> None:
-        """Have `answering` take what other processes `Ask` under this name, in a thread of the transport."""
+        """Have `answering` take what other processes `Query` under this name, in a thread of the transport."""
         self._listen()
         with self._lock:
             self._answering[name] = answering
@@ -152,7 +152,7 @@ class Hub:
             self.gate(request.queue).handle(request, reply)
         elif isinstance(request, Demand):
             self.producer(request.queue).handle(request, reply)
-        elif isinstance(request, Ask):
+        elif isinstance(request, Query):
             answering = self._answering.get(request.name)
             if answering is None:
                 reply(Parcel(b""))
@@ -162,7 +162,7 @@ class Hub:
             holder = self._holders.get(request.channel)
             (holder or self.publisher(request.channel)).handle(request, reply)
 
-    def line(self, role: str, rank: int, known: Line | None) -> Line | None:
+    def line(self, role: str, rank: int, known: PeerConnection | None) -> PeerConnection | None:
         """`known`, or a new connection when the rank has another worker now, or the connection has ended.
 
         None as long as the worker cannot be reached: it has not begun to listen, or has died. Raises `PeerLost` when it
@@ -183,7 +183,7 @@ class Hub:
         if not endpoint or worker.phase == "lost":
             return None
         try:
-            made = Line(who, self._transport, endpoint)
+            made = PeerConnection(who, self._transport, endpoint)
         except ChannelError:
             # It has died, and the news of it come.
             return None
@@ -191,7 +191,7 @@ class Hub:
             self._lines.add(made)
         return made
 
-    def is_here(self, line: Line) -> bool:
+    def is_here(self, line: PeerConnection) -> bool:
         """Return True if the other end is on this host, so that memory can be shared with it."""
         return self._transport.is_here(line.endpoint)
 

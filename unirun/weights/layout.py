@@ -122,7 +122,7 @@ def pieces_of(axes: Sequence[Sequence[int]]) -> tuple[Piece, ...]:
 # The parts of the tensors that each rank takes, and their sources: a pure function of layouts.
 
 
-class Take(Value):
+class ReadItem(Value):
     """`box` of the tensor `name` comes from the source with this index."""
 
     source: int
@@ -132,7 +132,7 @@ class Take(Value):
 
 def plan(
     sources: Sequence[Layout], wanted: Layout, near: Sequence[int] = (), turn: int = 0
-) -> tuple[Take, ...]:
+) -> tuple[ReadItem, ...]:
     """The takes that give all of `wanted`, no element twice. The same arguments give the same plan.
 
     Where several sources have an element, those in `near` (on this host) come first. Those that have the same part of
@@ -148,7 +148,7 @@ def plan(
     if faults:
         raise WeightsError("the weights do not fit the receiver", faults=faults)
     order = _order(len(sources), near, turn)
-    takes: list[Take] = []
+    takes: list[ReadItem] = []
     sent = [0] * len(sources)
     # Layers of a model are cut in the same way, and equal parts are one object (`shared`): one search serves all.
     known: dict[tuple[int, ...], tuple[list[tuple[list[int], Box]], list[Box]]] = {}
@@ -162,7 +162,7 @@ def plan(
         for twin, box in found:
             source = min(twin, key=sent.__getitem__) if len(twin) > 1 else twin[0]
             sent[source] += box.count
-            takes.append(Take(source, name, box))
+            takes.append(ReadItem(source, name, box))
         faults += [_nowhere(name, part.tensor, box) for box in missing[:1]]
     if faults:
         raise WeightsError("the publishers do not have all of what the receiver needs", faults=faults)
@@ -222,9 +222,9 @@ def _words(tensor: Tensor) -> str:
     return f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
 
 
-def by_source(takes: Sequence[Take]) -> Mapping[int, tuple[Take, ...]]:
+def by_source(takes: Sequence[ReadItem]) -> Mapping[int, tuple[ReadItem, ...]]:
     """The takes of each source."""
-    found: dict[int, list[Take]] = {}
+    found: dict[int, list[ReadItem]] = {}
     for take in takes:
         found.setdefault(take.source, []).append(take)
     return {source: tuple(some) for source, some in found.items()}

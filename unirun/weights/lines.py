@@ -1,4 +1,4 @@
-"""`Line`: requests to one other process, and futures of their answers."""
+"""`PeerConnection`: requests to one other process, and futures of their answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unirun.roles.transport.protocol import Channel, Parcel, Transport
 from unirun.values import WorkerId
 
 
-class Line:
+class PeerConnection:
     """A connection to `who`. Thread-safe."""
 
     def __init__(self, who: WorkerId, transport: Transport, endpoint: str) -> None:

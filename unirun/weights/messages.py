@@ -30,7 +30,7 @@ class Described(Value, tag=True):
     device: bool = False
 
 
-class Part(Value):
+class NamedBox(Value):
     """A part of the tensor `name`."""
 
     name: str
@@ -60,7 +60,7 @@ class Fetch(Value, tag=True):
     at_least: int
     patience: float
     mapped: tuple[int, ...] = ()
-    parts: tuple[Part, ...] | None = None
+    parts: tuple[NamedBox, ...] | None = None
     host: str = ""
     have: int | None = None
     link: str = ""
@@ -107,7 +107,7 @@ class Released(Value, tag=True):
     held: bool
 
 
-class Ask(Value, tag=True):
+class Query(Value, tag=True):
     """A question to what answers under this name in the other process (`Hub.answer`); it knows what the body means."""
 
     name: str
@@ -120,7 +120,7 @@ Answer = Described | Fetched | Released
 _answers = msgspec.json.Decoder(Answer)
 
 
-def encode(message: Request | Answer | Ask) -> bytes:
+def encode(message: Request | Answer | Query) -> bytes:
     """The head of a parcel."""
     return msgspec.json.encode(message)
 

@@ -17,14 +17,14 @@ from unirun.weights.memory import geometry, same_bits, writing
 from unirun.weights.tensors import Piecewise, dtype_of, local, part_of
 from unirun.wire.reporting import report
 
-# `Device`: all that channels of weights ask of an accelerator. What is CUDA's own is behind it.
+# `DeviceInterface`: all that channels of weights ask of an accelerator. What is CUDA's own is behind it.
 
 
 class DeviceError(UnirunError):
     """The accelerator has no memory left, or cannot open that of another process. Weights go another way then."""
 
 
-class Device(Protocol):
+class DeviceInterface(Protocol):
     """One accelerator, as one process uses it.
 
     Copies are queued. The order in which a version goes from one process to the other is: `copy`, `finish` and `lend`
@@ -68,7 +68,7 @@ class Block:
     When there is no shared memory, it is ordinary memory, and `handle` is None; so it is for memory of a `device`.
     """
 
-    def __init__(self, number: int, size: int, device: Device | None = None) -> None:
+    def __init__(self, number: int, size: int, device: DeviceInterface | None = None) -> None:
         """Raises `DeviceError`."""
         self.number, self.size, self.device = number, size, device
         self.readers: set[str] = set()
@@ -118,7 +118,7 @@ class Blocks:
         self._blocks: list[Block] = []
         self._number = 0
 
-    def take(self, size: int, reader: str, device: Device | None = None) -> Block:
+    def take(self, size: int, reader: str, device: DeviceInterface | None = None) -> Block:
         """A block of at least `size` bytes, of which `reader` is the only reader. Raises `DeviceError`."""
         free = [block for block in self._blocks if not block.readers and block.device is device]
         fitting = (block for block in free if size <= block.size <= 2 * size + PAGE)

@@ -1,4 +1,4 @@
-"""`Pair`: a process group of one publisher and one receiver, of any backend that sends and receives tensors.
+"""`PairGroup`: a process group of one publisher and one receiver, of any backend that sends and receives tensors.
 
 What is sent is one run of bytes, in buckets. While one is under way, the next one is packed: there are two. A bucket
 that lies within one tensor is sent from there. The receiver has memory for all of it, as it may not touch its tensors
@@ -99,7 +99,7 @@ def buckets(sizes: Sequence[int], most: int) -> Iterator[tuple[int, list[Slice]]
         yield high - low, slices
 
 
-class Pair:
+class PairGroup:
     """This process's end. Not thread-safe, but for `close`."""
 
     def __init__(

@@ -27,15 +27,15 @@ from unirun.weights.messages import (
     Described,
     Fetch,
     Fetched,
-    Part,
+    NamedBox,
     Peek,
     Release,
     Released,
     Request,
     encode,
 )
-from unirun.weights.packing import Block, Blocks, Device, DeviceError, Packing
-from unirun.weights.pairing import Pair
+from unirun.weights.packing import Block, Blocks, DeviceError, DeviceInterface, Packing
+from unirun.weights.pairing import PairGroup
 from unirun.weights.tensors import Piecewise, layout_of
 from unirun.wire.reporting import report
 
@@ -46,7 +46,7 @@ CURRENT = "current"
 """As a reader of a block: it has the current version."""
 
 
-class _Waiting(Value):
+class _WaitingRequest(Value):
     """A request that cannot be answered yet, and when its time is over."""
 
     request: Describe | Peek | Fetch
@@ -76,7 +76,7 @@ class _Sending:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.link = ""
-        self.pair: Pair | None = None
+        self.pair: PairGroup | None = None
 
     def close(self) -> None:
         """End it, with what is under way."""
@@ -85,7 +85,7 @@ class _Sending:
             pair.close()
 
 
-Pairing = Callable[[str, str, float], Pair]
+Pairing = Callable[[str, str, float], PairGroup]
 """Makes this end of the process group with the reader of this name, for a link, within so many seconds."""
 
 
@@ -106,10 +106,10 @@ class Publisher:
         self._lock = threading.RLock()
         self._blocks = Blocks()
         self._current: _Version | None = None
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingRequest] = []
         self._sent = 0
         # By host and part, who was the first to get it of the current version.
-        self._first: dict[tuple[str, Part], str] = {}
+        self._first: dict[tuple[str, NamedBox], str] = {}
         # The versions in which tensors have changed; all others in `_all`.
         self._changed: dict[str, int] = {}
         self._all = 0
@@ -155,7 +155,9 @@ class Publisher:
             report(f"unirun: {error}: weights go through the memory of the host, which takes longer")
             return self._filled(packing, tensors, None)
 
-    def _filled(self, packing: Packing, tensors: Mapping[str, Piecewise], device: Device | None) -> Block:
+    def _filled(
+        self, packing: Packing, tensors: Mapping[str, Piecewise], device: DeviceInterface | None
+    ) -> Block:
         with self._lock:
             block = self._blocks.take(packing.size, CURRENT, device)
         try:
@@ -195,7 +197,7 @@ class Publisher:
             self._expire()
             wait = not self._can_answer(request)
             if wait and request.patience is not None:
-                self._waiting.append(_Waiting(request, reply, self._now() + request.patience))
+                self._waiting.append(_WaitingRequest(request, reply, self._now() + request.patience))
         if not wait:
             self._answer(request, reply)
         elif request.patience is None:
@@ -310,10 +312,10 @@ class Publisher:
                 sending.close()
                 report(f"unirun: {error}")
 
-    def _divided(self, request: Fetch) -> tuple[list[Part], dict[str, tuple[int, ...]], tuple[int, ...]]:
+    def _divided(self, request: Fetch) -> tuple[list[NamedBox], dict[str, tuple[int, ...]], tuple[int, ...]]:
         """The parts that the reader gets from here, and the places of those that it gets from others on its host, and
         of those that have not changed."""
-        here: list[Part] = []
+        here: list[NamedBox] = []
         others: dict[str, list[int]] = {}
         same: list[int] = []
         for place, part in enumerate(request.parts or ()):

@@ -12,9 +12,9 @@ from unirun.errors import PeerLost, QueueEnded, QueueTimeout, UsageError
 from unirun.roles.context import init
 from unirun.values import WorkerId
 from unirun.weights.hub import MAX_WAIT_SECONDS, hub_of
-from unirun.weights.lines import Line
+from unirun.weights.lines import PeerConnection
 from unirun.weights.queues.admission import Begun, Bound, Enter, encode
-from unirun.weights.queues.consuming import Admission, Admissions, Consumer, Feed, Item
+from unirun.weights.queues.consuming import Admission, Admissions, Consumer, Item, RemoteProducer
 from unirun.wire.reports import Metrics
 
 QUEUE_REPORT_INTERVAL = 1.0
@@ -81,8 +81,8 @@ class Queue:
         self._hub = hub_of(self._context)
         self._waits: defaultdict[str, float] = defaultdict(float)
         self._told = 0.0
-        self._feeds: dict[int, Feed] = {}
-        self._gate: Line | None = None
+        self._feeds: dict[int, RemoteProducer] = {}
+        self._gate: PeerConnection | None = None
         self._admissions = Admissions(self._given_back)
         # A request to the gate has the count of all threads, so there is one at a time.
         self._asking = threading.Lock()
@@ -241,7 +241,7 @@ class Queue:
                 line.close()
         self._feeds.clear()
 
-    def _connected(self) -> list[Feed]:
+    def _connected(self) -> list[RemoteProducer]:
         """The producers that can be reached now. Raises `QueueEnded`."""
         ended, size = 0, self._context.peers.size(self.producer)
         for rank in range(size):
@@ -256,7 +256,7 @@ class Queue:
             if known is None or known.line is not line:
                 held, here = self._consumer.held(line.who), self._hub.is_here(line)
                 me, changed = self._context.session.me, self._consumer.changed
-                known = Feed(self.name, me, line, held, changed, here=here)
+                known = RemoteProducer(self.name, me, line, held, changed, here=here)
             self._feeds[rank] = known
         if ended == size:
             raise QueueEnded(

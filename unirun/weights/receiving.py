@@ -10,9 +10,9 @@ import torch
 from unirun.errors import PeerLost, WeightsError
 from unirun.values import Value
 from unirun.weights.devices.cuda import Finder, device_of
-from unirun.weights.fetching import Fetching, Got, give_up, lasts, leases, remember
+from unirun.weights.fetching import Fetcher, FetchResult, give_up, lasts, leases, remember
 from unirun.weights.holding import Holder
-from unirun.weights.layout import Layout, Take, by_source, plan, shared
+from unirun.weights.layout import Layout, ReadItem, by_source, plan, shared
 from unirun.weights.memory import untied, writing
 from unirun.weights.messages import (
     Describe,
@@ -20,8 +20,8 @@ from unirun.weights.messages import (
     Fetched,
     Released,
 )
-from unirun.weights.packing import Device, Packing, blend, copy_all
-from unirun.weights.sources import Source
+from unirun.weights.packing import DeviceInterface, Packing, blend, copy_all
+from unirun.weights.sources import RemoteSource
 from unirun.weights.tensors import Piecewise, dtype_of, is_dtensor, layout_of, local, part_of
 
 
@@ -42,20 +42,20 @@ class Receiver:
     """One process as a receiver of one channel. Not thread-safe."""
 
     def __init__(
-        self, channel: str, turn: int, holder: Holder, fetching: Fetching, device: Finder = device_of
+        self, channel: str, turn: int, holder: Holder, fetching: Fetcher, device: Finder = device_of
     ) -> None:
         """`turn`: receivers with different numbers prefer different publishers among those with the same data.
         `holder` holds what is received."""
         self._device = device
         self._channel, self._turn = channel, turn
         self._holder, self._fetching = holder, fetching
-        self.last: Sequence[Got] = ()
+        self.last: Sequence[FetchResult] = ()
         """The path by which the last version came."""
-        self._plan: tuple[object, Mapping[int, tuple[Take, ...]]] | None = None
+        self._plan: tuple[object, Mapping[int, tuple[ReadItem, ...]]] | None = None
 
     def receive(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[RemoteSource],
         tensors: Mapping[str, Piecewise],
         at_least: int,
         deadline: float,
@@ -85,7 +85,7 @@ class Receiver:
 
     def receive_held(
         self,
-        holders: Sequence[Source],
+        holders: Sequence[RemoteSource],
         tensors: Mapping[str, Piecewise],
         at_least: int,
         deadline: float,
@@ -94,7 +94,7 @@ class Receiver:
     ) -> int | None:
         """As `receive`, with the latest version of which some of `holders` have all parts. None: there is none."""
         target = _Target(tensors, layout_of(tensors), assign, eta)
-        having: dict[int, list[Source]] = {}
+        having: dict[int, list[RemoteSource]] = {}
         for source, version in self._versions(holders, deadline).items():
             if version >= at_least:
                 having.setdefault(version, []).append(source)
@@ -112,7 +112,7 @@ class Receiver:
                 return taken
         return None
 
-    def _versions(self, sources: Sequence[Source], deadline: float) -> dict[Source, int]:
+    def _versions(self, sources: Sequence[RemoteSource], deadline: float) -> dict[RemoteSource, int]:
         """The versions that these processes have now; those that have none, or have ended, are left out."""
         found = {}
         for source in sources:
@@ -125,15 +125,15 @@ class Receiver:
                 found[source] = said.version
         return found
 
-    def all_have(self, sources: Sequence[Source], deadline: float) -> bool:
+    def all_have(self, sources: Sequence[RemoteSource], deadline: float) -> bool:
         """Return True if each of `sources` has some version now."""
         new = [source for source in sources if source.packing is None]
         return len(self._versions(new, deadline)) == len(new)
 
     def _take(
         self,
-        sources: Sequence[Source],
-        takes: Mapping[int, tuple[Take, ...]],
+        sources: Sequence[RemoteSource],
+        takes: Mapping[int, tuple[ReadItem, ...]],
         at_least: int,
         deadline: float,
         target: _Target,
@@ -154,7 +154,12 @@ class Receiver:
             give_up(found)
 
     def _copied(
-        self, found: Sequence[Got], at_least: int, deadline: float, target: _Target, device: Device | None
+        self,
+        found: Sequence[FetchResult],
+        at_least: int,
+        deadline: float,
+        target: _Target,
+        device: DeviceInterface | None,
     ) -> tuple[int, bool]:
         """As `_take`, of what was fetched."""
         keep = target.assign is not None
@@ -216,7 +221,7 @@ class Receiver:
                 self._fetching.said(source, released, Released, deadline)
         return version, True
 
-    def latest(self, sources: Sequence[Source], deadline: float) -> int:
+    def latest(self, sources: Sequence[RemoteSource], deadline: float) -> int:
         """The number of the latest version that one of `sources` has."""
         patience = self._fetching.left(deadline)
         asked = [(source, source.peek(patience)) for source in sources]
@@ -227,7 +232,7 @@ class Receiver:
             found.append(said.version)
         return max(found)
 
-    def described(self, sources: Sequence[Source], deadline: float) -> dict[str, torch.Tensor]:
+    def described(self, sources: Sequence[RemoteSource], deadline: float) -> dict[str, torch.Tensor]:
         """The tensors of which all `sources` together have the parts, on the meta device. Raises `PeerLost`,
         `WeightsTimeout`."""
         self._describe(sources, deadline)
@@ -240,7 +245,7 @@ class Receiver:
                     found[name] = torch.empty(about.shape, dtype=dtype_of(about.dtype), device="meta")
         return found
 
-    def _describe(self, sources: Sequence[Source], deadline: float) -> bool:
+    def _describe(self, sources: Sequence[RemoteSource], deadline: float) -> bool:
         """Learn the layouts that are not known yet. Returns whether these are all."""
         new = {n: s for n, s in enumerate(sources) if s.packing is None}
         asked = {n: s.ask(Describe(self._channel, self._fetching.left(deadline))) for n, s in new.items()}
@@ -251,7 +256,7 @@ class Receiver:
             sources[n].describe(packing, on_device=said.device)
         return len(new) == len(sources)
 
-    def _planned(self, sources: Sequence[Source], mine: Layout) -> Mapping[int, tuple[Take, ...]]:
+    def _planned(self, sources: Sequence[RemoteSource], mine: Layout) -> Mapping[int, tuple[ReadItem, ...]]:
         known = [(source.who, source.packing) for source in sources if source.packing is not None]
         key = ([(who, packing.number) for who, packing in known], mine)
         if self._plan is None or self._plan[0] != key:

@@ -1,4 +1,4 @@
-"""`Source`: one process that has weights, as a receiver sees it."""
+"""`RemoteSource`: one process that has weights, as a receiver sees it."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from unirun.errors import FrameError, GroupError, PeerLost
 from unirun.roles.transport.protocol import Parcel, writable
 from unirun.values import WorkerId
 from unirun.weights.copies import Mapped, Sent
-from unirun.weights.layout import Layout, Take
-from unirun.weights.lines import Line
-from unirun.weights.messages import Fetch, Fetched, Part, Peek, Release, Request, encode
-from unirun.weights.packing import Device, DeviceError, Packing
-from unirun.weights.pairing import Pair
+from unirun.weights.layout import Layout, ReadItem
+from unirun.weights.lines import PeerConnection
+from unirun.weights.messages import Fetch, Fetched, NamedBox, Peek, Release, Request, encode
+from unirun.weights.packing import DeviceError, DeviceInterface, Packing
+from unirun.weights.pairing import PairGroup
 from unirun.weights.tensors import dtype_of
 
 _links = itertools.count(1)
 """Numbers of process groups, as seen by this process."""
 
-Pairing = Callable[[str, float], Pair]
+Pairing = Callable[[str, float], PairGroup]
 """Makes this end of the process group of a link before a deadline."""
 
 
-class Source:
+class RemoteSource:
     """A publisher, or a receiver that holds what it has received."""
 
     def __init__(
         self,
         channel: str,
-        line: Line,
+        line: PeerConnection,
         reader: str,
         *,
         here: bool = False,
@@ -49,11 +49,11 @@ class Source:
         self.packing: Packing | None = None
         self.on_device = False
         """True if its weights are in memory of a device."""
-        self.device: Device | None = None
+        self.device: DeviceInterface | None = None
         """The device of the reader's tensors, if it can reach memory of the publisher's device."""
         self._unreachable = False
         self._backend, self._checked, self._pairing = backend, checked, pairing
-        self._pair: Pair | None = None
+        self._pair: PairGroup | None = None
         self._number = 0
         self._link = ""
         self._channel, self._reader, self._host = channel, reader, host
@@ -67,7 +67,7 @@ class Source:
         """The process."""
         return self.line.who
 
-    def use(self, device: Device | None) -> None:
+    def use(self, device: DeviceInterface | None) -> None:
         """The tensors of the reader are on this device."""
         self.device = None if self._unreachable else device
 
@@ -80,7 +80,9 @@ class Source:
         """Send a request. The answer raises `PeerLost` when the process has ended."""
         return self.line.ask(encode(request))
 
-    def fetch(self, at_least: int, takes: Sequence[Take], patience: float, *, keep: bool) -> Future[Parcel]:
+    def fetch(
+        self, at_least: int, takes: Sequence[ReadItem], patience: float, *, keep: bool
+    ) -> Future[Parcel]:
         """Ask for a version. `keep`: its tensors are kept, and so the memory that is lent, until they are freed."""
         layout = self.packing.number if self.packing is not None else 0
         reader, mapped = self._reader, tuple(self._mapped)
@@ -89,7 +91,7 @@ class Source:
         if keep and self.here:
             self._kept += 1
             reader, mapped = f"{reader} {self._kept}", ()
-        parts = None if self.here else tuple(Part(take.name, take.box) for take in takes)
+        parts = None if self.here else tuple(NamedBox(take.name, take.box) for take in takes)
         have = self.had[0] if self.had is not None else None
         # Each device has its own way into the network; what one gets is not given to others.
         host = "" if device else self._host
@@ -122,10 +124,10 @@ class Source:
         return f"{backend} {self._number}"
 
     def fetch_parts(
-        self, version: int, takes: Sequence[Take], patience: float, layout: int = 0
+        self, version: int, takes: Sequence[ReadItem], patience: float, layout: int = 0
     ) -> Future[Parcel]:
         """Ask for parts that this process has itself, of `version` or a later one."""
-        parts = tuple(Part(take.name, take.box) for take in takes)
+        parts = tuple(NamedBox(take.name, take.box) for take in takes)
         return self.ask(Fetch(self._channel, self._reader, layout, version, patience, (), parts))
 
     def peek(self, patience: float | None) -> Future[Parcel]:
@@ -152,7 +154,7 @@ class Source:
             self._mapped[fetched.block] = found
         return found
 
-    def sent(self, parcel: Parcel, takes: Sequence[Take], wanted: Layout) -> list[torch.Tensor]:
+    def sent(self, parcel: Parcel, takes: Sequence[ReadItem], wanted: Layout) -> list[torch.Tensor]:
         """The tensors in the buffers of `parcel`: `takes` of `wanted`. Raises `FrameError`."""
         if len(parcel.buffers) != len(takes):
             raise FrameError(f"{self.who} sent {len(parcel.buffers)} parts where {len(takes)} were asked for")
@@ -162,7 +164,7 @@ class Source:
         ]
 
     def linked(
-        self, takes: Sequence[Take], wanted: Layout, deadline: float, place: torch.device
+        self, takes: Sequence[ReadItem], wanted: Layout, deadline: float, place: torch.device
     ) -> list[torch.Tensor]:
         """The tensors that come through the process group, at `place` if its backend is for devices.
 
@@ -193,7 +195,7 @@ class Source:
         if pair is not None:
             pair.close()
 
-    def _tensor(self, take: Take, dtype: torch.dtype, buffer: memoryview) -> torch.Tensor:
+    def _tensor(self, take: ReadItem, dtype: torch.dtype, buffer: memoryview) -> torch.Tensor:
         if buffer.nbytes != take.box.count * dtype.itemsize:
             raise FrameError(f"{self.who} sent {buffer.nbytes} bytes of {take.name}")
         return torch.frombuffer(writable(buffer), dtype=torch.uint8).view(dtype).view(take.box.size)

@@ -240,7 +240,7 @@ AT_ONCE = 16
 """Connections that are accepted before other work of the event loop has its turn."""
 
 
-class Server:
+class StreamServer:
     """Accepts connections on `listener`, a unix or a TCP socket, and calls `handler` with each that has proved the
     token. `refused` gets a text for those that have not, and their number so far (`Refusals`).
 

@@ -13,7 +13,7 @@ Wish = Literal["save_state", "load_state", "commit_version", "version"]
 """Save bytes for the next incarnation; load them; commit a version of a channel (the highest is kept); get it."""
 
 
-class Ask(Value, tag=True):
+class MasterRequest(Value, tag=True):
     """A request. `name` is the channel for versions; `data` is a state in base64, or a version."""
 
     number: int
@@ -22,8 +22,8 @@ class Ask(Value, tag=True):
     data: str = ""
 
 
-class Answer(Value, tag=True):
-    """The answer to an `Ask` of this number: `data`, None when there is none, or the `problem`."""
+class MasterReply(Value, tag=True):
+    """The answer to an `MasterRequest` of this number: `data`, None when there is none, or the `problem`."""
 
     number: int
     data: str | None = None
@@ -34,4 +34,4 @@ class ToWorker(Value, tag=True):
     """The master's answer to a worker, which its agent forwards."""
 
     worker: WorkerId
-    message: Answer
+    message: MasterReply

@@ -1,15 +1,15 @@
 """All messages between the processes of a job, as frozen values; `unirun.wire.frames` encodes them.
 
 ============  =======================================================================
-agent→master  Join Beat SpawnerReady StoreOpened StoreEnded Notice Sample Knock ViewWanted Placed
-              WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Metrics Calls Ask
-              Health)
-master→agent  Appointed Beat OpenStore Reserve StartRole StopWorkers PassOn ExitAck View ToWorker Shutdown
-worker→agent  Hello Serving Listening GroupMeets GroupFormed Stuck Metrics Calls Ask WorkerError ViewWanted
+agent→master  Join Heartbeat SpawnerReady StoreOpened StoreEnded Notice Sample Knock ViewWanted Placed
+              WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Metrics Calls
+              MasterRequest Health)
+master→agent  Appointed Heartbeat OpenStore Reserve StartRole StopWorkers PassOn ExitAck View ToWorker Shutdown
+worker→agent  Hello Serving Listening GroupMeets GroupFormed Stuck Metrics Calls MasterRequest WorkerError ViewWanted
               EngineWeights
-agent→worker  Welcome View Answer LocalEngines
-CLI→master    Attach Stop PassOn Drain Beat
-master→CLI    Beat WorkerOutput RoleChanged Notice Drained Ended
+agent→worker  Welcome View MasterReply LocalEngines
+CLI→master    Attach Stop PassOn Drain Heartbeat
+master→CLI    Heartbeat WorkerOutput RoleChanged Notice Drained Ended
 visitor→master Visit ViewWanted Grow
 master→visitor Welcome View Ended
 agent→spawner Spawn ServeStore Kill (`unirun.wire.spawning`)
@@ -27,9 +27,9 @@ from msgspec import field
 from msgspec.structs import replace
 
 from unirun.errors import RendezvousError
-from unirun.values import Place, Value, WorkerId
+from unirun.values import RankAddress, Value, WorkerId
 from unirun.wire.address import TcpAddress
-from unirun.wire.asking import Answer, Ask, ToWorker
+from unirun.wire.asking import MasterReply, MasterRequest, ToWorker
 from unirun.wire.reports import (
     Calls,
     Ending,
@@ -98,7 +98,7 @@ class Invite(Value, tag=True):
     insecure: bool = False
 
 
-class Member(Value):
+class EtcdMember(Value):
     """A member of an etcd of the job's own: its node, and where it listens for clients and for other members."""
 
     node: str
@@ -122,7 +122,7 @@ class Offer(Value, tag=True):
     versions: dict[str, str]
     masters: TcpAddress | None = None
     faults: tuple[tuple[str, str], ...] = ()
-    etcd: Member | None = None
+    etcd: EtcdMember | None = None
 
 
 class Assigned(Value, tag=True):
@@ -138,7 +138,7 @@ class Assigned(Value, tag=True):
     head: TcpAddress
     store: str = ""
     planned: str = ""
-    etcd: tuple[Member, ...] = ()
+    etcd: tuple[EtcdMember, ...] = ()
 
 
 class Chunk(Value, tag=True):
@@ -213,7 +213,7 @@ class Appointed(Value, tag=True):
     epoch: int
 
 
-class Beat(Value, tag=True):
+class Heartbeat(Value, tag=True):
     """Says over a network, at regular intervals, that its sender is there (`unirun.failover.silence`).
 
     The master answers each of an agent in their order. `sure`: the master leads, so nobody has given the node up.
@@ -260,7 +260,7 @@ class StartRole(Value, tag=True):
     endpoint: str
     members: tuple[StartWorker, ...]
     mask: str = ""
-    places: dict[str, tuple[Place, ...]] = field(default_factory=dict)
+    places: dict[str, tuple[RankAddress, ...]] = field(default_factory=dict)
 
 
 class StopWorkers(Value, tag=True):
@@ -285,7 +285,7 @@ class WorkerView(Value):
     incarnation: int
     phase: str
     addresses: dict[str, str]
-    place: Place | None = None
+    place: RankAddress | None = None
 
 
 class RoleView(Value):
@@ -489,12 +489,12 @@ Message = (
     | Placed
     | Sample
     | Knock
-    | Ask
+    | MasterRequest
     | FromWorker
-    | Answer
+    | MasterReply
     | ToWorker
     | Appointed
-    | Beat
+    | Heartbeat
     | ExitAck
     | OpenStore
     | Reserve

@@ -6,8 +6,8 @@ from typing import Literal
 
 from msgspec import field
 
-from unirun.values import Engine, Place, Value, WorkerId
-from unirun.wire.asking import Ask
+from unirun.values import Engine, RankAddress, Value, WorkerId
+from unirun.wire.asking import MasterRequest
 from unirun.wire.spawning import StoreEnded
 
 Cause = Literal["own", "order", "leaving", "doom", "stuck", "unready", "silent", "torn"]
@@ -96,7 +96,7 @@ class Placed(Value, tag=True):
     node: str
     role: str
     ranks: tuple[int, ...]
-    places: tuple[Place, ...]
+    places: tuple[RankAddress, ...]
     problem: str = ""
 
 
@@ -136,7 +136,7 @@ VERSION = "/version"
 """At the end of the name of a metric: ``policy/version``, the version of the weights that a rank has."""
 
 
-class Span(Value):
+class RankRange(Value):
     """The ranks from `first` to `last`, inclusive."""
 
     first: int
@@ -157,7 +157,7 @@ class CallCount(Value):
     bytes: int
     returned: int
     seconds: float
-    ranks: tuple[Span, ...]
+    ranks: tuple[RankRange, ...]
     asynchronous: bool = False
     split: bool = False
 
@@ -172,7 +172,7 @@ class FromWorker(Value, tag=True):
     """A worker's message that its agent forwards to the master."""
 
     worker: WorkerId
-    message: Serving | Listening | GroupFormed | Metrics | Calls | Ask | Health
+    message: Serving | Listening | GroupFormed | Metrics | Calls | MasterRequest | Health
 
 
 class WorkerError(Value, tag=True):
@@ -210,7 +210,7 @@ class WorkerExited(Value, tag=True):
     taken: bool = False
 
 
-class Held(Value):
+class HeldWorker(Value):
     """A worker as its agent knows it; `exit` is set until a master acknowledges it.
 
     `generation` and `calls` are those it reported last; `addresses` are those of `Serving` and `Listening`, and
@@ -262,7 +262,7 @@ class Join(Value, tag=True):
     pid: int
     host: str
     endpoints: dict[str, str]
-    workers: tuple[Held, ...] = ()
+    workers: tuple[HeldWorker, ...] = ()
     stores: tuple[HeldStore, ...] = ()
     ending: Ending | None = None
     addr: str = ""

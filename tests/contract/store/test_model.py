@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.contract.store.places import Place, read
-from unirun.rendezvous.store.protocol import Change, Compare, Item, Lease, Put, RevisionIs, ValueIs
+from unirun.rendezvous.store.protocol import Change, Compare, KeyValue, Lease, Put, RevisionIs, ValueIs
 
 KEYS = ("a", "a/b", "a/b/c", "a0", "b/a", "b/b")
 PREFIXES = ("", "a/", "b/", "a/b/")
@@ -30,7 +30,7 @@ class Model:
     """A dictionary, the changes that were made to it, and one lease."""
 
     def __init__(self, revision: int) -> None:
-        self.items: dict[str, Item] = {}
+        self.items: dict[str, KeyValue] = {}
         self.leased: set[str] = set()
         self.changes: list[Change] = []
         self.revision = revision
@@ -52,7 +52,7 @@ class Model:
             return
         self.revision += 1
         for put in puts:
-            self.items[put.key] = Item(put.key, put.value, self.revision)
+            self.items[put.key] = KeyValue(put.key, put.value, self.revision)
             (self.leased.add if put.lease else self.leased.discard)(put.key)
             self.changes.append(Change("put", put.key, put.value, self.revision))
         for key in gone:

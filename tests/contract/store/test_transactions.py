@@ -12,7 +12,7 @@ from unirun.rendezvous.store.protocol import (
     MAX_CHANGES,
     MAX_SIZE,
     Compare,
-    Item,
+    KeyValue,
     Put,
     RevisionIs,
     Store,
@@ -32,7 +32,7 @@ def test_get_of_a_missing_key_is_none(store: Store) -> None:
 def test_a_client_reads_what_another_has_put(store: Store, other: Store) -> None:
     outcome = store.txn([], [Put("a/b", "1")])
     assert outcome.succeeded
-    assert other.get("a/b") == Item("a/b", "1", outcome.revision)
+    assert other.get("a/b") == KeyValue("a/b", "1", outcome.revision)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from itertools import combinations, combinations_with_replacement, pairwise, pro
 from math import gcd
 
 from unirun.collocation.inventory import Device, Inventory, Node
-from unirun.collocation.placement import Assignment, Placement, Request, RoleRequest
+from unirun.collocation.placement import Assignment, Placement, PlacementRequest, RoleRequest
 
 Nodes = Mapping[str, tuple[str, ...]]
 """By role: the node of each rank."""
@@ -60,16 +60,16 @@ def counts_of(placement: Placement) -> dict[str, int]:
     return dict(Counter(a.role for a in placement.assignments))
 
 
-def nodes_of(request: Request, placement: Placement) -> Nodes:
+def nodes_of(request: PlacementRequest, placement: Placement) -> Nodes:
     return {role.name: tuple(a.node for a in placement.of_role(role.name)) for role in request.roles}
 
 
-def usable(request: Request, inventory: Inventory) -> list[Node]:
+def usable(request: PlacementRequest, inventory: Inventory) -> list[Node]:
     sound = [node for node in inventory.nodes if node.name not in request.tainted]
     return sound[: max(len(sound) - request.spares, 0)]
 
 
-def shares(request: Request) -> dict[str, Fraction]:
+def shares(request: PlacementRequest) -> dict[str, Fraction]:
     """The part of a slot that a rank of each role has."""
     return {
         role.name: role.slots if role.slots < 1 else Fraction(1, len(group))
@@ -79,7 +79,7 @@ def shares(request: Request) -> dict[str, Fraction]:
     }
 
 
-def components(request: Request, groups: Sequence[Sequence[str]]) -> list[set[str]]:
+def components(request: PlacementRequest, groups: Sequence[Sequence[str]]) -> list[set[str]]:
     found: list[set[str]] = [{role.name} for role in request.roles]
     for group in groups:
         touched = [each for each in found if each & set(group)]
@@ -87,7 +87,7 @@ def components(request: Request, groups: Sequence[Sequence[str]]) -> list[set[st
     return found
 
 
-def check(request: Request, placement: Placement, allowed: Sequence[Node]) -> None:
+def check(request: PlacementRequest, placement: Placement, allowed: Sequence[Node]) -> None:
     """Every promise that a placement makes, except that of the order of ranks."""
     nodes = {node.name: node for node in allowed}
     places = {(a.role, a.rank): a for a in placement.assignments}
@@ -141,7 +141,7 @@ def check(request: Request, placement: Placement, allowed: Sequence[Node]) -> No
         assert not list(slot_faults(request, here, node, numa))
 
 
-def node_faults(request: Request, where: Nodes) -> Iterator[str]:
+def node_faults(request: PlacementRequest, where: Nodes) -> Iterator[str]:
     """The faults of the nodes of ranks."""
     for role in request.roles:
         each = where[role.name]
@@ -183,7 +183,7 @@ def node_faults(request: Request, where: Nodes) -> Iterator[str]:
 
 
 def slot_faults(
-    request: Request,
+    request: PlacementRequest,
     own: Mapping[tuple[str, int], tuple[str, ...]],
     node: str,
     numa: Mapping[tuple[str, str], int],
@@ -209,7 +209,7 @@ def slot_faults(
                 yield f"{one} {other} isolated"
 
 
-def all_nodes(request: Request, counts: Mapping[str, int], inventory: Inventory) -> Iterator[Nodes]:
+def all_nodes(request: PlacementRequest, counts: Mapping[str, int], inventory: Inventory) -> Iterator[Nodes]:
     """Every way to put `counts` ranks on nodes for which there are slots."""
     nodes = usable(request, inventory)
     names = [node.name for node in nodes]
@@ -223,7 +223,7 @@ def all_nodes(request: Request, counts: Mapping[str, int], inventory: Inventory)
             yield where
 
 
-def _has_slots(request: Request, node: Node, where: Nodes, known: dict[object, bool]) -> bool:
+def _has_slots(request: PlacementRequest, node: Node, where: Nodes, known: dict[object, bool]) -> bool:
     ranks = [
         (role, rank)
         for role in request.roles
@@ -239,7 +239,7 @@ def _has_slots(request: Request, node: Node, where: Nodes, known: dict[object, b
 
 
 def _seat(
-    request: Request,
+    request: PlacementRequest,
     node: Node,
     ranks: Sequence[tuple[RoleRequest, int]],
     own: dict[tuple[str, int], tuple[str, ...]],
@@ -262,7 +262,9 @@ def _seat(
     return False
 
 
-def _choices(request: Request, node: Node, role: RoleRequest, rank: int) -> Iterator[tuple[str, ...]]:
+def _choices(
+    request: PlacementRequest, node: Node, role: RoleRequest, rank: int
+) -> Iterator[tuple[str, ...]]:
     if role.device == "cpu":
         # There are as many as anybody wants; those that share one have that of the first role.
         owner = next(min(group) for group in components(request, request.collocated) if role.name in group)
@@ -273,7 +275,7 @@ def _choices(request: Request, node: Node, role: RoleRequest, rank: int) -> Iter
 
 
 def may_stay(
-    request: Request, before: Placement, gone: Collection[Assignment], targets: Sequence[Node]
+    request: PlacementRequest, before: Placement, gone: Collection[Assignment], targets: Sequence[Node]
 ) -> bool:
     """Return True if there are places on `targets` for the ranks that are `gone` when all others stay where they are."""
     stay = [a for a in before.assignments if a not in gone]
@@ -312,12 +314,12 @@ def may_stay(
     return False
 
 
-def all_counts(request: Request) -> Iterator[dict[str, int]]:
+def all_counts(request: PlacementRequest) -> Iterator[dict[str, int]]:
     for each in product(*(range(role.least, role.count + 1) for role in request.roles)):
         yield {role.name: number for role, number in zip(request.roles, each, strict=True)}
 
 
-def crossing(request: Request, where: Nodes) -> float:
+def crossing(request: PlacementRequest, where: Nodes) -> float:
     """Bytes per step between nodes, when each rank of a role talks as much with each of the other."""
     total = 0.0
     for (one, other), weight in sorted(request.ties.weights.items()):
@@ -326,7 +328,7 @@ def crossing(request: Request, where: Nodes) -> float:
     return total
 
 
-def nodes_of_parts(request: Request, where: Nodes) -> int:
+def nodes_of_parts(request: PlacementRequest, where: Nodes) -> int:
     """The nodes that each part of several roles is on, all parts together. Parts that share nodes by request are one."""
     joined = [part for part in request.ties.parts if len(part) > 1]
     groups = components(request, (*request.collocated, *request.together, *joined))
@@ -334,7 +336,7 @@ def nodes_of_parts(request: Request, where: Nodes) -> int:
     return sum(len({node for name in part for node in where[name]}) for part in parts)
 
 
-def in_rank_order(request: Request, placement: Placement, inventory: Inventory) -> bool:
+def in_rank_order(request: PlacementRequest, placement: Placement, inventory: Inventory) -> bool:
     """Ranks by node, then by slot; with groups, or with groups of several, by node."""
     order = {node.name: number for number, node in enumerate(inventory.nodes)}
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tests.unit.collocation.checking import component_of, hosts
 from unirun.collocation.inventory import Inventory
-from unirun.collocation.placement import Request, RoleRequest, Ties
+from unirun.collocation.placement import PlacementRequest, RoleRequest, Ties
 from unirun.collocation.planning.problem import problem_of
 from unirun.errors import PlacementError
 
@@ -28,12 +28,12 @@ def inventories(draw: st.DrawFn, most: int = 3) -> Inventory:
 
 
 @st.composite
-def requests(draw: st.DrawFn, elastic: bool = False, most: int = 4) -> Request:
+def requests(draw: st.DrawFn, elastic: bool = False, most: int = 4) -> PlacementRequest:
     """Without faults. Each kind of constraint is there now and then."""
     size = draw(st.integers(1, most))
     roles = tuple(draw(_roles(name, size, elastic)) for name in NAMES[: draw(st.integers(1, 3))])
     names = [role.name for role in roles]
-    request = Request(roles)
+    request = PlacementRequest(roles)
     pairs = [*combinations(names, 2), tuple(names)]
     for kind in ("collocated", "together", "apart", "isolated"):
         if len(names) > 1 and draw(st.integers(0, 2)) == 0:
@@ -55,7 +55,7 @@ def requests(draw: st.DrawFn, elastic: bool = False, most: int = 4) -> Request:
 
 
 @st.composite
-def spread(draw: st.DrawFn, request: Request) -> Request:
+def spread(draw: st.DrawFn, request: PlacementRequest) -> PlacementRequest:
     """`request` with more constraints, if they can be: its plans are placements of `request` with ranks far apart."""
     names = [role.name for role in request.roles]
     for pair in combinations(names, 2):
@@ -86,7 +86,7 @@ def _roles(draw: st.DrawFn, name: str, size: int, elastic: bool) -> RoleRequest:
     return RoleRequest(name, count, least, device, slots if device == "cuda" else Fraction(1))
 
 
-def _if_sound(request: Request, **change: object) -> Request:
+def _if_sound(request: PlacementRequest, **change: object) -> PlacementRequest:
     changed = replace(request, **change)
     whole = all(size is None or role.count % size == 0 for role in changed.roles for size in _sizes(role))
     try:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from tests.unit.collocation.checking import gpu, hosts
 from unirun.collocation.inventory import Inventory
-from unirun.collocation.placement import Request, RoleRequest
+from unirun.collocation.placement import PlacementRequest, RoleRequest
 from unirun.collocation.planning import plan, replan
 from unirun.errors import PlacementError
 
@@ -22,7 +22,7 @@ def test_ranks_are_on_the_nodes_of_their_roles_component(ranks: int) -> None:
     """Also where there is too much to place for a complete search."""
     count = ranks // 2
     inventory = two_components(*[0, 1] * count)
-    request = Request(
+    request = PlacementRequest(
         (
             gpu("actor", ranks, component=1),
             gpu("rollout", ranks, component=0),
@@ -38,14 +38,14 @@ def test_ranks_are_on_the_nodes_of_their_roles_component(ranks: int) -> None:
 
 
 def test_a_role_without_a_component_may_be_anywhere() -> None:
-    request = Request((gpu("actor", 4, component=1), gpu("rollout", 8)))
+    request = PlacementRequest((gpu("actor", 4, component=1), gpu("rollout", 8)))
     placement = plan(request, two_components(0, 1, 0))
     assert placement.nodes == ("n1", "n0", "n2")
 
 
 def test_ranks_of_a_lost_node_stay_within_their_component() -> None:
     inventory = two_components(0, 1, 1, 1)
-    request = Request((gpu("actor", 4, component=1), gpu("rollout", 2, component=0)))
+    request = PlacementRequest((gpu("actor", 4, component=1), gpu("rollout", 2, component=0)))
     before = plan(request, inventory)
     (first,) = {a.node for a in before.of_role("actor")}
     after = replan(request, inventory, before, frozenset([first]))
@@ -55,13 +55,13 @@ def test_ranks_of_a_lost_node_stay_within_their_component() -> None:
 
 
 def test_too_small_a_component_is_told() -> None:
-    request = Request((gpu("actor", 5, component=1),))
+    request = PlacementRequest((gpu("actor", 5, component=1),))
     with pytest.raises(PlacementError) as caught:
         plan(request, two_components(0, 1))
     assert "actor in any component" in caught.value.nearest
 
 
 def test_roles_on_the_same_nodes_are_of_one_component() -> None:
-    request = Request((gpu("a", 1, component=0), gpu("b", 1, component=1)), together=(("a", "b"),))
+    request = PlacementRequest((gpu("a", 1, component=0), gpu("b", 1, component=1)), together=(("a", "b"),))
     with pytest.raises(PlacementError, match="a and b share nodes, and differ in component: a 0, b 1"):
         plan(request, two_components(0, 1))

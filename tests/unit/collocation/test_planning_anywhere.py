@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tests.unit.collocation.checking import gpu, hosts
 from tests.unit.collocation.requests import inventories, requests
 from unirun.collocation.inventory import Inventory
-from unirun.collocation.placement import Placement, Request, RoleRequest, Ties
+from unirun.collocation.placement import Placement, PlacementRequest, RoleRequest, Ties
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.plan import find
 from unirun.errors import PlacementError
@@ -25,7 +25,7 @@ def service(name: str, count: int, **more: object) -> RoleRequest:
 
 
 @st.composite
-def beside(draw: st.DrawFn, request: Request) -> Request:
+def beside(draw: st.DrawFn, request: PlacementRequest) -> PlacementRequest:
     """`request` with further roles that need no slot."""
     roles = list(request.roles)
     for name in "xyz"[: draw(st.integers(1, 3))]:
@@ -35,14 +35,14 @@ def beside(draw: st.DrawFn, request: Request) -> Request:
     return replace(request, roles=tuple(roles))
 
 
-def of_roles(request: Request, placement: Placement) -> list[object]:
+def of_roles(request: PlacementRequest, placement: Placement) -> list[object]:
     return [placement.of_role(role.name) for role in request.roles]
 
 
 @slow
 @given(requests(elastic=True, most=20), inventories(most=6), st.data())
 def test_the_others_are_where_they_would_be_without_them(
-    request: Request, inventory: Inventory, data: st.DataObject
+    request: PlacementRequest, inventory: Inventory, data: st.DataObject
 ) -> None:
     more = data.draw(beside(request))
     alone, placement = find(request, inventory), find(more, inventory)
@@ -78,7 +78,7 @@ def test_the_others_are_where_they_would_be_without_them(
 
 
 def test_they_are_on_a_node_that_is_in_use() -> None:
-    request = Request((service("engine", 40), gpu("actor", 4)), spares=1)
+    request = PlacementRequest((service("engine", 40), gpu("actor", 4)), spares=1)
     placement = plan(request, hosts(2, 4, 4))
     assert {each.node for each in placement.of_role("actor")} == {"n1"}
     assert {each.node for each in placement.of_role("engine")} == {"n1"}
@@ -87,19 +87,21 @@ def test_they_are_on_a_node_that_is_in_use() -> None:
 
 def test_constraints_and_edges_that_name_them_are_kept() -> None:
     roles = (gpu("actor", 4), service("engine", 1), service("judge", 1, component=0), service("proxy", 2))
-    request = Request(roles, apart=(("actor", "engine"),), ties=Ties({("actor", "proxy"): 1.0}))
+    request = PlacementRequest(roles, apart=(("actor", "engine"),), ties=Ties({("actor", "proxy"): 1.0}))
     placement = plan(request, hosts(4, 4))
     nodes = {role.name: {each.node for each in placement.of_role(role.name)} for role in roles}
     assert nodes["actor"].isdisjoint(nodes["engine"])
     assert nodes["proxy"] == nodes["actor"]
     with pytest.raises(PlacementError, match=r"without separating actor and engine"):
         plan(request, hosts(4))
-    (alone, *_) = plan(Request((service("engine", 4, per_node=1),)), hosts(0, 0, 0, 0)).assignments
+    (alone, *_) = plan(PlacementRequest((service("engine", 4, per_node=1),)), hosts(0, 0, 0, 0)).assignments
     assert alone.node == "n0"
 
 
 def test_they_stay_when_another_node_is_lost_and_move_to_one_in_use_when_theirs_is() -> None:
-    request = Request((gpu("actor", 2), gpu("critic", 1, slots=Fraction(2)), service("engine", 2)), spares=1)
+    request = PlacementRequest(
+        (gpu("actor", 2), gpu("critic", 1, slots=Fraction(2)), service("engine", 2)), spares=1
+    )
     inventory = hosts(2, 2, 2)
     before = plan(request, inventory)
     assert {each.node for each in before.of_role("engine")} == {"n0"}
@@ -110,7 +112,7 @@ def test_they_stay_when_another_node_is_lost_and_move_to_one_in_use_when_theirs_
 
 
 def test_a_job_of_nothing_else_is_on_one_node_and_needs_one() -> None:
-    request = Request(tuple(service(f"s{number}", 1) for number in range(100)), spares=1)
+    request = PlacementRequest(tuple(service(f"s{number}", 1) for number in range(100)), spares=1)
     placement = plan(request, hosts(0, 0, 0))
     assert placement.nodes == ("n0",)
     assert (placement.spares, placement.note) == (("n2",), "1 node in use; n2 held back")
@@ -121,6 +123,6 @@ def test_a_job_of_nothing_else_is_on_one_node_and_needs_one() -> None:
 
 
 def test_what_does_not_fit_is_told_of_those_that_need_slots() -> None:
-    request = Request((service("engine", 3), gpu("actor", 4)))
+    request = PlacementRequest((service("engine", 3), gpu("actor", 4)))
     with pytest.raises(PlacementError, match=r"actor needs room for 4 ranks and there is room for 2 \("):
         plan(request, hosts(2))

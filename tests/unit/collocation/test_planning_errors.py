@@ -12,7 +12,7 @@ from tests.unit.collocation.checking import counts_of, gpu, hosts
 from tests.unit.collocation.requests import inventories, requests
 from unirun.collocation import parse_fake
 from unirun.collocation.inventory import Inventory, Node
-from unirun.collocation.placement import Request, RoleRequest
+from unirun.collocation.placement import PlacementRequest, RoleRequest
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.offers import Trials, shortages
 from unirun.errors import PlacementError
@@ -20,14 +20,14 @@ from unirun.errors import PlacementError
 PAIR = (gpu("actor", 2), gpu("rollout", 2))
 
 
-def error(request: Request, inventory: Inventory) -> PlacementError:
+def error(request: PlacementRequest, inventory: Inventory) -> PlacementError:
     with pytest.raises(PlacementError) as caught:
         plan(request, inventory)
     return caught.value
 
 
 def test_too_few_slots_are_an_error_with_requests_that_fit() -> None:
-    found = error(Request((gpu("actor", 8), gpu("rollout", 4))), hosts(4, 4))
+    found = error(PlacementRequest((gpu("actor", 8), gpu("rollout", 4))), hosts(4, 4))
     assert (found.role, found.needed, found.available, found.constraint) == ("actor", 8, 4, "slots")
     assert found.nearest == ("actor=4", "adding 1 node")
     assert str(found) == (
@@ -37,46 +37,66 @@ def test_too_few_slots_are_an_error_with_requests_that_fit() -> None:
 
 
 def test_collocated_roles_shrink_together() -> None:
-    request = Request((gpu("actor", 8), gpu("rollout", 8)), collocated=(("actor", "rollout"),))
+    request = PlacementRequest((gpu("actor", 8), gpu("rollout", 8)), collocated=(("actor", "rollout"),))
     assert error(request, hosts(4)).nearest == ("actor=4, rollout=4", "adding 1 node")
 
 
 @pytest.mark.parametrize(
     ("request_", "inventory", "constraint", "nearest"),
     [
-        (Request((gpu("actor", 4, per_node=4),)), hosts(2, 2), "actor per_node 4", "actor per_node 2"),
         (
-            Request((gpu("actor", 4, per_group=4),)),
+            PlacementRequest((gpu("actor", 4, per_node=4),)),
+            hosts(2, 2),
+            "actor per_node 4",
+            "actor per_node 2",
+        ),
+        (
+            PlacementRequest((gpu("actor", 4, per_group=4),)),
             hosts(2, 2),
             "actor per_group 4",
             "actor per_group 2",
         ),
-        (Request((gpu("actor", 2, devices=("0",)),)), hosts(2), "actor devices 0", "any device for actor"),
         (
-            Request((gpu("actor", 3, per_group=3),)),
+            PlacementRequest((gpu("actor", 2, devices=("0",)),)),
+            hosts(2),
+            "actor devices 0",
+            "any device for actor",
+        ),
+        (
+            PlacementRequest((gpu("actor", 3, per_group=3),)),
             hosts(2, 2),
             "actor per_group 3",
             "without per_group of actor",
         ),
-        (Request((gpu("actor", 1, slots=Fraction(8)),)), hosts(4, 4), "actor slots 8", "actor slots 4"),
-        (Request((gpu("actor", 2, slots=Fraction(4)),)), hosts(4), "slots", "actor=1"),
-        (Request((gpu("actor", 3, slots=Fraction(2, 3)),)), hosts(2), "actor slots 0.667", "actor slots 0.5"),
-        (Request(PAIR[:1], spares=2), hosts(2, 2), "spares 2", "spares 1"),
-        (Request(PAIR[:1], tainted=frozenset({"n0"})), hosts(2), "excluded n0", "not excluding n0"),
         (
-            Request(PAIR, apart=(("actor", "rollout"),)),
+            PlacementRequest((gpu("actor", 1, slots=Fraction(8)),)),
+            hosts(4, 4),
+            "actor slots 8",
+            "actor slots 4",
+        ),
+        (PlacementRequest((gpu("actor", 2, slots=Fraction(4)),)), hosts(4), "slots", "actor=1"),
+        (
+            PlacementRequest((gpu("actor", 3, slots=Fraction(2, 3)),)),
+            hosts(2),
+            "actor slots 0.667",
+            "actor slots 0.5",
+        ),
+        (PlacementRequest(PAIR[:1], spares=2), hosts(2, 2), "spares 2", "spares 1"),
+        (PlacementRequest(PAIR[:1], tainted=frozenset({"n0"})), hosts(2), "excluded n0", "not excluding n0"),
+        (
+            PlacementRequest(PAIR, apart=(("actor", "rollout"),)),
             hosts(4),
             "apart actor and rollout",
             "without separating actor and rollout",
         ),
         (
-            Request(PAIR, isolated=(("actor", "rollout"),)),
+            PlacementRequest(PAIR, isolated=(("actor", "rollout"),)),
             hosts(4),
             "isolated actor and rollout",
             "without isolating actor and rollout",
         ),
         (
-            Request((gpu("actor", 3), gpu("rollout", 2)), together=(("actor", "rollout"),)),
+            PlacementRequest((gpu("actor", 3), gpu("rollout", 2)), together=(("actor", "rollout"),)),
             hosts(3, 3),
             "together actor and rollout",
             "without keeping actor and rollout on one node",
@@ -85,7 +105,7 @@ def test_collocated_roles_shrink_together() -> None:
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
 def test_the_constraint_that_binds_is_named(
-    request_: Request, inventory: Inventory, constraint: str, nearest: str
+    request_: PlacementRequest, inventory: Inventory, constraint: str, nearest: str
 ) -> None:
     found = error(request_, inventory)
     assert found.constraint == constraint
@@ -93,20 +113,20 @@ def test_the_constraint_that_binds_is_named(
 
 
 def test_all_shortages_that_do_not_depend_on_each_other() -> None:
-    found = error(Request((gpu("actor", 4, devices=("0",)), gpu("rollout", 9))), hosts(4, 4))
+    found = error(PlacementRequest((gpu("actor", 4, devices=("0",)), gpu("rollout", 9))), hosts(4, 4))
     assert [fault.where for fault in found.faults] == ["actor", "rollout"]
     assert "alone rollout=8 fits" in str(found)
     assert found.nearest == ("actor=2, rollout=5 and any device for actor", "adding 2 nodes")
 
 
 def test_a_type_of_device_that_no_node_has() -> None:
-    found = error(Request((RoleRequest("actor", 2, 2, "npu"),)), hosts(4))
+    found = error(PlacementRequest((RoleRequest("actor", 2, 2, "npu"),)), hosts(4))
     assert (found.available, found.nearest) == (0, ())
     assert "2 npu slots are needed, 0 are there" in str(found)
 
 
 def test_all_faults_of_a_request_at_once() -> None:
-    request = Request(
+    request = PlacementRequest(
         (
             gpu("actor", 2, devices=()),
             gpu("rollout", 2, slots=Fraction(3, 4)),
@@ -132,13 +152,13 @@ def test_all_faults_of_a_request_at_once() -> None:
     ("request_", "says"),
     [
         (
-            Request((gpu("a", 4, per_node=2, per_group=4),)),
+            PlacementRequest((gpu("a", 4, per_node=2, per_group=4),)),
             "a.per_node: 2 on a node, but in whole groups it comes in 4s",
         ),
-        (Request((gpu("a", 5, per_group=2),)), "a: a=5 cannot be cut into parts of a=2"),
+        (PlacementRequest((gpu("a", 5, per_group=2),)), "a: a=5 cannot be cut into parts of a=2"),
     ],
 )
-def test_ranks_that_make_no_whole_groups_are_told(request_: Request, says: str) -> None:
+def test_ranks_that_make_no_whole_groups_are_told(request_: PlacementRequest, says: str) -> None:
     assert str(error(request_, hosts(8))).startswith(says)
 
 
@@ -156,13 +176,13 @@ def test_ranks_that_make_no_whole_groups_are_told(request_: Request, says: str) 
     ids=["count", "type", "none", "per_node", "width", "share", "devices"],
 )
 def test_collocated_roles_that_differ(other: RoleRequest, where: str) -> None:
-    request = Request((gpu("a", 2, per_node=2, devices=("0", "1")), other), collocated=(("a", "b"),))
+    request = PlacementRequest((gpu("a", 2, per_node=2, devices=("0", "1")), other), collocated=(("a", "b"),))
     assert [fault.where for fault in error(request, hosts(4, 4)).faults] == [where]
 
 
 def test_apart_through_a_chain_of_groups() -> None:
     roles = (gpu("a", 2), gpu("b", 2), gpu("c", 2))
-    request = Request(roles, collocated=(("a", "b"),), together=(("b", "c"),), apart=(("a", "c"),))
+    request = PlacementRequest(roles, collocated=(("a", "b"),), together=(("b", "c"),), apart=(("a", "c"),))
     (fault,) = error(request, hosts(8)).faults
     assert str(fault) == (
         "separations[0]: a and c have ranks on the same node, and shall be on different nodes; "
@@ -171,14 +191,14 @@ def test_apart_through_a_chain_of_groups() -> None:
 
 
 def test_replan_on_too_few_nodes_is_an_error() -> None:
-    request, inventory = Request((gpu("actor", 4),)), hosts(2, 2)
+    request, inventory = PlacementRequest((gpu("actor", 4),)), hosts(2, 2)
     before = plan(request, inventory)
     with pytest.raises(PlacementError, match="needs room for 4 ranks and there is room for 2"):
         replan(request, inventory, before, frozenset({"n0"}))
 
 
 def test_replan_without_any_node_is_an_error() -> None:
-    request, inventory = Request((gpu("actor", 4),)), hosts(2, 2)
+    request, inventory = PlacementRequest((gpu("actor", 4),)), hosts(2, 2)
     before = plan(request, inventory)
     with pytest.raises(
         PlacementError, match="there is room for 0 .4 cuda slots are needed, 0 are there, no node is left"
@@ -192,7 +212,7 @@ def with_more(inventory: Inventory, node: Node, number: int) -> Inventory:
 
 
 def check_offers(
-    request: Request, inventory: Inventory, found: PlacementError | None = None
+    request: PlacementRequest, inventory: Inventory, found: PlacementError | None = None
 ) -> PlacementError:
     """Every change that is named makes the job fit."""
     found, trials = found or error(request, inventory), Trials(inventory)
@@ -208,7 +228,9 @@ def check_offers(
 
 @settings(suppress_health_check=list(HealthCheck))
 @given(requests(elastic=True, most=6), inventories())
-def test_for_every_request_that_does_not_fit_a_near_one_does(request: Request, inventory: Inventory) -> None:
+def test_for_every_request_that_does_not_fit_a_near_one_does(
+    request: PlacementRequest, inventory: Inventory
+) -> None:
     try:
         plan(request, inventory)
     except PlacementError as found:
@@ -233,60 +255,67 @@ HALF, THIRD = Fraction(1, 2), Fraction(1, 3)
 @pytest.mark.parametrize(
     ("nodes", "request_", "constraint", "nearest"),
     [
-        ("nodes=1000", Request(large(actor=8001)), "slots", "actor=8000"),
-        ("nodes=1000", Request(large(actor=6000, rollout=3000)), "slots", "actor=5000"),
-        ("nodes=100", Request(large(actor=401, rollout=400), apart=APART), "slots", "actor=400"),
+        ("nodes=1000", PlacementRequest(large(actor=8001)), "slots", "actor=8000"),
+        ("nodes=1000", PlacementRequest(large(actor=6000, rollout=3000)), "slots", "actor=5000"),
+        ("nodes=100", PlacementRequest(large(actor=401, rollout=400), apart=APART), "slots", "actor=400"),
         (
             "nodes=100",
-            Request(large(actor=399, rollout=401), apart=APART),
+            PlacementRequest(large(actor=399, rollout=401), apart=APART),
             "apart actor and rollout",
             "without separating actor and rollout",
         ),
         (
             "nodes=500",
-            Request((gpu("actor", 1600, per_group=16),)),
+            PlacementRequest((gpu("actor", 1600, per_group=16),)),
             "actor per_group 16",
             "actor per_group 8",
         ),
-        ("nodes=500", Request((gpu("actor", 1600, per_node=16),)), "actor per_node 16", "actor per_node 8"),
+        (
+            "nodes=500",
+            PlacementRequest((gpu("actor", 1600, per_node=16),)),
+            "actor per_node 16",
+            "actor per_node 8",
+        ),
         (
             "nodes=100",
-            Request((gpu("actor", 50, slots=Fraction(16)),)),
+            PlacementRequest((gpu("actor", 50, slots=Fraction(16)),)),
             "actor slots 16",
             "actor slots 8",
         ),
-        ("nodes=1000", Request((gpu("actor", 16001, slots=HALF),)), "slots", "actor=16000"),
+        ("nodes=1000", PlacementRequest((gpu("actor", 16001, slots=HALF),)), "slots", "actor=16000"),
         (
             "nodes=1000",
-            Request((gpu("actor", 8001, slots=2 * THIRD), gpu("rollout", 4000, slots=THIRD))),
+            PlacementRequest((gpu("actor", 8001, slots=2 * THIRD), gpu("rollout", 4000, slots=THIRD))),
             "actor slots 0.667",
             "actor slots 0.5",
         ),
         (
             "nodes=1,devices=64",
-            Request(large(actor=30, rollout=30), isolated=APART),
+            PlacementRequest(large(actor=30, rollout=30), isolated=APART),
             "isolated actor and rollout",
             "without isolating actor and rollout",
         ),
-        ("nodes=1000", Request(large(actor=4000, rollout=4000), spares=1), "spares 1", "spares 0"),
-        ("nodes=1000", Request(large(actor=4000, rollout=3981), spares=5), "spares 5", "spares 2"),
-        ("nodes=4", Request(large(actor=4), spares=5), "spares 5", "spares 3"),
+        ("nodes=1000", PlacementRequest(large(actor=4000, rollout=4000), spares=1), "spares 1", "spares 0"),
+        ("nodes=1000", PlacementRequest(large(actor=4000, rollout=3981), spares=5), "spares 5", "spares 2"),
+        ("nodes=4", PlacementRequest(large(actor=4), spares=5), "spares 5", "spares 3"),
         (
             "nodes=1000",
-            Request(large(actor=8000), tainted=frozenset(f"node{number:03}" for number in range(40))),
+            PlacementRequest(
+                large(actor=8000), tainted=frozenset(f"node{number:03}" for number in range(40))
+            ),
             "excluded node000, node001, node002, …",
             "not excluding 40 of the nodes",
         ),
         (
             "nodes=1000",
-            Request(large(actor=4001, rollout=3000), together=APART),
+            PlacementRequest(large(actor=4001, rollout=3000), together=APART),
             "together actor and rollout",
             "without keeping actor and rollout on one node",
         ),
-        ("nodes=100", Request((gpu("actor", 2000, 900),)), "slots", "actor=800:2000"),
+        ("nodes=100", PlacementRequest((gpu("actor", 2000, 900),)), "slots", "actor=800:2000"),
         (
             "nodes=2000",
-            Request(
+            PlacementRequest(
                 large(**{f"role{n}": 1601 for n in range(10)}), apart=(tuple(f"role{n}" for n in range(10)),)
             ),
             "slots",
@@ -294,7 +323,7 @@ HALF, THIRD = Fraction(1, 2), Fraction(1, 3)
         ),
         (
             "nodes=10",
-            Request((gpu("actor", 90), gpu("rollout", 80, per_group=16))),
+            PlacementRequest((gpu("actor", 90), gpu("rollout", 80, per_group=16))),
             "slots",
             "actor=40, rollout=40 and rollout per_group 8",
         ),
@@ -302,7 +331,7 @@ HALF, THIRD = Fraction(1, 2), Fraction(1, 3)
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_large_jobs_are_told_what_would_fit(
-    nodes: str, request_: Request, constraint: str, nearest: str
+    nodes: str, request_: PlacementRequest, constraint: str, nearest: str
 ) -> None:
     """Beyond a complete search."""
     inventory = parse_fake(f"fake:devices=8,{nodes}" if "devices" not in nodes else f"fake:{nodes}")
@@ -311,7 +340,7 @@ def test_large_jobs_are_told_what_would_fit(
 
 
 def test_that_roles_together_could_be_cut_into_smaller_parts() -> None:
-    request = Request(large(actor=4001, rollout=3000), together=APART)
+    request = PlacementRequest(large(actor=4001, rollout=3000), together=APART)
     assert check_offers(request, parse_fake("fake:nodes=1000,devices=8")).nearest == (
         "without keeping actor and rollout on one node",
         "actor=4000",
@@ -319,13 +348,13 @@ def test_that_roles_together_could_be_cut_into_smaller_parts() -> None:
 
 
 def test_several_constraints_that_stand_in_the_way_together() -> None:
-    request = Request(large(a=2, b=2, c=2), apart=(("a", "b"), ("b", "c")), isolated=(("a", "c"),))
+    request = PlacementRequest(large(a=2, b=2, c=2), apart=(("a", "b"), ("b", "c")), isolated=(("a", "c"),))
     found = check_offers(request, hosts(8))
     assert found.constraint == "apart a and b, apart b and c, isolated a and c"
     assert found.nearest[0].endswith("without isolating a and c")
 
 
 def test_what_kind_of_node_is_missing_where_they_differ() -> None:
-    found = check_offers(Request(large(actor=21)), hosts(4, 8, 8))
+    found = check_offers(PlacementRequest(large(actor=21)), hosts(4, 8, 8))
     assert found.nearest == ("actor=20", "adding 1 node like n1")
     assert "20 are there, 3 nodes with at most 8 each" in str(found)

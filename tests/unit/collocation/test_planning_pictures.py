@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from tests.unit.collocation.checking import gpu, hosts
 from unirun.collocation.inventory import Inventory
-from unirun.collocation.placement import Placement, Request, RoleRequest, Ties
+from unirun.collocation.placement import Placement, PlacementRequest, RoleRequest, Ties
 from unirun.collocation.planning import plan, replan
 
 ACTOR, ROLLOUT, REWARD = gpu("actor", 4), gpu("rollout", 4), gpu("Reward", 2)
@@ -34,41 +34,41 @@ def picture(placement: Placement, inventory: Inventory) -> list[str]:
     return lines
 
 
-def drawn(request: Request, inventory: Inventory) -> list[str]:
+def drawn(request: PlacementRequest, inventory: Inventory) -> list[str]:
     return picture(plan(request, inventory), inventory)
 
 
 def test_device_collocation_roles_share_slots_rank_by_rank() -> None:
-    request = Request((ACTOR, ROLLOUT), collocated=(("actor", "rollout"),))
+    request = PlacementRequest((ACTOR, ROLLOUT), collocated=(("actor", "rollout"),))
     assert drawn(request, hosts(2, 2)) == ["n0 a0r0 a1r1", "n1 a2r2 a3r3"]
 
 
 def test_host_collocation_roles_are_on_one_node_in_proportion() -> None:
-    request = Request((ACTOR, REWARD), together=(("actor", "Reward"),))
+    request = PlacementRequest((ACTOR, REWARD), together=(("actor", "Reward"),))
     assert drawn(request, hosts(3, 3)) == ["n0 a0 a1 R0", "n1 a2 a3 R1"]
 
 
 def test_separation_no_node_has_both() -> None:
-    request = Request((ACTOR, REWARD), apart=(("actor", "Reward"),))
+    request = PlacementRequest((ACTOR, REWARD), apart=(("actor", "Reward"),))
     assert drawn(request, hosts(3, 3, 3)) == ["n0 a0 a1 a2", "n1 a3 - -", "n2 R0 R1 -"]
 
 
 def test_collocated_and_together() -> None:
-    request = Request(
+    request = PlacementRequest(
         (ACTOR, ROLLOUT, REWARD), collocated=(("actor", "rollout"),), together=(("actor", "Reward"),)
     )
     assert drawn(request, hosts(3, 3)) == ["n0 a0r0 a1r1 R0", "n1 a2r2 a3r3 R1"]
 
 
 def test_collocated_and_apart() -> None:
-    request = Request(
+    request = PlacementRequest(
         (ACTOR, ROLLOUT, REWARD), collocated=(("actor", "rollout"),), apart=(("rollout", "Reward"),)
     )
     assert drawn(request, hosts(4, 4)) == ["n0 a0r0 a1r1 a2r2 a3r3", "n1 R0 R1 - -"]
 
 
 def test_together_and_apart() -> None:
-    request = Request(
+    request = PlacementRequest(
         (ACTOR, ROLLOUT, REWARD), together=(("actor", "rollout"),), apart=(("actor", "Reward"),)
     )
     assert drawn(request, hosts(4, 4, 4)) == ["n0 a0 a1 r0 r1", "n1 a2 a3 r2 r3", "n2 R0 R1 - -"]
@@ -76,7 +76,7 @@ def test_together_and_apart() -> None:
 
 def test_all_three_at_once() -> None:
     critic = gpu("critic", 2)
-    request = Request(
+    request = PlacementRequest(
         (ACTOR, ROLLOUT, critic, REWARD),
         collocated=(("actor", "rollout"),),
         together=(("actor", "critic"),),
@@ -92,7 +92,7 @@ def test_reinforcement_learning_on_whole_nodes_with_all_strategies() -> None:
         *(gpu("actor", 8), gpu("ref", 8), gpu("critic", 4), gpu("Reward", 4)),
         *(gpu("prefill", 4), gpu("decode", 4)),
     )
-    request = Request(
+    request = PlacementRequest(
         roles,
         collocated=(("actor", "ref"),),
         together=(("critic", "Reward"),),
@@ -118,23 +118,28 @@ def test_reinforcement_learning_on_whole_nodes_with_all_strategies() -> None:
 
 
 def test_isolated_roles_share_a_host_and_no_numa_node() -> None:
-    request = Request((gpu("actor", 3), REWARD), isolated=(("actor", "Reward"),))
+    request = PlacementRequest((gpu("actor", 3), REWARD), isolated=(("actor", "Reward"),))
     assert drawn(request, hosts(8, numas=2)) == ["n0 a0 a1 a2 - | R0 R1 - -"]
 
 
 def test_together_on_different_numa_nodes() -> None:
-    request = Request((ACTOR, REWARD), together=(("actor", "Reward"),), isolated=(("actor", "Reward"),))
+    request = PlacementRequest(
+        (ACTOR, REWARD), together=(("actor", "Reward"),), isolated=(("actor", "Reward"),)
+    )
     assert drawn(request, hosts(4, 4, numas=2)) == ["n0 a0 a1 | R0 -", "n1 a2 a3 | R1 -"]
 
 
 def test_per_node_spreads_a_role_and_per_group_keeps_ranks_near() -> None:
-    assert drawn(Request((replace(ACTOR, per_node=2),)), hosts(4, 4)) == ["n0 a0 a1 - -", "n1 a2 a3 - -"]
-    grouped = Request((gpu("Reward", 3), replace(ACTOR, per_group=2)))
+    assert drawn(PlacementRequest((replace(ACTOR, per_node=2),)), hosts(4, 4)) == [
+        "n0 a0 a1 - -",
+        "n1 a2 a3 - -",
+    ]
+    grouped = PlacementRequest((gpu("Reward", 3), replace(ACTOR, per_group=2)))
     assert drawn(grouped, hosts(4, 4, numas=2)) == ["n0 R0 R1 | R2 -", "n1 a0 a1 | a2 a3"]
 
 
 def test_a_rank_with_two_devices_has_them_from_one_numa_node() -> None:
-    request = Request((REWARD, gpu("actor", 2, slots=Fraction(2))))
+    request = PlacementRequest((REWARD, gpu("actor", 2, slots=Fraction(2))))
     assert drawn(request, hosts(6, numas=2)) == ["n0 a0 a0 R0 | a1 a1 R1"]
     placement = plan(request, hosts(6, numas=2))
     assert [a.numa for a in placement.of_role("actor")] == [0, 1]
@@ -142,19 +147,19 @@ def test_a_rank_with_two_devices_has_them_from_one_numa_node() -> None:
 
 
 def test_shares_fill_slots() -> None:
-    request = Request((gpu("actor", 3, slots=HALF), gpu("rollout", 1, slots=HALF), REWARD))
+    request = PlacementRequest((gpu("actor", 3, slots=HALF), gpu("rollout", 1, slots=HALF), REWARD))
     assert drawn(request, hosts(4)) == ["n0 R0 R1 a0a1 a2r0"]
     assert {a.share for a in plan(request, hosts(4)).of_role("actor")} == {0.5}
 
 
 def test_named_devices_only() -> None:
-    request = Request((ACTOR, gpu("Reward", 2, devices=("0", "1"))))
+    request = PlacementRequest((ACTOR, gpu("Reward", 2, devices=("0", "1"))))
     assert drawn(request, hosts(6)) == ["n0 R0 R1 a0 a1 a2 a3"]
 
 
 def test_heavy_pairs_are_on_one_node() -> None:
     roles = (gpu("actor", 2), gpu("critic", 2), gpu("rollout", 2), gpu("Reward", 2))
-    request = Request(
+    request = PlacementRequest(
         roles, ties=Ties({("actor", "Reward"): 9.0, ("critic", "rollout"): 9.0, ("actor", "critic"): 1})
     )
     assert drawn(request, hosts(4, 4)) == ["n0 a0 a1 R0 R1", "n1 c0 c1 r0 r1"]
@@ -163,25 +168,25 @@ def test_heavy_pairs_are_on_one_node() -> None:
 
 def test_roles_without_device_are_where_they_talk_most() -> None:
     trainer = RoleRequest("trainer", 1, 1, None)
-    request = Request((ACTOR, ROLLOUT, trainer), apart=(("actor", "rollout"),))
+    request = PlacementRequest((ACTOR, ROLLOUT, trainer), apart=(("actor", "rollout"),))
     assert drawn(request, hosts(4, 4)) == ["n0 a0 a1 a2 a3 +t0", "n1 r0 r1 r2 r3"]
     talks = replace(request, ties=Ties({("trainer", "rollout"): 2.0, ("actor", "trainer"): 1.0}))
     assert drawn(talks, hosts(4, 4)) == ["n0 a0 a1 a2 a3", "n1 r0 r1 r2 r3 +t0"]
 
 
 def test_elastic_roles_share_what_there_is() -> None:
-    request = Request((gpu("actor", 8, 1), gpu("rollout", 8, 1), REWARD))
+    request = PlacementRequest((gpu("actor", 8, 1), gpu("rollout", 8, 1), REWARD))
     assert drawn(request, hosts(4, 4)) == ["n0 a0 a1 R0 R1", "n1 a2 r0 r1 r2"]
 
 
 def test_spares_are_the_last_nodes_and_tainted_ones_are_not_used() -> None:
-    request = Request((ACTOR,), spares=1, tainted=frozenset({"n0"}))
+    request = PlacementRequest((ACTOR,), spares=1, tainted=frozenset({"n0"}))
     assert drawn(request, hosts(4, 4, 4)) == ["n0 - - - -", "n1 a0 a1 a2 a3", "n2 - - - - spare"]
 
 
 def test_a_lost_node_is_replaced_by_a_spare_and_nobody_else_moves() -> None:
     inventory = hosts(3, 3, 3, 3)
-    request = Request((ACTOR, REWARD), together=(("actor", "Reward"),), spares=2)
+    request = PlacementRequest((ACTOR, REWARD), together=(("actor", "Reward"),), spares=2)
     before = plan(request, inventory)
     assert picture(before, inventory) == ["n0 a0 a1 R0", "n1 a2 a3 R1", "n2 - - - spare", "n3 - - - spare"]
     after = replan(request, inventory, before, frozenset({"n0"}))
@@ -192,7 +197,7 @@ def test_a_lost_node_is_replaced_by_a_spare_and_nobody_else_moves() -> None:
 
 def test_without_a_spare_free_slots_are_used_and_masks_of_survivors_stay() -> None:
     inventory = hosts(4, 4)
-    request = Request((gpu("actor", 2), REWARD), apart=())
+    request = PlacementRequest((gpu("actor", 2), REWARD), apart=())
     spread = replace(request, apart=(("actor", "Reward"),))
     before = plan(spread, inventory)
     assert picture(before, inventory) == ["n0 a0 a1 - -", "n1 R0 R1 - -"]
@@ -203,7 +208,7 @@ def test_without_a_spare_free_slots_are_used_and_masks_of_survivors_stay() -> No
 
 def test_an_elastic_role_shrinks_rather_than_that_others_move() -> None:
     inventory = hosts(2, 2)
-    request = Request((gpu("actor", 4, 1),))
+    request = PlacementRequest((gpu("actor", 4, 1),))
     before = plan(request, inventory)
     after = replan(request, inventory, before, frozenset({"n0"}))
     assert picture(after, inventory) == ["n0 - -", "n1 a0 a1"]
@@ -211,7 +216,7 @@ def test_an_elastic_role_shrinks_rather_than_that_others_move() -> None:
 
 def test_as_few_survivors_as_can_be_move_when_there_is_no_other_way() -> None:
     inventory = hosts(2, 2, 2)
-    request = Request((gpu("Reward", 2), gpu("actor", 1, slots=Fraction(2))))
+    request = PlacementRequest((gpu("Reward", 2), gpu("actor", 1, slots=Fraction(2))))
     spread = replace(request, roles=(gpu("Reward", 2, per_node=1), request.roles[1]))
     before = plan(spread, inventory)
     assert picture(before, inventory) == ["n0 R0 -", "n1 R1 -", "n2 a0 a0"]
@@ -221,7 +226,7 @@ def test_as_few_survivors_as_can_be_move_when_there_is_no_other_way() -> None:
 
 def test_a_device_that_is_gone_moves_its_rank_only() -> None:
     inventory = hosts(3, 3)
-    request = Request((gpu("actor", 2), REWARD))
+    request = PlacementRequest((gpu("actor", 2), REWARD))
     before = plan(request, inventory)
     assert picture(before, inventory) == ["n0 a0 a1 -", "n1 R0 R1 -"]
     sick = inventory.nodes[0]
@@ -233,7 +238,7 @@ def test_a_device_that_is_gone_moves_its_rank_only() -> None:
 
 def test_cpu_jobs_have_a_place_per_processor_and_more_when_it_takes_more() -> None:
     def nodes(count: int) -> list[int]:
-        placement = plan(Request((RoleRequest("actor", count, count),)), hosts(0, 0, cpus=4))
+        placement = plan(PlacementRequest((RoleRequest("actor", count, count),)), hosts(0, 0, cpus=4))
         return [sum(a.node == node for a in placement.assignments) for node in ("n0", "n1")]
 
     assert nodes(4) == [4, 0]

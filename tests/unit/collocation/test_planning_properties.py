@@ -32,7 +32,7 @@ from tests.unit.collocation.checking import (
 )
 from tests.unit.collocation.requests import inventories, requests, spread
 from unirun.collocation.inventory import Inventory, Node
-from unirun.collocation.placement import Assignment, Placement, Request, Ties
+from unirun.collocation.placement import Assignment, Placement, PlacementRequest, Ties
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.plan import find, searched
 from unirun.collocation.planning.problem import problem_of
@@ -41,7 +41,7 @@ from unirun.errors import PlacementError
 slow = settings(suppress_health_check=list(HealthCheck))
 
 
-def planned(request: Request, inventory: Inventory) -> Placement | None:
+def planned(request: PlacementRequest, inventory: Inventory) -> Placement | None:
     """The result of `plan`; what it says when nothing fits is the matter of `test_planning_errors`."""
     try:
         return find(request, inventory)
@@ -51,7 +51,7 @@ def planned(request: Request, inventory: Inventory) -> Placement | None:
 
 @slow
 @given(requests(most=6), inventories())
-def test_every_constraint_is_kept(request: Request, inventory: Inventory) -> None:
+def test_every_constraint_is_kept(request: PlacementRequest, inventory: Inventory) -> None:
     placement = planned(request, inventory)
     event("fits" if placement else "does not fit")
     if placement is not None:
@@ -63,7 +63,7 @@ def test_every_constraint_is_kept(request: Request, inventory: Inventory) -> Non
 @slow
 @given(requests(elastic=True, most=30), inventories(most=30), st.data())
 def test_every_constraint_is_kept_where_nodes_are_filled_one_after_the_other(
-    request: Request, inventory: Inventory, data: st.DataObject
+    request: PlacementRequest, inventory: Inventory, data: st.DataObject
 ) -> None:
     """These are mostly too large for a complete search."""
     placement = planned(request, inventory)
@@ -80,7 +80,7 @@ def test_every_constraint_is_kept_where_nodes_are_filled_one_after_the_other(
 @slow
 @given(requests(), inventories())
 def test_what_can_be_placed_is_placed_and_hardly_anything_crosses_nodes(
-    request: Request, inventory: Inventory
+    request: PlacementRequest, inventory: Inventory
 ) -> None:
     placement = planned(request, inventory)
     counts = {role.name: role.count for role in request.roles}
@@ -92,7 +92,7 @@ def test_what_can_be_placed_is_placed_and_hardly_anything_crosses_nodes(
 
 
 @st.composite
-def tied(draw: st.DrawFn) -> tuple[Request, Inventory]:
+def tied(draw: st.DrawFn) -> tuple[PlacementRequest, Inventory]:
     """Roles of which some wait for each other, with so little between them that often only this can decide."""
     names = "abcd"[: draw(st.integers(3, 4))]
     roles = tuple(gpu(name, draw(st.integers(1, 2))) for name in names)
@@ -101,7 +101,7 @@ def tied(draw: st.DrawFn) -> tuple[Request, Inventory]:
     parts = [tuple(name for name, part in zip(names, of, strict=True) if part == each) for each in range(2)]
     ties = Ties(dict.fromkeys(pairs, 1.0), tuple(part for part in parts if part))
     sizes = draw(st.lists(st.integers(1, 4), min_size=3, max_size=3))
-    request = Request(roles, ties=ties)
+    request = PlacementRequest(roles, ties=ties)
     if draw(st.integers(0, 2)) == 0:
         request = replace(request, apart=(draw(st.sampled_from([*combinations(names, 2)])),))
     return request, hosts(*sizes)
@@ -110,7 +110,7 @@ def tied(draw: st.DrawFn) -> tuple[Request, Inventory]:
 @slow
 @given(tied() | st.tuples(requests(), inventories()))
 def test_where_as_little_crosses_nodes_parts_are_on_the_fewest_and_then_the_job(
-    case: tuple[Request, Inventory],
+    case: tuple[PlacementRequest, Inventory],
 ) -> None:
     """A complete search, as here, finds the best plan: not nearly, and not in most cases."""
     request, inventory = case
@@ -131,7 +131,7 @@ def test_where_as_little_crosses_nodes_parts_are_on_the_fewest_and_then_the_job(
 
 @slow
 @given(requests(elastic=True, most=3), inventories())
-def test_elastic_roles_have_what_there_is_room_for(request: Request, inventory: Inventory) -> None:
+def test_elastic_roles_have_what_there_is_room_for(request: PlacementRequest, inventory: Inventory) -> None:
     placement = planned(request, inventory)
     fitting = [each for each in all_counts(request) if any(all_nodes(request, each, inventory))]
     event("fits" if fitting else "does not fit")
@@ -148,7 +148,7 @@ def test_elastic_roles_have_what_there_is_room_for(request: Request, inventory: 
 @slow
 @given(requests(), inventories(), st.randoms(use_true_random=False))
 def test_the_order_of_mappings_does_not_matter(
-    request: Request, inventory: Inventory, random: object
+    request: PlacementRequest, inventory: Inventory, random: object
 ) -> None:
     items, parts = list(request.ties.weights.items()), list(request.ties.parts)
     random.shuffle(items)  # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ def test_the_order_of_mappings_does_not_matter(
 
 @slow
 @given(requests(most=8), inventories(most=8))
-def test_what_devices_are_called_does_not_matter(request: Request, inventory: Inventory) -> None:
+def test_what_devices_are_called_does_not_matter(request: PlacementRequest, inventory: Inventory) -> None:
     """With a mask by UUID all of them have names of their own, and no two nodes are quite alike."""
     assume(all(role.devices is None for role in request.roles))
 
@@ -193,7 +193,7 @@ def test_what_devices_are_called_does_not_matter(request: Request, inventory: In
 @slow
 @given(requests(elastic=True), inventories())
 def test_a_loss_of_any_node_is_planned_again_whenever_that_is_possible(
-    request: Request, inventory: Inventory
+    request: PlacementRequest, inventory: Inventory
 ) -> None:
     before = planned(request, inventory)
     assume(before is not None)
@@ -215,7 +215,7 @@ def test_a_loss_of_any_node_is_planned_again_whenever_that_is_possible(
 
 
 def fewest_that_move(
-    request: Request, before: Placement, gone: Sequence[Assignment], targets: Sequence[Node]
+    request: PlacementRequest, before: Placement, gone: Sequence[Assignment], targets: Sequence[Node]
 ) -> int | None:
     """The number of ranks beside those that are `gone` that have to leave their slots; None when there is no
     way at all. Ranks that have to be on one node move together."""
@@ -233,7 +233,7 @@ def fewest_that_move(
 
 
 @st.composite
-def scattered(draw: st.DrawFn) -> tuple[Request, Inventory]:
+def scattered(draw: st.DrawFn) -> tuple[PlacementRequest, Inventory]:
     """Ranks here and there, and one that needs a whole node: when it loses its own there are enough slots, in pieces."""
     size = draw(st.integers(2, 3))
     each = draw(st.integers(1, size - 1))
@@ -243,13 +243,15 @@ def scattered(draw: st.DrawFn) -> tuple[Request, Inventory]:
     ]
     whole = gpu("c", 1, slots=Fraction(size))
     nodes = sum(role.count // each for role in roles) + 1
-    request = Request((*roles, whole), apart=(tuple(role.name for role in (*roles, whole)),))
+    request = PlacementRequest((*roles, whole), apart=(tuple(role.name for role in (*roles, whole)),))
     return request, hosts(*[size] * nodes)
 
 
 @slow
 @given(scattered())
-def test_as_few_ranks_as_can_be_make_room_when_there_is_no_other_way(case: tuple[Request, Inventory]) -> None:
+def test_as_few_ranks_as_can_be_make_room_when_there_is_no_other_way(
+    case: tuple[PlacementRequest, Inventory],
+) -> None:
     spread_, inventory = case
     request = replace(spread_, roles=tuple(replace(role, per_node=None) for role in spread_.roles), apart=())
     before = plan(spread_, inventory)
@@ -273,7 +275,7 @@ def test_as_few_ranks_as_can_be_make_room_when_there_is_no_other_way(case: tuple
 @slow
 @given(requests(most=3), inventories(most=4), st.data())
 def test_a_loss_of_any_node_moves_only_who_must_and_to_spares_first(
-    request: Request, inventory: Inventory, data: st.DataObject
+    request: PlacementRequest, inventory: Inventory, data: st.DataObject
 ) -> None:
     before = planned(data.draw(spread(request)), inventory)
     assume(before is not None and len(before.assignments) <= 6)

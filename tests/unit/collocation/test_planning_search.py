@@ -15,7 +15,7 @@ from tests.unit.collocation.checking import gpu, hosts
 from tests.unit.collocation.requests import inventories, requests
 from unirun.collocation import Device, Inventory, Node, parse_fake
 from unirun.collocation.inventory import NEARNESS
-from unirun.collocation.placement import Placement, Request, RoleRequest
+from unirun.collocation.placement import Placement, PlacementRequest, RoleRequest
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.nodes import Kinds
 from unirun.collocation.planning.problem import problem_of
@@ -45,7 +45,7 @@ def odd_and_even(index: int, count: int) -> int:
 
 def drawn(inventory: Inventory, *roles: RoleRequest, **more: object) -> list[dict[str, list[str]]]:
     """By node, by role: the devices of each rank."""
-    placement = plan(Request(roles, **more), inventory)  # type: ignore[arg-type]
+    placement = plan(PlacementRequest(roles, **more), inventory)  # type: ignore[arg-type]
     return [
         {
             role.name: ["+".join(a.own) for a in placement.of_role(role.name) if a.node == node.name]
@@ -114,7 +114,7 @@ class TestPlans:
 
     def test_of_what_is_left_after_a_loss(self) -> None:
         inventory = hosts(8, 4, nvlink=far_pairs)
-        request = Request((gpu("a", 2, slots=TWO), gpu("b", 3)))
+        request = PlacementRequest((gpu("a", 2, slots=TWO), gpu("b", 3)))
         before = plan(replace(request, apart=(("a", "b"),)), inventory)
         assert [a.own for a in before.of_role("b")] == [("0",), ("1",), ("4",)]
         after = replan(request, inventory, before, frozenset({"n1"}))
@@ -194,7 +194,7 @@ def test_the_first_that_is_placed_has_the_nearest_devices_that_are_free(
         gpu("a", 1, slots=Fraction(size), devices=only),
     )
     for role in roles:
-        ranks = devices_of(plan(Request((role,)), inventory), inventory, "a")
+        ranks = devices_of(plan(PlacementRequest((role,)), inventory), inventory, "a")
         assert pairs_of([device for rank in ranks for device in rank]) == best
 
 
@@ -222,7 +222,7 @@ def test_the_ranks_of_a_role_are_each_as_near_as_all_of_them_can_be(
     devices = inventory.nodes[0].devices
     assume(width * ranks <= len(devices))
     role = gpu("a", ranks, slots=Fraction(width), per_group=ranks if grouped else None)
-    own = devices_of(plan(Request((role,)), inventory), inventory, "a")
+    own = devices_of(plan(PlacementRequest((role,)), inventory), inventory, "a")
     best = min(max(map(worst, way)) for way in ways(devices, width, ranks))
     assert max(map(worst, own)) == best
 
@@ -245,7 +245,7 @@ def test_all_roles_are_as_near_as_each_could_be_alone_whenever_that_is_possible(
         )
 
     names = [f"r{number}" for number in range(len(counts))]
-    request = Request(tuple(gpu(name, count) for name, count in zip(names, counts, strict=True)))
+    request = PlacementRequest(tuple(gpu(name, count) for name, count in zip(names, counts, strict=True)))
     placement = plan(request, inventory)
     own = [[d for rank in devices_of(placement, inventory, name) for d in rank] for name in names]
     attained = list(map(worst, own)) == alone
@@ -253,7 +253,7 @@ def test_all_roles_are_as_near_as_each_could_be_alone_whenever_that_is_possible(
     assert attained == possible(devices, 0)
 
 
-def fits(request: Request, inventory: Inventory) -> Placement | None:
+def fits(request: PlacementRequest, inventory: Inventory) -> Placement | None:
     try:
         return plan(request, inventory)
     except PlacementError:
@@ -263,7 +263,7 @@ def fits(request: Request, inventory: Inventory) -> Placement | None:
 @slow
 @given(requests(most=6), inventories())
 def test_what_fits_does_not_depend_on_links_nor_does_who_is_on_which_node(
-    request: Request, inventory: Inventory
+    request: PlacementRequest, inventory: Inventory
 ) -> None:
     plain = Inventory(
         tuple(
@@ -280,7 +280,7 @@ def test_what_fits_does_not_depend_on_links_nor_does_who_is_on_which_node(
 
 
 def test_nodes_with_the_same_links_are_alike() -> None:
-    problem = problem_of(Request((gpu("a", 1),)))
+    problem = problem_of(PlacementRequest((gpu("a", 1),)))
 
     def rooms(*texts: str) -> int:
         nodes = [node for text in texts for node in parse_fake(text).nodes]

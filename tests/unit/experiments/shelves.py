@@ -12,9 +12,9 @@ import torch
 
 from unirun.errors import PeerLost
 from unirun.experiments.data.sample import SequenceSample
-from unirun.experiments.shelf import NAME, Getting, Lines, Shelf
+from unirun.experiments.shelf import NAME, DataClient, DataStore, Lines
 from unirun.roles.transport.protocol import Parcel
-from unirun.weights.messages import Ask
+from unirun.weights.messages import Query
 from unirun.weights.tensors import LocalShard
 
 Parts = Mapping[str, Any]
@@ -29,7 +29,7 @@ def copied(parcel: Parcel) -> Parcel:
 class Wire:
     """A `Line` to the shelf of a process, in memory. It keeps what was asked."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: DataStore) -> None:
         self.shelf = shelf
         self.asked: list[dict[str, Any]] = []
         self.breaks = 0
@@ -41,7 +41,7 @@ class Wire:
             lost: Future[Parcel] = Future()
             lost.set_exception(PeerLost("the connection has ended", worker="1"))
             return lost
-        question = msgspec.json.decode(head, type=Ask)
+        question = msgspec.json.decode(head, type=Query)
         assert question.name == NAME
         self.asked.append(msgspec.json.decode(question.body))
         future: Future[Parcel] = Future()
@@ -53,15 +53,15 @@ class Workers:
     """So many processes, each with a shelf; every one can ask every other one."""
 
     def __init__(self, count: int) -> None:
-        self.shelves = [Shelf() for _ in range(count)]
+        self.shelves = [DataStore() for _ in range(count)]
         self.wires = [Wire(shelf) for shelf in self.shelves]
 
-    def getting(self, rank: int) -> Getting:
+    def getting(self, rank: int) -> DataClient:
         def line(other: int) -> Wire:
             assert other != rank, "a process asks itself"
             return self.wires[other]
 
-        return Getting(rank, self.shelves[rank], cast("Lines", line), timeout=1.0)
+        return DataClient(rank, self.shelves[rank], cast("Lines", line), timeout=1.0)
 
     @property
     def asked(self) -> list[tuple[int, str, tuple[str, ...]]]:

@@ -28,7 +28,7 @@ from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.experiment import Experiment, Trial, register_experiment
 from unirun.experiments.layout import topology
 from unirun.experiments.master import Losses, MasterWorkerProcess
-from unirun.experiments.orders import Setup
+from unirun.experiments.orders import DatasetInfo
 from unirun.experiments.recovery import Recovery
 from unirun.train.losses import loss_of
 
@@ -125,7 +125,7 @@ class Workers:
         if self._unreadable is not None:
             raise self._unreadable
         # The last worker reads no data.
-        found = [*(Setup(8, content) for content in self._contents), Setup(0)]
+        found = [*(DatasetInfo(8, content) for content in self._contents), DatasetInfo(0)]
         if self._contents_later:
             self._contents = self._contents_later
         return found

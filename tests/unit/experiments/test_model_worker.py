@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from unirun.experiments.model_worker import Shard
+from unirun.experiments.model_worker import ModelShard
 
 
-def shard_of(tensors: dict[str, torch.Tensor]) -> Shard:
+def shard_of(tensors: dict[str, torch.Tensor]) -> ModelShard:
     """A shard of a model with these parameters and buffers."""
     model: Any = SimpleNamespace(engine=SimpleNamespace(tensors=lambda: tensors))
     about: Any = None
     backend: Any = None
-    return Shard(about, model, backend)
+    return ModelShard(about, model, backend)
 
 
 def test_parameters_and_buffers_that_have_diverged_are_named() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.experiments.shelves import LAYOUTS, NETWORK, Parts, Workers, batch
 from unirun.errors import PeerLost, WeightsError
 from unirun.experiments.data.sample import SequenceSample
-from unirun.experiments.shelf import Shelf
+from unirun.experiments.shelf import DataStore
 from unirun.weights.tensors import LocalShard, local
 
 
@@ -86,7 +86,7 @@ class TestData:
         assert [len(wire.asked) for wire in workers.wires] == [3, 3, 0, 0]
 
     def test_the_next_step_begins_with_nothing(self) -> None:
-        shelf = Shelf()
+        shelf = DataStore()
         shelf.begin(0)
         shelf.put(batch())
         shelf.begin(0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.unit.experiments.shelves import LAYOUTS, NETWORK, batch
 from unirun.errors import FrameError, PeerLost
 from unirun.experiments.data.sample import SequenceSample
-from unirun.experiments.shelf import Getting, Lines, Shelf, Shelved
+from unirun.experiments.shelf import DataClient, DataReply, DataStore, Lines
 from unirun.roles.transport.protocol import Parcel
 
 
@@ -31,16 +31,16 @@ class Replying:
         return future
 
 
-def answer(shelf: Shelf, body: bytes) -> tuple[Shelved, int]:
+def answer(shelf: DataStore, body: bytes) -> tuple[DataReply, int]:
     """The only answer to a question, and how many buffers came with it."""
     found: list[Parcel] = []
     shelf.answer(body, found.append)
     (parcel,) = found
-    return msgspec.json.decode(parcel.head, type=Shelved), len(parcel.buffers)
+    return msgspec.json.decode(parcel.head, type=DataReply), len(parcel.buffers)
 
 
-def full() -> Shelf:
-    shelf = Shelf()
+def full() -> DataStore:
+    shelf = DataStore()
     shelf.begin(0)
     shelf.put(batch())
     shelf.model("actor@0", lambda: cast("dict[str, torch.Tensor]", LAYOUTS["tensor 2"][1]))
@@ -127,7 +127,7 @@ class TestStrangeAnswers:
     META = SequenceSample.of({"x": [torch.zeros(2)]}, ["a"]).meta()
 
     def ask(self, parcel: Parcel | None, timeout: float = 1.0) -> None:
-        getting = Getting(0, Shelf(), cast("Lines", lambda rank: Replying(parcel)), timeout)
+        getting = DataClient(0, DataStore(), cast("Lines", lambda rank: Replying(parcel)), timeout)
         getting.data(0, self.META, {"x": [(1,)]})
 
     @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from unirun.collocation import Inventory
 from unirun.failover.events import After, StartDue, ToAgent
 from unirun.failover.state import WorkerState, new_job
 from unirun.spec.job import Entry, Probe, RoleSpec
-from unirun.values import Place, WorkerId
+from unirun.values import RankAddress, WorkerId
 from unirun.wire.messages import Reserve, StartRole, StopWorkers
 from unirun.wire.reports import FromWorker, Health, Placed, WorkerExited
 
@@ -112,6 +112,6 @@ class Services(Job):
         return [c.delay for c in self.commands if isinstance(c, After) and c.event == StartDue()]
 
 
-def place(node: str, rank: int, port: int = 20000) -> Place:
+def place(node: str, rank: int, port: int = 20000) -> RankAddress:
     """The place that agents of these tests give to a rank."""
-    return Place(node, (port + rank,))
+    return RankAddress(node, (port + rank,))

@@ -15,7 +15,7 @@ from unirun.failover.state import JobState, WorkerPhase, WorkerState
 from unirun.failover.takeover import resume
 from unirun.values import WorkerId
 from unirun.wire.messages import StartRole
-from unirun.wire.reports import Cause, Ending, Held, HeldStore, Join, WorkerExited
+from unirun.wire.reports import Cause, Ending, HeldStore, HeldWorker, Join, WorkerExited
 
 Who = tuple[str, int, int]
 
@@ -31,14 +31,16 @@ def take_over(job: Job) -> list[Command]:
     return commands
 
 
-def held(state: JobState, worker: WorkerState, role: str) -> Held:
+def held(state: JobState, worker: WorkerState, role: str) -> HeldWorker:
     """The worker as its agent holds it."""
     up = worker.phase in (WorkerPhase.RUNNING, WorkerPhase.SERVING)
     serving = worker.phase is WorkerPhase.SERVING
     recoverable = bool(worker.recoverable)
     who = WorkerId(role, worker.rank, worker.incarnation)
     addresses = dict(worker.addresses)
-    return Held(who, worker.pid, up, worker.generation, addresses, serving, recoverable, health=worker.health)
+    return HeldWorker(
+        who, worker.pid, up, worker.generation, addresses, serving, recoverable, health=worker.health
+    )
 
 
 def join(
@@ -61,7 +63,7 @@ def join(
         if worker.node == node and (role.name, worker.rank, worker.incarnation) not in lost
     ]
     workers = [replace(w, exit=exits.pop(w.worker, None)) for w in workers]
-    workers += [Held(who, exit=end) for who, end in exits.items()]
+    workers += [HeldWorker(who, exit=end) for who, end in exits.items()]
     given = {store.role: store for store in stores}
     its_stores = [
         given.get(role.name) or HeldStore(role.name, role.generation, role.opened == role.generation)

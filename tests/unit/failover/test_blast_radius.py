@@ -21,14 +21,14 @@ from unirun.wire.reports import (
     CallCount,
     Calls,
     FromWorker,
-    Held,
+    HeldWorker,
     Join,
+    RankRange,
     Serving,
-    Span,
     WorkerRunning,
 )
 
-TRAIN = CallCount("actor", "train", 20, 4000, 400, 0.2, (Span(0, 1),))
+TRAIN = CallCount("actor", "train", 20, 4000, 400, 0.2, (RankRange(0, 1),))
 
 
 def calls(*counts: CallCount, incarnation: int = 0) -> FromWorker:
@@ -82,7 +82,7 @@ class TestCalls:
     def test_calls_that_cannot_be_are_left_out(self) -> None:
         wrong = (
             replace(TRAIN, role="nobody"),
-            replace(TRAIN, ranks=(Span(0, 2),)),
+            replace(TRAIN, ranks=(RankRange(0, 2),)),
             replace(TRAIN, calls=10**400),
         )
         assert seen(job().on(calls(*wrong)).state) == []
@@ -133,11 +133,11 @@ def test_an_agent_tells_a_new_master_what_its_workers_have_called() -> None:
     state, _ = resume(job().state, 200.0)
     held = (
         *(
-            Held(WorkerId("actor", rank, 0), rank + 1, True, serving=True, recoverable=True)
+            HeldWorker(WorkerId("actor", rank, 0), rank + 1, True, serving=True, recoverable=True)
             for rank in range(2)
         ),
-        Held(WorkerId("trainer", 0, 0), 3, True, serving=True, recoverable=True, calls=(TRAIN,)),
-        Held(WorkerId("logger", 0, 0), 4, True),
+        HeldWorker(WorkerId("trainer", 0, 0), 3, True, serving=True, recoverable=True, calls=(TRAIN,)),
+        HeldWorker(WorkerId("logger", 0, 0), 4, True),
     )
     found = job()
     found.state = state
@@ -171,7 +171,7 @@ class TestAFailure:
             restarts={"actor": 1},
             primary=("trainer",),
         ).running()
-        found.on(calls(replace(TRAIN, ranks=(Span(1, 1),)))).exits("actor", 0, 1)
+        found.on(calls(replace(TRAIN, ranks=(RankRange(1, 1),)))).exits("actor", 0, 1)
         assert "affected: trainer:0 waits for actor:0-1 (trainer → actor: train)" in found.records
 
     def test_a_failure_that_follows_at_once_is_not_told_again(self) -> None:

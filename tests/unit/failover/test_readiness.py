@@ -18,7 +18,7 @@ from unirun.failover.readiness import waiting_to_start
 from unirun.failover.state import NEVER, JobPhase, RolePhase
 from unirun.failover.step import step
 from unirun.failover.views import addresses_of
-from unirun.values import Place, WorkerId
+from unirun.values import RankAddress, WorkerId
 from unirun.wire.messages import Reserve, StartRole, Stop, View
 from unirun.wire.reports import FromWorker, Health, Notice, Placed
 
@@ -37,7 +37,7 @@ class TestPorts:
         assert job.begun == []
         job.on(Placed("n1", "engine", (1,), (place("n1", 1),)))
         assert sorted(job.begun) == [("engine", [0]), ("engine", [1]), ("train", [0])]
-        places = {"engine": (Place("n0", (20000,)), Place("n1", (20001,)))}
+        places = {"engine": (RankAddress("n0", (20000,)), RankAddress("n1", (20001,)))}
         assert all(order.places == places for order in job.orders(StartRole))
 
     def test_ports_are_not_asked_again_while_an_agent_thinks(self) -> None:
@@ -50,9 +50,11 @@ class TestPorts:
         job.on(Placed("n0", "engine", (0,), (place("n0", 0, port=5),)))
         assert job.worker().place == before
 
-    @pytest.mark.parametrize("said", [((1,), (Place("n0", (1,)),)), ((0,), (Place("n0", (1, 2)),))])
+    @pytest.mark.parametrize(
+        "said", [((1,), (RankAddress("n0", (1,)),)), ((0,), (RankAddress("n0", (1, 2)),))]
+    )
     def test_ports_that_do_not_fit_the_role_are_refused(
-        self, said: tuple[tuple[int, ...], tuple[Place, ...]]
+        self, said: tuple[tuple[int, ...], tuple[RankAddress, ...]]
     ) -> None:
         job = Services(service(), program()).launched()
         with pytest.raises(Refused, match="other ports than engine:"):
@@ -75,7 +77,7 @@ class TestPorts:
         )
         job.on(Placed("n1", "engine", (1,), (place("n1", 1),)))
         assert sorted(job.begun) == [("engine", [1]), ("train", [0])]
-        nowhere = Place("n0", (0,))
+        nowhere = RankAddress("n0", (0,))
         assert job.orders(StartRole)[0].places == {"engine": (nowhere, place("n1", 1), nowhere)}
 
     def test_ports_that_are_not_there_for_a_restart_end_the_job_as_well(self) -> None:
@@ -99,10 +101,10 @@ class TestPorts:
         assert job.worker().paid == ()
         (notice,) = job.told(Notice)
         assert notice.text.endswith("another process listens on its port; it gets another one, at no cost")
-        job.on(Placed("n0", "engine", (0,), (Place("n0", (7,)),)))
+        job.on(Placed("n0", "engine", (0,), (RankAddress("n0", (7,)),)))
         assert job.begun == [("engine", [0])]
         assert job.ready().begun == [("train", [0])]
-        assert job.orders(StartRole)[0].places == {"engine": (Place("n0", (7,)),)}
+        assert job.orders(StartRole)[0].places == {"engine": (RankAddress("n0", (7,)),)}
 
     def test_ports_of_an_optional_service_that_has_lost_them_are_known_to_others_all_the_same(self) -> None:
         job = Services(service(optional=True), program("train", after=AFTER)).begin()

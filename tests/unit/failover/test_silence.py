@@ -8,8 +8,8 @@ from unirun.failover.silence import (
     HEARTBEAT_INTERVAL,
     SILENCE_POLL_INTERVAL,
     SILENCE_TIMEOUT,
-    Look,
     Silence,
+    SilenceReport,
     may_answer,
 )
 
@@ -24,7 +24,7 @@ class Watched:
         for node, when in heard.items():
             self.silence.heard(node, START + when)
 
-    def until(self, when: float, *, marks: bool = True) -> list[tuple[float, Look]]:
+    def until(self, when: float, *, marks: bool = True) -> list[tuple[float, SilenceReport]]:
         """Look until `when`. Returns what was found, and when."""
         found = []
         while self.now + SILENCE_POLL_INTERVAL <= START + when:
@@ -32,7 +32,7 @@ class Watched:
             look = self.silence.look(self.now)
             if marks:
                 self.silence.marked(look.silent, self.now)
-            if look != Look():
+            if look != SilenceReport():
                 found.append((self.now - START, look))
         return found
 
@@ -40,7 +40,10 @@ class Watched:
 def test_a_node_is_silent_after_three_beats_and_lost_after_two_seconds_more() -> None:
     watched = Watched(n0=0.0)
     assert watched.until(SILENCE_TIMEOUT) == []
-    assert watched.until(8.0) == [(5.0, Look(silent=("n0",))), (5.0 + GIVE_UP_DELAY, Look(lost=("n0",)))]
+    assert watched.until(8.0) == [
+        (5.0, SilenceReport(silent=("n0",))),
+        (5.0 + GIVE_UP_DELAY, SilenceReport(lost=("n0",))),
+    ]
 
 
 def test_a_node_that_is_lost_is_not_watched_any_more() -> None:
@@ -53,7 +56,7 @@ def test_a_node_that_is_heard_again_is_back_and_nothing_follows() -> None:
     watched = Watched(n0=0.0)
     watched.until(6.0)
     watched.silence.heard("n0", watched.now)
-    assert watched.until(6.5) == [(6.25, Look(back=("n0",)))]
+    assert watched.until(6.5) == [(6.25, SilenceReport(back=("n0",)))]
     assert watched.until(10.0) == []
 
 
@@ -68,7 +71,7 @@ def test_a_node_is_not_lost_before_its_mark_is_written() -> None:
     watched = Watched(n0=0.0)
     watched.until(30.0, marks=False)
     watched.silence.marked(["n0"], watched.now)
-    assert watched.until(40.0) == [(32.0, Look(lost=("n0",)))]
+    assert watched.until(40.0) == [(32.0, SilenceReport(lost=("n0",)))]
 
 
 def test_a_mark_of_a_node_that_is_back_means_nothing() -> None:
@@ -97,17 +100,17 @@ def test_a_master_that_did_not_run_holds_nothing_against_the_nodes() -> None:
     watched = Watched(n0=0.0)
     watched.until(4.0)
     watched.now += 30.0
-    assert watched.silence.look(watched.now) == Look()
+    assert watched.silence.look(watched.now) == SilenceReport()
     assert watched.silence.stalled == 30.0 - SILENCE_POLL_INTERVAL
-    assert watched.until(36.0) == [(34.75, Look(silent=("n0",)))]
+    assert watched.until(36.0) == [(34.75, SilenceReport(silent=("n0",)))]
 
 
 def test_a_master_that_did_not_run_gives_a_silent_node_its_last_seconds_anew() -> None:
     watched = Watched(n0=0.0)
     watched.until(6.75)
     watched.now += 30.0
-    assert watched.silence.look(watched.now) == Look()
-    assert watched.until(50.0) == [(36.75 + GIVE_UP_DELAY, Look(lost=("n0",)))]
+    assert watched.silence.look(watched.now) == SilenceReport()
+    assert watched.until(50.0) == [(36.75 + GIVE_UP_DELAY, SilenceReport(lost=("n0",)))]
 
 
 def test_what_was_heard_while_the_master_came_to_itself_is_not_in_the_future() -> None:
@@ -116,7 +119,7 @@ def test_what_was_heard_while_the_master_came_to_itself_is_not_in_the_future() -
     watched.silence.heard("n0", watched.now)
     watched.silence.look(watched.now)
     assert watched.until(34.75) == []
-    assert watched.until(35.0) == [(35.0, Look(silent=("n0",)))]
+    assert watched.until(35.0) == [(35.0, SilenceReport(silent=("n0",)))]
 
 
 def test_a_node_is_silent_until_it_is_back_or_forgotten() -> None:

@@ -25,8 +25,8 @@ from unirun.wire.reports import (
     Calls,
     FromWorker,
     Metrics,
+    RankRange,
     Serving,
-    Span,
     WorkerError,
     WorkerStarted,
 )
@@ -47,7 +47,7 @@ def job() -> Job:
     job.running()
     for rank in (0, 1):
         job.on(FromWorker(WorkerId("actor", rank, 0), Serving({"socket": f"a{rank}"}, True)))
-    train = CallCount("actor", "train", 20, 4000, 400, 0.5, (Span(0, 1),))
+    train = CallCount("actor", "train", 20, 4000, 400, 0.5, (RankRange(0, 1),))
     job.on(
         FromWorker(WorkerId("trainer", 0, 0), Calls((train,))),
         FromWorker(WorkerId("trainer", 0, 0), Metrics({"loss": 0.25}, 105.0)),

@@ -27,7 +27,17 @@ from unirun.wire.messages import (
     View,
     WorkerOutput,
 )
-from unirun.wire.reports import CallCount, Calls, Ending, FromWorker, Held, HeldStore, Join, Span, WorkerError
+from unirun.wire.reports import (
+    CallCount,
+    Calls,
+    Ending,
+    FromWorker,
+    HeldStore,
+    HeldWorker,
+    Join,
+    RankRange,
+    WorkerError,
+)
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
 
@@ -125,17 +135,21 @@ class TestAWorkerThatAnAgentHolds:
     @pytest.mark.parametrize(
         ("held", "phase"),
         [
-            (Held(WorkerId("actor", 0, 1)), WorkerPhase.STARTING),
-            (Held(WorkerId("actor", 0, 1), 7), WorkerPhase.ALIVE),
-            (Held(WorkerId("actor", 0, 1), 7, running=True, generation=1), WorkerPhase.RUNNING),
+            (HeldWorker(WorkerId("actor", 0, 1)), WorkerPhase.STARTING),
+            (HeldWorker(WorkerId("actor", 0, 1), 7), WorkerPhase.ALIVE),
+            (HeldWorker(WorkerId("actor", 0, 1), 7, running=True, generation=1), WorkerPhase.RUNNING),
             (
-                Held(WorkerId("actor", 0, 1), 7, True, 1, {"socket": "a"}, serving=True, recoverable=True),
+                HeldWorker(
+                    WorkerId("actor", 0, 1), 7, True, 1, {"socket": "a"}, serving=True, recoverable=True
+                ),
                 WorkerPhase.SERVING,
             ),
-            (Held(WorkerId("actor", 0, 1), 7, True, 9, serving=True), WorkerPhase.SERVING),
+            (HeldWorker(WorkerId("actor", 0, 1), 7, True, 9, serving=True), WorkerPhase.SERVING),
         ],
     )
-    def test_a_worker_that_its_agent_holds_stands_as_it_says(self, held: Held, phase: WorkerPhase) -> None:
+    def test_a_worker_that_its_agent_holds_stands_as_it_says(
+        self, held: HeldWorker, phase: WorkerPhase
+    ) -> None:
         """Another node is away, so nothing follows yet."""
         job = Job({"actor": 2}, nodes=TWO, kinds={"actor": "workload"}, restarts={"actor": 1}).running()
         job.exits("actor", 0, by=KILL)
@@ -155,7 +169,7 @@ class TestAWorkerThatAnAgentHolds:
     def test_a_worker_that_its_agent_holds_stands_as_before_when_it_does_not(self, incarnation: int) -> None:
         """The order to start it was lost."""
         job = Job({"actor": 2}, nodes=TWO, kinds={"actor": "workload"}, restarts={"actor": 1}).running()
-        told = (CallCount("actor", "sum", 2, 10, 10, 0.5, (Span(1, 1),)),)
+        told = (CallCount("actor", "sum", 2, 10, 10, 0.5, (RankRange(1, 1),)),)
         for _ in range(incarnation):
             job.on(FromWorker(WorkerId("actor", 0, 0), Calls(told))).exits("actor", 0, by=KILL)
         before = job.state.roles["actor"].workers[0]

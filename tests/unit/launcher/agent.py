@@ -16,7 +16,7 @@ from unirun.launcher.events import (
     Launch,
     LinkMessage,
     Order,
-    Store,
+    RendezvousStore,
     ToMaster,
     ToSpawner,
     Worker,
@@ -59,8 +59,8 @@ def launch(
     return Launch(workers)
 
 
-def store(role: str = "actor", generation: int = 0, key: SpawnerKey = TORCH) -> Store:
-    return Store(key, ServeStore(role, generation, 9))
+def store(role: str = "actor", generation: int = 0, key: SpawnerKey = TORCH) -> RendezvousStore:
+    return RendezvousStore(key, ServeStore(role, generation, 9))
 
 
 class Agent:

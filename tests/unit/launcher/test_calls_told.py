@@ -6,10 +6,10 @@ from tests.unit.launcher.agent import Agent
 from unirun.launcher.events import LinkMessage, holdings
 from unirun.values import WorkerId
 from unirun.wire.messages import Hello
-from unirun.wire.reports import CallCount, Calls, FromWorker, Span
+from unirun.wire.reports import CallCount, Calls, FromWorker, RankRange
 from unirun.wire.spawning import Reaped
 
-ONCE, TWICE = (Calls((CallCount("rollout", "play", n, 10 * n, n, 0.1, (Span(0, 0),)),)) for n in (1, 2))
+ONCE, TWICE = (Calls((CallCount("rollout", "play", n, 10 * n, n, 0.1, (RankRange(0, 0),)),)) for n in (1, 2))
 
 
 def test_call_counts_are_forwarded_with_their_worker() -> None:

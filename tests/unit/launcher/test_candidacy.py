@@ -15,7 +15,7 @@ from unirun.launcher.standby import (
     MAX_DELAY,
     PER_NODE_DELAY,
     TURN_DELAY,
-    Attempts,
+    CandidateAttempts,
     start_at,
     turns,
 )
@@ -52,21 +52,23 @@ class TestATurn:
 class TestTheStart:
     @given(st.floats(0, 100), st.floats(0, 5), COUNTS)
     def test_a_first_candidate_starts_in_its_turn(self, vacant: float, wait: float, nodes: int) -> None:
-        assert start_at(vacant, wait, Attempts(), nodes) == vacant + wait
+        assert start_at(vacant, wait, CandidateAttempts(), nodes) == vacant + wait
 
     def test_another_candidate_waits_while_one_comes_up(self) -> None:
-        attempts = Attempts(1, started=10.0, coming_up=True)
+        attempts = CandidateAttempts(1, started=10.0, coming_up=True)
         assert start_at(9.0, 0.0, attempts, 1) == 10.0 + CANDIDATE_START_TIMEOUT
 
     def test_further_candidates_start_with_growing_delays(self) -> None:
-        starts = [start_at(0.0, 0.0, Attempts(number, started=10.0), 1) - 10.0 for number in range(1, 6)]
+        starts = [
+            start_at(0.0, 0.0, CandidateAttempts(number, started=10.0), 1) - 10.0 for number in range(1, 6)
+        ]
         assert starts == [DELAY, 2 * DELAY, MAX_DELAY, MAX_DELAY, MAX_DELAY]
 
     def test_another_candidate_waits_longer_in_a_job_of_many_nodes(self) -> None:
-        assert start_at(0.0, 0.0, Attempts(9, started=10.0), 1000) == 10.0 + PER_NODE_DELAY * 1000
+        assert start_at(0.0, 0.0, CandidateAttempts(9, started=10.0), 1000) == 10.0 + PER_NODE_DELAY * 1000
 
     def test_a_candidate_long_after_the_last_starts_in_its_turn(self) -> None:
-        assert start_at(100.0, 0.5, Attempts(3, started=10.0), 4) == 100.5
+        assert start_at(100.0, 0.5, CandidateAttempts(3, started=10.0), 4) == 100.5
 
 
 class TestAThousandAgents:
@@ -78,7 +80,9 @@ class TestAThousandAgents:
         nodes = names(1000)
         wait = turns(nodes, epoch)
         there = [node for node in nodes if rng.random() < alive]
-        starts = sorted(start_at(rng.uniform(0, 0.01), wait[node], Attempts(), len(nodes)) for node in there)
+        starts = sorted(
+            start_at(rng.uniform(0, 0.01), wait[node], CandidateAttempts(), len(nodes)) for node in there
+        )
         leads = min(at + rng.uniform(0.3, 0.8) for at in starts[:20])
         heard = (leads + rng.uniform(0, 0.01) for _ in starts)
         return sum(at < news for at, news in zip(starts, heard, strict=True)), leads

@@ -26,9 +26,9 @@ from unirun.rendezvous.election import Leader
 from unirun.rendezvous.keys import is_marked, silent_key
 from unirun.rendezvous.masters import Masters, Vacant, call_master
 from unirun.rendezvous.store.protocol import Put
-from unirun.wire.aio import Server, Stream, connect
+from unirun.wire.aio import Stream, StreamServer, connect
 from unirun.wire.certificates import make_tls
-from unirun.wire.messages import Beat
+from unirun.wire.messages import Heartbeat
 from unirun.wire.reports import Knock
 from unirun.wire.sockets import tcp_address
 
@@ -63,11 +63,11 @@ class Hall:
             await stream.receive()
             self.beats += 1
             if self.answers:
-                stream.send(Beat())
+                stream.send(Heartbeat())
 
     def run(self, play: Callable[[], Awaitable[None]]) -> None:
         async def main() -> None:
-            server = Server(self.place.listen(), self.place.credentials, self.serve, lambda *_: None)
+            server = StreamServer(self.place.listen(), self.place.credentials, self.serve, lambda *_: None)
             async with asyncio.timeout(PATIENCE):
                 await play()
             for task in self.tasks:
@@ -80,7 +80,7 @@ class Hall:
     async def hear(self, stream: Stream) -> None:
         while True:
             message = await stream.receive()
-            assert isinstance(message, Beat)
+            assert isinstance(message, Heartbeat)
             self.contact.heard()
             self.contact.answered(message)
 

@@ -11,7 +11,7 @@ from unirun.launcher.core import UNLINKED_TIMEOUT
 from unirun.launcher.environment import FRESH
 from unirun.launcher.events import (
     Abandon,
-    After,
+    CallLater,
     FromSpawner,
     GraceOver,
     Launch,
@@ -152,13 +152,15 @@ class TestAWorker:
 
     def test_a_worker_that_outlives_its_link_is_reported(self) -> None:
         agent = Agent().alive().on(LinkClosed(1))
-        assert agent.commands == [After(UNLINKED_TIMEOUT, StillWithoutLink(1))]
+        assert agent.commands == [CallLater(UNLINKED_TIMEOUT, StillWithoutLink(1))]
         assert agent.on(StillWithoutLink(1)).told(Notice)[0].source == "actor:0"
         assert agent.spawner(Reaped(1, 1.0, 0, None)).on(StillWithoutLink(1)).commands == []
 
     def test_a_stopped_worker_whose_link_ends_is_not_reported(self) -> None:
         agent = Agent().alive().on(StopWorkers("actor", (0,), TERM, 5.0), LinkClosed(1))
-        assert not any(isinstance(c, After) and isinstance(c.event, StillWithoutLink) for c in agent.commands)
+        assert not any(
+            isinstance(c, CallLater) and isinstance(c.event, StillWithoutLink) for c in agent.commands
+        )
 
     def test_late_messages_about_an_ended_worker_are_ignored(self) -> None:
         agent = Agent().alive().spawner(Reaped(1, 1.0, 0, None))

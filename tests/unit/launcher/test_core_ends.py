@@ -10,7 +10,7 @@ from unirun.launcher.environment import FRESH
 from unirun.launcher.events import (
     OWNER_LOST_GRACE_SECONDS,
     Abandon,
-    After,
+    CallLater,
     GraceOver,
     KillGroups,
     Launch,
@@ -49,9 +49,9 @@ class TestAStop:
     def test_a_stop_is_sigterm_then_sigkill_after_the_grace(self) -> None:
         agent = Agent().alive().on(StopWorkers("actor", (0, 1), TERM, 5.0))
         assert agent.sent(Kill) == [Kill(1, TERM), Kill(2, TERM)]
-        assert [c for c in agent.commands if isinstance(c, After)] == [
-            After(5.0, GraceOver(1)),
-            After(5.0, GraceOver(2)),
+        assert [c for c in agent.commands if isinstance(c, CallLater)] == [
+            CallLater(5.0, GraceOver(1)),
+            CallLater(5.0, GraceOver(2)),
         ]
         agent.spawner(Reaped(1, 1.0, None, TERM))
         assert [(e.cause, e.sent) for e in agent.told(WorkerExited)] == [("order", TERM)]
@@ -67,7 +67,7 @@ class TestAStop:
     def test_a_repeated_stop_sends_no_second_signal_but_may_shorten_the_grace(self) -> None:
         agent = Agent().alive().on(StopWorkers("actor", (0,), TERM, 5.0))
         agent.on(StopWorkers("actor", (0,), TERM, 1.0))
-        assert agent.commands == [After(1.0, GraceOver(1))]
+        assert agent.commands == [CallLater(1.0, GraceOver(1))]
         assert agent.on(StopWorkers("actor", (0,), INT, 1.0)).sent(Kill) == [Kill(1, INT)]
 
     def test_a_stop_of_a_killed_worker_does_nothing(self) -> None:
@@ -103,14 +103,14 @@ class TestAWorkerThatHasFailed:
 
     def test_a_failed_worker_has_the_exit_limit_while_no_stop_is_ordered(self) -> None:
         agent = Agent().alive().on(self.ERROR)
-        assert agent.commands == [After(30.0, StillEnding(1, 30.0))]
+        assert agent.commands == [CallLater(30.0, StillEnding(1, 30.0))]
         agent.on(StillEnding(1, 30.0))
         assert agent.sent(Kill) == []
         (told,) = agent.told(Notice)
         assert told.source == "actor:0"
         assert "has failed 30 s ago, and its exit handlers or threads still run" in told.text
         assert "if it has not ended in another 570 s" in told.text
-        assert After(570.0, StillEnding(1, WORKER_EXIT_TIMEOUT)) in agent.commands
+        assert CallLater(570.0, StillEnding(1, WORKER_EXIT_TIMEOUT)) in agent.commands
         (end,) = agent.spawner(Reaped(1, 50.0, 1, None)).told(WorkerExited)
         assert (end.code, end.cause, end.sent) == (1, "own", None)
         assert end.error is not None
@@ -123,13 +123,13 @@ class TestAWorkerThatHasFailed:
 
     def test_a_failed_worker_that_is_stopped_has_its_grace_from_the_order_on(self) -> None:
         agent = Agent().alive().on(self.ERROR, StopWorkers("actor", (0,), TERM, 5.0))
-        assert After(5.0, GraceOver(1)) in agent.commands
+        assert CallLater(5.0, GraceOver(1)) in agent.commands
         assert agent.on(StillEnding(1, 30.0), StillEnding(1, WORKER_EXIT_TIMEOUT)).commands == []
         assert agent.on(GraceOver(1)).sent(Kill) == [Kill(1, KILL)]
 
     def test_a_worker_that_fails_after_a_stop_gets_no_extra_time(self) -> None:
         agent = Agent().alive().on(StopWorkers("actor", (0,), TERM, 5.0), self.ERROR)
-        assert [c for c in agent.commands if isinstance(c, After)] == [After(5.0, GraceOver(1))]
+        assert [c for c in agent.commands if isinstance(c, CallLater)] == [CallLater(5.0, GraceOver(1))]
 
     def test_a_failed_worker_that_reports_twice_is_timed_once(self) -> None:
         assert Agent().alive().on(self.ERROR).on(self.ERROR).commands == []
@@ -163,7 +163,7 @@ class TestLeaving:
 
     def test_leaving_before_the_jobs_end_gives_workers_their_grace(self) -> None:
         agent = Agent().alive().on(StopWorkers("actor", (0,), INT, 5.0)).on(Shutdown(30.0))
-        assert agent.commands == [ToSpawner(TORCH, Kill(2, TERM)), After(30.0, GraceOver(2))], (
+        assert agent.commands == [ToSpawner(TORCH, Kill(2, TERM)), CallLater(30.0, GraceOver(2))], (
             "who was told already is not told again"
         )
         assert agent.state.leaving
@@ -180,14 +180,14 @@ class TestLeaving:
         agent = Agent().alive(1).on(Abandon("gone"))
         assert agent.commands == [
             ToSpawner(TORCH, Kill(1, TERM)),
-            After(OWNER_LOST_GRACE_SECONDS, GraceOver(1)),
+            CallLater(OWNER_LOST_GRACE_SECONDS, GraceOver(1)),
         ]
         assert OWNER_LOST_GRACE_SECONDS < 1.0
 
     def test_leaving_by_a_signal_passes_it_on_once_with_the_jobs_grace(self) -> None:
         told = Abandon("the agent got a signal", 30.0, INT)
         agent = Agent().alive(1).on(told)
-        assert agent.commands == [ToSpawner(TORCH, Kill(1, INT)), After(30.0, GraceOver(1))]
+        assert agent.commands == [ToSpawner(TORCH, Kill(1, INT)), CallLater(30.0, GraceOver(1))]
         assert agent.on(told).sent(Kill) == []
         assert agent.on(StopWorkers("actor", (0,), INT, 30.0)).sent(Kill) == []
 
@@ -204,9 +204,12 @@ class TestLeaving:
 class TestAStopThatIsDueLater:
     def test_workers_that_live_then_get_the_signal(self) -> None:
         agent = Agent().alive().on(StopWorkers("actor", (0, 1), TERM, 5.0, after=1.0))
-        assert agent.commands == [After(1.0, StopDue(1, TERM, 5.0)), After(1.0, StopDue(2, TERM, 5.0))]
+        assert agent.commands == [
+            CallLater(1.0, StopDue(1, TERM, 5.0)),
+            CallLater(1.0, StopDue(2, TERM, 5.0)),
+        ]
         agent.spawner(Reaped(1, 1.0, 1, None)).on(StopDue(1, TERM, 5.0), StopDue(2, TERM, 5.0))
-        assert agent.commands == [ToSpawner(TORCH, Kill(2, TERM)), After(5.0, GraceOver(2))]
+        assert agent.commands == [ToSpawner(TORCH, Kill(2, TERM)), CallLater(5.0, GraceOver(2))]
 
     def test_a_worker_that_was_told_before_is_not_told_again(self) -> None:
         agent = Agent().alive(1).on(StopWorkers("actor", (0,), TERM, 5.0, after=1.0))

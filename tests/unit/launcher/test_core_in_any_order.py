@@ -10,7 +10,7 @@ from tests.unit.launcher.agent import KILL, OTHER, TERM, TORCH, Agent, store, wo
 from unirun.launcher.environment import FRESH
 from unirun.launcher.events import (
     Abandon,
-    After,
+    CallLater,
     Event,
     FromSpawner,
     Instruction,
@@ -22,7 +22,7 @@ from unirun.launcher.events import (
     SpawnerDown,
     ToMaster,
 )
-from unirun.wire.asking import Ask
+from unirun.wire.asking import MasterRequest
 from unirun.wire.messages import Hello, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     WorkerExited,
@@ -61,7 +61,7 @@ class RandomHistory:
         for command in self.agent.commands:
             if isinstance(command, ToMaster) and isinstance(command.message, WorkerExited):
                 self.ended.append(command.message.worker)
-            elif isinstance(command, After):
+            elif isinstance(command, CallLater):
                 self.timers.append(command.event)
             elif isinstance(command, Leave):
                 assert not self.agent.state.workers, "it leaves workers behind"
@@ -115,7 +115,7 @@ class RandomHistory:
                 LinkMessage(one.id, Hello(one.who, 1, True)),
                 LinkClosed(one.id),
             ]
-            choices.append(LinkMessage(one.id, Ask(rng.randrange(100), "load_state")))
+            choices.append(LinkMessage(one.id, MasterRequest(rng.randrange(100), "load_state")))
         if self.timers:
             choices.append(self.timers.pop(rng.randrange(len(self.timers))))
         return rng.choice(choices)

@@ -20,7 +20,7 @@ from unirun.launcher.events import (
 from unirun.values import WorkerId
 from unirun.wire.aio import frame_of
 from unirun.wire.frames import FrameReader, decode
-from unirun.wire.reports import CallCount, Held, Join, Span, WorkerError, WorkerExited
+from unirun.wire.reports import CallCount, HeldWorker, Join, RankRange, WorkerError, WorkerExited
 from unirun.wire.spawning import Reaped
 
 TRACE = "Traceback (most recent call last)\n" + "é\x1b" * 150_000 + "\nValueError: in the end"
@@ -39,12 +39,12 @@ def joined(state: AgentState) -> Join:
     return message
 
 
-def failed(rank: int, error: WorkerError) -> Held:
+def failed(rank: int, error: WorkerError) -> HeldWorker:
     """An ended worker with all fields of its exit set."""
     end = WorkerExited(WorkerId("actor", rank, 3), 1.0 + rank, 1, None, error=replace(error, time=1.0 + rank))
     addresses = {"socket": f"/home/someone/.local/state/unirun/jobs/{'j' * 63}/calls/actor.{rank}.3"}
-    calls = (CallCount("critic", "evaluate_the_batch", 10**9, 10**12, 10**12, 123.4, (Span(0, 9999),)),)
-    return Held(WorkerId("actor", rank, 3), 100_000 + rank, True, 3, addresses, True, True, end, calls)
+    calls = (CallCount("critic", "evaluate_the_batch", 10**9, 10**12, 10**12, 123.4, (RankRange(0, 9999),)),)
+    return HeldWorker(WorkerId("actor", rank, 3), 100_000 + rank, True, 3, addresses, True, True, end, calls)
 
 
 def test_a_workers_error_is_cut_when_it_is_received() -> None:
@@ -91,10 +91,13 @@ def test_a_join_with_10_000_long_failures_fits_and_keeps_the_first_ones_whole() 
 
 
 def test_a_join_keeps_live_and_successful_workers_unchanged() -> None:
-    well = Held(WorkerId("actor", 0, 0), exit=WorkerExited(WorkerId("actor", 0, 0), 1.0, 0, None))
+    well = HeldWorker(WorkerId("actor", 0, 0), exit=WorkerExited(WorkerId("actor", 0, 0), 1.0, 0, None))
     short = short_error(ERROR)
     many = [failed(rank, short) for rank in range(1, 1000)]
-    assert fitting([well, Held(WorkerId("actor", 1, 0)), *many])[:2] == (well, Held(WorkerId("actor", 1, 0)))
+    assert fitting([well, HeldWorker(WorkerId("actor", 1, 0)), *many])[:2] == (
+        well,
+        HeldWorker(WorkerId("actor", 1, 0)),
+    )
 
 
 def test_the_last_words_of_a_stderr_are_its_last_lines_or_the_stack_of_faulthandler() -> None:

@@ -24,7 +24,7 @@ from unirun.launcher.hosts.connection import carried
 from unirun.observe.jobdir import JobDir
 from unirun.spec.job import Contract, Entry, EntryKind, JobSpec, RoleSpec
 from unirun.spec.read import RESERVED_ENV
-from unirun.values import Place
+from unirun.values import RankAddress
 from unirun.wire.messages import StartRole, StartWorker
 
 JOB = JobDir(Path("/jobs/run-1"))
@@ -268,7 +268,9 @@ class TestPrograms:
     """A program finds its own variables and addresses, and none that it would take for those of a group of its own."""
 
     ENGINE = RoleSpec("my-engine", 4, Entry("program", "serve"), contract="none", ports=("http",), group=2)
-    PLACES: ClassVar = {"my-engine": tuple(Place(f"fd00::{rank}", (20000 + rank,)) for rank in range(4))}
+    PLACES: ClassVar = {
+        "my-engine": tuple(RankAddress(f"fd00::{rank}", (20000 + rank,)) for rank in range(4))
+    }
 
     def env(self, role: RoleSpec, **inherited: str) -> dict[str, str]:
         order = replace(ORDER, role=role.name, endpoint="", mask="", places=self.PLACES)
@@ -289,7 +291,7 @@ class TestPrograms:
 
     def test_programs_can_be_executed_whatever_the_number_of_addresses(self) -> None:
         """Linux refuses a variable of 128 KiB. The file of addresses has all."""
-        places = tuple(Place("10.0.0.1", (20000,)) for _ in range(10_000))
+        places = tuple(RankAddress("10.0.0.1", (20000,)) for _ in range(10_000))
         order = replace(ORDER, role="train", endpoint="", mask="", places={"engine": places})
         roles = (
             RoleSpec("train", 1, Entry("program", "t"), contract="none"),

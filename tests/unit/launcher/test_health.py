@@ -9,16 +9,16 @@ from msgspec.structs import replace
 from tests.unit.launcher.agent import KILL, TERM, Agent, worker
 from unirun.launcher.environment import FRESH
 from unirun.launcher.events import (
-    After,
+    CallLater,
     Launch,
     LinkMessage,
     Probed,
     ReadyDue,
+    StartProbing,
+    StopProbing,
     ToLink,
     ToMaster,
     ToSpawner,
-    Unwatch,
-    Watch,
 )
 from unirun.spec.job import Probe
 from unirun.values import Engine, WorkerId
@@ -78,24 +78,24 @@ def ends(agent: Agent, signal: int = KILL) -> WorkerExited:
 class TestWatching:
     def test_watching_begins_with_the_process_and_has_its_time(self) -> None:
         agent = launched()
-        assert Watch(1) not in agent.commands
+        assert StartProbing(1) not in agent.commands
         agent.spawner(Forked(1, 101), key=FRESH)
         assert agent.commands == [
             ToMaster(WorkerStarted(WHO, 101)),
             ToMaster(WorkerRunning(WHO, 0)),
-            Watch(1),
-            After(3600.0, ReadyDue(1)),
+            StartProbing(1),
+            CallLater(3600.0, ReadyDue(1)),
         ]
 
     def test_watching_is_left_out_without_a_probe(self) -> None:
         agent = started(ready=None, alive=None)
-        assert Watch(1) not in agent.commands
+        assert StartProbing(1) not in agent.commands
         agent.spawner(Reaped(1, 9.0, 0, None), key=FRESH)
-        assert Unwatch(1) not in agent.commands
+        assert StopProbing(1) not in agent.commands
 
     def test_watching_ends_with_the_process(self) -> None:
         for end in (Reaped(1, 9.0, 1, None), SpawnFailed(1, 9.0, "no such file")):
-            assert Unwatch(1) in started().spawner(end, key=FRESH).commands
+            assert StopProbing(1) in started().spawner(end, key=FRESH).commands
 
 
 class TestAnswers:

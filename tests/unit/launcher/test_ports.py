@@ -11,7 +11,7 @@ import pytest
 
 from unirun.errors import RendezvousError
 from unirun.launcher.orders import PortBook, is_free
-from unirun.values import Place
+from unirun.values import RankAddress
 
 HOST = "127.0.0.1"
 
@@ -88,7 +88,7 @@ class TestPlaces:
     ) -> None:
         listener(stack, low, host)
         assert not is_free(low)
-        assert book(stack, low, 2).place("engine", 0, 1) == Place(HOST, (low + 1,))
+        assert book(stack, low, 2).place("engine", 0, 1) == RankAddress(HOST, (low + 1,))
 
 
 class TestTakenPorts:

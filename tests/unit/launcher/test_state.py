@@ -18,8 +18,8 @@ from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, Hello, Message, RoleView, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     GroupFormed,
-    Held,
     HeldStore,
+    HeldWorker,
     Listening,
     Metrics,
     Serving,
@@ -41,7 +41,7 @@ from unirun.wire.spawning import (
 VIEW = View((RoleView("actor", 2, 1, "127.0.0.1:1", "running", ()),))
 
 
-def workers(agent: Agent) -> tuple[Held, ...]:
+def workers(agent: Agent) -> tuple[HeldWorker, ...]:
     return holdings(agent.state)[0]
 
 
@@ -59,14 +59,14 @@ class TestAWorkerThatIsHeld:
 
     def test_a_worker_is_held_from_its_order_on(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(launch(count=1, incarnation=3))
-        assert workers(agent) == (Held(WorkerId("actor", 0, 3)),)
+        assert workers(agent) == (HeldWorker(WorkerId("actor", 0, 3)),)
         agent.spawner(Preloaded(1.0), Forked(1, 101))
-        assert workers(agent) == (Held(WorkerId("actor", 0, 3), 101),)
+        assert workers(agent) == (HeldWorker(WorkerId("actor", 0, 3), 101),)
 
     def test_a_held_worker_runs_in_the_generation_of_its_welcome(self) -> None:
         agent = Agent().on(launch(count=1), VIEW).spawner(Preloaded(1.0), Forked(1, 101))
         says(agent, 1, Hello(WorkerId("actor", 0, 0), 101, True))
-        assert workers(agent) == (Held(WorkerId("actor", 0, 0), 101, True, 1),)
+        assert workers(agent) == (HeldWorker(WorkerId("actor", 0, 0), 101, True, 1),)
 
     def test_a_held_worker_has_the_latest_generation_that_it_formed(self) -> None:
         agent = Agent().alive(1)

@@ -14,17 +14,17 @@ from torch.distributed.elastic.timer import FileTimerClient, FileTimerRequest  #
 from tests.effort import SOON
 from tests.unit.launcher.agent import KILL, TERM, Agent
 from unirun.launcher.events import Signal, TimerExpired
-from unirun.launcher.timers import MANY, Expiry, Request, TimerPipe, Timers
+from unirun.launcher.timers import MANY, Expiry, TimerPipe, TimerRequest, Timers
 from unirun.wire.frames import from_json
 from unirun.wire.reports import Notice, WorkerExited
 from unirun.wire.spawning import Reaped
 
 
-def request(scope: str, expires: float, *, pid: int = 7, signum: int = KILL) -> Request:
-    return Request(1, pid, scope, expires, signum)
+def request(scope: str, expires: float, *, pid: int = 7, signum: int = KILL) -> TimerRequest:
+    return TimerRequest(1, pid, scope, expires, signum)
 
 
-def running(*requests: Request) -> Timers:
+def running(*requests: TimerRequest) -> Timers:
     timers = Timers()
     for each in requests:
         timers.take(each)
@@ -73,7 +73,7 @@ class TestTimers:
 
 def test_torchs_timer_requests_are_parsed() -> None:
     asked = FileTimerRequest(worker_pid=7, scope_id="batch", expiration_time=12.5, signal=signal.SIGTERM)
-    assert from_json(Request, asked.to_json()) == request("batch", 12.5, signum=TERM)
+    assert from_json(TimerRequest, asked.to_json()) == request("batch", 12.5, signum=TERM)
 
 
 def test_a_timer_pipe_takes_requests_of_torchs_client_and_ignores_other_lines(tmp_path: Path) -> None:

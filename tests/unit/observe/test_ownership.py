@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from unirun.observe.ownership import (
     MAX_LINKS,
-    Exposure,
+    PathFault,
     _is_trusted_group,
     _trusted,
     exposure,
@@ -42,7 +42,7 @@ def umask() -> Iterator[Callable[[int], int]]:
 
 def problem(path: Path) -> str:
     found = exposure(path)
-    assert isinstance(found, Exposure)
+    assert isinstance(found, PathFault)
     return found.problem
 
 

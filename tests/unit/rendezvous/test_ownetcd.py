@@ -9,12 +9,12 @@ from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.ownetcd import choose_members, command_of, possible_member, store_for, url_of
 from unirun.rendezvous.store.address import EtcdAddress, parse_address
 from unirun.rendezvous.store.url import anchored
-from unirun.wire.messages import Member, Offer
+from unirun.wire.messages import EtcdMember, Offer
 
-NODES = [Member(f"n{number}", f"10.0.0.{number}", 2379 + number, 2479 + number) for number in range(1, 6)]
+NODES = [EtcdMember(f"n{number}", f"10.0.0.{number}", 2379 + number, 2479 + number) for number in range(1, 6)]
 
 
-def offers(*members: Member | None) -> list[Offer]:
+def offers(*members: EtcdMember | None) -> list[Offer]:
     return [Offer(f"n{number}", "h", -1, "{}", {}, etcd=each) for number, each in enumerate(members)]
 
 

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from tests.effort import SOON
 from unirun.errors import GroupError
-from unirun.roles.groups import GroupForge, Party, missing_for_good
+from unirun.roles.groups import GroupForge, RankSet, missing_for_good
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.process_groups import process_groups
 from unirun.wire.messages import RoleView, WorkerView
@@ -100,7 +100,7 @@ def forge(actor: Actor) -> GroupForge:
 
 
 def group_of(forge: GroupForge, timeout: timedelta = LONG) -> Any:
-    return forge.group(tuple(map(Party.parse, ROLES)), "gloo", timeout)
+    return forge.group(tuple(map(RankSet.parse, ROLES)), "gloo", timeout)
 
 
 def sum_of(group: Any, peer: Any) -> int:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import UsageError
-from unirun.roles.groups import Party, group_rank
+from unirun.roles.groups import RankSet, group_rank
 from unirun.roles.peers import RoleInfo
 
 ACTOR, ROLLOUT = RoleInfo("actor", 4, 0), RoleInfo("rollout", 3, 0)
@@ -18,7 +18,7 @@ ACTOR, ROLLOUT = RoleInfo("actor", 4, 0), RoleInfo("rollout", 3, 0)
     [("actor", (0, 1, 2, 3)), ("actor:2", (2,)), ("actor:0-2", (0, 1, 2)), ("actor:0,2-3", (0, 2, 3))],
 )
 def test_a_party_is_all_ranks_of_a_role_or_some(text: str, members: tuple[int, ...]) -> None:
-    party = Party.parse(text)
+    party = RankSet.parse(text)
     assert (tuple(party.members(ACTOR)), str(party)) == (members, text)
 
 
@@ -27,16 +27,16 @@ def test_a_party_is_all_ranks_of_a_role_or_some(text: str, members: tuple[int, .
 )
 def test_what_names_no_ranks_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match='write "actor:0-3,7", in ascending order'):
-        Party.parse(text)
+        RankSet.parse(text)
 
 
 def test_a_rank_that_a_role_does_not_have_is_refused() -> None:
     with pytest.raises(UsageError, match="actor:3-4 names rank 4 of actor; it has ranks 0 to 3"):
-        Party.parse("actor:3-4").members(ACTOR)
+        RankSet.parse("actor:3-4").members(ACTOR)
 
 
 def test_ranks_of_a_group_are_ordered_by_party_then_by_rank() -> None:
-    parties = [Party.parse("rollout:1-2"), Party.parse("actor:0,3")]
+    parties = [RankSet.parse("rollout:1-2"), RankSet.parse("actor:0,3")]
     ranks = [
         group_rank(parties, [ROLLOUT, ACTOR], role, rank)
         for role, rank in [
@@ -55,7 +55,7 @@ def test_ranks_of_a_group_are_ordered_by_party_then_by_rank() -> None:
 @given(st.sets(st.integers(0, 3), min_size=1), st.sets(st.integers(0, 2), min_size=1))
 def test_each_member_has_one_rank_of_the_group(actors: set[int], rollouts: set[int]) -> None:
     parties = [
-        Party.parse(f"{role}:{','.join(map(str, sorted(some)))}")
+        RankSet.parse(f"{role}:{','.join(map(str, sorted(some)))}")
         for role, some in (("actor", actors), ("rollout", rollouts))
     ]
     found = [group_rank(parties, [ACTOR, ROLLOUT], "actor", rank) for rank in range(4)]

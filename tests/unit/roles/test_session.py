@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.roles.session import hosts_in
-from unirun.roles.transport.listener import Endpoint
+from unirun.roles.transport.listener import CallAddress
 from unirun.wire.address import TcpAddress
 from unirun.wire.messages import RoleView, WorkerView
 
@@ -18,7 +18,7 @@ def view(endpoint: str, *addresses: str) -> RoleView:
 
 
 def test_hosts_are_those_of_stores_and_of_workers_that_others_can_reach() -> None:
-    there = str(Endpoint("/calls/actor.0.0", TcpAddress("10.0.0.2", 5, "n2")))
+    there = str(CallAddress("/calls/actor.0.0", TcpAddress("10.0.0.2", 5, "n2")))
     assert {
         *hosts_in([view("10.0.0.1:29400", there, "/calls/actor.1.0"), view("[fd00::1]:5"), view("")])
     } == {

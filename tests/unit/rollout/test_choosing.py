@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from unirun.rollout.choosing import (
     MAX_PAUSE_SECONDS,
     MIN_PAUSE_SECONDS,
-    Failure,
     GiveUp,
     Kind,
     Load,
+    RequestFailure,
     Send,
     Wait,
     begun,
@@ -30,8 +30,8 @@ def engine(rank: int, *, ready: bool = True, incarnation: int = 0) -> Engine:
     return Engine(rank, incarnation, f"http://127.0.0.1:{20_000 + rank}", ready)
 
 
-def failure(kind: Kind = "lost", status: int = 0, rank: int = 0) -> Failure:
-    return Failure(engine(rank), kind, "words", status)
+def failure(kind: Kind = "lost", status: int = 0, rank: int = 0) -> RequestFailure:
+    return RequestFailure(engine(rank), kind, "words", status)
 
 
 def chosen(loads: Iterable[Load], avoid: tuple[Engine, ...] = (), now: float = 0.0) -> int:
@@ -143,8 +143,8 @@ class World:
         self.incarnations = [0] * 3
         self.loads = {each: Load(each) for each in map(engine, range(3))}
         self.now, self.turn = 0.0, 0
-        self.waiting: dict[int, tuple[Failure, ...]] = {}
-        self.running: dict[int, tuple[Engine, tuple[Failure, ...]]] = {}
+        self.waiting: dict[int, tuple[RequestFailure, ...]] = {}
+        self.running: dict[int, tuple[Engine, tuple[RequestFailure, ...]]] = {}
         self.outcomes: dict[int, list[str]] = {}
 
     def ask(self) -> None:
@@ -167,12 +167,12 @@ class World:
                 self.loads[its] = begun(self.loads[its], self.turn)
                 self.running[number] = its, failures
                 if not self.lives(its):
-                    self.fail(number, Failure(its, "refused", ""))
+                    self.fail(number, RequestFailure(its, "refused", ""))
 
     def lives(self, its: Engine) -> bool:
         return self.alive[its.rank] and self.incarnations[its.rank] == its.incarnation
 
-    def fail(self, number: int, failed: Failure) -> None:
+    def fail(self, number: int, failed: RequestFailure) -> None:
         its, failures = self.running.pop(number)
         if its in self.loads:
             self.loads[its] = ended(self.loads[its], failed, self.now)
@@ -195,7 +195,7 @@ class World:
         self.alive[rank] = False
         for number, (its, _) in list(self.running.items()):
             if its.rank == rank:
-                self.fail(number, Failure(its, "lost", ""))
+                self.fail(number, RequestFailure(its, "lost", ""))
 
     def start(self, rank: int) -> None:
         if not self.alive[rank]:

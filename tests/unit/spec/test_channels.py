@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from unirun.spec.channels import Channel, read_channels
+from unirun.spec.channels import ChannelSpec, read_channels
 from unirun.spec.read import Section
 
 ROLES = ("actor", "rollout", "critic")
 
 
-def read(channels: Any) -> tuple[tuple[Channel, ...], list[str]]:
+def read(channels: Any) -> tuple[tuple[ChannelSpec, ...], list[str]]:
     """The channels, and the faults."""
     job = Section({"channels": channels})
     found = read_channels(job, ROLES)
@@ -21,7 +21,7 @@ def read(channels: Any) -> tuple[tuple[Channel, ...], list[str]]:
 
 def test_a_channel_goes_from_one_role_to_others() -> None:
     found, faults = read({"policy": {"publisher": "actor", "receivers": ["rollout", "critic"]}})
-    assert found == (Channel("policy", "actor", ("rollout", "critic")),)
+    assert found == (ChannelSpec("policy", "actor", ("rollout", "critic")),)
     assert faults == []
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.collocation.graph.graphs import graphs
-from unirun.collocation.graph import Edge, Graph, faults, graph_of
+from unirun.collocation.graph import Edge, RoleGraph, faults, graph_of
 from unirun.errors import SpecError
 from unirun.spec.edges import read_edges
 from unirun.spec.read import Section
@@ -19,7 +19,7 @@ from unirun.spec.read import Section
 COUNTS = {"trainer": 1, "actor": 4, "rollout": 4, "reward": 2}
 
 
-def from_edges(counts: Mapping[str, int], raw: Any) -> Graph:
+def from_edges(counts: Mapping[str, int], raw: Any) -> RoleGraph:
     """The graph of the edges in a job file. Raises `SpecError`."""
     job = Section({"edges": raw})
     edges = read_edges(job)
@@ -136,7 +136,7 @@ def test_no_edges_are_no_fault() -> None:
 
 
 @given(graphs)
-def test_what_is_written_of_a_graph_gives_it_back(graph: Graph) -> None:
+def test_what_is_written_of_a_graph_gives_it_back(graph: RoleGraph) -> None:
     raw = [
         {
             "from": each.source,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from unirun.errors import SpecError
-from unirun.spec.channels import Channel
+from unirun.spec.channels import ChannelSpec
 from unirun.spec.job import JobSpec, Probe, RoleSpec
 from unirun.spec.parse import parse_job
 from unirun.weights.integrations.vllm_guard import SameHost
@@ -106,7 +106,7 @@ def test_a_model_needs_a_kind() -> None:
 class TestWeights:
     def test_weights_come_to_engines_by_a_companion_on_each_of_their_nodes(self) -> None:
         spec = parse(VLLM, channels=CHANNELS)
-        assert spec.channels == (Channel("policy", "train", ("engine-weights",)),)
+        assert spec.channels == (ChannelSpec("policy", "train", ("engine-weights",)),)
         companion = spec.roles[-1]
         assert (companion.name, companion.beside, companion.slots) == ("engine-weights", "engine", 0)
         assert companion.entry.args == ("policy",)

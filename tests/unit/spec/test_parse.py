@@ -14,7 +14,7 @@ from msgspec import structs
 
 from tests.effort import examples
 from unirun.errors import SpecError
-from unirun.spec.channels import Channel
+from unirun.spec.channels import ChannelSpec
 from unirun.spec.job import Entry, JobSpec, LogSpec, RoleSpec
 from unirun.spec.parse import JOB_KEYS, LOG_KEYS, NUMA_MODES, handle_name, parse_job
 from unirun.spec.read import RESERVED_ENV, nearest
@@ -182,7 +182,7 @@ def specs(draw: st.DrawFn) -> JobSpec:
         log=draw(logs),
         collocations=collocations,
         exclude_nodes=tuple(draw(st.lists(st.sampled_from(["node3", "n-7.rack_2"]), unique=True))),
-        channels=(Channel("policy", known[0], tuple(known[1:])),) if len(known) > 1 else (),
+        channels=(ChannelSpec("policy", known[0], tuple(known[1:])),) if len(known) > 1 else (),
         call_timeout=draw(seconds),
         transport=draw(st.sampled_from(["torch", "socket"])),
         stdin=draw(st.none() | st.sampled_from([f"{name}:0" for name in known])),

@@ -21,7 +21,7 @@ from unirun.spec.templates import (
     names_in,
     texts_of,
 )
-from unirun.values import Place
+from unirun.values import RankAddress
 
 
 def program(
@@ -35,7 +35,7 @@ ENGINE = program("engine", 4, ports=("http", "dist"), group=2)
 PLAIN = program("plain", 1, ports=())
 SCRIPT = RoleSpec("train", 2, Entry("script", "train.py"))
 ROLES = {role.name: role for role in (ENGINE, PLAIN, SCRIPT)}
-PLACES: Places = {"engine": tuple(Place(f"10.0.0.{n}", (20000 + n, 21000 + n)) for n in range(4))}
+PLACES: Places = {"engine": tuple(RankAddress(f"10.0.0.{n}", (20000 + n, 21000 + n)) for n in range(4))}
 
 
 def filled(text: str, role: str = "engine", rank: int = 0, places: Places = PLACES) -> str:
@@ -101,7 +101,7 @@ class TestNames:
         assert fill("{roles.engine.hosts}", own, roles, PLACES).count(",") == 3
 
     def test_names_of_addresses_of_ipv6_have_brackets_and_hosts_have_none(self) -> None:
-        places = {"engine": (Place("fd00::1", (80, 81)), Place("fd00::2", (82, 83)))}
+        places = {"engine": (RankAddress("fd00::1", (80, 81)), RankAddress("fd00::2", (82, 83)))}
         assert filled("{addr} {host}", places=places) == "[fd00::1]:80 fd00::1"
         assert filled("{group.head} {head}", rank=1, places=places) == "[fd00::1]:80 fd00::1"
         assert filled("{roles.engine.addrs}", "train", places=places) == "[fd00::1]:80"
@@ -199,7 +199,7 @@ class TestFaults:
 def test_addresses_of_roles_stand_in_the_environment_of_the_job_too() -> None:
     engine = RoleSpec("engine", 1, Entry("program", "serve"), contract="none", ports=("http",))
     roles = {"engine": engine}
-    places = {"engine": (Place("h", (1,)),)}
+    places = {"engine": (RankAddress("h", (1,)),)}
     assert fill_roles("http://{roles.engine.addr}/{port}", roles, places) == "http://h:1/{port}"
     assert [fault.where for fault in faults_of_env({"A": "{roles.engin.addr}", "B": "{port}"}, roles)] == [
         "env.A"
@@ -211,5 +211,5 @@ def test_ranks_of_a_script_with_ports_are_told_theirs() -> None:
     script = RoleSpec("a", 1, Entry("script", "a.py", ("{port}", "{rank}")))
     served = replace(script, ports=("http",))
     for role, expected in ((script, ["{port}", "{rank}"]), (served, ["7", "0"])):
-        places = {"a": (Place("h", (7,)),)} if role.ports else {}
+        places = {"a": (RankAddress("h", (7,)),)} if role.ports else {}
         assert [fill(text, Own("a", 0, 1, "h"), {"a": role}, places) for text in role.entry.args] == expected

@@ -18,13 +18,13 @@ from transformers.modeling_outputs import CausalLMOutput
 from unirun import train
 from unirun.errors import UsageError
 from unirun.train import functions
-from unirun.train.session import Place, Session
+from unirun.train.session import RankInfo, Session
 
 
 @pytest.fixture
 def session() -> Iterator[Session]:
     """Rank 1 of 4, which have no process group."""
-    made = Session(Place(1, 4, 1, 4))
+    made = Session(RankInfo(1, 4, 1, 4))
     functions.enter(made)
     yield made
     functions.enter(None)
@@ -34,7 +34,7 @@ def session() -> Iterator[Session]:
 @pytest.fixture
 def alone() -> Iterator[Session]:
     """The only rank."""
-    made = Session(Place())
+    made = Session(RankInfo())
     functions.enter(made)
     yield made
     functions.enter(None)

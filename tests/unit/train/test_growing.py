@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from unirun.train.callbacks import Callbacks
 from unirun.train.checkpoints import CheckpointStrategy
-from unirun.train.running import Request, TrainingIterator
+from unirun.train.running import RunRequest, TrainingIterator
 
 EVERY = 60.0
 
@@ -35,7 +35,7 @@ class Asked:
 
 def run(clock: Clock, asked: Asked, *, elastic: bool = True, every: float = EVERY) -> TrainingIterator:
     strategy = CheckpointStrategy()
-    request = Request(print, False, {}, {}, None, strategy, "", "", 0, (), elastic, every)
+    request = RunRequest(print, False, {}, {}, None, strategy, "", "", 0, (), elastic, every)
     attempts: Any = asked
     return TrainingIterator(attempts, request, Callbacks(()), lambda data: data, clock)
 

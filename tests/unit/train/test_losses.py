@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unirun.errors import InvocationTimeout, RemoteTraceback, WorkerLost
-from unirun.train.losses import Loss, is_loss, loader_loss, loss_of
+from unirun.train.losses import LostWorker, is_loss, loader_loss, loss_of
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_killed_process_of_a_loader_is_of_its_rank() -> None:
     for worker in ("worker:0", "worker:1"):
         found = loader_loss(worker, RuntimeError("DataLoader worker (pid 4) is killed by signal: Killed. "))
         assert found is not None
-        kinds.add(Loss(worker, found.problem.removeprefix(f"{worker} ")).kind)
+        kinds.add(LostWorker(worker, found.problem.removeprefix(f"{worker} ")).kind)
     assert len(kinds) == 2
 
 
@@ -103,4 +103,4 @@ def test_no_other_error_is(error: BaseException) -> None:
 
 
 def test_a_loss_is_a_value() -> None:
-    assert loss_of("worker:1", "exit code 3") == Loss("worker:1", "ended with exit code 3")
+    assert loss_of("worker:1", "exit code 3") == LostWorker("worker:1", "ended with exit code 3")

@@ -17,10 +17,10 @@ from tests.effort import SOON
 from unirun import train
 from unirun.errors import EncodingError, UsageError
 from unirun.train import functions
-from unirun.train.checkpoints import CheckpointStrategy, Folder, Manifest, Writer
+from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Manifest
 from unirun.train.data import Progress
 from unirun.train.lockstep import Finished, Reported
-from unirun.train.session import Interrupted, Place, Session
+from unirun.train.session import Interrupted, RankInfo, Session
 
 
 class Losses:
@@ -38,7 +38,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    made = Session(Place(1, 4, 1, 2), config={"lr": 0.1}, datasets={None: range(8), "other": range(4)})
+    made = Session(RankInfo(1, 4, 1, 2), config={"lr": 0.1}, datasets={None: range(8), "other": range(4)})
     functions.enter(made)
     yield made
     functions.enter(None)
@@ -111,8 +111,8 @@ class TestInAWorker:
         with pytest.raises(
             UsageError, match="of another size than 3; .*in Trainer.run with a dict as the checkpoint"
         ):
-            Session(Place(), datasets=datasets, resume=(folder, manifest)).shard(None)
-        session = Session(Place(), datasets=datasets, resume={"epoch": 1})
+            Session(RankInfo(), datasets=datasets, resume=(folder, manifest)).shard(None)
+        session = Session(RankInfo(), datasets=datasets, resume={"epoch": 1})
         assert session.load(None) == {"epoch": 1}
         assert [*session.shard(None)] == [1, 2, 3]
 
@@ -228,7 +228,7 @@ class TestACheckpointThatIsNotLoaded:
 
     @pytest.fixture
     def going_on(self, tmp_path: Path) -> Iterator[Session]:
-        made = Session(Place(), resume={"epoch": 1})
+        made = Session(RankInfo(), resume={"epoch": 1})
         functions.enter(made)
         yield made
         functions.enter(None)
@@ -246,7 +246,7 @@ class TestACheckpointThatIsNotLoaded:
 
     def test_its_path_is_told(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         resume = Folder(str(tmp_path)), Manifest(3, 1, False, {})
-        Session(Place(), resume=resume).report({})
+        Session(RankInfo(), resume=resume).report({})
         assert f"goes on from {tmp_path}/000003, which" in capfd.readouterr().err
 
     def test_nothing_is_told_when_it_was_loaded(
@@ -262,9 +262,9 @@ class TestACheckpointThatIsNotLoaded:
     ) -> None:
         train.save_checkpoint()
         train.report()
-        Session(Place()).report({})
+        Session(RankInfo()).report({})
         # Rank 0 may load it for all.
-        Session(Place(1, 2), resume={"epoch": 1}).report({})
+        Session(RankInfo(1, 2), resume={"epoch": 1}).report({})
         assert capfd.readouterr().err == ""
 
 
@@ -283,7 +283,7 @@ class TestInterrupts:
                 session.report({})
 
         # Of another one: it would take the reports of this one.
-        silent = Session(Place())
+        silent = Session(RankInfo())
         threads = [
             threading.Thread(target=wait, args=(lambda: silent.take(1),)),
             threading.Thread(target=wait, args=(report,)),
@@ -306,9 +306,9 @@ class TestRandomNumbers:
     def test_a_run_that_goes_on_has_those_of_a_run_that_was_not_killed(self, tmp_path: Path) -> None:
         def run(first: int, last: int) -> list[float]:
             folder = Folder(str(tmp_path))
-            writer = Writer(folder, CheckpointStrategy(), 0, 1, first)
+            writer = CheckpointWriter(folder, CheckpointStrategy(), 0, 1, first)
             resume = (folder, folder.manifest(first - 1)) if first > 1 else None
-            session = Session(Place(), writer=writer, resume=resume, saves=first - 1)
+            session = Session(RankInfo(), writer=writer, resume=resume, saves=first - 1)
             functions.enter(session)
             try:
                 train.enable_reproducibility(7)
@@ -344,8 +344,8 @@ class Gathering:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_state_dict_is_made_once_for_each_checkpoint(tmp_path: Path, rank: int) -> None:
-    writer = Writer(Folder(str(tmp_path)), CheckpointStrategy(), rank, 2, 1)
-    session, model = Session(Place(rank, 2), writer=writer), Gathering()
+    writer = CheckpointWriter(Folder(str(tmp_path)), CheckpointStrategy(), rank, 2, 1)
+    session, model = Session(RankInfo(rank, 2), writer=writer), Gathering()
     for number in (1, 2):
         session.save({"model": model})
         assert model.made == number

@@ -16,7 +16,7 @@ from unirun.collocation.inventory import NEARNESS, NumaNode
 from unirun.errors import PlacementError, UsageError
 from unirun.train.setup import MANY, Setup
 from unirun.train.trainer import Trainer
-from unirun.train.tuning import Part, _planned, another, inventory_of, setups, with_threads
+from unirun.train.tuning import DeviceSetup, _planned, another, inventory_of, setups, with_threads
 
 
 def asked(ranks: int, slots: int = 1, *, device: str | None = "cuda", least: int = 0) -> Setup:
@@ -25,8 +25,8 @@ def asked(ranks: int, slots: int = 1, *, device: str | None = "cuda", least: int
 
 def devices(found: list[Setup]) -> list[tuple[str, ...]]:
     """Those of all sets but the first."""
-    assert all(isinstance(each, Part) for each in found[1:])
-    return [each.devices for each in found[1:] if isinstance(each, Part)]
+    assert all(isinstance(each, DeviceSetup) for each in found[1:])
+    return [each.devices for each in found[1:] if isinstance(each, DeviceSetup)]
 
 
 @pytest.mark.parametrize(

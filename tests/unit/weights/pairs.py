@@ -13,14 +13,14 @@ from tests.unit.wire.places import credentials_in
 from unirun.roles.transport.listener import SocketTransport
 from unirun.roles.transport.protocol import Handler, Parcel, Reply
 from unirun.values import WorkerId
-from unirun.weights.fetching import Fetching
+from unirun.weights.fetching import Fetcher
 from unirun.weights.holding import Holder
 from unirun.weights.hub import request_of
-from unirun.weights.lines import Line
+from unirun.weights.lines import PeerConnection
 from unirun.weights.messages import Request
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver
-from unirun.weights.sources import Source
+from unirun.weights.sources import RemoteSource
 from unirun.weights.tensors import Weights, assigner, targets_of, tensors_of
 from unirun.wire.handshake import new_token
 
@@ -66,9 +66,9 @@ class Place:
         self._listening.append(transport)
         return transport.serve(who, handle)
 
-    def line(self, who: WorkerId, endpoint: str, *, tcp: bool = False) -> Line:
+    def line(self, who: WorkerId, endpoint: str, *, tcp: bool = False) -> PeerConnection:
         """A connection from a process of its own."""
-        line = Line(who, self._transport(f"r{next(_numbers)}", tcp=tcp), endpoint)
+        line = PeerConnection(who, self._transport(f"r{next(_numbers)}", tcp=tcp), endpoint)
         self._stack.callback(line.close)
         return line
 
@@ -77,7 +77,7 @@ class Place:
         for transport in self._listening:
             transport.close()
 
-    def holders(self, *readers: Reader, tcp: bool = False) -> list[Source]:
+    def holders(self, *readers: Reader, tcp: bool = False) -> list[RemoteSource]:
         """The readers, as somebody sees them who was started later."""
         found = []
         for rank, reader in enumerate(readers):
@@ -89,7 +89,7 @@ class Place:
                 holder.handle(request, reply)
 
             line = self.line(who, self.serve(who, handle, tcp=tcp), tcp=tcp)
-            found.append(Source("policy", line, "rollout:late", holder=True))
+            found.append(RemoteSource("policy", line, "rollout:late", holder=True))
         return found
 
     def neighbours(self, count: int, *endpoints: str) -> list[Reader]:
@@ -106,9 +106,9 @@ class Place:
         number = next(_numbers)
         transport = self._transport(f"r{number}", tcp=tcp)
         sources = [
-            Source(
+            RemoteSource(
                 "policy",
-                Line(WorkerId("actor", rank, 0), transport, endpoint),
+                PeerConnection(WorkerId("actor", rank, 0), transport, endpoint),
                 f"rollout:{number}",
                 here=transport.is_here(endpoint),
                 host=host,
@@ -127,12 +127,12 @@ class Place:
 class Reader:
     """A receiver and its connections."""
 
-    def __init__(self, sources: Sequence[Source], name: str) -> None:
+    def __init__(self, sources: Sequence[RemoteSource], name: str) -> None:
         self.name = name
-        self.others: dict[str, Source] = {}
+        self.others: dict[str, RemoteSource] = {}
         self.sources, self.holder = sources, Holder(lambda _: self.publishers_have_ended)
         self.publishers_have_ended = False
-        self._receiver = Receiver("policy", 0, self.holder, Fetching("policy", self.holder, self.others.get))
+        self._receiver = Receiver("policy", 0, self.holder, Fetcher("policy", self.holder, self.others.get))
 
     def receive(
         self,
@@ -147,7 +147,7 @@ class Reader:
         deadline, setter = time.monotonic() + within, assigner(into) if assign else None
         return self._receiver.receive(self.sources, targets_of(into, eta), at_least, deadline, setter, eta)
 
-    def receive_held(self, holders: Sequence[Source], into: Weights, at_least: int = 0) -> int | None:
+    def receive_held(self, holders: Sequence[RemoteSource], into: Weights, at_least: int = 0) -> int | None:
         """As `Receiver.receive_held`."""
         return self._receiver.receive_held(holders, tensors_of(into), at_least, time.monotonic() + SOON)
 

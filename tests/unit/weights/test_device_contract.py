@@ -1,4 +1,4 @@
-"""The contract of every `Device`, in two processes that use it: the twin everywhere, CUDA where there is a GPU."""
+"""The contract of every `DeviceInterface`, in two processes that use it: the twin everywhere, CUDA where there is a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from tests.unit.weights.twin import Machine
 from unirun.weights.devices.cuda import CudaDevice
-from unirun.weights.packing import Device, DeviceError
+from unirun.weights.packing import DeviceError, DeviceInterface
 
 pytestmark = pytest.mark.starts_processes
 
@@ -24,7 +24,7 @@ SIZES = (1, 4096, 5 << 20)
 class Hands:
     """One process that uses a device. Memory is known by numbers."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: DeviceInterface) -> None:
         self._device = device
         self._memory: dict[int, torch.Tensor] = {}
         self._host: list[torch.Tensor] = []

@@ -10,7 +10,7 @@ import pytest
 from unirun.errors import PeerLost
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
-from unirun.weights.lines import Line
+from unirun.weights.lines import PeerConnection
 
 WHO = WorkerId("actor", 0, 0)
 
@@ -39,7 +39,7 @@ def wire() -> Any:
 
 
 def test_who_waits_is_told_why_the_connection_was_closed(wire: Any) -> None:
-    line = Line(WHO, wire, "")
+    line = PeerConnection(WHO, wire, "")
     future = line.ask(b"")
     line.close("the job has lost it")
     with pytest.raises(PeerLost, match="actor:0 is gone: the job has lost it"):
@@ -49,7 +49,7 @@ def test_who_waits_is_told_why_the_connection_was_closed(wire: Any) -> None:
 
 
 def test_an_answer_that_comes_while_the_connection_is_closed_changes_nothing(wire: Any) -> None:
-    line = Line(WHO, wire, "")
+    line = PeerConnection(WHO, wire, "")
     future = line.ask(b"")
     line.close()
     wire.answers[0](Parcel(b"late"))
@@ -58,7 +58,7 @@ def test_an_answer_that_comes_while_the_connection_is_closed_changes_nothing(wir
 
 
 def test_an_answer_that_has_come_stays(wire: Any) -> None:
-    line = Line(WHO, wire, "")
+    line = PeerConnection(WHO, wire, "")
     future = line.ask(b"")
     wire.answers[0](Parcel(b"in time"))
     wire.broken("the peer closed the stream")

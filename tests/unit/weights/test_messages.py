@@ -13,9 +13,9 @@ from unirun.errors import FrameError
 from unirun.weights import messages
 from unirun.weights.hub import request_of
 from unirun.weights.layout import Box
-from unirun.weights.messages import Describe, Fetch, Fetched, Part, Peek, Release, Released, answer_of
+from unirun.weights.messages import Describe, Fetch, Fetched, NamedBox, Peek, Release, Released, answer_of
 from unirun.weights.queues import admission as queues
-from unirun.weights.queues.admission import Heard, Offered, Ready, supply_of
+from unirun.weights.queues.admission import Ack, AwaitItem, Offered, supply_of
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -70,7 +70,7 @@ def _read(read: Callable[[bytes], object], raw: bytes) -> None:
     [
         Describe("c", 1.0),
         Peek("c", 1.0),
-        Fetch("c", "r", 1, -5, 0.5, (1, 2), (Part("w", Box((0,), (3,))),)),
+        Fetch("c", "r", 1, -5, 0.5, (1, 2), (NamedBox("w", Box((0,), (3,))),)),
         Release("c", "r", 3),
     ],
 )
@@ -81,6 +81,6 @@ def test_a_request_is_read_as_it_was_sent(request_: messages.Request) -> None:
 def test_an_answer_is_read_as_it_was_sent() -> None:
     for answer in (Fetched(1, 2, 3), Released(held=True)):
         assert answer_of(messages.encode(answer)) == answer
-    for supply in (Heard(), Offered(1, None, (4, 5))):
+    for supply in (Ack(), Offered(1, None, (4, 5))):
         assert supply_of(queues.encode(supply)) == supply
-    assert request_of(queues.encode(Ready("q", 1.0))) == Ready("q", 1.0)
+    assert request_of(queues.encode(AwaitItem("q", 1.0))) == AwaitItem("q", 1.0)

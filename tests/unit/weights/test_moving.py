@@ -231,13 +231,13 @@ class TestMemory:
         publisher, endpoint = here.publisher()
         source = here.reader(endpoint).sources[0]
         publisher.publish({"w": torch.full((1000,), 1.0)}, 1)
-        from unirun.weights.layout import Box, Take
+        from unirun.weights.layout import Box, ReadItem
         from unirun.weights.messages import Describe, Described, Fetched, answer_of
 
         described = answer_of(source.ask(Describe("policy", 1.0)).result(SOON).head)
         assert isinstance(described, Described)
         source.describe(Packing(described.layout, described.number, described.offsets))
-        take = Take(0, "w", Box((0,), (1000,)))
+        take = ReadItem(0, "w", Box((0,), (1000,)))
         parcel = source.fetch(0, (take,), 1.0, keep=False).result(SOON)
         fetched = answer_of(parcel.head)
         assert isinstance(fetched, Fetched)

@@ -17,7 +17,7 @@ from tests.effort import SOON
 from unirun.errors import GroupError
 from unirun.roles.process_groups import dist
 from unirun.weights import pairing
-from unirun.weights.pairing import Pair, buckets, checksum, offsets
+from unirun.weights.pairing import PairGroup, buckets, checksum, offsets
 
 pytestmark = pytest.mark.starts_processes
 
@@ -42,14 +42,14 @@ def test_buckets_have_every_byte_once_and_are_full_but_for_the_last(sizes: list[
 
 
 @contextmanager
-def ends() -> Iterator[tuple[Pair, Pair]]:
+def ends() -> Iterator[tuple[PairGroup, PairGroup]]:
     """Both ends, over gloo."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    made: dict[int, Pair] = {}
+    made: dict[int, PairGroup] = {}
 
     def make(rank: int) -> None:
         there = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-        made[rank] = Pair(dist.PrefixStore("pair", there), rank, "gloo", 20.0)
+        made[rank] = PairGroup(dist.PrefixStore("pair", there), rank, "gloo", 20.0)
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -64,7 +64,7 @@ def ends() -> Iterator[tuple[Pair, Pair]]:
 
 
 def moved(
-    pair: tuple[Pair, Pair], tensors: Sequence[torch.Tensor], *, checked: bool = True
+    pair: tuple[PairGroup, PairGroup], tensors: Sequence[torch.Tensor], *, checked: bool = True
 ) -> list[torch.Tensor]:
     deadline = time.monotonic() + SOON
     thread = threading.Thread(target=pair[0].send, args=(tensors, deadline), kwargs={"checked": checked})
@@ -154,4 +154,4 @@ def test_a_deadline_ends_the_wait() -> None:
 def test_nobody_at_the_other_end() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(GroupError, match="did not connect"):
-        Pair(store, 0, "gloo", 0.2)
+        PairGroup(store, 0, "gloo", 0.2)

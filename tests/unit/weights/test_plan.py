@@ -8,7 +8,7 @@ from hypothesis import given
 
 from tests.unit.weights.meshes import Cut, cuts
 from unirun.errors import WeightsError
-from unirun.weights.layout import Box, Part, Piece, Take, Tensor, by_source, plan
+from unirun.weights.layout import Box, Part, Piece, ReadItem, Tensor, by_source, plan
 from unirun.weights.tensors import layout_of, part_of
 
 WHOLE = torch.arange(70).view(7, 10)
@@ -57,8 +57,8 @@ def test_a_half_that_is_near_is_taken_from_there_and_the_rest_from_elsewhere() -
     half = {"w": Part(about, (Piece(Box((0,), (2,)), (0,)),))}
     whole = {"w": Part(about, (Piece(Box((0,), (4,)), (0,)),))}
     assert plan([whole, half], whole, near=[1]) == (
-        Take(1, "w", Box((0,), (2,))),
-        Take(0, "w", Box((2,), (2,))),
+        ReadItem(1, "w", Box((0,), (2,))),
+        ReadItem(0, "w", Box((2,), (2,))),
     )
 
 
@@ -88,5 +88,5 @@ def test_a_part_that_nobody_has_is_told() -> None:
 
 def test_takes_are_grouped_by_their_source() -> None:
     box = Box((), ())
-    takes = (Take(1, "a", box), Take(0, "b", box), Take(1, "c", box))
+    takes = (ReadItem(1, "a", box), ReadItem(0, "b", box), ReadItem(1, "c", box))
     assert by_source(takes) == {1: (takes[0], takes[2]), 0: (takes[1],)}

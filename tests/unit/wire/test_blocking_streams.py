@@ -13,7 +13,7 @@ import pytest
 from tests.unit.wire.places import SOON, Place, raw, serving, unexpected
 from unirun.errors import ConnectionLost, FrameError, RendezvousError
 from unirun.wire.address import unix_address
-from unirun.wire.aio import Server, Stream
+from unirun.wire.aio import Stream, StreamServer
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake
 from unirun.wire.messages import Shutdown, Stop
@@ -27,7 +27,7 @@ class TestBlockingStream:
                 stream.send(await stream.receive())
                 await stream.close()
 
-            server = Server(place.listen(), place.credentials, serve, unexpected)
+            server = StreamServer(place.listen(), place.credentials, serve, unexpected)
             await asyncio.to_thread(talk)
             server.close()
 

@@ -20,7 +20,7 @@ from tests.unit.wire.places import NODE, SOON, Place, raw, serving, unexpected
 from unirun.errors import AuthError, ConnectionLost, RendezvousError, UsageError, WireError
 from unirun.wire import frames, handshake
 from unirun.wire.address import TcpAddress
-from unirun.wire.aio import Server, Stream, connect
+from unirun.wire.aio import Stream, StreamServer, connect
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import HELLO_SIZE, ClientHandshake, ServerHandshake, new_token
 from unirun.wire.messages import Shutdown, Stop
@@ -37,7 +37,7 @@ def over_asyncio(place: Place, talk: Callable[[Stream, Stream], Awaitable[None]]
         async def serve(stream: Stream) -> None:
             accepted.set_result(stream)
 
-        server = Server(place.listen(), place.credentials, serve, unexpected)
+        server = StreamServer(place.listen(), place.credentials, serve, unexpected)
         client = await connect(place.address, place.on("another"))
         async with asyncio.timeout(SOON):
             await talk(client, await accepted)
@@ -87,7 +87,7 @@ class Refusing:
     def __init__(self, place: Place, *, timeout: float = SOON) -> None:
         self.refused: asyncio.Queue[str] = asyncio.Queue()
         self.accepted: asyncio.Queue[Stream] = asyncio.Queue()
-        self._server = Server(
+        self._server = StreamServer(
             place.listen(), place.credentials, self.accepted.put, self._note, timeout=timeout
         )
 
@@ -270,7 +270,7 @@ class TestAServer:
 
     def test_a_server_that_is_closed_leaves_no_task(self, place: Place) -> None:
         async def main() -> None:
-            server = Server(place.listen(), place.credentials, serve, unexpected)
+            server = StreamServer(place.listen(), place.credentials, serve, unexpected)
             _, writer = await place.open()
             server.close()
             await server.closed()
@@ -370,7 +370,9 @@ def test_an_end_that_is_cancelled_when_tls_has_just_been_established_leaves_no_t
     monkeypatch.setattr(sslproto.SSLProtocol, "_wakeup_waiter", cancel)
 
     async def main() -> None:
-        server = Server(place.listen(), place.credentials, lambda stream: stream.close(), lambda *_: None)
+        server = StreamServer(
+            place.listen(), place.credentials, lambda stream: stream.close(), lambda *_: None
+        )
         connecting = asyncio.ensure_future(connect(place.address, place.on("another")))
         ends.update(client=connecting.cancel, server=server.close)
         async with asyncio.timeout(SOON):

@@ -6,8 +6,8 @@ Pictures of it are in the modules `text` and `svg`, which only `unirun graph` im
 from unirun.collocation.graph.learn import LearnedEdge, ProcessCalls, added, learn, sound
 from unirun.collocation.graph.values import (
     Affected,
-    Graph,
     Role,
+    RoleGraph,
     affected,
     declared,
     faults,
@@ -24,11 +24,11 @@ __all__ = [
     "Affected",
     "Direction",
     "Edge",
-    "Graph",
     "Kind",
     "LearnedEdge",
     "ProcessCalls",
     "Role",
+    "RoleGraph",
     "added",
     "affected",
     "declared",

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from unirun.spec.edges import Direction, Edge, Kind
 from unirun.values import Value
-from unirun.wire.reports import CallCount, Span
+from unirun.wire.reports import CallCount, RankRange
 
 Counts = tuple[CallCount, ...]
 
@@ -144,7 +144,9 @@ def _bounded(counts: Sequence[CallCount]) -> Counts:
     return tuple(
         each
         if len(each.ranks) <= MOST_SPANS
-        else replace(each, ranks=(Span(min(s.first for s in each.ranks), max(s.last for s in each.ranks)),))
+        else replace(
+            each, ranks=(RankRange(min(s.first for s in each.ranks), max(s.last for s in each.ranks)),)
+        )
         for each in counts
     )
 
@@ -165,22 +167,22 @@ def _sum(one: CallCount, other: CallCount) -> CallCount:
     )
 
 
-def _union(counts: Sequence[CallCount]) -> tuple[Span, ...]:
+def _union(counts: Sequence[CallCount]) -> tuple[RankRange, ...]:
     if len(counts) == 1 and len(counts[0].ranks) == 1:
         return counts[0].ranks
     return _merged(chain.from_iterable(each.ranks for each in counts))
 
 
-def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+def _merged(spans: Iterable[RankRange]) -> tuple[RankRange, ...]:
     """The same ranks as ascending spans that do not overlap."""
-    found: list[Span] = []
+    found: list[RankRange] = []
     for span in sorted(spans, key=lambda each: (each.first, each.last)):
         if found and span.first <= found[-1].last + 1:
-            found[-1] = Span(found[-1].first, max(found[-1].last, span.last))
+            found[-1] = RankRange(found[-1].first, max(found[-1].last, span.last))
         else:
             found.append(span)
     return tuple(found)
 
 
-def _size(spans: Iterable[Span]) -> int:
+def _size(spans: Iterable[RankRange]) -> int:
     return sum(span.last - span.first + 1 for span in spans)

@@ -12,7 +12,7 @@ from html import escape
 from itertools import pairwise
 
 from unirun.collocation.graph.text import NO_STATES, edge_line, look, printable, vertex_lines
-from unirun.collocation.graph.values import Graph, Role
+from unirun.collocation.graph.values import Role, RoleGraph
 from unirun.spec.edges import Edge
 from unirun.values import Value
 
@@ -77,7 +77,7 @@ class Layout(Value):
 Point = str | tuple[Pair, int]
 
 
-def layout(graph: Graph) -> Layout:
+def layout(graph: RoleGraph) -> Layout:
     """The layers of `graph`. All edges between two roles are drawn as one; self-loops are not drawn."""
     names = [role.name for role in graph.roles]
     pairs = _pairs(graph, names)
@@ -113,7 +113,7 @@ def heights(plan: Layout, size: Mapping[Point, float], space: float) -> dict[Poi
     return {point: middle - top for point, middle in place.items()}
 
 
-def _pairs(graph: Graph, names: Sequence[str]) -> list[Pair]:
+def _pairs(graph: RoleGraph, names: Sequence[str]) -> list[Pair]:
     """The pairs with an edge; those with a synchronous edge first."""
     edges = sorted(graph.edges, key=lambda edge: edge.asynchronous)
     known = set(names)
@@ -234,19 +234,19 @@ _LINE, _LABEL = "#475569", "#1e293b"
 """The colours of edges and of their labels."""
 
 
-def svg(graph: Graph, states: Mapping[str, str] = NO_STATES) -> str:
+def svg(graph: RoleGraph, states: Mapping[str, str] = NO_STATES) -> str:
     """The picture. `states` has the phases of roles by their names, which give the boxes their colours.
 
     Dashed lines are asynchronous calls; the thicker a line, the more bytes go along it. Programs have boxes with sharp
     corners and bars at their sides.
     """
-    return _Picture(graph, states).text()
+    return _GraphPicture(graph, states).text()
 
 
-class _Picture:
+class _GraphPicture:
     """All sizes, computed before anything is drawn."""
 
-    def __init__(self, graph: Graph, states: Mapping[str, str]) -> None:
+    def __init__(self, graph: RoleGraph, states: Mapping[str, str]) -> None:
         self.graph, self.states = graph, states
         self.roles: dict[str, Role] = {role.name: role for role in graph.roles}
         self.plan: Layout = layout(graph)

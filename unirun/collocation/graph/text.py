@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 
-from unirun.collocation.graph.values import Graph, Role
+from unirun.collocation.graph.values import Role, RoleGraph
 from unirun.spec.edges import Edge
 from unirun.spec.sizes import show_size
 from unirun.values import Value
@@ -14,7 +14,7 @@ from unirun.values import Value
 # The colours of role states, for all pictures.
 
 
-class Look(Value):
+class Style(Value):
     """Colours in ``#rrggbb`` that are legible together on any background, and the code of a terminal's colour."""
 
     fill: str
@@ -23,11 +23,11 @@ class Look(Value):
     ansi: str
 
 
-PLAIN = Look("#e2e8f0", "#64748b", "#0f172a", "")
-_GREEN = Look("#bbf7d0", "#15803d", "#052e16", "32")
-_RED = Look("#fecaca", "#b91c1c", "#450a0a", "31")
-_AMBER = Look("#fde68a", "#b45309", "#451a03", "33")
-_BLUE = Look("#bfdbfe", "#1d4ed8", "#172554", "34")
+PLAIN = Style("#e2e8f0", "#64748b", "#0f172a", "")
+_GREEN = Style("#bbf7d0", "#15803d", "#052e16", "32")
+_RED = Style("#fecaca", "#b91c1c", "#450a0a", "31")
+_AMBER = Style("#fde68a", "#b45309", "#451a03", "33")
+_BLUE = Style("#bfdbfe", "#1d4ed8", "#172554", "34")
 
 LOOKS = {
     "running": _GREEN,
@@ -45,7 +45,7 @@ LOOKS = {
 """By the word for the phase of a role."""
 
 
-def look(state: str) -> Look:
+def look(state: str) -> Style:
     """The look of a state; grey for one that is not known, and for none."""
     return LOOKS.get(state, PLAIN)
 
@@ -56,7 +56,7 @@ ADDRESSES = 4
 NO_STATES: Mapping[str, str] = {}
 
 
-def mermaid(graph: Graph, states: Mapping[str, str] = NO_STATES) -> str:
+def mermaid(graph: RoleGraph, states: Mapping[str, str] = NO_STATES) -> str:
     """A flowchart for Mermaid, as Markdown of many hosts shows it. `states` has the phases of roles by their names."""
     ids = {role.name: f"r{number}" for number, role in enumerate(graph.roles)}
     lines = ["flowchart LR"]
@@ -76,7 +76,7 @@ def mermaid(graph: Graph, states: Mapping[str, str] = NO_STATES) -> str:
     return "\n".join(lines) + "\n"
 
 
-def dot(graph: Graph, states: Mapping[str, str] = NO_STATES) -> str:
+def dot(graph: RoleGraph, states: Mapping[str, str] = NO_STATES) -> str:
     """A digraph for Graphviz."""
     ids = {role.name: f"r{number}" for number, role in enumerate(graph.roles)}
     lines = ["digraph job {", "    rankdir=LR;", '    node [shape=box, style="rounded,filled"];']
@@ -94,7 +94,7 @@ def dot(graph: Graph, states: Mapping[str, str] = NO_STATES) -> str:
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def tree(graph: Graph, states: Mapping[str, str] = NO_STATES, *, colour: bool = False) -> str:
+def tree(graph: RoleGraph, states: Mapping[str, str] = NO_STATES, *, colour: bool = False) -> str:
     """A tree for a terminal: roles without callers, and below each the roles that it calls. A role is expanded once.
 
     With `colour`, names are in the colours of their states.
@@ -111,7 +111,7 @@ def tree(graph: Graph, states: Mapping[str, str] = NO_STATES, *, colour: bool = 
     return "".join(f"{line}\n" for line in lines)
 
 
-def yaml(graph: Graph) -> str:
+def yaml(graph: RoleGraph) -> str:
     """The edges of `graph` for a job file: whole bytes, without values that equal the defaults."""
     lines = ["edges:"] if graph.edges else ["edges: []"]
     for edge in graph.edges:
@@ -145,7 +145,7 @@ def edge_line(edge: Edge) -> str:
 
 
 def _branches(
-    graph: Graph, start: str, states: Mapping[str, str], colour: bool, shown: set[str]
+    graph: RoleGraph, start: str, states: Mapping[str, str], colour: bool, shown: set[str]
 ) -> Iterator[str]:
     """The lines below `start`, without recursion: a chain of roles may be longer than Python's stack."""
     roles = {role.name: role for role in graph.roles}
@@ -164,7 +164,7 @@ def _branches(
             stack += ((below, each, end) for each, end in _with_last(graph, target.name))
 
 
-def _with_last(graph: Graph, role: str) -> list[tuple[Edge, bool]]:
+def _with_last(graph: RoleGraph, role: str) -> list[tuple[Edge, bool]]:
     """The calls of `role`, the last first, for a stack."""
     edges = [*graph.out(role)]
     return [(edge, place == 0) for place, edge in enumerate(reversed(edges))]

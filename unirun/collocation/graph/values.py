@@ -27,7 +27,7 @@ class Role(Value):
     addresses: tuple[str, ...] = ()
 
 
-class Graph(Value):
+class RoleGraph(Value):
     """Roles in the order of the job, and the edges between them. `faults` says what is wrong with one.
 
     Which ranks an edge joins follows from its kind. ``all_to_all`` joins every rank with every other, ``one_to_one``
@@ -83,7 +83,7 @@ def _facing(edge: Edge, rank: int, here: int, there: int) -> range:
 # with an asynchronous edge is allowed.
 
 
-def faults(graph: Graph) -> tuple[Fault, ...]:
+def faults(graph: RoleGraph) -> tuple[Fault, ...]:
     """All faults of `graph`, in the order of its roles and edges; cycles come last."""
     names = [role.name for role in graph.roles]
     found = [
@@ -106,7 +106,7 @@ def faults(graph: Graph) -> tuple[Fault, ...]:
     return (*found, *_cycle_faults(graph))
 
 
-def warnings(graph: Graph, joined: Collection[str] = ()) -> tuple[str, ...]:
+def warnings(graph: RoleGraph, joined: Collection[str] = ()) -> tuple[str, ...]:
     """Warnings about roles without edges, and roles that are called only in a cycle.
 
     A graph without edges has none. Roles that are `joined` with others, by a collocation for example, need no edge.
@@ -164,7 +164,7 @@ def cycles(names: Sequence[str], edges: Iterable[Edge]) -> Iterator[tuple[str, .
                 step = None
 
 
-def without_circles(graph: Graph) -> Graph:
+def without_circles(graph: RoleGraph) -> RoleGraph:
     """`graph` with an asynchronous edge in every cycle: calls that were seen to end cannot wait for themselves.
 
     In each cycle it is the call back to the first role.
@@ -200,7 +200,7 @@ def _edge_faults(where: str, edge: Edge, counts: Mapping[str, int]) -> Iterator[
             yield Fault(where, problem, "give both the same count, or use gather")
 
 
-def _cycle_faults(graph: Graph) -> Iterator[Fault]:
+def _cycle_faults(graph: RoleGraph) -> Iterator[Fault]:
     names = [role.name for role in graph.roles]
     waiting = [edge for edge in graph.edges if not edge.asynchronous]
     for circle in cycles([*dict.fromkeys(names)], waiting):
@@ -226,7 +226,7 @@ def _reached(starts: Iterable[str], edges: Sequence[Edge]) -> set[str]:
 # The graph of a job, from its spec.
 
 
-def declared(spec: JobSpec) -> Graph:
+def declared(spec: JobSpec) -> RoleGraph:
     """The roles of `spec` and its edges; without any, a trainer calls each role of workloads. Raises `SpecError`."""
     edges = spec.edges
     if not edges:
@@ -242,14 +242,14 @@ def _program(entry: Entry) -> str:
     return entry.target.rpartition("/")[2] if entry.kind == "program" else ""
 
 
-def graph_of(counts: Mapping[str, int], edges: Iterable[Edge]) -> Graph:
+def graph_of(counts: Mapping[str, int], edges: Iterable[Edge]) -> RoleGraph:
     """The graph of the roles in `counts`, with every fault of it as a `SpecError`.
 
     An edge without a kind is ``one_to_one`` between equal counts, ``scatter`` from one rank, ``gather`` to one rank,
     and else ``all_to_all``.
     """
     roles = tuple(Role(name, count) for name, count in counts.items())
-    graph = Graph(roles, tuple(replace(e, kind=e.kind or _usual_kind(counts, e)) for e in edges))
+    graph = RoleGraph(roles, tuple(replace(e, kind=e.kind or _usual_kind(counts, e)) for e in edges))
     if found := faults(graph):
         raise SpecError(found)
     return graph
@@ -269,7 +269,7 @@ def _usual_kind(counts: Mapping[str, int], edge: Edge) -> Kind:
 Side = Literal["failed", "peer", "upstream", "downstream"]
 
 
-def weights(graph: Graph) -> dict[tuple[str, str], float]:
+def weights(graph: RoleGraph) -> dict[tuple[str, str], float]:
     """Bytes per step between two roles, both ways and all edges together; a pair is in the order of the job's roles.
 
     An edge of unknown weight counts as one byte: enough to keep two roles together when nothing else matters.
@@ -282,7 +282,7 @@ def weights(graph: Graph) -> dict[tuple[str, str], float]:
     return found
 
 
-def tight_parts(graph: Graph, share: float = 0.1) -> tuple[tuple[str, ...], ...]:
+def tight_parts(graph: RoleGraph, share: float = 0.1) -> tuple[tuple[str, ...], ...]:
     """The sub-DAGs: roles that tight edges connect, the unit of scheduling. Every role is in one of them.
 
     An edge is tight when its source waits for it, and when it weighs at least `share` (0 to 1) of the heaviest such
@@ -326,7 +326,7 @@ class Affected(Value):
         return f"{self.role}:{show_ranks(self.ranks)}"
 
 
-def affected(graph: Graph, failed: Iterable[str]) -> tuple[Affected, ...]:
+def affected(graph: RoleGraph, failed: Iterable[str]) -> tuple[Affected, ...]:
     """The ranks affected when `failed` fail: roles (``rollout``) or single ranks (``rollout:1``). The unit of failover.
 
     First those that failed, then their peers, then upstream and downstream, the nearest first; a role on both sides is
@@ -361,7 +361,7 @@ def affected(graph: Graph, failed: Iterable[str]) -> tuple[Affected, ...]:
 Ranks = dict[str, set[int]]
 
 
-def _spread(graph: Graph, down: Ranks, side: Side) -> list[Affected]:
+def _spread(graph: RoleGraph, down: Ranks, side: Side) -> list[Affected]:
     """Breadth-first from `down` over synchronous edges; then one step over asynchronous edges from all of these.
 
     Each rank is in it once: as blocked if it is blocked, by the shortest path.
@@ -380,7 +380,7 @@ def _spread(graph: Graph, down: Ranks, side: Side) -> list[Affected]:
 
 
 def _step(
-    graph: Graph, front: Ranks, seen: Ranks, side: Side, distance: int, *, asynchronous: bool
+    graph: RoleGraph, front: Ranks, seen: Ranks, side: Side, distance: int, *, asynchronous: bool
 ) -> tuple[Ranks, list[Affected]]:
     """The ranks that edges of one sort join to `front` and that are not in `seen`; they are added to `seen`."""
     reached: Ranks = {}

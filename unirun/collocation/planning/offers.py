@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from unirun.collocation.inventory import CPU, Inventory, Node
-from unirun.collocation.placement import Request, RoleRequest, Ties
+from unirun.collocation.placement import PlacementRequest, RoleRequest, Ties
 from unirun.collocation.planning.nodes import Kinds, described
 from unirun.collocation.planning.packer import Packer
 from unirun.collocation.planning.problem import (
@@ -58,14 +58,14 @@ class Difference(NamedTuple):
     role: str = ""
 
 
-class Offer(Value):
+class Alternative(Value):
     """A request that fits, with `more` nodes if it needs them, and how it differs from the one that does not.
 
     `binds` are the constraints that it gives up, of `role` if they are a role's. Both are empty when there is only less
     to place, or more room.
     """
 
-    request: Request
+    request: PlacementRequest
     text: str
     binds: str = ""
     role: str = ""
@@ -85,7 +85,7 @@ class Trials:
             )
         self._kinds = tuple(first.values())
 
-    def nodes(self, request: Request, more: int = 0) -> list[Node]:
+    def nodes(self, request: PlacementRequest, more: int = 0) -> list[Node]:
         """The nodes that `request` may use when there are `more` like the usual one."""
         found = [like for name, like in self.like.items() if name not in request.tainted]
         if more:
@@ -98,7 +98,7 @@ class Trials:
             return MANY
         return max((sum(device.type == type for device in node.devices) for node in self._kinds), default=0)
 
-    def usual(self, request: Request) -> Node:
+    def usual(self, request: PlacementRequest) -> Node:
         """The most frequent kind of node, of those with all types of devices that are asked for if there are any."""
         types = {role.device for role in request.roles} - {None, CPU}
         counts = Counter(like.name for like in self.like.values())
@@ -113,7 +113,7 @@ class Trials:
         *_, most = processes(problem, nodes)
         return feasible(Packer(problem), Kinds(problem, most).of(nodes), problem.least)
 
-    def fit(self, request: Request, more: int = 0) -> bool:
+    def fit(self, request: PlacementRequest, more: int = 0) -> bool:
         """Return True if the least ranks of `request` can be placed."""
         try:
             problem = problem_of(request)
@@ -121,7 +121,7 @@ class Trials:
             return False
         return self._feasible(problem, self.nodes(request, more))(problem.least)
 
-    def counts(self, request: Request) -> list[int]:
+    def counts(self, request: PlacementRequest) -> list[int]:
         """By bundle, the cells with which `request`, which does not fit, would fit; 0 if with none."""
         problem = problem_of(request)
         fits = self._feasible(problem, self.nodes(request))
@@ -131,7 +131,7 @@ class Trials:
 
         return [most(bundle, least) for bundle, least in enumerate(problem.least)]
 
-    def room(self, request: Request) -> Iterator[Offer]:
+    def room(self, request: PlacementRequest) -> Iterator[Alternative]:
         """With spares or excluded nodes in use."""
         if request.spares and self.fit(replace(request, spares=0)):
             spares = border(0, request.spares, lambda number: self.fit(replace(request, spares=number)))
@@ -140,22 +140,22 @@ class Trials:
         names = sorted(request.tainted & self.like.keys())
         names.sort(key=lambda name: -len(self.like[name].devices))
 
-        def without(back: int) -> Request:
+        def without(back: int) -> PlacementRequest:
             return replace(request, tainted=request.tainted.difference(names[:back]))
 
         if names and self.fit(without(len(names))):
             yield offer(request, without(border(len(names), 0, lambda back: self.fit(without(back)))))
 
-    def more(self, request: Request) -> Offer | None:
+    def more(self, request: PlacementRequest) -> Alternative | None:
         """With more nodes like the usual one, at most as many as there are ranks."""
         ranks = sum(role.least for role in request.roles) + request.spares
         if not self._kinds or not self.fit(request, ranks):
             return None
         number = border(ranks, 0, lambda number: self.fit(request, number))
         like = f" like {self.usual(request).name}" if len(self._kinds) > 1 else ""
-        return Offer(request, f"adding {some(number, 'node')}{like}", more=number)
+        return Alternative(request, f"adding {some(number, 'node')}{like}", more=number)
 
-    def fewer(self, request: Request, counts: Sequence[int]) -> Iterator[Offer]:
+    def fewer(self, request: PlacementRequest, counts: Sequence[int]) -> Iterator[Alternative]:
         """With fewer ranks in one bundle, of which `counts` cells fit; that which lacks the fewest ranks first."""
         problem = problem_of(request)
 
@@ -170,7 +170,7 @@ class Trials:
             if not count and len(each.stacks) > 1:
                 yield from islice(self._in_smaller_cells(request, each), 1)
 
-    def _in_smaller_cells(self, request: Request, bundle: Bundle) -> Iterator[Offer]:
+    def _in_smaller_cells(self, request: PlacementRequest, bundle: Bundle) -> Iterator[Alternative]:
         """With some ranks fewer in roles that are together, so that their cells are smaller.
 
         Of 4001 actors and 3000 rollouts a node must have all; of 4000 and 3000 it may have 4 and 3.
@@ -190,7 +190,7 @@ class Trials:
             if self.fit(changed):
                 yield offer(request, changed)
 
-    def smaller(self, request: Request) -> Request | None:
+    def smaller(self, request: PlacementRequest) -> PlacementRequest | None:
         """With fewer ranks in all bundles, by equal parts."""
         try:
             problem = problem_of(request)
@@ -206,14 +206,16 @@ class Trials:
         changed = _with_cells(request, problem, tuple(map(max, cells, ones)))
         return changed if self.fit(changed) else None
 
-    def loosened(self, request: Request) -> Iterator[Offer]:
+    def loosened(self, request: PlacementRequest) -> Iterator[Alternative]:
         """With one group less, or with smaller needs of one role."""
         yield from (offer(request, changed) for changed in _without_a_group(request) if self.fit(changed))
         for role in request.roles:
             for each in _variants(role, self):
                 yield from self._first_of(request, role, each)
 
-    def _first_of(self, request: Request, role: RoleRequest, tries: Variants) -> Iterator[Offer]:
+    def _first_of(
+        self, request: PlacementRequest, role: RoleRequest, tries: Variants
+    ) -> Iterator[Alternative]:
         """The first of `tries`, changes of `role`, with which `request` fits."""
         for each in islice(tries, TRIES):
             changed = _with_role(request, role, **each)
@@ -254,13 +256,13 @@ def _variants(role: RoleRequest, trials: Trials) -> Iterator[Variants]:
         yield [{"component": None}]
 
 
-def _with_role(request: Request, role: RoleRequest, **changes: Any) -> Request:
+def _with_role(request: PlacementRequest, role: RoleRequest, **changes: Any) -> PlacementRequest:
     """`request` with changes of the role that has the name of `role`."""
     roles = tuple(replace(each, **changes) if each.name == role.name else each for each in request.roles)
     return replace(request, roles=roles)
 
 
-def _with_cells(request: Request, problem: Problem, cells: Cells) -> Request:
+def _with_cells(request: PlacementRequest, problem: Problem, cells: Cells) -> PlacementRequest:
     """`request`, when `cells` are the least of each bundle; a role that may not have fewer ranks has so many."""
     for bundle, count in zip(problem.bundles, cells, strict=True):
         for stack in bundle.stacks if count < bundle.least else ():
@@ -272,7 +274,7 @@ def _with_cells(request: Request, problem: Problem, cells: Cells) -> Request:
     return request
 
 
-def _without_a_group(request: Request) -> Iterator[Request]:
+def _without_a_group(request: PlacementRequest) -> Iterator[PlacementRequest]:
     """`request` with one group less, for each of them."""
     for kind in reversed(GROUPS):
         groups = getattr(request, kind)
@@ -281,7 +283,7 @@ def _without_a_group(request: Request) -> Iterator[Request]:
             yield replace(request, **rest)
 
 
-def without_a_constraint(request: Request) -> Iterator[Request]:
+def without_a_constraint(request: PlacementRequest) -> Iterator[PlacementRequest]:
     """`request` with one constraint less: spares, excluded nodes, a group, or a need of a role."""
     if request.spares:
         yield replace(request, spares=0)
@@ -296,14 +298,16 @@ def without_a_constraint(request: Request) -> Iterator[Request]:
             yield _with_role(request, role, slots=Fraction(1))
 
 
-def part_of(request: Request, names: Sequence[str]) -> Request:
+def part_of(request: PlacementRequest, names: Sequence[str]) -> PlacementRequest:
     """`request` with the roles called `names` only."""
     groups: dict[str, Any] = {kind: tuple(_cut(getattr(request, kind), names)) for kind in GROUPS}
     roles = tuple(role for role in request.roles if role.name in names)
     return replace(request, roles=roles, ties=Ties(), **groups)
 
 
-def with_part(request: Request, before: Request, after: Request) -> Request:
+def with_part(
+    request: PlacementRequest, before: PlacementRequest, after: PlacementRequest
+) -> PlacementRequest:
     """`request` with the changes from `before`, a part of it, to `after`."""
     changed = {role.name: role for role in after.roles}
     names = [role.name for role in before.roles]
@@ -329,14 +333,14 @@ def _cut(groups: Sequence[Sequence[str]], names: Sequence[str]) -> Iterator[tupl
             yield cut
 
 
-def offer(before: Request, after: Request) -> Offer:
+def offer(before: PlacementRequest, after: PlacementRequest) -> Alternative:
     """`after`, which fits, in place of `before`."""
     found = differences(before, after)
     binds = join(each.binds for each in found if each.binds)
-    return Offer(after, both(each.text for each in found), binds, found[-1].role)
+    return Alternative(after, both(each.text for each in found), binds, found[-1].role)
 
 
-def differences(before: Request, after: Request) -> list[Difference]:
+def differences(before: PlacementRequest, after: PlacementRequest) -> list[Difference]:
     """The differences; `after` has the same roles, and no more of anything."""
     pairs = list(zip(before.roles, after.roles, strict=True))
     # As in a job file: ``actor=4``, ``actor=2:8``.
@@ -393,10 +397,10 @@ class Shortage(Value):
     available: int
     constraint: str
     problem: str
-    offers: tuple[Offer, ...]
+    offers: tuple[Alternative, ...]
 
 
-def does_not_fit(request: Request, inventory: Inventory) -> PlacementError:
+def does_not_fit(request: PlacementRequest, inventory: Inventory) -> PlacementError:
     """The error for a request without faults for which no placement was found.
 
     It names single changes with which the request fits. When there are none, it says which roles do not fit alone, and
@@ -420,10 +424,10 @@ def does_not_fit(request: Request, inventory: Inventory) -> PlacementError:
     )
 
 
-def shortages(request: Request, trials: Trials) -> list[Shortage]:
+def shortages(request: PlacementRequest, trials: Trials) -> list[Shortage]:
     """The shortage of `request`; when no single change is enough, then those of the roles that do not fit alone."""
     whole = _shortage(request, trials)
-    alone: list[tuple[Request, Shortage]] = []
+    alone: list[tuple[PlacementRequest, Shortage]] = []
     if not whole.offers:
         problem = problem_of(request)
         parts = [part_of(request, bundle.names) for bundle in problem.bundles if len(problem.bundles) > 1]
@@ -436,7 +440,7 @@ def shortages(request: Request, trials: Trials) -> list[Shortage]:
     return [whole, *(each for _, each in alone if len(alone) > 1)]
 
 
-def _shortage(request: Request, trials: Trials) -> Shortage:
+def _shortage(request: PlacementRequest, trials: Trials) -> Shortage:
     problem = problem_of(request)
     counts = trials.counts(request)
     lacking = any(need > there for _, need, there in _slots(request, problem, trials))
@@ -464,7 +468,7 @@ def _shortage(request: Request, trials: Trials) -> Shortage:
     return Shortage(role.name, needed, available, constraint, said, offers)
 
 
-def _short(problem: Problem, counts: Sequence[int], offers: Sequence[Offer]) -> int:
+def _short(problem: Problem, counts: Sequence[int], offers: Sequence[Alternative]) -> int:
     """The bundle to name: that of the role whose constraint binds, else that which lacks the fewest ranks."""
 
     def missing(bundle: int) -> int:
@@ -476,13 +480,15 @@ def _short(problem: Problem, counts: Sequence[int], offers: Sequence[Offer]) -> 
     return max(range(len(counts)), key=lambda b: (missing(b) > 0, counts[b] > 0, -missing(b), -b))
 
 
-def _binding_groups(request: Request, trials: Trials) -> str:
+def _binding_groups(request: PlacementRequest, trials: Trials) -> str:
     """All groups, if the request fits without them; else ``slots``."""
     free = replace(request, collocated=(), together=(), apart=(), isolated=())
     return join(each.binds for each in differences(request, free)) if trials.fit(free) else "slots"
 
 
-def _several(request: Request, trials: Trials, alone: Sequence[tuple[Request, Shortage]]) -> Iterator[Offer]:
+def _several(
+    request: PlacementRequest, trials: Trials, alone: Sequence[tuple[PlacementRequest, Shortage]]
+) -> Iterator[Alternative]:
     """One offer of several changes: what each role needs alone, and fewer ranks; else without constraints as well."""
     changed = request
     for part, shortage in alone:
@@ -503,7 +509,7 @@ def _several(request: Request, trials: Trials, alone: Sequence[tuple[Request, Sh
         yield replace(rest, text=both([rest.text, more.text]), more=more.more)
 
 
-def _slots(request: Request, problem: Problem, trials: Trials) -> Iterator[tuple[str, int, int]]:
+def _slots(request: PlacementRequest, problem: Problem, trials: Trials) -> Iterator[tuple[str, int, int]]:
     """By type of device: how many are needed at least, and how many there are."""
     nodes = trials.nodes(request)
     for type in problem.types:
@@ -513,7 +519,7 @@ def _slots(request: Request, problem: Problem, trials: Trials) -> Iterator[tuple
             yield type, -(-need // problem.unit), there
 
 
-def _slots_said(request: Request, problem: Problem, trials: Trials) -> str:
+def _slots_said(request: PlacementRequest, problem: Problem, trials: Trials) -> str:
     """``9 cuda slots are needed, 8 are there, 2 nodes with 4 each, 1 held back``."""
     nodes = trials.nodes(request)
     slots = list(_slots(request, problem, trials))
@@ -532,13 +538,13 @@ def _slots_said(request: Request, problem: Problem, trials: Trials) -> str:
     return join([*said, there, *(f"{number} {why}" for why, number in unused.items() if number)])
 
 
-def _remedy(offers: Sequence[Offer], where: str = "") -> str:
+def _remedy(offers: Sequence[Alternative], where: str = "") -> str:
     """``actor=4 fits, or without separating actor and rollout, or adding 1 node``; empty without offers."""
     first, *others = [each.text for each in offers] or [""]
     return ", or ".join([f"{where}{first} fits", *others]) if first else ""
 
 
-def _no_remedy(request: Request, trials: Trials) -> str:
+def _no_remedy(request: PlacementRequest, trials: Trials) -> str:
     """The remedy when no change is enough."""
     problem = problem_of(request)
     none = [type for type in problem.types if not trials.most(type)]

@@ -103,7 +103,7 @@ class Packer:
         return [cells[home] * stack.ranks for stack, home in zip(self._stacks, self._home, strict=True)]
 
 
-class Item(NamedTuple):
+class PackItem(NamedTuple):
     """`ranks` ranks of a stack that are placed in one step, each on `width` slots, of which it takes `units`.
 
     `preference` says which of its slots should be near each other: those of a rank, of a group, or of all its ranks.
@@ -116,7 +116,7 @@ class Item(NamedTuple):
     preference: int = 0
 
 
-Packed = list[tuple[Item, Ranks]]
+Packed = list[tuple[PackItem, Ranks]]
 Candidates = Callable[[int, int], Iterable[Ranks]]
 """The slots that an item, by its number, may have, the best first. None is before the slot that is given."""
 
@@ -132,7 +132,7 @@ class Board:
         self.lists = [tuple(number for number, only in lists if slot.name in only) for slot in kind.slots]
         """By slot: the stacks that ask for it by index. Others leave it to them where they can."""
 
-    def _put(self, item: Item, ranks: Ranks, times: int) -> None:
+    def _put(self, item: PackItem, ranks: Ranks, times: int) -> None:
         """Put `item` on slots, or with -1 take it away."""
         for slot in (slot for rank in ranks for slot in rank):
             self.free[slot] -= times * item.units
@@ -141,7 +141,7 @@ class Board:
             if not users[item.stack]:
                 del users[item.stack]
 
-    def usable(self, item: Item, start: int) -> list[int]:
+    def usable(self, item: PackItem, start: int) -> list[int]:
         """The slots that a rank of `item` may have, from the slot `start` on."""
         stack = self.stacks[item.stack]
         isolated, distinct = self._problem.isolated[item.stack], self._problem.distinct[item.stack]
@@ -156,7 +156,7 @@ class Board:
             and distinct.isdisjoint(self.users[at])
         ]
 
-    def search(self, items: Sequence[Item], candidates: Candidates, most: int) -> Packed | None:
+    def search(self, items: Sequence[PackItem], candidates: Candidates, most: int) -> Packed | None:
         """The first combination of candidates for all `items` that is found in `most` steps; the board is not changed.
 
         None when there is none, or when the steps ran out.
@@ -189,12 +189,12 @@ class Board:
 def search_any(problem: Problem, kind: NodeKind, ranks: Sequence[int]) -> Packed | None:
     """Slots for `ranks`, by stack, near each other or not; None when they do not fit."""
     board = Board(problem, kind)
-    items: list[Item] = []
+    items: list[PackItem] = []
     for number, (stack, count) in enumerate(zip(problem.stacks, ranks, strict=True)):
         # Ranks that share no slot are one item: they may have any.
         whole = stack.units == problem.unit
         if stack.width and count:
-            item = Item(number, count if whole else 1, stack.width, stack.units)
+            item = PackItem(number, count if whole else 1, stack.width, stack.units)
             items += [item] if whole else [item] * count
     # The fewest choices first, then the largest shares.
     items.sort(key=lambda i: (problem.stacks[i.stack].only is None, -i.units, i.stack))
@@ -235,9 +235,9 @@ class Choice(NamedTuple):
     slots: Ranks
 
 
-def _items(problem: Problem, ranks: Sequence[int]) -> list[Item]:
+def _items(problem: Problem, ranks: Sequence[int]) -> list[PackItem]:
     """The items of `ranks`, by stack: whole groups; of roles without groups all ranks that have one slot each."""
-    items: list[Item] = []
+    items: list[PackItem] = []
     for number, stack in enumerate(problem.stacks):
         if not ranks[number] or not stack.width:
             continue
@@ -248,9 +248,9 @@ def _items(problem: Problem, ranks: Sequence[int]) -> list[Item]:
         elif whole and stack.width == 1 and stack.device != CPU:
             # Processes on CPUs may be anywhere: neighbours share caches and memory.
             size, preference = ranks[number], ROLE
-        items += [Item(number, size, stack.width, stack.units, preference)] * (ranks[number] // size)
+        items += [PackItem(number, size, stack.width, stack.units, preference)] * (ranks[number] // size)
 
-    def order(item: Item) -> tuple[bool, int, int]:
+    def order(item: PackItem) -> tuple[bool, int, int]:
         """The fewest choices first, then what needs most slots at once."""
         at_once = item.width if item.preference == ROLE else item.width * item.ranks
         return problem.stacks[item.stack].only is None, -item.units * at_once, item.stack
@@ -272,13 +272,13 @@ def search_near(problem: Problem, kind: NodeKind, ranks: Sequence[int]) -> Packe
         distances = kind.distances[board.stacks[item.stack].device or ""]
         return sorted(_choices(board, distances, item, needs[number], start))
 
-    def within(limits: Mapping[Item, tuple[int, int]], number: int, start: int) -> Iterator[Ranks]:
+    def within(limits: Mapping[PackItem, tuple[int, int]], number: int, start: int) -> Iterator[Ranks]:
         rank, whole = limits[items[number]]
         for choice in choices(number, start):
             if _farthest(choice.within_ranks) <= rank and _farthest(choice.within_item) <= whole:
                 yield choice.slots
 
-    least: dict[Item, tuple[int, int]] = {}
+    least: dict[PackItem, tuple[int, int]] = {}
     for number, item in enumerate(items):
         if item not in least:
             found = choices(number, 0)
@@ -295,11 +295,11 @@ def search_near(problem: Problem, kind: NodeKind, ranks: Sequence[int]) -> Packe
 
 
 def _limits(
-    least: Mapping[Item, tuple[int, int]], levels: Sequence[int]
-) -> Iterable[dict[Item, tuple[int, int]]]:
+    least: Mapping[PackItem, tuple[int, int]], levels: Sequence[int]
+) -> Iterable[dict[PackItem, tuple[int, int]]]:
     """By item, the greatest distances within a rank and within the item: from `least` on, ever greater."""
     raised = [0, 0, 0]
-    found: dict[tuple[tuple[int, int], ...], dict[Item, tuple[int, int]]] = {}
+    found: dict[tuple[tuple[int, int], ...], dict[PackItem, tuple[int, int]]] = {}
     for preference, level in product((ROLE, GROUP, RANK), levels):
         raised[preference] = level
         limits = {
@@ -310,7 +310,7 @@ def _limits(
     return found.values()
 
 
-def _choices(board: Board, distances: Distances, item: Item, need: int, start: int) -> Iterator[Choice]:
+def _choices(board: Board, distances: Distances, item: PackItem, need: int, start: int) -> Iterator[Choice]:
     """The slots that `item` may have, from the slot `start` on."""
     type = board.stacks[item.stack].device
     alike: dict[tuple[object, ...], list[int]] = {}

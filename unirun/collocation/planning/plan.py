@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec.structs import replace
 
 from unirun.collocation.inventory import CPU, Inventory, Node
-from unirun.collocation.placement import Assignment, Placement, Request, RoleRequest
+from unirun.collocation.placement import Assignment, Placement, PlacementRequest, RoleRequest
 from unirun.collocation.planning.nodes import NodeKind, names_of
 from unirun.collocation.planning.packer import Packer
 from unirun.collocation.planning.problem import GROUPS, Cells, Problem, Stack, both, join, problem_of, some
@@ -20,7 +20,7 @@ from unirun.collocation.planning.solve import solve
 # cost nothing. Their ranks go to the first node in use.
 
 
-def searched(request: Request) -> Request:
+def searched(request: PlacementRequest) -> PlacementRequest:
     """`request` without the roles that may be anywhere."""
     groups = [group for kind in GROUPS for group in getattr(request, kind)]
     named = {name for group in (*groups, *request.ties.weights) for name in group}
@@ -34,13 +34,13 @@ def searched(request: Request) -> Request:
     return request if len(roles) == len(request.roles) else replace(request, roles=roles)
 
 
-def none_in_use(request: Request, usable: Sequence[str]) -> Placement:
+def none_in_use(request: PlacementRequest, usable: Sequence[str]) -> Placement:
     """The placement of a request without roles: only spares, the last of the nodes."""
     return Placement((), "", tuple(usable[max(len(usable) - request.spares, 0) :]))
 
 
 def with_the_others(
-    request: Request, placement: Placement, usable: Sequence[str], previous: Placement | None = None
+    request: PlacementRequest, placement: Placement, usable: Sequence[str], previous: Placement | None = None
 ) -> Placement | None:
     """`placement`, of the roles that were `searched`, with the ranks of all other roles of `request`.
 
@@ -155,7 +155,7 @@ def assign(
     return found
 
 
-def plan(request: Request, inventory: Inventory) -> Placement:
+def plan(request: PlacementRequest, inventory: Inventory) -> Placement:
     """Place all ranks of `request` on `inventory`. Deterministic.
 
     Every constraint is kept. The criteria are, in this order: little traffic between nodes; each group of roles that
@@ -175,13 +175,13 @@ def plan(request: Request, inventory: Inventory) -> Placement:
     return placement
 
 
-def short_of(request: Request) -> Request:
+def short_of(request: PlacementRequest) -> PlacementRequest:
     """The part of `request`, which does not fit, that is the reason: roles that may be anywhere need but a node."""
     rest = searched(request)
     return rest if any(role.least for role in rest.roles) else request
 
 
-def find(request: Request, inventory: Inventory) -> Placement | None:
+def find(request: PlacementRequest, inventory: Inventory) -> Placement | None:
     """The placement of `plan`, or None when nothing fits, without the search for an explanation, which takes longer."""
     sound = [node for node in inventory.nodes if node.name not in request.tainted]
     rest = searched(request)
@@ -190,7 +190,7 @@ def find(request: Request, inventory: Inventory) -> Placement | None:
     return None if placement is None else with_the_others(request, placement, names)
 
 
-def _searched(request: Request, sound: Sequence[Node]) -> Placement | None:
+def _searched(request: PlacementRequest, sound: Sequence[Node]) -> Placement | None:
     """The placement of roles that have needs, on nodes of which the last are the spares."""
     problem = problem_of(request)
     packer = Packer(problem)
@@ -206,12 +206,14 @@ def _searched(request: Request, sound: Sequence[Node]) -> Placement | None:
     return Placement(in_order(request, by_role), note(request, problem, there, spares, lost), spares, lost)
 
 
-def in_order(request: Request, by_role: Mapping[str, Sequence[Assignment]]) -> tuple[Assignment, ...]:
+def in_order(
+    request: PlacementRequest, by_role: Mapping[str, Sequence[Assignment]]
+) -> tuple[Assignment, ...]:
     """All assignments, roles in the order of the request."""
     return tuple([a for role in request.roles for a in by_role[role.name]])
 
 
-def crossing(request: Request, problem: Problem, there: Mapping[Cells, int]) -> float:
+def crossing(request: PlacementRequest, problem: Problem, there: Mapping[Cells, int]) -> float:
     """Bytes per step between nodes. `there`: how many nodes have which cells."""
     home = problem.home
     counts = [sum(cells[b] * number for cells, number in there.items()) for b in range(len(problem.bundles))]
@@ -226,7 +228,11 @@ def crossing(request: Request, problem: Problem, there: Mapping[Cells, int]) -> 
 
 
 def note(
-    request: Request, problem: Problem, there: Mapping[Cells, int], spares: Sequence[str], lost: float
+    request: PlacementRequest,
+    problem: Problem,
+    there: Mapping[Cells, int],
+    spares: Sequence[str],
+    lost: float,
 ) -> str:
     """The decision in words. `there`: how many nodes have which cells."""
     nodes = sum(there.values())
@@ -246,7 +252,7 @@ def note(
     return "; ".join(words)
 
 
-def _parts(request: Request, problem: Problem, there: Mapping[Cells, int]) -> Iterator[str]:
+def _parts(request: PlacementRequest, problem: Problem, there: Mapping[Cells, int]) -> Iterator[str]:
     """The groups of roles that wait for each other, and need slots, which are on fewer nodes than are in use."""
     heavy = {role.name for role in request.roles if role.device is not None}
     home = problem.home

@@ -15,7 +15,7 @@ from itertools import combinations
 from math import frexp, gcd, lcm, ldexp
 
 from unirun.collocation.inventory import CPU
-from unirun.collocation.placement import Request, RoleRequest, Ties
+from unirun.collocation.placement import PlacementRequest, RoleRequest, Ties
 from unirun.errors import Fault, PlacementError
 from unirun.values import Value
 
@@ -141,7 +141,7 @@ def with_count(cells: Cells, bundle: int, count: int) -> Cells:
     return (*cells[:bundle], count, *cells[bundle + 1 :])
 
 
-def problem_of(request: Request) -> Problem:
+def problem_of(request: PlacementRequest) -> Problem:
     """The problem that `request` states. Raises `PlacementError` with all faults that do not depend on the nodes.
 
     Values of single roles and names in groups were checked when the job's spec was parsed.
@@ -161,7 +161,7 @@ def problem_of(request: Request) -> Problem:
     )
 
 
-def _device_faults(request: Request) -> Iterator[Fault]:
+def _device_faults(request: PlacementRequest) -> Iterator[Fault]:
     for role in request.roles:
         if role.devices is not None and role.device in (None, CPU):
             problem = "a list of devices is given, and the role runs on none"
@@ -170,7 +170,7 @@ def _device_faults(request: Request) -> Iterator[Fault]:
             yield Fault(f"{role.name}.devices", "the list is empty", "leave it out for any device")
 
 
-def _stack_faults(request: Request) -> Iterator[Fault]:
+def _stack_faults(request: PlacementRequest) -> Iterator[Fault]:
     roles = {role.name: role for role in request.roles}
     for names in merged(tuple(roles), request.collocated):
         if len(names) > 1:
@@ -207,7 +207,7 @@ def _one_stack(said: str, roles: Sequence[RoleRequest]) -> Iterator[Fault]:
         yield differ("devices", "name devices that all may have")
 
 
-def _contradictions(request: Request) -> Iterator[Fault]:
+def _contradictions(request: PlacementRequest) -> Iterator[Fault]:
     """Pairs of roles that one group joins, directly or through other groups, and another group separates."""
     names = tuple(role.name for role in request.roles)
     stacks = {name: stack for stack in merged(names, request.collocated) for name in stack}
@@ -230,7 +230,7 @@ def _contradictions(request: Request) -> Iterator[Fault]:
                     )
 
 
-def _compiled(request: Request, faults: list[Fault]) -> Problem:
+def _compiled(request: PlacementRequest, faults: list[Fault]) -> Problem:
     """The problem that `request` states; bundles that cannot be go to `faults`. The request has no other faults."""
     roles = {role.name: role for role in request.roles}
     unit = lcm(*(role.slots.denominator for role in request.roles))

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar, cast
 from msgspec.structs import replace
 
 from unirun.collocation.inventory import CPU, Inventory, Node
-from unirun.collocation.placement import Assignment, Placement, Request
+from unirun.collocation.placement import Assignment, Placement, PlacementRequest
 from unirun.collocation.planning.nodes import Kinds, NodeKind
 from unirun.collocation.planning.packer import Packer
 from unirun.collocation.planning.plan import (
@@ -51,7 +51,9 @@ class Moved(NamedTuple):
     placed: Sequence[Cells]
 
 
-def replan(request: Request, inventory: Inventory, previous: Placement, lost: frozenset[str]) -> Placement:
+def replan(
+    request: PlacementRequest, inventory: Inventory, previous: Placement, lost: frozenset[str]
+) -> Placement:
     """`previous`, a placement of this `request`, without the nodes `lost`.
 
     Ranks of lost or tainted nodes, and on devices that are gone, move: to the spares if these have room for all, else
@@ -77,7 +79,7 @@ def replan(request: Request, inventory: Inventory, previous: Placement, lost: fr
 
 
 def _searched(
-    request: Request, inventory: Inventory, previous: Placement, nodes: Sequence[Node]
+    request: PlacementRequest, inventory: Inventory, previous: Placement, nodes: Sequence[Node]
 ) -> Placement | None:
     """The placement of roles that have needs on those `nodes` that are left; None when they do not fit."""
     problem = problem_of(request)
@@ -258,7 +260,7 @@ def _move(
 
 
 def _result(
-    request: Request,
+    request: PlacementRequest,
     packer: Packer,
     survivors: _Survivors,
     moved: Moved,

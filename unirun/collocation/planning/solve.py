@@ -89,7 +89,7 @@ class Score:
         return ((kept * self._touched - touched) * self._nodes - opened) * self._together + spread
 
 
-class Run(NamedTuple):
+class NodeGroup(NamedTuple):
     """`number` nodes of one kind that get the same cells."""
 
     kind: NodeKind
@@ -109,12 +109,12 @@ class Filler:
         self._packer, self._counts, self._score = packer, counts, score
         self._problem = problem = packer.problem
         none = (0,) * len(counts)
-        self._nodes = [Run(kind, none, number) for kind, number in Counter(kinds).items()]
+        self._nodes = [NodeGroup(kind, none, number) for kind, number in Counter(kinds).items()]
         self._bundles = tuple(range(len(counts)))
         self._joined = {bundle for part in problem.parts for bundle in part}
         self._sizes = [sum(bundle.demand().values()) for bundle in problem.bundles]
 
-    def best(self) -> list[Run] | None:
+    def best(self) -> list[NodeGroup] | None:
         """The result with the highest score, or None when no way places all cells."""
         score = self._score.value
         return max(
@@ -125,7 +125,7 @@ class Filler:
         """Return True if some way places all cells."""
         return next(self._ways(), None) is not None
 
-    def _ways(self) -> Iterator[list[Run]]:
+    def _ways(self) -> Iterator[list[NodeGroup]]:
         """The results of all ways; bundles that need no slots come last, where their affinity is highest."""
         light = [bundle for bundle, size in enumerate(self._sizes) if not size]
         for way in self._heavy():
@@ -135,7 +135,7 @@ class Filler:
             if runs is not None:
                 yield runs
 
-    def _heavy(self) -> Iterator[list[Run] | None]:
+    def _heavy(self) -> Iterator[list[NodeGroup] | None]:
         """Bundles that need slots: node by node, then part by part."""
         heavy = [bundle for bundle, size in enumerate(self._sizes) if size]
         # Bundles with one cell per node have the fewest choices; then the largest come first.
@@ -144,7 +144,7 @@ class Filler:
         for rule in (*in_turns, self._by_pull(heavy), by_share(heavy)):
             yield self._fill(self._nodes, heavy, rule)
         for rule_of in (by_share, self._by_pull) if self._problem.parts else ():
-            runs: list[Run] | None = self._nodes
+            runs: list[NodeGroup] | None = self._nodes
             for part in self._parts(heavy):
                 runs = None if runs is None else self._add_part(runs, part, rule_of(part))
             yield runs
@@ -175,7 +175,9 @@ class Filler:
         alone = [(bundle,) for bundle in heavy if bundle not in self._joined]
         return sorted(parts, key=order) + sorted(alone, key=order)
 
-    def _add_part(self, runs: Sequence[Run], part: tuple[int, ...], rule: Rule) -> list[Run] | None:
+    def _add_part(
+        self, runs: Sequence[NodeGroup], part: tuple[int, ...], rule: Rule
+    ) -> list[NodeGroup] | None:
         """Cells of one part: on nodes that have some already, then where most fit, and the last on the fullest node.
 
         A bundle that is in no part goes to nodes in use.
@@ -183,27 +185,27 @@ class Filler:
         counts = self._left(part)
         near = part if self._joined.issuperset(part) else self._bundles
 
-        def far(run: Run) -> bool:
+        def far(run: NodeGroup) -> bool:
             return not any(run.total[bundle] for bundle in near)
 
-        def room(run: Run) -> int:
+        def room(run: NodeGroup) -> int:
             cells = self._fill_up(run, counts, rule)
             return sum(size * (a - b) for size, a, b in zip(self._sizes, cells, run.cells, strict=True))
 
-        def free(run: Run) -> int:
+        def free(run: NodeGroup) -> int:
             used = sum(size * number for size, number in zip(self._sizes, run.cells, strict=True))
             return run.kind.free.total() - used
 
         ordered = sorted(runs, key=lambda run: (far(run), -room(run), not any(run.total)))
         return self._fill(ordered, part, rule, last=lambda run: (far(run), free(run)))
 
-    def _add_light(self, runs: Sequence[Run], bundle: int) -> list[Run] | None:
+    def _add_light(self, runs: Sequence[NodeGroup], bundle: int) -> list[NodeGroup] | None:
         """Cells of a bundle that needs no slots: on the nodes to which they have the highest affinity.
 
         Of equal ones, on those that have something of their part.
         """
 
-        def key(run: Run) -> tuple[float, bool, bool]:
+        def key(run: NodeGroup) -> tuple[float, bool, bool]:
             total = run.total
             more = with_count(total, bundle, total[bundle] + 1)
             new = self._score.touched(more) != self._score.touched(total)
@@ -216,18 +218,18 @@ class Filler:
 
     def _fill(
         self,
-        runs: Sequence[Run],
+        runs: Sequence[NodeGroup],
         bundles: Sequence[int],
         rule: Rule,
-        last: Callable[[Run], tuple[bool, int]] | None = None,
-    ) -> list[Run] | None:
+        last: Callable[[NodeGroup], tuple[bool, int]] | None = None,
+    ) -> list[NodeGroup] | None:
         """`runs` with all cells of `bundles`, one node after the other; None when there is no room for some.
 
         With `last`, as soon as one node has room for all that is left, the least of such nodes by this key gets it.
         """
         left = self._left(bundles)
         waiting = list(runs)[::-1]
-        done: list[Run] = []
+        done: list[NodeGroup] = []
         while any(left) and waiting:
             run = waiting.pop()
             if last is not None and self._holds(run, left):
@@ -239,16 +241,16 @@ class Filler:
             taken = [after - before for after, before in zip(cells, run.cells, strict=True)]
             times = min([run.number, *(there // n for there, n in zip(left, taken, strict=True) if n)])
             left = [there - times * n for there, n in zip(left, taken, strict=True)]
-            done.append(Run(run.kind, cells, times))
+            done.append(NodeGroup(run.kind, cells, times))
             if times < run.number:
                 waiting.append(run._replace(number=run.number - times))
         return None if any(left) else done + waiting[::-1]
 
-    def _holds(self, run: Run, left: Sequence[int]) -> bool:
+    def _holds(self, run: NodeGroup, left: Sequence[int]) -> bool:
         """Return True if a node of `run` has room for all that is left."""
         return self._packer.fits(run.kind, tuple(a + b for a, b in zip(run.cells, left, strict=True)))
 
-    def _fill_up(self, run: Run, left: Sequence[int], rule: Rule) -> Cells:
+    def _fill_up(self, run: NodeGroup, left: Sequence[int], rule: Rule) -> Cells:
         """The cells of a node of `run` when it gets as many of those left as the rule wants and it has room for."""
         cells = run.cells
         most = tuple(number + more for number, more in zip(cells, left, strict=True))

@@ -46,7 +46,7 @@ Changes = dict[str, str | None]
 """By name what a document becomes; None when it goes away."""
 
 
-class Run(Value):
+class BlockSequence(Value):
     """A long sequence, of which `size` values are kept in one document; `first` is the number of the first one."""
 
     size: int
@@ -98,11 +98,11 @@ def unpacked(name: str, documents: dict[str, str]) -> Any:
 
 
 def changed_blocks(
-    name: str, before: Run | None, after: Run, plain: Callable[[Sequence[Any]], Any]
+    name: str, before: BlockSequence | None, after: BlockSequence, plain: Callable[[Sequence[Any]], Any]
 ) -> Changes:
     """The blocks of `after` in which something is another value than in `before`; those that `after` has no more are
     deleted. `plain` makes plain values of a block."""
-    before = before or Run(after.size, ())
+    before = before or BlockSequence(after.size, ())
     if before.values is after.values:
         return {}
     old, found = before.blocks, Changes()
@@ -120,7 +120,8 @@ def changed_blocks(
 
 
 def values_of(name: str, size: int, length: int, first: int, documents: dict[str, str]) -> list[Any]:
-    """The plain values of a `Run`, whose documents are taken out of `documents`. Raises KeyError and ValueError."""
+    """The plain values of a `BlockSequence`, whose documents are taken out of `documents`. Raises KeyError and
+    ValueError."""
     blocks = [json.loads(documents.pop(f"{name}/{number}")) for number in _numbers(size, length, first)]
     hold(all(isinstance(block, list) for block in blocks), name)
     values = [value for block in blocks for value in block]
@@ -218,16 +219,16 @@ def restore(documents: Documents) -> JobState:
         raise StoreRefused(problem, "does the store's prefix belong to something else?") from error
 
 
-def _runs(state: JobState) -> dict[str, Run]:
+def _runs(state: JobState) -> dict[str, BlockSequence]:
     """The long sequences of the state, by the names of their documents."""
     per_block = max(1, min(_NODES, _ENDPOINTS // len(state.roles)))
     runs = {
-        "nodes": Run(per_block, [state.agents.get(node) for node in state.nodes]),
-        "failures": Run(_FAILURES, state.failures, state.forgotten),
+        "nodes": BlockSequence(per_block, [state.agents.get(node) for node in state.nodes]),
+        "failures": BlockSequence(_FAILURES, state.failures, state.forgotten),
     }
     for name, role in state.roles.items():
-        runs[f"placement/{name}"] = Run(_PLACES, state.placement.of_role(name))
-        runs[f"ranks/{name}"] = Run(BLOCK, role.workers)
+        runs[f"placement/{name}"] = BlockSequence(_PLACES, state.placement.of_role(name))
+        runs[f"ranks/{name}"] = BlockSequence(BLOCK, role.workers)
     return runs
 
 

@@ -25,7 +25,7 @@ from unirun.rendezvous.keys import (
 )
 from unirun.rendezvous.store.protocol import Compare, Put, RevisionIs, Store, ValueIs
 from unirun.values import Value, WorkerId
-from unirun.wire.asking import Answer, Ask
+from unirun.wire.asking import MasterReply, MasterRequest
 from unirun.wire.messages import Shutdown, StopWorkers
 
 _PIECE = 200_000
@@ -231,25 +231,25 @@ class ContextStore:
         if not self._store.txn([self._term.fence], puts, deletes).succeeded:
             raise self._fenced()
 
-    def answer(self, worker: WorkerId, ask: Ask) -> Answer:
+    def answer(self, worker: WorkerId, ask: MasterRequest) -> MasterReply:
         """Carry out what a worker asks of the store. It is idempotent. Raises `StoreError`.
 
         A request that no store could carry out is answered with the problem: a master that raised would leave the same
         request to the next one.
         """
         if ask.wish in ("commit_version", "version") and not 0 < len(ask.name) <= MAX_CHANNEL:
-            return Answer(
+            return MasterReply(
                 ask.number, problem=f"{ask.name!r:.80} is no channel: 1 to {MAX_CHANNEL} characters"
             )
         if ask.wish == "commit_version" and not (ask.data.isdecimal() and len(ask.data) <= MAX_DIGITS):
-            return Answer(ask.number, problem=f"{ask.data!r:.80} is no version")
+            return MasterReply(ask.number, problem=f"{ask.data!r:.80} is no version")
         try:
-            return Answer(ask.number, self._carried_out(worker, ask))
+            return MasterReply(ask.number, self._carried_out(worker, ask))
         except ValueError as error:
             # Nothing was sent to the store: the text is not UTF-8, or the key is not allowed.
-            return Answer(ask.number, problem=f"{ask.wish} cannot be done: {error}")
+            return MasterReply(ask.number, problem=f"{ask.wish} cannot be done: {error}")
 
-    def _carried_out(self, worker: WorkerId, ask: Ask) -> str | None:
+    def _carried_out(self, worker: WorkerId, ask: MasterRequest) -> str | None:
         match ask.wish:
             case "save_state":
                 self.save_state(worker.role, worker.rank, ask.data)

@@ -22,23 +22,23 @@ from unirun.launcher.doctor.requests import (
     Answer,
     Clock,
     Examination,
-    Failed,
     Find,
     Found,
     HostReport,
+    ImportTorch,
+    Inspect,
+    Inspected,
     Link,
     Listen,
-    Listening,
-    Load,
-    Look,
     Meet,
     Met,
+    PortOpened,
     Reduced,
     Remove,
     Request,
+    RequestFault,
     Tick,
     Time,
-    Told,
     Write,
     to_answer,
     to_line,
@@ -110,7 +110,7 @@ def here(_: Host) -> list[str]:
     return [sys.executable, "-P", "-m", _PROBE]
 
 
-class Channel:
+class ProbeClient:
     """The probe on one host. Requests are answered one after the other."""
 
     def __init__(self, host: Host, process: asyncio.subprocess.Process) -> None:
@@ -119,7 +119,7 @@ class Channel:
         self._errors = asyncio.ensure_future(_tail(process.stderr))
 
     @classmethod
-    async def open(cls, host: Host, way: Way) -> Channel:
+    async def open(cls, host: Host, way: Way) -> ProbeClient:
         """Start the probe, without waiting for it. Raises `RendezvousError` when ssh or srun cannot be started."""
         pipe = asyncio.subprocess.PIPE
         command = way(host)
@@ -144,7 +144,7 @@ class Channel:
             raise await self._end() from error
         if isinstance(answer, kind):
             return answer
-        if isinstance(answer, Failed):
+        if isinstance(answer, RequestFault):
             raise RendezvousError(answer.problem, answer.remedy)
         raise RendezvousError(f"it answers {answer!r:.200}", "is it of another version?")
 
@@ -242,7 +242,7 @@ class _Examiner:
 
     def __init__(self, hosts: Sequence[Host], way: Way) -> None:
         self._hosts, self._way = hosts, way
-        self._channels: dict[str, Channel] = {}
+        self._channels: dict[str, ProbeClient] = {}
         self._reports = {host.name: HostReport(host.name) for host in hosts}
         self._links: list[Link] = []
         self._all_reduces: list[AllReduce] = []
@@ -284,12 +284,12 @@ class _Examiner:
         targets = {host.name: host for host in self._hosts}
 
         async def reach(name: str) -> None:
-            self._channels[name] = await Channel.open(targets[name], self._way)
+            self._channels[name] = await ProbeClient.open(targets[name], self._way)
             await ask(name, None)
 
         async def ask(name: str, head: str | None) -> None:
             told = await self._channels[name].ask(
-                Look(os.getcwd(), interface, head), Told, FIRST_ANSWER_TIMEOUT
+                Inspect(os.getcwd(), interface, head), Inspected, FIRST_ANSWER_TIMEOUT
             )
             self._reports[name] = HostReport(name, told.facts)
 
@@ -357,7 +357,7 @@ class _Examiner:
         """Both directions between two hosts."""
         nonce = secrets.token_hex(16)
         try:
-            port = (await self._channels[other].ask(Listen(nonce), Listening)).port
+            port = (await self._channels[other].ask(Listen(nonce), PortOpened)).port
             meet = Meet(self._address(other), port, nonce, bandwidth)
             met = await self._channels[one].ask(meet, Met)
         except RendezvousError as error:
@@ -379,7 +379,9 @@ class _Examiner:
             nonlocal port
             first = name == names[0]
             try:
-                listening = await self._channels[name].ask(Load(store=first), Listening, COLLECTIVE_TIMEOUT)
+                listening = await self._channels[name].ask(
+                    ImportTorch(store=first), PortOpened, COLLECTIVE_TIMEOUT
+                )
             except RendezvousError as error:
                 problems[name] = error.problem
             else:

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median, median_high, median_low
 
-from unirun.launcher.doctor.requests import AllReduce, Examination, Facts, Finding, HostReport, Link
+from unirun.launcher.doctor.requests import AllReduce, Examination, Facts, HostFault, HostReport, Link
 
 MAX_CLOCK_SKEW_SECONDS = 0.25
 """Seconds by which a clock may differ from the median of all. Certificates and leases need less, logs look odd."""
@@ -45,11 +45,11 @@ _SAME: Mapping[str, tuple[Callable[[Facts], str], str]] = {
 """The facts in which all hosts should agree, and the remedy."""
 
 
-def findings(found: Examination) -> tuple[Finding, ...]:
+def findings(found: Examination) -> tuple[HostFault, ...]:
     """All that is wrong, the hosts that cannot be reached first."""
     reached = found.reached
     return (
-        *(Finding((h.name,), h.problem, h.remedy, stops=True) for h in found.hosts if h.facts is None),
+        *(HostFault((h.name,), h.problem, h.remedy, stops=True) for h in found.hosts if h.facts is None),
         *_versions(reached),
         *_clocks(reached),
         *_limits(reached),
@@ -71,7 +71,7 @@ def bad_hosts(found: Examination) -> dict[str, str]:
     return {host: "; ".join(reasons) for host, reasons in bad.items()}
 
 
-def _versions(hosts: Sequence[HostReport]) -> Iterable[Finding]:
+def _versions(hosts: Sequence[HostReport]) -> Iterable[HostFault]:
     for what, (version, remedy) in _SAME.items():
         groups: dict[str, list[str]] = defaultdict(list)
         for host in hosts:
@@ -80,7 +80,9 @@ def _versions(hosts: Sequence[HostReport]) -> Iterable[Finding]:
         yield from _odd_groups(what, groups, remedy, stops=what != _GPUS)
 
 
-def _odd_groups(what: str, groups: Mapping[str, list[str]], remedy: str, *, stops: bool) -> Iterable[Finding]:
+def _odd_groups(
+    what: str, groups: Mapping[str, list[str]], remedy: str, *, stops: bool
+) -> Iterable[HostFault]:
     """A finding for each group that differs from the majority; one with all hosts where there is no majority."""
     if len(groups) < 2:
         return
@@ -89,13 +91,13 @@ def _odd_groups(what: str, groups: Mapping[str, list[str]], remedy: str, *, stop
     if 2 * count > len(names):
         for value, group in groups.items():
             if value != usual:
-                yield Finding(tuple(group), f"{what} {value}, the others have {usual}", remedy, stops)
+                yield HostFault(tuple(group), f"{what} {value}, the others have {usual}", remedy, stops)
         return
     told = ", ".join(f"{value} on {' '.join(group)}" for value, group in groups.items())
-    yield Finding(tuple(names), f"{what} differs: {told}", remedy, stops)
+    yield HostFault(tuple(names), f"{what} differs: {told}", remedy, stops)
 
 
-def _clocks(hosts: Sequence[HostReport]) -> Iterable[Finding]:
+def _clocks(hosts: Sequence[HostReport]) -> Iterable[HostFault]:
     clocks = {host.name: host.clock for host in hosts if host.clock is not None}
     if len(clocks) < 2:
         return
@@ -105,10 +107,10 @@ def _clocks(hosts: Sequence[HostReport]) -> Iterable[Finding]:
         if abs(off) - clock.uncertainty > MAX_CLOCK_SKEW_SECONDS:
             way = "ahead of" if off > 0 else "behind"
             problem = f"the clock is {abs(off):.3g} s {way} the others' (± {clock.uncertainty:.1g} s)"
-            yield Finding((name,), problem, "synchronise it: chronyc tracking, timedatectl", stops=True)
+            yield HostFault((name,), problem, "synchronise it: chronyc tracking, timedatectl", stops=True)
 
 
-def _limits(hosts: Sequence[HostReport]) -> Iterable[Finding]:
+def _limits(hosts: Sequence[HostReport]) -> Iterable[HostFault]:
     for host in hosts:
         facts = host.facts
         if facts is None:
@@ -117,25 +119,25 @@ def _limits(hosts: Sequence[HostReport]) -> Iterable[Finding]:
             remedy = (
                 "mount it larger: mount -o remount,size=50% /dev/shm, docker run --shm-size or --ipc=host"
             )
-            yield Finding((host.name,), f"/dev/shm has {facts.shm / 1e6:.0f} MB", remedy)
+            yield HostFault((host.name,), f"/dev/shm has {facts.shm / 1e6:.0f} MB", remedy)
         if facts.open_files < OPEN_FILES:
             problem = f"a process may open {facts.open_files} files"
-            yield Finding((host.name,), problem, "raise the limit: ulimit -n, LimitNOFILE")
+            yield HostFault((host.name,), problem, "raise the limit: ulimit -n, LimitNOFILE")
         if facts.lookup > MAX_LOOKUP_SECONDS:
             problem = f"the name of {facts.address} takes {facts.lookup:.1f} s to look up, as torch does"
-            yield Finding((host.name,), problem, "mend the resolver, or add the hosts to /etc/hosts")
+            yield HostFault((host.name,), problem, "mend the resolver, or add the hosts to /etc/hosts")
 
 
-def _shared(hosts: Sequence[HostReport]) -> Iterable[Finding]:
+def _shared(hosts: Sequence[HostReport]) -> Iterable[HostFault]:
     """A directory that is shared by several hosts, and not by all: a file system that is not mounted."""
     for directory, name in (("cwd", "the working directory"), ("home", "$HOME")):
         without = [host.name for host in hosts if directory not in host.shared]
         if without and len(hosts) - len(without) > 1:
             problem = f"{name} is not the one that the others share"
-            yield Finding(tuple(without), problem, "mount it there; mount and df tell what is")
+            yield HostFault(tuple(without), problem, "mount it there; mount and df tell what is")
 
 
-def broken_links(found: Examination) -> Iterable[Finding]:
+def broken_links(found: Examination) -> Iterable[HostFault]:
     """The hosts that explain the pairs without a way, as few as possible: always the one with most of them; of two that
     do not reach each other, the later one."""
     order = _names(found.hosts)
@@ -148,13 +150,13 @@ def broken_links(found: Examination) -> Iterable[Finding]:
             {link.source if link.target == worst else link.target for link in mine}, key=order.index
         )
         problem = f"no connection between {worst} and {_few(others)}: {mine[0].problem}"
-        yield Finding(
+        yield HostFault(
             (worst,), problem, "does a firewall stop it? --interface names another network", stops=True
         )
         broken = [link for link in broken if link not in mine]
 
 
-def _speeds(links: Sequence[Link]) -> Iterable[Finding]:
+def _speeds(links: Sequence[Link]) -> Iterable[HostFault]:
     """Hosts whose links are slow. Of two links, as with three hosts, the better one counts: the other may be the fault
     of its other end."""
     working = [link for link in links if not link.problem]
@@ -172,11 +174,11 @@ def _speeds(links: Sequence[Link]) -> Iterable[Finding]:
         for name, speed, usual in _outliers(speeds):
             if speed * FACTOR < usual:
                 problem = f"{verb} {_mb(speed)} MB/s, the others {_mb(usual)} MB/s"
-                yield Finding((name,), problem, remedy)
+                yield HostFault((name,), problem, remedy)
     for name, rtt, usual in _outliers({name: median_low(row) for name, row in rtts.items()}):
         if rtt > usual * FACTOR and rtt - usual > MIN_RTT_EXCESS_SECONDS:
             problem = f"a round trip takes {1e6 * rtt:.0f} µs, with the others {1e6 * usual:.0f} µs"
-            yield Finding((name,), problem, remedy)
+            yield HostFault((name,), problem, remedy)
 
 
 def _outliers(values: Mapping[str, float]) -> Iterable[tuple[str, float, float]]:
@@ -190,7 +192,7 @@ def _outliers(values: Mapping[str, float]) -> Iterable[tuple[str, float, float]]
             yield name, value, usual
 
 
-def _all_reduce(each: AllReduce) -> Iterable[Finding]:
+def _all_reduce(each: AllReduce) -> Iterable[HostFault]:
     """One finding for each problem; hosts that only waited for others are left out when another one failed."""
     waited = {name for name, problem in each.problems.items() if "imed out" in problem or "imeout" in problem}
     groups: dict[str, list[str]] = defaultdict(list)
@@ -198,7 +200,7 @@ def _all_reduce(each: AllReduce) -> Iterable[Finding]:
         if name not in waited or len(waited) == len(each.problems):
             groups[problem].append(name)
     for problem, names in groups.items():
-        yield Finding(tuple(names), f"{each.backend} all_reduce failed: {problem}", stops=True)
+        yield HostFault(tuple(names), f"{each.backend} all_reduce failed: {problem}", stops=True)
 
 
 def _names(hosts: Iterable[HostReport]) -> list[str]:
@@ -239,7 +241,7 @@ _HEADERS = (
 )
 
 
-def lines(found: Examination, wrong: Sequence[Finding]) -> list[str]:
+def lines(found: Examination, wrong: Sequence[HostFault]) -> list[str]:
     """The whole report."""
     blocks = [_table([_headers(found), *(_row(host, found) for host in found.hosts)])]
     if len(found.hosts) <= WIDEST and found.links:

@@ -24,21 +24,21 @@ from unirun.launcher.doctor.requests import (
     AllReduceAs,
     Answer,
     Facts,
-    Failed,
     Find,
     Found,
+    ImportTorch,
+    Inspect,
+    Inspected,
     Listen,
-    Listening,
-    Load,
-    Look,
     Meet,
     Met,
+    PortOpened,
     Reduced,
     Remove,
     Request,
+    RequestFault,
     Tick,
     Time,
-    Told,
     Write,
     to_line,
     to_request,
@@ -68,7 +68,7 @@ def read_facts(interface: str | None, head: str | None) -> Facts:
 
 
 def own_address(interface: str | None, head: str | None) -> str:
-    """The address of this host by which others reach it; see `unirun.launcher.doctor.requests.Look`. Raises
+    """The address of this host by which others reach it; see `unirun.launcher.doctor.requests.Inspect`. Raises
     `RendezvousError`."""
     if interface is not None:
         return choose(interface)
@@ -230,7 +230,7 @@ def _all(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(64), b""))
 
 
-class Probe:
+class ProbeServer:
     """Answers requests, one after the other."""
 
     def __init__(self) -> None:
@@ -241,7 +241,7 @@ class Probe:
     def answer(self, request: Request) -> Answer:
         """Do what is asked. Raises what goes wrong."""
         match request:
-            case Look():
+            case Inspect():
                 return self._look(request)
             case Tick():
                 return Time(time.time())
@@ -254,26 +254,26 @@ class Probe:
                     (path / name).unlink(missing_ok=True)
                 return Found(())
             case Listen(nonce):
-                return Listening(listen(self._address, nonce.encode()))
+                return PortOpened(listen(self._address, nonce.encode()))
             case Meet(address, port, nonce, bandwidth):
                 return Met(*measure(address, port, nonce.encode(), bandwidth=bandwidth))
-            case Load(store):
+            case ImportTorch(store):
                 from unirun.launcher.doctor.collective import open_store
 
                 self._store, port = open_store(self._address) if store else (None, 0)
-                return Listening(port)
+                return PortOpened(port)
             case AllReduceAs(backend, rank, world, address, port):
                 from unirun.launcher.doctor.collective import all_reduce
 
                 interface = interface_of(self._address)
                 return Reduced(all_reduce(backend, rank, world, address, port, interface))
 
-    def _look(self, request: Look) -> Told:
+    def _look(self, request: Inspect) -> Inspected:
         facts = read_facts(request.interface, request.head)
         self._address = facts.address
         places = {"cwd": Path(request.cwd), "home": Path(os.path.expanduser("~"))}
         self._places = {where: path for where, path in places.items() if path.is_dir()}
-        return Told(facts)
+        return Inspected(facts)
 
 
 def _written(path: Path) -> bool:
@@ -291,14 +291,14 @@ def main() -> None:
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    probe = Probe()
+    probe = ProbeServer()
     for line in sys.stdin.buffer:
         try:
             answer = probe.answer(to_request(line))
         except UnirunError as error:
-            answer = Failed(error.problem, error.remedy)
+            answer = RequestFault(error.problem, error.remedy)
         except (OSError, RuntimeError, ImportError, ValueError) as error:
-            answer = Failed(str(error) or type(error).__name__)
+            answer = RequestFault(str(error) or type(error).__name__)
         answers.write(to_line(answer))
         answers.flush()
 

@@ -90,7 +90,7 @@ class Examination(Value):
         return tuple(host for host in self.hosts if host.facts is not None)
 
 
-class Finding(Value):
+class HostFault(Value):
     """A fault of `hosts`, and the remedy. `stops`: a job should leave them out."""
 
     hosts: tuple[str, ...]
@@ -103,7 +103,7 @@ class Finding(Value):
         return f"{text}; {self.remedy}" if self.remedy else text
 
 
-class Look(Value, tag=True):
+class Inspect(Value, tag=True):
     """Tell the facts. `cwd` is the command's working directory, which may be there as well.
 
     The host's address is that of `interface`; without one, that from which it reaches `head`, the address of the first
@@ -152,7 +152,7 @@ class Meet(Value, tag=True):
     bandwidth: bool
 
 
-class Load(Value, tag=True):
+class ImportTorch(Value, tag=True):
     """Import torch, which may take long, and with `store` open the store for an all_reduce."""
 
     store: bool
@@ -168,7 +168,7 @@ class AllReduceAs(Value, tag=True):
     port: int
 
 
-class Told(Value, tag=True):
+class Inspected(Value, tag=True):
     """The facts of a host."""
 
     facts: Facts
@@ -186,7 +186,7 @@ class Found(Value, tag=True):
     where: tuple[str, ...]
 
 
-class Listening(Value, tag=True):
+class PortOpened(Value, tag=True):
     """The port of a new listening socket; 0 when none was wanted."""
 
     port: int
@@ -206,15 +206,15 @@ class Reduced(Value, tag=True):
     seconds: float
 
 
-class Failed(Value, tag=True):
+class RequestFault(Value, tag=True):
     """The error of a request that is not possible there, and the remedy."""
 
     problem: str
     remedy: str = ""
 
 
-Request = Look | Tick | Write | Find | Remove | Listen | Meet | Load | AllReduceAs
-Answer = Told | Time | Found | Listening | Met | Reduced | Failed
+Request = Inspect | Tick | Write | Find | Remove | Listen | Meet | ImportTorch | AllReduceAs
+Answer = Inspected | Time | Found | PortOpened | Met | Reduced | RequestFault
 
 _REQUESTS: json.Decoder[Request] = json.Decoder(Request)
 _ANSWERS: json.Decoder[Answer] = json.Decoder(Answer)

@@ -31,7 +31,7 @@ from unirun.rendezvous.election import Leader
 from unirun.rendezvous.masters import Masters, Vacant
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.aio import Stream
-from unirun.wire.messages import Attach, Beat, Ended, Message, PassOn, Stop
+from unirun.wire.messages import Attach, Ended, Heartbeat, Message, PassOn, Stop
 
 NO_MASTER_POLL_INTERVAL = 0.03
 """Seconds between two attempts to reach a master while there is none."""
@@ -108,10 +108,10 @@ class StopRequests:
 
 def follow(running: RunningJob, *, quiet: bool) -> int:
     """Follow a job that this process has launched until it ends. Returns its exit code."""
-    return asyncio.run(Session(running, Console(quiet=quiet)).run())
+    return asyncio.run(JobFollower(running, Console(quiet=quiet)).run())
 
 
-class Session:
+class JobFollower:
     """Follows one job through all its masters."""
 
     def __init__(self, running: RunningJob, console: Console) -> None:
@@ -190,7 +190,7 @@ class Session:
         self._processes.master = leader.pid
         master.send(Attach(owner=not self._member))
         if master.remote:
-            master.send(Beat())
+            master.send(Heartbeat())
         if self._silent is not None:
             # Not before, as the end of the owner's stream ends the job.
             await self._silent.close()
@@ -231,7 +231,7 @@ class Session:
                 async with asyncio.timeout(AGENT_CHECK_INTERVAL):
                     message = await master.receive()
                     self._heard = time.monotonic()
-                    if not isinstance(message, Beat):
+                    if not isinstance(message, Heartbeat):
                         return message
                     master.send(message)
             if master.remote and time.monotonic() > self._heard + SILENCE_TIMEOUT:

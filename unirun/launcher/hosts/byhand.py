@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from unirun.collocation import Inventory
 from unirun.errors import AuthError, JobError, RendezvousError, UnirunError, WireError
-from unirun.failover.offers import Unfit, inventory_of, misfits, versions
+from unirun.failover.offers import NodeFault, inventory_of, misfits, versions
 from unirun.launcher.foreground.terminal import drop_input, warn
 from unirun.launcher.hosts.connection import carried, reach
 from unirun.launcher.hosts.hostlist import Host
@@ -36,7 +36,7 @@ from unirun.rendezvous.creation import new_uid
 from unirun.rendezvous.ownetcd import store_for
 from unirun.values import Value
 from unirun.wire.address import TcpAddress
-from unirun.wire.aio import Server
+from unirun.wire.aio import StreamServer
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.certificates import temporary
 from unirun.wire.credentials import Credentials
@@ -167,7 +167,7 @@ def tasks(planned: PlannedJob, head: Head, store: str | None) -> dict[str, Assig
 
 async def _gather(lobby: Lobby, meeting: Meeting, listener: socket.socket, credentials: Credentials) -> None:
     # A copy: the master listens on the socket itself later.
-    server = Server(listener.dup(), credentials, lobby.admit, lambda text, _: warn(text))
+    server = StreamServer(listener.dup(), credentials, lobby.admit, lambda text, _: warn(text))
     try:
         await lobby.gather(meeting.least, meeting.timeout, meeting.last_call)
     finally:
@@ -231,7 +231,7 @@ def join_over_ssh(
 async def _join_all(
     hosts: Sequence[Host], masters: TcpAddress, token: Token, interface: str, *, insecure: bool
 ) -> None:
-    unfit: list[Unfit] = []
+    unfit: list[NodeFault] = []
 
     async def one(host: Host) -> None:
         invite = Invite(
@@ -248,12 +248,12 @@ async def _join_all(
                 await _join(host, invite)
         except TimeoutError:
             unfit.append(
-                Unfit(
+                NodeFault(
                     host.name, f"it has not joined within {HOST_JOIN_TIMEOUT:g} s", f"try: ssh {host.target}"
                 )
             )
         except UnirunError as error:
-            unfit.append(Unfit(host.name, error.problem, error.remedy))
+            unfit.append(NodeFault(host.name, error.problem, error.remedy))
 
     await asyncio.gather(*(one(host) for host in hosts))
     if unfit:

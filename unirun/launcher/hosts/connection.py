@@ -60,7 +60,7 @@ BY_HOST = (
 """Messages of ssh itself, or of the host's shell about Python, and the remedy for each."""
 
 
-class Remote:
+class RemoteNode:
     """The process of a node on `host`, which speaks over ssh's stdin and stdout (`stream`)."""
 
     def __init__(self, host: Host, process: asyncio.subprocess.Process) -> None:
@@ -115,7 +115,7 @@ class Remote:
                     return
 
 
-async def reach(host: Host) -> Remote:
+async def reach(host: Host) -> RemoteNode:
     """Start the process of a node on `host`, and wait until it speaks. Raises `RendezvousError` with the reason and the
     remedy."""
     argv = on_host(host, "unirun.launcher.hosts.node")
@@ -131,7 +131,7 @@ async def reach(host: Host) -> Remote:
         )
     except OSError as error:
         raise RendezvousError(f"{argv[0]} cannot be started: {error.strerror}", "install OpenSSH") from error
-    remote = Remote(host, process)
+    remote = RemoteNode(host, process)
     try:
         await remote.ready()
     except BaseException:

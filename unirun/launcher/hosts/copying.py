@@ -22,7 +22,7 @@ from msgspec import convert, to_builtins
 
 from unirun.errors import FrameError, JobError, RendezvousError, WireError
 from unirun.failover.silence import SILENCE_TIMEOUT
-from unirun.launcher.hosts.connection import Remote, carried, reach
+from unirun.launcher.hosts.connection import RemoteNode, carried, reach
 from unirun.launcher.hosts.feed import GROWING, REPLACED
 from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.process import ignore_signals
@@ -52,7 +52,7 @@ class Mirror:
         self,
         job: JobDir,
         host: Host,
-        remote: Remote | None,
+        remote: RemoteNode | None,
         note: Callable[[str], None],
         silent: Callable[[str, bool], None] = lambda *_: None,
     ) -> None:
@@ -99,8 +99,8 @@ class Mirror:
             return False
 
     async def _next(self, stream: Stream) -> Message:
-        """Return the next message. After `SILENCE_TIMEOUT` seconds without one the node counts as silent until one comes; ssh's
-        keep-alive ends the wait for a host that is lost."""
+        """Return the next message. After `SILENCE_TIMEOUT` seconds without one the node counts as silent until one
+        comes; ssh's keep-alive ends the wait for a host that is lost."""
         try:
             async with asyncio.timeout(SILENCE_TIMEOUT):
                 return await stream.receive()
@@ -116,7 +116,7 @@ class Mirror:
         if not chunk.whole:
             self._offsets[chunk.path] = offset + len(base64.b64decode(chunk.data))
 
-    async def _again(self) -> Remote:
+    async def _again(self) -> RemoteNode:
         """Connect, and ask for the rest."""
         while True:
             try:
@@ -203,7 +203,7 @@ def recorded_hosts(job: JobDir) -> tuple[Host, ...]:
         return ()
 
 
-class Copy:
+class JobMirror:
     """Copies the files of all recorded hosts to `job`, also of those that are recorded meanwhile.
 
     `remotes` are connections that exist already. `came` is told of each host that joins, `complete` of each whose agent
@@ -213,7 +213,7 @@ class Copy:
     def __init__(
         self,
         job: JobDir,
-        remotes: Mapping[str, Remote],
+        remotes: Mapping[str, RemoteNode],
         note: Callable[[str], None],
         came: Callable[[str], None] = lambda _: None,
         complete: Callable[[str], None] = lambda _: None,
@@ -307,7 +307,7 @@ def main(run_id: str, told: int, lock: int | None = None) -> int:
 
 
 async def _copy_all(job: JobDir, told: int) -> None:
-    copy = Copy(job, {}, report)
+    copy = JobMirror(job, {}, report)
     copying = asyncio.create_task(copy.run())
     current = asyncio.create_task(copy.current())
     current.add_done_callback(lambda _: os.close(told))

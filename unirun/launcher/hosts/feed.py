@@ -16,7 +16,7 @@ from pathlib import Path
 from unirun.failover.silence import HEARTBEAT_INTERVAL
 from unirun.observe.jobdir import JobDir
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.messages import Beat, Chunk, Complete, Current
+from unirun.wire.messages import Chunk, Complete, Current, Heartbeat
 
 FILE_POLL_INTERVAL = 0.05
 """Seconds between two looks at the files: it bounds how late a line is shown. One look at 100 files takes 0.3 ms."""
@@ -54,7 +54,7 @@ def feed(job: JobDir, stream: BlockingStream, offsets: dict[str, int]) -> None:
             stream.send(Current())
             told = True
         if time.monotonic() >= beaten + HEARTBEAT_INTERVAL:
-            stream.send(Beat())
+            stream.send(Heartbeat())
             beaten = time.monotonic()
         time.sleep(FILE_POLL_INTERVAL)
 

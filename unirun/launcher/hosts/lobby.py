@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from unirun.errors import RendezvousError, UnirunError, WireError
-from unirun.failover.offers import Unfit
+from unirun.failover.offers import NodeFault
 from unirun.values import Value
 from unirun.wire.aio import Stream
 from unirun.wire.messages import Assigned, Dismissed, Message, Offer, Ready, expected
@@ -31,7 +31,7 @@ class Guest(Value):
         return self.offer.node
 
 
-def refusal(unfit: Sequence[Unfit]) -> RendezvousError:
+def refusal(unfit: Sequence[NodeFault]) -> RendezvousError:
     """One error for all nodes that cannot take part."""
     if len(unfit) == 1:
         return RendezvousError(f"{unfit[0].node}: {unfit[0].problem}", unfit[0].remedy)
@@ -44,16 +44,16 @@ async def each(
     guests: Sequence[Guest], talk: Callable[[Guest], Coroutine[Any, Any, None]], timeout: float
 ) -> None:
     """Talk to all `guests` at once. Raises `RendezvousError` with everything that went wrong."""
-    unfit: list[Unfit] = []
+    unfit: list[NodeFault] = []
 
     async def one(guest: Guest) -> None:
         try:
             async with asyncio.timeout(timeout):
                 await talk(guest)
         except TimeoutError:
-            unfit.append(Unfit(guest.node, f"it has not answered within {timeout:g} s"))
+            unfit.append(NodeFault(guest.node, f"it has not answered within {timeout:g} s"))
         except UnirunError as error:
-            unfit.append(Unfit(guest.node, error.problem, error.remedy))
+            unfit.append(NodeFault(guest.node, error.problem, error.remedy))
 
     await asyncio.gather(*(one(guest) for guest in guests))
     if unfit:

@@ -15,7 +15,7 @@ from unirun.collocation import local_inventory
 from unirun.errors import RendezvousError, UnirunError
 from unirun.failover.offers import AgentTask, versions
 from unirun.launcher.hosts.interfaces import choose, route_to
-from unirun.launcher.local import Member
+from unirun.launcher.local import JoinedNode
 from unirun.launcher.orders import on_host
 from unirun.launcher.requirements import check_host
 from unirun.launcher.slurm.allocation import component_here
@@ -53,7 +53,7 @@ def offer(
 
 def take_part(
     stream: BlockingStream, offered: Offer, token: Token, *, insecure: bool = False, interface: str = ""
-) -> Member:
+) -> JoinedNode:
     """Make the offer, take the task, and be ready. Returns when the launcher says that the job starts.
 
     Raises `RendezvousError` when this node is dismissed or its endpoints cannot be bound, `JobError`, `WireError`.
@@ -83,7 +83,7 @@ def await_go(stream: BlockingStream) -> None:
     expected(stream.receive(LAUNCHER_ANSWER_TIMEOUT), Go)
 
 
-def settle(assigned: Assigned, node: str, token: Token, *, insecure: bool, interface: str) -> Member:
+def settle(assigned: Assigned, node: str, token: Token, *, insecure: bool, interface: str) -> JoinedNode:
     """Make this node's directory of the job and bind its endpoints. Raises `RendezvousError`, `JobError`."""
     task = from_json(AgentTask, assigned.task)
     addr = choose(interface) if interface else route_to(assigned.head.addr)
@@ -109,7 +109,7 @@ def settle(assigned: Assigned, node: str, token: Token, *, insecure: bool, inter
     except BaseException:
         discard_job(job, lock)
         raise
-    return Member(job, lock, task, endpoints, listener)
+    return JoinedNode(job, lock, task, endpoints, listener)
 
 
 def certified(task: AgentTask, addr: str) -> tuple[str, ...]:

@@ -18,9 +18,9 @@ from msgspec.structs import replace
 
 from unirun.collocation import Inventory
 from unirun.errors import JobError, RendezvousError, UnirunError
-from unirun.failover.offers import Unfit, inventory_of, misfits, versions
-from unirun.launcher.hosts.connection import Remote, carried, reach
-from unirun.launcher.hosts.copying import Copy, copy_on, record_hosts
+from unirun.failover.offers import NodeFault, inventory_of, misfits, versions
+from unirun.launcher.hosts.connection import RemoteNode, carried, reach
+from unirun.launcher.hosts.copying import JobMirror, copy_on, record_hosts
 from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.lobby import (
     Guest,
@@ -42,7 +42,7 @@ from unirun.spec.job import JobSpec
 from unirun.wire.address import TcpAddress
 from unirun.wire.certificates import make_tls
 from unirun.wire.handshake import new_token
-from unirun.wire.messages import Assigned, Dismissed, Go, Invite, Member, Offer
+from unirun.wire.messages import Assigned, Dismissed, EtcdMember, Go, Invite, Offer
 
 COMMAND = "command"
 """The name in the certificate of a command that is no node."""
@@ -84,12 +84,12 @@ def run_over_ssh(
     async def play() -> int:
         if sync:
             await send_tree(hosts, Path.cwd(), needs(spec, os.getcwd()))
-        return await _Run(hosts, spec, store, interface, insecure, detach).run(make_plan, quiet=quiet)
+        return await _SshJob(hosts, spec, store, interface, insecure, detach).run(make_plan, quiet=quiet)
 
     return asyncio.run(play())
 
 
-class _Run:
+class _SshJob:
     """One job over ssh, from the first connection to its end."""
 
     def __init__(
@@ -103,10 +103,10 @@ class _Run:
     ) -> None:
         self._hosts, self._spec, self._detach = hosts, spec, detach
         self._store = store
-        self._etcd: tuple[Member, ...] = ()
+        self._etcd: tuple[EtcdMember, ...] = ()
         self._interface, self._insecure = interface, insecure
         self._token, self._uid = new_token(), new_uid()
-        self._remotes: dict[str, Remote] = {}
+        self._remotes: dict[str, RemoteNode] = {}
 
     async def run(self, make_plan: Callable[[Inventory], PlannedJob], *, quiet: bool) -> int:
         """Launch and follow the job."""
@@ -141,7 +141,7 @@ class _Run:
 
     async def _invite_all(self) -> list[Guest]:
         """Start the process of each node and hear its offer. Raises `RendezvousError` with all that went wrong."""
-        unfit: dict[str, Unfit] = {}
+        unfit: dict[str, NodeFault] = {}
         guests: dict[str, Guest] = {}
 
         async def one(host: Host) -> None:
@@ -152,9 +152,9 @@ class _Run:
                     guests[host.name] = Guest(remote.stream, await remote.hear(Offer))
             except TimeoutError:
                 problem = f"it has not answered within {self._spec.join_timeout:g} s"
-                unfit[host.name] = Unfit(host.name, problem, f"try: ssh {host.target}")
+                unfit[host.name] = NodeFault(host.name, problem, f"try: ssh {host.target}")
             except UnirunError as error:
-                unfit[host.name] = Unfit(host.name, error.problem, error.remedy)
+                unfit[host.name] = NodeFault(host.name, error.problem, error.remedy)
 
         await asyncio.gather(*(one(host) for host in self._hosts))
         if unfit:
@@ -242,14 +242,16 @@ class _Run:
     async def _follow(self, job: JobDir, planned: PlannedJob, *, quiet: bool) -> int:
         # Imported while the agents start.
         from unirun.launcher.foreground.console import Console
-        from unirun.launcher.foreground.session import Session
+        from unirun.launcher.foreground.session import JobFollower
 
         console = Console(quiet=quiet)
         processes = RemoteProcesses(job, self._remotes)
-        copy = Copy(job, self._remotes, console.note, processes.came, processes.complete, processes.silent)
+        copy = JobMirror(
+            job, self._remotes, console.note, processes.came, processes.complete, processes.silent
+        )
         copying = asyncio.create_task(copy.run())
         try:
-            return await Session(RunningJob(job, planned.spec, processes, copied=True), console).run()
+            return await JobFollower(RunningJob(job, planned.spec, processes, copied=True), console).run()
         finally:
             copying.cancel()
             with contextlib.suppress(asyncio.CancelledError):

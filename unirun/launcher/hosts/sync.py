@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from unirun.errors import RendezvousError, UsageError
-from unirun.failover.offers import Unfit
+from unirun.failover.offers import NodeFault
 from unirun.launcher.hosts.connection import OPTIONS, explain, for_any_shell, is_local
 from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.lobby import refusal
@@ -69,16 +69,16 @@ async def send_tree(hosts: Sequence[Host], folder: Path, needed: Iterable[str] =
         raise UsageError(f"--sync: {top} has no files", "call unirun in the directory of your code")
     names += directories_in(top, needed)
     mark = top / f".unirun-sync-{secrets.token_hex(8)}"
-    unfit: list[Unfit] = []
+    unfit: list[NodeFault] = []
 
     async def one(host: Host, packed: Path) -> None:
         try:
             async with asyncio.timeout(TIMEOUT):
                 await _send(host, top, mark, packed)
         except TimeoutError:
-            unfit.append(Unfit(host.name, f"the tree was not taken within {TIMEOUT:g} s"))
+            unfit.append(NodeFault(host.name, f"the tree was not taken within {TIMEOUT:g} s"))
         except RendezvousError as error:
-            unfit.append(Unfit(host.name, error.problem, error.remedy))
+            unfit.append(NodeFault(host.name, error.problem, error.remedy))
 
     with tempfile.NamedTemporaryFile(prefix="unirun-sync-") as packed:
         await asyncio.to_thread(pack, top, names, packed.file)

@@ -17,19 +17,19 @@ from unirun.failover.silence import (
     Silence,
     may_answer,
 )
-from unirun.launcher.master.writer import Writer
+from unirun.launcher.master.writer import StateWriter
 from unirun.rendezvous.election import Term
 from unirun.wire.aio import Stream, frame_of
-from unirun.wire.messages import Beat
+from unirun.wire.messages import Heartbeat
 
-_SURE, _UNSURE = frame_of(Beat()), frame_of(Beat(sure=False))
+_SURE, _UNSURE = frame_of(Heartbeat()), frame_of(Heartbeat(sure=False))
 
 OWNER_TIMEOUT = 60.0
 """Seconds in which the command that owns the job attaches to a master, and after which a command that beats and has
 become silent counts as gone. One that is stopped (Ctrl-Z) cannot attach, and does not beat."""
 
 
-class Beats:
+class HeartbeatMonitor:
     """Watches the agents and the commands that beat; those on the master's host do not.
 
     `agents` are the streams of the nodes. `say` is called with a node and a text about it, and `lose` with a node that
@@ -39,7 +39,7 @@ class Beats:
     def __init__(
         self,
         term: Term,
-        writer: Writer,
+        writer: StateWriter,
         agents: dict[str, Stream],
         say: Callable[[str, str], None],
         lose: Callable[[AgentLost], object],

@@ -40,27 +40,27 @@ from unirun.failover.restart_or_end import shutdown_order
 from unirun.failover.state import JOB_ENDS, JobState, Verdict
 from unirun.failover.status_views import farewell, present, status_of
 from unirun.failover.views import welcome, whole_view
-from unirun.launcher.master.beats import OWNER_TIMEOUT, Beats, unheard
-from unirun.launcher.master.writer import Writer
+from unirun.launcher.master.beats import OWNER_TIMEOUT, HeartbeatMonitor, unheard
+from unirun.launcher.master.writer import StateWriter
 from unirun.observe.events import EventLog, LineLog, led_to
 from unirun.observe.jobdir import JobDir, ProcessWatch
 from unirun.observe.status import JobStatus, write_status
 from unirun.rendezvous.election import Term
 from unirun.values import Value
 from unirun.wire.address import Address, TcpAddress
-from unirun.wire.aio import Server, Stream, frame_of
-from unirun.wire.asking import Ask
+from unirun.wire.aio import Stream, StreamServer, frame_of
+from unirun.wire.asking import MasterRequest
 from unirun.wire.credentials import load_credentials
 from unirun.wire.frames import finite
 from unirun.wire.messages import (
     Appointed,
     Assigned,
     Attach,
-    Beat,
     Dismissed,
     Drain,
     Ended,
     Grow,
+    Heartbeat,
     Message,
     Offer,
     PassOn,
@@ -210,7 +210,7 @@ BIND_TIMEOUT = 30.0
 """Seconds in which a node that has its task must have bound its endpoints."""
 
 
-class Admission:
+class NodeAdmission:
     """Answers nodes that make an offer, as the lobby does before the job has begun.
 
     `address` is where the master listens, by TCP in a job of several hosts. `state` gives the present state, and
@@ -311,14 +311,14 @@ class Master:
         self._metrics = LineLog(job.metrics)
         self._state = replace(state, epoch=term.epoch, recorded=0)
         self._unaware = set(state.agents) if state.phase in JOB_ENDS else set()
-        self._writer = Writer(
+        self._writer = StateWriter(
             state, term, contexts, self._carry_out_all, self._store_changed, self._end_unwritten
         )
         self._writer.unwritten = not core.writes_first
         self._term = term
         self._agents: dict[str, Stream] = {}
-        self._beats = Beats(term, self._writer, self._agents, self._say, self._apply)
-        self._admission = Admission(job, term.address, lambda: self._state, self._apply)
+        self._beats = HeartbeatMonitor(term, self._writer, self._agents, self._say, self._apply)
+        self._admission = NodeAdmission(job, term.address, lambda: self._state, self._apply)
         self._watchers: set[Stream] = set()
         self._visitors = Visitors(lambda: self._writer.certain, self._apply)
         self._owner: Stream | None = None
@@ -356,7 +356,7 @@ class Master:
             self._over.set()
         await self._status_file.write()
         servers = [
-            Server(
+            StreamServer(
                 listener,
                 self._credentials,
                 self._serve,
@@ -577,7 +577,7 @@ class Master:
                 message = await stream.receive()
                 if self._agents.get(join.node) is not stream or too_late:
                     continue
-                if isinstance(message, Beat):
+                if isinstance(message, Heartbeat):
                     self._beats.answer(join.node, stream)
                 elif isinstance(message, Sample):
                     self._memory.update(message.memory)
@@ -585,7 +585,7 @@ class Master:
                     self._status_file.write_soon()
                 elif isinstance(message, Knock):
                     self._beats.knocked(message.node, message.origin)
-                elif isinstance(message, FromWorker) and isinstance(message.message, Ask):
+                elif isinstance(message, FromWorker) and isinstance(message.message, MasterRequest):
                     self._writer.ask(message.worker, message.message, stream.send)
                 elif isinstance(message, Event):
                     self._apply(message)
@@ -612,7 +612,7 @@ class Master:
                     self._apply(message)
                 elif isinstance(message, Notice):
                     self._log.write("notice", message.text)
-                elif isinstance(message, Beat):
+                elif isinstance(message, Heartbeat):
                     self._beats.follow(stream)
         except WireError:
             return

@@ -18,7 +18,7 @@ from unirun.failover.persistence.context_store import ContextStore, Ledger
 from unirun.failover.state import JobState, Verdict
 from unirun.rendezvous.election import Term
 from unirun.values import WorkerId
-from unirun.wire.asking import Ask, ToWorker
+from unirun.wire.asking import MasterRequest, ToWorker
 from unirun.wire.reporting import report, report_error
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ STOP_WRITE_TIMEOUT = 1.0
 """The same for an end that somebody has asked for."""
 
 
-class Writer:
+class StateWriter:
     """Takes the steps of a master, writes what was decided, and then lets `carry_out` do what follows.
 
     As long as the store is away nothing that hangs on a decision is done; `trouble` says so, and `changed` is called
@@ -98,7 +98,7 @@ class Writer:
         if self.unwritten:
             self._carry_out(self._ledger.waive())
 
-    def ask(self, worker: WorkerId, ask: Ask, reply: Callable[[ToWorker], None]) -> None:
+    def ask(self, worker: WorkerId, ask: MasterRequest, reply: Callable[[ToWorker], None]) -> None:
         """A worker wants something of the store; `reply` is called when it is done, however long that takes."""
         self._do(partial(self._contexts.answer, worker, ask), lambda answer: reply(ToWorker(worker, answer)))
 

@@ -22,7 +22,7 @@ _TASKS = re.compile(r"([0-9]+)(?:\(x[0-9]+\))?")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
-class Allocation(Value):
+class SlurmAllocation(Value):
     """The nodes of one job step, in Slurm's order, and the one of this task.
 
     `job` is the id of the Slurm job, `step` that of the step in it. `components` has for each node the component of a
@@ -47,7 +47,7 @@ class Allocation(Value):
         return self.nodes.index(self.node)
 
 
-def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
+def read_allocation(environ: Mapping[str, str]) -> SlurmAllocation | None:
     """The step of several nodes that this process is a task of; None when there is none.
 
     A step on a part of the allocation's nodes counts as it is. Raises `UsageError` when a node has more than one task,
@@ -64,7 +64,7 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
             f"this is node {node!r:.80}, and the step runs on {compress(nodes):.200}",
             f"are SLURM_STEP_NODELIST and SLURMD_NODENAME changed? start it with {SRUN}",
         )
-    return Allocation(
+    return SlurmAllocation(
         job=environ["SLURM_JOB_ID"],
         step=environ["SLURM_STEP_ID"],
         nodes=nodes,

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from unirun.errors import EXIT_RENDEZVOUS, JobError, RendezvousError, UnirunError
 from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.hosts.interfaces import is_own, reachable_address, resolve
-from unirun.launcher.slurm.allocation import Allocation
+from unirun.launcher.slurm.allocation import SlurmAllocation
 from unirun.observe.batchjob import (
     SLURM_OUTAGE_TIMEOUT,
     SLURM_RETRY_INTERVAL,
@@ -133,7 +133,7 @@ HEAD_FILE_POLL_INTERVAL = 0.05
 """Seconds between two looks for the file."""
 
 
-class Place(Value):
+class HeadAddress(Value):
     """The address of the head of a step, and the token of the job, in hex."""
 
     host: str
@@ -141,7 +141,7 @@ class Place(Value):
     token: str
 
 
-def address_here(step: Allocation) -> str:
+def address_here(step: SlurmAllocation) -> str:
     """The address of this node that the others of the step reach: that of its name, unless it is loopback.
 
     Raises `RendezvousError`.
@@ -154,7 +154,7 @@ def address_here(step: Allocation) -> str:
 
 
 @contextmanager
-def published(step: Allocation, place: Place) -> Iterator[None]:
+def published(step: SlurmAllocation, place: HeadAddress) -> Iterator[None]:
     """Let the other commands of the step find this one, as long as the context lasts. Raises `JobError`."""
     file = _file(step)
     fresh = file.with_suffix(f".{os.getpid()}.new")
@@ -177,14 +177,14 @@ def published(step: Allocation, place: Place) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-def find(step: Allocation, timeout: float) -> Place:
+def find(step: SlurmAllocation, timeout: float) -> HeadAddress:
     """Wait until the head of the step is published. Raises `RendezvousError` after `timeout` seconds."""
     file, end = _file(step), time.monotonic() + timeout
     while time.monotonic() < end:
         # Listing the directory makes a network file system look again.
         with contextlib.suppress(OSError):
             if file.name in os.listdir(file.parent):
-                return from_json(Place, file.read_text())
+                return from_json(HeadAddress, file.read_text())
         time.sleep(HEAD_FILE_POLL_INTERVAL)
     raise RendezvousError(
         f"node {step.head} has not said within {timeout:g} s where it is: {socket.gethostname()} has no {file}",
@@ -192,5 +192,5 @@ def find(step: Allocation, timeout: float) -> Place:
     )
 
 
-def _file(step: Allocation) -> Path:
+def _file(step: SlurmAllocation) -> Path:
     return unirun_home() / "slurm" / f"{step.job}.{step.step}.{step.restarts}.json"

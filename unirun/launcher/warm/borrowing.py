@@ -150,7 +150,7 @@ def wish(
     )
 
 
-class Choice(Value):
+class WarmMatch(Value):
     """The warm process that fits `want`, or the reasons `against` the nearest one."""
 
     want: Borrow
@@ -158,24 +158,24 @@ class Choice(Value):
     against: tuple[str, ...] = ()
 
 
-def choose(want: Borrow) -> Choice:
+def choose(want: Borrow) -> WarmMatch:
     """Choose the warm process that fits and has the most modules. None with ``UNIRUN_WARM=0``."""
     if os.environ.get(VARIABLE) == "0":
-        return Choice(want, None, (f"{VARIABLE}=0",))
+        return WarmMatch(want, None, (f"{VARIABLE}=0",))
     try:
         there = running()
     except JobError as error:
-        return Choice(want, None, (str(error),))
+        return WarmMatch(want, None, (str(error),))
     if not there:
-        return Choice(want, None, ("no warm process runs (unirun warm)",))
+        return WarmMatch(want, None, ("no warm process runs (unirun warm)",))
     nearest: list[str] | None = None
     for warm in sorted(there, key=lambda each: -len(each.description.modules)):
         why = reasons_against(warm, want)
         if not why:
-            return Choice(want, warm)
+            return WarmMatch(want, warm)
         if nearest is None or len(why) < len(nearest):
             nearest = [f"process {warm.description.pid} differs: {why[0]}", *why[1:]]
-    return Choice(want, None, tuple(nearest or ()))
+    return WarmMatch(want, None, tuple(nearest or ()))
 
 
 def reasons_against(warm: Warm, want: Borrow) -> list[str]:

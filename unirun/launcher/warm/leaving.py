@@ -7,7 +7,7 @@ import os
 from unirun.failover.offers import AgentTask
 from unirun.launcher.environment import FRESH, for_workers
 from unirun.launcher.orders import Orders
-from unirun.launcher.warm.borrowing import VARIABLE, Choice, choose, running, some_start, start
+from unirun.launcher.warm.borrowing import VARIABLE, WarmMatch, choose, running, some_start, start
 from unirun.observe.jobdir import JobDir
 from unirun.spec.job import JobSpec
 
@@ -18,13 +18,13 @@ MOST = 4
 """Maximum number of warm processes left by a user's jobs; each has 200 MB."""
 
 
-def choices(job: JobDir, spec: JobSpec) -> list[Choice]:
+def choices(job: JobDir, spec: JobSpec) -> list[WarmMatch]:
     """For each forking spawner of a job, the warm process that lends it, or why none does."""
     orders = Orders(job, AgentTask(spec, "", (), os.getcwd(), spec.master_addr), for_workers(os.environ))
     return [choose(orders.wish(key)) for key in orders.spawners if key != FRESH]
 
 
-def starts(choice: Choice) -> str:
+def starts(choice: WarmMatch) -> str:
     """Describe how a spawner starts."""
     if choice.warm is not None:
         return f"start: warm, from process {choice.warm.description.pid}"
@@ -36,7 +36,7 @@ def leaves_behind() -> bool:
     return os.environ.get(VARIABLE) == "1"
 
 
-def leave_behind(found: list[Choice]) -> None:
+def leave_behind(found: list[WarmMatch]) -> None:
     """Start the warm processes that were missing, if enabled. Raises `JobError`."""
     if not leaves_behind() or some_start():
         # Of many jobs that start together, only one does it.

@@ -35,7 +35,7 @@ _ANOTHER_MEMBER = ("no leader", "not leader", "not supported for learner", "too 
 _TOO_LARGE = ("request is too large", "too many operations", "message larger than max")
 
 
-class Verdict(Enum):
+class FailureKind(Enum):
     """The outcome of a failed call."""
 
     NOT_DONE = auto()
@@ -48,15 +48,15 @@ class Verdict(Enum):
     """Refused; repeating does not help."""
 
 
-def judge(error: grpc.RpcError) -> Verdict:
+def judge(error: grpc.RpcError) -> FailureKind:
     """Classify the call that raised `error`."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAUTHENTICATED or "auth store is old" in details:
-        return Verdict.LOGGED_OUT
+        return FailureKind.LOGGED_OUT
     if any(f"etcdserver: {words}" in details or f"rpc {words}" in details for words in _ANOTHER_MEMBER):
-        return Verdict.NOT_DONE
+        return FailureKind.NOT_DONE
     if code is grpc.StatusCode.UNAVAILABLE and details.startswith("failed to connect to all addresses"):
-        return Verdict.NOT_DONE  # the only text by which gRPC guarantees that nothing was sent
+        return FailureKind.NOT_DONE  # the only text by which gRPC guarantees that nothing was sent
     if code in (
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -65,8 +65,8 @@ def judge(error: grpc.RpcError) -> Verdict:
         grpc.StatusCode.UNKNOWN,
         grpc.StatusCode.ABORTED,
     ):
-        return Verdict.UNKNOWN
-    return Verdict.FINAL
+        return FailureKind.UNKNOWN
+    return FailureKind.FINAL
 
 
 def explain(error: grpc.RpcError, address: EtcdAddress) -> StoreError:
@@ -356,21 +356,21 @@ class Login(Value):
         return f"Login(user={self.user!r})"
 
 
-class Method(Value):
+class GrpcMethod(Value):
     """A method of etcd's API, and the type of its response."""
 
     path: str
     response: str
 
 
-RANGE = Method("KV/Range", "RangeResponse")
-TXN = Method("KV/Txn", "TxnResponse")
-GRANT = Method("Lease/LeaseGrant", "LeaseGrantResponse")
-REVOKE = Method("Lease/LeaseRevoke", "LeaseRevokeResponse")
+RANGE = GrpcMethod("KV/Range", "RangeResponse")
+TXN = GrpcMethod("KV/Txn", "TxnResponse")
+GRANT = GrpcMethod("Lease/LeaseGrant", "LeaseGrantResponse")
+REVOKE = GrpcMethod("Lease/LeaseRevoke", "LeaseRevokeResponse")
 # A streaming method, called as a unary one: a stream of one request is the same on the wire.
-KEEP_ALIVE = Method("Lease/LeaseKeepAlive", "LeaseKeepAliveResponse")
-WATCH = Method("Watch/Watch", "WatchResponse")
-_AUTHENTICATE = Method("Auth/Authenticate", "AuthenticateResponse")
+KEEP_ALIVE = GrpcMethod("Lease/LeaseKeepAlive", "LeaseKeepAliveResponse")
+WATCH = GrpcMethod("Watch/Watch", "WatchResponse")
+_AUTHENTICATE = GrpcMethod("Auth/Authenticate", "AuthenticateResponse")
 
 
 def range_end(prefix: bytes) -> bytes:
@@ -401,7 +401,7 @@ class Cluster:
         self._closed = False
         self._pid = os.getpid()
 
-    def call(self, method: Method, request: Any, *, repeatable: bool = True) -> Any:
+    def call(self, method: GrpcMethod, request: Any, *, repeatable: bool = True) -> Any:
         """Return the response of any member, within the timeout. Raises `StoreError`.
 
         A request that is not `repeatable` is sent once, and raises `OutcomeUnknown` when it is not answered.
@@ -415,12 +415,12 @@ class Cluster:
                 return self._send(member, method, request, self._share(deadline, repeatable))
             except grpc.RpcError as error:
                 verdict = judge(error)
-                if verdict is Verdict.LOGGED_OUT and self._login and not logins:
+                if verdict is FailureKind.LOGGED_OUT and self._login and not logins:
                     logins += 1
                     self._log_out(token)
-                elif verdict in (Verdict.FINAL, Verdict.LOGGED_OUT):
+                elif verdict in (FailureKind.FINAL, FailureKind.LOGGED_OUT):
                     raise explain(error, self.address) from error
-                elif verdict is Verdict.UNKNOWN and not repeatable:
+                elif verdict is FailureKind.UNKNOWN and not repeatable:
                     self.leave(member, error)
                     raise self._unknown(member, error) from error
                 else:
@@ -455,7 +455,7 @@ class Cluster:
         if self._login:
             self._log_out(self._token)
 
-    def stream(self, member: str, method: Method, requests: Any) -> Any:
+    def stream(self, member: str, method: GrpcMethod, requests: Any) -> Any:
         """Open a bidirectional stream to `member`."""
         try:
             rpc = self._channel(member).stream_stream(
@@ -495,7 +495,7 @@ class Cluster:
                     self._troubles.pop(endpoint, None)
                     return endpoint
                 except grpc.RpcError as error:
-                    if judge(error) in (Verdict.FINAL, Verdict.LOGGED_OUT):
+                    if judge(error) in (FailureKind.FINAL, FailureKind.LOGGED_OUT):
                         raise explain(error, self.address) from error
                     self._troubles[endpoint] = _say(error)
                     self._drop(endpoint)
@@ -518,11 +518,11 @@ class Cluster:
                 self._send(endpoint, RANGE, request, timeout)
                 return
             except grpc.RpcError as error:
-                if attempt or not self._login or judge(error) is not Verdict.LOGGED_OUT:
+                if attempt or not self._login or judge(error) is not FailureKind.LOGGED_OUT:
                     raise
                 self._token = None
 
-    def _send(self, member: str, method: Method, request: Any, timeout: float) -> Any:
+    def _send(self, member: str, method: GrpcMethod, request: Any, timeout: float) -> Any:
         deadline = time.monotonic() + timeout
         while True:
             rpc = self._channel(member).unary_unary(

@@ -23,7 +23,7 @@ from unirun.rendezvous.store._etcd_cluster import (
     TXN,
     WATCH,
     Cluster,
-    Verdict,
+    FailureKind,
     explain,
     explain_text,
     grpc,
@@ -36,7 +36,7 @@ from unirun.rendezvous.store.address import EtcdAddress
 from unirun.rendezvous.store.protocol import (
     Change,
     Compare,
-    Item,
+    KeyValue,
     Lease,
     Listing,
     Outcome,
@@ -179,9 +179,9 @@ class EtcdWatch:
         if self._closed:
             return
         verdict = judge(error)
-        if verdict is Verdict.LOGGED_OUT:
+        if verdict is FailureKind.LOGGED_OUT:
             self._cluster.log_in_again()
-        elif verdict is Verdict.FINAL:
+        elif verdict is FailureKind.FINAL:
             raise explain(error, self._cluster.address) from error
         else:
             self._cluster.leave(member, error)
@@ -256,7 +256,7 @@ class EtcdStore:
             self._cluster.close()
             raise
 
-    def get(self, key: str) -> Item | None:
+    def get(self, key: str) -> KeyValue | None:
         """Return the item of `key`, or None."""
         check_key(key)
         response = self._cluster.call(RANGE, message("RangeRequest", key=self._key(key)))
@@ -319,8 +319,8 @@ class EtcdStore:
     def _key(self, key: str) -> bytes:
         return f"{self._root}{key}".encode()
 
-    def _item(self, pair: Any) -> Item:
-        return Item(text(pair.key)[len(self._root) :], text(pair.value), pair.mod_revision)
+    def _item(self, pair: Any) -> KeyValue:
+        return KeyValue(text(pair.key)[len(self._root) :], text(pair.value), pair.mod_revision)
 
     def _compare(self, compare: Compare) -> Any:
         key = self._key(compare.key)

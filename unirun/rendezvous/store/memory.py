@@ -12,7 +12,7 @@ from unirun.errors import LeaseExpired, StoreAway
 from unirun.rendezvous.store.protocol import (
     Change,
     Compare,
-    Item,
+    KeyValue,
     Lease,
     Listing,
     Outcome,
@@ -27,7 +27,7 @@ from unirun.values import Value
 
 
 class _Entry(Value):
-    item: Item
+    item: KeyValue
     lease: int | None
 
 
@@ -52,7 +52,7 @@ class MemoryStore:
         self._first = 2
         self._closed = False
 
-    def get(self, key: str) -> Item | None:
+    def get(self, key: str) -> KeyValue | None:
         """Return the item of `key`, or None."""
         check_key(key)
         with self._changed:
@@ -150,7 +150,7 @@ class MemoryStore:
             return
         self._revision += 1
         for put in puts:
-            item = Item(put.key, put.value, self._revision)
+            item = KeyValue(put.key, put.value, self._revision)
             self._entries[put.key] = _Entry(item, put.lease.id if put.lease else None)
         for key in gone:
             del self._entries[key]

@@ -24,7 +24,7 @@ MAX_SIZE = 1024 * 1024
 """Maximum size in bytes of all keys and values that a transaction puts. etcd's default is 1.5 MiB, with overhead."""
 
 
-class Item(Value):
+class KeyValue(Value):
     """A key with its value. `revision` is that of the transaction that put it last."""
 
     key: str
@@ -35,7 +35,7 @@ class Item(Value):
 class Listing(Value):
     """All items under a prefix, in order of keys, as of `revision`."""
 
-    items: tuple[Item, ...]
+    items: tuple[KeyValue, ...]
     revision: int
 
 
@@ -109,7 +109,7 @@ class Store(Protocol):
     url: str
     """Its URL, without passwords."""
 
-    def get(self, key: str) -> Item | None:
+    def get(self, key: str) -> KeyValue | None:
         """Return the item of `key` or None; never older than what this object has written or read before."""
 
     def get_prefix(self, prefix: str) -> Listing:

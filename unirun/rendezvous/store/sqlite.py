@@ -24,7 +24,7 @@ from unirun.observe.ownership import exposure, listed_writer, owner, writers
 from unirun.rendezvous.store.protocol import (
     Change,
     Compare,
-    Item,
+    KeyValue,
     Lease,
     Listing,
     Outcome,
@@ -257,14 +257,14 @@ class SqliteStore:
         self._connection: sqlite3.Connection | None = open_database(self.path, timeout)
         self._inode = self.path.stat().st_ino
 
-    def get(self, key: str) -> Item | None:
+    def get(self, key: str) -> KeyValue | None:
         """Return the item of `key`, or None."""
         check_key(key)
         with self._reading() as connection:
             row = connection.execute(
                 "SELECT key, value, revision FROM items WHERE key = ?", (key,)
             ).fetchone()
-            return Item(*row) if row else None
+            return KeyValue(*row) if row else None
 
     def get_prefix(self, prefix: str) -> Listing:
         """Return all items under `prefix`."""
@@ -476,7 +476,7 @@ def _listing(connection: sqlite3.Connection, prefix: str) -> Listing:
         f" FROM state LEFT JOIN items ON {_UNDER} ORDER BY key",
         _bounds(prefix),
     ).fetchall()
-    return Listing(tuple(Item(*row[1:]) for row in rows if row[1] is not None), rows[0][0])
+    return Listing(tuple(KeyValue(*row[1:]) for row in rows if row[1] is not None), rows[0][0])
 
 
 def _keys(connection: sqlite3.Connection, target: str) -> list[str]:

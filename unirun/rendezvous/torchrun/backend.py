@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from unirun.errors import LeaseExpired, OutcomeUnknown, StoreAway, StoreError
-from unirun.rendezvous.store.protocol import Compare, Item, Lease, Outcome, Put, RevisionIs, Store
+from unirun.rendezvous.store.protocol import Compare, KeyValue, Lease, Outcome, Put, RevisionIs, Store
 from unirun.rendezvous.torchrun import NAME
 from unirun.values import Value
 
@@ -180,7 +180,7 @@ class StoreBackend(RendezvousBackend):
         found = self.get_state()
         return None if found is None else (*found, False)
 
-    def _decoded(self, item: Item) -> tuple[bytes, StateToken]:
+    def _decoded(self, item: KeyValue) -> tuple[bytes, StateToken]:
         try:
             record = json.loads(item.value)
             self.meeting = str(record["meeting"])

@@ -25,7 +25,7 @@ from unirun.roles.calls.codec import dump
 from unirun.roles.calls.counting import CallBook
 from unirun.roles.calls.dispatcher import OPEN_RPC
 from unirun.roles.calls.envelope import encode_address, refused_for
-from unirun.roles.calls.open_call import Deadlines, InvocationRef, Method, OpenCall
+from unirun.roles.calls.open_call import Call, Deadlines, InvocationRef, Method
 from unirun.roles.calls.policy import ANY, DEFAULT, Invocation, called_ranks
 from unirun.roles.calls.reliable import Part, ReliableChannel
 from unirun.roles.calls.sharding import rearranged, split
@@ -108,10 +108,10 @@ class Caller:
         self._order: dict[str, threading.RLock] = defaultdict(threading.RLock)
         self._channels: dict[WorkerId, ReliableChannel] = {}
         self._parked: dict[tuple[str, int], deque[Part]] = {}
-        self._refused: list[tuple[OpenCall, int, int]] = []
+        self._refused: list[tuple[Call, int, int]] = []
         self._seqs = itertools.count(1)
         self._losses = ReportedLosses(peers, restarted=me.incarnation > 0)
-        self._deadlines: dict[float, Deadlines[OpenCall]] = {}
+        self._deadlines: dict[float, Deadlines[Call]] = {}
         self._opened: dict[WorkerId, str] = {}
         self._turn = itertools.count()
         self._turns: dict[str, dict[int, int]] = defaultdict(dict)
@@ -202,7 +202,7 @@ class Caller:
         method.turns[chosen] = next(self._turn)
         return chosen
 
-    def _send_all(self, call: OpenCall) -> None:
+    def _send_all(self, call: Call) -> None:
         """Send every part of a call. Joint calls come in one order to all workers of a role."""
         if not call.joint:
             call.seq = next(self._seqs)
@@ -213,7 +213,7 @@ class Caller:
             for index in range(len(call.ranks)):
                 self._send(call, index)
 
-    def _send(self, call: OpenCall, index: int) -> None:
+    def _send(self, call: Call, index: int) -> None:
         """Send a part, or let it wait for its worker, behind those that wait already.
 
         A part of a joint call also waits while a rank of the role is without a worker.
@@ -232,7 +232,7 @@ class Caller:
                     return
         self._send_to(peer, call, index)
 
-    def _send_to(self, peer: Peer, call: OpenCall, index: int) -> None:
+    def _send_to(self, peer: Peer, call: Call, index: int) -> None:
         if peer.over:
             self._settle(call, index, _lost(peer.address, peer, call))
             return
@@ -254,7 +254,7 @@ class Caller:
             self._losses.reported(peer.address)
             self._settle(call, index, lost(str(peer.address), "it is gone", call.remedy))
 
-    def _start(self, call: OpenCall, peer: Peer) -> None:
+    def _start(self, call: Call, peer: Peer) -> None:
         """Fix the generation for which the parts of a call are sent: that of the first one. Before that is sent, a
         worker may have died while the call waited."""
         with self._starting:
@@ -263,7 +263,7 @@ class Caller:
                 if not call.prepared.options.idempotent:
                     call.unreported = self._losses.report(call.prepared.role, call.ranks)
 
-    def _outdated(self, call: OpenCall, peer: Peer) -> WorkerLost:
+    def _outdated(self, call: Call, peer: Peer) -> WorkerLost:
         """The error of a joint call that was made for an earlier generation than that of `peer`: a rank was lost
         meanwhile. It reports that loss."""
         worker = "" if call.retries else self._losses.report(call.prepared.role, call.ranks)
@@ -292,7 +292,7 @@ class Caller:
                 self._scheduler.soon(self._look)
         return channel
 
-    def _answered(self, call: OpenCall, index: int, parcel: Parcel) -> None:
+    def _answered(self, call: Call, index: int, parcel: Parcel) -> None:
         if (generation := refused_for(parcel.head)) is not None:
             self._scheduler.soon(partial(self._was_refused, call, index, generation))
             return
@@ -302,7 +302,7 @@ class Caller:
             call.prepared.count.add(call.ranks[index], sent.size, parcel.size, took)
         self._settle(call, index, parcel)
 
-    def _was_refused(self, call: OpenCall, index: int, generation: int) -> None:
+    def _was_refused(self, call: Call, index: int, generation: int) -> None:
         """A worker is in a later `generation` than the one that the call was made for. When `Peers` has heard of that
         one, it says who was lost."""
         peer = self._peers.find(call.prepared.role, call.ranks[index])
@@ -354,7 +354,7 @@ class Caller:
                 call, index = queue.popleft()
             self._send_to(peer, call, index)
 
-    def _settle(self, call: OpenCall, index: int, outcome: Parcel | CallError) -> None:
+    def _settle(self, call: Call, index: int, outcome: Parcel | CallError) -> None:
         call.settle(index, outcome)
         if isinstance(outcome, WorkerLost) and call.retries > 0:
             # The call is made again when the other workers have left it.
@@ -370,10 +370,10 @@ class Caller:
             call.failing = True
             self._fail_later(call)
 
-    def _fail_later(self, call: OpenCall) -> None:
+    def _fail_later(self, call: Call) -> None:
         self._scheduler.at(self._scheduler.now() + GROUP_ERROR_DELAY, partial(self._fail, call, call.attempt))
 
-    def _fail(self, call: OpenCall, attempt: int) -> None:
+    def _fail(self, call: Call, attempt: int) -> None:
         """A moment after the first error. Before a call is made again, all its workers must have left it."""
         if attempt != call.attempt or (call.retries > 0 and call.interrupted):
             return
@@ -384,21 +384,21 @@ class Caller:
                 return
         self._finish(call)
 
-    def _again(self, call: OpenCall, attempt: int) -> None:
+    def _again(self, call: Call, attempt: int) -> None:
         if not call.over and attempt == call.attempt:
             call.start_again()
             self._send_all(call)
 
-    def _finish(self, call: OpenCall) -> None:
+    def _finish(self, call: Call) -> None:
         call.prepared.deadlines.drop(call)
         self._forget(call)
         call.finish()
 
-    def _expire(self, call: OpenCall) -> None:
+    def _expire(self, call: Call) -> None:
         self._forget(call)
         call.expire(call.prepared.deadlines.seconds)
 
-    def _forget(self, call: OpenCall) -> None:
+    def _forget(self, call: Call) -> None:
         """Answers that still come are acked and dropped."""
         if call.settled:
             return
@@ -407,12 +407,12 @@ class Caller:
                 channel.forget(call, lost=call.lost)
 
 
-def _ready(peer: Peer, call: OpenCall) -> bool:
+def _ready(peer: Peer, call: Call) -> bool:
     """Return True if a part need not wait: its worker serves, or never will again."""
     return peer.over or (bool(peer.endpoint) and (peer.whole or not call.joint))
 
 
-def _lost(address: WorkerId, peer: Peer, call: OpenCall) -> WorkerLost:
+def _lost(address: WorkerId, peer: Peer, call: Call) -> WorkerLost:
     """The error of a call whose worker, at `address`, is gone; `peer` holds its rank now."""
     if peer.over:
         return lost(str(address), "it has ended", "it takes no calls any more; call other workers")

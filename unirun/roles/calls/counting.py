@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from unirun.errors import WireError
 from unirun.roles.transport.protocol import Scheduler
-from unirun.wire.reports import CallCount, Calls, Span
+from unirun.wire.reports import CallCount, Calls, RankRange
 
 FIRST, SELDOM = 1.0, 60.0
 """Seconds from a call to the report of it: the first time, and at most; they double each time. So the graph is known
@@ -112,7 +112,7 @@ class CallBook:
         self.report()
 
 
-def rank_ranges(ranks: Iterable[int]) -> tuple[Span, ...]:
+def rank_ranges(ranks: Iterable[int]) -> tuple[RankRange, ...]:
     """`ranks` as ascending ranges of consecutive ranks; one range for all if there are more than `MAX_SPANS`."""
     found: list[list[int]] = []
     for rank in sorted(ranks):
@@ -122,4 +122,4 @@ def rank_ranges(ranks: Iterable[int]) -> tuple[Span, ...]:
             found.append([rank, rank])
     if len(found) > MAX_SPANS:
         found = [[found[0][0], found[-1][1]]]
-    return tuple(Span(first, last) for first, last in found)
+    return tuple(RankRange(first, last) for first, last in found)

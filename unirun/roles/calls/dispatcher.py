@@ -55,7 +55,7 @@ _GIVE_UP = GIVE_UP.decode()
 
 
 @dataclass(eq=False, slots=True)
-class _Run:
+class _IncomingCall:
     """One call, from its arrival until its result is acked."""
 
     request: Request
@@ -72,7 +72,7 @@ class _CallerState:
 
     incarnation: int
     heard: float
-    runs: dict[int, _Run] = field(default_factory=dict)
+    runs: dict[int, _IncomingCall] = field(default_factory=dict)
 
 
 class Generations(Protocol):
@@ -119,7 +119,7 @@ class Dispatcher:
         self._callers: dict[tuple[str, int], _CallerState] = {}
         self._inbox = queue.SimpleQueue() if inbox is None else inbox
         # What the serving thread runs.
-        self._running: _Run | None = None
+        self._running: _IncomingCall | None = None
         self._first: list[Callable[[], None]] = []
         self._stopped = self._closed = False
         self._disturbed = 0
@@ -150,7 +150,7 @@ class Dispatcher:
                 known.replies.append(reply)
                 return
             if known is None and request.method not in (_ACK, _GIVE_UP):
-                run = caller.runs[request.seq] = _Run(request, parcel.buffers, [reply])
+                run = caller.runs[request.seq] = _IncomingCall(request, parcel.buffers, [reply])
         if request.method in (_ACK, _GIVE_UP):
             reply(_NONE)
         elif known is not None and known.outcome is not None:
@@ -172,7 +172,7 @@ class Dispatcher:
         caller.heard = now
         return caller
 
-    def _give_up(self, runs: Iterable[_Run]) -> None:
+    def _give_up(self, runs: Iterable[_IncomingCall]) -> None:
         """Mark calls as given up. They run to their ends; but if the serving thread idles in one while the process
         group is to be formed, the agent gets a report."""
         for run in runs:
@@ -194,7 +194,7 @@ class Dispatcher:
             if silent and all(run.outcome is not None for run in caller.runs.values()):
                 del self._callers[key]
 
-    def _route(self, run: _Run) -> None:
+    def _route(self, run: _IncomingCall) -> None:
         name = run.request.method
         if self._stopped:
             self._turn_away(run)
@@ -214,7 +214,7 @@ class Dispatcher:
         else:
             self._inbox.put(run)
 
-    def _submit(self, name: str, threads: int, run: _Run, work: Callable[[], None]) -> None:
+    def _submit(self, name: str, threads: int, run: _IncomingCall, work: Callable[[], None]) -> None:
         try:
             self._pool(name, threads).submit(work)
         except RuntimeError:
@@ -222,11 +222,11 @@ class Dispatcher:
                 raise
             # This process is ending: the caller's wait for the answer fails with WorkerLost.
 
-    def _turn_away(self, run: _Run) -> None:
+    def _turn_away(self, run: _IncomingCall) -> None:
         problem = f"{self._me} does not take calls any more"
         self._finish(run, self._error(WorkerLost(problem, "it was told to stop", worker=str(self._me))))
 
-    def _answer(self, run: _Run, answer: Callable[[], Any]) -> None:
+    def _answer(self, run: _IncomingCall, answer: Callable[[], Any]) -> None:
         """Answer a request to the process, not to the target."""
         try:
             outcome = self._encoded(answer(), run.request.method)
@@ -273,7 +273,7 @@ class Dispatcher:
             self._loop.call_soon_threadsafe(self._loop.stop)
             await_end(self._looping)
 
-    def _refused(self, run: _Run) -> bool:
+    def _refused(self, run: _IncomingCall) -> bool:
         """Refuse a joint call that was made for an earlier generation, or has lost another worker: not all of its
         workers will run it."""
         if self._generations is None or not run.request.joint:
@@ -284,7 +284,7 @@ class Dispatcher:
         self._finish(run, Parcel(encode_refusal(generation)))
         return True
 
-    def _run(self, run: _Run) -> None:
+    def _run(self, run: _IncomingCall) -> None:
         """Run a call. SystemExit and its like are raised: they end this program."""
         if self._refused(run):
             return
@@ -309,7 +309,7 @@ class Dispatcher:
             report_error(other)
             return False
 
-    def _run_beside(self, run: _Run) -> None:
+    def _run_beside(self, run: _IncomingCall) -> None:
         """The same in a thread of a pool, from which an exception cannot end the program."""
         try:
             self._run(run)
@@ -324,7 +324,7 @@ class Dispatcher:
 
         self.run_first(raise_it)
 
-    async def _run_async(self, run: _Run) -> None:
+    async def _run_async(self, run: _IncomingCall) -> None:
         if self._refused(run):
             return
         before = self._disturbed
@@ -341,7 +341,7 @@ class Dispatcher:
             return
         self._finish(run, outcome)
 
-    def _arguments(self, run: _Run) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(self, run: _IncomingCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         buffers, run.buffers = run.buffers, ()
         try:
             args, kwargs = load(run.request.body, buffers)
@@ -360,7 +360,7 @@ class Dispatcher:
         head, buffers = dump_error(error, str(self._me))
         return own(Parcel((INTERRUPTED if disturbed else ERROR) + head, buffers))
 
-    def _finish(self, run: _Run, outcome: Parcel) -> None:
+    def _finish(self, run: _IncomingCall, outcome: Parcel) -> None:
         with self._lock:
             run.outcome, replies = outcome, run.replies
             run.replies = []

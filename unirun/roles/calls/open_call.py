@@ -1,4 +1,4 @@
-"""`OpenCall`: one invocation, from its start until its results are taken."""
+"""`Call`: one invocation, from its start until its results are taken."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ class Method:
     options: Invocation
     ranks: Sequence[int]
     chooses: bool
-    deadlines: Deadlines[OpenCall]
+    deadlines: Deadlines[Call]
     wire: bytes
     count: Count
     turns: dict[int, int]
     deliver: Callable[[Callable[[], None]], None]
 
 
-class OpenCall:
+class Call:
     """The parcels for each rank, and their outcomes: a worker's answer, or the error because of which there
     is none.
 
@@ -323,7 +323,7 @@ class OpenCall:
 R = TypeVar("R")
 
 
-class InvocationRef(OpenCall, Generic[R]):
+class InvocationRef(Call, Generic[R]):
     """The result of a call that may not be there yet, like a future. All methods may be used from any thread.
 
     ::

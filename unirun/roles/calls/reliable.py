@@ -10,7 +10,7 @@ from functools import partial
 from unirun.errors import CallError, ChannelError
 from unirun.roles.calls.dispatcher import ACK, GIVE_UP
 from unirun.roles.calls.envelope import MAX_ACKS, encode_giving_up, encode_request
-from unirun.roles.calls.open_call import OpenCall
+from unirun.roles.calls.open_call import Call
 from unirun.roles.transport.protocol import Channel, Parcel, Scheduler, Transport
 from unirun.values import WorkerId
 
@@ -20,7 +20,7 @@ MAX_RECONNECT_DELAY = 1.0
 LARGE = 1 << 20
 """Bytes from which a result is acked at once: the worker need not keep it until the next call."""
 
-Part = tuple[OpenCall, int]
+Part = tuple[Call, int]
 """A call, and the index of the worker in it."""
 
 
@@ -35,8 +35,8 @@ class ReliableChannel:
         me: bytes,
         transport: Transport,
         scheduler: Scheduler,
-        answered: Callable[[OpenCall, int, Parcel], None],
-        failed: Callable[[OpenCall, int, CallError], None],
+        answered: Callable[[Call, int, Parcel], None],
+        failed: Callable[[Call, int, CallError], None],
     ) -> None:
         """`answered` is called with each answer, in a thread of the transport; `failed`, by `scheduler`, with a call
         that cannot be sent to any worker. Both get the index of this worker in the call."""
@@ -57,7 +57,7 @@ class ReliableChannel:
         """The number of open calls."""
         return len(self._parts)
 
-    def send(self, call: OpenCall, index: int) -> bool:
+    def send(self, call: Call, index: int) -> bool:
         """Send a call now, or as soon as there is a connection. False, with nothing sent, when the worker is gone."""
         with self._lock:
             if self._gone:
@@ -69,7 +69,7 @@ class ReliableChannel:
                 self._connect()
         return True
 
-    def forget(self, call: OpenCall, *, lost: bool = False) -> None:
+    def forget(self, call: Call, *, lost: bool = False) -> None:
         """Do not send a call again; its answer is acked and dropped. Whoever made it may change its arguments."""
         channel = self._channel
         if self._parts.pop(call.seq, None) is not None and channel is not None:
@@ -127,7 +127,7 @@ class ReliableChannel:
             if self._parts and not self._gone and self._channel is None:
                 self._connect()
 
-    def _transmit(self, channel: Channel, seq: int, call: OpenCall, index: int) -> None:
+    def _transmit(self, channel: Channel, seq: int, call: Call, index: int) -> None:
         parcel = call.parcel(index)
         if parcel is None:
             # The call is over.

@@ -46,7 +46,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(slots=True)
-class Split:
+class SplitArguments:
     """The arguments of each worker (one entry if all get the same), and how they were made.
 
     `sharding` says for each argument, by position or name, ``replicate``, ``item`` or ``shard`` with the sizes.
@@ -56,10 +56,10 @@ class Split:
     sharding: Mapping[int | str, str]
 
 
-def split(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int, *, auto: bool) -> Split:
+def split(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int, *, auto: bool) -> SplitArguments:
     """Split the arguments of a call over `ranks` workers. Raises `UsageError` for what cannot be split."""
     if not args and not kwargs:
-        return Split((((), {}),), {})
+        return SplitArguments((((), {}),), {})
     named: dict[int | str, Any] = dict(enumerate(args))
     named.update(kwargs)
     marked = any(isinstance(value, _Marked) for value in named.values())
@@ -71,9 +71,9 @@ def split(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int, *, auto: bo
         # As in DLRover's guide; not for a call without arguments.
         lists = [value for value in named.values() if isinstance(value, list) and len(value) == ranks]
         if not auto or ranks == 1 or not named or len(lists) != len(named):
-            return Split(((args, kwargs),), dict.fromkeys(named, "replicate"))
+            return SplitArguments(((args, kwargs),), dict.fromkeys(named, "replicate"))
         parts = {where: list(value) for where, value in named.items()}
-        return Split(_rows(parts, len(args), ranks), dict.fromkeys(named, "item"))
+        return SplitArguments(_rows(parts, len(args), ranks), dict.fromkeys(named, "item"))
     parts, done = {}, {}
     for where, value in named.items():
         if isinstance(value, Sharded):
@@ -83,7 +83,7 @@ def split(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int, *, auto: bo
             parts[where] = [value.value if isinstance(value, Replicated) else value] * ranks
             done[where] = "replicate"
     rows = _rows(parts, len(args), ranks)
-    return Split(rows if any(d != "replicate" for d in done.values()) else rows[:1], done)
+    return SplitArguments(rows if any(d != "replicate" for d in done.values()) else rows[:1], done)
 
 
 def sizes(length: int, ranks: int) -> tuple[int, ...]:

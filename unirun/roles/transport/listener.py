@@ -39,9 +39,9 @@ ACCEPT_RETRY_INTERVAL = 0.1
 
 
 class Listener:
-    """Accepts connections on `sock` in a thread. Those that prove the token within `HANDSHAKE_TIMEOUT` are served; `Strangers`
-    says which of them may begin to, each in a thread of its own. `known` says whether an address is one of the job's
-    hosts."""
+    """Accepts connections on `sock` in a thread. Those that prove the token within `HANDSHAKE_TIMEOUT` are served;
+    `Strangers` says which of them may begin to, each in a thread of its own. `known` says whether an address is one of
+    the job's hosts."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class _Served:
 # before a byte of a request is parsed.
 
 
-class Endpoint(Value):
+class CallAddress(Value):
     """The address of a worker for calls: a unix socket for processes on its node, and `tcp` for those on others."""
 
     path: str
@@ -234,7 +234,7 @@ class Endpoint(Value):
         return self.path if self.tcp is None else json.dumps(to_builtins(self))
 
     @classmethod
-    def parse(cls, text: str) -> Endpoint:
+    def parse(cls, text: str) -> CallAddress:
         """From its text: a path, or JSON. Raises `FrameError`."""
         return from_json(cls, text) if text.startswith("{") else cls(text)
 
@@ -265,7 +265,7 @@ class SocketTransport:
         return self._inbox
 
     def serve(self, me: WorkerId, handler: Handler) -> str:
-        """Listen. The endpoint is the text of an `Endpoint`."""
+        """Listen. The endpoint is the text of an `CallAddress`."""
         path = self._folder / f"{me.role}.{me.rank}.{me.incarnation}"
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._loop.add(self._inbox)
@@ -276,12 +276,12 @@ class SocketTransport:
         for sock in sockets:
             listener = Listener(sock, self._credentials, handler, self._inbox, self._refused, self._known)
             self._listeners.append(listener)
-        return str(Endpoint(str(path), tcp))
+        return str(CallAddress(str(path), tcp))
 
     def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Channel:
         """Connect. The handshake goes on in the background; requests wait for it."""
         try:
-            there = Endpoint.parse(endpoint)
+            there = CallAddress.parse(endpoint)
             if there.tcp is None or self.is_here(endpoint):
                 return self._connect_here(there.path, broken)
             from unirun.roles.transport.channel import connect
@@ -292,7 +292,7 @@ class SocketTransport:
 
     def is_here(self, endpoint: str) -> bool:
         """Return True if `endpoint` is on this host, so that memory can be shared with it. Raises `FrameError`."""
-        tcp = Endpoint.parse(endpoint).tcp
+        tcp = CallAddress.parse(endpoint).tcp
         return tcp is None or tcp.node == self._credentials.node
 
     def _connect_here(self, path: str, broken: Callable[[str], None]) -> Channel:

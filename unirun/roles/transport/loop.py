@@ -48,7 +48,8 @@ class SpinningPoll:
     """Polls again and again for `SPIN_SECONDS` seconds before it sleeps, if the wait before was about as short.
 
     So a worker without calls, or a caller of a slow method, sleeps. Between two polls other threads of the same
-    processor may run. If they do so for long, there is no free processor, and it does not spin for `SPIN_PAUSE_SECONDS` seconds.
+    processor may run. If they do so for long, there is no free processor, and it does not spin for `SPIN_PAUSE_SECONDS`
+    seconds.
     """
 
     def __init__(self, poll: Poll, now: Callable[[], float] = time.monotonic) -> None:

@@ -105,7 +105,7 @@ class TorchTransport:
             worker = self._agent.connect(peer, endpoint)
         except RuntimeError as error:
             raise ChannelError(f"{peer} cannot be reached: {error}") from error
-        return _Channel(worker, f"{self._agent.name} to {worker.name}", broken, self._executor)
+        return _RpcChannel(worker, f"{self._agent.name} to {worker.name}", broken, self._executor)
 
     def close(self) -> None:
         """Shut the agent down; open calls fail in the peers at once."""
@@ -117,7 +117,7 @@ class TorchTransport:
             self._executor.close()
 
 
-class _Channel:
+class _RpcChannel:
     def __init__(self, worker: Any, line: str, broken: Callable[[str], None], executor: Scheduler) -> None:
         self._worker, self._line, self._broken, self._executor = worker, line, broken, executor
         self._numbers = itertools.count()

@@ -4,15 +4,15 @@ from unirun.train.checkpoints.folder import Folder, Manifest, skipped
 from unirun.train.checkpoints.loading import load, put_into
 from unirun.train.checkpoints.state import encode, is_sharded, outline, plain_state, snapshot, unwrapped
 from unirun.train.checkpoints.strategy import CheckpointStrategy, Info
-from unirun.train.checkpoints.writer import GivenUp, Writer
+from unirun.train.checkpoints.writer import CheckpointWriter, GivenUp
 
 __all__ = [
     "CheckpointStrategy",
+    "CheckpointWriter",
     "Folder",
     "GivenUp",
     "Info",
     "Manifest",
-    "Writer",
     "encode",
     "is_sharded",
     "load",

@@ -1,4 +1,4 @@
-"""`Writer`: saves checkpoints beside training, in each rank.
+"""`CheckpointWriter`: saves checkpoints beside training, in each rank.
 
 A plain state is written by rank 0, a sharded one by all ranks. Each rank writes how far it has come in its datasets,
 and which files it has written.
@@ -46,7 +46,7 @@ RANKS_SAVE_POLL_INTERVAL = 0.02
 """Seconds between two looks whether they have."""
 
 
-class Part(Value):
+class CheckpointPart(Value):
     """The report of one rank on its part of a checkpoint: the size and the CRC-32 of each file that it has written, and
     how far it has come in its datasets."""
 
@@ -74,7 +74,7 @@ class GivenUp(TrainingFailed):
     """The attempt was over before a checkpoint counted: a consequence. What has ended the attempt is the cause."""
 
 
-class Writer:
+class CheckpointWriter:
     """The checkpoints that one rank of a run saves. `save` and `reported` are called by the thread that trains, and
     `commit` by others."""
 
@@ -145,7 +145,7 @@ class Writer:
         try:
             write()
             if pending.in_parts:
-                raw = msgspec.json.encode(Part(pending.files, dict(data)))
+                raw = msgspec.json.encode(CheckpointPart(pending.files, dict(data)))
                 self._folder.publish(pending.number, f"rank.{self._rank:05}.json", raw)
             pending.written.set_result(None)
             if not self._rank:
@@ -232,7 +232,7 @@ class Writer:
                 self._pending = None
         return self._kept
 
-    def _gathered(self, pending: _Pending) -> list[Part]:
+    def _gathered(self, pending: _Pending) -> list[CheckpointPart]:
         """The parts of all ranks in rank order, once all of them have written theirs."""
         names = {f"rank.{rank:05}.json" for rank in range(self._world)}
         deadline = self._now() + RANKS_SAVE_TIMEOUT
@@ -245,10 +245,10 @@ class Writer:
                     "every rank calls save_checkpoint, equally often",
                 )
             time.sleep(RANKS_SAVE_POLL_INTERVAL)
-        found: list[Part] = []
+        found: list[CheckpointPart] = []
         for name in sorted(names):
             with self._folder.open(pending.number, name) as file:
-                found.append(msgspec.json.decode(file.read(), type=Part))
+                found.append(msgspec.json.decode(file.read(), type=CheckpointPart))
         return found
 
     def _check_open(self, pending: _Pending) -> None:

@@ -24,7 +24,16 @@ from torch.utils.data import (
 from unirun.errors import UsageError
 from unirun.train.data.order import BLOCK
 from unirun.train.data.plan import Progress
-from unirun.train.data.sources import Indexed, Mark, Marked, Source, Streamed, Turn, check_number, source_of
+from unirun.train.data.sources import (
+    DataSource,
+    Indexed,
+    LoaderSlice,
+    Mark,
+    Marked,
+    Streamed,
+    check_number,
+    source_of,
+)
 
 _OURS: Mapping[str, str] = {
     "batch_size": "pass it as the first argument",
@@ -88,7 +97,7 @@ class Loader:
         return steps - self.shard.first(share.count)
 
 
-def _check_options(name: str, options: Mapping[str, Any], source: Source) -> None:
+def _check_options(name: str, options: Mapping[str, Any], source: DataSource) -> None:
     for option in options.keys() & _OURS.keys():
         raise UsageError(f"dataset {name!r}: option {option!r} of a DataLoader", _OURS[option])
     if not options.get("in_order", True):
@@ -161,7 +170,7 @@ class _Sampler:
 class _Items(_Closing):
     """Batches of a dataset that is not indexed."""
 
-    def __init__(self, source: Source, batch_size: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, source: DataSource, batch_size: int, options: Mapping[str, Any]) -> None:
         self._reader = _Reader(source, batch_size)
         collate = _Collate(options.get("collate_fn") or default_collate)
         self._batches: DataLoader[Any] = DataLoader(
@@ -179,14 +188,14 @@ class _Reader(IterableDataset[Marked]):
 
     progress = Progress()
 
-    def __init__(self, source: Source, batch_size: int) -> None:
+    def __init__(self, source: DataSource, batch_size: int) -> None:
         self._source, self._batch_size = source, batch_size
 
     def __iter__(self) -> Iterator[Marked]:
         info = get_worker_info()
-        turn = Turn(batch=self._batch_size)
+        turn = LoaderSlice(batch=self._batch_size)
         if info is not None:
-            turn = Turn(info.id, info.num_workers, self._batch_size)
+            turn = LoaderSlice(info.id, info.num_workers, self._batch_size)
             if isinstance(self._source, Streamed):
                 # Some datasets give each process another part. Here every process gets all, and takes its batches.
                 torch_worker._worker_info = None

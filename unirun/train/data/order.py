@@ -13,7 +13,7 @@ BLOCK = 1024
 """Samples that follow each other in the dataset stay together in blocks of so many: reading is nearly sequential."""
 
 
-class Order(Value):
+class SampleOrder(Value):
     """A permutation of ``range(n)``, the identity without `shuffle`.
 
     Blocks of `block` consecutive samples are permuted, and within each block its samples, both by `seed` and `epoch`,

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from torch.utils.data import DataLoader, IterableDataset
 
 from unirun.errors import UsageError
-from unirun.train.data.order import Order
+from unirun.train.data.order import SampleOrder
 from unirun.train.data.plan import Numbers, Progress
 from unirun.values import Value
 
@@ -180,7 +180,7 @@ class Mark(Value):
     whole: bool = True
 
 
-class Turn(Value):
+class LoaderSlice(Value):
     """The part that process `worker` of `workers` reads: each `workers`-th batch, or file, from its own number on."""
 
     worker: int = 0
@@ -188,7 +188,7 @@ class Turn(Value):
     batch: int = 1
 
 
-ALL = Turn()
+ALL = LoaderSlice()
 
 SPAN = 4096
 """Positions of which the order is found at once."""
@@ -197,13 +197,13 @@ Marked = tuple[tuple[Mark, ...], Any]
 """An item, and the marks of the cells that it ends or goes on with."""
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """A `dataset`, as the share of a rank is read from it. `size` is its number of positions, None if it is unknown."""
 
     dataset: Any
     size: int | None
 
-    def read(self, progress: Progress, turn: Turn = ALL) -> Iterator[Marked]:
+    def read(self, progress: Progress, turn: LoaderSlice = ALL) -> Iterator[Marked]:
         """Yield the rest of the share of `progress`; of that, what `turn` has."""
         ...
 
@@ -211,7 +211,7 @@ class Source(Protocol):
 class Indexed:
     """A dataset that has a length and is indexed."""
 
-    def __init__(self, dataset: Any, order: Order) -> None:
+    def __init__(self, dataset: Any, order: SampleOrder) -> None:
         self.dataset, self._order = dataset, order
         self.size: int | None = order.n
 
@@ -225,7 +225,7 @@ class Indexed:
                 # Not every dataset takes numpy's integers.
                 yield Mark(cell, int(positions[0])), indices[positions - first].tolist()
 
-    def read(self, progress: Progress, turn: Turn = ALL) -> Iterator[Marked]:
+    def read(self, progress: Progress, turn: LoaderSlice = ALL) -> Iterator[Marked]:
         """Yield the rest of the share, whose cells have one sample each. A `DataLoader` gives turns itself."""
         for mark, (index,) in self.batches(progress):
             yield (mark,), self.dataset[index]
@@ -255,7 +255,7 @@ class Streamed:
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
-    def read(self, progress: Progress, turn: Turn = ALL) -> Iterator[Marked]:
+    def read(self, progress: Progress, turn: LoaderSlice = ALL) -> Iterator[Marked]:
         """Yield the rest of the share. Whole batches go to the turns, one after the other."""
         assert progress.share is not None
         rank, split, count = progress.share.rank, progress.share.split, progress.share.count
@@ -284,11 +284,11 @@ class Streamed:
 class FromFiles:
     """Files, of which each has items. A file is consumed when its last item is."""
 
-    def __init__(self, files: Files, order: Order) -> None:
+    def __init__(self, files: Files, order: SampleOrder) -> None:
         self.dataset, self._order = files, order
         self.size: int | None = order.n
 
-    def read(self, progress: Progress, turn: Turn = ALL) -> Iterator[Marked]:
+    def read(self, progress: Progress, turn: LoaderSlice = ALL) -> Iterator[Marked]:
         """Yield the rest of the share. Whole files go to the turns, one after the other."""
         order = replace(self._order, epoch=progress.epoch)
         # Files without items; the next item marks them, so that they are not looked at again.
@@ -318,13 +318,13 @@ def _with_last(items: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
         yield item, True
 
 
-def source_of(name: str, dataset: Any, *, shuffle: bool, seed: int, block: int) -> Source:
+def source_of(name: str, dataset: Any, *, shuffle: bool, seed: int, block: int) -> DataSource:
     """The source of the dataset `name`. Raises `UsageError` if it is none."""
     _refuse(name, dataset)
     if isinstance(dataset, Files):
-        return FromFiles(dataset, Order(len(dataset), seed, 0, shuffle, block))
+        return FromFiles(dataset, SampleOrder(len(dataset), seed, 0, shuffle, block))
     if is_indexed(dataset):
-        return Indexed(dataset, Order(len(dataset), seed, 0, shuffle, block))
+        return Indexed(dataset, SampleOrder(len(dataset), seed, 0, shuffle, block))
     if not hasattr(dataset, "__iter__"):
         raise UsageError(
             f"dataset {name!r}: a {type(dataset).__name__} cannot be iterated, and is not indexed or has no length",
@@ -375,7 +375,7 @@ def check_number(place: str, value: object, least: int) -> None:
 class Fold:
     """Every `k`-th sample of `dataset` in `order`, beginning with number `fold`; or the others. A map-style dataset."""
 
-    def __init__(self, dataset: Any, order: Order, k: int, fold: int, *, others: bool) -> None:
+    def __init__(self, dataset: Any, order: SampleOrder, k: int, fold: int, *, others: bool) -> None:
         self._dataset, self._order = dataset, order
         self._k, self._fold, self._others = k, fold, others
         every = (order.n - fold + k - 1) // k
@@ -401,8 +401,8 @@ def kfold(dataset: Any, k: int, *, seed: int | None = None) -> list[tuple[Fold, 
     """`k` pairs of datasets, for training and for validation: each sample is in the validation set of one pair.
 
     The validation set of a pair is every `k`-th sample, so that it is spread over all of the dataset, also where that
-    is sorted; with `seed`, in an order that it shuffles (`Order`). The sizes differ by at most 1. Nothing is copied:
-    samples are read from `dataset`, which has a length and is indexed.
+    is sorted; with `seed`, in an order that it shuffles (`SampleOrder`). The sizes differ by at most 1. Nothing is
+    copied: samples are read from `dataset`, which has a length and is indexed.
 
     Raises `UsageError` if it is not, and if `k` is less than 2 or more than the number of samples.
     """
@@ -416,7 +416,7 @@ def kfold(dataset: Any, k: int, *, seed: int | None = None) -> list[tuple[Fold, 
         check_number("kfold(): seed", seed, 0)
     if k > len(dataset):
         raise UsageError(f"kfold(): {k} folds of {len(dataset)} samples", "pass a smaller k")
-    order = Order(len(dataset), seed or 0, 0, seed is not None)
+    order = SampleOrder(len(dataset), seed or 0, 0, seed is not None)
     return [
         (Fold(dataset, order, k, fold, others=True), Fold(dataset, order, k, fold, others=False))
         for fold in range(k)

@@ -48,7 +48,7 @@ class Seen(Value):
     engines: tuple[Engine, ...]
 
 
-class Asked(Value):
+class VersionPolled(Value):
     """The latest version of the channel was `version` when this was asked for these ranks; None: there was none."""
 
     version: Version | None
@@ -69,7 +69,7 @@ class Brought(Value):
     version: Version
 
 
-class Failed(Value):
+class UpdateFailed(Value):
     """A version could not be brought into the engine of a rank. `why`: in words."""
 
     rank: int
@@ -77,10 +77,10 @@ class Failed(Value):
     why: str
 
 
-Event = Seen | Asked | Received | Brought | Failed
+Event = Seen | VersionPolled | Received | Brought | UpdateFailed
 
 
-class Ask(Value):
+class PollVersion(Value):
     """Ask for the latest version, for these ranks and incarnations."""
 
     engines: tuple[tuple[int, int], ...]
@@ -109,7 +109,7 @@ class Broken(Value):
     why: str
 
 
-Command = Ask | Bring | UpToDate | Broken
+Command = PollVersion | Bring | UpToDate | Broken
 
 
 def step(state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
@@ -119,7 +119,7 @@ def step(state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
         state = replace(state, engines={e.rank: _seen(state.engines.get(e.rank), e) for e in event.engines})
     elif isinstance(event, Received):
         state = replace(state, version=event.version)
-    elif isinstance(event, Asked):
+    elif isinstance(event, VersionPolled):
         for rank, incarnation in event.engines:
             known = _present(state, rank, incarnation)
             if known is not None:
@@ -131,10 +131,10 @@ def step(state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
         known = _present(state, event.rank, event.incarnation)
         if known is not None and isinstance(event, Brought):
             state = _with(state, replace(known, gets=None, has=event.version))
-        elif known is not None and isinstance(event, Failed):
+        elif known is not None and isinstance(event, UpdateFailed):
             state = _with(state, replace(known, gets=None, broken=True))
             commands.append(Broken(event.rank, event.incarnation, event.why))
-    if isinstance(event, Brought | Asked):
+    if isinstance(event, Brought | VersionPolled):
         commands += _up_to_date(state, event)
     return _due(state, commands)
 
@@ -160,9 +160,9 @@ def _with(state: State, known: Known) -> State:
     return replace(state, engines={**state.engines, known.engine.rank: known})
 
 
-def _up_to_date(state: State, event: Brought | Asked) -> list[Command]:
+def _up_to_date(state: State, event: Brought | VersionPolled) -> list[Command]:
     """The engines of an event of which it is known now that they have enough."""
-    whose = event.engines if isinstance(event, Asked) else ((event.rank, event.incarnation),)
+    whose = event.engines if isinstance(event, VersionPolled) else ((event.rank, event.incarnation),)
     found: list[Command] = []
     for rank, incarnation in whose:
         known = _present(state, rank, incarnation)
@@ -191,5 +191,5 @@ def _due(state: State, commands: list[Command]) -> tuple[State, tuple[Command, .
             known = replace(known, gets=state.version)
         state = _with(state, known)
     if asking:
-        commands.append(Ask(tuple(asking)))
+        commands.append(PollVersion(tuple(asking)))
     return state, tuple(commands)

@@ -15,19 +15,19 @@ from unirun.errors import PeerLost, ServerError, WeightsError, WeightsTimeout
 from unirun.roles.peers import Peers
 from unirun.values import Engine
 from unirun.weights.companion.deciding import (
-    Ask,
-    Asked,
     Bring,
     Broken,
     Brought,
     Command,
     Event,
-    Failed,
+    PollVersion,
     Received,
     Seen,
     State,
+    UpdateFailed,
     UpToDate,
     Version,
+    VersionPolled,
     step,
 )
 from unirun.weights.integrations.sending import Checkpoint
@@ -126,7 +126,7 @@ TIMEOUT = 300.0
 """Seconds for one request to an engine, and for receiving one version."""
 
 
-class Channel(Protocol):
+class ReceivingChannel(Protocol):
     """The part of a `WeightsChannel` that a companion needs."""
 
     name: str
@@ -141,7 +141,7 @@ class Channel(Protocol):
         """Wait for a version, and copy it into tensors."""
 
 
-class Shelf:
+class VersionCache:
     """Versions in shared memory: the latest one, and those that engines still load. Thread-safe."""
 
     def __init__(self) -> None:
@@ -201,11 +201,11 @@ class Companion:
     versions in memory, and one more for each that a slow engine still loads.
     """
 
-    def __init__(self, channel: Channel, engines: HostEngines, *, timeout: float = TIMEOUT) -> None:
+    def __init__(self, channel: ReceivingChannel, engines: HostEngines, *, timeout: float = TIMEOUT) -> None:
         """`timeout` is that of one request to an engine, and of receiving a version, in seconds."""
         self._channel, self._engines = channel, engines
         self._timeout = timeout
-        self._shelf = Shelf()
+        self._shelf = VersionCache()
         self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
         self._checked: set[tuple[int, int, str]] = set()
         """The files that each process of an engine has been able to read."""
@@ -245,7 +245,7 @@ class Companion:
         if isinstance(command, Bring):
             self._loading = [thread for thread in self._loading if thread.is_alive()]
             self._loading.append(self._start(self._bring, f"engine {command.engine.rank}", command))
-        elif isinstance(command, Ask):
+        elif isinstance(command, PollVersion):
             self._start(self._ask, "asks", command)
         elif isinstance(command, UpToDate):
             number = command.version[1] if command.version is not None else None
@@ -266,7 +266,7 @@ class Companion:
         thread.start()
         return thread
 
-    def _ask(self, command: Ask) -> None:
+    def _ask(self, command: PollVersion) -> None:
         """Find out the latest version. While the publisher cannot be reached, it is the one that is here."""
         while not self._over.is_set():
             try:
@@ -279,7 +279,7 @@ class Companion:
                     continue
             else:
                 version = (epoch, number) if number is not None else self._have
-            self._events.put(Asked(version, command.engines))
+            self._events.put(VersionPolled(version, command.engines))
             return
 
     def _bring(self, command: Bring) -> None:
@@ -297,7 +297,7 @@ class Companion:
                 with client.paused("keep"):
                     client.load(checkpoint, str(version[1]))
             except ServerError as error:
-                self._events.put(Failed(engine.rank, engine.incarnation, f"{why}: {error}"))
+                self._events.put(UpdateFailed(engine.rank, engine.incarnation, f"{why}: {error}"))
                 return
         self._events.put(Brought(engine.rank, engine.incarnation, version))
 

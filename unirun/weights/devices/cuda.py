@@ -1,4 +1,4 @@
-"""CUDA as a `Device`: memory with interprocess handles, of which the owner decides when it is freed.
+"""CUDA as a `DeviceInterface`: memory with interprocess handles, of which the owner decides when it is freed.
 
 It does not come from torch's allocator: blocks of that are shared with other tensors, have no handle where segments are
 expandable, and stay when a process that has opened them is killed. NVIDIA's ``cuda.bindings`` makes the calls; PyTorch
@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from unirun.weights.packing import Device, DeviceError
+from unirun.weights.packing import DeviceError, DeviceInterface
 from unirun.weights.tensors import Piecewise, local
 from unirun.wire.reporting import report
 
-Finder = Callable[[Mapping[str, Piecewise]], Device | None]
+Finder = Callable[[Mapping[str, Piecewise]], DeviceInterface | None]
 """Finds the device on which tensors are."""
 
 
@@ -47,33 +47,33 @@ class CudaDevice:
         self._own: set[int] = set()
 
     def allocate(self, size: int) -> torch.Tensor:
-        """As `Device.allocate`."""
+        """As `DeviceInterface.allocate`."""
         with torch.cuda.device(self._device):
             address = int(self._call(self._cuda.cudaMalloc, max(size, 1)))
         self._own.add(address)
         return self._tensor(address, size)
 
     def copy(self, into: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> None:
-        """As `Device.copy`, on torch's current stream."""
+        """As `DeviceInterface.copy`, on torch's current stream."""
         with torch.cuda.device(self._device):
             if into:
                 torch._foreach_copy_([*into], [*from_], non_blocking=True)
 
     def finish(self) -> None:
-        """As `Device.finish`."""
+        """As `DeviceInterface.finish`."""
         try:
             torch.cuda.current_stream(self._device).synchronize()
         except RuntimeError as error:
             raise DeviceError(f"{self._device}: {error}") from error
 
     def lend(self, memory: torch.Tensor) -> bytes:
-        """As `Device.lend`: the handle, 64 bytes, and the size, 8."""
+        """As `DeviceInterface.lend`: the handle, 64 bytes, and the size, 8."""
         with torch.cuda.device(self._device):
             handle = self._call(self._cuda.cudaIpcGetMemHandle, memory.data_ptr())
         return bytes(handle.reserved) + memory.nbytes.to_bytes(8, "little")
 
     def borrow(self, handle: bytes) -> torch.Tensor:
-        """As `Device.borrow`."""
+        """As `DeviceInterface.borrow`."""
         if len(handle) != 72:
             raise DeviceError(f"a handle of {len(handle)} bytes is none of CUDA")
         there = self._cuda.cudaIpcMemHandle_t()
@@ -84,7 +84,7 @@ class CudaDevice:
         return self._tensor(address, int.from_bytes(handle[64:], "little"))
 
     def end(self, memory: torch.Tensor) -> None:
-        """As `Device.end`."""
+        """As `DeviceInterface.end`."""
         address = memory.data_ptr()
         with torch.cuda.device(self._device):
             if address in self._own:
@@ -103,7 +103,7 @@ class CudaDevice:
         return values[0] if values else None
 
 
-def device_of(tensors: Mapping[str, Piecewise]) -> Device | None:
+def device_of(tensors: Mapping[str, Piecewise]) -> DeviceInterface | None:
     """The device on which all of `tensors` are. None when they are on the host or on several devices."""
     places = {local(tensor).device for tensor in tensors.values()}
     first = next(iter(places), None)
@@ -113,7 +113,7 @@ def device_of(tensors: Mapping[str, Piecewise]) -> Device | None:
 
 
 @cache
-def _cuda(number: int) -> Device | None:
+def _cuda(number: int) -> DeviceInterface | None:
     try:
         return CudaDevice(number)
     except ImportError:

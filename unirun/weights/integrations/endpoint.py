@@ -1,4 +1,4 @@
-"""`Endpoint`: requests to an HTTP server that answers JSON, each with a deadline and typed errors."""
+"""`HttpEndpoint`: requests to an HTTP server that answers JSON, each with a deadline and typed errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONGEST_WORDS = 4000
 ITS_LOG = "its log has the cause"
 
 
-class Endpoint:
+class HttpEndpoint:
     """A server at `url` (``http://127.0.0.1:8000``); every request has a connection of its own."""
 
     def __init__(self, url: str, timeout: float, api_key: str) -> None:

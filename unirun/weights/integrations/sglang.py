@@ -27,7 +27,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from unirun.weights.integrations.endpoint import Endpoint
+from unirun.weights.integrations.endpoint import HttpEndpoint
 from unirun.weights.integrations.sending import Checkpoint, Sender, Source, WeightSource
 
 __all__ = ["Client", "Source", "TrainerEngine"]
@@ -42,7 +42,7 @@ class Client:
 
     def __init__(self, url: str, *, timeout: float = 300.0, api_key: str = "") -> None:
         """`url` is ``http://host:port``; `api_key` is that of the server, if it has one. Raises `UsageError`."""
-        self._endpoint = Endpoint(url, timeout, api_key)
+        self._endpoint = HttpEndpoint(url, timeout, api_key)
 
     def update_weights_from_disk(self, model_path: str, weight_version: str | None = None) -> None:
         """Load the safetensors in the folder `model_path`; the cache is flushed.

@@ -40,7 +40,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from unirun.weights.integrations.endpoint import Endpoint
+from unirun.weights.integrations.endpoint import HttpEndpoint
 from unirun.weights.integrations.sending import Checkpoint, Sender, Source, WeightSource
 
 __all__ = ["Client", "Source", "TrainerEngine", "register"]
@@ -59,7 +59,7 @@ class Client:
 
     def __init__(self, url: str, *, timeout: float = 300.0, api_key: str = "") -> None:
         """`url` is ``http://host:port``; `api_key` is that of ``vllm serve --api-key``. Raises `UsageError`."""
-        self._endpoint = Endpoint(url, timeout, api_key)
+        self._endpoint = HttpEndpoint(url, timeout, api_key)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Phase 1: what the server has to know of the trainer."""

@@ -18,8 +18,8 @@ from unirun.values import Value, WorkerId
 # The item itself is the only buffer of the parcel: its pickle, then the memory of its tensors.
 
 
-class Ready(Value, tag=True):
-    """Asks whether there is an item. Answered with `Heard` when there is, or not at all after `patience` seconds."""
+class AwaitItem(Value, tag=True):
+    """Asks whether there is an item. Answered with `Ack` when there is, or not at all after `patience` seconds."""
 
     queue: str
     patience: float
@@ -53,7 +53,7 @@ class Done(Value, tag=True):
 
 class Enter(Value, tag=True):
     """The producer asks whether it may begin one more item. It has begun `count` so far, without those that were
-    dropped, and consumers have used `delivered`. Answered with `Heard` as soon as it may, or not at all after
+    dropped, and consumers have used `delivered`. Answered with `Ack` as soon as it may, or not at all after
     `patience` seconds."""
 
     queue: str
@@ -65,7 +65,7 @@ class Enter(Value, tag=True):
 
 class Begun(Value, tag=True):
     """The counts of `Enter`, without a request to begin an item: the producer has given an admission back, or waits no
-    longer. Answered with `Heard` at once."""
+    longer. Answered with `Ack` at once."""
 
     queue: str
     producer: WorkerId
@@ -81,12 +81,12 @@ class Offered(Value, tag=True):
     sizes: tuple[int, ...] = ()
 
 
-class Heard(Value, tag=True):
+class Ack(Value, tag=True):
     """The answer to what needs no other."""
 
 
-Demand = Ready | Take | Hold | Done
-Supply = Offered | Heard
+Demand = AwaitItem | Take | Hold | Done
+Supply = Offered | Ack
 
 _supplies = msgspec.json.Decoder(Supply)
 
@@ -133,7 +133,7 @@ class _Count(Value):
     delivered: int
 
 
-class _Waiting(Value):
+class _WaitingProducer(Value):
     """A producer that wants to begin, and when its time is over."""
 
     producer: WorkerId
@@ -155,7 +155,7 @@ class Gate:
         self._version = 0
         self._before = 0
         self._counts: dict[WorkerId, _Count] = {}
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingProducer] = []
 
     def open(self, bound: Bound, version: int) -> None:
         """Let producers begin; `version` weights were trained before."""
@@ -188,10 +188,12 @@ class Gate:
             # A producer has one request at a time: an earlier one that still waits was given up.
             self._waiting = [each for each in self._waiting if each.producer != request.producer]
             if isinstance(request, Enter):
-                self._waiting.append(_Waiting(request.producer, reply, self._now() + request.patience))
+                self._waiting.append(
+                    _WaitingProducer(request.producer, reply, self._now() + request.patience)
+                )
         self._let_in()
         if isinstance(request, Begun):
-            reply(Parcel(encode(Heard())))
+            reply(Parcel(encode(Ack())))
 
     def _let_in(self) -> None:
         replies = []
@@ -204,7 +206,7 @@ class Gate:
                 self._counts[first.producer] = replace(count, made=count.made + 1)
                 replies.append(first.reply)
         for reply in replies:
-            reply(Parcel(encode(Heard())))
+            reply(Parcel(encode(Ack())))
 
     def _may_begin(self, bound: Bound) -> bool:
         made = self._before + sum(count.made for count in self._counts.values())

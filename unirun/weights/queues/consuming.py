@@ -15,8 +15,8 @@ from unirun.roles.calls.codec import load
 from unirun.roles.transport.frames import offsets
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import Value, WorkerId
-from unirun.weights.lines import Line
-from unirun.weights.queues.admission import Bound, Done, Hold, Offered, Ready, Take, encode, supply_of
+from unirun.weights.lines import PeerConnection
+from unirun.weights.queues.admission import AwaitItem, Bound, Done, Hold, Offered, Take, encode, supply_of
 
 LONG_POLL_TIMEOUT = 60.0
 """Seconds after which an idle consumer asks a producer again."""
@@ -31,14 +31,14 @@ class Item(Value):
     version: int | None
 
 
-class Feed:
+class RemoteProducer:
     """A producer as one consumer sees it. `changed` is called, in some thread, when it may have answered."""
 
     def __init__(
         self,
         queue: str,
         me: WorkerId,
-        line: Line,
+        line: PeerConnection,
         held: Sequence[int],
         changed: Callable[[], None],
         *,
@@ -52,7 +52,7 @@ class Feed:
         self._woken: Future[Parcel] | None = None
         self._tell(Hold(queue, me, tuple(held)))
 
-    def _tell(self, request: Ready | Take | Hold | Done) -> Future[Parcel]:
+    def _tell(self, request: AwaitItem | Take | Hold | Done) -> Future[Parcel]:
         """Send a request. The future raises `PeerLost` when the producer has ended."""
         try:
             return self.line.ask(encode(request))
@@ -87,7 +87,7 @@ class Feed:
             if found is not None:
                 yield found
             elif not self.is_empty:
-                self._woken = self._tell(Ready(self._queue, LONG_POLL_TIMEOUT))
+                self._woken = self._tell(AwaitItem(self._queue, LONG_POLL_TIMEOUT))
                 self._woken.add_done_callback(lambda _: self._changed())
 
     def _item(self, parcel: Parcel) -> tuple[Offered, Any] | None:
@@ -133,7 +133,7 @@ class Consumer:
         """The items of a producer that are here and were not said to be used."""
         return [*self._out.get(who, ()), *(number for each, number, _ in self._ready if each == who)]
 
-    def get(self, count: int, feeds: Callable[[], Sequence[Feed]], deadline: float) -> list[Item]:
+    def get(self, count: int, feeds: Callable[[], Sequence[RemoteProducer]], deadline: float) -> list[Item]:
         """Take `count` items. What came before a `QueueTimeout` is given out by the next call.
 
         `feeds` returns the producers that can be reached now.
@@ -157,14 +157,14 @@ class Consumer:
                     queue=self._queue,
                 )
 
-    def _ask(self, count: int, feeds: Sequence[Feed]) -> None:
+    def _ask(self, count: int, feeds: Sequence[RemoteProducer]) -> None:
         """Ask for `count` items, in turn those producers that may have some."""
         full = [feed for feed in feeds if not feed.is_empty and not feed.line.lost]
         for _ in range(count if full else 0):
             self._turn += 1
             full[self._turn % len(full)].ask()
 
-    def _collect(self, feed: Feed) -> None:
+    def _collect(self, feed: RemoteProducer) -> None:
         who = feed.line.who
         for said, value in feed.came():
             made_with, bound = said.version, self._bound
@@ -175,7 +175,7 @@ class Consumer:
             name = f"{who}/{who.incarnation}/{said.number}"
             self._ready.append((who, said.number, Item(name, value, said.version)))
 
-    def done(self, feeds: Sequence[Feed]) -> None:
+    def done(self, feeds: Sequence[RemoteProducer]) -> None:
         """All items that were given out were used."""
         out, self._out = self._out, {}
         for feed in feeds:

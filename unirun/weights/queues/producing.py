@@ -17,7 +17,7 @@ from unirun.roles.transport.frames import offsets
 from unirun.roles.transport.protocol import Lent, Parcel, Reply, writable
 from unirun.values import Value, WorkerId
 from unirun.weights.packing import Block, Blocks
-from unirun.weights.queues.admission import Demand, Done, Heard, Hold, Offered, Ready, Take, encode
+from unirun.weights.queues.admission import Ack, AwaitItem, Demand, Done, Hold, Offered, Take, encode
 
 KEPT = "queue"
 """The reader of a block whose item nobody has used yet."""
@@ -42,7 +42,7 @@ class _Taken(Value):
     taker: WorkerId
 
 
-class _Waiting(Value):
+class _WaitingConsumer(Value):
     """A consumer that waits for an item, and when its time is over."""
 
     reply: Reply
@@ -59,7 +59,7 @@ class Producer:
         self._blocks = Blocks(SPARE)
         self._items: deque[_Item] = deque()
         self._taken: dict[int, _Taken] = {}
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingConsumer] = []
         self._number = 0
         self._filling = 0
         self._sent = 0
@@ -128,14 +128,14 @@ class Producer:
 
     def _tell(self, woken: list[Reply]) -> None:
         for reply in woken:
-            reply(Parcel(encode(Heard())))
+            reply(Parcel(encode(Ack())))
 
     def handle(self, request: Demand, reply: Reply) -> None:
         """Answer a consumer, now or when there is an item."""
         match request:
-            case Ready(patience=patience):
+            case AwaitItem(patience=patience):
                 with self._changed:
-                    self._waiting.append(_Waiting(reply, self._now() + patience))
+                    self._waiting.append(_WaitingConsumer(reply, self._now() + patience))
                     woken = self._woken()
                 self._tell(woken)
                 return
@@ -146,7 +146,7 @@ class Producer:
                 self._put_back(lambda number, taken: taken.taker == taker and number not in numbers)
             case Done():
                 self._used(request)
-        reply(Parcel(encode(Heard())))
+        reply(Parcel(encode(Ack())))
 
     def _take(self, taker: WorkerId, *, here: bool) -> Parcel:
         with self._changed:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from unirun.collocation.graph import Edge, Graph, Role, faults
+from unirun.collocation.graph import Edge, Role, RoleGraph, faults
 from unirun.spec.edges import DIRECTIONS, KINDS
 
 NAMES = [*"abcdef"]
 
 
 @st.composite
-def any_graphs(draw: st.DrawFn, names: list[str] = NAMES) -> Graph:
+def any_graphs(draw: st.DrawFn, names: list[str] = NAMES) -> RoleGraph:
     """Graphs of known roles, with cycles, and edges that may be there twice; no role calls itself."""
     roles = tuple(Role(name, draw(st.integers(1, 5))) for name in names[: draw(st.integers(1, len(names)))])
     counts = {role.name: role.count for role in roles}
@@ -37,14 +37,14 @@ def any_graphs(draw: st.DrawFn, names: list[str] = NAMES) -> Graph:
         if each.source != each.target
         and (each.kind != "one_to_one" or counts[each.source] <= counts[each.target])
     )
-    return Graph(roles, tuple(meant))
+    return RoleGraph(roles, tuple(meant))
 
 
 graphs = any_graphs().filter(lambda graph: not faults(graph))
 """Graphs without faults."""
 
 
-def pairs_of(graph: Graph, edge: Edge) -> list[tuple[str, str]]:
+def pairs_of(graph: RoleGraph, edge: Edge) -> list[tuple[str, str]]:
     """The ranks that `edge` joins, as ``actor:0`` and ``rollout:2``."""
     return [
         (f"{edge.source}:{rank}", f"{edge.target}:{peer}")

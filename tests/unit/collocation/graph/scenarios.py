@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from unirun.collocation.graph.values import Graph, Role
+from unirun.collocation.graph.values import Role, RoleGraph
 from unirun.spec.edges import Edge
 
 _WEIGHTS = 14e9
 
 
-def pretrain(workers: int = 8) -> Graph:
+def pretrain(workers: int = 8) -> RoleGraph:
     """Pre-training and fine-tuning: one role, one process group, nothing between roles."""
-    return Graph((Role("worker", workers),))
+    return RoleGraph((Role("worker", workers),))
 
 
-def online_learning(sources: int = 2, processors: int = 4, trainers: int = 4) -> Graph:
+def online_learning(sources: int = 2, processors: int = 4, trainers: int = 4) -> RoleGraph:
     """Samples flow in, become features, and train a model that is served meanwhile."""
-    return Graph(
+    return RoleGraph(
         (
             Role("source", sources),
             Role("sample_processor", processors),
@@ -37,9 +37,9 @@ def online_learning(sources: int = 2, processors: int = 4, trainers: int = 4) ->
     )
 
 
-def multimodal(loaders: int = 4, encoders: int = 2, trainers: int = 8) -> Graph:
+def multimodal(loaders: int = 4, encoders: int = 2, trainers: int = 8) -> RoleGraph:
     """Each modality has its own encoder; their embeddings meet in the model that is trained."""
-    return Graph(
+    return RoleGraph(
         (
             Role("data_loader", loaders),
             Role("vision_encoder", encoders),
@@ -58,12 +58,12 @@ def multimodal(loaders: int = 4, encoders: int = 2, trainers: int = 8) -> Graph:
     )
 
 
-def ppo(actors: int = 4, rollouts: int = 4, judges: int = 2) -> Graph:
+def ppo(actors: int = 4, rollouts: int = 4, judges: int = 2) -> RoleGraph:
     """Proximal policy optimisation with a reward model, a reference policy and a critic.
 
     The actor's new weights reach the rollouts for the next step: that edge is asynchronous, and closes the loop.
     """
-    return Graph(
+    return RoleGraph(
         (
             Role("rollout", rollouts),
             Role("reference", judges),
@@ -83,9 +83,9 @@ def ppo(actors: int = 4, rollouts: int = 4, judges: int = 2) -> Graph:
     )
 
 
-def engines(actors: int = 2, servers: int = 2) -> Graph:
+def engines(actors: int = 2, servers: int = 2) -> RoleGraph:
     """An actor beside programs: engines that get its weights, and the router before them."""
-    return Graph(
+    return RoleGraph(
         (
             Role("actor", actors),
             Role("engine", servers, "vllm"),
@@ -100,7 +100,7 @@ def engines(actors: int = 2, servers: int = 2) -> Graph:
     )
 
 
-SCENARIOS: dict[str, Callable[..., Graph]] = {
+SCENARIOS: dict[str, Callable[..., RoleGraph]] = {
     "pretrain": pretrain,
     "online_learning": online_learning,
     "multimodal": multimodal,

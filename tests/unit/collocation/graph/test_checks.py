@@ -7,14 +7,14 @@ from hypothesis import given
 
 from tests.unit.collocation.graph.graphs import any_graphs
 from tests.unit.collocation.graph.scenarios import SCENARIOS
-from unirun.collocation.graph import Edge, Graph, Role, faults, warnings
+from unirun.collocation.graph import Edge, Role, RoleGraph, faults, warnings
 from unirun.collocation.graph.values import cycles
 
 ROLES = (Role("actor", 4), Role("rollout", 4), Role("reward", 2))
 
 
 def said(*edges: Edge, roles: tuple[Role, ...] = ROLES) -> list[str]:
-    return [str(fault) for fault in faults(Graph(roles, edges))]
+    return [str(fault) for fault in faults(RoleGraph(roles, edges))]
 
 
 def test_a_cycle_of_calls_that_are_waited_for_is_shown() -> None:
@@ -96,7 +96,7 @@ def test_all_faults_are_told_at_once() -> None:
 
 
 def test_a_role_that_nothing_leads_to_is_odd() -> None:
-    graph = Graph((*ROLES, Role("critic"), Role("reference")), (Edge("actor", "rollout"),))
+    graph = RoleGraph((*ROLES, Role("critic"), Role("reference")), (Edge("actor", "rollout"),))
     assert [warning.split(":")[0] for warning in warnings(graph)] == [
         "role reward has no edge",
         "role critic has no edge",
@@ -106,7 +106,7 @@ def test_a_role_that_nothing_leads_to_is_odd() -> None:
 
 def test_a_circle_that_nobody_starts_is_odd() -> None:
     circle = (Edge("rollout", "reward"), Edge("reward", "rollout", asynchronous=True))
-    graph = Graph((*ROLES, Role("critic")), (Edge("actor", "critic"), *circle))
+    graph = RoleGraph((*ROLES, Role("critic")), (Edge("actor", "critic"), *circle))
     assert warnings(graph) == (
         "role rollout is called only in a circle that no role outside of it starts",
         "role reward is called only in a circle that no role outside of it starts",
@@ -120,7 +120,7 @@ def test_the_ready_graphs_are_right(name: str) -> None:
 
 
 @given(any_graphs())
-def test_cycles_are_cycles_and_without_them_nothing_is_one(graph: Graph) -> None:
+def test_cycles_are_cycles_and_without_them_nothing_is_one(graph: RoleGraph) -> None:
     names = [role.name for role in graph.roles]
     pairs = {(edge.source, edge.target) for edge in graph.edges}
     found = [*cycles(names, graph.edges)]

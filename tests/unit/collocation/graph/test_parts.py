@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from tests.unit.collocation.graph.graphs import graphs, pairs_of
 from tests.unit.collocation.graph.scenarios import SCENARIOS
-from unirun.collocation.graph import Edge, Graph, Role, affected, tight_parts, weights
+from unirun.collocation.graph import Edge, Role, RoleGraph, affected, tight_parts, weights
 
 ROLES = (Role("trainer", 1), Role("actor", 2), Role("rollout", 4), Role("server", 1))
-GRAPH = Graph(
+GRAPH = RoleGraph(
     ROLES,
     (
         Edge("trainer", "actor", "update", "scatter", weight=100.0),
@@ -31,7 +31,7 @@ def test_weights_are_by_pair_both_ways_together() -> None:
 
 
 def test_an_edge_of_unknown_weight_counts_a_little() -> None:
-    assert weights(Graph(ROLES, (Edge("actor", "trainer"),))) == {("trainer", "actor"): 1.0}
+    assert weights(RoleGraph(ROLES, (Edge("actor", "trainer"),))) == {("trainer", "actor"): 1.0}
 
 
 @pytest.mark.parametrize(
@@ -47,11 +47,11 @@ def test_tight_edges_make_parts(share: float, parts: str) -> None:
 
 
 def test_without_weights_all_calls_that_are_waited_for_are_tight() -> None:
-    graph = Graph(ROLES, (Edge("actor", "rollout"), Edge("trainer", "server", asynchronous=True)))
+    graph = RoleGraph(ROLES, (Edge("actor", "rollout"), Edge("trainer", "server", asynchronous=True)))
     assert tight_parts(graph) == (("trainer",), ("actor", "rollout"), ("server",))
 
 
-def told(graph: Graph, *failed: str) -> list[str]:
+def told(graph: RoleGraph, *failed: str) -> list[str]:
     return [f"{each.side} {each} {each.reason}" for each in affected(graph, failed)]
 
 
@@ -76,7 +76,7 @@ def test_who_waits_holds_up_those_that_wait_for_it() -> None:
 
 
 def test_an_asynchronous_call_loses_something_and_blocks_nobody() -> None:
-    graph = Graph(ROLES, (Edge("actor", "rollout", asynchronous=True), Edge("trainer", "actor")))
+    graph = RoleGraph(ROLES, (Edge("actor", "rollout", asynchronous=True), Edge("trainer", "actor")))
     found = affected(graph, ["rollout"])
     assert [(str(each), each.side, each.blocked) for each in found] == [
         ("rollout:0-3", "failed", True),
@@ -94,7 +94,7 @@ def test_what_is_not_there_cannot_fail(name: str) -> None:
         affected(GRAPH, [name])
 
 
-def reach(graph: Graph, failed: set[str], up: bool) -> set[str]:
+def reach(graph: RoleGraph, failed: set[str], up: bool) -> set[str]:
     """By going through all pairs of ranks."""
     pairs = [pair for edge in graph.edges if not edge.asynchronous for pair in pairs_of(graph, edge)]
     found = set(failed)
@@ -107,7 +107,7 @@ def reach(graph: Graph, failed: set[str], up: bool) -> set[str]:
 
 @given(graphs, st.data())
 def test_who_is_blocked_is_who_can_be_reached_over_calls_that_are_waited_for(
-    graph: Graph, data: st.DataObject
+    graph: RoleGraph, data: st.DataObject
 ) -> None:
     everybody = [f"{role.name}:{rank}" for role in graph.roles for rank in range(role.count)]
     failed = data.draw(st.sets(st.sampled_from(everybody), min_size=1))
@@ -124,7 +124,7 @@ def test_who_is_blocked_is_who_can_be_reached_over_calls_that_are_waited_for(
 
 
 @given(graphs, st.floats(0, 1))
-def test_every_role_is_in_one_part_and_a_higher_share_only_cuts(graph: Graph, share: float) -> None:
+def test_every_role_is_in_one_part_and_a_higher_share_only_cuts(graph: RoleGraph, share: float) -> None:
     parts = tight_parts(graph, share)
     assert sorted(name for part in parts for name in part) == sorted(role.name for role in graph.roles)
     coarse = [set(part) for part in tight_parts(graph, share / 2)]
@@ -136,5 +136,5 @@ def test_a_failure_among_ten_thousand_ranks_that_call_all_others_is_looked_at() 
     edges = tuple(
         Edge(e.source, e.target, e.invocation, "all_to_all", asynchronous=e.asynchronous) for e in graph.edges
     )
-    found = affected(Graph(graph.roles, edges), ["critic"])
+    found = affected(RoleGraph(graph.roles, edges), ["critic"])
     assert (str(found[0]), found[0].side) == ("critic:0-9999", "failed")

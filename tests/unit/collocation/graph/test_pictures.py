@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from tests.unit.collocation.graph.graphs import any_graphs
 from tests.unit.collocation.graph.scenarios import SCENARIOS
-from unirun.collocation.graph import Edge, Graph, Role
+from unirun.collocation.graph import Edge, Role, RoleGraph
 from unirun.collocation.graph.svg import heights, layout, svg
 from unirun.collocation.graph.text import LOOKS, dot, look, mermaid, printable, tree
 
 FOLDER = Path(__file__).with_name("pictures")
 STATES = {"rollout": "running", "reward": "restarting", "actor": "failed", "critic": "waiting"}
-FORMS: dict[str, Callable[[Graph], str]] = {
+FORMS: dict[str, Callable[[RoleGraph], str]] = {
     "svg": svg,
     "states.svg": lambda graph: svg(graph, STATES),
     "mmd": lambda graph: mermaid(graph, STATES),
@@ -43,12 +43,12 @@ names = st.text(max_size=10) | st.sampled_from(
 
 
 @st.composite
-def named(draw: st.DrawFn) -> Graph:
+def named(draw: st.DrawFn) -> RoleGraph:
     """Graphs whose roles and invocations have any names."""
     unique = draw(st.lists(names, min_size=1, max_size=4, unique=True))
     ends = st.sampled_from(unique)
     edges = draw(st.lists(st.builds(Edge, ends, ends, names), max_size=5))
-    return Graph(tuple(Role(name, 2) for name in unique), tuple(edges))
+    return RoleGraph(tuple(Role(name, 2) for name in unique), tuple(edges))
 
 
 def texts(picture: str) -> list[str]:
@@ -56,7 +56,7 @@ def texts(picture: str) -> list[str]:
 
 
 @given(named())
-def test_svg_shows_any_name(graph: Graph) -> None:
+def test_svg_shows_any_name(graph: RoleGraph) -> None:
     shown = texts(svg(graph))
     for role in graph.roles:
         assert f"{printable(role.name)} ×2" in shown
@@ -67,7 +67,7 @@ def test_svg_shows_any_name(graph: Graph) -> None:
 
 
 @given(named())
-def test_dot_quotes_any_name(graph: Graph) -> None:
+def test_dot_quotes_any_name(graph: RoleGraph) -> None:
     lines = dot(graph).splitlines()
     assert len(lines) == 4 + len(graph.roles) + len(graph.edges)
     quoted = r'"(?:[^"\\]|\\.)*"'
@@ -79,7 +79,7 @@ def test_dot_quotes_any_name(graph: Graph) -> None:
 
 
 @given(named())
-def test_mermaid_takes_any_name(graph: Graph) -> None:
+def test_mermaid_takes_any_name(graph: RoleGraph) -> None:
     first, *lines = mermaid(graph).splitlines()
     assert first == "flowchart LR"
     assert len(lines) == len(graph.roles) + len(graph.edges)
@@ -91,7 +91,7 @@ def test_mermaid_takes_any_name(graph: Graph) -> None:
 
 
 @given(named(), st.booleans())
-def test_a_terminal_is_sent_nothing_to_obey(graph: Graph, colour: bool) -> None:
+def test_a_terminal_is_sent_nothing_to_obey(graph: RoleGraph, colour: bool) -> None:
     states = {role.name: "running" for role in graph.roles}
     shown = tree(graph, states, colour=colour)
     plain = re.sub(r"\x1b\[(32|0)m", "", shown) if colour else shown
@@ -108,12 +108,12 @@ def test_a_tree_unfolds_a_role_once() -> None:
 def test_a_tree_of_a_long_chain_has_all_of_it() -> None:
     roles = [str(number) for number in range(3000)]
     edges = tuple(Edge(a, b) for a, b in pairwise(roles))
-    shown = tree(Graph(tuple(Role(name) for name in roles), edges))
+    shown = tree(RoleGraph(tuple(Role(name) for name in roles), edges))
     assert len(shown.splitlines()) == 3000
 
 
 def test_colours_are_those_of_states() -> None:
-    graph = Graph((Role("actor", 2), Role("rollout", 2)))
+    graph = RoleGraph((Role("actor", 2), Role("rollout", 2)))
     shown = tree(graph, {"actor": "failed", "rollout": "unheard of"}, colour=True)
     assert shown == "\x1b[31mactor ×2\x1b[0m  failed\nrollout ×2  unheard of\n"
     assert look("failed").fill in svg(graph, {"actor": "failed"})
@@ -152,7 +152,7 @@ def test_words_at_lines_are_legible() -> None:
 
 
 @given(any_graphs([*"abcdefgh"]))
-def test_nothing_in_a_picture_lies_on_something_else(graph: Graph) -> None:
+def test_nothing_in_a_picture_lies_on_something_else(graph: RoleGraph) -> None:
     picture = ElementTree.fromstring(svg(graph))
     width, height = (float(picture.get(side, "0")) for side in ("width", "height"))
     boxes = []
@@ -173,7 +173,7 @@ def test_nothing_in_a_picture_lies_on_something_else(graph: Graph) -> None:
 
 
 @given(any_graphs())
-def test_calls_go_to_the_right_but_those_that_close_a_circle(graph: Graph) -> None:
+def test_calls_go_to_the_right_but_those_that_close_a_circle(graph: RoleGraph) -> None:
     plan = layout(graph)
     level = {point: number for number, layer in enumerate(plan.layers) for point in layer}
     for (source, target), chain in plan.chains.items():
@@ -182,7 +182,7 @@ def test_calls_go_to_the_right_but_those_that_close_a_circle(graph: Graph) -> No
         assert [level[point] for point in chain] == [*range(level[chain[0]], level[chain[-1]] + 1)]
     # One that is waited for is turned only where there is a circle of such.
     waiting = tuple(edge for edge in graph.edges if not edge.asynchronous)
-    if not layout(Graph(graph.roles, waiting)).turned:
+    if not layout(RoleGraph(graph.roles, waiting)).turned:
         assert not plan.turned & {(edge.source, edge.target) for edge in waiting}
     middle = heights(plan, dict.fromkeys(level, 10.0), 5.0)
     assert min(middle.values()) >= 5 - 1e-6
@@ -192,7 +192,7 @@ def test_calls_go_to_the_right_but_those_that_close_a_circle(graph: Graph) -> No
 
 
 def test_programs_have_boxes_of_their_own() -> None:
-    graph = Graph((Role("actor", 2), Role("engine", 2, "vllm")))
+    graph = RoleGraph((Role("actor", 2), Role("engine", 2, "vllm")))
     assert texts(svg(graph)) == ["actor ×2", "engine ×2", "vllm"]
     corners = [each.get("rx") for each in ElementTree.fromstring(svg(graph)).iter(f"{SVG}rect")]
     assert corners[1:] == ["8", "0"]
@@ -202,8 +202,8 @@ def test_programs_have_boxes_of_their_own() -> None:
 
 
 def test_a_picture_of_nothing_is_a_picture() -> None:
-    assert texts(svg(Graph(()))) == []
-    assert tree(Graph(())) == ""
+    assert texts(svg(RoleGraph(()))) == []
+    assert tree(RoleGraph(())) == ""
 
 
 if __name__ == "__main__":
@@ -215,7 +215,7 @@ if __name__ == "__main__":
 
 def test_the_tree_of_a_job_that_runs_has_the_addresses_of_its_programs() -> None:
     addresses = tuple(f"h:{port}" for port in range(1, 7))
-    graph = Graph((Role("engine", 6, "vllm", addresses), Role("train", 2)))
+    graph = RoleGraph((Role("engine", 6, "vllm", addresses), Role("train", 2)))
     first, second = tree(graph, {"engine": "running"}).splitlines()
     assert first == "engine ×6  vllm  running  h:1  h:2  h:3  h:4  and 2 more"
     assert second == "train ×2"

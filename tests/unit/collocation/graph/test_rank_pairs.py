@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.collocation.graph.graphs import pairs_of
-from unirun.collocation.graph import Edge, Graph, Role
+from unirun.collocation.graph import Edge, Role, RoleGraph
 from unirun.spec.edges import KINDS, Kind
 
 
 def pairs(kind: Kind, sources: int, targets: int) -> str:
     edge = Edge("a", "b", kind=kind)
-    graph = Graph((Role("a", sources), Role("b", targets)), (edge,))
+    graph = RoleGraph((Role("a", sources), Role("b", targets)), (edge,))
     return " ".join(f"{one[2:]}{other[2:]}" for one, other in pairs_of(graph, edge))
 
 
@@ -37,7 +37,7 @@ def test_kinds_pair_ranks(kind: Kind, sources: int, targets: int, expected: str)
 @given(st.sampled_from(KINDS), st.integers(1, 40), st.integers(1, 40))
 def test_both_ends_see_the_same_pairs_and_nobody_is_left_out(kind: Kind, sources: int, targets: int) -> None:
     edge = Edge("a", "b", kind=kind)
-    graph = Graph((Role("a", sources), Role("b", targets)), (edge,))
+    graph = RoleGraph((Role("a", sources), Role("b", targets)), (edge,))
     there = {(rank, peer) for rank in range(sources) for peer in graph.targets_of(edge, rank)}
     back = {(peer, rank) for rank in range(targets) for peer in graph.sources_of(edge, rank)}
     assert there == back
@@ -49,12 +49,12 @@ def test_both_ends_see_the_same_pairs_and_nobody_is_left_out(kind: Kind, sources
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_parts_are_even(sources: int, targets: int) -> None:
     edge = Edge("a", "b", kind="scatter")
-    graph = Graph((Role("a", sources), Role("b", targets)), (edge,))
+    graph = RoleGraph((Role("a", sources), Role("b", targets)), (edge,))
     sizes = {len(graph.targets_of(edge, rank)) for rank in range(sources)}
     assert max(sizes) - min(sizes) <= 1
 
 
 def test_a_hundred_million_pairs_are_ranges_and_not_lists() -> None:
     edge = Edge("a", "b", kind="all_to_all")
-    graph = Graph((Role("a", 10_000), Role("b", 10_000)), (edge,))
+    graph = RoleGraph((Role("a", 10_000), Role("b", 10_000)), (edge,))
     assert graph.sources_of(edge, 3) == range(10_000)

@@ -11,7 +11,7 @@ from tests.unit.failover.persistence.unsteady import UnsteadyStore
 from unirun.failover.events import Command, Record
 from unirun.failover.persistence.context_store import ContextStore, load
 from unirun.failover.state import JobState, Verdict
-from unirun.launcher.master.writer import Writer
+from unirun.launcher.master.writer import StateWriter
 from unirun.rendezvous.election import campaign
 from unirun.wire.address import UnixAddress
 
@@ -35,7 +35,9 @@ class Desk:
         self.then: Callable[[], None] = lambda: None
         self.troubles: list[str] = []
         self.verdicts: list[Verdict] = []
-        self.writer = Writer(job.state, term, self.contexts, self._do, self._changed, self.verdicts.append)
+        self.writer = StateWriter(
+            job.state, term, self.contexts, self._do, self._changed, self.verdicts.append
+        )
         self.over = asyncio.Event()
 
     def _do(self, commands: list[Command]) -> None:

@@ -10,7 +10,7 @@ from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
-from unirun.wire.asking import Answer, Ask, Wish
+from unirun.wire.asking import MasterReply, MasterRequest, Wish
 
 
 @pytest.fixture
@@ -24,21 +24,21 @@ def contexts(store: MemoryStore, run_id: str = "run1", deposing: int = 0) -> Con
     return ContextStore(store, run_id, term)
 
 
-Asked = tuple[WorkerId, Ask]
+Asked = tuple[WorkerId, MasterRequest]
 
 
 def ask(wish: Wish, name: str = "", data: str = "", *, rank: int = 0, incarnation: int = 0) -> Asked:
-    return WorkerId("actor", rank, incarnation), Ask(7, wish, name, data)
+    return WorkerId("actor", rank, incarnation), MasterRequest(7, wish, name, data)
 
 
 def test_a_state_is_found_by_the_next_incarnation_and_the_next_master(store: MemoryStore) -> None:
     first = contexts(store)
-    assert first.answer(*ask("load_state")) == Answer(7, None)
+    assert first.answer(*ask("load_state")) == MasterReply(7, None)
     for text in ("one", "", "x" * 450_000, "two"):
-        assert first.answer(*ask("save_state", data=text)) == Answer(7)
+        assert first.answer(*ask("save_state", data=text)) == MasterReply(7)
         assert first.answer(*ask("load_state", incarnation=1)).data == text
     second = contexts(store, deposing=1)
-    assert second.answer(*ask("load_state", incarnation=2)) == Answer(7, "two")
+    assert second.answer(*ask("load_state", incarnation=2)) == MasterReply(7, "two")
 
 
 def test_each_rank_and_each_job_has_its_own(store: MemoryStore) -> None:

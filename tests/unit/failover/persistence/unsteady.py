@@ -8,7 +8,7 @@ from typing import Literal
 
 from unirun.errors import OutcomeUnknown, StoreAway
 from unirun.rendezvous.store.memory import MemoryStore
-from unirun.rendezvous.store.protocol import Compare, Item, Listing, Outcome, Put
+from unirun.rendezvous.store.protocol import Compare, KeyValue, Listing, Outcome, Put
 
 Fault = Literal["away", "done", "lost", "late"]
 """Of a call: it was not made; it was, and nobody heard so; it was not, and nobody heard so; nobody heard so, and it is
@@ -53,7 +53,7 @@ class UnsteadyStore(MemoryStore):
             raise OutcomeUnknown("no answer came")
         return outcome
 
-    def get(self, key: str) -> Item | None:
+    def get(self, key: str) -> KeyValue | None:
         """As it should be, unless it is the turn of a fault."""
         self._read()
         return super().get(key)

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from unirun.errors import FrameError, RendezvousError
-from unirun.launcher.doctor.examine import Channel
+from unirun.launcher.doctor.examine import ProbeClient
 from unirun.launcher.doctor.requests import (
-    Failed,
-    Listening,
-    Look,
+    Inspect,
+    PortOpened,
+    RequestFault,
     Tick,
     Time,
     to_answer,
@@ -21,8 +21,8 @@ from unirun.launcher.doctor.requests import (
 from unirun.launcher.hosts.hostlist import Host
 
 
-@pytest.mark.parametrize("message", [Look("/x", None, "10.0.0.1"), Tick()])
-def test_requests_are_lines(message: Look | Tick) -> None:
+@pytest.mark.parametrize("message", [Inspect("/x", None, "10.0.0.1"), Tick()])
+def test_requests_are_lines(message: Inspect | Tick) -> None:
     assert to_request(to_line(message)) == message
 
 
@@ -38,7 +38,7 @@ def asked(program: str) -> object:
     """The answer of a probe that is `program` to the question for the time."""
 
     async def ask() -> object:
-        channel = await Channel.open(Host("h1", "h1"), lambda _: ["sh", "-c", program])
+        channel = await ProbeClient.open(Host("h1", "h1"), lambda _: ["sh", "-c", program])
         try:
             return await channel.ask(Tick(), Time, 10.0)
         finally:
@@ -47,7 +47,7 @@ def asked(program: str) -> object:
     return asyncio.run(ask())
 
 
-def line(message: Time | Failed | Listening) -> str:
+def line(message: Time | RequestFault | PortOpened) -> str:
     return f"printf '%s\\n' '{to_line(message).decode().strip()}'"
 
 
@@ -59,9 +59,9 @@ def test_what_the_shell_prints_before_the_answer_is_no_answer() -> None:
 @pytest.mark.starts_processes
 def test_a_failure_there_is_an_error_here() -> None:
     with pytest.raises(RendezvousError, match="no such interface"):
-        asked(f"read it; {line(Failed('no such interface'))}; cat")
-    with pytest.raises(RendezvousError, match="Listening"):
-        asked(f"read it; {line(Listening(5))}; cat")
+        asked(f"read it; {line(RequestFault('no such interface'))}; cat")
+    with pytest.raises(RendezvousError, match="PortOpened"):
+        asked(f"read it; {line(PortOpened(5))}; cat")
 
 
 @pytest.mark.starts_processes
@@ -74,4 +74,4 @@ def test_a_probe_that_ends_tells_why() -> None:
 @pytest.mark.starts_processes
 def test_a_program_that_is_not_there_is_told() -> None:
     with pytest.raises(RendezvousError, match="no-such-ssh cannot be started"):
-        asyncio.run(Channel.open(Host("h1", "h1"), lambda _: ["no-such-ssh"]))
+        asyncio.run(ProbeClient.open(Host("h1", "h1"), lambda _: ["no-such-ssh"]))

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from tests.unit.rendezvous.standin import PATIENCE, Place
 from unirun.launcher.foreground import session as session_module
 from unirun.launcher.foreground.console import Console
-from unirun.launcher.foreground.session import Session, StopRequests
+from unirun.launcher.foreground.session import JobFollower, StopRequests
 from unirun.launcher.local import Processes, RunningJob
 from unirun.rendezvous import election
 from unirun.spec.job import Entry, JobSpec, RoleSpec
@@ -95,19 +95,19 @@ def tells(**phases: str) -> Callable[[BlockingStream], None]:
     return script
 
 
-def session(place: Place, *, quiet: bool = True) -> Session:
+def session(place: Place, *, quiet: bool = True) -> JobFollower:
     """The command in the foreground; its processes are not children of this process."""
     roles = tuple(RoleSpec(name, 1, Entry("script", "a.py")) for name in ("actor", "rollout"))
     spec = JobSpec("job", place.job.run_id, roles, ("actor",), signals=("SIGINT",))
     running = RunningJob(place.job, spec, Processes(os.getppid(), [os.getppid()]))
-    return Session(running, Console(quiet=quiet))
+    return JobFollower(running, Console(quiet=quiet))
 
 
 async def heard(queue: Queue[Message]) -> Message:
     return await asyncio.to_thread(queue.get, timeout=PATIENCE)
 
 
-async def shown(following: Session, roles: int) -> None:
+async def shown(following: JobFollower, roles: int) -> None:
     """Wait until a master has sent the state of its roles."""
     async with asyncio.timeout(PATIENCE):
         while len(following._display.roles) < roles or following._master is None:

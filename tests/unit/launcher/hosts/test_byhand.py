@@ -27,7 +27,7 @@ from unirun.observe.jobdir import job_at
 from unirun.rendezvous.creation import create_job
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.address import TcpAddress
-from unirun.wire.aio import Server, Stream
+from unirun.wire.aio import Stream, StreamServer
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import new_token
 from unirun.wire.messages import Assigned, Dismissed, Offer, Ready
@@ -70,7 +70,7 @@ def test_a_node_with_another_secret_fails_at_once(tmp_path: Path, insecure: bool
     place = Place("insecure" if insecure else "tls", tmp_path)
 
     async def head(told: SimpleQueue[TcpAddress], over: threading.Event) -> None:
-        server = Server(place.listen(), place.credentials, Stream.close, lambda *_: None)
+        server = StreamServer(place.listen(), place.credentials, Stream.close, lambda *_: None)
         assert isinstance(place.address, TcpAddress)
         told.put(place.address)
         await asyncio.to_thread(over.wait, SOON)

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from tests.effort import SOON
 from unirun.errors import FrameError
 from unirun.launcher.hosts import copying as mirror
-from unirun.launcher.hosts.connection import Remote
+from unirun.launcher.hosts.connection import RemoteNode
 from unirun.launcher.hosts.copying import Mirror, write
 from unirun.launcher.hosts.feed import MOST, feed
 from unirun.launcher.hosts.hostlist import Host
 from unirun.observe.jobdir import JobDir
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.messages import Beat, Chunk, Complete, Current
+from unirun.wire.messages import Chunk, Complete, Current, Heartbeat
 
 
 def sent(job: JobDir, offsets: dict[str, int]) -> list[Chunk]:
@@ -93,7 +93,7 @@ def test_beats_follow_while_the_agent_lives(job: JobDir) -> None:
         with open(job.lock, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             feeding = pool.submit(feed, job, node, {})
-            assert [command.receive(SOON) for _ in range(3)] == [Current(), Beat(), Beat()]
+            assert [command.receive(SOON) for _ in range(3)] == [Current(), Heartbeat(), Heartbeat()]
         feeding.result(SOON)
         assert command.receive(SOON) == Complete()
 
@@ -108,7 +108,7 @@ def test_a_host_that_sends_nothing_is_silent_until_it_sends_again(
         pipe = asyncio.subprocess.PIPE
         # It sends what it is sent.
         process = await asyncio.create_subprocess_exec("cat", stdin=pipe, stdout=pipe, stderr=pipe)
-        remote = Remote(Host("h1", "h1"), process)
+        remote = RemoteNode(Host("h1", "h1"), process)
         told: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
         notes: list[str] = []
         copying = asyncio.create_task(
@@ -116,7 +116,7 @@ def test_a_host_that_sends_nothing_is_silent_until_it_sends_again(
         )
         async with asyncio.timeout(SOON):
             assert await told.get() == ("h1", True)
-            remote.stream.send(Beat())
+            remote.stream.send(Heartbeat())
             assert await told.get() == ("h1", False)
             assert await told.get() == ("h1", True)
             remote.stream.send(Complete())

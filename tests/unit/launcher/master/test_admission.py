@@ -15,7 +15,7 @@ from tests.unit.failover.losses import scripts
 from unirun.collocation import Node
 from unirun.failover.events import Arrived, Event
 from unirun.failover.offers import AgentTask, versions
-from unirun.launcher.master.shell import Admission
+from unirun.launcher.master.shell import NodeAdmission
 from unirun.observe.jobdir import JobDir
 from unirun.wire.address import Address, TcpAddress, UnixAddress
 from unirun.wire.aio import Stream
@@ -39,7 +39,7 @@ class Desk:
         (job.path / "uid").write_text("u1")
         self.state = scripts().running().state
         self.applied: list[Event] = []
-        self.admission = Admission(job, address, lambda: self.state, self.apply)
+        self.admission = NodeAdmission(job, address, lambda: self.state, self.apply)
 
     def apply(self, event: Event) -> bool:
         self.applied.append(event)

@@ -24,8 +24,8 @@ from unirun.rendezvous.keys import silent_key
 from unirun.values import WorkerId
 from unirun.wire.aio import Stream, connect
 from unirun.wire.credentials import Credentials
-from unirun.wire.messages import Attach, Beat, Ended, Message, Shutdown
-from unirun.wire.reports import Held, Knock, Notice
+from unirun.wire.messages import Attach, Ended, Heartbeat, Message, Shutdown
+from unirun.wire.reports import HeldWorker, Knock, Notice
 
 TWO = Inventory(tuple(Node(name, (0,), (Device("0", ""), Device("1", ""))) for name in ("n0", "n1")))
 
@@ -50,8 +50,8 @@ def n0(tmp_path: Path, court: Court) -> Credentials:
 
 
 async def answer(stream: Stream) -> Message:
-    stream.send(Beat())
-    return (await until(stream, Beat))[-1]
+    stream.send(Heartbeat())
+    return (await until(stream, Heartbeat))[-1]
 
 
 def texts(told: list[Message]) -> list[str]:
@@ -62,7 +62,7 @@ class TestAnAnswer:
     def test_each_beat_of_an_agent_is_answered(self, court: Court, n0: Credentials) -> None:
         async def play() -> None:
             agent = await court.agent(n0)
-            assert [await answer(agent) for _ in range(3)] == [Beat()] * 3
+            assert [await answer(agent) for _ in range(3)] == [Heartbeat()] * 3
             await ends_well(agent)
 
         assert court.run(play) == []
@@ -74,7 +74,7 @@ class TestAnAnswer:
 
         async def play() -> None:
             agent = await court.agent(n0)
-            assert await answer(agent) == Beat()
+            assert await answer(agent) == Heartbeat()
             await ends_well(agent)
 
         assert court.run(play) == []
@@ -85,9 +85,9 @@ class TestAnAnswer:
 
         async def play() -> None:
             agent = await court.greet(court.model.join("n0"), n0)
-            assert await answer(agent) == Beat()
+            assert await answer(agent) == Heartbeat()
             court.term.renewed = 0.0
-            assert await answer(agent) == Beat(sure=False)
+            assert await answer(agent) == Heartbeat(sure=False)
             await agent.close()
 
         assert court.run(play) == []
@@ -150,7 +150,7 @@ class TestSilence:
     def test_an_agent_that_has_heard_nothing_connects_anew_and_goes_on(
         self, court: Court, n0: Credentials
     ) -> None:
-        held = tuple(Held(WorkerId("actor", rank, 0), 100 + rank, True, 0) for rank in (0, 1))
+        held = tuple(HeldWorker(WorkerId("actor", rank, 0), 100 + rank, True, 0) for rank in (0, 1))
 
         async def play() -> None:
             old = await court.agent(n0)
@@ -230,8 +230,8 @@ class TestSilence:
 
         async def play() -> None:
             agent, watcher = await court.agent(), await court.greet(Attach(), n0)
-            watcher.send(Beat())
-            assert len([each for each in await all_of(watcher) if isinstance(each, Beat)]) >= 2
+            watcher.send(Heartbeat())
+            assert len([each for each in await all_of(watcher) if isinstance(each, Heartbeat)]) >= 2
             await ends_well(agent)
 
         assert court.run(play) == []

@@ -19,7 +19,7 @@ from unirun.rendezvous.election import leader_of
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
 from unirun.wire.aio import connect
-from unirun.wire.asking import Answer, Ask, ToWorker
+from unirun.wire.asking import MasterReply, MasterRequest, ToWorker
 from unirun.wire.certificates import make_tls
 from unirun.wire.credentials import Credentials, load_credentials
 from unirun.wire.handshake import new_token
@@ -77,12 +77,12 @@ class TestAnAgent:
     def test_an_agent_gets_what_its_workers_ask_of_the_store(self, court: Court) -> None:
         async def play() -> None:
             agent = await court.agent()
-            agent.send(FromWorker(WorkerId("actor", 0, 0), Ask(1, "save_state", "", "aGk=")))
-            agent.send(FromWorker(WorkerId("actor", 0, 0), Ask(2, "load_state", "", "")))
+            agent.send(FromWorker(WorkerId("actor", 0, 0), MasterRequest(1, "save_state", "", "aGk=")))
+            agent.send(FromWorker(WorkerId("actor", 0, 0), MasterRequest(2, "load_state", "", "")))
             answers = [(await until(agent, ToWorker))[-1] for _ in range(2)]
             assert answers == [
-                ToWorker(WorkerId("actor", 0, 0), Answer(1)),
-                ToWorker(WorkerId("actor", 0, 0), Answer(2, "aGk=")),
+                ToWorker(WorkerId("actor", 0, 0), MasterReply(1)),
+                ToWorker(WorkerId("actor", 0, 0), MasterReply(2, "aGk=")),
             ]
             await ends_well(agent)
 

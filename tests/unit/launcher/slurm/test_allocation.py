@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from unirun.errors import UsageError
 from unirun.launcher.slurm.allocation import (
-    Allocation,
+    SlurmAllocation,
     component_here,
     read_allocation,
     refuse_several_tasks,
@@ -43,7 +43,7 @@ BATCH_SCRIPT = {
 
 def test_a_task_of_a_step_knows_its_nodes_and_its_place() -> None:
     found = read_allocation(STEP)
-    assert found == Allocation("2", "0", ("n1", "n2", "n3"), "n2", (0, 0, 0))
+    assert found == SlurmAllocation("2", "0", ("n1", "n2", "n3"), "n2", (0, 0, 0))
     assert found is not None
     assert (found.head, found.index) == ("n1", 1)
 

@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 
 from unirun.errors import OutcomeUnknown, StoreAway, StoreRefused
 from unirun.rendezvous.store.memory import MemoryStore
-from unirun.rendezvous.store.protocol import Compare, Item, Listing, Outcome, Put
+from unirun.rendezvous.store.protocol import Compare, KeyValue, Listing, Outcome, Put
 from unirun.rendezvous.torchrun.backend import LeasedWriter, StateToken, StoreBackend
 
 WAIT = 20.0
@@ -42,7 +42,7 @@ class Flaky(MemoryStore):
         self.faults: list[Exception] = []
         self.done = False
 
-    def get(self, key: str) -> Item | None:
+    def get(self, key: str) -> KeyValue | None:
         if self.faults and not self.done:
             raise self.faults.pop(0)
         return super().get(key)

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
 
 from unirun.errors import StoreAway, UsageError
 from unirun.rendezvous.store.memory import MemoryStore
-from unirun.rendezvous.store.protocol import Compare, Item, Lease, Outcome, Put
+from unirun.rendezvous.store.protocol import Compare, KeyValue, Lease, Outcome, Put
 from unirun.rendezvous.torchrun import create_handler, get_handler
 from unirun.rendezvous.torchrun import handler as handler_module
 from unirun.rendezvous.torchrun.config import Config
@@ -44,7 +44,7 @@ class Switch(MemoryStore):
         self.ttls.append(ttl)
         return super().grant(ttl)
 
-    def get(self, key: str) -> Item | None:
+    def get(self, key: str) -> KeyValue | None:
         if self.away:
             raise StoreAway("gone")
         return super().get(key)

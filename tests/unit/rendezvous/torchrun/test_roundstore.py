@@ -14,7 +14,7 @@ from torch.distributed.elastic.utils.store import barrier, get_all
 
 from unirun.errors import OutcomeUnknown, StoreAway
 from unirun.rendezvous.store.memory import MemoryStore, MemoryWatch
-from unirun.rendezvous.store.protocol import MAX_CHANGES, Compare, Item, Listing, Outcome, Put
+from unirun.rendezvous.store.protocol import MAX_CHANGES, Compare, KeyValue, Listing, Outcome, Put
 from unirun.rendezvous.torchrun import handler
 from unirun.rendezvous.torchrun.backend import LeasedWriter
 from unirun.rendezvous.torchrun.handler import RoundStore
@@ -211,7 +211,7 @@ class Counted(MemoryStore):
         self.calls: list[str] = []
         self.before_addition: list[RoundStore] = []
 
-    def get(self, key: str) -> Item | None:
+    def get(self, key: str) -> KeyValue | None:
         self.calls.append(f"get {key.split('/')[3]}")
         return super().get(key)
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from unirun.errors import UsageError
 from unirun.roles import replicate, shard
-from unirun.roles.calls.sharding import Split, rearranged, sizes, split
+from unirun.roles.calls.sharding import SplitArguments, rearranged, sizes, split
 
 RANKS = st.integers(1, 20)
 
 
-def parts_of(done: Split, ranks: int, where: int | str = 0) -> list[Any]:
+def parts_of(done: SplitArguments, ranks: int, where: int | str = 0) -> list[Any]:
     """The part of one argument that each rank gets."""
     rows = done.arguments * ranks if len(done.arguments) == 1 else done.arguments
     assert len(rows) == ranks
@@ -75,7 +75,7 @@ def test_without_marks_and_lists_everybody_gets_everything(
 
 @pytest.mark.parametrize("auto", [True, False])
 def test_a_call_without_arguments_has_nothing_to_split(auto: bool) -> None:
-    assert split((), {}, 4, auto=auto) == Split((((), {}),), {})
+    assert split((), {}, 4, auto=auto) == SplitArguments((((), {}),), {})
 
 
 class TestTheRuleOfTheGuide:

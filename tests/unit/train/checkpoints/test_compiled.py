@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from unirun.train import unwrap
-from unirun.train.checkpoints import CheckpointStrategy, Folder, Manifest, Writer, load, plain_state
+from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Manifest, load, plain_state
 
 SOON = 20.0
 NAMES = [
@@ -66,7 +66,9 @@ NESTINGS: dict[str, Callable[[], Any]] = {
 
 def saved(path: Path, state: dict[str, Any]) -> tuple[Folder, Manifest]:
     folder = Folder(str(path))
-    writer = Writer(folder, CheckpointStrategy(), 0, 1, 1, group=lambda: dist.new_group(backend="gloo"))
+    writer = CheckpointWriter(
+        folder, CheckpointStrategy(), 0, 1, 1, group=lambda: dist.new_group(backend="gloo")
+    )
     writer.save(state, {})
     writer.commit(1).result(SOON)
     writer.close()

@@ -12,7 +12,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import fully_shard
 
 from unirun.errors import CheckpointDamaged, UsageError
-from unirun.train.checkpoints import CheckpointStrategy, Folder, Writer, load
+from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, load
 
 SOON = 20.0
 
@@ -30,7 +30,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     model = torch.nn.Linear(8, 8)
     if request.param == "in parts":
         fully_shard(model)
-    writer = Writer(
+    writer = CheckpointWriter(
         Folder(str(tmp_path)), CheckpointStrategy(), 0, 1, 7, group=lambda: dist.new_group(backend="gloo")
     )
     writer.save({"model": model, "epoch": 3}, {})
@@ -143,7 +143,7 @@ def test_a_part_that_cannot_be_written_is_told_with_the_number_and_the_path(tmp_
     model = torch.nn.Linear(8, 8)
     fully_shard(model)
     (tmp_path / "000001" / "__0_0.distcp").mkdir(parents=True)
-    writer = Writer(
+    writer = CheckpointWriter(
         Folder(str(tmp_path)), CheckpointStrategy(), 0, 1, 1, group=lambda: dist.new_group(backend="gloo")
     )
     writer.save({"model": model}, {})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.effort import SOON
 from unirun.errors import CheckpointDamaged, UsageError
-from unirun.train.checkpoints import CheckpointStrategy, Folder, Manifest, Writer, load, put_into
+from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Manifest, load, put_into
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Folder:
 def saved(folder: Folder, state: Mapping[str, Any]) -> Manifest:
     """A checkpoint of one rank, which has it written and committed."""
     number = (folder.numbers() or [0])[-1] + 1
-    writer = Writer(folder, CheckpointStrategy(), 0, 1, number)
+    writer = CheckpointWriter(folder, CheckpointStrategy(), 0, 1, number)
     writer.save(state, {})
     writer.commit(number).result(SOON)
     writer.close()

@@ -16,7 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import fully_shard
 
 from unirun.errors import UsageError
-from unirun.train.checkpoints import CheckpointStrategy, Folder, Writer, load
+from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, load
 
 SOON = 20.0
 
@@ -32,7 +32,9 @@ class Harm:
 
 
 def checkpoint(folder: Folder, state: dict[str, Any]) -> Path:
-    writer = Writer(folder, CheckpointStrategy(), 0, 1, 1, group=lambda: dist.new_group(backend="gloo"))
+    writer = CheckpointWriter(
+        folder, CheckpointStrategy(), 0, 1, 1, group=lambda: dist.new_group(backend="gloo")
+    )
     writer.save(state, {})
     writer.commit(1).result(SOON)
     writer.close()

@@ -15,7 +15,7 @@ import torch
 
 from tests.effort import SOON
 from unirun.errors import TrainingFailed, UsageError
-from unirun.train.checkpoints import CheckpointStrategy, Folder, GivenUp, Info, Writer, load
+from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, GivenUp, Info, load
 from unirun.train.checkpoints import writer as module
 from unirun.train.data import Progress
 
@@ -25,11 +25,11 @@ def folder(tmp_path: Path) -> Folder:
     return Folder(str(tmp_path / "run"))
 
 
-WRITERS: list[Writer] = []
+WRITERS: list[CheckpointWriter] = []
 
 
-def rank(folder: Folder, number: int = 0, world: int = 1, **strategy: Any) -> Writer:
-    WRITERS.append(Writer(folder, CheckpointStrategy(**strategy), number, world, 1))
+def rank(folder: Folder, number: int = 0, world: int = 1, **strategy: Any) -> CheckpointWriter:
+    WRITERS.append(CheckpointWriter(folder, CheckpointStrategy(**strategy), number, world, 1))
     return WRITERS[-1]
 
 
@@ -40,7 +40,7 @@ def close() -> Iterator[None]:
         WRITERS.pop().close()
 
 
-def committed(writer: Writer, number: int) -> Info:
+def committed(writer: CheckpointWriter, number: int) -> Info:
     return writer.commit(number).result(SOON)[-1]
 
 
@@ -125,7 +125,7 @@ def test_those_that_were_there_are_kept_with_the_new_ones(folder: Folder) -> Non
     first = rank(folder)
     first.save({"epoch": 1}, {})
     info = committed(first, 1)
-    then = Writer(folder, CheckpointStrategy(), 0, 1, 2, [info])
+    then = CheckpointWriter(folder, CheckpointStrategy(), 0, 1, 2, [info])
     WRITERS.append(then)
     then.save({"epoch": 2}, {})
     assert [each.number for each in then.commit(2).result(SOON)] == [1, 2]

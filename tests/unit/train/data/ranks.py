@@ -11,7 +11,7 @@ import msgspec
 from torch.utils.data import IterableDataset, get_worker_info
 
 from unirun.train.data import Files, Progress, Shard, merged
-from unirun.train.data.sources import Marked, Turn
+from unirun.train.data.sources import LoaderSlice, Marked
 
 
 class Stream(IterableDataset[int]):
@@ -63,7 +63,9 @@ def as_processes(shard: Shard, workers: int, batch: int) -> Iterator[Any]:
     """Items of what is not indexed, in the order in which so many processes of a `DataLoader` give batches of them."""
 
     def read(progress: Progress) -> Iterator[Marked]:
-        turns = [shard.source.read(progress, Turn(worker, workers, batch)) for worker in range(workers)]
+        turns = [
+            shard.source.read(progress, LoaderSlice(worker, workers, batch)) for worker in range(workers)
+        ]
         while turns:
             for turn in [*turns]:
                 batched = [*itertools.islice(turn, batch)]

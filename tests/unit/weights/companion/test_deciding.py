@@ -8,19 +8,19 @@ from hypothesis import strategies as st
 from tests.effort import examples
 from unirun.values import Engine
 from unirun.weights.companion.deciding import (
-    Ask,
-    Asked,
     Bring,
     Broken,
     Brought,
     Command,
     Event,
-    Failed,
+    PollVersion,
     Received,
     Seen,
     State,
+    UpdateFailed,
     UpToDate,
     Version,
+    VersionPolled,
     step,
 )
 
@@ -42,7 +42,7 @@ def after(*events: Event) -> tuple[Command, ...]:
     return commands
 
 
-NEW = (Seen((engine(),)), Asked(None, ((0, 0),)))
+NEW = (Seen((engine(),)), VersionPolled(None, ((0, 0),)))
 """An engine that is there before any version."""
 
 FIRST = (*NEW, Received(v(1)), Brought(0, 0, v(1)))
@@ -50,14 +50,17 @@ FIRST = (*NEW, Received(v(1)), Brought(0, 0, v(1)))
 
 
 def test_an_engine_may_serve_at_once_as_long_as_there_is_no_version() -> None:
-    assert after(*NEW[:1]) == (Ask(((0, 0),)),)
+    assert after(*NEW[:1]) == (PollVersion(((0, 0),)),)
     assert after(*NEW) == (UpToDate(0, 0, None),)
 
 
 def test_an_engine_that_does_not_answer_yet_gets_nothing() -> None:
     starting = Seen((engine(alive=False),))
     assert after(Received(v(1)), starting) == ()
-    assert after(Received(v(1)), starting, Seen((engine(),))) == (Bring(engine(), v(1)), Ask(((0, 0),)))
+    assert after(Received(v(1)), starting, Seen((engine(),))) == (
+        Bring(engine(), v(1)),
+        PollVersion(((0, 0),)),
+    )
 
 
 def test_each_engine_gets_each_version() -> None:
@@ -75,9 +78,9 @@ def test_a_slow_engine_leaves_versions_out_and_holds_no_other_up() -> None:
 
 def test_an_engine_that_was_started_again_may_serve_when_it_has_the_latest_version() -> None:
     again = engine(incarnation=1)
-    assert after(*FIRST, Seen((again,))) == (Bring(again, v(1)), Ask(((0, 1),)))
+    assert after(*FIRST, Seen((again,))) == (Bring(again, v(1)), PollVersion(((0, 1),)))
     # Version 2 is published, and not here yet.
-    history = (*FIRST, Seen((again,)), Asked(v(2), ((0, 1),)))
+    history = (*FIRST, Seen((again,)), VersionPolled(v(2), ((0, 1),)))
     assert after(*history) == ()
     assert after(*history, Brought(0, 1, v(1))) == ()
     assert after(*history, Brought(0, 1, v(1)), Received(v(2))) == (Bring(again, v(2)),)
@@ -88,18 +91,18 @@ def test_an_engine_that_was_started_again_may_serve_when_it_has_the_latest_versi
 
 def test_whichever_comes_first_the_version_or_the_answer_both_are_needed() -> None:
     assert after(Received(v(1)), Seen((engine(),)), Brought(0, 0, v(1))) == ()
-    assert after(Received(v(1)), Seen((engine(),)), Brought(0, 0, v(1)), Asked(v(1), ((0, 0),))) == (
+    assert after(Received(v(1)), Seen((engine(),)), Brought(0, 0, v(1)), VersionPolled(v(1), ((0, 0),))) == (
         UpToDate(0, 0, v(1)),
     )
 
 
 def test_an_engine_need_not_have_versions_that_came_while_it_loaded() -> None:
-    history = (Received(v(1)), Seen((engine(),)), Asked(v(1), ((0, 0),)), Received(v(2)))
+    history = (Received(v(1)), Seen((engine(),)), VersionPolled(v(1), ((0, 0),)), Received(v(2)))
     assert after(*history, Brought(0, 0, v(1))) == (UpToDate(0, 0, v(1)), Bring(engine(), v(2)))
 
 
 def test_a_failure_is_told_and_the_engine_gets_nothing_more() -> None:
-    history = (*FIRST, Received(v(2)), Failed(0, 0, "it did not answer"))
+    history = (*FIRST, Received(v(2)), UpdateFailed(0, 0, "it did not answer"))
     assert after(*history) == (Broken(0, 0, "it did not answer"),)
     assert after(*history, Received(v(3))) == ()
     assert after(*history, Seen((engine(incarnation=1),)))[0] == Bring(engine(incarnation=1), v(2))
@@ -107,9 +110,9 @@ def test_a_failure_is_told_and_the_engine_gets_nothing_more() -> None:
 
 def test_news_of_a_process_that_is_gone_are_forgotten() -> None:
     history = (*FIRST, Received(v(2)), Seen((engine(incarnation=1),)))
-    for event in (Failed(0, 0, "gone"), Brought(0, 0, v(2)), Asked(v(2), ((0, 0), (7, 0)))):
+    for event in (UpdateFailed(0, 0, "gone"), Brought(0, 0, v(2)), VersionPolled(v(2), ((0, 0), (7, 0)))):
         assert after(*history, event) == ()
-    assert after(*FIRST, Received(v(2)), Seen(()), Failed(0, 0, "gone")) == ()
+    assert after(*FIRST, Received(v(2)), Seen(()), UpdateFailed(0, 0, "gone")) == ()
 
 
 @examples(200)
@@ -140,7 +143,7 @@ def test_in_any_order_no_engine_serves_old_weights_and_in_the_end_all_have_the_l
                 assert command.engine == engines[command.engine.rank]
                 assert command.engine.rank not in loading
                 loading[command.engine.rank] = command
-            elif isinstance(command, Ask):
+            elif isinstance(command, PollVersion):
                 asking.append((published, command.engines))
                 born.update(dict.fromkeys(command.engines, published))
             elif isinstance(command, UpToDate):
@@ -164,7 +167,7 @@ def test_in_any_order_no_engine_serves_old_weights_and_in_the_end_all_have_the_l
 
     def answer() -> None:
         if asking:
-            happens(Asked(*asking.pop(0)))
+            happens(VersionPolled(*asking.pop(0)))
 
     seen()
     for what, rank in happenings:
@@ -181,7 +184,7 @@ def test_in_any_order_no_engine_serves_old_weights_and_in_the_end_all_have_the_l
         elif what == "load":
             load(rank)
         elif what == "fail" and rank in loading:
-            happens(Failed(rank, loading.pop(rank).engine.incarnation, "no"))
+            happens(UpdateFailed(rank, loading.pop(rank).engine.incarnation, "no"))
             restart(rank)
         elif what == "restart":
             restart(rank)

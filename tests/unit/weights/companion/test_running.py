@@ -16,7 +16,7 @@ from tests.unit.weights.integrations import standins
 from tests.unit.weights.test_moving import noise, same
 from unirun.errors import PeerLost, WeightsError, WeightsTimeout
 from unirun.weights.companion import Companion, Engine, EnginesInMemory
-from unirun.weights.companion.running import Shelf
+from unirun.weights.companion.running import VersionCache
 from unirun.weights.safetensors import Param
 
 Tensors = dict[str, torch.Tensor]
@@ -265,7 +265,7 @@ def test_it_ends_at_once_when_it_is_told(host: Host) -> None:
 
 
 def test_memory_is_used_again_and_given_back() -> None:
-    shelf, params = Shelf(), (Param("a", torch.float32, (3,)),)
+    shelf, params = VersionCache(), (Param("a", torch.float32, (3,)),)
     first = shelf.space(params)
     assert shelf.space(params) is first
     shelf.put((0, 1), first)

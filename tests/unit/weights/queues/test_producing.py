@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from unirun.roles.calls.codec import load
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
-from unirun.weights.queues.admission import Done, Hold, Offered, Ready, Take, supply_of
+from unirun.weights.queues.admission import AwaitItem, Done, Hold, Offered, Take, supply_of
 from unirun.weights.queues.producing import Producer
 
 MOST = 4
@@ -78,7 +78,7 @@ class Items(RuleBasedStateMachine):
 
     @rule()
     def waits(self) -> None:
-        self.producer.handle(Ready("q", 1.0), self.waiting.append)
+        self.producer.handle(AwaitItem("q", 1.0), self.waiting.append)
         self.expected_wakes += 1
 
     @invariant()

@@ -19,7 +19,7 @@ from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
 from unirun.weights.hub import request_of
 from unirun.weights.queues.admission import Bound, Demand, Hold
-from unirun.weights.queues.consuming import Consumer, Feed, Item
+from unirun.weights.queues.consuming import Consumer, Item, RemoteProducer
 from unirun.weights.queues.producing import Producer
 
 MANY = 1000
@@ -32,14 +32,14 @@ class Taker:
     def __init__(self, desk: Desk, rank: int, incarnation: int, bound: Bound | None) -> None:
         self.me = WorkerId("actor", rank, incarnation)
         self.consumer = Consumer("q", bound)
-        self._desk, self._feeds = desk, list[Feed]()
+        self._desk, self._feeds = desk, list[RemoteProducer]()
         self.connect()
 
     def connect(self) -> None:
         """Connect to all producers, anew if it was connected."""
         self.cut()
         self._feeds = [
-            Feed(
+            RemoteProducer(
                 "q",
                 self.me,
                 line,
