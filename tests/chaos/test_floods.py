@@ -62,7 +62,7 @@ print(count)
 PEER = """
 # Connects again and again as a peer that has the token, and says how long it took.
 import asyncio, pathlib, sys, time
-from unirun.wire import load_credentials
+from unirun.wire.credentials import load_credentials
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import connect
 folder, where, port, node, seconds = sys.argv[1:]

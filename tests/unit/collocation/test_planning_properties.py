@@ -305,13 +305,13 @@ PROGRAM = """
 from fractions import Fraction
 from unirun.collocation import parse_fake
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.placement import Request, RoleRequest, Ties
+from unirun.collocation.placement import PlacementRequest, RoleRequest, Ties
 
 inventory = parse_fake("fake:nodes=9,devices=8,numa=2,nvlink=2")
 names = ["actor", "ref", "critic", "reward", "rollout"]
 roles = [RoleRequest(name, 9 + number, 4, "cuda", per_group=1 + number % 2) for number, name in enumerate(names)]
 roles += [RoleRequest("judge", 5, 5, "cuda", Fraction(1, 2)), RoleRequest("data", 3, 3, "cpu")]
-request = Request(
+request = PlacementRequest(
     tuple(roles),
     collocated=(("actor", "ref"),),
     apart=(("critic", "rollout"),),

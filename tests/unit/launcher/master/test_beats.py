@@ -33,9 +33,15 @@ TWO = Inventory(tuple(Node(name, (0,), (Device("0", ""), Device("1", ""))) for n
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds become twentieths."""
-    for name in ("SILENT", "GIVE_UP", "BEAT", "LOOK"):
+    for name in ("SILENCE_TIMEOUT", "GIVE_UP_DELAY", "HEARTBEAT_INTERVAL", "SILENCE_POLL_INTERVAL"):
         monkeypatch.setattr(silence, name, getattr(silence, name) / 20)
-    for name in ("SILENT", "GIVE_UP", "BEAT", "LOOK", "OWNER_TIMEOUT"):
+    for name in (
+        "SILENCE_TIMEOUT",
+        "GIVE_UP_DELAY",
+        "HEARTBEAT_INTERVAL",
+        "SILENCE_POLL_INTERVAL",
+        "OWNER_TIMEOUT",
+    ):
         monkeypatch.setattr(beats, name, getattr(beats, name) / 20)
 
 
