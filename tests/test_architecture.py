@@ -12,6 +12,8 @@ from pathlib import Path
 
 from hypothesis import settings
 
+from benchmarks import source
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "unirun"
 
@@ -63,6 +65,25 @@ MAY_READ_YAML = frozenset(
 )
 
 MAX_LINES = 800
+
+TWICE = {
+    "Client": "of vLLM and of SGLang: users write `vllm.Client`",
+    "TrainerEngine": "the same",
+    "Engine": "of experiments, as in ReaLHF, and of a job's services: users write both",
+}
+"""Names of classes that two modules define."""
+
+SMALL = {
+    "cli.stop": "a subcommand",
+    "experiments.builtin": "what is registered, imported by name",
+    "experiments.evaluator": "a process of its own, started by its name",
+    "failover.permanent": "a decision, which a worker takes",
+    "launcher.doctor.collective": "imports torch",
+    "launcher.forked": "another kind of spawner",
+    "roles.serving": "`unirun.serve`, imported when it is used",
+    "weights.dtensors": "imports DTensor, which takes long",
+}
+"""Modules of fewer than 110 lines that one other module imports."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,6 +308,24 @@ def test_public_names_are_explained() -> None:
         for where, node in _public(module.tree, module.name)
         if not ast.get_docstring(node)
     )
+
+
+@functools.cache
+def sources() -> tuple[source.Module, ...]:
+    """The modules of the package, as `python -m benchmarks house` counts them."""
+    return tuple(source.modules(PACKAGE))
+
+
+def test_a_class_name_means_one_thing() -> None:
+    assert set(source.defined_twice(sources(), public=False)) == set(TWICE)
+
+
+def test_a_constant_of_time_says_its_unit_or_its_purpose() -> None:
+    none(source.unclear_times(sources()))
+
+
+def test_a_small_module_has_more_than_one_importer_or_a_reason() -> None:
+    assert set(source.single_importers(sources())) == {f"unirun.{name}" for name in SMALL}
 
 
 def _is_overload(node: ast.stmt) -> bool:

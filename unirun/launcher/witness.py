@@ -26,9 +26,10 @@ from unirun.wire.reporting import report
 from unirun.wire.reports import Knock
 
 BACKLOG_POLL_INTERVAL = 0.1
+"""Seconds between two looks at the listener."""
+
 BACKLOG_POLLS = 5
-"""Seconds between two looks at the listener, and their number. No master accepts connections when one waits at each
-look and is as old as all of them take."""
+"""Looks. No master accepts connections when one waits at each look and is as old as all of them take."""
 
 MOST = 0.8
 """Fraction of that time that is enough: the first bytes of a peer may come a little later."""

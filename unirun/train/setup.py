@@ -13,8 +13,7 @@ ROLE = "worker"
 """The role of the workers."""
 
 NO_LIMIT = 1_000_000
-"""The job's own restarts, and the seconds that its calls may take: the trainer counts, and functions take what they
-take."""
+"""More than any job needs. The trainer counts restarts, and calls take as many seconds as the functions."""
 
 MANY = 100_000
 """Ranks, where there may be any number."""
