@@ -187,3 +187,12 @@ def test_document_output_of_unirun_is_compared_without_figures_and_that_of_worke
     assert pattern("[actor:0] step 5").fullmatch("[actor:0]  step 5")
     assert not pattern("[actor:0] step 5").fullmatch("[actor:0] step 6")
     assert not pattern("a.b").fullmatch("axb")
+
+
+def test_the_files_that_the_map_names_are_there() -> None:
+    text = (ROOT / "docs/map.md").read_text()
+    named = set(re.findall(r"`([a-z_]+/[\w/]+(?:\.py|/))`", text))
+    assert len(named) > 50
+    assert {
+        name for name in named if not (ROOT / "unirun" / name).exists() and not (ROOT / name).exists()
+    } == set()
