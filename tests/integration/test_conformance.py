@@ -67,7 +67,7 @@ ALLOWED = (
     Allowed(
         "call stack",
         BOTH,
-        r"\+(boot|process|lending|spawner|child|worker)\.py: .*|-<frozen runpy>: _run_module_as_main",
+        r"\+(boot|process|spawner|child|worker)\.py: .*|-<frozen runpy>: _run_module_as_main",
     ),
     Allowed("end: recursion", BOTH, ".*maximum recursion depth exceeded.*"),
     *(Allowed(f"end: uncaught exception, {form}", BOTH, ".*_run_module_as_main.*") for form in FORMS),

@@ -223,11 +223,11 @@ class TestAnOldUnirun:
             assert "start: warm" in unirun("plan", path, env=env).out
             other = unirun("plan", path, env={**ONE, "PYTHONPATH": ""}).out
             assert f"unirun is {Path(__file__).parents[3] / 'unirun'}, there {package}" in other
-            lending = package / "launcher" / "warm" / "lending.py"
-            os.replace(shutil.copy(lending, root / "new"), lending)
+            process = package / "launcher" / "warm" / "process.py"
+            os.replace(shutil.copy(process, root / "new"), process)
             result = unirun("-v", path, env=env)
             assert (result.code, result.out) == (0, "done\n"), result.err
-            assert f"{lending} was replaced since it was loaded" in unirun.events("notice")[0]
+            assert f"{process} was replaced since it was loaded" in unirun.events("notice")[0]
             unirun.assert_nothing_left()
 
 
