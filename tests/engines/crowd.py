@@ -12,7 +12,7 @@ from tests.engines.llama import is_greedy, prompts
 from tests.engines.server import Engine
 from tests.integration.harness import eventually
 
-COUNT = 80
+COUNT = 200
 """Tokens of an answer that is still being made when the weights change."""
 
 

@@ -21,7 +21,7 @@ LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
 CLOSE = 1e-4
 """Logits are about 1, and their errors in float32 some 1e-6."""
 
-LONGEST = 128
+LONGEST = 256
 """Tokens of a prompt and its answer."""
 
 
