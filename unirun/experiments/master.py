@@ -32,7 +32,7 @@ from unirun.experiments.starting import end_of, make_root, started
 from unirun.experiments.step import LOST, Step, reductions_of
 from unirun.roles import BaseTrainer
 from unirun.train.data.order import SampleOrder
-from unirun.train.losses import Repeats, loss_of
+from unirun.train.losses import LOSS_REPORT_TIMEOUT, Repeats, loss_of
 from unirun.values import Value
 from unirun.wire.reporting import report
 
@@ -41,9 +41,6 @@ WORKERS = "model_worker"
 
 MOST = 10
 """Losses of workers that a trial survives without a new step."""
-
-LOSS_REPORT_TIMEOUT = 2.0
-"""Seconds to wait for the news that a worker was lost."""
 
 
 STARTS = "at its start"

@@ -21,6 +21,9 @@ from unirun.spec.job import EntryKind, JobSpec, Restart, RoleSpec
 from unirun.values import RankAddress, Value, WorkerId
 from unirun.wire.reports import CallCount, Health, Join
 
+OWNER_LOST_GRACE_SECONDS = 0.4
+"""Seconds between TERM and KILL when the CLI was killed: no worker may outlive it by more than a second."""
+
 # The way in which a process ended, and the record of a failure.
 #
 # The job's context is written to a store after each failure, so it must stay small whatever a worker has printed: a

@@ -32,6 +32,7 @@ from unirun.failover.readiness import health_changed, placed, reserve_again, sta
 from unirun.failover.restart_or_end import end_as_told, end_if_over, settle, stop_all
 from unirun.failover.state import (
     JOB_ENDS,
+    OWNER_LOST_GRACE_SECONDS,
     ROLE_WORKS,
     JobPhase,
     JobState,
@@ -63,9 +64,6 @@ from unirun.wire.reports import (
     WorkerStarted,
 )
 from unirun.wire.spawning import StoreEnded, StoreOpened
-
-OWNER_LOST_GRACE_SECONDS = 0.4
-"""Seconds between TERM and KILL when the CLI was killed: no worker may outlive it by more than a second."""
 
 
 def step(state: JobState, event: Event, now: float) -> tuple[JobState, list[Command]]:

@@ -11,7 +11,7 @@ from signal import SIGTERM
 from msgspec import field
 from msgspec.structs import replace
 
-from unirun.failover.state import MESSAGE, NOTE, TAIL, TRACEBACK, beginning, ending
+from unirun.failover.state import MESSAGE, NOTE, OWNER_LOST_GRACE_SECONDS, TAIL, TRACEBACK, beginning, ending
 from unirun.launcher.environment import SpawnerKey
 from unirun.spec.job import Probe
 from unirun.spec.secrets import Mask
@@ -202,10 +202,6 @@ class Order(Value):
 
     epoch: int
     what: Instruction
-
-
-OWNER_LOST_GRACE_SECONDS = 0.4
-"""Seconds between SIGTERM and SIGKILL when the command is gone: workers must end within one second."""
 
 
 class Abandon(Value):

@@ -24,7 +24,7 @@ from unirun.launcher.process import collect_orphans, die_with_parent, ignore_sig
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import discard_job
 from unirun.rendezvous.election import leader_of
-from unirun.rendezvous.endpoints import Endpoint, hold_endpoints
+from unirun.rendezvous.endpoints import BIND_TIMEOUT, Endpoint, hold_endpoints
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.ownetcd import command_of
 from unirun.rendezvous.store.url import open_store
@@ -89,9 +89,6 @@ JOB_EXIT_TIMEOUT = 5.0
 
 ORPHANED_MASTER_TIMEOUT = 1.0
 """Seconds after the end of the last agent in which a master may still be heard."""
-
-BIND_TIMEOUT = 30.0
-"""Seconds in which the agents must have bound their endpoints; looking up an address may take that long."""
 
 TAKE_UP_POLL_INTERVAL = 0.01
 """Seconds between two looks whether the job has been taken up."""

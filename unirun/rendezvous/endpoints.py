@@ -14,6 +14,9 @@ from unirun.errors import RendezvousError
 from unirun.spec.job import JobSpec
 from unirun.values import Value
 
+BIND_TIMEOUT = 30.0
+"""Seconds in which the agents must have bound their endpoints; looking up an address may take that long."""
+
 _BACKLOG = 4096
 
 SELF_CONNECT_TIMEOUT = 5.0

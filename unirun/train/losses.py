@@ -7,6 +7,9 @@ import re
 from unirun.errors import InvocationTimeout, RemoteTraceback, WorkerLost
 from unirun.values import Value
 
+LOSS_REPORT_TIMEOUT = 2.0
+"""Seconds within which the job reports how a worker has ended."""
+
 LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (.*)", re.DOTALL)
 """The errors of torch for a process of a DataLoader that has ended. They have no type of their own."""
 

@@ -38,15 +38,12 @@ from unirun.roles.calls.group import RoleGroup
 from unirun.roles.visitor import Visitor
 from unirun.train.handle import JobHandle
 from unirun.train.job import python_path
-from unirun.train.losses import LIMIT, LostWorker, loss_of
+from unirun.train.losses import LIMIT, LOSS_REPORT_TIMEOUT, LostWorker, loss_of
 from unirun.train.setup import ROLE, Setup
 from unirun.wire.messages import Stop
 
 WORKERS_START_TIMEOUT = 120.0
 """Seconds in which the workers must be up."""
-
-LOSS_REPORT_TIMEOUT = 2.0
-"""Seconds within which the job reports how a worker has ended."""
 
 LOSS_REPORT_POLL_INTERVAL = 0.02
 """Seconds between two looks for that report."""

@@ -16,6 +16,7 @@ from unirun.wire.address import Address, UnixAddress, unix_address
 from unirun.wire.credentials import Credentials, node_of, server_name
 from unirun.wire.frames import FrameReader, decode, encode, encode_frame
 from unirun.wire.handshake import (
+    ACCEPT_RETRY_INTERVAL,
     ANSWER_SIZE,
     HANDSHAKE_TIMEOUT,
     HELLO_SIZE,
@@ -232,9 +233,6 @@ async def _accept(
         raise handshake_error(error) from error
     return stream
 
-
-ACCEPT_RETRY_INTERVAL = 0.1
-"""Seconds until a listener that is out of descriptors accepts again."""
 
 AT_ONCE = 16
 """Connections that are accepted before other work of the event loop has its turn."""

@@ -23,6 +23,9 @@ from typing import Generic, NewType, TypeVar
 from unirun.errors import AuthError, JobError
 from unirun.wire.frames import VERSION
 
+ACCEPT_RETRY_INTERVAL = 0.1
+"""Seconds until a listener that is out of descriptors accepts again."""
+
 Token = NewType("Token", bytes)
 
 _MAGIC = b"unirun" + bytes([VERSION])

@@ -11,12 +11,10 @@ from typing import Any
 
 from unirun.errors import RendezvousError, UnirunError, WireError
 from unirun.failover.offers import NodeFault
+from unirun.rendezvous.endpoints import BIND_TIMEOUT
 from unirun.values import Value
 from unirun.wire.aio import Stream
 from unirun.wire.messages import Assigned, Dismissed, Message, Offer, Ready, expected
-
-BIND_TIMEOUT = 30.0
-"""Seconds in which a node that has its task must have bound its endpoints."""
 
 
 class Guest(Value):

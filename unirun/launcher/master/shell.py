@@ -46,6 +46,7 @@ from unirun.observe.events import EventLog, LineLog, led_to
 from unirun.observe.jobdir import JobDir, ProcessWatch
 from unirun.observe.status import JobStatus, write_status
 from unirun.rendezvous.election import Term
+from unirun.rendezvous.endpoints import BIND_TIMEOUT
 from unirun.values import Value
 from unirun.wire.address import Address, TcpAddress
 from unirun.wire.aio import Stream, StreamServer, frame_of
@@ -205,9 +206,6 @@ def tell_all(streams: Collection[Stream], message: Message) -> None:
 
 
 # The admission of nodes to the running job: the master's side of their streams.
-
-BIND_TIMEOUT = 30.0
-"""Seconds in which a node that has its task must have bound its endpoints."""
 
 
 class NodeAdmission:

@@ -25,6 +25,7 @@ from unirun.wire.address import TcpAddress, unix_address
 from unirun.wire.credentials import Credentials
 from unirun.wire.frames import from_json
 from unirun.wire.handshake import (
+    ACCEPT_RETRY_INTERVAL,
     ANSWER_SIZE,
     HANDSHAKE_TIMEOUT,
     OVERDUE_POLL_INTERVAL,
@@ -33,9 +34,6 @@ from unirun.wire.handshake import (
     Strangers,
 )
 from unirun.wire.sockets import handshake_error, keep_alive, listen, listen_tcp, tcp_address
-
-ACCEPT_RETRY_INTERVAL = 0.1
-"""Seconds until a listener that is out of descriptors accepts again."""
 
 
 class Listener:
