@@ -9,8 +9,7 @@ import pytest
 from tests.unit.failover.job import KILL, TERM, Job
 from unirun.errors import Refused
 from unirun.failover.events import OwnerLost
-from unirun.failover.state import JobPhase
-from unirun.failover.step import OWNER_LOST_GRACE_SECONDS
+from unirun.failover.state import OWNER_LOST_GRACE_SECONDS, JobPhase
 from unirun.wire.messages import PassOn, StartRole, Stop, StopWorkers
 from unirun.wire.reports import (
     WorkerError,

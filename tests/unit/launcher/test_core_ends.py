@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.launcher.agent import INT, KILL, OTHER, TERM, TORCH, Agent, launch, spawn, store, worker
+from unirun.failover.state import OWNER_LOST_GRACE_SECONDS
 from unirun.launcher.core import WORKER_EXIT_TIMEOUT
 from unirun.launcher.environment import FRESH
 from unirun.launcher.events import (
-    OWNER_LOST_GRACE_SECONDS,
     Abandon,
     CallLater,
     GraceOver,
