@@ -46,7 +46,6 @@ from unirun.rendezvous.store.address import SqliteAddress, parse_address
 from unirun.spec.job import LogSpec
 from unirun.values import WorkerId
 from unirun.wire.aio import Stream, StreamServer, frame_of
-from unirun.wire.asking import ToWorker
 from unirun.wire.credentials import load_credentials
 from unirun.wire.messages import (
     ExitAck,
@@ -59,6 +58,7 @@ from unirun.wire.messages import (
     Shutdown,
     StartRole,
     StopWorkers,
+    ToWorker,
     View,
 )
 from unirun.wire.reporting import report, report_error

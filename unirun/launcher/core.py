@@ -52,8 +52,18 @@ from unirun.launcher.events import (
     short_error,
 )
 from unirun.values import Engine
-from unirun.wire.asking import MasterRequest, ToWorker
-from unirun.wire.messages import ExitAck, Hello, PassOn, Shutdown, StopWorkers, View, updated, whole
+from unirun.wire.messages import (
+    ExitAck,
+    Hello,
+    MasterRequest,
+    PassOn,
+    Shutdown,
+    StopWorkers,
+    ToWorker,
+    View,
+    updated,
+    whole,
+)
 from unirun.wire.reports import (
     VERSION,
     Calls,

@@ -16,8 +16,7 @@ from unirun.launcher.environment import SpawnerKey
 from unirun.spec.job import Probe
 from unirun.spec.secrets import Mask
 from unirun.values import Value, WorkerId
-from unirun.wire.asking import ToWorker
-from unirun.wire.messages import ExitAck, Message, PassOn, Shutdown, StopWorkers, View
+from unirun.wire.messages import ExitAck, Message, PassOn, Shutdown, StopWorkers, ToWorker, View
 from unirun.wire.reports import (
     CallCount,
     Cause,

@@ -18,10 +18,19 @@ from typing import Any
 
 from unirun.errors import FrameError, JobError, StoreAway, UsageError, WireError
 from unirun.values import Engine, WorkerId
-from unirun.wire.asking import MasterReply, MasterRequest, Wish
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.link import open_link, out_of_the_way
-from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome, updated
+from unirun.wire.messages import (
+    MasterReply,
+    MasterRequest,
+    Message,
+    RoleBrief,
+    RoleView,
+    View,
+    Welcome,
+    Wish,
+    updated,
+)
 from unirun.wire.reports import LocalEngines, ViewWanted
 
 WELCOME_TIMEOUT = 30.0

@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import field
 
 from unirun.values import Engine, RankAddress, Value, WorkerId
-from unirun.wire.asking import MasterRequest
+from unirun.wire.messages import MasterRequest
 from unirun.wire.spawning import StoreEnded
 
 Cause = Literal["own", "order", "leaving", "doom", "stuck", "unready", "silent", "torn"]

@@ -22,8 +22,7 @@ from unirun.launcher.events import (
     SpawnerDown,
     ToMaster,
 )
-from unirun.wire.asking import MasterRequest
-from unirun.wire.messages import Hello, Shutdown, StopWorkers, View
+from unirun.wire.messages import Hello, MasterRequest, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     WorkerExited,
 )

@@ -25,8 +25,7 @@ from unirun.rendezvous.keys import (
 )
 from unirun.rendezvous.store.protocol import Compare, Put, RevisionIs, Store, ValueIs
 from unirun.values import Value, WorkerId
-from unirun.wire.asking import MasterReply, MasterRequest
-from unirun.wire.messages import Shutdown, StopWorkers
+from unirun.wire.messages import MasterReply, MasterRequest, Shutdown, StopWorkers
 
 _PIECE = 200_000
 """Characters of a worker's state in one value."""

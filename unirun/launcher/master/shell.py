@@ -50,7 +50,6 @@ from unirun.rendezvous.endpoints import BIND_TIMEOUT
 from unirun.values import Value
 from unirun.wire.address import Address, TcpAddress
 from unirun.wire.aio import Stream, StreamServer, frame_of
-from unirun.wire.asking import MasterRequest
 from unirun.wire.credentials import load_credentials
 from unirun.wire.frames import finite
 from unirun.wire.messages import (
@@ -62,6 +61,7 @@ from unirun.wire.messages import (
     Ended,
     Grow,
     Heartbeat,
+    MasterRequest,
     Message,
     Offer,
     PassOn,

@@ -10,7 +10,7 @@ from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
-from unirun.wire.asking import MasterReply, MasterRequest, Wish
+from unirun.wire.messages import MasterReply, MasterRequest, Wish
 
 
 @pytest.fixture

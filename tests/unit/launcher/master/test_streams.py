@@ -19,17 +19,19 @@ from unirun.rendezvous.election import leader_of
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
 from unirun.wire.aio import connect
-from unirun.wire.asking import MasterReply, MasterRequest, ToWorker
 from unirun.wire.certificates import make_tls
 from unirun.wire.credentials import Credentials, load_credentials
 from unirun.wire.handshake import new_token
 from unirun.wire.messages import (
     Attach,
     Ended,
+    MasterReply,
+    MasterRequest,
     RoleChanged,
     Shutdown,
     Stop,
     StopWorkers,
+    ToWorker,
     View,
     WorkerOutput,
 )
