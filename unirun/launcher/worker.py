@@ -28,8 +28,7 @@ from typing import Any
 from unirun.errors import UnirunError
 from unirun.failover.permanent import is_permanent
 from unirun.launcher.process import set_command_line, set_title
-from unirun.wire.blocking import BlockingStream
-from unirun.wire.link import open_link
+from unirun.wire.blocking import BlockingStream, open_link
 from unirun.wire.reporting import report, report_error
 from unirun.wire.reports import WorkerError
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from unirun.errors import FrameError, JobError, StoreAway, UsageError, WireError
 from unirun.values import Engine, WorkerId
-from unirun.wire.blocking import BlockingStream
-from unirun.wire.link import open_link, out_of_the_way
+from unirun.wire.blocking import BlockingStream, open_link, out_of_the_way
 from unirun.wire.messages import (
     MasterReply,
     MasterRequest,

@@ -118,7 +118,7 @@ def test_run_does_not_import_the_master_the_console_and_the_explanations() -> No
 
 @pytest.mark.starts_processes
 def test_a_stream_on_one_host_imports_nothing_of_tls() -> None:
-    code = "import sys, unirun.wire.link; print(*sys.modules)"
+    code = "import sys, unirun.wire.blocking; print(*sys.modules)"
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=True
     ).stdout

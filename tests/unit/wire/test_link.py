@@ -11,7 +11,7 @@ import pytest
 from tests.unit.wire.places import Place, serving
 from unirun.errors import JobError, RendezvousError
 from unirun.values import WorkerId
-from unirun.wire import link
+from unirun.wire import blocking
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.frames import FrameReader, decode
 from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake
@@ -29,7 +29,7 @@ def environ(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     (tmp_path / "token").write_text(place.token.hex())
     (tmp_path / "token").chmod(0o600)
     opened: dict[int, BlockingStream] = {}
-    monkeypatch.setattr(link, "_current", opened)
+    monkeypatch.setattr(blocking, "_current", opened)
     yield {
         "UNIRUN_SOCKET": str(place.path),
         "UNIRUN_ROLE": "actor",
@@ -51,21 +51,21 @@ def test_a_link_sends_hello_to_an_agent_that_knows_the_token(place: Place, envir
             heard.extend(map(decode, reader.feed(connection.recv(4096))))
 
     with serving(place, agent):
-        opened = link.open_link(environ)
+        opened = blocking.open_link(environ)
     assert heard == [Hello(WorkerId(role="actor", rank=3, incarnation=2), pid=os.getpid(), running=True)]
-    assert link.open_link(environ) is opened, "a process has one"
+    assert blocking.open_link(environ) is opened, "a process has one"
 
 
 def test_a_fork_does_not_use_the_link_of_its_parent(
     environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = BlockingStream.__new__(BlockingStream)
-    monkeypatch.setattr(link, "_current", {os.getppid(): theirs})
+    monkeypatch.setattr(blocking, "_current", {os.getppid(): theirs})
     with pytest.raises(RendezvousError, match="nobody answers at .*agent.sock"):
-        link.open_link(environ)
+        blocking.open_link(environ)
 
 
 def test_a_link_without_a_token_is_an_error(environ: dict[str, str]) -> None:
     Path(environ["UNIRUN_SOCKET"]).with_name("token").unlink()
     with pytest.raises(JobError, match="no token can be read"):
-        link.open_link(environ)
+        blocking.open_link(environ)
