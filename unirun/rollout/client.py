@@ -28,9 +28,21 @@ from typing import Any, Self
 import msgspec
 
 from unirun.errors import ServerError, ServerTimeout, UnirunError, UsageError
-from unirun.rollout.choosing import Answer, GiveUp, RequestFailure, Wait, answered, choose, fault, follow
+from unirun.rollout.choosing import (
+    ADDRESSES,
+    AddressFile,
+    Answer,
+    Engine,
+    Engines,
+    GiveUp,
+    RequestFailure,
+    Wait,
+    answered,
+    choose,
+    fault,
+    follow,
+)
 from unirun.rollout.connections import Connections
-from unirun.rollout.engines import ADDRESSES, AddressFile, Engine, Engines
 from unirun.values import WorkerId
 
 __all__ = ["EngineClient"]

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from unirun.errors import UsageError
-from unirun.rollout.choosing import Kind, Load, RequestFailure, begun, cut, ended, is_aborted
-from unirun.rollout.engines import Engine
+from unirun.rollout.choosing import Engine, Kind, Load, RequestFailure, begun, cut, ended, is_aborted
 
 if TYPE_CHECKING:
     import httpx2

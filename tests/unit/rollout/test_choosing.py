@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from unirun.rollout.choosing import (
     MAX_PAUSE_SECONDS,
     MIN_PAUSE_SECONDS,
+    Engine,
     GiveUp,
     Kind,
     Load,
@@ -23,7 +24,6 @@ from unirun.rollout.choosing import (
     ended,
     follow,
 )
-from unirun.rollout.engines import Engine
 
 
 def engine(rank: int, *, ready: bool = True, incarnation: int = 0) -> Engine:
