@@ -28,7 +28,7 @@ from unirun.launcher.timers import ENABLE
 from unirun.launcher.warm.borrowing import wish
 from unirun.observe.jobdir import JobDir
 from unirun.spec.job import Probe
-from unirun.spec.templates import Own, fill, fill_roles
+from unirun.spec.programs import Own, fill, fill_roles
 from unirun.values import RankAddress, WorkerId
 from unirun.wire.messages import OpenStore, Reserve, StartRole, StartWorker
 from unirun.wire.reports import Placed

@@ -38,7 +38,7 @@ READY_TIMEOUT = 1800.0
 
 class Probe(Value):
     """One question to a program. `words` is the URL, the address (empty: the first port), the regular expression or the
-    path, alone; or a command and its arguments. They may have templates (`unirun.spec.templates`).
+    path, alone; or a command and its arguments. They may have templates (`unirun.spec.programs`).
 
     Once the program is ready, the question of `alive` comes `every` so many seconds; after `misses` without an answer
     in a row the program is stopped. One answer may take `timeout` seconds.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from unirun.spec.job import Entry, Probe, RoleSpec
-from unirun.spec.templates import (
+from unirun.spec.programs import (
     OWN,
     Own,
     Places,
