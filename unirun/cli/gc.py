@@ -19,7 +19,7 @@ from unirun.rendezvous.election import leader_of
 from unirun.rendezvous.keys import job_prefix, read_index
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import store_url
-from unirun.spec.sizes import show_size
+from unirun.spec.read import show_size
 from unirun.values import Value
 
 

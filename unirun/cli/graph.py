@@ -29,7 +29,7 @@ from unirun.collocation.graph.text import dot, mermaid, tree, yaml
 from unirun.errors import UsageError
 from unirun.launcher.foreground.terminal import in_colour, printable, say, warn
 from unirun.observe.status import CallStatus, RoleStatus
-from unirun.spec.sizes import show_size
+from unirun.spec.read import show_size
 
 States = Mapping[str, str]
 DRAWN: dict[str, Callable[[RoleGraph, States], str]] = {

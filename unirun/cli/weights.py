@@ -10,7 +10,7 @@ from unirun.cli.stored import JOB_HELP, STORE_HELP, find_status
 from unirun.collocation.graph import show_ranks
 from unirun.launcher.foreground.terminal import say, warn
 from unirun.observe.status import JobStatus
-from unirun.spec.sizes import show_size
+from unirun.spec.read import show_size
 from unirun.values import Value
 from unirun.wire.reports import FROM, VERSION
 

@@ -6,7 +6,7 @@ import re
 
 from unirun.collocation.inventory import Device, Inventory, Node, NumaNode
 from unirun.errors import Fault, SpecError
-from unirun.spec.sizes import parse_size
+from unirun.spec.read import parse_size
 
 PREFIX = "fake:"
 _KEYS = ("nodes", "devices", "nvlink", "numa", "cpus", "memory", "type", "name")

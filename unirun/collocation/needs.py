@@ -19,8 +19,8 @@ from unirun.collocation.placement import Placement
 from unirun.collocation.planning.problem import both, some
 from unirun.errors import Fault, PlacementError
 from unirun.spec.job import JobSpec, RoleSpec
+from unirun.spec.read import show_size
 from unirun.spec.roles import LEAST_MEMORY
-from unirun.spec.sizes import show_size
 from unirun.values import Value
 
 Resource = Literal["cpus", "memory"]

@@ -14,8 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal, cast, get_args
 
-from unirun.spec.read import Section, shown
-from unirun.spec.sizes import parse_size
+from unirun.spec.read import Section, parse_size, shown
 from unirun.values import Value
 
 Kind = Literal["one_to_one", "broadcast", "scatter", "gather", "all_to_all"]

@@ -22,9 +22,8 @@ from unirun.spec.programs import (
     read_program,
     variables_of,
 )
-from unirun.spec.read import Section, as_number, shown
+from unirun.spec.read import Section, as_number, parse_size, shown
 from unirun.spec.secrets import check_env_file
-from unirun.spec.sizes import parse_size
 
 SlotCounter = Callable[[str], int]
 NodeCount = tuple[int, int]

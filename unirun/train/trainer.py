@@ -13,7 +13,7 @@ from unirun.errors import UsageError, WorkerLost
 from unirun.observe.jobdir import unirun_home
 from unirun.observe.status import JobStatus
 from unirun.roles import InvocationRef
-from unirun.spec.sizes import show_size
+from unirun.spec.read import show_size
 from unirun.train import tuning
 from unirun.train.arguments import (
     check_failures,

@@ -14,7 +14,7 @@ from unirun.collocation import Inventory, Node, place, place_again
 from unirun.collocation.needs import shown_need
 from unirun.errors import PlacementError
 from unirun.spec.job import JobSpec, RoleSpec
-from unirun.spec.sizes import parse_size
+from unirun.spec.read import parse_size
 
 GB = 10**9
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.spec.sizes import parse_size, show_size
+from unirun.spec.read import parse_size, show_size
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from unirun.collocation.graph.values import Role, RoleGraph
 from unirun.spec.edges import Edge
-from unirun.spec.sizes import show_size
+from unirun.spec.read import show_size
 from unirun.values import Value
 
 # The colours of role states, for all pictures.
