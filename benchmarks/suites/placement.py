@@ -19,7 +19,7 @@ from benchmarks.calibration import bar, in_units
 from benchmarks.figure import Bar, BenchmarkError, Figure, measured, say
 from unirun.collocation import Device, Inventory, Node, Placement, parse_fake, place
 from unirun.collocation.graph import Edge, Role, RoleGraph, affected
-from unirun.collocation.placement import PlacementRequest, RoleRequest, Ties
+from unirun.collocation.inventory import PlacementRequest, RoleRequest, Ties
 from unirun.collocation.planning import plan, replan
 from unirun.errors import PlacementError
 from unirun.spec.job import Entry, JobSpec, RoleSpec

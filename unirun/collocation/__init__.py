@@ -4,13 +4,15 @@ from unirun.collocation.devices import DeviceType
 from unirun.collocation.fake import is_fake, parse_fake
 from unirun.collocation.host import local_inventory, local_topology
 from unirun.collocation.inventory import (
+    Assignment,
     Device,
     Inventory,
     Node,
+    Placement,
+    Ties,
     accelerators,
     count_slots,
 )
-from unirun.collocation.placement import Assignment, Placement, Ties
 from unirun.collocation.placing import place, place_again, slot_types, unknown_nodes
 
 __all__ = [

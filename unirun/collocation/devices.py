@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from unirun.collocation.inventory import CPU, MIG, Device, Node, Slot, slots_of
-from unirun.collocation.placement import Assignment, PlacementRequest
+from unirun.collocation.inventory import CPU, MIG, Assignment, Device, Node, PlacementRequest, Slot, slots_of
 from unirun.errors import UsageError
 from unirun.spec.job import JobSpec
 from unirun.values import Value

@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from unirun.collocation.inventory import Inventory, Node
-from unirun.collocation.placement import Placement
+from unirun.collocation.inventory import Inventory, Node, Placement
 from unirun.collocation.planning.problem import both, some
 from unirun.errors import Fault, PlacementError
 from unirun.spec.job import JobSpec, RoleSpec

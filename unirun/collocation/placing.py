@@ -11,9 +11,19 @@ from msgspec.structs import replace
 
 from unirun.collocation.devices import TorchrunDevices, device_types, torchrun_devices
 from unirun.collocation.host import Topology, near_cpus, told_topology
-from unirun.collocation.inventory import CPU, Inventory, Node, accelerators, slots_of
+from unirun.collocation.inventory import (
+    CPU,
+    Assignment,
+    Inventory,
+    Node,
+    Placement,
+    PlacementRequest,
+    RoleRequest,
+    Ties,
+    accelerators,
+    slots_of,
+)
 from unirun.collocation.needs import check_needs
-from unirun.collocation.placement import Assignment, Placement, PlacementRequest, RoleRequest, Ties
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.plan import find
 from unirun.collocation.planning.problem import both

@@ -8,8 +8,15 @@ from fractions import Fraction
 from itertools import combinations, combinations_with_replacement, pairwise, product
 from math import gcd
 
-from unirun.collocation.inventory import Device, Inventory, Node
-from unirun.collocation.placement import Assignment, Placement, PlacementRequest, RoleRequest
+from unirun.collocation.inventory import (
+    Assignment,
+    Device,
+    Inventory,
+    Node,
+    Placement,
+    PlacementRequest,
+    RoleRequest,
+)
 
 Nodes = Mapping[str, tuple[str, ...]]
 """By role: the node of each rank."""

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.unit.collocation.checking import component_of, hosts
-from unirun.collocation.inventory import Inventory
-from unirun.collocation.placement import PlacementRequest, RoleRequest, Ties
+from unirun.collocation.inventory import Inventory, PlacementRequest, RoleRequest, Ties
 from unirun.collocation.planning.problem import problem_of
 from unirun.errors import PlacementError
 

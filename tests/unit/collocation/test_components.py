@@ -6,8 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.collocation.checking import gpu, hosts
-from unirun.collocation.inventory import Inventory
-from unirun.collocation.placement import PlacementRequest, RoleRequest
+from unirun.collocation.inventory import Inventory, PlacementRequest, RoleRequest
 from unirun.collocation.planning import plan, replan
 from unirun.errors import PlacementError
 

@@ -11,8 +11,7 @@ from msgspec.structs import replace
 
 from tests.unit.collocation.checking import gpu, hosts
 from tests.unit.collocation.requests import inventories, requests
-from unirun.collocation.inventory import Inventory
-from unirun.collocation.placement import Placement, PlacementRequest, RoleRequest, Ties
+from unirun.collocation.inventory import Inventory, Placement, PlacementRequest, RoleRequest, Ties
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.plan import find
 from unirun.errors import PlacementError

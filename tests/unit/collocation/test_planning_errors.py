@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from tests.unit.collocation.checking import counts_of, gpu, hosts
 from tests.unit.collocation.requests import inventories, requests
 from unirun.collocation import parse_fake
-from unirun.collocation.inventory import Inventory, Node
-from unirun.collocation.placement import PlacementRequest, RoleRequest
+from unirun.collocation.inventory import Inventory, Node, PlacementRequest, RoleRequest
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.offers import Trials, shortages
 from unirun.errors import PlacementError

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tests.unit.collocation.checking import gpu, hosts
 from tests.unit.collocation.test_planning_pictures import drawn, picture
-from unirun.collocation.placement import Placement, PlacementRequest, RoleRequest, Ties
+from unirun.collocation.inventory import Placement, PlacementRequest, RoleRequest, Ties
 from unirun.collocation.planning import plan, replan
 
 ROLES = (gpu("actor", 2), gpu("critic", 2), gpu("rollout", 2), gpu("Reward", 2))

@@ -10,8 +10,7 @@ from fractions import Fraction
 from msgspec.structs import replace
 
 from tests.unit.collocation.checking import gpu, hosts
-from unirun.collocation.inventory import Inventory
-from unirun.collocation.placement import Placement, PlacementRequest, RoleRequest, Ties
+from unirun.collocation.inventory import Inventory, Placement, PlacementRequest, RoleRequest, Ties
 from unirun.collocation.planning import plan, replan
 
 ACTOR, ROLLOUT, REWARD = gpu("actor", 4), gpu("rollout", 4), gpu("Reward", 2)

@@ -31,8 +31,7 @@ from tests.unit.collocation.checking import (
     usable,
 )
 from tests.unit.collocation.requests import inventories, requests, spread
-from unirun.collocation.inventory import Inventory, Node
-from unirun.collocation.placement import Assignment, Placement, PlacementRequest, Ties
+from unirun.collocation.inventory import Assignment, Inventory, Node, Placement, PlacementRequest, Ties
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.plan import find, searched
 from unirun.collocation.planning.problem import problem_of
@@ -305,7 +304,7 @@ PROGRAM = """
 from fractions import Fraction
 from unirun.collocation import parse_fake
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.placement import PlacementRequest, RoleRequest, Ties
+from unirun.collocation.inventory import PlacementRequest, RoleRequest, Ties
 
 inventory = parse_fake("fake:nodes=9,devices=8,numa=2,nvlink=2")
 names = ["actor", "ref", "critic", "reward", "rollout"]

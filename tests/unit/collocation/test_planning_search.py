@@ -14,8 +14,7 @@ from msgspec.structs import replace
 from tests.unit.collocation.checking import gpu, hosts
 from tests.unit.collocation.requests import inventories, requests
 from unirun.collocation import Device, Inventory, Node, parse_fake
-from unirun.collocation.inventory import NEARNESS
-from unirun.collocation.placement import Placement, PlacementRequest, RoleRequest
+from unirun.collocation.inventory import NEARNESS, Placement, PlacementRequest, RoleRequest
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.nodes import Kinds
 from unirun.collocation.planning.problem import problem_of

@@ -14,8 +14,16 @@ from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
-from unirun.collocation.inventory import CPU, NEARNESS, Device, Node, Slot, number_of_slots, slots_of
-from unirun.collocation.placement import Assignment
+from unirun.collocation.inventory import (
+    CPU,
+    NEARNESS,
+    Assignment,
+    Device,
+    Node,
+    Slot,
+    number_of_slots,
+    slots_of,
+)
 from unirun.collocation.planning.problem import Cells, Problem
 from unirun.values import Value
 

@@ -7,8 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from unirun.collocation.inventory import CPU, Inventory, Node
-from unirun.collocation.placement import Assignment, Placement, PlacementRequest, RoleRequest
+from unirun.collocation.inventory import (
+    CPU,
+    Assignment,
+    Inventory,
+    Node,
+    Placement,
+    PlacementRequest,
+    RoleRequest,
+)
 from unirun.collocation.planning.nodes import NodeKind, names_of
 from unirun.collocation.planning.packer import Packer
 from unirun.collocation.planning.problem import GROUPS, Cells, Problem, Stack, both, join, problem_of, some

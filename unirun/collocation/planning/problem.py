@@ -14,8 +14,7 @@ from fractions import Fraction
 from itertools import combinations
 from math import frexp, gcd, lcm, ldexp
 
-from unirun.collocation.inventory import CPU
-from unirun.collocation.placement import PlacementRequest, RoleRequest, Ties
+from unirun.collocation.inventory import CPU, PlacementRequest, RoleRequest, Ties
 from unirun.errors import Fault, PlacementError
 from unirun.values import Value
 

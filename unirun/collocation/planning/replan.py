@@ -14,8 +14,7 @@ from typing import NamedTuple, TypeVar, cast
 
 from msgspec.structs import replace
 
-from unirun.collocation.inventory import CPU, Inventory, Node
-from unirun.collocation.placement import Assignment, Placement, PlacementRequest
+from unirun.collocation.inventory import CPU, Assignment, Inventory, Node, Placement, PlacementRequest
 from unirun.collocation.planning.nodes import Kinds, NodeKind
 from unirun.collocation.planning.packer import Packer
 from unirun.collocation.planning.plan import (
