@@ -1,8 +1,7 @@
 """The inventory of nodes, and the placement of ranks on them."""
 
 from unirun.collocation.devices import DeviceType
-from unirun.collocation.fake import is_fake, parse_fake
-from unirun.collocation.host import local_inventory, local_topology
+from unirun.collocation.host import is_fake, local_inventory, local_topology, parse_fake
 from unirun.collocation.inventory import (
     Assignment,
     Device,
