@@ -3,16 +3,20 @@
 Pictures of it are in the modules `text` and `svg`, which only `unirun graph` imports.
 """
 
-from unirun.collocation.graph.learn import LearnedEdge, ProcessCalls, added, learn, sound
 from unirun.collocation.graph.values import (
     Affected,
+    LearnedEdge,
+    ProcessCalls,
     Role,
     RoleGraph,
+    added,
     affected,
     declared,
     faults,
     graph_of,
+    learn,
     show_ranks,
+    sound,
     tight_parts,
     warnings,
     weights,
