@@ -24,8 +24,7 @@ from unirun.collocation.graph import (
     warnings,
     without_circles,
 )
-from unirun.collocation.graph.svg import svg
-from unirun.collocation.graph.text import dot, mermaid, tree, yaml
+from unirun.collocation.graph.svg import dot, mermaid, svg, tree, yaml
 from unirun.errors import UsageError
 from unirun.launcher.foreground.terminal import in_colour, printable, say, warn
 from unirun.observe.status import CallStatus, RoleStatus

@@ -14,7 +14,7 @@ from tests.effort import SOON
 def test_a_graph_is_drawn_without_torch_and_without_networkx() -> None:
     code = (
         "import sys; from unirun.collocation.graph import Role, RoleGraph; from unirun.collocation.graph.svg import svg; "
-        "from unirun.collocation.graph.text import tree; graph = RoleGraph((Role('actor', 2),)); "
+        "from unirun.collocation.graph.svg import tree; graph = RoleGraph((Role('actor', 2),)); "
         "svg(graph); tree(graph); print(*sys.modules)"
     )
     run = subprocess.run(

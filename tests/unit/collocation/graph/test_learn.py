@@ -22,7 +22,7 @@ from unirun.collocation.graph import (
     sound,
     without_circles,
 )
-from unirun.collocation.graph.text import yaml
+from unirun.collocation.graph.svg import yaml
 from unirun.spec.edges import read_edges
 from unirun.spec.read import Section
 from unirun.spec.yaml import load_job_file

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from tests.unit.collocation.graph.graphs import any_graphs
 from tests.unit.collocation.graph.scenarios import SCENARIOS
 from unirun.collocation.graph import Edge, Role, RoleGraph
-from unirun.collocation.graph.svg import heights, layout, svg
-from unirun.collocation.graph.text import LOOKS, dot, look, mermaid, printable, tree
+from unirun.collocation.graph.svg import LOOKS, dot, heights, layout, look, mermaid, printable, svg, tree
 
 FOLDER = Path(__file__).with_name("pictures")
 STATES = {"rollout": "running", "reward": "restarting", "actor": "failed", "critic": "waiting"}
