@@ -16,8 +16,7 @@ from tests.unit.collocation.requests import inventories, requests
 from unirun.collocation import Device, Inventory, Node, parse_fake
 from unirun.collocation.inventory import NEARNESS, Placement, PlacementRequest, RoleRequest
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.planning.nodes import Kinds
-from unirun.collocation.planning.problem import problem_of
+from unirun.collocation.planning.problem import Kinds, problem_of
 from unirun.errors import PlacementError
 
 slow = settings(suppress_health_check=list(HealthCheck))

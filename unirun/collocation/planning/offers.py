@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from unirun.collocation.inventory import CPU, Inventory, Node, PlacementRequest, RoleRequest, Ties
-from unirun.collocation.planning.nodes import Kinds, described
 from unirun.collocation.planning.packer import Packer
 from unirun.collocation.planning.problem import (
     GROUPS,
     Bundle,
     Cells,
+    Kinds,
     Problem,
     both,
+    described,
     join,
     problem_of,
     some,

@@ -15,8 +15,7 @@ from itertools import islice, product
 from typing import NamedTuple
 
 from unirun.collocation.inventory import CPU
-from unirun.collocation.planning.nodes import Distances, NodeKind
-from unirun.collocation.planning.problem import Cells, Problem
+from unirun.collocation.planning.problem import Cells, Distances, NodeKind, Problem
 
 RANK, GROUP, ROLE = range(3)
 """The preferences, by the number of their limit."""

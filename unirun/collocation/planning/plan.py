@@ -16,9 +16,19 @@ from unirun.collocation.inventory import (
     PlacementRequest,
     RoleRequest,
 )
-from unirun.collocation.planning.nodes import NodeKind, names_of
 from unirun.collocation.planning.packer import Packer
-from unirun.collocation.planning.problem import GROUPS, Cells, Problem, Stack, both, join, problem_of, some
+from unirun.collocation.planning.problem import (
+    GROUPS,
+    Cells,
+    NodeKind,
+    Problem,
+    Stack,
+    both,
+    join,
+    names_of,
+    problem_of,
+    some,
+)
 from unirun.collocation.planning.solve import solve
 
 # Roles that may be on any node: they need no slot, and no constraint and no edge names them.

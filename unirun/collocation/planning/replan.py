@@ -15,7 +15,6 @@ from typing import NamedTuple, TypeVar, cast
 from msgspec.structs import replace
 
 from unirun.collocation.inventory import CPU, Assignment, Inventory, Node, Placement, PlacementRequest
-from unirun.collocation.planning.nodes import Kinds, NodeKind
 from unirun.collocation.planning.packer import Packer
 from unirun.collocation.planning.plan import (
     crossing,
@@ -27,7 +26,7 @@ from unirun.collocation.planning.plan import (
     short_of,
     with_the_others,
 )
-from unirun.collocation.planning.problem import Bundle, Cells, Problem, problem_of
+from unirun.collocation.planning.problem import Bundle, Cells, Kinds, NodeKind, Problem, problem_of
 from unirun.collocation.planning.solve import distribute, most_cells, processes
 
 T = TypeVar("T")

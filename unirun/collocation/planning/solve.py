@@ -15,9 +15,8 @@ from operator import sub
 from typing import NamedTuple
 
 from unirun.collocation.inventory import CPU, Node
-from unirun.collocation.planning.nodes import Kinds, NodeKind
 from unirun.collocation.planning.packer import Packer
-from unirun.collocation.planning.problem import Cells, Problem, with_count
+from unirun.collocation.planning.problem import Cells, Kinds, NodeKind, Problem, with_count
 
 # Cells for many nodes, by filling one node after the other: linear in the number of nodes, and not complete.
 #
