@@ -32,8 +32,7 @@ from unirun.failover.persistence.context_store import ContextStore, load
 from unirun.failover.state import JobState, Ranks, RolePhase, WorkerPhase, new_job
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import create_job
-from unirun.rendezvous.election import campaign, leader_of
-from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.election import campaign, job_prefix, leader_of
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
 from unirun.spec.job import Entry, JobSpec, RoleSpec

@@ -14,8 +14,7 @@ from typing import Any
 
 from unirun.errors import StoreError
 from unirun.observe.jobdir import JobDir
-from unirun.rendezvous.election import Leader, leader_of
-from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.election import Leader, job_prefix, leader_of
 from unirun.rendezvous.store.url import open_store
 
 from .harness import SCRIPTS, SOON, START, Result, Running, Unirun, alive, eventually, state_of

@@ -8,8 +8,7 @@ import signal
 from typing import Any
 
 from unirun.observe.jobdir import JobDir
-from unirun.rendezvous.election import leader_of
-from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.election import job_prefix, leader_of
 from unirun.rendezvous.store.url import open_store
 
 from .harness import (

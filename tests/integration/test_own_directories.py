@@ -9,8 +9,7 @@ from pathlib import Path
 
 from unirun.observe.events import read_events
 from unirun.observe.jobdir import JobDir
-from unirun.rendezvous.election import Leader, leader_of
-from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.election import Leader, job_prefix, leader_of
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.address import UnixAddress
 

@@ -33,8 +33,7 @@ from unirun.failover.step import step
 from unirun.failover.takeover import resume
 from unirun.launcher.master.lead import TERM_TTL
 from unirun.launcher.master.writer import END_WRITE_TIMEOUT, STOP_WRITE_TIMEOUT
-from unirun.rendezvous.election import Term, campaign
-from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.election import Term, campaign, job_prefix
 from unirun.wire.address import UnixAddress
 from unirun.wire.messages import Heartbeat, Message, Shutdown, View
 from unirun.wire.reports import Join

@@ -12,7 +12,7 @@ from unirun.errors import Fenced, StoreError
 from unirun.failover.events import AgentLost, Event, JoinTimedOut, RejoinTimedOut
 from unirun.failover.silence import GIVE_UP_DELAY, HEARTBEAT_INTERVAL, Silence, may_answer
 from unirun.launcher.contact import KERNEL_KILL_DELAY, MASTER_RECEIVE_TIMEOUT, RECONNECT_TIMEOUT, Fence
-from unirun.rendezvous.keys import is_marked
+from unirun.rendezvous.election import is_marked
 from unirun.wire.messages import Heartbeat, Message
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import AgentState, holdings
 from unirun.launcher.orders import Orders
 from unirun.launcher.standby import BACKOFF_RESET_SECONDS, CANDIDACY_DELAY, CandidateAttempts, start_at, turns
-from unirun.rendezvous.election import leader_of
-from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.election import job_prefix, leader_of
 from unirun.values import Engine, RankAddress
 from unirun.wire.messages import (
     ExitAck,

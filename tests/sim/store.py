@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from tests.sim.world import Clock, Plan
 from unirun.errors import OutcomeUnknown, StoreAway, StoreError
-from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.election import job_prefix
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.rendezvous.store.protocol import Compare, KeyValue, Lease, Listing, Outcome, Put, Watch
 

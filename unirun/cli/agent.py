@@ -17,8 +17,7 @@ from unirun.launcher.hosts.byhand import Meeting, run_member
 from unirun.launcher.hosts.hostlist import parse_hosts
 from unirun.launcher.hosts.interfaces import resolve
 from unirun.observe.status import ENDED, read_summary
-from unirun.rendezvous.election import leader_of
-from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.election import job_prefix, leader_of
 from unirun.rendezvous.masters import call_master
 from unirun.rendezvous.store.url import store_url
 from unirun.spec.names import is_run_id

@@ -15,8 +15,7 @@ from unirun.launcher.foreground.terminal import say, warn
 from unirun.observe.jobdir import JobDir, all_jobs, jobs_of_nodes
 from unirun.observe.status import ENDED, Summary, is_alive, read_summary
 from unirun.rendezvous.creation import clear_here, clear_in, size_here, size_in
-from unirun.rendezvous.election import leader_of
-from unirun.rendezvous.keys import job_prefix, read_index
+from unirun.rendezvous.election import job_prefix, leader_of, read_index
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import store_url
 from unirun.spec.read import show_size

@@ -15,8 +15,7 @@ from unirun.cli.stored import opened
 from unirun.errors import JobError, StoreError, StoreRefused
 from unirun.observe.jobdir import JobDir, all_jobs
 from unirun.observe.status import ENDED, Summary, is_alive, read_status, read_summary
-from unirun.rendezvous.election import Leader, leader_of
-from unirun.rendezvous.keys import job_prefix, read_index
+from unirun.rendezvous.election import Leader, job_prefix, leader_of, read_index
 from unirun.rendezvous.store.url import store_url
 
 HEADERS = ("JOB", "STATE", "EXIT", "ROLES", "STARTED", "TOOK")

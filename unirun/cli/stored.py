@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from unirun.errors import JobElsewhere, JobError, StoreRefused, UsageError
 from unirun.observe.jobdir import HOSTS, JobDir, all_jobs, choose_job, expanded, job_at
 from unirun.observe.status import ENDED, JobStatus, Summary, read_status, runs
-from unirun.rendezvous.election import Leader, leader_of
-from unirun.rendezvous.keys import job_prefix, read_index
+from unirun.rendezvous.election import Leader, job_prefix, leader_of, read_index
 from unirun.rendezvous.store.address import SqliteAddress, parse_address
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store, store_url

@@ -35,8 +35,7 @@ from unirun.failover.state import (
 )
 from unirun.failover.takeover import REJOIN_TIMEOUT, bare
 from unirun.failover.transition import Transition
-from unirun.rendezvous.election import Term
-from unirun.rendezvous.keys import crashes_key
+from unirun.rendezvous.election import Term, crashes_key
 from unirun.rendezvous.store.protocol import Put, Store
 from unirun.values import Value
 from unirun.wire.messages import Shutdown, Stop

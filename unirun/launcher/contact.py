@@ -16,7 +16,7 @@ from typing import Any
 from unirun.errors import RendezvousError, StoreError, WireError
 from unirun.failover.silence import FENCE_TIMEOUT, HEARTBEAT_INTERVAL, SILENCE_POLL_INTERVAL, UNMARKED_SECONDS
 from unirun.observe.jobdir import JobDir
-from unirun.rendezvous.keys import is_marked
+from unirun.rendezvous.election import is_marked
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.address import TcpAddress

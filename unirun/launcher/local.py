@@ -23,9 +23,8 @@ from unirun.launcher.agent import Agent
 from unirun.launcher.process import collect_orphans, die_with_parent, ignore_signals, kill_children, set_title
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import discard_job
-from unirun.rendezvous.election import leader_of
+from unirun.rendezvous.election import job_prefix, leader_of
 from unirun.rendezvous.endpoints import BIND_TIMEOUT, Endpoint, hold_endpoints
-from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.ownetcd import command_of
 from unirun.rendezvous.store.url import open_store
 from unirun.spec.job import JobSpec

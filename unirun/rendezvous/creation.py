@@ -24,8 +24,7 @@ from unirun.observe.jobdir import (
     make_log_dir,
 )
 from unirun.observe.ownership import is_ours, make_private
-from unirun.rendezvous.election import campaign, leader_of
-from unirun.rendezvous.keys import index_key, job_prefix
+from unirun.rendezvous.election import campaign, index_key, job_prefix, leader_of
 from unirun.rendezvous.store.protocol import Store
 from unirun.wire.address import TcpAddress, UnixAddress
 

@@ -10,8 +10,7 @@ import time
 from unirun.errors import ConnectionLost, RendezvousError, StoreError, WireError
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import ENDED, JobStatus, read_status, read_summary
-from unirun.rendezvous.election import Leader, Seat, SeatWatch, leader_of
-from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.election import Leader, Seat, SeatWatch, job_prefix, leader_of
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.address import Address, UnixAddress
 from unirun.wire.aio import Stream, connect

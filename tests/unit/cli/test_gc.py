@@ -14,8 +14,7 @@ from unirun.observe.jobdir import JobDir
 from unirun.observe.status import JobStatus, Summary, write_status
 from unirun.rendezvous import creation
 from unirun.rendezvous.creation import create_job
-from unirun.rendezvous.election import campaign
-from unirun.rendezvous.keys import context_prefix, index_key, job_prefix
+from unirun.rendezvous.election import campaign, context_prefix, index_key, job_prefix
 from unirun.rendezvous.store.protocol import Put, Store
 from unirun.wire.address import UnixAddress
 from unirun.wire.handshake import new_token

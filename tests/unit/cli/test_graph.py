@@ -18,8 +18,7 @@ from unirun.failover.persistence.context_store import ContextStore
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import CallStatus, JobStatus, RoleStatus, WorkerStatus
 from unirun.rendezvous.creation import create_job
-from unirun.rendezvous.election import campaign
-from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.election import campaign, job_prefix
 from unirun.rendezvous.store.url import open_store
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress

@@ -19,8 +19,7 @@ from unirun.failover.state import Exit, Failure, JobState
 from unirun.failover.status_views import status_of
 from unirun.observe.status import JobStatus, write_status
 from unirun.rendezvous.creation import create_job
-from unirun.rendezvous.election import Term, campaign
-from unirun.rendezvous.keys import index_key, job_prefix
+from unirun.rendezvous.election import Term, campaign, index_key, job_prefix
 from unirun.rendezvous.store.protocol import Put, Store
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress

@@ -21,7 +21,7 @@ from tests.effort import examples
 from unirun.cli import main
 from unirun.observe.status import CallStatus, FailureStatus, JobStatus, RoleStatus, Summary, WorkerStatus
 from unirun.rendezvous.creation import create_job
-from unirun.rendezvous.keys import index_key
+from unirun.rendezvous.election import index_key
 from unirun.rendezvous.store.protocol import Put
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.frames import as_text

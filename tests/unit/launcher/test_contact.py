@@ -22,8 +22,7 @@ from unirun.launcher.witness import Witness
 from unirun.observe.jobdir import job_at
 from unirun.rendezvous import masters
 from unirun.rendezvous.creation import create_job
-from unirun.rendezvous.election import Leader
-from unirun.rendezvous.keys import is_marked, silent_key
+from unirun.rendezvous.election import Leader, is_marked, silent_key
 from unirun.rendezvous.masters import Masters, Vacant, call_master
 from unirun.rendezvous.store.protocol import Put
 from unirun.wire.aio import Stream, StreamServer, connect

@@ -20,8 +20,7 @@ from unirun.errors import RendezvousError
 from unirun.launcher import standby
 from unirun.launcher.standby import Standby
 from unirun.rendezvous import election
-from unirun.rendezvous.election import campaign
-from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.election import campaign, job_prefix
 from unirun.wire.address import TcpAddress
 from unirun.wire.messages import Attach
 from unirun.wire.sockets import listen_tcp

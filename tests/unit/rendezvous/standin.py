@@ -12,8 +12,7 @@ from queue import Queue
 from unirun.errors import WireError
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import create_job
-from unirun.rendezvous.election import Term, campaign
-from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.election import Term, campaign, job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.address import UnixAddress

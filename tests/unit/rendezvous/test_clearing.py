@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from unirun.errors import JobError, StoreError
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import clear_here, clear_in, create_job, size_here, size_in
-from unirun.rendezvous.election import Term, campaign, leader_of
-from unirun.rendezvous.keys import index_key, job_prefix
+from unirun.rendezvous.election import Term, campaign, index_key, job_prefix, leader_of
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.rendezvous.store.protocol import Compare, Lease, Outcome, Put
 from unirun.values import WorkerId

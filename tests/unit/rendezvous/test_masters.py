@@ -12,8 +12,7 @@ import pytest
 from tests.unit.rendezvous.standin import PATIENCE, Place
 from unirun.errors import AuthError, RendezvousError, StoreAway, WireError
 from unirun.rendezvous import masters
-from unirun.rendezvous.election import Leader, Seat, campaign
-from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.election import Leader, Seat, campaign, job_prefix
 from unirun.rendezvous.masters import MasterGone, Masters, call_master
 from unirun.wire.address import UnixAddress
 from unirun.wire.handshake import HANDSHAKE_TIMEOUT, new_token

@@ -11,8 +11,7 @@ from msgspec.structs import replace
 
 from unirun.errors import StoreAway
 from unirun.rendezvous import election as seat_module
-from unirun.rendezvous.election import Leader, Seat, SeatWatch, campaign, seat_prefix
-from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.election import Leader, Seat, SeatWatch, campaign, job_prefix, seat_prefix
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.rendezvous.store.protocol import Put, Store, Watch
 from unirun.wire.address import UnixAddress

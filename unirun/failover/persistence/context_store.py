@@ -12,11 +12,11 @@ from unirun.failover.events import Command, ToAgent, ToAgents
 from unirun.failover.persistence.context import Changes, changed_documents, restore, urgent
 from unirun.failover.state import JobState
 from unirun.failover.status_views import summary_of
-from unirun.rendezvous.election import Term
-from unirun.rendezvous.keys import (
+from unirun.rendezvous.election import (
     CONTEXT,
     STATES,
     VERSIONS,
+    Term,
     context_prefix,
     crashes_key,
     index_key,

@@ -29,8 +29,7 @@ from unirun.failover.step import step
 from unirun.failover.takeover import resume
 from unirun.launcher.master.shell import Core, Master
 from unirun.observe.jobdir import JobDir
-from unirun.rendezvous.election import campaign, leader_of
-from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.election import campaign, job_prefix, leader_of
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.address import UnixAddress

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unirun.failover.persistence.context_store import ContextStore
-from unirun.rendezvous.election import campaign
-from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.election import campaign, job_prefix
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress

@@ -20,7 +20,7 @@ from unirun.failover.events import RejoinTimedOut
 from unirun.failover.takeover import resume
 from unirun.launcher.master import beats
 from unirun.launcher.master.beats import unheard
-from unirun.rendezvous.keys import silent_key
+from unirun.rendezvous.election import silent_key
 from unirun.values import WorkerId
 from unirun.wire.aio import Stream, connect
 from unirun.wire.credentials import Credentials
