@@ -26,8 +26,7 @@ from unirun.launcher.warm.leaving import choices, leave_behind, leaves_behind, s
 from unirun.observe.batchjob import is_active, own_batch
 from unirun.observe.jobdir import JobDir, job_at
 from unirun.observe.status import write_status
-from unirun.rendezvous.creation import create_job, discard_job
-from unirun.rendezvous.ownetcd import wait_until_up
+from unirun.rendezvous.creation import create_job, discard_job, wait_until_up
 from unirun.rendezvous.store.url import anchored
 from unirun.spec.job import JobSpec
 from unirun.values import Value

@@ -22,10 +22,9 @@ from unirun.failover.offers import AgentTask
 from unirun.launcher.agent import Agent
 from unirun.launcher.process import collect_orphans, die_with_parent, ignore_signals, kill_children, set_title
 from unirun.observe.jobdir import JobDir
-from unirun.rendezvous.creation import discard_job
+from unirun.rendezvous.creation import command_of, discard_job
 from unirun.rendezvous.election import job_prefix, leader_of
 from unirun.rendezvous.endpoints import BIND_TIMEOUT, Endpoint, hold_endpoints
-from unirun.rendezvous.ownetcd import command_of
 from unirun.rendezvous.store.url import open_store
 from unirun.spec.job import JobSpec
 from unirun.values import Value

@@ -32,8 +32,7 @@ from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import adopt_orphans, spare_descriptors
 from unirun.observe.jobdir import unirun_home
 from unirun.observe.ownership import make_private
-from unirun.rendezvous.creation import new_uid
-from unirun.rendezvous.ownetcd import store_for
+from unirun.rendezvous.creation import new_uid, store_for
 from unirun.values import Value
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import StreamServer

@@ -20,9 +20,8 @@ from unirun.launcher.orders import on_host
 from unirun.launcher.requirements import check_host
 from unirun.launcher.slurm.allocation import component_here
 from unirun.observe.batchjob import own_batch
-from unirun.rendezvous.creation import create_job, discard_job
+from unirun.rendezvous.creation import create_job, discard_job, possible_member
 from unirun.rendezvous.endpoints import hold_endpoints
-from unirun.rendezvous.ownetcd import possible_member
 from unirun.spec.job import JobSpec, RoleSpec
 from unirun.spec.programs import variables_of
 from unirun.wire.address import TcpAddress

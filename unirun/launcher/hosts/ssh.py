@@ -36,8 +36,7 @@ from unirun.launcher.local import RunningJob
 from unirun.launcher.planned import PlannedJob
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import read_status
-from unirun.rendezvous.creation import create_job, new_uid
-from unirun.rendezvous.ownetcd import store_for
+from unirun.rendezvous.creation import create_job, new_uid, store_for
 from unirun.spec.job import JobSpec
 from unirun.wire.address import TcpAddress
 from unirun.wire.certificates import make_tls
