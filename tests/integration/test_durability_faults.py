@@ -13,8 +13,7 @@ from tests.contract.store.certificates import Authority
 from tests.contract.store.etcd_server import Servers
 from tests.contract.store.places import wait_until
 from unirun.rendezvous.election import job_prefix
-from unirun.rendezvous.store.address import PASSWORD_VARIABLE
-from unirun.rendezvous.store.protocol import Put
+from unirun.rendezvous.store.protocol import PASSWORD_VARIABLE, Put
 from unirun.rendezvous.store.url import open_store
 
 from .harness import EXEC, SOON, Result, Unirun, eventually

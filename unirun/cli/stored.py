@@ -11,8 +11,7 @@ from unirun.errors import JobElsewhere, JobError, StoreRefused, UsageError
 from unirun.observe.jobdir import HOSTS, JobDir, all_jobs, choose_job, expanded, job_at
 from unirun.observe.status import ENDED, JobStatus, Summary, read_status, runs
 from unirun.rendezvous.election import Leader, job_prefix, leader_of, read_index
-from unirun.rendezvous.store.address import SqliteAddress, parse_address
-from unirun.rendezvous.store.protocol import Store
+from unirun.rendezvous.store.protocol import SqliteAddress, Store, parse_address
 from unirun.rendezvous.store.url import open_store, store_url
 from unirun.values import Value
 from unirun.wire.address import UnixAddress

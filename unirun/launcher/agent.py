@@ -42,7 +42,7 @@ from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
 from unirun.launcher.witness import Witness
 from unirun.observe.jobdir import JobDir, ProcessWatch, open_log
 from unirun.rendezvous.endpoints import Endpoint
-from unirun.rendezvous.store.address import SqliteAddress, parse_address
+from unirun.rendezvous.store.protocol import SqliteAddress, parse_address
 from unirun.spec.job import LogSpec
 from unirun.values import WorkerId
 from unirun.wire.aio import Stream, StreamServer, frame_of

@@ -19,7 +19,7 @@ from unirun.launcher.hosts.interfaces import interface_of
 from unirun.launcher.timers import ENABLE, PIPE
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.endpoints import split_endpoint
-from unirun.rendezvous.store.address import PASSWORD_VARIABLE
+from unirun.rendezvous.store.protocol import PASSWORD_VARIABLE
 from unirun.spec.job import JobSpec, RoleSpec
 from unirun.spec.programs import variables_of
 from unirun.spec.read import RESERVED_ENV

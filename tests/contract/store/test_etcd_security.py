@@ -16,8 +16,7 @@ from tests.contract.store.certificates import Authority, openssl
 from tests.contract.store.etcd_server import Servers
 from tests.contract.store.places import read, wait_until
 from unirun.errors import StoreError, StoreRefused
-from unirun.rendezvous.store.address import PASSWORD_VARIABLE
-from unirun.rendezvous.store.protocol import Put
+from unirun.rendezvous.store.protocol import PASSWORD_VARIABLE, Put
 from unirun.rendezvous.store.url import open_store
 
 PASSWORD = "correct horse battery staple"

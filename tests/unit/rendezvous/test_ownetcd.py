@@ -7,7 +7,7 @@ import pytest
 from unirun.errors import UsageError
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import choose_members, command_of, possible_member, store_for, url_of
-from unirun.rendezvous.store.address import EtcdAddress, parse_address
+from unirun.rendezvous.store.protocol import EtcdAddress, parse_address
 from unirun.rendezvous.store.url import anchored
 from unirun.wire.messages import EtcdMember, Offer
 

@@ -15,7 +15,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from unirun.errors import LeaseExpired, OutcomeUnknown, StoreAway, StoreBroken, StoreError, StoreRefused
 from unirun.observe.jobdir import expanded
-from unirun.rendezvous.store.address import EtcdAddress
+from unirun.rendezvous.store.protocol import EtcdAddress
 from unirun.values import Value
 
 __all__ = ["grpc"]

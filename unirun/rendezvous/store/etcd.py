@@ -32,10 +32,10 @@ from unirun.rendezvous.store._etcd_cluster import (
     range_end,
     text,
 )
-from unirun.rendezvous.store.address import EtcdAddress
 from unirun.rendezvous.store.protocol import (
     Change,
     Compare,
+    EtcdAddress,
     KeyValue,
     Lease,
     Listing,

@@ -9,8 +9,13 @@ from msgspec.structs import replace
 
 from unirun.errors import UsageError
 from unirun.observe.jobdir import HERE, expanded
-from unirun.rendezvous.store.address import PASSWORD_VARIABLE, EtcdAddress, SqliteAddress, parse_address
-from unirun.rendezvous.store.protocol import Store
+from unirun.rendezvous.store.protocol import (
+    PASSWORD_VARIABLE,
+    EtcdAddress,
+    SqliteAddress,
+    Store,
+    parse_address,
+)
 
 STORE_VARIABLE = "UNIRUN_STORE"
 

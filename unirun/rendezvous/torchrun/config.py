@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from unirun.errors import UsageError
-from unirun.rendezvous.store.address import EtcdAddress, parse_address
+from unirun.rendezvous.store.protocol import EtcdAddress, parse_address
 from unirun.values import Value
 
 

@@ -12,12 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import UsageError
-from unirun.rendezvous.store.address import (
-    PASSWORD_VARIABLE,
-    EtcdAddress,
-    SqliteAddress,
-    parse_address,
-)
+from unirun.rendezvous.store.protocol import PASSWORD_VARIABLE, EtcdAddress, SqliteAddress, parse_address
 from unirun.rendezvous.store.sqlite import SqliteStore
 from unirun.rendezvous.store.url import STORE_VARIABLE, anchored, open_store, store_url
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from unirun.errors import UsageError
-from unirun.rendezvous.store.address import parse_address
+from unirun.rendezvous.store.protocol import parse_address
 from unirun.rendezvous.torchrun.config import Config, parse_config, store_address
 
 

@@ -8,8 +8,8 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
 from unirun.errors import StoreAway, StoreError, StoreRefused
-from unirun.rendezvous.store.address import EtcdAddress
 from unirun.rendezvous.store.memory import MemoryStore
+from unirun.rendezvous.store.protocol import EtcdAddress
 from unirun.rendezvous.torchrun import create_handler, handler
 from unirun.rendezvous.torchrun.handler import StoreHandler
 
