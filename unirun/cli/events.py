@@ -12,7 +12,7 @@ from unirun.cli.commandline import Parser
 from unirun.cli.stored import JOB_HELP, STORE_HELP, find_here
 from unirun.errors import JobError
 from unirun.launcher.foreground.terminal import say
-from unirun.observe.events import LoggedEvent, read_events, story
+from unirun.observe.status import LoggedEvent, read_events, story
 
 
 def main(argv: list[str]) -> int:

@@ -139,7 +139,7 @@ class ToGuest(Value):
 
 
 class Record(Value):
-    """Write to the event log what happened or was decided (see `unirun.observe.events.LoggedEvent`)."""
+    """Write to the event log what happened or was decided (see `unirun.observe.status.LoggedEvent`)."""
 
     kind: str
     text: str
