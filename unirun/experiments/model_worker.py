@@ -32,7 +32,7 @@ from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
 from unirun.experiments.shelf import NAME, DataClient, DataStore
 from unirun.roles import BaseWorkload, init, trainer_invocation
 from unirun.weights.hub import hub_of
-from unirun.weights.lines import PeerConnection
+from unirun.weights.messages import PeerConnection
 
 WORKER_CONNECT_TIMEOUT = 30.0
 """Timeout in seconds for a connection to another worker."""

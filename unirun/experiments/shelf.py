@@ -22,8 +22,7 @@ from unirun.experiments.orders import Traffic
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import Value
 from unirun.weights.layout import Layout, ReadItem, by_source, plan
-from unirun.weights.lines import PeerConnection
-from unirun.weights.messages import NamedBox, Query, encode
+from unirun.weights.messages import NamedBox, PeerConnection, Query, encode
 from unirun.weights.publishing import buffers_of
 from unirun.weights.tensors import dtype_of, layout_of, local, part_of
 

@@ -19,8 +19,7 @@ from unirun.roles.context import Context, init
 from unirun.weights.fetching import Fetcher
 from unirun.weights.holding import Holder
 from unirun.weights.hub import MAX_WAIT_SECONDS, hub_of
-from unirun.weights.lines import PeerConnection
-from unirun.weights.messages import Fetched, Peek, answer_of, encode
+from unirun.weights.messages import Fetched, Peek, PeerConnection, answer_of, encode
 from unirun.weights.pairing import BACKENDS, PairGroup
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver

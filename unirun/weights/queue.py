@@ -12,7 +12,7 @@ from unirun.errors import PeerLost, QueueEnded, QueueTimeout, UsageError
 from unirun.roles.context import init
 from unirun.values import WorkerId
 from unirun.weights.hub import MAX_WAIT_SECONDS, hub_of
-from unirun.weights.lines import PeerConnection
+from unirun.weights.messages import PeerConnection
 from unirun.weights.queues.admission import Begun, Bound, Enter, encode
 from unirun.weights.queues.consuming import Admission, Admissions, Consumer, Item, RemoteProducer
 from unirun.wire.reports import Metrics

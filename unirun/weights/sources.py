@@ -13,8 +13,7 @@ from unirun.roles.transport.protocol import Parcel, writable
 from unirun.values import WorkerId
 from unirun.weights.copies import Mapped, Sent
 from unirun.weights.layout import Layout, ReadItem
-from unirun.weights.lines import PeerConnection
-from unirun.weights.messages import Fetch, Fetched, NamedBox, Peek, Release, Request, encode
+from unirun.weights.messages import Fetch, Fetched, NamedBox, Peek, PeerConnection, Release, Request, encode
 from unirun.weights.packing import DeviceError, DeviceInterface, Packing
 from unirun.weights.pairing import PairGroup
 from unirun.weights.tensors import dtype_of

@@ -16,8 +16,7 @@ from unirun.values import WorkerId
 from unirun.weights.fetching import Fetcher
 from unirun.weights.holding import Holder
 from unirun.weights.hub import request_of
-from unirun.weights.lines import PeerConnection
-from unirun.weights.messages import Request
+from unirun.weights.messages import PeerConnection, Request
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver
 from unirun.weights.sources import RemoteSource

@@ -15,7 +15,7 @@ from unirun.roles.calls.codec import load
 from unirun.roles.transport.frames import offsets
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import Value, WorkerId
-from unirun.weights.lines import PeerConnection
+from unirun.weights.messages import PeerConnection
 from unirun.weights.queues.admission import AwaitItem, Bound, Done, Hold, Offered, Take, encode, supply_of
 
 LONG_POLL_TIMEOUT = 60.0
