@@ -14,12 +14,11 @@ import torch
 from unirun.errors import FrameError, PeerLost, WeightsTimeout
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import Value
-from unirun.weights.copies import Copy, Mapped, Sent
 from unirun.weights.holding import Holder
 from unirun.weights.layout import Layout, ReadItem
 from unirun.weights.messages import Answer, Fetched, Released, answer_of
 from unirun.weights.packing import DeviceError
-from unirun.weights.sources import RemoteSource
+from unirun.weights.sources import Copy, Mapped, RemoteSource, Sent
 from unirun.wire.reporting import report
 
 NEIGHBOR_ANSWER_TIMEOUT = 5.0

@@ -16,7 +16,6 @@ import torch
 from unirun.errors import PeerLost
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
-from unirun.weights.copies import Copy, Sent
 from unirun.weights.layout import Box, Layout, Part
 from unirun.weights.messages import (
     Describe,
@@ -30,7 +29,7 @@ from unirun.weights.messages import (
     encode,
 )
 from unirun.weights.publishing import buffers_of
-from unirun.weights.sources import RemoteSource
+from unirun.weights.sources import Copy, RemoteSource, Sent
 
 Lease = tuple[RemoteSource, int | None]
 """A block of a publisher on this host that is not written to before it is released; None: before it is freed."""
