@@ -16,13 +16,12 @@ from torch import nn
 
 from unirun.errors import PeerLost, UsageError, WeightsTimeout, WireError
 from unirun.roles.context import Context, init
-from unirun.weights.fetching import Fetcher
 from unirun.weights.holding import Holder
 from unirun.weights.hub import MAX_WAIT_SECONDS, hub_of
 from unirun.weights.messages import Fetched, Peek, PeerConnection, answer_of, encode
 from unirun.weights.pairing import BACKENDS, PairGroup
 from unirun.weights.publishing import Publisher
-from unirun.weights.receiving import Receiver
+from unirun.weights.receiving import Fetcher, Receiver
 from unirun.weights.sources import RemoteSource
 from unirun.weights.tensors import Piecewise, Weights, assigner, targets_of, tensors_of, unsaved
 from unirun.wire.reporting import report

@@ -13,12 +13,11 @@ from tests.unit.wire.places import credentials_in
 from unirun.roles.transport.listener import SocketTransport
 from unirun.roles.transport.protocol import Handler, Parcel, Reply
 from unirun.values import WorkerId
-from unirun.weights.fetching import Fetcher
 from unirun.weights.holding import Holder
 from unirun.weights.hub import request_of
 from unirun.weights.messages import PeerConnection, Request
 from unirun.weights.publishing import Publisher
-from unirun.weights.receiving import Receiver
+from unirun.weights.receiving import Fetcher, Receiver
 from unirun.weights.sources import RemoteSource
 from unirun.weights.tensors import Weights, assigner, targets_of, tensors_of
 from unirun.wire.handshake import new_token

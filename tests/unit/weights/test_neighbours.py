@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.weights.pairs import Place, Reader, place
-from unirun.weights import fetching
+from unirun.weights import receiving
 
 pytestmark = pytest.mark.starts_processes
 
@@ -76,7 +76,7 @@ def test_one_that_comes_later_gets_it_from_the_first(here: Place) -> None:
 def test_what_a_neighbour_does_not_give_comes_from_the_publisher(
     here: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "NEIGHBOR_ANSWER_TIMEOUT", 0.05)
+    monkeypatch.setattr(receiving, "NEIGHBOR_ANSWER_TIMEOUT", 0.05)
     publisher, endpoint = here.publisher(tcp=True)
     readers = here.neighbours(3, endpoint)
     publisher.publish(weights(1.0), 1)
@@ -113,7 +113,7 @@ def test_one_with_a_newer_version_makes_all_of_it_newer(here: Place) -> None:
 def test_other_tensors_are_published_while_a_neighbour_is_asked(
     here: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "NEIGHBOR_ANSWER_TIMEOUT", 0.1)
+    monkeypatch.setattr(receiving, "NEIGHBOR_ANSWER_TIMEOUT", 0.1)
     publisher, endpoint = here.publisher(tcp=True)
     first, second = here.neighbours(2, endpoint)
     publisher.publish(weights(1.0), 1)
