@@ -17,10 +17,10 @@ from tests.unit.weights.meshes import Cut, cuts
 from tests.unit.weights.test_moving import noise, same
 from unirun.errors import FrameError, UsageError, WeightsError
 from unirun.weights import disk
+from unirun.weights.disk import DTYPES, length_of, read_header
 from unirun.weights.layout import Layout
 from unirun.weights.packing import Packing
 from unirun.weights.publishing import Publisher
-from unirun.weights.safetensors import DTYPES, length_of, read_header
 from unirun.weights.tensors import LocalShard, Weights, tensors_of
 
 ANY = -(1 << 62)

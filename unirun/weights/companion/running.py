@@ -30,9 +30,9 @@ from unirun.weights.companion.deciding import (
     VersionPolled,
     step,
 )
+from unirun.weights.disk import Param
 from unirun.weights.integrations.sending import Checkpoint
 from unirun.weights.integrations.vllm import Client
-from unirun.weights.safetensors import Param
 from unirun.weights.tensors import Weights
 from unirun.wire.reporting import report
 from unirun.wire.reports import EngineWeights

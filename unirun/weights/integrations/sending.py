@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 
 from unirun.errors import Fault, FrameError, UnirunError, UsageError, WeightsError
+from unirun.weights.disk import Param, header_of, length_of, read_header
 from unirun.weights.memory import unreadable
 from unirun.weights.packing import copy_all
-from unirun.weights.safetensors import Param, header_of, length_of, read_header
 from unirun.weights.tensors import Weights, is_dtensor, tensors_of
 
 # A version of the weights as a safetensors file in shared memory, which other processes of this host open by its path.

@@ -17,7 +17,7 @@ from tests.unit.weights.test_moving import noise, same
 from unirun.errors import PeerLost, WeightsError, WeightsTimeout
 from unirun.weights.companion import Companion, Engine, EnginesInMemory
 from unirun.weights.companion.running import VersionCache
-from unirun.weights.safetensors import Param
+from unirun.weights.disk import Param
 
 Tensors = dict[str, torch.Tensor]
 

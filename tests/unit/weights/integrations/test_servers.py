@@ -18,9 +18,9 @@ from tests.effort import SOON
 from tests.unit.weights.integrations import standins
 from tests.unit.weights.test_moving import noise, same
 from unirun.errors import ServerError, ServerTimeout, UsageError, WeightsError
+from unirun.weights.disk import DTYPES, Param
 from unirun.weights.integrations import sglang, vllm
 from unirun.weights.integrations.sending import Checkpoint, read
-from unirun.weights.safetensors import DTYPES, Param
 
 KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 
