@@ -27,8 +27,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from unirun.weights.integrations.endpoint import HttpEndpoint
-from unirun.weights.integrations.sending import Checkpoint, Sender, Source, WeightSource
+from unirun.weights.integrations.sending import Checkpoint, HttpEndpoint, Sender, Source, WeightSource
 
 __all__ = ["Client", "Source", "TrainerEngine"]
 

@@ -40,8 +40,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from unirun.weights.integrations.endpoint import HttpEndpoint
-from unirun.weights.integrations.sending import Checkpoint, Sender, Source, WeightSource
+from unirun.weights.integrations.sending import Checkpoint, HttpEndpoint, Sender, Source, WeightSource
 
 __all__ = ["Client", "Source", "TrainerEngine", "register"]
 
