@@ -10,7 +10,7 @@ from contextvars import Context
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.weights.queues.consuming import Admission, Admissions
+from unirun.weights.queue import Admission, Admissions
 
 
 class Told:
