@@ -20,8 +20,7 @@ from unirun.weights.holding import Holder
 from unirun.weights.messages import PeerConnection, Query, Request
 from unirun.weights.pairing import PairGroup
 from unirun.weights.publishing import Publisher
-from unirun.weights.queues.admission import Begun, Demand, Enter, Gate
-from unirun.weights.queues.producing import Producer
+from unirun.weights.queues.producing import Begun, Demand, Enter, Gate, Producer
 from unirun.wire.reports import Listening
 
 WEIGHTS: Final = "weights"

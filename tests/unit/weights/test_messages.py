@@ -14,8 +14,8 @@ from unirun.weights import messages
 from unirun.weights.hub import request_of
 from unirun.weights.layout import Box
 from unirun.weights.messages import Describe, Fetch, Fetched, NamedBox, Peek, Release, Released, answer_of
-from unirun.weights.queues import admission as queues
-from unirun.weights.queues.admission import Ack, AwaitItem, Offered, supply_of
+from unirun.weights.queues import producing as queues
+from unirun.weights.queues.producing import Ack, AwaitItem, Offered, supply_of
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

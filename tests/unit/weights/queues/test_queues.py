@@ -19,8 +19,7 @@ from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
 from unirun.weights.hub import request_of
 from unirun.weights.queue import Consumer, Item, RemoteProducer
-from unirun.weights.queues.admission import Bound, Demand, Hold
-from unirun.weights.queues.producing import Producer
+from unirun.weights.queues.producing import Bound, Demand, Hold, Producer
 
 MANY = 1000
 """As `maxsize`: no producer waits."""
