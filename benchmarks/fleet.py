@@ -33,11 +33,11 @@ from unirun.wire.reports import (
     GroupFormed,
     Join,
     Serving,
+    StoreOpened,
     WorkerExited,
     WorkerRunning,
     WorkerStarted,
 )
-from unirun.wire.spawning import StoreOpened
 
 QUIET = 1.0
 """Seconds without a byte after which all has come."""

@@ -45,8 +45,7 @@ from unirun.launcher import events
 from unirun.launcher.core import WORKER_EXIT_TIMEOUT
 from unirun.launcher.events import AgentState
 from unirun.wire.messages import Drain, Message, StartRole, StopWorkers, View
-from unirun.wire.reports import Join, WorkerExited
-from unirun.wire.spawning import StoreEnded, StoreOpened
+from unirun.wire.reports import Join, StoreEnded, StoreOpened, WorkerExited
 
 LOSSES = LossesDue | JoinTimedOut | RejoinTimedOut
 """The events by which nodes are given up."""

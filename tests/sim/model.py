@@ -15,17 +15,23 @@ from unirun.roles.formation import LOSS_VIEW_TIMEOUT
 from unirun.roles.gloo import STUCK_TIMEOUT
 from unirun.values import WorkerId
 from unirun.wire.messages import Hello, Message, View, updated, whole
-from unirun.wire.reports import GroupFormed, GroupMeets, Metrics, Serving, Stuck, ViewWanted, WorkerError
-from unirun.wire.spawning import (
+from unirun.wire.reports import (
     Forked,
+    GroupFormed,
+    GroupMeets,
     Kill,
+    Metrics,
     Preloaded,
     Reaped,
     ServeStore,
+    Serving,
     Spawn,
     SpawnFailed,
     StoreEnded,
     StoreOpened,
+    Stuck,
+    ViewWanted,
+    WorkerError,
 )
 
 if TYPE_CHECKING:

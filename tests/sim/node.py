@@ -33,8 +33,7 @@ from unirun.wire.messages import (
     StopWorkers,
     View,
 )
-from unirun.wire.reports import EngineWeights, Join, LocalEngines, Placed, WorkerExited
-from unirun.wire.spawning import Kill, Reaped
+from unirun.wire.reports import EngineWeights, Join, Kill, LocalEngines, Placed, Reaped, WorkerExited
 
 
 class Led(Protocol):

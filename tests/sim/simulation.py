@@ -27,8 +27,7 @@ from unirun.failover.persistence.context import changed_documents
 from unirun.failover.state import JOB_ENDS, JobState, new_job
 from unirun.failover.transition import Transition
 from unirun.wire.messages import Go, Stop
-from unirun.wire.reports import Join
-from unirun.wire.spawning import StoreOpened
+from unirun.wire.reports import Join, StoreOpened
 
 deciding = import_module("unirun.failover.step")
 """The module, which the package hides behind its function."""

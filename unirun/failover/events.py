@@ -27,12 +27,13 @@ from unirun.wire.reports import (
     Notice,
     Placed,
     SpawnerReady,
+    StoreEnded,
+    StoreOpened,
     ViewWanted,
     WorkerExited,
     WorkerRunning,
     WorkerStarted,
 )
-from unirun.wire.spawning import StoreEnded, StoreOpened
 
 
 class AgentLost(Value):

@@ -58,12 +58,13 @@ from unirun.wire.reports import (
     Placed,
     Serving,
     SpawnerReady,
+    StoreEnded,
+    StoreOpened,
     ViewWanted,
     WorkerExited,
     WorkerRunning,
     WorkerStarted,
 )
-from unirun.wire.spawning import StoreEnded, StoreOpened
 
 
 def step(state: JobState, event: Event, now: float) -> tuple[JobState, list[Command]]:

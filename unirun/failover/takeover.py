@@ -32,8 +32,7 @@ from unirun.failover.transition import Transition, is_member, output_of
 from unirun.failover.views import leader
 from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, StopWorkers
-from unirun.wire.reports import Calls, FromWorker, HeldWorker, Join, WorkerExited
-from unirun.wire.spawning import StoreEnded, StoreOpened
+from unirun.wire.reports import Calls, FromWorker, HeldWorker, Join, StoreEnded, StoreOpened, WorkerExited
 
 PAID = 1.0
 """The `WorkerState.due` of a rank whose restart was ordered before, and has been paid for: a time in the past."""

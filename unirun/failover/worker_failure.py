@@ -30,8 +30,7 @@ from unirun.failover.state import (
 )
 from unirun.failover.transition import Transition
 from unirun.wire.messages import ExitAck
-from unirun.wire.reports import Notice, WorkerExited
-from unirun.wire.spawning import StoreEnded
+from unirun.wire.reports import Notice, StoreEnded, WorkerExited
 
 NEW_PORTS = 3
 """Times that a rank gets other ports at no cost: what has the port may be a process of its own that outlives it."""

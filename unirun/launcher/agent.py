@@ -58,13 +58,24 @@ from unirun.wire.messages import (
     Shutdown,
     StartRole,
     StopWorkers,
-    ToWorker,
     View,
 )
 from unirun.wire.reporting import report, report_error
-from unirun.wire.reports import FromWorker, Join, Knock, Metrics, Notice, Placed, Sample, WorkerStarted
+from unirun.wire.reports import (
+    Borrow,
+    FromWorker,
+    Join,
+    Knock,
+    Metrics,
+    Notice,
+    Placed,
+    Reaped,
+    Sample,
+    SpawnFailed,
+    ToWorker,
+    WorkerStarted,
+)
 from unirun.wire.sockets import listen
-from unirun.wire.spawning import Borrow, Reaped, SpawnFailed
 
 if TYPE_CHECKING:
     from unirun.launcher.forked import ForkedSpawner

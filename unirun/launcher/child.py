@@ -24,7 +24,7 @@ from unirun.observe.jobdir import open_log
 from unirun.rendezvous.endpoints import GENERATION_KEY
 from unirun.values import Value
 from unirun.wire.reporting import report
-from unirun.wire.spawning import Spawn
+from unirun.wire.reports import Spawn
 
 # State that a forked worker reinitialises: stdin, multiprocessing keys, random generators, torch settings.
 

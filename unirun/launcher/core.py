@@ -52,41 +52,38 @@ from unirun.launcher.events import (
     short_error,
 )
 from unirun.values import Engine
-from unirun.wire.messages import (
-    ExitAck,
-    Hello,
-    MasterRequest,
-    PassOn,
-    Shutdown,
-    StopWorkers,
-    ToWorker,
-    View,
-    updated,
-    whole,
-)
+from unirun.wire.messages import ExitAck, Hello, PassOn, Shutdown, StopWorkers, View, updated, whole
 from unirun.wire.reports import (
     VERSION,
     Calls,
     Cause,
     EngineWeights,
+    Forked,
     FromWorker,
     GroupFormed,
     GroupMeets,
     Health,
+    Kill,
     Listening,
     LocalEngines,
+    MasterRequest,
     Metrics,
     Notice,
+    Preloaded,
+    Reaped,
     Serving,
     SpawnerReady,
+    SpawnFailed,
+    StoreEnded,
+    StoreOpened,
     Stuck,
+    ToWorker,
     ViewWanted,
     WorkerError,
     WorkerExited,
     WorkerRunning,
     WorkerStarted,
 )
-from unirun.wire.spawning import Forked, Kill, Preloaded, Reaped, SpawnFailed, StoreEnded, StoreOpened
 
 # Transitions of the agent's state machine on the answers of programs to their probes, and on the weights of engines.
 #

@@ -16,7 +16,7 @@ from unirun.launcher.environment import SpawnerKey
 from unirun.spec.job import Probe
 from unirun.spec.secrets import Mask
 from unirun.values import Value, WorkerId
-from unirun.wire.messages import ExitAck, Message, PassOn, Shutdown, StopWorkers, ToWorker, View
+from unirun.wire.messages import ExitAck, Message, PassOn, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     CallCount,
     Cause,
@@ -27,12 +27,15 @@ from unirun.wire.reports import (
     HeldStore,
     HeldWorker,
     Notice,
+    ServeStore,
     Serving,
+    Spawn,
+    StoreEnded,
     Stuck,
+    ToWorker,
     WorkerError,
     WorkerExited,
 )
-from unirun.wire.spawning import ServeStore, Spawn, StoreEnded
 
 
 class Phase(StrEnum):

@@ -11,7 +11,7 @@ from pathlib import Path
 from unirun.launcher.events import TAIL_BYTES, AgentState, last_words
 from unirun.values import Value
 from unirun.wire.messages import Message
-from unirun.wire.spawning import Reaped
+from unirun.wire.reports import Reaped
 
 # Evidence that the kernel's out-of-memory killer has ended a process.
 

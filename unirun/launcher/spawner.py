@@ -41,10 +41,10 @@ from unirun.launcher.process import (
 from unirun.values import Value
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.reporting import flush
-from unirun.wire.reports import Notice
-from unirun.wire.spawning import (
+from unirun.wire.reports import (
     Forked,
     Kill,
+    Notice,
     Preloaded,
     Reaped,
     ServeStore,

@@ -12,7 +12,7 @@ CLI→master    Attach Stop PassOn Drain Heartbeat
 master→CLI    Heartbeat WorkerOutput RoleChanged Notice Drained Ended
 visitor→master Visit ViewWanted Grow
 master→visitor Welcome View Ended
-agent→spawner Spawn ServeStore Kill (`unirun.wire.spawning`)
+agent→spawner Spawn ServeStore Kill (`unirun.wire.reports`)
 spawner→agent Preloaded Forked Reaped SpawnFailed StoreOpened StoreEnded Notice
 launcher→node Assigned Go Dismissed, before there is a master; over ssh also Invite Resume
 node→launcher Offer Ready Dismissed; over ssh also Chunk Current Complete
@@ -21,7 +21,7 @@ node→launcher Offer Ready Dismissed; over ssh also Chunk Current Complete
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from msgspec import field
 from msgspec.structs import replace
@@ -30,75 +30,44 @@ from unirun.errors import RendezvousError
 from unirun.values import RankAddress, Value, WorkerId
 from unirun.wire.address import TcpAddress
 from unirun.wire.reports import (
+    Borrow,
     Calls,
+    Declined,
     Ending,
     EngineWeights,
+    Forked,
     FromWorker,
     GroupFormed,
     GroupMeets,
     Health,
     Join,
+    Kill,
     Knock,
     Listening,
     LocalEngines,
+    MasterReply,
+    MasterRequest,
     Metrics,
     Notice,
     Placed,
+    Preloaded,
+    Reaped,
     Sample,
+    ServeStore,
     Serving,
+    Spawn,
     SpawnerReady,
+    SpawnFailed,
+    StoreEnded,
+    StoreOpened,
     Stuck,
+    ToWorker,
     ViewWanted,
     WorkerError,
     WorkerExited,
     WorkerRunning,
     WorkerStarted,
 )
-from unirun.wire.spawning import (
-    Borrow,
-    Declined,
-    Forked,
-    Kill,
-    Preloaded,
-    Reaped,
-    ServeStore,
-    Spawn,
-    SpawnFailed,
-    StoreEnded,
-    StoreOpened,
-)
-
-# Requests of workers to the master, and the answers.
-#
-# An unanswered request is sent again to the next master, so every request must be idempotent.
-
-Wish = Literal["save_state", "load_state", "commit_version", "version"]
-"""Save bytes for the next incarnation; load them; commit a version of a channel (the highest is kept); get it."""
-
-
-class MasterRequest(Value, tag=True):
-    """A request. `name` is the channel for versions; `data` is a state in base64, or a version."""
-
-    number: int
-    wish: Wish
-    name: str = ""
-    data: str = ""
-
-
-class MasterReply(Value, tag=True):
-    """The answer to an `MasterRequest` of this number: `data`, None when there is none, or the `problem`."""
-
-    number: int
-    data: str | None = None
-    problem: str = ""
-
-
-class ToWorker(Value, tag=True):
-    """The master's answer to a worker, which its agent forwards."""
-
-    worker: WorkerId
-    message: MasterReply
-
 
 # Messages between the process that launches a job and the nodes that take part in it, before there is a master: from
 # the launcher Assigned, Go, Dismissed, and over ssh also Invite, Resume; from the node Offer, Ready, Dismissed, and

@@ -7,8 +7,150 @@ from typing import Literal
 from msgspec import field
 
 from unirun.values import Engine, RankAddress, Value, WorkerId
-from unirun.wire.messages import MasterRequest
-from unirun.wire.spawning import StoreEnded
+
+# Messages between an agent and its spawners, and for borrowing a spawner from a warm process.
+
+
+class Borrow(Value, tag=True):
+    """Asks a fork of a warm process to become a spawner. Descriptors are passed with it: the agent's output, a pipe,
+    and those that the agent has at the numbers `inherited`.
+
+    The other fields are those of a new spawner: interpreter, location of the package unirun, working directory,
+    environment, umask, modules to import. `descriptors` is the workers' limit on open files; `state` is the state of
+    the agent's process in the kernel (limits, namespaces, ...).
+    """
+
+    executable: str
+    unirun: str
+    cwd: str
+    modules: tuple[str, ...]
+    env: dict[str, str]
+    umask: int
+    descriptors: int
+    inherited: tuple[int, ...]
+    state: dict[str, str]
+
+
+class Declined(Value, tag=True):
+    """The fork cannot serve as this agent's spawner; `reason` is text for users."""
+
+    reason: str
+
+
+class Spawn(Value, tag=True):
+    """Starts one process. `id` is the agent's number for it; `kind` and `target` are those of the role's entry.
+
+    With `fresh` it is a new interpreter, else a fork that keeps the spawner's imports. `env` is its complete
+    environment. Output is appended to ``stdout.log`` and ``stderr.log`` in `folder`, relative to the directory `logs`.
+    `cpus` is its CPU affinity. `stdin` is an inherited descriptor, None for ``/dev/null``.
+    """
+
+    id: int
+    title: str
+    kind: str
+    target: str
+    args: tuple[str, ...]
+    fresh: bool
+    env: dict[str, str]
+    cwd: str
+    logs: str
+    folder: str
+    cpus: tuple[int, ...] | None = None
+    stdin: int | None = None
+
+
+class ServeStore(Value, tag=True):
+    """Orders a new, empty TCPStore for a generation of `role` on the inherited listening socket `fd`."""
+
+    role: str
+    generation: int
+    fd: int
+
+
+class Kill(Value, tag=True):
+    """Orders `signal` to be sent to the process group of a process."""
+
+    id: int
+    signal: int
+
+
+class Preloaded(Value, tag=True):
+    """The spawner has imported its modules in `seconds` and is ready to fork."""
+
+    seconds: float
+
+
+class Forked(Value, tag=True):
+    """The process was started."""
+
+    id: int
+    pid: int
+
+
+class SpawnFailed(Value, tag=True):
+    """A process could not be started, at `time` (seconds since the epoch); with id 0, the spawner itself has failed."""
+
+    id: int
+    time: float
+    reason: str
+
+
+class StoreOpened(Value, tag=True):
+    """The rendezvous store of this generation of the role listens; that of the previous generation has ended."""
+
+    role: str
+    generation: int
+
+
+class StoreEnded(Value, tag=True):
+    """The rendezvous store of `role` could not be opened or has exited, at `time` (see `Reaped`)."""
+
+    role: str
+    generation: int
+    time: float
+    reason: str
+
+
+class Reaped(Value, tag=True):
+    """The process has ended at `time` (seconds since the epoch), and its group was sent SIGKILL."""
+
+    id: int
+    time: float
+    code: int | None
+    signal: int | None
+
+
+# Requests of workers to the master, and the answers.
+#
+# An unanswered request is sent again to the next master, so every request must be idempotent.
+
+Wish = Literal["save_state", "load_state", "commit_version", "version"]
+"""Save bytes for the next incarnation; load them; commit a version of a channel (the highest is kept); get it."""
+
+
+class MasterRequest(Value, tag=True):
+    """A request. `name` is the channel for versions; `data` is a state in base64, or a version."""
+
+    number: int
+    wish: Wish
+    name: str = ""
+    data: str = ""
+
+
+class MasterReply(Value, tag=True):
+    """The answer to an `MasterRequest` of this number: `data`, None when there is none, or the `problem`."""
+
+    number: int
+    data: str | None = None
+    problem: str = ""
+
+
+class ToWorker(Value, tag=True):
+    """The master's answer to a worker, which its agent forwards."""
+
+    worker: WorkerId
+    message: MasterReply
+
 
 Cause = Literal["own", "order", "leaving", "doom", "stuck", "unready", "silent", "torn"]
 """The reason why a worker has ended: by itself (``own``), by the master's order, because its agent leaves,

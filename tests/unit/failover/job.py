@@ -25,8 +25,15 @@ from unirun.failover.step import step
 from unirun.spec.job import Entry, EntryKind, JobSpec, RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, StopWorkers, View, updated
-from unirun.wire.reports import Cause, Join, WorkerError, WorkerExited, WorkerRunning, WorkerStarted
-from unirun.wire.spawning import StoreOpened
+from unirun.wire.reports import (
+    Cause,
+    Join,
+    StoreOpened,
+    WorkerError,
+    WorkerExited,
+    WorkerRunning,
+    WorkerStarted,
+)
 
 T = TypeVar("T")
 

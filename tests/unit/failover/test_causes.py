@@ -9,8 +9,7 @@ from unirun.errors import IllegalTransition
 from unirun.failover.events import Record, ToAgent
 from unirun.values import WorkerId
 from unirun.wire.messages import Stop, StopWorkers
-from unirun.wire.reports import WorkerExited, WorkerRunning, WorkerStarted
-from unirun.wire.spawning import StoreOpened
+from unirun.wire.reports import StoreOpened, WorkerExited, WorkerRunning, WorkerStarted
 
 
 class Log:

@@ -15,8 +15,7 @@ from unirun.failover.persistence.context import restore, urgent
 from unirun.failover.state import RolePhase
 from unirun.values import WorkerId
 from unirun.wire.messages import Drain, Drained, OpenStore, Shutdown, StartRole, StopWorkers
-from unirun.wire.reports import FromWorker, GroupFormed, Serving, WorkerError
-from unirun.wire.spawning import StoreOpened
+from unirun.wire.reports import FromWorker, GroupFormed, Serving, StoreOpened, WorkerError
 
 
 def leaves(job: Job) -> list[str]:

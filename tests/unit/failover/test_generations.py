@@ -12,8 +12,15 @@ from tests.unit.failover.workloads import serving, workload
 from unirun.errors import Refused
 from unirun.failover.events import Event
 from unirun.values import WorkerId
-from unirun.wire.reports import FromWorker, GroupFormed, HeldStore, WorkerExited, WorkerRunning
-from unirun.wire.spawning import StoreEnded, StoreOpened
+from unirun.wire.reports import (
+    FromWorker,
+    GroupFormed,
+    HeldStore,
+    StoreEnded,
+    StoreOpened,
+    WorkerExited,
+    WorkerRunning,
+)
 
 
 def launched() -> Job:

@@ -18,8 +18,7 @@ from unirun.failover.status_views import status_of
 from unirun.failover.step import step
 from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, StartRole, StopWorkers, View
-from unirun.wire.reports import FromWorker, GroupFormed, Notice, Serving
-from unirun.wire.spawning import StoreOpened
+from unirun.wire.reports import FromWorker, GroupFormed, Notice, Serving, StoreOpened
 
 
 class TestNodesThatAreLostWithinAMoment:

@@ -36,9 +36,10 @@ from unirun.wire.reports import (
     HeldWorker,
     Join,
     RankRange,
+    StoreEnded,
+    StoreOpened,
     WorkerError,
 )
-from unirun.wire.spawning import StoreEnded, StoreOpened
 
 
 class TestTakingOver:

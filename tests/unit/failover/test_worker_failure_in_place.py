@@ -13,8 +13,17 @@ from unirun.failover.status_views import status_of
 from unirun.failover.transition import VIEW_DELAY
 from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, StartRole, StopWorkers, View, WorkerView
-from unirun.wire.reports import FromWorker, GroupFormed, Metrics, Notice, Serving, WorkerError, WorkerRunning
-from unirun.wire.spawning import StoreEnded, StoreOpened
+from unirun.wire.reports import (
+    FromWorker,
+    GroupFormed,
+    Metrics,
+    Notice,
+    Serving,
+    StoreEnded,
+    StoreOpened,
+    WorkerError,
+    WorkerRunning,
+)
 
 
 class TestADeath:

@@ -20,12 +20,13 @@ from unirun.wire.reports import (
     Metrics,
     Notice,
     Serving,
+    StoreEnded,
+    StoreOpened,
     WorkerError,
     WorkerExited,
     WorkerRunning,
     WorkerStarted,
 )
-from unirun.wire.spawning import StoreEnded, StoreOpened
 
 THREE = Inventory(tuple(Node(f"n{n}", (0,), (Device("0", ""), Device("1", ""))) for n in range(3)))
 

@@ -23,13 +23,7 @@ from unirun.launcher.events import (
 )
 from unirun.values import WorkerId
 from unirun.wire.messages import Hello, Message
-from unirun.wire.reports import FromWorker
-from unirun.wire.spawning import (
-    Forked,
-    Preloaded,
-    ServeStore,
-    Spawn,
-)
+from unirun.wire.reports import Forked, FromWorker, Preloaded, ServeStore, Spawn
 
 T = TypeVar("T")
 

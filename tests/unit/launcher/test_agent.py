@@ -22,7 +22,7 @@ from unirun.rendezvous.creation import create_job
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.handshake import new_token
-from unirun.wire.spawning import Spawn
+from unirun.wire.reports import Spawn
 
 
 @pytest.fixture

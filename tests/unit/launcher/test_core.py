@@ -30,26 +30,24 @@ from unirun.launcher.events import (
 from unirun.values import WorkerId
 from unirun.wire.messages import Hello, Message, RoleView, Shutdown, StopWorkers, View, WorkerView
 from unirun.wire.reports import (
+    Forked,
     FromWorker,
     GroupFormed,
+    Kill,
     Metrics,
     Notice,
+    Preloaded,
+    Reaped,
+    ServeStore,
     Serving,
+    Spawn,
     SpawnerReady,
+    SpawnFailed,
     ViewWanted,
     WorkerError,
     WorkerExited,
     WorkerRunning,
     WorkerStarted,
-)
-from unirun.wire.spawning import (
-    Forked,
-    Kill,
-    Preloaded,
-    Reaped,
-    ServeStore,
-    Spawn,
-    SpawnFailed,
 )
 
 

@@ -28,20 +28,18 @@ from unirun.values import WorkerId
 from unirun.wire.messages import PassOn, Shutdown, StopWorkers
 from unirun.wire.reports import (
     Ending,
-    Notice,
-    Serving,
-    WorkerError,
-    WorkerExited,
-)
-from unirun.wire.spawning import (
     Forked,
     Kill,
+    Notice,
     Preloaded,
     Reaped,
     ServeStore,
+    Serving,
     Spawn,
     StoreEnded,
     StoreOpened,
+    WorkerError,
+    WorkerExited,
 )
 
 

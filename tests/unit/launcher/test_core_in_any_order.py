@@ -22,16 +22,15 @@ from unirun.launcher.events import (
     SpawnerDown,
     ToMaster,
 )
-from unirun.wire.messages import Hello, MasterRequest, Shutdown, StopWorkers, View
+from unirun.wire.messages import Hello, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
-    WorkerExited,
-)
-from unirun.wire.spawning import (
     Forked,
+    MasterRequest,
     Preloaded,
     Reaped,
     SpawnFailed,
     StoreEnded,
+    WorkerExited,
 )
 
 

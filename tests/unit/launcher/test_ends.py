@@ -20,8 +20,7 @@ from unirun.launcher.events import (
 from unirun.values import WorkerId
 from unirun.wire.aio import frame_of
 from unirun.wire.frames import FrameReader, decode
-from unirun.wire.reports import CallCount, HeldWorker, Join, RankRange, WorkerError, WorkerExited
-from unirun.wire.spawning import Reaped
+from unirun.wire.reports import CallCount, HeldWorker, Join, RankRange, Reaped, WorkerError, WorkerExited
 
 TRACE = "Traceback (most recent call last)\n" + "é\x1b" * 150_000 + "\nValueError: in the end"
 """300 KB, and six times as much in JSON."""

@@ -19,7 +19,7 @@ BEFORE = """
 import atexit, json, os, subprocess, sys, threading
 from unirun.launcher.forked import fork_spawner
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.spawning import Kill, Spawn
+from unirun.wire.reports import Kill, Spawn
 atexit.register(print, "the agent's exit handler")
 ours, kept = os.pipe(), os.open("/dev/null", os.O_RDONLY)
 """

@@ -25,15 +25,18 @@ from unirun.values import Engine, WorkerId
 from unirun.wire.messages import Hello, StopWorkers
 from unirun.wire.reports import (
     EngineWeights,
+    Forked,
     FromWorker,
     Health,
+    Kill,
     LocalEngines,
     Metrics,
+    Reaped,
+    SpawnFailed,
     WorkerExited,
     WorkerRunning,
     WorkerStarted,
 )
-from unirun.wire.spawning import Forked, Kill, Reaped, SpawnFailed
 
 WHO = WorkerId("engine", 0, 0)
 READY = Probe("http", ("http://h:1/",))

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.unit.launcher.agent import worker
 from unirun.launcher.events import AgentState
 from unirun.launcher.notes import tail
-from unirun.wire.spawning import Reaped
+from unirun.wire.reports import Reaped
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from unirun.launcher.orders import PRELOAD, Orders
 from unirun.observe.jobdir import JobDir
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.messages import StartRole, StartWorker
-from unirun.wire.spawning import Spawn
+from unirun.wire.reports import Spawn
 
 STDIN = 7
 JOB = JobDir(Path("/jobs/run-1"))

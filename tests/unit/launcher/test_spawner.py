@@ -26,10 +26,10 @@ from unirun.launcher.process import BOOT
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.frames import encode, encode_frame
 from unirun.wire.messages import Message
-from unirun.wire.reports import Notice
-from unirun.wire.spawning import (
+from unirun.wire.reports import (
     Forked,
     Kill,
+    Notice,
     Preloaded,
     Reaped,
     ServeStore,

@@ -17,25 +17,23 @@ from unirun.launcher.events import (
 from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, Hello, Message, RoleView, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
+    Forked,
     GroupFormed,
     HeldStore,
     HeldWorker,
     Listening,
     Metrics,
-    Serving,
-    WorkerError,
-    WorkerExited,
-    WorkerStarted,
-)
-from unirun.wire.spawning import (
-    Forked,
     Preloaded,
     Reaped,
     ServeStore,
+    Serving,
     Spawn,
     SpawnFailed,
     StoreEnded,
     StoreOpened,
+    WorkerError,
+    WorkerExited,
+    WorkerStarted,
 )
 
 VIEW = View((RoleView("actor", 2, 1, "127.0.0.1:1", "running", ()),))

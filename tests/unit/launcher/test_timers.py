@@ -16,8 +16,7 @@ from tests.unit.launcher.agent import KILL, TERM, Agent
 from unirun.launcher.events import Signal, TimerExpired
 from unirun.launcher.timers import MANY, Expiry, TimerPipe, TimerRequest, Timers
 from unirun.wire.frames import from_json
-from unirun.wire.reports import Notice, WorkerExited
-from unirun.wire.spawning import Reaped
+from unirun.wire.reports import Notice, Reaped, WorkerExited
 
 
 def request(scope: str, expires: float, *, pid: int = 7, signum: int = KILL) -> TimerRequest:

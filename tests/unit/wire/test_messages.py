@@ -17,8 +17,7 @@ from unirun.errors import FrameError, WireError
 from unirun.values import Value, WorkerId
 from unirun.wire.frames import FrameReader, decode, encode, encode_frame, from_json, parse_object, typed
 from unirun.wire.messages import Message, Stop, View, Welcome
-from unirun.wire.reports import FromWorker, Metrics, Notice
-from unirun.wire.spawning import Spawn
+from unirun.wire.reports import FromWorker, Metrics, Notice, Spawn
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

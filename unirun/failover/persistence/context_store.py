@@ -25,7 +25,8 @@ from unirun.rendezvous.election import (
 )
 from unirun.rendezvous.store.protocol import Compare, Put, RevisionIs, Store, ValueIs
 from unirun.values import Value, WorkerId
-from unirun.wire.messages import MasterReply, MasterRequest, Shutdown, StopWorkers
+from unirun.wire.messages import Shutdown, StopWorkers
+from unirun.wire.reports import MasterReply, MasterRequest
 
 _PIECE = 200_000
 """Characters of a worker's state in one value."""

@@ -18,8 +18,8 @@ from unirun.failover.persistence.context_store import ContextStore, Ledger
 from unirun.failover.state import JobState, Verdict
 from unirun.rendezvous.election import Term
 from unirun.values import WorkerId
-from unirun.wire.messages import MasterRequest, ToWorker
 from unirun.wire.reporting import report, report_error
+from unirun.wire.reports import MasterRequest, ToWorker
 
 T = TypeVar("T")
 

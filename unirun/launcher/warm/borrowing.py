@@ -35,7 +35,7 @@ from unirun.values import Value
 from unirun.wire.address import unix_address
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.frames import from_json
-from unirun.wire.spawning import Borrow, Declined
+from unirun.wire.reports import Borrow, Declined
 
 LOG = "log"
 """The output of a warm process, in its folder, which the process keeps locked while it lives."""

@@ -18,7 +18,7 @@ from unirun.launcher.environment import counts_at_import
 from unirun.launcher.warm import files
 from unirun.launcher.warm.files import folders_of, found_elsewhere
 from unirun.values import Value
-from unirun.wire.spawning import Borrow
+from unirun.wire.reports import Borrow
 
 _STATUS = (
     *("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"),

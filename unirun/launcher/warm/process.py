@@ -45,7 +45,7 @@ from unirun.launcher.warm.likeness import (
 )
 from unirun.wire.address import unix_address
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.spawning import Borrow, Declined
+from unirun.wire.reports import Borrow, Declined
 
 # A fork of the warm process: checks whether it fits, then becomes a job's spawner and its guard.
 #

@@ -31,11 +31,12 @@ from unirun.wire.reports import (
     Join,
     Metrics,
     Serving,
+    StoreEnded,
+    StoreOpened,
     WorkerExited,
     WorkerRunning,
     WorkerStarted,
 )
-from unirun.wire.spawning import StoreEnded, StoreOpened
 
 seeds = st.integers(0, 2**32)
 

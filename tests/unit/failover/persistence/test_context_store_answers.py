@@ -9,7 +9,7 @@ from unirun.rendezvous.election import campaign, job_prefix
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
-from unirun.wire.messages import MasterReply, MasterRequest, Wish
+from unirun.wire.reports import MasterReply, MasterRequest, Wish
 
 
 @pytest.fixture

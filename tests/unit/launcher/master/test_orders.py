@@ -38,8 +38,16 @@ from unirun.wire.messages import (
     WorkerOutput,
     WorkerView,
 )
-from unirun.wire.reports import FromWorker, GroupFormed, Join, Metrics, Notice, WorkerExited, WorkerStarted
-from unirun.wire.spawning import StoreEnded
+from unirun.wire.reports import (
+    FromWorker,
+    GroupFormed,
+    Join,
+    Metrics,
+    Notice,
+    StoreEnded,
+    WorkerExited,
+    WorkerStarted,
+)
 
 Who = tuple[str, int, int]
 WORDS = {

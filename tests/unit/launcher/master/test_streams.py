@@ -25,13 +25,10 @@ from unirun.wire.handshake import new_token
 from unirun.wire.messages import (
     Attach,
     Ended,
-    MasterReply,
-    MasterRequest,
     RoleChanged,
     Shutdown,
     Stop,
     StopWorkers,
-    ToWorker,
     View,
     WorkerOutput,
 )
@@ -39,9 +36,12 @@ from unirun.wire.reports import (
     Ending,
     FromWorker,
     GroupFormed,
+    MasterReply,
+    MasterRequest,
     Metrics,
     Notice,
     Sample,
+    ToWorker,
     WorkerRunning,
 )
 

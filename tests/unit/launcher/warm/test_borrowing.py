@@ -25,7 +25,7 @@ from unirun.launcher.warm import borrowing
 from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose, run_root, running, some_start, wish
 from unirun.launcher.warm.likeness import DESCRIPTION, SOCKET, Description, state_of
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.spawning import Borrow, Declined
+from unirun.wire.reports import Borrow, Declined
 
 NOBODY = 65534
 

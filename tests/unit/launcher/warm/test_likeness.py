@@ -24,7 +24,7 @@ from unirun.launcher.warm.likeness import (
     state_of,
     unlike,
 )
-from unirun.wire.spawning import Borrow
+from unirun.wire.reports import Borrow
 
 ROOT = Path(__file__).parents[4]
 
