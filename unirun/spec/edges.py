@@ -11,10 +11,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, cast, get_args
 
-from unirun.spec.read import Section, parse_size, shown
+from unirun.spec.read import Section, nearest, parse_size, shown
 from unirun.values import Value
 
 Kind = Literal["one_to_one", "broadcast", "scatter", "gather", "all_to_all"]
@@ -23,7 +23,7 @@ Direction = Literal["forward", "back", "both"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
-KEYS = ("from", "to", "invocation", "kind", "direction", "async", "weight")
+EDGE_KEYS = ("from", "to", "invocation", "kind", "direction", "async", "weight")
 _ARROW = re.compile("->|→")
 _SHORT = re.compile(r"\s*(?P<source>[^\s:]+)\s*(?:->|→)\s*(?P<target>[^\s:]+?)\s*(?::\s*(?P<call>\S+)\s*)?")
 
@@ -78,7 +78,7 @@ def _edge(items: Section, where: str) -> Edge:
         problem = f"expected an edge, found {shown(item)}"
         items.fault(where, problem, 'write {from: a, to: b} or "a -> b: method"')
         return Edge("", "")
-    edge.known(KEYS)
+    edge.known(EDGE_KEYS)
     for key in ("from", "to"):
         if edge.fields.get(key) in (None, ""):
             edge.fault(key, "it names no role", f"write {key}: ROLE")
@@ -111,3 +111,47 @@ def _weight(edge: Section) -> float:
         return 0.0
     edge.fault("weight", f"expected a number of bytes, found {shown(value)}", "write 64MB, or 64000000")
     return 0.0
+
+
+# Channels of weights: from which role they go to which, as values and as people write them.
+#
+# ::
+#
+#     channels:
+#       policy: {publisher: actor, receivers: [rollout, reference]}
+
+CHANNEL_KEYS = ("publisher", "receivers")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+
+
+class ChannelSpec(Value):
+    """Weights go from the ranks of the role `publisher` to those of `receivers`."""
+
+    name: str
+    publisher: str
+    receivers: tuple[str, ...]
+
+
+def read_channels(job: Section, roles: Sequence[str]) -> tuple[ChannelSpec, ...]:
+    """The ``channels`` of a job file with these roles. The faults are added to those of `job`."""
+    channels = job.section("channels")
+    found = []
+    for name in channels.fields:
+        if not _NAME.fullmatch(name):
+            channels.fault(name, f"{name!r} is no name of a channel", "begin with a letter: policy")
+        about = channels.section(name)
+        about.known(CHANNEL_KEYS)
+        channel = ChannelSpec(name, about.text("publisher"), about.texts("receivers"))
+        for key, named in (("publisher", (channel.publisher,)), ("receivers", channel.receivers)):
+            if not named or named == ("",):
+                about.fault(
+                    key, "it names no role", f"write {key}: {'ROLE' if key == 'publisher' else '[ROLE]'}"
+                )
+                continue
+            for role in named:
+                if role not in roles:
+                    about.fault(key, f"no role is called {role!r}", nearest(role, [*roles]))
+        if len({channel.publisher, *channel.receivers}) <= len(channel.receivers):
+            about.fault("receivers", "a role is named twice", "name each role once")
+        found.append(channel)
+    return tuple(found)

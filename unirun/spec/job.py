@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 
 from msgspec import convert, field, to_builtins
 
-from unirun.spec.channels import ChannelSpec
-from unirun.spec.edges import Edge
+from unirun.spec.edges import ChannelSpec, Edge
 from unirun.spec.read import Section, shown
 from unirun.values import Value
 

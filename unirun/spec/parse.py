@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unirun.errors import Fault, SpecError
-from unirun.spec.channels import read_channels
-from unirun.spec.edges import read_edges
+from unirun.spec.edges import read_channels, read_edges
 from unirun.spec.engines import with_companions
 from unirun.spec.job import GROUPS, PORT_RANGE, JobSpec, LogSpec, RoleSpec
 from unirun.spec.names import RUN_ID_RULE, id_stem, is_run_id
