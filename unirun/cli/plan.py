@@ -18,8 +18,7 @@ from unirun.cli.grid import grid, svg, text
 from unirun.cli.options import PLAN_OPTIONS
 from unirun.cli.output import print_table, write_file
 from unirun.collocation import Placement, slot_types
-from unirun.collocation.needs import shown_need
-from unirun.collocation.placing import TopologyOf
+from unirun.collocation.placing import TopologyOf, shown_need
 from unirun.errors import UsageError
 from unirun.launcher.environment import worker_env
 from unirun.launcher.foreground.console import COLOURS

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from tests.unit.collocation.jobs import TRAINER, hosts, job, role
 from unirun.collocation import Inventory, Node, place, place_again
-from unirun.collocation.needs import shown_need
+from unirun.collocation.placing import shown_need
 from unirun.errors import PlacementError
 from unirun.spec.job import JobSpec, RoleSpec
 from unirun.spec.read import parse_size
