@@ -7,7 +7,6 @@ cells there are and which node gets which: completely for small problems, else b
 that fit.
 """
 
-from unirun.collocation.planning.plan import plan
-from unirun.collocation.planning.replan import replan
+from unirun.collocation.planning.plan import plan, replan
 
 __all__ = ["plan", "replan"]
