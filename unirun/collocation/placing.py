@@ -260,9 +260,6 @@ Cpus = tuple[int, ...] | None
 TopologyOf = Callable[[Node], Topology]
 """A function that gives the processors near each device of a node."""
 NO_TIES = Ties()
-NAMES = 6
-"""A note names at most so many roles."""
-
 
 def place(
     spec: JobSpec,
@@ -386,7 +383,7 @@ def _without_slots(names: Collection[str]) -> list[str]:
     """A note on the roles that need no slot; of many their number."""
     if not names:
         return []
-    told = both(sorted(names)) if len(names) <= NAMES else f"{len(names)} roles"
+    told = both(sorted(names)) if len(names) <= MAX_NAMES_SHOWN else f"{len(names)} roles"
     return [f"{told} {'needs' if len(names) == 1 else 'need'} no slot"]
 
 

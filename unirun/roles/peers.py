@@ -18,26 +18,9 @@ from typing import Any
 
 from unirun.errors import FrameError, JobError, StoreAway, UsageError, WireError
 from unirun.values import Engine, WorkerId
-<<<<<<< HEAD
 from unirun.wire.blocking import BlockingStream, open_link, out_of_the_way
-from unirun.wire.messages import (
-    MasterReply,
-    MasterRequest,
-    Message,
-    RoleBrief,
-    RoleView,
-    View,
-    Welcome,
-    Wish,
-    updated,
-)
-=======
-from unirun.wire.reports import MasterReply, MasterRequest, Wish
-from unirun.wire.blocking import BlockingStream
-from unirun.wire.link import open_link, out_of_the_way
 from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome, updated
->>>>>>> parent of ec2897b2 (refactor(wire): asking goes into messages)
-from unirun.wire.reports import LocalEngines, ViewWanted
+from unirun.wire.reports import LocalEngines, MasterReply, MasterRequest, ViewWanted, Wish
 
 WELCOME_TIMEOUT = 30.0
 """Seconds in which the agent must answer."""

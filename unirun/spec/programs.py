@@ -21,12 +21,12 @@ from unirun.values import RankAddress, Value
 #
 # ::
 #
-#     {rank} {count} {host} {port} {addr} {ports.NAME} {node_rank} {nodes} {head} {group.head}
-#     {roles.ROLE.host} {roles.ROLE.port} {roles.ROLE.addr} {roles.ROLE.hosts} {roles.ROLE.addrs} {roles.ROLE.ports.NAME}
+#     {rank} {count} {host} {port} {addr} {ports.NAME} {node_rank} {nodes} {head} {group.head}     {roles.ROLE.host}
+# {roles.ROLE.port} {roles.ROLE.addr} {roles.ROLE.hosts} {roles.ROLE.addrs} {roles.ROLE.ports.NAME}
 #
-# The first line is for programs and roles with ports, the second for every role. Anything else in braces stays as it is,
-# as JSON does, except a single word that is nearly one of these names; ``{{port}}`` stands for the text ``{port}``. They
-# are not OmegaConf's ``${…}``, which are resolved when a job file is read.
+# The first line is for programs and roles with ports, the second for every role. Anything else in braces stays as it
+# is, as JSON does, except a single word that is nearly one of these names; ``{{port}}`` stands for the text ``{port}``.
+# They are not OmegaConf's ``${…}``, which are resolved when a job file is read.
 
 OWN = ("rank", "count", "host", "port", "addr", "node_rank", "nodes", "head", "group.head")
 OF_ROLE = ("host", "port", "addr", "hosts", "addrs")
