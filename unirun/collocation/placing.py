@@ -261,6 +261,7 @@ TopologyOf = Callable[[Node], Topology]
 """A function that gives the processors near each device of a node."""
 NO_TIES = Ties()
 
+
 def place(
     spec: JobSpec,
     inventory: Inventory,

@@ -20,8 +20,7 @@ from unirun.launcher.foreground.terminal import drop_input, warn
 from unirun.launcher.local import RunningJob, first_words, start_processes
 from unirun.launcher.orders import on_host
 from unirun.launcher.planned import PlannedJob
-from unirun.launcher.process import adopt_orphans, spare_descriptors
-from unirun.launcher.requirements import check_host
+from unirun.launcher.process import adopt_orphans, check_host, spare_descriptors
 from unirun.launcher.warm.leaving import choices, leave_behind, leaves_behind, starts
 from unirun.observe.batchjob import is_active, own_batch
 from unirun.observe.jobdir import JobDir, job_at

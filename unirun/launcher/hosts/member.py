@@ -17,7 +17,7 @@ from unirun.failover.offers import AgentTask, versions
 from unirun.launcher.hosts.interfaces import choose, route_to
 from unirun.launcher.local import JoinedNode
 from unirun.launcher.orders import on_host
-from unirun.launcher.requirements import check_host
+from unirun.launcher.process import check_host
 from unirun.launcher.slurm.allocation import component_here
 from unirun.observe.batchjob import own_batch
 from unirun.rendezvous.creation import create_job, discard_job, possible_member
