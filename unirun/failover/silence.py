@@ -33,7 +33,7 @@ Other masters, and other ways to know that nobody has given the node up:
   no answer connects there, and has `FENCE_TIMEOUT` seconds from the beginning of an attempt in which both ends have
   proved the token, and over TLS their nodes. A master counts that as a message of the node, before the node can know of
   it. While no master accepts, because it is stopped or its successor is on the way, the head's agent does
-  (`unirun.launcher.witness`), and tells the master that it follows: one that goes on hears of it before it gives a node
+  (`unirun.launcher.contact`), and tells the master that it follows: one that goes on hears of it before it gives a node
   up, as that takes `GIVE_UP_DELAY` seconds more; a new one waits 15 s for nodes in any case. That a connection is made
   proves nothing: a machine that has taken over the address of the head, or of a node, can make one.
 

@@ -21,7 +21,7 @@ from unirun.failover.offers import AgentTask
 from unirun.failover.silence import FENCE_TIMEOUT
 from unirun.failover.views import addresses_of, welcome
 from unirun.launcher import core, events
-from unirun.launcher.contact import Contact
+from unirun.launcher.contact import Contact, Witness
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers, mask_of
 from unirun.launcher.events import AgentState, end_of, holdings, masked
 from unirun.launcher.logs import LogFollower
@@ -39,7 +39,6 @@ from unirun.launcher.process import (
 from unirun.launcher.standby import following
 from unirun.launcher.timers import Expiry, TimerPipe, session_of
 from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
-from unirun.launcher.witness import Witness
 from unirun.observe.jobdir import JobDir, ProcessWatch, open_log
 from unirun.rendezvous.endpoints import Endpoint
 from unirun.rendezvous.store.protocol import SqliteAddress, parse_address

@@ -17,8 +17,7 @@ from unirun.errors import ConnectionLost, RendezvousError
 from unirun.failover import silence
 from unirun.launcher import contact as contacts
 from unirun.launcher import contact as fences
-from unirun.launcher.contact import Contact
-from unirun.launcher.witness import Witness
+from unirun.launcher.contact import Contact, Witness
 from unirun.observe.jobdir import job_at
 from unirun.rendezvous import masters
 from unirun.rendezvous.creation import create_job
