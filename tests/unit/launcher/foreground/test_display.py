@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unirun.launcher.foreground.display import progress
+from unirun.launcher.foreground.session import progress
 from unirun.spec.job import Entry, Probe, RoleSpec
 
 
