@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import base64
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 from unirun.failover.silence import HEARTBEAT_INTERVAL
 from unirun.observe.jobdir import JobDir
@@ -93,3 +95,43 @@ def _whole(job: JobDir, name: str, seen: dict[str, tuple[int, int]]) -> Chunk | 
         return None
     seen[name] = key
     return Chunk(name, 0, base64.b64encode(data).decode(), whole=True)
+
+
+# A stream of messages over this process's stdin and stdout, to the command that has started it by ssh.
+
+MARK = b"\x00unirun node\n"
+"""The mark that a node writes first: the login shell of a host may write to stdout before it."""
+
+
+class _Stdio:
+    """Two descriptors with the methods of a socket that `BlockingStream` calls."""
+
+    def __init__(self, source: int, sink: int) -> None:
+        self._source, self._sink = source, sink
+
+    def fileno(self) -> int:
+        return self._source
+
+    def recv(self, size: int) -> bytes:
+        return os.read(self._source, size)
+
+    def sendall(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._sink, view) :]
+
+    def close(self) -> None:
+        os.close(self._source)
+        os.close(self._sink)
+
+
+def over_stdio() -> BlockingStream:
+    """The stream to the command. What this process writes to stdout otherwise goes to stderr from now on."""
+    source, sink = (os.dup(number) for number in (0, 1))
+    os.dup2(2, 1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    stdio = _Stdio(source, sink)
+    stdio.sendall(MARK)
+    return BlockingStream(cast(socket.socket, stdio))
