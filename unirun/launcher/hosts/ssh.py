@@ -20,7 +20,7 @@ from unirun.collocation import Inventory
 from unirun.errors import JobError, RendezvousError, UnirunError
 from unirun.failover.offers import NodeFault, inventory_of, misfits, versions
 from unirun.launcher.hosts.connection import RemoteNode, carried, reach
-from unirun.launcher.hosts.copying import JobMirror, copy_on, record_hosts
+from unirun.launcher.hosts.copying import JobMirror, copy_on, record_hosts, send_tree
 from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.lobby import (
     Guest,
@@ -30,7 +30,6 @@ from unirun.launcher.hosts.lobby import (
     tell,
 )
 from unirun.launcher.hosts.member import needs
-from unirun.launcher.hosts.sync import send_tree
 from unirun.launcher.launch import task_of
 from unirun.launcher.local import RunningJob
 from unirun.launcher.planned import PlannedJob

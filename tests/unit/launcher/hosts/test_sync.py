@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unirun.launcher.hosts.sync import directories_in, files_of, pack, tree_of
+from unirun.launcher.hosts.copying import directories_in, files_of, pack, tree_of
 
 pytestmark = pytest.mark.starts_processes
 
