@@ -25,11 +25,11 @@ from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.lobby import (
     Guest,
     assign,
+    needs,
     part,
     refusal,
     tell,
 )
-from unirun.launcher.hosts.member import needs
 from unirun.launcher.launch import task_of
 from unirun.launcher.local import RunningJob
 from unirun.launcher.planned import PlannedJob

@@ -21,7 +21,7 @@ from unirun.errors import RendezvousError, WireError
 from unirun.failover.offers import AgentTask
 from unirun.launcher.hosts import ssh
 from unirun.launcher.hosts.byhand import Meeting, run_head, run_member
-from unirun.launcher.hosts.member import offer, take_part
+from unirun.launcher.hosts.lobby import offer, take_part
 from unirun.launcher.planned import PlannedJob
 from unirun.observe.jobdir import job_at
 from unirun.rendezvous.creation import create_job
