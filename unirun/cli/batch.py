@@ -15,9 +15,8 @@ from unirun.cli.options import OPTIONS
 from unirun.collocation import Device, Inventory, Node
 from unirun.errors import Fault, SpecError, UsageError
 from unirun.launcher.foreground.terminal import say, warn
-from unirun.launcher.slurm.following import Follower
 from unirun.launcher.slurm.options import BatchOptions, Component, parse_slurm
-from unirun.launcher.slurm.submit import batch_of, batch_script, submit
+from unirun.launcher.slurm.submit import Follower, batch_of, batch_script, submit
 from unirun.spec.job import JobSpec, RoleSpec
 from unirun.spec.read import nearest
 

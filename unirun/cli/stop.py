@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 def _cancel(run_id: str, batch: BatchJob, *, now: bool, wait: bool) -> int:
     """End the job of a batch job, from any host of the cluster. Returns 0."""
-    from unirun.launcher.slurm.following import cancel, wait_for_end
+    from unirun.launcher.slurm.submit import cancel, wait_for_end
 
     cancel(batch, now=now)
     if not wait:
