@@ -51,11 +51,14 @@ if TYPE_CHECKING:
         MicroBatchSpec,
         ModelInterfaceAbstraction,
         ModelInterfaceType,
+        ModelName,
+        ModelShardID,
         OffloadHook,
         ParamReallocHook,
+        ProcessTopology,
         build_graph,
+        topology,
     )
-    from unirun.experiments.layout import ModelName, ModelShardID, ProcessTopology, topology
     from unirun.experiments.models.api import (
         Engine,
         FinetuneSpec,

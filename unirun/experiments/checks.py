@@ -11,8 +11,17 @@ from unirun.errors import Fault, UsageError
 from unirun.experiments import derive
 from unirun.experiments.checks_of_arguments import argument_faults
 from unirun.experiments.control import Every
-from unirun.experiments.graph import MFCDef, ModelInterfaceType, ParamReallocHook, graph_faults
-from unirun.experiments.layout import AXES, PART_RULE, ModelName, ProcessTopology, is_part
+from unirun.experiments.graph import (
+    AXES,
+    PART_RULE,
+    MFCDef,
+    ModelInterfaceType,
+    ModelName,
+    ParamReallocHook,
+    ProcessTopology,
+    graph_faults,
+    is_part,
+)
 from unirun.experiments.models.api import ModelInterface
 from unirun.experiments.orders import check_reductions
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS, Registry

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from unirun.errors import Fault, SpecError
 from unirun.experiments import derive
-from unirun.experiments.layout import ModelName, ProcessTopology
+from unirun.experiments.graph import ModelName, ProcessTopology
 from unirun.observe.jobdir import unirun_home
 from unirun.wire.reporting import report
 

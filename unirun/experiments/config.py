@@ -13,8 +13,15 @@ from typing import Any
 
 from unirun.errors import SpecError
 from unirun.experiments.control import ExperimentSaveEvalControl
-from unirun.experiments.graph import Abstraction, Graph, MFCDef, build_graph
-from unirun.experiments.layout import ModelName, ModelShardID, ProcessTopology
+from unirun.experiments.graph import (
+    Abstraction,
+    Graph,
+    MFCDef,
+    ModelName,
+    ModelShardID,
+    ProcessTopology,
+    build_graph,
+)
 
 
 class ModelAbstraction(Abstraction):

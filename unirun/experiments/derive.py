@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from unirun.experiments.graph import Graph, MFCDef, ModelInterfaceType, ParamReallocHook, with_hooks
-from unirun.experiments.layout import ModelName, ModelShardID, ProcessTopology
+from unirun.experiments.graph import (
+    Graph,
+    MFCDef,
+    ModelInterfaceType,
+    ModelName,
+    ModelShardID,
+    ParamReallocHook,
+    ProcessTopology,
+    with_hooks,
+)
 
 if TYPE_CHECKING:
     from unirun.experiments.config import ExperimentConfig

@@ -9,8 +9,7 @@ import torch
 from unirun.experiments.data.datasets import DatasetUtility, load_tokenizer
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.experiment import import_modules, resolve, trial_of
-from unirun.experiments.graph import MFCDef, ModelInterfaceType
-from unirun.experiments.layout import topology
+from unirun.experiments.graph import MFCDef, ModelInterfaceType, topology
 from unirun.experiments.models.api import FinetuneSpec, Model, Place
 from unirun.experiments.models.saving import load_whole
 from unirun.experiments.orders import means

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from unirun.errors import UsageError
 from unirun.experiments.config import ExperimentConfig, ExperimentScheduling
-from unirun.experiments.layout import NAME_RULE, is_name
+from unirun.experiments.graph import NAME_RULE, is_name
 from unirun.experiments.registry import Registry
 from unirun.values import Value
 

@@ -23,8 +23,15 @@ from unirun.experiments.config import (
 from unirun.experiments.data.datasets import Dataset, DatasetUtility, Joined, content_of, load_tokenizer
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.experiment import import_modules, resolve, trial_of
-from unirun.experiments.graph import MFCDef, ModelInterfaceType, OffloadHook, ParamReallocHook
-from unirun.experiments.layout import ModelName, ModelShardID, ProcessTopology
+from unirun.experiments.graph import (
+    MFCDef,
+    ModelInterfaceType,
+    ModelName,
+    ModelShardID,
+    OffloadHook,
+    ParamReallocHook,
+    ProcessTopology,
+)
 from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, ModelInterface, Place
 from unirun.experiments.orders import DatasetInfo, MFCReply, MFCRequest, Traffic, data_of, figures_of
 from unirun.experiments.recovery import Recovery

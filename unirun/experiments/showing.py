@@ -14,7 +14,7 @@ from unirun.collocation.graph import Edge, Role
 from unirun.collocation.graph import RoleGraph as Picture
 from unirun.collocation.graph.svg import svg
 from unirun.experiments.config import ExperimentConfig, Resolved
-from unirun.experiments.layout import ModelName, ProcessTopology
+from unirun.experiments.graph import ModelName, ProcessTopology
 
 
 def show(config: ExperimentConfig) -> str:

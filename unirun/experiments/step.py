@@ -8,8 +8,7 @@ from typing import Any
 from unirun.errors import PeerLost, WorkerLost
 from unirun.experiments.config import Resolved
 from unirun.experiments.data.sample import SequenceSample
-from unirun.experiments.graph import Graph, Hook, MFCDef, ModelInterfaceType, ParamReallocHook
-from unirun.experiments.layout import ModelName
+from unirun.experiments.graph import Graph, Hook, MFCDef, ModelInterfaceType, ModelName, ParamReallocHook
 from unirun.experiments.orders import MFCReply, MFCRequest, Traffic, dispatch, means, reduced, seed_of
 from unirun.experiments.registry import INTERFACES
 from unirun.roles import wait

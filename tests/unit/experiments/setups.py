@@ -16,8 +16,15 @@ from unirun.experiments.config import (
     model_workers,
 )
 from unirun.experiments.control import ExperimentSaveEvalControl
-from unirun.experiments.graph import MFCDef, ModelInterfaceAbstraction, ModelInterfaceType, ParamReallocHook
-from unirun.experiments.layout import ModelName, ProcessTopology, topology
+from unirun.experiments.graph import (
+    MFCDef,
+    ModelInterfaceAbstraction,
+    ModelInterfaceType,
+    ModelName,
+    ParamReallocHook,
+    ProcessTopology,
+    topology,
+)
 from unirun.experiments.models.api import ModelBackend, ModelInterface
 from unirun.experiments.registry import (
     register_backend,

@@ -41,8 +41,15 @@ from unirun.experiments.config import (
     model_workers,
 )
 from unirun.experiments.control import ExperimentSaveEvalControl
-from unirun.experiments.graph import MFCDef, ModelInterfaceAbstraction, ParamReallocHook
-from unirun.experiments.layout import ModelName, ModelShardID, ProcessTopology, topology
+from unirun.experiments.graph import (
+    MFCDef,
+    ModelInterfaceAbstraction,
+    ModelName,
+    ModelShardID,
+    ParamReallocHook,
+    ProcessTopology,
+    topology,
+)
 
 
 def sft(data: int = 1) -> ExperimentConfig:

@@ -22,8 +22,7 @@ from unirun.experiments.config import (
 )
 from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.data.datasets import DatasetUtility, PromptDataset
-from unirun.experiments.graph import MFCDef, ModelInterfaceAbstraction, ModelInterfaceType
-from unirun.experiments.layout import topology
+from unirun.experiments.graph import MFCDef, ModelInterfaceAbstraction, ModelInterfaceType, topology
 from unirun.experiments.models.api import GenerationConfig, ModelInterface
 from unirun.experiments.registry import register_dataset, register_interface
 

@@ -32,10 +32,12 @@ from unirun.experiments.graph import (
     MFCDef,
     ModelInterfaceAbstraction,
     ModelInterfaceType,
+    ModelName,
     OffloadHook,
     ParamReallocHook,
+    ProcessTopology,
+    topology,
 )
-from unirun.experiments.layout import ModelName, ProcessTopology, topology
 from unirun.experiments.models.api import ModelInterface
 from unirun.experiments.registry import register_interface
 

@@ -18,7 +18,7 @@ from unirun.experiments.config import (
     model_workers,
 )
 from unirun.experiments.control import ExperimentSaveEvalControl
-from unirun.experiments.layout import topology
+from unirun.experiments.graph import topology
 
 from .setups import ACTOR, CRITIC
 

@@ -15,7 +15,7 @@ from unirun.experiments.config import (
     GserverManager,
     RolloutWorker,
 )
-from unirun.experiments.layout import ModelName
+from unirun.experiments.graph import ModelName
 
 
 def only(config: ExperimentConfig) -> str:

@@ -21,8 +21,7 @@ from tests.unit.experiments.setups import (
 from unirun.errors import SpecError
 from unirun.experiments.config import Resolved, WorkerInformation
 from unirun.experiments.derive import instantiated, model_names, shared_models, sync_param_pairs
-from unirun.experiments.graph import Hook, OffloadHook, ParamReallocHook
-from unirun.experiments.layout import ModelName, topology
+from unirun.experiments.graph import Hook, ModelName, OffloadHook, ParamReallocHook, topology
 
 
 @pytest.fixture

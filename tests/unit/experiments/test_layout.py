@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import UsageError
-from unirun.experiments.layout import (
-    AXES,
-    ModelName,
-    ModelShardID,
-    ProcessTopology,
-    shards,
-    topology,
-)
+from unirun.experiments.graph import AXES, ModelName, ModelShardID, ProcessTopology, shards, topology
 
 topologies = st.builds(
     lambda pipe, data, tensor, order: topology(pipe=pipe, data=data, tensor=tensor, order=order),

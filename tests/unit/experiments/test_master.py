@@ -26,7 +26,7 @@ from unirun.experiments.config import (
 )
 from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.experiment import Experiment, Trial, register_experiment
-from unirun.experiments.layout import topology
+from unirun.experiments.graph import topology
 from unirun.experiments.master import Losses, MasterWorkerProcess
 from unirun.experiments.orders import DatasetInfo
 from unirun.experiments.recovery import Recovery

@@ -14,8 +14,7 @@ from msgspec.structs import replace
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.experiments.config import Allocation, DatasetAbstraction, ModelBackendAbstraction, model_workers
 from unirun.experiments.control import ExperimentSaveEvalControl, Frequencies, Since
-from unirun.experiments.graph import MicroBatchSpec
-from unirun.experiments.layout import topology
+from unirun.experiments.graph import MicroBatchSpec, topology
 from unirun.experiments.recovery import FILE, RecoverInfo, Recovery, Settings, _flat
 
 from .setups import ACTOR, NETWORK, TRAIN, call, config_with, ppo

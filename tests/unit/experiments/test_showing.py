@@ -10,8 +10,7 @@ import pytest
 
 from tests.unit.experiments.setups import ACTOR, TRAIN, at, call, config_of, ppo, realloc
 from unirun.experiments.config import ExperimentConfig
-from unirun.experiments.graph import OffloadHook
-from unirun.experiments.layout import ModelName, topology
+from unirun.experiments.graph import ModelName, OffloadHook, topology
 from unirun.experiments.showing import picture, plain, show
 
 

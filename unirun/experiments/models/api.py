@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from unirun.errors import CheckpointDamaged
 from unirun.experiments.data.sample import SequenceSample
-from unirun.experiments.graph import MicroBatchSpec
-from unirun.experiments.layout import ModelName, ProcessTopology
+from unirun.experiments.graph import MicroBatchSpec, ModelName, ProcessTopology
 from unirun.values import Value
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from unirun.errors import Fault, SpecError
-from unirun.experiments.layout import ModelName, ProcessTopology, topology
+from unirun.experiments.graph import ModelName, ProcessTopology, topology
 from unirun.experiments.models.api import Place
 from unirun.experiments.models.families import first_line, refusal
 from unirun.experiments.models.plan import cuts, partial_names
