@@ -159,7 +159,7 @@ def _start(options: Any) -> int:
         mapping["roles"]["model_worker"]["max_restarts"] = mapping["trainer"]["max_restarts"] = 1_000_000
     where = _where(options, scheduling, evaluator=config.auto_eval)
     if options.dry_run:
-        from unirun.experiments.showing import show
+        from unirun.experiments.starting import show
 
         sys.stdout.write(show(config))
         return 0

@@ -25,7 +25,7 @@ from unirun.experiments.config import DatasetAbstraction, ExperimentConfig
 from unirun.experiments.control import Frequencies
 from unirun.experiments.graph import Abstraction
 from unirun.experiments.registry import INTERFACES
-from unirun.experiments.showing import plain
+from unirun.experiments.starting import plain
 from unirun.values import Value
 from unirun.wire.reporting import report
 

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.experiments.setups import ACTOR, TRAIN, at, call, config_of, ppo, realloc
 from unirun.experiments.config import ExperimentConfig
 from unirun.experiments.graph import ModelName, OffloadHook, topology
-from unirun.experiments.showing import picture, plain, show
+from unirun.experiments.starting import picture, plain, show
 
 
 @pytest.fixture
