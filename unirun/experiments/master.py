@@ -26,8 +26,17 @@ from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import ModelInterfaceType
 from unirun.experiments.models.api import FinetuneSpec
 from unirun.experiments.orders import DatasetInfo, means
-from unirun.experiments.records import CHECKPOINTS, EVALUATIONS, STEPS, Records, SavedModels
-from unirun.experiments.recovery import DATA, RecoverInfo, Recovery, Settings
+from unirun.experiments.recovery import (
+    CHECKPOINTS,
+    DATA,
+    EVALUATIONS,
+    STEPS,
+    Records,
+    RecoverInfo,
+    Recovery,
+    SavedModels,
+    Settings,
+)
 from unirun.experiments.starting import end_of, make_root, started
 from unirun.experiments.step import LOST, Step, reductions_of
 from unirun.roles import BaseTrainer

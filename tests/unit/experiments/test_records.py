@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from unirun.experiments.records import CHECKPOINTS, EVALUATIONS, SAVES, STEPS, Records, SavedModels
+from unirun.experiments.recovery import CHECKPOINTS, EVALUATIONS, SAVES, STEPS, Records, SavedModels
 
 
 @pytest.fixture
