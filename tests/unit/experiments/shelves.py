@@ -12,7 +12,7 @@ import torch
 
 from unirun.errors import PeerLost
 from unirun.experiments.data.sample import SequenceSample
-from unirun.experiments.shelf import NAME, DataClient, DataStore, Lines
+from unirun.experiments.model_worker import NAME, DataClient, DataStore, Lines
 from unirun.roles.transport.protocol import Parcel
 from unirun.weights.messages import Query
 from unirun.weights.tensors import LocalShard
