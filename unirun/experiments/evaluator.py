@@ -12,9 +12,8 @@ from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import MFCDef, ModelInterfaceType, topology
 from unirun.experiments.models.api import FinetuneSpec, Model, Place
 from unirun.experiments.models.saving import load_whole
-from unirun.experiments.orders import means
+from unirun.experiments.orders import means, reductions_of
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
-from unirun.experiments.step import reductions_of
 from unirun.roles import BaseWorkload, trainer_invocation
 from unirun.train.losses import LIMIT
 

@@ -25,7 +25,7 @@ from unirun.experiments.evaluator import trained
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import ModelInterfaceType
 from unirun.experiments.models.api import FinetuneSpec
-from unirun.experiments.orders import DatasetInfo, means
+from unirun.experiments.orders import LOST, DatasetInfo, Step, means, reductions_of
 from unirun.experiments.recovery import (
     CHECKPOINTS,
     DATA,
@@ -38,7 +38,6 @@ from unirun.experiments.recovery import (
     Settings,
 )
 from unirun.experiments.starting import end_of, make_root, started
-from unirun.experiments.step import LOST, Step, reductions_of
 from unirun.roles import BaseTrainer
 from unirun.train.data.order import SampleOrder
 from unirun.train.losses import LOSS_REPORT_TIMEOUT, Repeats, loss_of

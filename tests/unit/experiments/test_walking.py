@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.unit.experiments.setups import ACTOR, COPY, CRITIC, REF, TRAIN, call, ppo, realloc
 from unirun.experiments.graph import Graph, ModelInterfaceType, ModelName, build_graph
-from unirun.experiments.step import startable
+from unirun.experiments.orders import startable
 
 Workers = Mapping[ModelName, frozenset[int]]
 
