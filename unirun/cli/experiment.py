@@ -205,7 +205,7 @@ def _refuse_options(options: Any) -> None:
 
 def _check_networks(config: Any, mode: str) -> None:
     """Raise `SpecError` for networks that cannot have their layout, or cannot be read."""
-    from unirun.experiments.checks_of_networks import network_faults
+    from unirun.experiments.checks_of_arguments import network_faults
 
     faults, absent = network_faults(config)
     if faults:

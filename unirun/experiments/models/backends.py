@@ -145,7 +145,7 @@ def causal_lm(
     """
     from transformers import AutoModelForCausalLM
 
-    from unirun.experiments.checks_of_networks import faults_of
+    from unirun.experiments.checks_of_arguments import faults_of
     from unirun.experiments.models.stage import Stage, configuration
 
     whole: Any
