@@ -42,8 +42,7 @@ if TYPE_CHECKING:
         PromptDataset,
         register_tokenizer,
     )
-    from unirun.experiments.data.named_array import NamedArray
-    from unirun.experiments.data.sample import SequenceSample
+    from unirun.experiments.data.sample import NamedArray, SequenceSample
     from unirun.experiments.experiment import Experiment, make_experiment, register_experiment
     from unirun.experiments.graph import (
         Graph,
