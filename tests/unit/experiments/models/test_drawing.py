@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.experiments.models.api import GenerationConfig
-from unirun.experiments.models.generation import draw
+from unirun.experiments.models.engine import draw
 
 LOGITS = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
 """Four tokens, from the likeliest on."""
