@@ -22,8 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from unirun.errors import Fault, SpecError
 from unirun.experiments.graph import ModelName, ProcessTopology, topology
 from unirun.experiments.models.api import Place
-from unirun.experiments.models.families import first_line, refusal
-from unirun.experiments.models.plan import cuts, partial_names
+from unirun.experiments.models.families import cuts, first_line, partial_names, refusal
 
 
 class Stage(nn.Module):

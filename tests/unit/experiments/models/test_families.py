@@ -11,8 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from unirun.experiments import Place
-from unirun.experiments.models.families import HEADS, LAYERS, doubles, refusal, small
-from unirun.experiments.models.plan import cuts, partial_names
+from unirun.experiments.models.families import HEADS, LAYERS, cuts, doubles, partial_names, refusal, small
 from unirun.experiments.models.stage import Stage
 
 from .test_stage import CONFIG, place
