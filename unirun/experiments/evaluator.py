@@ -10,8 +10,7 @@ from unirun.experiments.data.datasets import DatasetUtility, load_tokenizer
 from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import MFCDef, ModelInterfaceType, topology
-from unirun.experiments.models.api import FinetuneSpec, Model, Place
-from unirun.experiments.models.saving import load_whole
+from unirun.experiments.models.api import FinetuneSpec, Model, Place, load_whole
 from unirun.experiments.orders import means, reductions_of
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
 from unirun.roles import BaseWorkload, trainer_invocation

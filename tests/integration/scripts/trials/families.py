@@ -33,9 +33,9 @@ from unirun.experiments import (
     Place,
     topology,
 )
+from unirun.experiments.models.api import save_whole
 from unirun.experiments.models.backends import ShardedBackend, TrainBackend, causal_lm
 from unirun.experiments.models.families import MOST, doubles, small
-from unirun.experiments.models.saving import save_whole
 
 LAYOUTS = {"tensor": topology(tensor=2), "pipe": topology(pipe=2), "fsdp2": topology(data=2)}
 

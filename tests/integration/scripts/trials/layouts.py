@@ -28,8 +28,8 @@ from unirun.experiments import (
     SequenceSample,
     topology,
 )
+from unirun.experiments.models.api import save_whole
 from unirun.experiments.models.backends import ShardedBackend, TrainBackend, causal_lm
-from unirun.experiments.models.saving import save_whole
 
 SEQUENCES = 7
 CONFIG = {

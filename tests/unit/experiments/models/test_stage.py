@@ -12,9 +12,8 @@ from torch import Tensor
 
 from unirun.errors import CheckpointDamaged, SpecError, UsageError
 from unirun.experiments import MicroBatchSpec, Model, ModelName, Place, SequenceSample, topology
-from unirun.experiments.models.api import FinetuneSpec
+from unirun.experiments.models.api import FinetuneSpec, load_whole, save_whole
 from unirun.experiments.models.backends import InferenceBackend, TrainBackend, causal_lm
-from unirun.experiments.models.saving import load_whole, save_whole
 from unirun.experiments.models.stage import Stage, network_faults
 
 CONFIG = {
