@@ -27,11 +27,10 @@ from unirun.train.arguments import (
     require,
     takes_config,
 )
-from unirun.train.attempts import Attempts
 from unirun.train.backends import find_backend
 from unirun.train.callbacks import Callbacks, TrainingCallback
 from unirun.train.checkpoints import CheckpointStrategy
-from unirun.train.running import RunRequest, TrainingIterator
+from unirun.train.running import Attempts, RunRequest, TrainingIterator
 from unirun.train.setup import MANY, Setup, options_of, range_of, resources_of
 from unirun.train.workers import Workers
 from unirun.wire.reporting import report
