@@ -26,12 +26,11 @@ from unirun.errors import (
     WorkerLost,
 )
 from unirun.roles import InvocationRef, RoleGroup, wait
-from unirun.train.arguments import name_of
+from unirun.train.arguments import name_of, unsendable
 from unirun.train.callbacks import Callbacks
 from unirun.train.checkpoints import CheckpointStrategy, Info, skipped
 from unirun.train.lockstep import Lockstep, Round
 from unirun.train.losses import LostWorker, Repeats, is_loss
-from unirun.train.unsendable import unsendable
 from unirun.train.worker import Attempt, Program, RunTask, Stopped, cell_of
 from unirun.train.workers import Workers
 from unirun.values import Value

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from unirun.errors import EncodingError
-from unirun.train.unsendable import unsendable
+from unirun.train.arguments import unsendable
 
 LOCK = threading.Lock()
 
