@@ -48,7 +48,7 @@ MAY_PICKLE = frozenset(
     {
         "unirun.roles.calls.codec",
         "unirun.roles.worker_main",
-        "unirun.train.handle",
+        "unirun.train.job",
     }
 )
 """Modules that pickle the values which users send each other. unirun's own messages and files are JSON."""

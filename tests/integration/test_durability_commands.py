@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from unirun.observe.jobdir import JobDir
-from unirun.train.handle import JobHandle
+from unirun.train.job import JobHandle
 
 from .harness import SOON, START, Script, Unirun, alive, eventually
 from .masters import Masters

@@ -44,8 +44,7 @@ if TYPE_CHECKING:
         world_rank,
         world_size,
     )
-    from unirun.train.handle import JobHandle, attach
-    from unirun.train.job import Job
+    from unirun.train.job import Job, JobHandle, attach
     from unirun.train.running import TrainingIterator
     from unirun.train.trainer import Trainer
     from unirun.train.tuning import Trainable

@@ -36,8 +36,7 @@ from unirun.observe.status import ENDED, JobStatus
 from unirun.rendezvous.masters import follow_to_end
 from unirun.roles.calls.group import RoleGroup
 from unirun.roles.visitor import Visitor
-from unirun.train.handle import JobHandle
-from unirun.train.job import python_path
+from unirun.train.job import JobHandle, python_path
 from unirun.train.losses import LIMIT, LOSS_REPORT_TIMEOUT, LostWorker, loss_of
 from unirun.train.setup import ROLE, Setup
 from unirun.wire.messages import Stop
