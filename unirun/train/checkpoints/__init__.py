@@ -1,8 +1,16 @@
 """Checkpoints of training runs: what is kept, where it lies, and how it is written beside training."""
 
 from unirun.train.checkpoints.folder import CheckpointStrategy, Folder, Info, Manifest, skipped
-from unirun.train.checkpoints.loading import load, put_into
-from unirun.train.checkpoints.state import encode, is_sharded, outline, plain_state, snapshot, unwrapped
+from unirun.train.checkpoints.state import (
+    encode,
+    is_sharded,
+    load,
+    outline,
+    plain_state,
+    put_into,
+    snapshot,
+    unwrapped,
+)
 from unirun.train.checkpoints.writer import CheckpointWriter, GivenUp
 
 __all__ = [
