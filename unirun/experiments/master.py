@@ -39,7 +39,7 @@ from unirun.experiments.recovery import (
 )
 from unirun.experiments.starting import end_of, make_root, started
 from unirun.roles import BaseTrainer
-from unirun.train.data.order import SampleOrder
+from unirun.train.data.plan import SampleOrder
 from unirun.train.losses import LOSS_REPORT_TIMEOUT, Repeats, loss_of
 from unirun.values import Value
 from unirun.wire.reporting import report

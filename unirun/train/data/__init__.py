@@ -9,8 +9,7 @@
 """
 
 from unirun.train.data.loader import Loader, Shard, sharded
-from unirun.train.data.order import SampleOrder
-from unirun.train.data.plan import Progress, merged
+from unirun.train.data.plan import Progress, SampleOrder, merged
 from unirun.train.data.sources import Files, kfold, source_of
 
 __all__ = ["Files", "Loader", "Progress", "SampleOrder", "Shard", "kfold", "merged", "sharded", "source_of"]

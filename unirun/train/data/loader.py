@@ -22,8 +22,7 @@ from torch.utils.data import (
 )
 
 from unirun.errors import UsageError
-from unirun.train.data.order import BLOCK
-from unirun.train.data.plan import Progress
+from unirun.train.data.plan import BLOCK, Progress
 from unirun.train.data.sources import (
     DataSource,
     Indexed,

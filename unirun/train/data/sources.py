@@ -24,8 +24,7 @@ from msgspec.structs import replace
 from torch.utils.data import DataLoader, IterableDataset
 
 from unirun.errors import UsageError
-from unirun.train.data.order import SampleOrder
-from unirun.train.data.plan import Numbers, Progress
+from unirun.train.data.plan import Numbers, Progress, SampleOrder
 from unirun.values import Value
 
 # Datasets of many files, whose names may be too many for the memory.
