@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         AutomaticEvaluator,
         DatasetAbstraction,
         EnvServiceAbstraction,
-        ExperimentConfig,
         ExperimentScheduling,
         GenerationServer,
         GserverManager,
@@ -43,7 +42,12 @@ if TYPE_CHECKING:
         register_tokenizer,
     )
     from unirun.experiments.data.sample import NamedArray, SequenceSample
-    from unirun.experiments.experiment import Experiment, make_experiment, register_experiment
+    from unirun.experiments.experiment import (
+        Experiment,
+        ExperimentConfig,
+        make_experiment,
+        register_experiment,
+    )
     from unirun.experiments.graph import (
         Graph,
         MFCDef,
@@ -143,7 +147,6 @@ _HOMES = {
         "AutomaticEvaluator",
         "DatasetAbstraction",
         "EnvServiceAbstraction",
-        "ExperimentConfig",
         "ExperimentScheduling",
         "GenerationServer",
         "GserverManager",
@@ -169,6 +172,7 @@ _HOMES = {
     "data.named_array": ("NamedArray",),
     "data.sample": ("SequenceSample",),
     "experiment": (
+        "ExperimentConfig",
         "Experiment",
         "make_experiment",
         "register_experiment",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import Fault, UsageError
 from unirun.experiments import derive
 from unirun.experiments.checks_of_arguments import argument_faults
+from unirun.experiments.config import ExperimentDescription
 from unirun.experiments.control import Every
 from unirun.experiments.graph import (
     AXES,
@@ -26,14 +26,10 @@ from unirun.experiments.models.api import ModelInterface
 from unirun.experiments.orders import check_reductions
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS, Registry
 
-if TYPE_CHECKING:
-    from unirun.experiments.config import ExperimentConfig
-
-
 # Checks of what calls ask of their models and interfaces; `graph` checks which data they need and make.
 
 
-def malformed_faults(config: ExperimentConfig) -> list[Fault]:
+def malformed_faults(config: ExperimentDescription) -> list[Fault]:
     """Values of which nothing else can be checked: they have the wrong type, or are no layouts."""
     found = [
         Fault(f"models.{name}", f"its topology has the axes {topo.axes!r} and sizes {topo.dims!r}", _LAYOUT)
@@ -63,7 +59,7 @@ def _is_layout(topo: ProcessTopology) -> bool:
     )
 
 
-def call_faults(config: ExperimentConfig) -> list[Fault]:
+def call_faults(config: ExperimentDescription) -> list[Fault]:
     """Names of calls and roles, methods that interfaces lack, and what a model without a network cannot do."""
     roles = {
         name.role: None for name in (*derive.model_names(config), *(c.model_name for c in config.model_rpcs))
@@ -101,9 +97,9 @@ def _lacks_method(call: MFCDef) -> bool:
     return getattr(cls, method) is getattr(ModelInterface, method)
 
 
-def _hook_faults(config: ExperimentConfig) -> list[Fault]:
+def _hook_faults(config: ExperimentDescription) -> list[Fault]:
     """Hooks, also those that are added, of models without parameters."""
-    empty = {name for name, (_, backend) in derive.types(config).items() if backend == "null"}
+    empty = {name for name, (_, backend) in derive.model_types(config).items() if backend == "null"}
     found = []
     for call in derive.calls_with_hooks(config):
         for hook in (*call.pre_hooks, *call.post_hooks):
@@ -129,7 +125,7 @@ POLICIES = ("round_robin", "least_requests", "least_token_usage")
 """Policies by which a manager chooses the server of a request."""
 
 
-def serving_faults(config: ExperimentConfig) -> list[Fault]:
+def serving_faults(config: ExperimentDescription) -> list[Fault]:
     """Generation servers, their manager, and rollout workers."""
     found = []
     servers, managers, rollouts = config.generation_server, config.gserver_manager, config.rollout_worker
@@ -211,18 +207,18 @@ def serving_faults(config: ExperimentConfig) -> list[Fault]:
     return found
 
 
-def dataset_keys(config: ExperimentConfig) -> frozenset[str]:
+def dataset_keys(config: ExperimentDescription) -> frozenset[str]:
     """The keys that the datasets of an experiment have."""
     return frozenset().union(*_keys_of_datasets(config).values())
 
 
-def _keys_of_datasets(config: ExperimentConfig) -> dict[str, frozenset[str]]:
+def _keys_of_datasets(config: ExperimentDescription) -> dict[str, frozenset[str]]:
     """The keys of each type of dataset that is in use."""
     types = {each.type_ for worker in config.model_worker for each in worker.datasets}
     return {type_: frozenset(DATASETS.find(type_).keys) for type_ in sorted(types) if type_ in DATASETS}
 
 
-def faults(config: ExperimentConfig) -> list[Fault]:
+def faults(config: ExperimentDescription) -> list[Fault]:
     """All errors that can be found without making models or datasets, with hints. Empty if there are none."""
     found = [*config.exp_ctrl.faults()]
     if (
@@ -250,7 +246,7 @@ def faults(config: ExperimentConfig) -> list[Fault]:
     return found
 
 
-def _held_out_faults(config: ExperimentConfig) -> list[Fault]:
+def _held_out_faults(config: ExperimentDescription) -> list[Fault]:
     held_out = any(shard.eval_dataset for worker in config.model_worker for shard in worker.shards)
     if held_out or config.exp_ctrl.every("eval") == Every():
         return []
@@ -258,7 +254,7 @@ def _held_out_faults(config: ExperimentConfig) -> list[Fault]:
     return [Fault("exp_ctrl", problem, "give Allocation(…, eval_dataset=…), or leave eval_freq_… out")]
 
 
-def _evaluator_faults(config: ExperimentConfig) -> list[Fault]:
+def _evaluator_faults(config: ExperimentDescription) -> list[Fault]:
     if not config.auto_eval:
         return []
     found = []
@@ -274,7 +270,7 @@ def _evaluator_faults(config: ExperimentConfig) -> list[Fault]:
     return found
 
 
-def _worker_faults(config: ExperimentConfig) -> list[Fault]:
+def _worker_faults(config: ExperimentDescription) -> list[Fault]:
     found = []
     for index, worker in enumerate(config.model_worker):
         counts = Counter(shard.id.model_name for shard in worker.shards)
@@ -294,7 +290,7 @@ def _worker_faults(config: ExperimentConfig) -> list[Fault]:
     return found
 
 
-def _registry_faults(config: ExperimentConfig) -> list[Fault]:
+def _registry_faults(config: ExperimentDescription) -> list[Fault]:
     wanted: dict[tuple[str, str], tuple[str, Registry[object]]] = {}
     for call in config.model_rpcs:
         wanted["interface", call.interface_impl.type_] = f"model_rpcs.{call.name}", INTERFACES
@@ -318,7 +314,7 @@ def _registry_faults(config: ExperimentConfig) -> list[Fault]:
     ]
 
 
-def _model_faults(config: ExperimentConfig) -> list[Fault]:
+def _model_faults(config: ExperimentDescription) -> list[Fault]:
     found = []
     names = derive.model_names(config)
     replicas: dict[str, list[int]] = {}
@@ -362,10 +358,10 @@ def _model_faults(config: ExperimentConfig) -> list[Fault]:
     return found
 
 
-def _network_faults(config: ExperimentConfig) -> list[Fault]:
+def _network_faults(config: ExperimentDescription) -> list[Fault]:
     """Backends that cannot have their model. Nothing is known of models and backends that are not built in."""
     found = []
-    for name, (model, backend) in sorted(derive.types(config).items()):
+    for name, (model, backend) in sorted(derive.model_types(config).items()):
         if backend == "null" and model == "causal_lm":
             remedy = "use 'ddp', 'fsdp2' or 'inference'"
             found.append(
@@ -377,7 +373,7 @@ def _network_faults(config: ExperimentConfig) -> list[Fault]:
     return found
 
 
-def _shard_faults(config: ExperimentConfig, name: ModelName) -> list[Fault]:
+def _shard_faults(config: ExperimentDescription, name: ModelName) -> list[Fault]:
     where = f"models.{name}"
     mine = [shard for worker in config.model_worker for shard in worker.shards if shard.id.model_name == name]
     topos = list(dict.fromkeys(shard.id.topo for shard in mine))
@@ -417,7 +413,7 @@ def _shard_faults(config: ExperimentConfig, name: ModelName) -> list[Fault]:
     return found
 
 
-def _role_faults(config: ExperimentConfig) -> list[Fault]:
+def _role_faults(config: ExperimentDescription) -> list[Fault]:
     found = []
     trainers: dict[str, list[MFCDef]] = {}
     only_run = {
@@ -470,7 +466,7 @@ def _no_multiples(one: ProcessTopology, other: ProcessTopology) -> bool:
     return sizes[1] % sizes[0] != 0
 
 
-def _data_faults(config: ExperimentConfig) -> list[Fault]:
+def _data_faults(config: ExperimentDescription) -> list[Fault]:
     """The datasets are in the workers of the model that is called first, and are the same in all of them. All of them
     have the same keys."""
     made = {key for call in config.model_rpcs for key in call.output_keys}

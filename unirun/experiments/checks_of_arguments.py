@@ -10,25 +10,22 @@ import os
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unirun.errors import Fault, SpecError, UsageError
 from unirun.experiments import derive
+from unirun.experiments.config import ExperimentDescription
 from unirun.experiments.data.datasets import TOKENIZERS, is_of_rows, read_rows
 from unirun.experiments.graph import Abstraction, MFCDef, ModelInterfaceType, ModelName, ProcessTopology
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS, Registry
 from unirun.observe.jobdir import unirun_home
 from unirun.wire.reporting import report
 
-if TYPE_CHECKING:
-    from unirun.experiments.config import ExperimentConfig
-
-
 BUILT_IN = ("ddp", "fsdp2", "inference", "null")
 """Backends that check the values of their arguments when they are made, which costs nothing."""
 
 
-def argument_faults(config: ExperimentConfig) -> list[Fault]:
+def argument_faults(config: ExperimentDescription) -> list[Fault]:
     """Faults of the arguments of registered classes and functions: unknown ones, and missing ones."""
     found = []
     for where, kind, registry, chosen, first in _named(config):
@@ -50,7 +47,7 @@ def _is_ours(kind: str, chosen: Abstraction) -> bool:
     return chosen.type_ in {"backend": BUILT_IN, "model": ("causal_lm", "null")}.get(kind, ())
 
 
-def _named(config: ExperimentConfig) -> Iterator[tuple[str, str, Registry[Any], Abstraction, int]]:
+def _named(config: ExperimentDescription) -> Iterator[tuple[str, str, Registry[Any], Abstraction, int]]:
     """Each named object once: its place in the configuration, its kind, its registry, its name with the arguments, and
     the number of arguments that come before those."""
     for call in config.model_rpcs:
@@ -62,12 +59,12 @@ def _named(config: ExperimentConfig) -> Iterator[tuple[str, str, Registry[Any], 
         yield where, "dataset", DATASETS, dataset, 1
 
 
-def _shards(config: ExperimentConfig) -> dict[Any, Any]:
+def _shards(config: ExperimentDescription) -> dict[Any, Any]:
     """A shard of each model; all of a model are alike."""
     return {shard.id.model_name: shard for worker in config.model_worker for shard in worker.shards}
 
 
-def _datasets(config: ExperimentConfig) -> Iterator[tuple[str, Abstraction]]:
+def _datasets(config: ExperimentDescription) -> Iterator[tuple[str, Abstraction]]:
     worker = next((worker for worker in config.model_worker if worker.datasets), None)
     for at, dataset in enumerate(worker.datasets if worker is not None else ()):
         yield f"datasets.{at}", dataset
@@ -112,7 +109,7 @@ def _value_fault(where: str, make: Any, chosen: Abstraction) -> Fault | None:
     return None
 
 
-def file_faults(config: ExperimentConfig) -> list[Fault]:
+def file_faults(config: ExperimentDescription) -> list[Fault]:
     """Files and directories that a trial needs and that are not on this host, held-out data that is too small, and
     more new tokens than networks have positions."""
     found = []
@@ -199,7 +196,7 @@ def _first_rows(dataset: Abstraction, most: int) -> int | None:
         return None
 
 
-def _length_faults(config: ExperimentConfig) -> list[Fault]:
+def _length_faults(config: ExperimentDescription) -> list[Fault]:
     """Faults of calls that make more new tokens than their network has positions, whatever the prompt."""
     return [
         Fault(
@@ -212,7 +209,7 @@ def _length_faults(config: ExperimentConfig) -> list[Fault]:
     ]
 
 
-def length_warnings(config: ExperimentConfig) -> list[Fault]:
+def length_warnings(config: ExperimentDescription) -> list[Fault]:
     """Warnings for sequences that may be longer than their network has positions. A dataset only cuts at its
     ``max_length``: all of its samples may be shorter."""
     found = []
@@ -233,7 +230,7 @@ def length_warnings(config: ExperimentConfig) -> list[Fault]:
     return found
 
 
-def _lengths(config: ExperimentConfig) -> Iterator[tuple[MFCDef, int, int, int]]:
+def _lengths(config: ExperimentDescription) -> Iterator[tuple[MFCDef, int, int, int]]:
     """For each call whose network has a known number of positions: the longest prompt, the most new tokens
     (each 0 where the configuration does not say it), and that number."""
     shards = _shards(config)
@@ -250,7 +247,7 @@ def _lengths(config: ExperimentConfig) -> Iterator[tuple[MFCDef, int, int, int]]
         yield call, max([prompt, *map(_max_length, _held_out(config, call, shard))]), new, positions
 
 
-def _held_out(config: ExperimentConfig, call: MFCDef, shard: Any) -> Iterator[Abstraction]:
+def _held_out(config: ExperimentDescription, call: MFCDef, shard: Any) -> Iterator[Abstraction]:
     """The data on which the model of a call that trains is evaluated."""
     if call.interface_type is not ModelInterfaceType.TRAIN_STEP:
         return
@@ -300,7 +297,7 @@ def _new_tokens(args: Mapping[str, Any]) -> int | None:
 # noted, and is not tried again with the same versions. Workers make the same checks, as another host may have no note.
 
 
-def network_faults(config: ExperimentConfig) -> tuple[list[Fault], list[Fault]]:
+def network_faults(config: ExperimentDescription) -> tuple[list[Fault], list[Fault]]:
     """Faults of networks that cannot have their layout, and faults of networks that cannot be read on this
     host, as other hosts may have their files. Models that are not built in are not checked."""
     topologies = derive.topologies(config)
@@ -330,7 +327,7 @@ def faults_of(where: str, topo: ProcessTopology, arguments: Mapping[str, Any]) -
     return faults
 
 
-def _arguments(config: ExperimentConfig) -> dict[ModelName, Mapping[str, Any]]:
+def _arguments(config: ExperimentDescription) -> dict[ModelName, Mapping[str, Any]]:
     return {
         shard.id.model_name: shard.model.args
         for worker in config.model_worker

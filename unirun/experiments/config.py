@@ -2,7 +2,7 @@
 together.
 
 The names are those of AReaL's system API. What users write are dataclasses that they fill in;
-`ExperimentConfig.lazy_init` checks all of it (`checks.py`) and derives the rest (`derive.py`).
+`ExperimentConfig.lazy_init` checks all of it (`checks.py`) and derives the rest.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unirun.errors import SpecError
 from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.graph import (
     Abstraction,
@@ -20,7 +19,6 @@ from unirun.experiments.graph import (
     ModelName,
     ModelShardID,
     ProcessTopology,
-    build_graph,
 )
 
 
@@ -239,10 +237,8 @@ class Resolved:
 
 
 @dataclass
-class ExperimentConfig:
-    """An experiment: its calls, and what each of its workers has. `call_timeout` is the number of seconds
-    that a call of a step, an evaluation, a save or a checkpoint may take; a longer one ends the trial with an
-    error."""
+class ExperimentDescription:
+    """The calls of an experiment, and what each of its workers has: all that can be checked and derived from."""
 
     exp_ctrl: ExperimentSaveEvalControl
     model_rpcs: list[MFCDef]
@@ -254,7 +250,6 @@ class ExperimentConfig:
     auto_eval: bool = False
     evaluator: AutomaticEvaluator = field(default_factory=AutomaticEvaluator)
     call_timeout: float = 2 * 3600.0
-    resolved: Resolved | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         first = self.model_worker[0] if self.model_worker else None
@@ -262,58 +257,6 @@ class ExperimentConfig:
             self.master_worker = [
                 MasterWorker(first.base_seed, self.exp_ctrl, len(self.model_worker), first.shuffle_dataset)
             ]
-
-    def lazy_init(self) -> Resolved:
-        """Check everything, and derive what follows. Raises `SpecError` with all that is wrong."""
-        from unirun.experiments import checks, derive
-
-        faults = checks.faults(self)
-        if faults:
-            raise SpecError(faults)
-        topologies = derive.topologies(self)
-        calls = derive.calls_with_hooks(self)
-        graph = build_graph(calls, checks.dataset_keys(self))
-        instantiated = derive.instantiated(calls)
-        for worker in self.model_worker:
-            for shard in worker.shards:
-                shard.should_instantiate = shard.id.model_name in instantiated
-        self.resolved = Resolved(
-            graph,
-            topologies,
-            tuple(derive.data_transfer_pairs(graph)),
-            tuple(derive.sync_param_pairs(calls)),
-            instantiated,
-            derive.shard_workers(self),
-        )
-        return self.resolved
-
-    def resolve_worker_config(self, worker_type: str, worker_index: int) -> Any:
-        """The configuration of one worker, as ``model_worker`` 3. Raises `SpecError` when there is none."""
-        from unirun.errors import Fault
-
-        found = getattr(self, worker_type, None) if worker_type in WORKER_TYPES else None
-        if found is None or not 0 <= worker_index < len(found):
-            count = "" if found is None else f"; there are {len(found)}"
-            raise SpecError(
-                [
-                    Fault(
-                        worker_type,
-                        f"there is no such worker {worker_index}{count}",
-                        f"types: {', '.join(WORKER_TYPES)}",
-                    )
-                ]
-            )
-        return found[worker_index]
-
-    def set_worker_information(self, experiment_name: str, trial_name: str) -> None:
-        """Tell each worker which one it is."""
-        for kind in WORKER_TYPES:
-            workers = getattr(self, kind)
-            for index, worker in enumerate(workers):
-                worker.worker_info = WorkerInformation(experiment_name, trial_name, kind, index, len(workers))
-
-
-WORKER_TYPES = ("model_worker", "master_worker", "generation_server", "gserver_manager", "rollout_worker")
 
 
 # `model_workers` makes the list of model workers from an `Allocation` for each model, instead of shard by shard.

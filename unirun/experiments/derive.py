@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from unirun.experiments.config import ExperimentDescription
 from unirun.experiments.graph import (
     Graph,
     MFCDef,
@@ -16,24 +16,21 @@ from unirun.experiments.graph import (
     with_hooks,
 )
 
-if TYPE_CHECKING:
-    from unirun.experiments.config import ExperimentConfig
-
 Pair = tuple[ModelName, ModelName]
 
 
-def model_names(config: ExperimentConfig) -> list[ModelName]:
+def model_names(config: ExperimentDescription) -> list[ModelName]:
     """All models, sorted."""
     return sorted({shard.id.model_name for worker in config.model_worker for shard in worker.shards})
 
 
-def topologies(config: ExperimentConfig) -> dict[ModelName, ProcessTopology]:
+def topologies(config: ExperimentDescription) -> dict[ModelName, ProcessTopology]:
     """The topology of each model."""
     found = {shard.id.model_name: shard.id.topo for worker in config.model_worker for shard in worker.shards}
     return dict(sorted(found.items()))
 
 
-def types(config: ExperimentConfig) -> dict[ModelName, tuple[str, str]]:
+def model_types(config: ExperimentDescription) -> dict[ModelName, tuple[str, str]]:
     """The registered names of the network and the backend of each model."""
     return {
         shard.id.model_name: (shard.model.type_, shard.backend.type_)
@@ -42,12 +39,12 @@ def types(config: ExperimentConfig) -> dict[ModelName, tuple[str, str]]:
     }
 
 
-def shard_workers(config: ExperimentConfig) -> dict[ModelShardID, int]:
+def shard_workers(config: ExperimentDescription) -> dict[ModelShardID, int]:
     """The model worker of each shard."""
     return {shard.id: index for index, worker in enumerate(config.model_worker) for shard in worker.shards}
 
 
-def shared_models(config: ExperimentConfig) -> set[ModelName]:
+def shared_models(config: ExperimentDescription) -> set[ModelName]:
     """The models that share a worker with another model."""
     return {
         shard.id.model_name
@@ -57,7 +54,7 @@ def shared_models(config: ExperimentConfig) -> set[ModelName]:
     }
 
 
-def calls_with_hooks(config: ExperimentConfig) -> list[MFCDef]:
+def calls_with_hooks(config: ExperimentDescription) -> list[MFCDef]:
     """The calls, with the hooks that follow from where their models are."""
     return with_hooks(config.model_rpcs, shared_models(config))
 

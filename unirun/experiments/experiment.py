@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -16,11 +17,84 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from unirun.errors import UsageError
-from unirun.experiments.config import ExperimentConfig, ExperimentScheduling
-from unirun.experiments.graph import NAME_RULE, is_name
+from unirun.errors import Fault, SpecError, UsageError
+from unirun.experiments.config import (
+    ExperimentDescription,
+    ExperimentScheduling,
+    Resolved,
+    WorkerInformation,
+    calls_with_hooks,
+    data_transfer_pairs,
+    instantiated,
+    shard_workers,
+    sync_param_pairs,
+    topologies,
+)
+from unirun.experiments.graph import NAME_RULE, build_graph, is_name
 from unirun.experiments.registry import Registry
 from unirun.values import Value
+
+# What an experiment returns.
+
+
+@dataclass
+class ExperimentConfig(ExperimentDescription):
+    """An experiment: its calls, and what each of its workers has. `call_timeout` is the number of seconds
+    that a call of a step, an evaluation, a save or a checkpoint may take; a longer one ends the trial with an
+    error."""
+
+    resolved: Resolved | None = field(default=None, init=False, repr=False)
+
+    def lazy_init(self) -> Resolved:
+        """Check everything, and derive what follows. Raises `SpecError` with all that is wrong."""
+        from unirun.experiments import checks
+
+        faults = checks.faults(self)
+        if faults:
+            raise SpecError(faults)
+        layouts = topologies(self)
+        calls = calls_with_hooks(self)
+        graph = build_graph(calls, checks.dataset_keys(self))
+        owners = instantiated(calls)
+        for worker in self.model_worker:
+            for shard in worker.shards:
+                shard.should_instantiate = shard.id.model_name in owners
+        self.resolved = Resolved(
+            graph,
+            layouts,
+            tuple(data_transfer_pairs(graph)),
+            tuple(sync_param_pairs(calls)),
+            owners,
+            shard_workers(self),
+        )
+        return self.resolved
+
+    def resolve_worker_config(self, worker_type: str, worker_index: int) -> Any:
+        """The configuration of one worker, as ``model_worker`` 3. Raises `SpecError` when there is none."""
+        found = getattr(self, worker_type, None) if worker_type in WORKER_TYPES else None
+        if found is None or not 0 <= worker_index < len(found):
+            count = "" if found is None else f"; there are {len(found)}"
+            raise SpecError(
+                [
+                    Fault(
+                        worker_type,
+                        f"there is no such worker {worker_index}{count}",
+                        f"types: {', '.join(WORKER_TYPES)}",
+                    )
+                ]
+            )
+        return found[worker_index]
+
+    def set_worker_information(self, experiment_name: str, trial_name: str) -> None:
+        """Tell each worker which one it is."""
+        for kind in WORKER_TYPES:
+            workers = getattr(self, kind)
+            for index, worker in enumerate(workers):
+                worker.worker_info = WorkerInformation(experiment_name, trial_name, kind, index, len(workers))
+
+
+WORKER_TYPES = ("model_worker", "master_worker", "generation_server", "gserver_manager", "rollout_worker")
+
 
 # The settings of one trial.
 

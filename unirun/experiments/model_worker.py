@@ -19,15 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from unirun.errors import FrameError, PeerLost, UnirunError, UsageError
-from unirun.experiments.config import (
-    DatasetAbstraction,
-    ExperimentConfig,
-    Resolved,
-    StandaloneModelShardAbstraction,
-)
+from unirun.experiments.config import DatasetAbstraction, Resolved, StandaloneModelShardAbstraction
 from unirun.experiments.data.datasets import Dataset, DatasetUtility, Joined, content_of, load_tokenizer
 from unirun.experiments.data.sample import SequenceSample
-from unirun.experiments.experiment import import_modules, resolve, trial_of
+from unirun.experiments.experiment import ExperimentConfig, import_modules, resolve, trial_of
 from unirun.experiments.graph import (
     MFCDef,
     ModelInterfaceType,

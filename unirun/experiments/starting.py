@@ -19,8 +19,8 @@ from unirun.collocation.graph import Edge, Role
 from unirun.collocation.graph import RoleGraph as Picture
 from unirun.collocation.graph.svg import svg
 from unirun.errors import JobError, UsageError
-from unirun.experiments.config import ExperimentConfig, ExperimentScheduling, Resolved, Scheduling
-from unirun.experiments.experiment import Trial, check_names
+from unirun.experiments.config import ExperimentScheduling, Resolved, Scheduling
+from unirun.experiments.experiment import ExperimentConfig, Trial, check_names
 from unirun.experiments.graph import ModelName, ProcessTopology
 from unirun.observe.jobdir import job_at, unirun_home
 from unirun.observe.ownership import exposure, make_private

@@ -14,14 +14,8 @@ from tests.unit.experiments.models.test_stage import CONFIG
 from tests.unit.experiments.setups import ppo
 from tests.unit.experiments.test_checks_of_arguments import of
 from unirun.errors import PlacementError
-from unirun.experiments.config import (
-    ExperimentConfig,
-    ExperimentScheduling,
-    ModelAbstraction,
-    Scheduling,
-    TasksGroup,
-)
-from unirun.experiments.experiment import Experiment, register_experiment
+from unirun.experiments.config import ExperimentScheduling, ModelAbstraction, Scheduling, TasksGroup
+from unirun.experiments.experiment import Experiment, ExperimentConfig, register_experiment
 from unirun.experiments.starting import started
 from unirun.observe.status import JobStatus, write_status
 from unirun.rendezvous.creation import create_job

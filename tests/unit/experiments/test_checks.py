@@ -33,7 +33,6 @@ from unirun.experiments.checks import dataset_keys, faults
 from unirun.experiments.config import (
     AutomaticEvaluator,
     DatasetAbstraction,
-    ExperimentConfig,
     MasterWorker,
     ModelAbstraction,
     ModelBackendAbstraction,
@@ -41,6 +40,7 @@ from unirun.experiments.config import (
     model_workers,
 )
 from unirun.experiments.control import ExperimentSaveEvalControl
+from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import (
     MFCDef,
     ModelInterfaceAbstraction,

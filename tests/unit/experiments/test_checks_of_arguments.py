@@ -15,13 +15,13 @@ from unirun.experiments.config import (
     Allocation,
     AutomaticEvaluator,
     DatasetAbstraction,
-    ExperimentConfig,
     ModelAbstraction,
     ModelBackendAbstraction,
     model_workers,
 )
 from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.data.datasets import DatasetUtility, PromptDataset
+from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import MFCDef, ModelInterfaceAbstraction, ModelInterfaceType, topology
 from unirun.experiments.models.api import GenerationConfig, ModelInterface
 from unirun.experiments.registry import register_dataset, register_interface

@@ -10,11 +10,11 @@ from unirun.experiments.config import (
     AgentAbstraction,
     DatasetAbstraction,
     EnvServiceAbstraction,
-    ExperimentConfig,
     GenerationServer,
     GserverManager,
     RolloutWorker,
 )
+from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import ModelName
 
 

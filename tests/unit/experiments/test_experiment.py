@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from tests.unit.experiments.setups import ppo
 from unirun.errors import EXIT_USAGE, SpecError, UsageError
-from unirun.experiments.config import ExperimentConfig
 from unirun.experiments.experiment import (
     EXPERIMENTS,
     Experiment,
+    ExperimentConfig,
     check_names,
     import_modules,
     register_experiment,

@@ -19,13 +19,12 @@ from unirun.collocation import place
 from unirun.errors import PlacementError, UsageError
 from unirun.experiments.config import (
     AutomaticEvaluator,
-    ExperimentConfig,
     ExperimentScheduling,
     GenerationServer,
     Scheduling,
     TasksGroup,
 )
-from unirun.experiments.experiment import Trial, trial_of
+from unirun.experiments.experiment import ExperimentConfig, Trial, trial_of
 from unirun.experiments.starting import (
     GRAPH,
     JOB,
