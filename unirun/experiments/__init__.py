@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         AutomaticEvaluator,
         DatasetAbstraction,
         EnvServiceAbstraction,
+        ExperimentSaveEvalControl,
         ExperimentScheduling,
         GenerationServer,
         GserverManager,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
         WorkerInformation,
         model_workers,
     )
-    from unirun.experiments.control import ExperimentSaveEvalControl
     from unirun.experiments.data.datasets import (
         DatasetUtility,
         PairedDataset,

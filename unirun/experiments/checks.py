@@ -7,10 +7,9 @@ from collections import Counter
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import Fault, UsageError
-from unirun.experiments import derive
+from unirun.experiments import config as derive
 from unirun.experiments.checks_of_arguments import argument_faults
-from unirun.experiments.config import ExperimentDescription
-from unirun.experiments.control import Every
+from unirun.experiments.config import Every, ExperimentDescription
 from unirun.experiments.graph import (
     AXES,
     PART_RULE,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unirun.errors import Fault, SpecError, UsageError
-from unirun.experiments import derive
+from unirun.experiments import config as derive
 from unirun.experiments.config import ExperimentDescription
 from unirun.experiments.data.datasets import TOKENIZERS, is_of_rows, read_rows
 from unirun.experiments.graph import Abstraction, MFCDef, ModelInterfaceType, ModelName, ProcessTopology

@@ -11,15 +11,122 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unirun.experiments.control import ExperimentSaveEvalControl
+from msgspec.structs import replace
+
+from unirun.errors import Fault
 from unirun.experiments.graph import (
     Abstraction,
     Graph,
     MFCDef,
+    ModelInterfaceType,
     ModelName,
     ModelShardID,
+    ParamReallocHook,
     ProcessTopology,
+    with_hooks,
 )
+from unirun.values import Value
+
+# The times at which an experiment saves, checkpoints, evaluates and ends.
+
+
+@dataclass
+class ExperimentSaveEvalControl:
+    """The length of an experiment, and the intervals at which it saves, checkpoints and evaluates: every so
+    many epochs, steps or seconds, whichever comes first. None: this unit does not trigger it. Models are
+    always saved at the end.
+
+    It *saves* models for other programs, writes *checkpoints* from which it can be resumed, and *evaluates*.
+    `benchmark_steps` ends it after so many steps.
+    """
+
+    total_train_epochs: int = 1
+    save_freq_epochs: int | None = None
+    save_freq_steps: int | None = None
+    save_freq_secs: float | None = None
+    ckpt_freq_epochs: int | None = None
+    ckpt_freq_steps: int | None = None
+    ckpt_freq_secs: float | None = None
+    eval_freq_epochs: int | None = None
+    eval_freq_steps: int | None = None
+    eval_freq_secs: float | None = None
+    benchmark_steps: int | None = None
+
+    def every(self, what: str) -> Every:
+        """The interval at which it does `what`: ``save``, ``ckpt`` or ``eval``."""
+        return Every(*(getattr(self, f"{what}_freq_{unit}") for unit in ("epochs", "steps", "secs")))
+
+    def faults(self) -> list[Fault]:
+        """Settings that are not positive numbers of the right type."""
+        found = []
+        for name, value in vars(self).items():
+            whole = not name.endswith("secs")
+            wrong = (
+                isinstance(value, bool)
+                or not isinstance(value, int if whole else int | float)
+                or not value > 0
+            )
+            if value is None and name != "total_train_epochs":
+                continue
+            if wrong:
+                kind = "a whole number" if whole else "a number of seconds"
+                found.append(Fault(f"exp_ctrl.{name}", f"{value!r} is not {kind} above 0", "None: never"))
+        return found
+
+
+class Every(Value):
+    """Every so many epochs, steps or seconds; None: this unit does not trigger it."""
+
+    epochs: int | None = None
+    steps: int | None = None
+    secs: float | None = None
+
+
+class Since(Value):
+    """The steps, epochs and seconds since something was last done. It is part of `RecoverInfo`. Seconds are
+    those spent in the calls of steps: evaluations, saves, checkpoints, and times when the job does not run,
+    do not count."""
+
+    epochs: int = 0
+    steps: int = 0
+    secs: float = 0.0
+
+    def passed(self, *, epochs: int = 0, steps: int = 0, secs: float = 0.0) -> Since:
+        """So much more has passed."""
+        return Since(self.epochs + epochs, self.steps + steps, self.secs + secs)
+
+    def due(self, every: Every) -> bool:
+        """Return True if it is time to do it again."""
+        return (
+            (every.epochs is not None and self.epochs >= every.epochs)
+            or (every.steps is not None and self.steps >= every.steps)
+            or (every.secs is not None and self.secs >= every.secs)
+        )
+
+
+class Frequencies(Value):
+    """The steps, epochs and seconds since each thing was last done."""
+
+    save: Since = Since()
+    ckpt: Since = Since()
+    eval: Since = Since()
+
+    def passed(self, *, epochs: int = 0, steps: int = 0, secs: float = 0.0) -> Frequencies:
+        """So much more has passed."""
+        return Frequencies(
+            *(
+                since.passed(epochs=epochs, steps=steps, secs=secs)
+                for since in (self.save, self.ckpt, self.eval)
+            )
+        )
+
+    def due(self, control: ExperimentSaveEvalControl) -> list[str]:
+        """Those of ``save``, ``ckpt`` and ``eval`` that are to be done now."""
+        return [what for what in ("save", "ckpt", "eval") if getattr(self, what).due(control.every(what))]
+
+    def done(self, *what: str) -> Frequencies:
+        """These were done now."""
+        return replace(self, **{name: Since() for name in what})
 
 
 class ModelAbstraction(Abstraction):
@@ -300,3 +407,85 @@ def model_workers(
         )
         for index in range(count)
     ]
+
+
+# The values that are derived from a valid configuration of an experiment: pure functions.
+
+Pair = tuple[ModelName, ModelName]
+
+
+def model_names(config: ExperimentDescription) -> list[ModelName]:
+    """All models, sorted."""
+    return sorted({shard.id.model_name for worker in config.model_worker for shard in worker.shards})
+
+
+def topologies(config: ExperimentDescription) -> dict[ModelName, ProcessTopology]:
+    """The topology of each model."""
+    found = {shard.id.model_name: shard.id.topo for worker in config.model_worker for shard in worker.shards}
+    return dict(sorted(found.items()))
+
+
+def model_types(config: ExperimentDescription) -> dict[ModelName, tuple[str, str]]:
+    """The registered names of the network and the backend of each model."""
+    return {
+        shard.id.model_name: (shard.model.type_, shard.backend.type_)
+        for worker in config.model_worker
+        for shard in worker.shards
+    }
+
+
+def shard_workers(config: ExperimentDescription) -> dict[ModelShardID, int]:
+    """The model worker of each shard."""
+    return {shard.id: index for index, worker in enumerate(config.model_worker) for shard in worker.shards}
+
+
+def shared_models(config: ExperimentDescription) -> set[ModelName]:
+    """The models that share a worker with another model."""
+    return {
+        shard.id.model_name
+        for worker in config.model_worker
+        if len(worker.shards) > 1
+        for shard in worker.shards
+    }
+
+
+def calls_with_hooks(config: ExperimentDescription) -> list[MFCDef]:
+    """The calls, with the hooks that follow from where their models are."""
+    return with_hooks(config.model_rpcs, shared_models(config))
+
+
+def data_transfer_pairs(graph: Graph) -> list[Pair]:
+    """The pairs of models between which data goes, each once: producer and consumer of each edge of the graph; and the
+    model of the first source call, whose workers read the dataset, with the model of each source call."""
+    calls = graph.calls
+    pairs = [(calls[producer].model_name, calls[name].model_name) for producer, name, _ in graph.edges]
+    sources = [calls[name].model_name for name in graph.sources]
+    return list(dict.fromkeys([*pairs, *((sources[0], other) for other in sources)]))
+
+
+def sync_param_pairs(calls: Sequence[MFCDef]) -> list[Pair]:
+    """The models between which parameters go, source first, each pair once, in the order of the calls."""
+    found: list[Pair] = []
+    for call in calls:
+        for hook in (*call.pre_hooks, *call.post_hooks):
+            if not isinstance(hook, ParamReallocHook):
+                continue
+            if hook.target is not None:
+                found.append((call.model_name, hook.target))
+            elif hook.source is not None:
+                found.append((hook.source, call.model_name))
+    return list(dict.fromkeys(found))
+
+
+def instantiated(calls: Sequence[MFCDef]) -> frozenset[ModelName]:
+    """The models that own parameters: the trained replica of each role that is trained, and all models of other roles.
+
+    Replicas that are updated as a moving average (`eta`) own parameters too.
+    """
+    trained = {c.role: c.model_name for c in calls if c.interface_type is ModelInterfaceType.TRAIN_STEP}
+    found = {call.model_name for call in calls if trained.get(call.role, call.model_name) == call.model_name}
+    for call in calls:
+        for hook in (*call.pre_hooks, *call.post_hooks):
+            if isinstance(hook, ParamReallocHook) and hook.eta < 1.0:
+                found.add(hook.target or call.model_name)
+    return frozenset(found)

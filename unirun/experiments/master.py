@@ -20,7 +20,7 @@ from unirun.errors import (
     UsageError,
     WorkerLost,
 )
-from unirun.experiments.control import Every
+from unirun.experiments.config import Every
 from unirun.experiments.evaluator import trained
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import ModelInterfaceType

@@ -22,8 +22,7 @@ from typing import Any
 import msgspec
 
 from unirun.errors import CheckpointDamaged, TrainingFailed, UsageError, WorkerLost
-from unirun.experiments.config import DatasetAbstraction
-from unirun.experiments.control import Frequencies
+from unirun.experiments.config import DatasetAbstraction, Frequencies
 from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import Abstraction
 from unirun.experiments.registry import INTERFACES

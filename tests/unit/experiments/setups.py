@@ -9,12 +9,12 @@ from unirun.errors import Fault, SpecError
 from unirun.experiments.config import (
     Allocation,
     DatasetAbstraction,
+    ExperimentSaveEvalControl,
     ModelAbstraction,
     ModelBackendAbstraction,
     ModelWorker,
     model_workers,
 )
-from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import (
     MFCDef,

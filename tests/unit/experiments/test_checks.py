@@ -33,13 +33,13 @@ from unirun.experiments.checks import dataset_keys, faults
 from unirun.experiments.config import (
     AutomaticEvaluator,
     DatasetAbstraction,
+    ExperimentSaveEvalControl,
     MasterWorker,
     ModelAbstraction,
     ModelBackendAbstraction,
     StandaloneModelShardAbstraction,
     model_workers,
 )
-from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import (
     MFCDef,

@@ -15,11 +15,11 @@ from unirun.experiments.config import (
     Allocation,
     AutomaticEvaluator,
     DatasetAbstraction,
+    ExperimentSaveEvalControl,
     ModelAbstraction,
     ModelBackendAbstraction,
     model_workers,
 )
-from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.data.datasets import DatasetUtility, PromptDataset
 from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import MFCDef, ModelInterfaceAbstraction, ModelInterfaceType, topology

@@ -26,8 +26,12 @@ from tests.unit.experiments.setups import (
     said,
 )
 from unirun.experiments import builtin as builtin
-from unirun.experiments.config import Allocation, ModelAbstraction, ModelBackendAbstraction
-from unirun.experiments.control import ExperimentSaveEvalControl
+from unirun.experiments.config import (
+    Allocation,
+    ExperimentSaveEvalControl,
+    ModelAbstraction,
+    ModelBackendAbstraction,
+)
 from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import (
     MFCDef,

@@ -10,8 +10,13 @@ import pytest
 from tests.unit.experiments.models.test_stage import CONFIG
 from unirun.errors import Fault
 from unirun.experiments.checks_of_arguments import network_faults
-from unirun.experiments.config import Allocation, ModelAbstraction, ModelBackendAbstraction, model_workers
-from unirun.experiments.control import ExperimentSaveEvalControl
+from unirun.experiments.config import (
+    Allocation,
+    ExperimentSaveEvalControl,
+    ModelAbstraction,
+    ModelBackendAbstraction,
+    model_workers,
+)
 from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import topology
 

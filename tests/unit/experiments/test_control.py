@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.experiments.control import Every, ExperimentSaveEvalControl, Frequencies, Since
+from unirun.experiments.config import Every, ExperimentSaveEvalControl, Frequencies, Since
 
 maybe = st.none() | st.integers(1, 9)
 counts = st.integers(0, 9)

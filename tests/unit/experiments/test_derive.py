@@ -19,8 +19,14 @@ from tests.unit.experiments.setups import (
     realloc,
 )
 from unirun.errors import SpecError
-from unirun.experiments.config import Resolved, WorkerInformation
-from unirun.experiments.derive import instantiated, model_names, shared_models, sync_param_pairs
+from unirun.experiments.config import (
+    Resolved,
+    WorkerInformation,
+    instantiated,
+    model_names,
+    shared_models,
+    sync_param_pairs,
+)
 from unirun.experiments.graph import Hook, ModelName, OffloadHook, ParamReallocHook, topology
 
 

@@ -18,12 +18,12 @@ from unirun.errors import CheckpointDamaged, TrainingFailed, UsageError, WorkerL
 from unirun.experiments import master
 from unirun.experiments.config import (
     AutomaticEvaluator,
+    ExperimentSaveEvalControl,
     ExperimentScheduling,
     Scheduling,
     TasksGroup,
     model_workers,
 )
-from unirun.experiments.control import ExperimentSaveEvalControl
 from unirun.experiments.experiment import Experiment, ExperimentConfig, Trial, register_experiment
 from unirun.experiments.graph import topology
 from unirun.experiments.master import Losses, MasterWorkerProcess

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from unirun.errors import CheckpointDamaged, UsageError
-from unirun.experiments.config import Allocation, DatasetAbstraction, ModelBackendAbstraction, model_workers
-from unirun.experiments.control import ExperimentSaveEvalControl, Frequencies, Since
+from unirun.experiments.config import (
+    Allocation,
+    DatasetAbstraction,
+    ExperimentSaveEvalControl,
+    Frequencies,
+    ModelBackendAbstraction,
+    Since,
+    model_workers,
+)
 from unirun.experiments.graph import MicroBatchSpec, topology
 from unirun.experiments.recovery import FILE, RecoverInfo, Recovery, Settings, _flat
 
