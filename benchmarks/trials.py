@@ -44,7 +44,7 @@ from unirun.experiments import (
     register_tokenizer,
     topology,
 )
-from unirun.experiments.data.sample import balanced, imbalance
+from unirun.experiments.sample import balanced, imbalance
 
 SEQUENCES, RANKS = 10_000, 8
 CALLS, SHARDS = 100, 1024

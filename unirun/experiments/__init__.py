@@ -34,14 +34,13 @@ if TYPE_CHECKING:
         WorkerInformation,
         model_workers,
     )
-    from unirun.experiments.data.datasets import (
+    from unirun.experiments.datasets import (
         DatasetUtility,
         PairedDataset,
         PromptAnswerDataset,
         PromptDataset,
         register_tokenizer,
     )
-    from unirun.experiments.data.sample import NamedArray, SequenceSample
     from unirun.experiments.experiment import (
         Experiment,
         ExperimentConfig,
@@ -79,6 +78,7 @@ if TYPE_CHECKING:
         register_interface,
         register_model,
     )
+    from unirun.experiments.sample import NamedArray, SequenceSample
 
 __all__ = [
     "AgentAbstraction",
@@ -141,6 +141,7 @@ __all__ = [
 
 _HOMES = {
     "config": (
+        "ExperimentSaveEvalControl",
         "Allocation",
         "model_workers",
         "AgentAbstraction",
@@ -161,16 +162,17 @@ _HOMES = {
         "TasksGroup",
         "WorkerInformation",
     ),
-    "control": ("ExperimentSaveEvalControl",),
-    "data.datasets": (
+    "datasets": (
         "DatasetUtility",
         "PairedDataset",
         "PromptAnswerDataset",
         "PromptDataset",
         "register_tokenizer",
     ),
-    "data.named_array": ("NamedArray",),
-    "data.sample": ("SequenceSample",),
+    "sample": (
+        "NamedArray",
+        "SequenceSample",
+    ),
     "experiment": (
         "ExperimentConfig",
         "Experiment",
@@ -178,6 +180,10 @@ _HOMES = {
         "register_experiment",
     ),
     "graph": (
+        "ModelName",
+        "ModelShardID",
+        "ProcessTopology",
+        "topology",
         "Graph",
         "MFCDef",
         "MicroBatchSpec",
@@ -186,12 +192,6 @@ _HOMES = {
         "OffloadHook",
         "ParamReallocHook",
         "build_graph",
-    ),
-    "layout": (
-        "ModelName",
-        "ModelShardID",
-        "ProcessTopology",
-        "topology",
     ),
     "models.api": (
         "Engine",

@@ -6,7 +6,6 @@ The command that starts a trial needs only their names, so slow imports are regi
 
 from __future__ import annotations
 
-from unirun.experiments.data import datasets as datasets
 from unirun.experiments.registry import BACKENDS, MODELS
 
 BACKENDS.register("ddp", "unirun.experiments.models.backends:TrainBackend")

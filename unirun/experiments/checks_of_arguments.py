@@ -15,7 +15,7 @@ from typing import Any
 from unirun.errors import Fault, SpecError, UsageError
 from unirun.experiments import config as derive
 from unirun.experiments.config import ExperimentDescription
-from unirun.experiments.data.datasets import TOKENIZERS, is_of_rows, read_rows
+from unirun.experiments.datasets import TOKENIZERS, is_of_rows, read_rows
 from unirun.experiments.graph import Abstraction, MFCDef, ModelInterfaceType, ModelName, ProcessTopology
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS, Registry
 from unirun.observe.jobdir import unirun_home

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from unirun.experiments.data.datasets import DatasetUtility, load_tokenizer
-from unirun.experiments.data.sample import SequenceSample
+from unirun.experiments.datasets import DatasetUtility, load_tokenizer
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.graph import MFCDef, ModelInterfaceType, topology
 from unirun.experiments.models.api import FinetuneSpec, Model, Place, load_whole
 from unirun.experiments.orders import means, reductions_of
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
+from unirun.experiments.sample import SequenceSample
 from unirun.roles import BaseWorkload, trainer_invocation
 from unirun.train.losses import LIMIT
 

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from unirun.errors import FrameError, PeerLost, UnirunError, UsageError
 from unirun.experiments.config import DatasetAbstraction, Resolved, StandaloneModelShardAbstraction
-from unirun.experiments.data.datasets import Dataset, DatasetUtility, Joined, content_of, load_tokenizer
-from unirun.experiments.data.sample import SequenceSample
+from unirun.experiments.datasets import Dataset, DatasetUtility, Joined, content_of, load_tokenizer
 from unirun.experiments.experiment import ExperimentConfig, import_modules, resolve, trial_of
 from unirun.experiments.graph import (
     MFCDef,
@@ -36,6 +35,7 @@ from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, Mod
 from unirun.experiments.orders import DatasetInfo, MFCReply, MFCRequest, Traffic, data_of, figures_of
 from unirun.experiments.recovery import Recovery
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
+from unirun.experiments.sample import SequenceSample
 from unirun.roles import BaseWorkload, init, trainer_invocation
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import Value

@@ -109,7 +109,7 @@ LOCK = "lock"
 PRELOAD = (
     "transformers.models.llama.modeling_llama",
     "unirun.experiments.models.engine",
-    "unirun.experiments.data.datasets",
+    "unirun.experiments.datasets",
     "unirun.experiments.experiment",
     "unirun.experiments.recovery",
 )

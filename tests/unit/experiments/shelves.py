@@ -11,8 +11,8 @@ import msgspec
 import torch
 
 from unirun.errors import PeerLost
-from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.model_worker import NAME, DataClient, DataStore, Lines
+from unirun.experiments.sample import SequenceSample
 from unirun.roles.transport.protocol import Parcel
 from unirun.weights.messages import Query
 from unirun.weights.tensors import LocalShard

@@ -20,7 +20,7 @@ from unirun.experiments.config import (
     ModelBackendAbstraction,
     model_workers,
 )
-from unirun.experiments.data.datasets import DatasetUtility, PromptDataset
+from unirun.experiments.datasets import DatasetUtility, PromptDataset
 from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import MFCDef, ModelInterfaceAbstraction, ModelInterfaceType, topology
 from unirun.experiments.models.api import GenerationConfig, ModelInterface

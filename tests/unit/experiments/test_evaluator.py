@@ -11,10 +11,10 @@ import torch
 from msgspec.structs import replace
 from omegaconf import OmegaConf
 
-from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.evaluator import EvaluatorProcess
 from unirun.experiments.graph import ModelInterfaceAbstraction
 from unirun.experiments.registry import register_interface
+from unirun.experiments.sample import SequenceSample
 
 from .setups import ACTOR, TRAIN, call
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.unit.experiments.shelves import LAYOUTS, NETWORK, Parts, Workers, batch
 from unirun.errors import PeerLost, WeightsError
-from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.model_worker import DataStore
+from unirun.experiments.sample import SequenceSample
 from unirun.weights.tensors import LocalShard, local
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.unit.experiments.shelves import LAYOUTS, NETWORK, batch
 from unirun.errors import FrameError, PeerLost
-from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.model_worker import DataClient, DataReply, DataStore, Lines
+from unirun.experiments.sample import SequenceSample
 from unirun.roles.transport.protocol import Parcel
 
 

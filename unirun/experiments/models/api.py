@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from unirun.errors import CheckpointDamaged
-from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.graph import MicroBatchSpec, ModelName, ProcessTopology
+from unirun.experiments.sample import SequenceSample
 from unirun.values import Value
 
 

@@ -21,11 +21,11 @@ from transformers import DynamicCache
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import TrainingFailed, UsageError
-from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.graph import MicroBatchSpec
 from unirun.experiments.models.api import Generated, GenerationConfig, Loss, Place, Weight
 from unirun.experiments.models.stage import Stage, whole
 from unirun.experiments.orders import check_reductions, combined
+from unirun.experiments.sample import SequenceSample
 from unirun.wire.reporting import report
 
 # Generation with a cache of keys and values, through all stages of a pipeline.

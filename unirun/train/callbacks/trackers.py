@@ -19,7 +19,7 @@ from typing import Any
 from unirun.errors import UsageError
 from unirun.train.callbacks.base import TrainingCallback, flat, numbers, plain, readable, text
 
-_ITERATION, _TIMESTAMP = "_training_iteration", "_timestamp"
+from unirun.train.callbacks.progress import _ITERATION, _TIMESTAMP
 
 
 class TensorBoardCallback(TrainingCallback):

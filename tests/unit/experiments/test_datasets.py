@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from unirun.errors import SpecError, UsageError
 from unirun.experiments.checks import dataset_keys
-from unirun.experiments.data.datasets import (
+from unirun.experiments.datasets import (
     DatasetUtility,
     Joined,
     PairedDataset,
@@ -28,8 +28,8 @@ from unirun.experiments.data.datasets import (
     read_rows,
     register_tokenizer,
 )
-from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.registry import DATASETS
+from unirun.experiments.sample import SequenceSample
 
 PROMPTS = [{"prompt": "ab", "answer": "c"}, {"prompt": "abc", "answer": "", "id": "x7"}]
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import UsageError
-from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.graph import MicroBatchSpec
+from unirun.experiments.sample import SequenceSample
 
 KINDS: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {
     "tokens": (torch.int64, ()),

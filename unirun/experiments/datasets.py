@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from unirun.errors import Fault, SpecError
-from unirun.experiments.data.sample import SequenceSample
 from unirun.experiments.registry import Registry, register_dataset
+from unirun.experiments.sample import SequenceSample
 
 
 class Tokenizer(Protocol):

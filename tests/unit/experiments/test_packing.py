@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.experiments.data.sample import balanced, first_fit_decreasing, imbalance, micro_batches
+from unirun.experiments.sample import balanced, first_fit_decreasing, imbalance, micro_batches
 
 sizes = st.lists(st.integers(0, 60), max_size=40)
 parts = st.integers(1, 9)

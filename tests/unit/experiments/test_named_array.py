@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import FrameError, UsageError
-from unirun.experiments.data.sample import NamedArray, pack, unpack
+from unirun.experiments.sample import NamedArray, pack, unpack
 
 DTYPES = (
     torch.float32,

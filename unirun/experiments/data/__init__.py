@@ -1,1 +1,0 @@
-"""Sequences, their division, and the datasets that they come from."""
