@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     )
     from unirun.train.checkpoints import CheckpointStrategy
     from unirun.train.data import Files, Loader, Shard, kfold
-    from unirun.train.functions import (
+    from unirun.train.job import Job, JobHandle, attach
+    from unirun.train.running import TrainingIterator
+    from unirun.train.session import (
         config,
         get_dataset_shard,
         in_worker,
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
         world_rank,
         world_size,
     )
-    from unirun.train.job import Job, JobHandle, attach
-    from unirun.train.running import TrainingIterator
     from unirun.train.trainer import Trainer
     from unirun.train.tuning import Trainable
 

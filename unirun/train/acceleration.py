@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from unirun.errors import UsageError
 from unirun.train.checkpoints import unwrapped
 from unirun.train.data import Loader
-from unirun.train.functions import in_worker, session
 from unirun.train.nested import rebuilt
+from unirun.train.session import in_worker, session
 
 M = TypeVar("M", bound=nn.Module)
 

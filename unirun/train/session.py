@@ -37,7 +37,7 @@ from unirun.train.data import Loader, Progress, Shard, sharded
 from unirun.train.lockstep import Finished, Reported, Saved
 from unirun.train.nested import mapped
 from unirun.values import Value
-from unirun.wire.reporting import report
+from unirun.wire.reporting import report as report_error
 
 AHEAD = 2
 """Reports that the function may make before the driver has taken them."""
@@ -200,7 +200,7 @@ class Session:
             found = (
                 self._resume[0].path(self._resume[1].number) if isinstance(self._resume, tuple) else "a state"
             )
-            report(
+            report_error(
                 f"unirun: this run goes on from {found}, which the function has not loaded, so it begins anew; "
                 "call load_checkpoint first"
             )
@@ -376,7 +376,7 @@ class Alone(Session):
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Print `metrics`."""
         check_names(metrics)
-        report("report: " + ", ".join(f"{name}={value}" for name, value in metrics.items()))
+        report_error("report: " + ", ".join(f"{name}={value}" for name, value in metrics.items()))
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Only check that it can be saved: there is no run that would go on from it."""
@@ -394,3 +394,116 @@ class Alone(Session):
         """All of a dataset, from its beginning."""
         self._shards.clear()
         return super().shard(name, otherwise=otherwise, **options)
+
+
+# The functions that a training function calls: reports, checkpoints, its part of a dataset, and where it is.
+#
+# Outside a `Trainer` all of it works as in rank 0 of 1, so that the function can be debugged with plain python: each
+# call of the function begins a run there.
+
+_session: Session | None = None
+_alone: Alone | None = None
+
+
+def enter(session: Session | None) -> None:
+    """`session` is that of this process from now on; None: it has none."""
+    global _session
+    _session = session
+
+
+def session() -> Session:
+    """The session of this process; outside a `Trainer` one of a single rank."""
+    global _alone
+    if _session is not None:
+        return _session
+    if _alone is None:
+        _alone = Alone()
+    return _alone
+
+
+def in_worker() -> bool:
+    """Return True if this is a rank of a `Trainer`, and not plain python."""
+    return _session is not None
+
+
+def report(**metrics: Any) -> None:
+    """Report `metrics` of this rank to the driver: its callbacks, and who iterates over the run.
+
+    Every rank reports equally often: the first report of each is matched with the first one of the others, and so on.
+    Added are ``_timestamp`` (seconds since the epoch), ``_time_this_iter_s``, ``_training_iteration`` (from 1 on), and
+    ``_data_wait`` with datasets: the share of that time for which their loops have waited for data. Returns at once,
+    unless the driver is two reports behind. Raises `UsageError` for a name that begins with an underscore.
+    """
+    session().report(metrics)
+
+
+def save_checkpoint(**state: Any) -> None:
+    """Save a checkpoint: tensors, state dicts, modules, optimizers, plain data. Every rank calls it.
+
+    A copy is made at once and written beside training. Modules and optimizers stand for their state dicts, without the
+    wrappers of DistributedDataParallel and torch.compile. It is the state of rank 0 that is kept; when some tensor is a
+    DTensor (FSDP2), each rank saves its part, by ``torch.distributed.checkpoint``. The positions of datasets are saved
+    with it. A message names the values of other ranks that are not kept. A run ends with `TrainingFailed` when rank 0
+    saves less often than others.
+
+    It counts together with the report that follows within a second, so that each of these arrives once, whatever dies
+    in between; without one, it counts by itself. Rank 0 waits here until the checkpoint before counts. Raises
+    `UsageError` for what cannot be pickled, and what writing the checkpoint before has raised. Outside a `Trainer`
+    nothing is kept.
+    """
+    session().save(state)
+
+
+def load_checkpoint(into: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """The state of the checkpoint that the run goes on from; None when it begins, and outside a `Trainer`.
+
+    Models, optimizers, schedulers and the like in `into` are changed to what was saved under their name, and plain
+    values are returned::
+
+        state = train.load_checkpoint(into={"model": model, "optimizer": optimizer, "epoch": 0})
+        first = state["epoch"] + 1 if state else 0
+
+    A sharded checkpoint is read into whatever parts this rank has, without `into` as whole tensors on the CPU, all of
+    them. Raises `CheckpointDamaged`, and `UsageError` for a name that it does not have.
+    """
+    return session().load(into)
+
+
+def get_dataset_shard(
+    name: str | None = None,
+    *,
+    otherwise: Any = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    block: int = 1024,
+) -> Shard:
+    """This rank's part of ``Trainer.run(..., dataset=...)``, or of the one called `name` in a dict of several.
+
+    It goes on where the checkpoint was saved that was resumed from, whatever the number of ranks was then: each sample
+    of an epoch is used once. With `shuffle`, blocks of `block` samples and the samples in each are in a new order in
+    each epoch, the same for a `seed`. Each call for one dataset returns the same `Shard`, and has to ask for the same
+    order. `otherwise` is the dataset outside a `Trainer`, which each call begins anew.
+
+    Raises `UsageError` when there is no such dataset, and when a call before asked for another order.
+    """
+    return session().shard(name, otherwise=otherwise, shuffle=shuffle, seed=seed, block=block)
+
+
+def world_rank() -> int:
+    """The rank of this process, from 0 on."""
+    return session().place.rank
+
+
+def local_rank() -> int:
+    """Its rank among those of its node."""
+    return session().place.local_rank
+
+
+def world_size() -> int:
+    """The number of ranks now."""
+    return session().place.world
+
+
+def config() -> Mapping[str, Any]:
+    """The `config` of the run."""
+    return session().config

@@ -19,11 +19,10 @@ from unirun.roles import BaseWorkload, MasterHandle, init, trainer_invocation
 from unirun.roles.process_groups import process_groups
 from unirun.train.backends import find_backend
 from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, GivenUp, Info, unwrapped
-from unirun.train.functions import enter
 from unirun.train.lockstep import Finished, Reported
 from unirun.train.losses import loader_loss
 from unirun.train.nested import mapped
-from unirun.train.session import ExecuteSession, Interrupted, RankInfo, Session
+from unirun.train.session import ExecuteSession, Interrupted, RankInfo, Session, enter
 from unirun.values import Value
 
 # The source of a function that is in no file, as in a cell of a notebook: so that tracebacks of workers show it.

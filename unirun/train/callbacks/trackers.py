@@ -18,7 +18,6 @@ from typing import Any
 
 from unirun.errors import UsageError
 from unirun.train.callbacks.base import TrainingCallback, flat, numbers, plain, readable, text
-
 from unirun.train.callbacks.progress import _ITERATION, _TIMESTAMP
 
 
