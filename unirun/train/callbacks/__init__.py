@@ -1,9 +1,14 @@
 """Callbacks: what follows a training run in the process of the user, and writes, logs or shows what it reports."""
 
 from unirun.train.callbacks.base import Callbacks, TrainingCallback
-from unirun.train.callbacks.files import CsvLoggerCallback, JsonLoggerCallback
-from unirun.train.callbacks.progress import ProgressCallback
-from unirun.train.callbacks.trackers import MLflowCallback, TensorBoardCallback, WandbCallback
+from unirun.train.callbacks.progress import (
+    CsvLoggerCallback,
+    JsonLoggerCallback,
+    MLflowCallback,
+    ProgressCallback,
+    TensorBoardCallback,
+    WandbCallback,
+)
 
 __all__ = [
     "Callbacks",
