@@ -46,8 +46,7 @@ if TYPE_CHECKING:
         world_rank,
         world_size,
     )
-    from unirun.train.trainer import Trainer
-    from unirun.train.tuning import Trainable
+    from unirun.train.trainer import Trainable, Trainer
 
 __all__ = [
     "Backend",

@@ -12,7 +12,7 @@ import pytest
 from optuna.trial import TrialState
 
 from tests.effort import SOON
-from unirun.train.tuning import DRIVER, _life, resume, this_process
+from unirun.train.trainer import DRIVER, _life, resume, this_process
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 

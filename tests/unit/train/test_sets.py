@@ -15,8 +15,7 @@ from unirun.collocation import Device, Inventory, Node, parse_fake
 from unirun.collocation.inventory import NEARNESS, NumaNode
 from unirun.errors import PlacementError, UsageError
 from unirun.train.setup import MANY, Setup
-from unirun.train.trainer import Trainer
-from unirun.train.tuning import DeviceSetup, _planned, another, inventory_of, setups, with_threads
+from unirun.train.trainer import DeviceSetup, Trainer, _planned, another, inventory_of, setups, with_threads
 
 
 def asked(ranks: int, slots: int = 1, *, device: str | None = "cuda", least: int = 0) -> Setup:

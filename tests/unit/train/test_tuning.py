@@ -16,7 +16,7 @@ from tests.effort import SOON
 from unirun.errors import TrainingFailed, UsageError
 from unirun.train import Trainer, tuning
 from unirun.train.checkpoints import CheckpointStrategy
-from unirun.train.tuning import Trainable, this_process
+from unirun.train.trainer import Trainable, this_process
 
 Reports = Iterator[dict[str, Any]]
 
