@@ -115,7 +115,7 @@ _HOMES = {
     ),
     "checkpoints": ("CheckpointStrategy",),
     "data": ("Files", "Loader", "Shard", "kfold"),
-    "functions": (
+    "session": (
         "config",
         "get_dataset_shard",
         "in_worker",
@@ -128,8 +128,7 @@ _HOMES = {
     ),
     "job": ("Job", "JobHandle", "attach"),
     "running": ("TrainingIterator",),
-    "trainer": ("Trainer",),
-    "tuning": ("Trainable",),
+    "trainer": ("Trainable", "Trainer"),
 }
 
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
