@@ -15,8 +15,8 @@ from tests.testbed.host import HOME, Host
 from tests.testbed.hosts import Hosts
 from tests.testbed.slurm import Slurm
 from unirun.launcher.doctor.examine import by_ssh, pre_check
-from unirun.launcher.hosts.hostlist import Host as Named
-from unirun.launcher.hosts.hostlist import parse_hosts
+from unirun.launcher.hostlist import Host as Named
+from unirun.launcher.hostlist import parse_hosts
 
 from .harness import START, UNIRUN, Unirun
 

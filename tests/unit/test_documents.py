@@ -33,7 +33,7 @@ from unirun.cli.compose import job_spec, plan_job
 from unirun.cli.joboptions import several_nodes
 from unirun.cli.options import PLAN_OPTIONS
 from unirun.collocation import local_inventory
-from unirun.launcher.hosts.hostlist import parse_hosts
+from unirun.launcher.hostlist import parse_hosts
 
 NOT_RUN = {
     "pip": "it would install",

@@ -13,9 +13,9 @@ from unirun.cli.stored import STORE_HELP, find_here, find_job, only_one, opened,
 from unirun.errors import JobError, RendezvousError, StoreError, UsageError, WireError
 from unirun.failover.draining import AGAIN, has_left
 from unirun.launcher.foreground.terminal import say
+from unirun.launcher.hostlist import parse_hosts
 from unirun.launcher.hosts.byhand import Meeting, run_member
-from unirun.launcher.hosts.hostlist import parse_hosts
-from unirun.launcher.hosts.interfaces import resolve
+from unirun.launcher.interfaces import resolve
 from unirun.observe.status import ENDED, read_summary
 from unirun.rendezvous.election import job_prefix, leader_of
 from unirun.rendezvous.masters import call_master

@@ -254,7 +254,7 @@ def _where(options: Any, scheduling: Any, *, evaluator: bool) -> list[str]:
         more = [f"--slurm-extra={each}" for each in extra] + [f"--slurm-setup={each}" for each in setup]
         return [f"--slurm={needs}", *more]
     if options.mode == "ssh":
-        from unirun.launcher.hosts.hostlist import parse_hosts
+        from unirun.launcher.hostlist import parse_hosts
 
         parse_hosts(options.hosts)
         return [f"--hosts={options.hosts}"]

@@ -100,7 +100,7 @@ def environment_warnings(environ: Mapping[str, str]) -> Iterator[str]:
 def unused_allocation(environ: Mapping[str, str]) -> Iterator[str]:
     """A warning for nodes of the Slurm allocation that the job does not use."""
     if "SLURM_JOB_NODELIST" in environ:
-        from unirun.launcher.hosts.hostlist import compress
+        from unirun.launcher.hostlist import compress
         from unirun.launcher.slurm.allocation import SRUN, unused_nodes
 
         if unused := unused_nodes(environ, socket.gethostname()):

@@ -18,8 +18,8 @@ from unirun.collocation import Inventory, local_inventory
 from unirun.collocation.host import told_topology
 from unirun.errors import RendezvousError, UsageError
 from unirun.launcher.foreground.terminal import may_read, say, warn
+from unirun.launcher.hostlist import Host, parse_hosts, read_hostfile
 from unirun.launcher.hosts.byhand import Meeting, is_here, run_head, run_member, shared_secret, token_of_job
-from unirun.launcher.hosts.hostlist import Host, parse_hosts, read_hostfile
 from unirun.launcher.launch import run
 from unirun.launcher.planned import PlannedJob, plan
 from unirun.launcher.slurm.allocation import SRUN, SlurmAllocation, read_allocation

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from unirun.errors import RendezvousError
-from unirun.launcher.hosts.interfaces import interface_of
+from unirun.launcher.interfaces import interface_of
 from unirun.launcher.timers import ENABLE, PIPE
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.endpoints import split_endpoint

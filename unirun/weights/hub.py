@@ -19,8 +19,8 @@ from unirun.values import WorkerId
 from unirun.weights.holding import Holder
 from unirun.weights.messages import PeerConnection, Query, Request
 from unirun.weights.pairing import PairGroup
+from unirun.weights.producing import Begun, Demand, Enter, Gate, Producer
 from unirun.weights.publishing import Publisher
-from unirun.weights.queues.producing import Begun, Demand, Enter, Gate, Producer
 from unirun.wire.reports import Listening
 
 WEIGHTS: Final = "weights"

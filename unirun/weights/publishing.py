@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from unirun.errors import GroupError, UsageError
 from unirun.roles.transport.protocol import Lent, Parcel, Reply
 from unirun.values import Value
-from unirun.weights.devices.cuda import Finder, device_of
+from unirun.weights.cuda import Finder, device_of
 from unirun.weights.messages import (
     Describe,
     Described,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.unit.weights.twin import Machine
-from unirun.weights.devices.cuda import CudaDevice
+from unirun.weights.cuda import CudaDevice
 from unirun.weights.packing import DeviceError, DeviceInterface
 
 pytestmark = pytest.mark.starts_processes

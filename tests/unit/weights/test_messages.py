@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from unirun.errors import FrameError
 from unirun.weights import messages
+from unirun.weights import producing as queues
 from unirun.weights.hub import request_of
 from unirun.weights.layout import Box
 from unirun.weights.messages import Describe, Fetch, Fetched, NamedBox, Peek, Release, Released, answer_of
-from unirun.weights.queues import producing as queues
-from unirun.weights.queues.producing import Ack, AwaitItem, Offered, supply_of
+from unirun.weights.producing import Ack, AwaitItem, Offered, supply_of
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -45,8 +45,8 @@ from unirun.launcher.doctor.requests import (
     to_answer,
     to_line,
 )
+from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts.connection import explain, on_host
-from unirun.launcher.hosts.hostlist import Host
 
 # From an examination to what is wrong: the odd one out among hosts that should be alike. Pure functions.
 

@@ -43,7 +43,7 @@ from unirun.launcher.doctor.requests import (
     to_line,
     to_request,
 )
-from unirun.launcher.hosts.interfaces import choose, interface_of, reachable_address, route_to
+from unirun.launcher.interfaces import choose, interface_of, reachable_address, route_to
 
 # The facts that a host reports of itself, without torch and without a CUDA context.
 

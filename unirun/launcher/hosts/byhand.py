@@ -21,10 +21,10 @@ from unirun.collocation import Inventory
 from unirun.errors import AuthError, JobError, RendezvousError, UnirunError, WireError
 from unirun.failover.offers import NodeFault, inventory_of, misfits, versions
 from unirun.launcher.foreground.terminal import drop_input, warn
+from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts.connection import carried, reach
-from unirun.launcher.hosts.hostlist import Host
-from unirun.launcher.hosts.interfaces import choose, is_own, resolve, route_to
 from unirun.launcher.hosts.lobby import Lobby, assign, offer, part, refusal, take_part
+from unirun.launcher.interfaces import choose, is_own, resolve, route_to
 from unirun.launcher.launch import Head, launch, leave, task_of
 from unirun.launcher.local import RunningJob, start_agent
 from unirun.launcher.planned import PlannedJob

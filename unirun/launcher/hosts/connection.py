@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from unirun.errors import RendezvousError, UnirunError
 from unirun.launcher.environment import without_default_cache
+from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts.feed import MARK
-from unirun.launcher.hosts.hostlist import Host
 from unirun.wire.aio import Stream
 from unirun.wire.messages import W, expected
 

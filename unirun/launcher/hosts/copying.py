@@ -28,6 +28,7 @@ from msgspec import convert, to_builtins
 from unirun.errors import FrameError, JobError, RendezvousError, UsageError, WireError
 from unirun.failover.offers import NodeFault
 from unirun.failover.silence import SILENCE_TIMEOUT
+from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts.connection import (
     OPTIONS,
     RemoteNode,
@@ -38,7 +39,6 @@ from unirun.launcher.hosts.connection import (
     reach,
 )
 from unirun.launcher.hosts.feed import GROWING, REPLACED
-from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.lobby import refusal
 from unirun.launcher.process import ignore_signals
 from unirun.observe.jobdir import HOSTS, JobDir, job_at, open_log

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from unirun.collocation import local_inventory
 from unirun.errors import RendezvousError, UnirunError, WireError
 from unirun.failover.offers import AgentTask, NodeFault, versions
-from unirun.launcher.hosts.interfaces import choose, route_to
+from unirun.launcher.interfaces import choose, route_to
 from unirun.launcher.local import JoinedNode
 from unirun.launcher.orders import on_host
 from unirun.launcher.process import check_host

@@ -14,8 +14,8 @@ from contextlib import ExitStack, suppress
 
 from unirun.errors import RendezvousError, UnirunError, WireError
 from unirun.launcher.hosts.feed import feed, over_stdio
-from unirun.launcher.hosts.interfaces import choose, reachable_address
 from unirun.launcher.hosts.lobby import LAUNCHER_ANSWER_TIMEOUT, await_go, missing, offer, take_part
+from unirun.launcher.interfaces import choose, reachable_address
 from unirun.launcher.local import first_words, start_agent
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import ignore_signals

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 
 from unirun.errors import UsageError
-from unirun.launcher.hosts.hostlist import compress, expand_nodelist
+from unirun.launcher.hostlist import compress, expand_nodelist
 from unirun.values import Value
 
 SRUN = "srun --ntasks-per-node=1"

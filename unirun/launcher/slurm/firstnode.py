@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from unirun.errors import EXIT_RENDEZVOUS, JobError, RendezvousError, UnirunError
 from unirun.launcher.foreground.terminal import warn
-from unirun.launcher.hosts.interfaces import is_own, reachable_address, resolve
+from unirun.launcher.interfaces import is_own, reachable_address, resolve
 from unirun.launcher.slurm.allocation import SlurmAllocation
 from unirun.observe.batchjob import (
     SLURM_OUTAGE_TIMEOUT,

@@ -18,7 +18,7 @@ from unirun.launcher.doctor.requests import (
     to_line,
     to_request,
 )
-from unirun.launcher.hosts.hostlist import Host
+from unirun.launcher.hostlist import Host
 
 
 @pytest.mark.parametrize("message", [Inspect("/x", None, "10.0.0.1"), Tick()])

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from unirun.launcher.hostlist import Host, parse_hosts
 from unirun.launcher.hosts.connection import explain, for_any_shell, on_host
-from unirun.launcher.hosts.hostlist import Host, parse_hosts
 
 SAID = [
     (255, "root@h1: Permission denied (publickey,password).", "ssh-copy-id root@h1"),

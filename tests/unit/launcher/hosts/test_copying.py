@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts.copying import offsets_here, record_hosts, recorded_hosts
-from unirun.launcher.hosts.hostlist import Host
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import create_job
 from unirun.wire.address import TcpAddress

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from tests.effort import SOON
 from unirun.errors import FrameError
+from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts import copying as mirror
 from unirun.launcher.hosts.connection import RemoteNode
 from unirun.launcher.hosts.copying import Mirror, write
 from unirun.launcher.hosts.feed import MOST, feed
-from unirun.launcher.hosts.hostlist import Host
 from unirun.observe.jobdir import JobDir
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Chunk, Complete, Current, Heartbeat

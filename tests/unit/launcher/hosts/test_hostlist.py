@@ -9,14 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from unirun.errors import UsageError
-from unirun.launcher.hosts.hostlist import (
-    MOST_HOSTS,
-    Host,
-    compress,
-    expand_nodelist,
-    parse_hosts,
-    read_hostfile,
-)
+from unirun.launcher.hostlist import MOST_HOSTS, Host, compress, expand_nodelist, parse_hosts, read_hostfile
 
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,6}", fullmatch=True)
 NUMBERED = st.builds("{}{}".format, st.sampled_from(["n", "gpu-", "r1n", "a.b"]), st.integers(0, 120))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
-from unirun.weights.queues.producing import Begun, Bound, Enter, Gate
+from unirun.weights.producing import Begun, Bound, Enter, Gate
 
 
 class Asking:

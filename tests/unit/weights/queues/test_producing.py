@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from unirun.roles.calls.codec import load
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
-from unirun.weights.queues.producing import AwaitItem, Done, Hold, Offered, Producer, Take, supply_of
+from unirun.weights.producing import AwaitItem, Done, Hold, Offered, Producer, Take, supply_of
 
 MOST = 4
 RANKS = st.integers(0, 2)

@@ -18,8 +18,8 @@ from unirun.errors import EncodingError, QueueTimeout
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
 from unirun.weights.hub import request_of
+from unirun.weights.producing import Bound, Demand, Hold, Producer
 from unirun.weights.queue import Consumer, Item, RemoteProducer
-from unirun.weights.queues.producing import Bound, Demand, Hold, Producer
 
 MANY = 1000
 """As `maxsize`: no producer waits."""

@@ -1,1 +1,0 @@
-"""Memory of accelerators that processes of one host share."""
