@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from unirun.errors import OutcomeUnknown, StoreAway, StoreRefused
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.rendezvous.store.protocol import Compare, KeyValue, Listing, Outcome, Put
-from unirun.rendezvous.torchrun.backend import LeasedWriter, StateToken, StoreBackend
+from unirun.rendezvous.torchrun.handler import LeasedWriter, StateToken, StoreBackend
 
 WAIT = 20.0
 

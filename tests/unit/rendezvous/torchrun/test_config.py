@@ -8,7 +8,7 @@ import pytest
 
 from unirun.errors import UsageError
 from unirun.rendezvous.store.protocol import parse_address
-from unirun.rendezvous.torchrun.config import Config, parse_config, store_address
+from unirun.rendezvous.torchrun.handler import Config, parse_config, store_address
 
 
 def test_an_empty_rdzv_conf_has_torchs_defaults() -> None:

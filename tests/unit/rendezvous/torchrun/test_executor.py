@@ -8,8 +8,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action
 
 from unirun.rendezvous.store.memory import MemoryStore
-from unirun.rendezvous.torchrun.config import Config
-from unirun.rendezvous.torchrun.handler import StoreHandler, _Executor
+from unirun.rendezvous.torchrun.handler import Config, StoreHandler, _Executor
 
 
 def executor(config: Config | None = None) -> _Executor:

@@ -25,8 +25,7 @@ from unirun.rendezvous.store.memory import MemoryStore
 from unirun.rendezvous.store.protocol import Compare, KeyValue, Lease, Outcome, Put
 from unirun.rendezvous.torchrun import create_handler, get_handler
 from unirun.rendezvous.torchrun import handler as handler_module
-from unirun.rendezvous.torchrun.config import Config
-from unirun.rendezvous.torchrun.handler import StoreHandler
+from unirun.rendezvous.torchrun.handler import Config, StoreHandler
 
 WAIT = 30.0
 

@@ -9,7 +9,7 @@ import pytest
 
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.rendezvous.store.protocol import Compare, Lease, Outcome, Put
-from unirun.rendezvous.torchrun.backend import LeasedWriter
+from unirun.rendezvous.torchrun.handler import LeasedWriter
 
 TTL = 40.0
 

@@ -16,8 +16,7 @@ from unirun.errors import OutcomeUnknown, StoreAway
 from unirun.rendezvous.store.memory import MemoryStore, MemoryWatch
 from unirun.rendezvous.store.protocol import MAX_CHANGES, Compare, KeyValue, Listing, Outcome, Put
 from unirun.rendezvous.torchrun import handler
-from unirun.rendezvous.torchrun.backend import LeasedWriter
-from unirun.rendezvous.torchrun.handler import RoundStore
+from unirun.rendezvous.torchrun.handler import LeasedWriter, RoundStore
 
 WAIT = 20.0
 
