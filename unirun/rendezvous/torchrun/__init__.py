@@ -17,10 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["NAME", "create_handler", "get_handler"]
-
-NAME = "etcd-v3"
-"""The value of ``--rdzv-backend``."""
+__all__ = ["create_handler", "get_handler"]
 
 
 def get_handler() -> Callable[[Any], Any]:

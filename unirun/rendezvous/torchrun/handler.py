@@ -73,8 +73,10 @@ from unirun.rendezvous.store.protocol import (
     parse_address,
 )
 from unirun.rendezvous.store.url import open_store
-from unirun.rendezvous.torchrun import NAME
 from unirun.values import Value
+
+NAME = "etcd-v3"
+"""The value of ``--rdzv-backend``."""
 
 # Parse and check ``--rdzv-endpoint`` and ``--rdzv-conf`` before connecting.
 
