@@ -37,7 +37,7 @@ from uuid import uuid4
 
 from msgspec.structs import replace
 from torch.distributed import DistStoreError
-from torch.distributed import Store as TorchStore
+from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
