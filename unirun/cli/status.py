@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
+
+from msgspec import to_builtins
 
 from unirun.cli.commandline import Parser
 from unirun.cli.output import age, megabytes, print_table
-from unirun.cli.stored import JOB_HELP, STORE_HELP, StoredJob, find_status
-from unirun.errors import UnirunError
-from unirun.launcher.foreground.terminal import say
+from unirun.cli.stored import JOB_HELP, STORE_HELP, StoredJob, find_here, find_status
+from unirun.collocation.graph import show_ranks
+from unirun.errors import JobError, UnirunError
+from unirun.launcher.foreground.terminal import say, warn
 from unirun.observe.batchjob import BatchJob, batch_state, read_batch
-from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus
-from unirun.wire.reports import FROM
+from unirun.observe.status import (
+    FailureStatus,
+    JobStatus,
+    LoggedEvent,
+    RoleStatus,
+    WorkerStatus,
+    read_events,
+    story,
+)
+from unirun.spec.read import show_size
+from unirun.values import Value
+from unirun.wire.reports import FROM, VERSION
 
 
-def main(argv: list[str]) -> int:
+def show_status(argv: list[str]) -> int:
     """Print the status of a job. Returns 0, whatever the job's own end was."""
     parser = Parser(prog="unirun status", description="How a job stands.")
     parser.add_argument("job", nargs="?", help=JOB_HELP)
@@ -145,3 +160,133 @@ def _failure(failure: FailureStatus, now: float) -> list[str]:
         failure.decision.rpartition(f"{failure.exit}; ")[2],
         failure.message,
     ]
+
+
+# ``unirun events [JOB]``: what happened to a job, what was decided, and what caused it.
+
+
+def show_events(argv: list[str]) -> int:
+    """Print the events of a job, the oldest first, each below the one that caused it. Returns 0."""
+    parser = Parser(prog="unirun events", description="What happened to a job, what was decided, and why.")
+    parser.add_argument("job", nargs="?", help=JOB_HELP)
+    parser.add_argument(
+        "--story", help="only events of a worker, a role or a node, and their causes", metavar="WHO"
+    )
+    parser.add_argument("--json", action="store_true", help="one object a line, for programs")
+    parser.add_argument("--store", help=STORE_HELP, metavar="URL")
+    options = parser.parse_args(argv)
+    job = find_here(options.store, options.job, "events")
+    events = list(read_events(job.events))
+    if options.story is not None:
+        events = story(events, options.story)
+        if not events:
+            problem = f"no event of job {job.run_id} concerns {options.story}"
+            raise JobError(
+                problem, "name a worker (actor:2), a role (actor) or a node; unirun status lists them"
+            )
+    for line in (json.dumps(to_builtins(e)) for e in events) if options.json else lines(events):
+        say(line)
+    return 0
+
+
+def lines(events: Sequence[LoggedEvent]) -> list[str]:
+    """One line for each event: seconds since the first, kind and text, indented below its cause."""
+    if not events:
+        return []
+    began, ids = events[0].time, {event.id for event in events}
+    effects: dict[str, list[LoggedEvent]] = {}
+    for event in events:
+        effects.setdefault(event.cause if event.cause in ids else "", []).append(event)
+    found = [f"events since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(began))}, in seconds"]
+    # A stack instead of a recursion: a long job is a long chain.
+    due = [(event, 0) for event in reversed(effects.get("", []))]
+    while due:
+        event, depth = due.pop()
+        found.append(f"{event.time - began:10.3f}  {'  ' * depth}{event.kind}: {event.text}")
+        due += [(effect, depth + 1) for effect in reversed(effects.get(event.id, []))]
+    return found
+
+
+# ``unirun weights``: the versions that a job's ranks have of each channel, and on which paths they have come.
+
+
+class Transfer(Value):
+    """Bytes of the last version that `receiver` has got from `source`."""
+
+    channel: str
+    receiver: str
+    source: str
+    path: str
+    size: float
+
+
+def show_weights(argv: list[str]) -> int:
+    """Print what `argv` asks for. Returns 0. Raises `UsageError`, `JobError`, `StoreError`."""
+    parser = Parser(
+        prog="unirun weights",
+        usage="unirun weights [JOB] [--plan] [--store URL]",
+        description="Which version of the weights each rank has, in a job that runs or ran.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("job", nargs="?", help=JOB_HELP)
+    parser.add_argument(
+        "--plan", action="store_true", help="the bytes of the last version, by path and pair of ranks"
+    )
+    parser.add_argument("--store", help=STORE_HELP, metavar="URL")
+    if "-h" in argv or "--help" in argv:
+        parser.print_help()
+        return 0
+    options = parser.parse_args(argv)
+    status, _ = find_status(options.store, options.job)
+    found = versions(status)
+    if not found:
+        warn(f"job {status.run_id} has moved no weights yet")
+    elif options.plan:
+        _print_moves(moves(status))
+    else:
+        print_table(
+            ["CHANNEL", "VERSION", "RANKS"],
+            [[channel, str(version), ranks] for (channel, version), ranks in found.items()],
+        )
+    return 0
+
+
+def versions(status: JobStatus) -> dict[tuple[str, int], str]:
+    """The ranks that have each version of each channel: ``actor:0-3, rollout:1``; the latest versions first."""
+    found: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for role in status.roles:
+        for worker in role.workers:
+            for name, value in worker.metrics.items():
+                if name.endswith(VERSION) and value is not None:
+                    found[name.removesuffix(VERSION), -int(value)][role.name].append(worker.rank)
+    return {
+        (channel, -older): ", ".join(
+            f"{role}:{show_ranks(ranks)}" for role, ranks in found[channel, older].items()
+        )
+        for channel, older in sorted(found)
+    }
+
+
+def moves(status: JobStatus) -> list[Transfer]:
+    """For each receiver, the amounts that it has received from each source."""
+    found = []
+    for role in status.roles:
+        for worker in role.workers:
+            for name, value in worker.metrics.items():
+                channel, separator, rest = name.partition(FROM)
+                source, _, path = rest.partition("/")
+                if separator and value:
+                    found.append(Transfer(channel, f"{role.name}:{worker.rank}", source, path, value))
+    return sorted(found, key=lambda move: (move.channel, move.path))
+
+
+def _print_moves(found: list[Transfer]) -> None:
+    print_table(
+        ["CHANNEL", "RECEIVER", "FROM", "PATH", "SIZE"],
+        [[m.channel, m.receiver, m.source, m.path, show_size(m.size)] for m in found],
+    )
+    sums: dict[str, float] = defaultdict(float)
+    for move in found:
+        sums[move.path] += move.size
+    say()
+    say("in all: " + ", ".join(f"{show_size(size)} by {path}" for path, size in sums.items()))

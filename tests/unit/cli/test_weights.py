@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirun.cli.weights import Transfer, moves, versions
+from unirun.cli.status import Transfer, moves, versions
 from unirun.observe.status import JobStatus
 
 
