@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unirun.cli.commandline import CommandLine
-from unirun.cli.compose import job_spec
-from unirun.cli.mistakes import warnings
+from unirun.cli.compose import job_spec, warnings
 from unirun.cli.options import OPTIONS
 from unirun.collocation import Device, Inventory, Node
 from unirun.errors import Fault, SpecError, UsageError

@@ -12,8 +12,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from unirun.cli.commandline import CommandLine, parse
-from unirun.cli.compose import defaults_of, job_spec, plan_job, tell_mistakes
-from unirun.cli.joboptions import node_count, rendezvous_settings, several_nodes
+from unirun.cli.compose import (
+    defaults_of,
+    job_spec,
+    node_count,
+    plan_job,
+    rendezvous_settings,
+    several_nodes,
+    tell_mistakes,
+)
 from unirun.collocation import Inventory, local_inventory
 from unirun.collocation.host import told_topology
 from unirun.errors import RendezvousError, UsageError

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.cli.conftest import Compose
 from unirun.cli.commandline import parse
-from unirun.cli.mistakes import misplaced, warnings
+from unirun.cli.compose import misplaced, warnings
 from unirun.errors import SpecError, UsageError
 
 

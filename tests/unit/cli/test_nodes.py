@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from unirun.cli.commandline import parse
-from unirun.cli.compose import job_spec
-from unirun.cli.joboptions import node_count, several_nodes
+from unirun.cli.compose import job_spec, node_count, several_nodes
 from unirun.cli.run import hosts_of, meeting_of, run_on_hosts
 from unirun.collocation import Inventory, Node
 from unirun.errors import JobError, UsageError

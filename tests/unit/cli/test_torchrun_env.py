@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed
 
-from unirun.cli.mistakes import HEALTH, SLEEP, environment_warnings
+from unirun.cli.compose import HEALTH, SLEEP, environment_warnings
 from unirun.errors import UsageError
 from unirun.launcher.environment import INTERPRETER
 from unirun.spec.read import RESERVED_ENV

@@ -19,8 +19,7 @@ from torch.distributed.run import get_args_parser
 from tests.unit.cli.conftest import GPUS, Compose, same
 from tests.unit.cli.torchrun_parsers import NEWEST, options_of
 from unirun.cli.commandline import parse
-from unirun.cli.joboptions import BETWEEN_NODES, ONE_NODE
-from unirun.cli.mistakes import warnings
+from unirun.cli.compose import BETWEEN_NODES, ONE_NODE_OPTIONS, warnings
 from unirun.errors import SpecError, UsageError
 
 LANDS: dict[str, tuple[str | None, Callable[[Any], bool]]] = {
@@ -142,7 +141,7 @@ class TestEveryTorchrunOption:
             re.findall(r'params\.config(?:\.get\(|\[)"(\w+)"', inspect.getsource(static_tcp_rendezvous))
         )
         assert asked >= {"join_timeout", "is_host", "timeout", "rank"}
-        assert asked <= {"join_timeout", "timeout", *BETWEEN_NODES, *ONE_NODE}
+        assert asked <= {"join_timeout", "timeout", *BETWEEN_NODES, *ONE_NODE_OPTIONS}
 
     def test_filters_are_split_as_torchrun_does(self, compose: Compose) -> None:
         for text in ("a", "a,b", "a,,b", ",,", "a,,,b", "a b,c"):
