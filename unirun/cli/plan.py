@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from msgspec import to_builtins
 
 from unirun.cli.commandline import items, parse
 from unirun.cli.compose import plan_job, topology_of
-from unirun.cli.grid import grid, svg, text
 from unirun.cli.options import PLAN_OPTIONS
 from unirun.cli.output import print_table, write_file
-from unirun.collocation import Placement, slot_types
+from unirun.collocation import Assignment, Inventory, Node, Placement, accelerators, slot_types
+from unirun.collocation.graph import show_ranks
+from unirun.collocation.graph.svg import bars, document, text_at, text_width
+from unirun.collocation.inventory import CPU
 from unirun.collocation.placing import TopologyOf, shown_need
 from unirun.errors import UsageError
 from unirun.launcher.environment import worker_env
@@ -31,6 +34,383 @@ from unirun.spec.read import nearest
 from unirun.spec.secrets import MASK, secret_names
 from unirun.values import Value
 from unirun.wire.messages import StartRole, StartWorker
+
+# Nodes × slots with the ranks on them, as a value: what `unirun.cli.plan` and `unirun.cli.plan` draw.
+#
+# A row is a node and a column a slot: every device, each processor's slot that is in use on some node, and a column for
+# ranks that need no slot. Of many nodes, consecutive rows that differ only by the numbers of ranks are one row.
+
+WHOLE = 8
+"""Up to so many nodes, each has a row of its own."""
+MOST = 40
+"""The most rows; the other nodes are summed up in one line."""
+ASIDE = ("spare", "excluded", "lost")
+"""The reasons why a node has no ranks."""
+_NOWHERE = ("", "")
+
+Column = tuple[str, str]
+"""The type of a slot and its index."""
+
+
+class Tenant(Value):
+    """Ranks of one role on one slot, each with `share` of it."""
+
+    role: str
+    ranks: tuple[int, ...]
+    share: float
+
+    @property
+    def text(self) -> str:
+        """``actor:0``; ``reward:0-3 0.25``."""
+        share = "" if self.share >= 1 else f" {self.share:.3g}"
+        return f"{self.role}:{_shown(self.ranks)}{share}"
+
+
+Cell = tuple[Tenant, ...] | None
+"""The tenants of a slot; None where the node has no such slot, or an unused slot does not count as free."""
+
+
+class Row(Value):
+    """One node, or several nodes that differ only by the numbers of their ranks: `node` and the `others`.
+
+    `free` is the number of its free slots. `aside`, one of `ASIDE`, says why a node has no ranks. `ranks` are those of
+    the `others`, by role.
+    """
+
+    node: str
+    cells: tuple[Cell, ...]
+    free: int
+    aside: str = ""
+    others: tuple[str, ...] = ()
+    ranks: Mapping[str, tuple[int, ...]] | None = None
+
+    @property
+    def lines(self) -> int:
+        """The height of the row in lines of text: roles that share a slot are below each other."""
+        return max([1, *(len(cell or ()) for cell in self.cells)])
+
+    @property
+    def note(self) -> str:
+        """The end of the row: the number of free slots, or why there are no ranks."""
+        return self.aside or str(self.free)
+
+    @property
+    def folded(self) -> str:
+        """The line for the others: ``n3…n17 as n2: actor:16-135``; empty when there are none."""
+        if not self.others:
+            return ""
+        first, last = self.others[0], self.others[-1]
+        names = first if len(self.others) == 1 else f"{first}…{last} ({len(self.others)} nodes)"
+        ranks = ", ".join(f"{role}:{_shown(each)}" for role, each in (self.ranks or {}).items())
+        return f"{names} as {self.node}{f': {ranks}' if ranks else ''}"
+
+
+class Grid(Value):
+    """The whole picture. `roles` are in the order of their colours, `programs` those that are programs; `rest` sums up
+    the nodes without a row."""
+
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    roles: tuple[str, ...]
+    rest: str = ""
+    programs: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The first column, with its head."""
+        return ("NODE", *(row.node for row in self.rows))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The last column, with its head."""
+        return ("FREE", *(row.note for row in self.rows))
+
+    def column(self, number: int) -> tuple[str, ...]:
+        """The texts of a column of slots, with its head."""
+        texts = (tenant.text for row in self.rows for tenant in row.cells[number] or ())
+        return (self.columns[number], *texts)
+
+
+def grid(
+    placement: Placement,
+    inventory: Inventory,
+    types: Mapping[str, str],
+    programs: frozenset[str] = frozenset(),
+) -> Grid:
+    """The picture of `placement` on `inventory`.
+
+    `types` has the type of the slots of each role (`unirun.collocation.slot_types`), `programs` the roles that are
+    programs.
+    """
+    given = any(each.own for each in placement.assignments)
+    here: dict[str, dict[Column, dict[tuple[str, float], list[int]]]] = defaultdict(dict)
+    for each in placement.assignments:
+        for column in _columns_of(each, types.get(each.role, CPU), given):
+            tenants = here[each.node].setdefault(column, {})
+            tenants.setdefault((each.role, each.share), []).append(each.rank)
+    devices = dict.fromkeys(column for node in inventory.nodes for column in _devices(node)) if given else {}
+    used = dict.fromkeys(column for columns in here.values() for column in columns if column not in devices)
+    columns = (*devices, *sorted(used, key=lambda column: (column == _NOWHERE, *_by_number(column))))
+    nodes_aside = zip(ASIDE, (placement.spares, placement.excluded, placement.lost), strict=True)
+    aside = {node: why for why, nodes in nodes_aside for node in nodes}
+    rows = []
+    for node in inventory.nodes:
+        own = set(_devices(node)) if given else set()
+        cells = tuple(_cell(here[node.name].get(column), column in own) for column in columns)
+        free = _free(node, columns, cells, own)
+        rows.append(Row(node.name, cells, free, aside.get(node.name, "")))
+    if len(rows) > WHOLE:
+        rows = [_fold([*group]) for _, group in groupby(rows, key=_look)]
+    names = tuple(
+        "no slot" if column == _NOWHERE else f"{column[0]} {_clip(column[1], 12)}" for column in columns
+    )
+    roles = tuple(dict.fromkeys(each.role for each in placement.assignments))
+    return Grid(names, tuple(rows[:MOST]), roles, _rest(rows[MOST:]), programs)
+
+
+def _columns_of(rank: Assignment, kind: str, given: bool) -> list[Column]:
+    """The columns of a rank: its slots if ranks were `given` slots, else the processor's slot with its number."""
+    if not given:
+        return [_NOWHERE if rank.slot < 0 else (CPU, str(rank.slot))]
+    return [(kind, index) for index in rank.own] or [_NOWHERE]
+
+
+def _devices(node: Node) -> list[Column]:
+    return [(device.type, device.index) for device in accelerators(node)]
+
+
+def _by_number(column: Column) -> tuple[str, int, str]:
+    kind, index = column
+    return kind, int(index) if index.isdecimal() else 0, index
+
+
+def _cell(tenants: Mapping[tuple[str, float], Sequence[int]] | None, there: bool) -> Cell:
+    if tenants is None:
+        return () if there else None
+    return tuple(Tenant(role, tuple(ranks), share) for (role, share), ranks in tenants.items())
+
+
+def _free(node: Node, columns: Sequence[Column], cells: Sequence[Cell], own: set[Column]) -> int:
+    """The free devices of a node, or, when it has none to be free, its free processors."""
+    if own:
+        return sum(1 for cell in cells if cell == ())
+    used = sum(1 for column, cell in zip(columns, cells, strict=True) if cell and column != _NOWHERE)
+    return max(len(node.cpus) - used, 0)
+
+
+def _look(row: Row) -> object:
+    """Equal for rows that differ by the numbers of their ranks only."""
+    cells = [
+        None if cell is None else [(each.role, len(each.ranks), each.share) for each in cell]
+        for cell in row.cells
+    ]
+    return cells, row.note
+
+
+def _fold(rows: Sequence[Row]) -> Row:
+    first, *others = rows
+    if not others:
+        return first
+    return Row(
+        first.node,
+        first.cells,
+        first.free,
+        first.aside,
+        tuple(row.node for row in others),
+        _ranks_in_cell(others),
+    )
+
+
+def _ranks_in_cell(rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
+    """By role, the ranks on the nodes of `rows`."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for row in rows:
+        for tenant in (tenant for cell in row.cells for tenant in cell or ()):
+            found[tenant.role].update(tenant.ranks)
+        for role, ranks in (row.ranks or {}).items():
+            found[role].update(ranks)
+    return {role: tuple(sorted(ranks)) for role, ranks in found.items()}
+
+
+def _rest(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    sizes = [(row, 1 + len(row.others)) for row in rows]
+    number = sum(size for _, size in sizes)
+    counts = {
+        "free slots": sum(row.free * size for row, size in sizes if not row.aside),
+        **{why: sum(size for row, size in sizes if row.aside == why) for why in ASIDE},
+    }
+    told = [f"{role}:{_shown(each)}" for role, each in _ranks_in_cell(rows).items()]
+    told += [f"{count} {what}" for what, count in counts.items() if count]
+    return f"… {number} more nodes: {', '.join(told) or 'full'}"
+
+
+def _shown(ranks: Iterable[int]) -> str:
+    """``0-3,8``; of a long list the beginning."""
+    return _clip(show_ranks(sorted(ranks)), 24)
+
+
+def _clip(words: str, most: int) -> str:
+    return words if len(words) <= most else f"{words[: most - 1]}…"
+
+
+# Nodes × slots as SVG. It brings its own background, so it is legible on a light and on a dark page.
+
+FONT, LINE, GAP, MARGIN = 12.0, 20.0, 6.0, 20.0
+"""Pixels: the size of letters, from one line to the next, between cells, and around everything."""
+
+_INK, _FAINT, _FREE = "#0f172a", "#475569", "#94a3b8"
+_FILLS = (
+    ("#a5f3fc", "#0e7490"),
+    ("#fde68a", "#b45309"),
+    ("#f5d0fe", "#a21caf"),
+    ("#bbf7d0", "#15803d"),
+    ("#bfdbfe", "#1d4ed8"),
+    ("#fecaca", "#b91c1c"),
+    ("#ddd6fe", "#6d28d9"),
+    ("#fed7aa", "#c2410c"),
+    ("#d9f99d", "#4d7c0f"),
+    ("#e2e8f0", "#334155"),
+)
+"""Fill and outline of the ranks of a role; for roles in their order."""
+
+
+def svg(picture: Grid) -> str:
+    """The picture: ranks in the colours of their roles, those that share a slot below each other, free slots dashed.
+
+    Programs have boxes with sharp corners and bars at their sides, as in `unirun.collocation.graph.svg`.
+    """
+    return _GridPicture(picture).text()
+
+
+class _GridPicture:
+    """The sizes of a picture, computed before anything is drawn, and its parts."""
+
+    def __init__(self, picture: Grid) -> None:
+        self.picture = picture
+        self.fills = {role: _FILLS[number % len(_FILLS)] for number, role in enumerate(picture.roles)}
+        self.first = self._width(picture.names) + GAP
+        self.wide = [
+            max(self._width(picture.column(number)), 30.0) + (20 if picture.programs else 12)
+            for number in range(len(picture.columns))
+        ]
+
+    @staticmethod
+    def _width(texts: Iterable[str]) -> float:
+        return max((text_width(text, FONT) for text in texts), default=0.0)
+
+    def text(self) -> str:
+        """All of it, from the top."""
+        y = MARGIN + LINE
+        parts = [*self.head()]
+        for row in self.picture.rows:
+            tall = row.lines * LINE
+            parts.append(text_at(row.node, MARGIN, y + tall / 2, _INK))
+            parts += self.cells(row.cells, y, tall)
+            parts.append(text_at(row.note, self.end(), y + tall / 2, _FAINT))
+            y += tall + GAP
+            if row.folded:
+                parts.append(text_at(row.folded, MARGIN, y + LINE / 2, _FAINT))
+                y += LINE + GAP
+        if self.picture.rest:
+            parts.append(text_at(self.picture.rest, MARGIN, y + LINE / 2, _FAINT))
+            y += LINE
+        lines = (*(row.folded for row in self.picture.rows), self.picture.rest)
+        right = max(self.end() + self._width(self.picture.notes), MARGIN + self._width(lines))
+        return document(right + MARGIN, y + MARGIN, FONT, parts)
+
+    def left(self, column: int) -> float:
+        """The x coordinate at which a column begins."""
+        return MARGIN + self.first + sum(self.wide[:column]) + GAP * column
+
+    def end(self) -> float:
+        """The x coordinate at which the notes of rows begin."""
+        return self.left(len(self.wide)) + GAP
+
+    def head(self) -> Iterator[str]:
+        """The names of the columns."""
+        y = MARGIN + LINE / 2 - 2
+        yield text_at("NODE", MARGIN, y, _FAINT)
+        for number, name in enumerate(self.picture.columns):
+            yield text_at(name, self.left(number) + 6, y, _FAINT)
+        yield text_at("FREE", self.end(), y, _FAINT)
+
+    def cells(self, cells: tuple[Cell, ...], y: float, tall: float) -> Iterator[str]:
+        """The slots of one node, each as tall as the row."""
+        for number, cell in enumerate(cells):
+            if cell is None:
+                continue
+            x, width = self.left(number), self.wide[number]
+            if not cell:
+                yield (
+                    f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{tall:g}" rx="4" fill="none" '
+                    f'stroke="{_FREE}" stroke-dasharray="3 3"/>'
+                )
+            for place, tenant in enumerate(cell):
+                part = tall / len(cell)
+                yield from self.tenant(tenant, x, y + place * part, width, part)
+
+    def tenant(self, tenant: Tenant, x: float, y: float, width: float, height: float) -> Iterator[str]:
+        """One role's ranks on a slot."""
+        fill, stroke = self.fills[tenant.role]
+        program = tenant.role in self.picture.programs
+        yield (
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{0 if program else 4}" '
+            f'fill="{fill}" stroke="{stroke}"/>'
+        )
+        if program:
+            yield bars(x, y, width, height, stroke)
+        yield text_at(tenant.text, x + (10 if program else 6), y + height / 2, _INK)
+
+
+# A grid of nodes × slots as lines for a terminal.
+
+
+def text(picture: Grid, *, colours: Sequence[int] = (), width: int = 110) -> str:
+    """Lines for a terminal of `width` columns; slots that do not fit beside each other are below each other.
+
+    `colours` are codes of a terminal's colours, for roles in their order; without any, the lines are plain.
+    """
+    codes = {
+        role: colours[number % len(colours)] if colours else 0 for number, role in enumerate(picture.roles)
+    }
+    first, notes = (max(map(len, column)) for column in (picture.names, picture.notes))
+    wide = [max(map(len, picture.column(number))) for number in range(len(picture.columns))]
+    lines: list[str] = []
+    for bank in _banks(wide, width - first - 2 - notes):
+        last = bank.stop == len(wide)
+        lines += [""] if lines else []
+        heads = (picture.columns[n].ljust(wide[n]) for n in bank)
+        lines.append("  ".join(("NODE".ljust(first), *heads, *(("FREE",) if last else ()))).rstrip())
+        for row in picture.rows:
+            for line in range(max([1, *(len(row.cells[n] or ()) for n in bank)])):
+                words = [_word(row.cells[n], line, wide[n], codes) for n in bank]
+                name, note = (row.node, row.note) if line == 0 else ("", "")
+                lines.append("  ".join((name.ljust(first), *words, *((note,) if last else ()))).rstrip())
+            lines += [row.folded] if last and row.folded else []
+    return "".join(f"{line}\n" for line in (*lines, *((picture.rest,) if picture.rest else ())))
+
+
+def _word(cell: Cell, line: int, width: int, codes: Mapping[str, int]) -> str:
+    """One line of a cell: a tenant, a dot for a free slot, or blanks."""
+    if cell is None or line >= max(len(cell), 1):
+        return " " * width
+    if not cell:
+        return "·".ljust(width)
+    word, code = cell[line].text.ljust(width), codes[cell[line].role]
+    return f"\x1b[{code}m{word}\x1b[0m" if code else word
+
+
+def _banks(wide: Sequence[int], room: int) -> Iterator[range]:
+    """Columns that fit beside each other, one at the least."""
+    start = taken = 0
+    for number, width in enumerate(wide):
+        if number > start and taken + 2 + width > room:
+            yield range(start, number)
+            start, taken = number, 0
+        taken += 2 + width
+    yield range(start, len(wide))
 
 
 def main(argv: list[str]) -> int:

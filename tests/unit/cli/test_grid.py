@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from unirun.cli.grid import MOST, WHOLE, Grid, Tenant, grid, svg, text
+from unirun.cli.plan import MOST, WHOLE, Grid, Tenant, grid, svg, text
 from unirun.collocation import Assignment, Device, Inventory, Node, Placement, parse_fake
 
 FOLDER = Path(__file__).with_name("pictures")
