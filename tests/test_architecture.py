@@ -74,7 +74,6 @@ TWICE = {
 """Names of classes that two modules define."""
 
 SMALL = {
-    "cli.stop": "a subcommand",
     "experiments.builtin": "what is registered, imported by name",
     "experiments.evaluator": "a process of its own, started by its name",
     "failover.permanent": "a decision, which a worker takes",

@@ -27,10 +27,10 @@ from tests.documents import (
     write,
 )
 from unirun import experiments, train
-from unirun.cli import SUBCOMMANDS, main, run
+from unirun.cli import main, run
 from unirun.cli.commandline import Parser, parse
 from unirun.cli.compose import job_spec, plan_job, several_nodes
-from unirun.cli.options import PLAN_OPTIONS
+from unirun.cli.options import PLAN_OPTIONS, SUBCOMMANDS
 from unirun.collocation import local_inventory
 from unirun.launcher.hostlist import parse_hosts
 

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 
+from unirun.cli.options import SUBCOMMANDS
 from unirun.errors import EXIT_FAILURE, UnirunError, UsageError
 from unirun.launcher.foreground.terminal import (
     drop_output,
@@ -18,24 +19,6 @@ from unirun.launcher.foreground.terminal import (
 from unirun.wire.reporting import NO_THREAD, lacks_threads
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
-SUBCOMMANDS = (
-    "plan",
-    "graph",
-    "weights",
-    "status",
-    "logs",
-    "events",
-    "stop",
-    "agent",
-    "ls",
-    "gc",
-    "warm",
-    "doctor",
-    "render",
-    "experiment",
-    "completion",
-)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -110,8 +93,8 @@ def _dispatch(argv: list[str]) -> int:
     if argv and argv[0] in SUBCOMMANDS:
         import importlib
 
-        module = importlib.import_module(f"unirun.cli.{argv[0]}")
-        code: int = module.main(argv[1:])
+        module, function = SUBCOMMANDS[argv[0]].split(":")
+        code: int = getattr(importlib.import_module(f"unirun.cli.{module}"), function)(argv[1:])
         return code
     if argv and argv[0] in ("-V", "--version"):
         from importlib.metadata import version

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from unirun.cli import SUBCOMMANDS
 from unirun.cli.commandline import Parser
-from unirun.cli.options import GRAPH_OPTIONS, OPTIONS, PLAN_OPTIONS
+from unirun.cli.options import GRAPH_OPTIONS, OPTIONS, PLAN_OPTIONS, SUBCOMMANDS
 
 EVERY = (*OPTIONS, *PLAN_OPTIONS, *GRAPH_OPTIONS)
 

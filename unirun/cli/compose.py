@@ -13,7 +13,6 @@ import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from unirun.cli import SUBCOMMANDS
 from unirun.cli.commandline import (
     CommandLine,
     RoleItem,
@@ -23,6 +22,7 @@ from unirun.cli.commandline import (
     role_items,
     service_items,
 )
+from unirun.cli.options import SUBCOMMANDS
 from unirun.collocation import (
     Inventory,
     count_slots,

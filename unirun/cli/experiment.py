@@ -269,7 +269,7 @@ def _run(path: Path, where: Sequence[str]) -> int:
 
 
 def _stop(options: Any) -> int:
-    from unirun.cli.ls import stop_job as stop
+    from unirun.cli.jobs import stop_job as stop
     from unirun.experiments import starting
 
     root = starting.root_of(options.root, options.experiment_name, options.trial_name)

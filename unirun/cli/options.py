@@ -8,6 +8,25 @@ from __future__ import annotations
 
 from unirun.values import Value
 
+SUBCOMMANDS = {
+    "plan": "plan:main",
+    "graph": "graph:main",
+    "weights": "status:show_weights",
+    "status": "status:show_status",
+    "logs": "logs:main",
+    "events": "status:show_events",
+    "stop": "jobs:stop_job",
+    "agent": "agent:main",
+    "ls": "jobs:list_jobs",
+    "gc": "jobs:collect",
+    "warm": "warm:main",
+    "doctor": "doctor:main",
+    "render": "render:main",
+    "experiment": "experiment:main",
+    "completion": "completion:main",
+}
+"""The module below `unirun.cli` and the function of each subcommand. Every other first word is a job."""
+
 
 class Option(Value):
     """One option; without `metavar` it is a flag. With `many` it may be given several times."""

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.effort import SOON
-from unirun.cli import SUBCOMMANDS, run
+from unirun.cli import run
 from unirun.cli.completion import bash, zsh
-from unirun.cli.options import OPTIONS
+from unirun.cli.options import OPTIONS, SUBCOMMANDS
 from unirun.rendezvous.creation import create_job
 from unirun.wire.handshake import new_token
 

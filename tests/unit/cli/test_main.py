@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from tests.unit.cli.shell import call
-from unirun.cli import SUBCOMMANDS
+from unirun.cli.options import SUBCOMMANDS
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus, read_status, write_status
 from unirun.rendezvous.creation import create_job
