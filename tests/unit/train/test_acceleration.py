@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from unirun import train
 from unirun.errors import UsageError
-from unirun.train import functions
+from unirun.train import session as sessions
 from unirun.train.session import RankInfo, Session
 
 
@@ -25,9 +25,9 @@ from unirun.train.session import RankInfo, Session
 def session() -> Iterator[Session]:
     """Rank 1 of 4, which have no process group."""
     made = Session(RankInfo(1, 4, 1, 4))
-    functions.enter(made)
+    sessions.enter(made)
     yield made
-    functions.enter(None)
+    sessions.enter(None)
     made.close()
 
 
@@ -35,9 +35,9 @@ def session() -> Iterator[Session]:
 def alone() -> Iterator[Session]:
     """The only rank."""
     made = Session(RankInfo())
-    functions.enter(made)
+    sessions.enter(made)
     yield made
-    functions.enter(None)
+    sessions.enter(None)
     made.close()
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.effort import SOON
 from unirun import train
 from unirun.errors import EncodingError, UsageError
-from unirun.train import functions
+from unirun.train import session as sessions
 from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Manifest
 from unirun.train.data import Progress
 from unirun.train.lockstep import Finished, Reported
@@ -33,15 +33,15 @@ class Losses:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain python, without what other tests have left."""
-    monkeypatch.setattr(functions, "_alone", None)
+    monkeypatch.setattr(sessions, "_alone", None)
 
 
 @pytest.fixture
 def session() -> Iterator[Session]:
     made = Session(RankInfo(1, 4, 1, 2), config={"lr": 0.1}, datasets={None: range(8), "other": range(4)})
-    functions.enter(made)
+    sessions.enter(made)
     yield made
-    functions.enter(None)
+    sessions.enter(None)
     made.close()
 
 
@@ -229,9 +229,9 @@ class TestACheckpointThatIsNotLoaded:
     @pytest.fixture
     def going_on(self, tmp_path: Path) -> Iterator[Session]:
         made = Session(RankInfo(), resume={"epoch": 1})
-        functions.enter(made)
+        sessions.enter(made)
         yield made
-        functions.enter(None)
+        sessions.enter(None)
         made.close()
 
     @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ class TestRandomNumbers:
             writer = CheckpointWriter(folder, CheckpointStrategy(), 0, 1, first)
             resume = (folder, folder.manifest(first - 1)) if first > 1 else None
             session = Session(RankInfo(), writer=writer, resume=resume, saves=first - 1)
-            functions.enter(session)
+            sessions.enter(session)
             try:
                 train.enable_reproducibility(7)
                 torch.rand(5)
@@ -321,7 +321,7 @@ class TestRandomNumbers:
                     session.commit(epoch).result(SOON)
                 return found
             finally:
-                functions.enter(None)
+                sessions.enter(None)
                 session.close()
                 torch.use_deterministic_algorithms(False)
 

@@ -14,7 +14,7 @@ from optuna.trial import FixedTrial, TrialState
 
 from tests.effort import SOON
 from unirun.errors import TrainingFailed, UsageError
-from unirun.train import Trainer, tuning
+from unirun.train import Trainer, trainer
 from unirun.train.checkpoints import CheckpointStrategy
 from unirun.train.trainer import Trainable, this_process
 
@@ -268,7 +268,7 @@ class TestRayTune:
 
 def test_optuna_is_imported_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    spec = importlib.util.find_spec(tuning.__name__)
+    spec = importlib.util.find_spec(trainer.__name__)
     assert spec is not None
     assert spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
