@@ -13,6 +13,7 @@ import torch
 
 from unirun import train
 from unirun.errors import UsageError
+from unirun.train import session as sessions
 
 
 @pytest.fixture(autouse=True)

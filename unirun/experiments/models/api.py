@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from unirun.errors import CheckpointDamaged
 from unirun.experiments.graph import MicroBatchSpec, ModelName, ProcessTopology
@@ -300,6 +299,9 @@ def save_whole(model: Model, path: Path) -> None:
     model call it; the first one of the last stage writes. A model without a network has none."""
     if model.engine is None:
         return
+    # DTensor takes long to import.
+    from torch.distributed.tensor import DTensor
+
     place = model.place
     whole: dict[str, Any] = {}
     for name, tensor in model.running().tensors().items():

@@ -1,6 +1,6 @@
 """Checkpoints of training runs: what is kept, where it lies, and how it is written beside training."""
 
-from unirun.train.checkpoints.folder import CheckpointStrategy, Folder, Info, Manifest, skipped
+from unirun.train.checkpoints.folder import Folder, Manifest, skipped
 from unirun.train.checkpoints.state import (
     encode,
     is_sharded,
@@ -11,6 +11,7 @@ from unirun.train.checkpoints.state import (
     snapshot,
     unwrapped,
 )
+from unirun.train.checkpoints.strategy import CheckpointStrategy, Info
 from unirun.train.checkpoints.writer import CheckpointWriter, GivenUp
 
 __all__ = [

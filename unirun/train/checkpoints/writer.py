@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from unirun.errors import TrainingFailed, UsageError
-from unirun.train.checkpoints.folder import STATE, CheckpointStrategy, Folder, Info, Manifest
+from unirun.train.checkpoints.folder import STATE, Folder, Manifest
 from unirun.train.checkpoints.state import (
     awaited,
     encode,
@@ -29,6 +29,7 @@ from unirun.train.checkpoints.state import (
     save_sharded,
     snapshot,
 )
+from unirun.train.checkpoints.strategy import CheckpointStrategy, Info
 from unirun.train.data import Progress, merged
 from unirun.values import Value
 
