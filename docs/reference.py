@@ -47,7 +47,7 @@ SECTIONS = {
         "EngineClient",
         "rollout.choosing.Answer",
         "rollout.choosing.Span",
-        *(f"rollout.choosing.{name}" for name in ("Engine", "Engines", "EngineList", "AddressFile")),
+        *(f"rollout.client.{name}" for name in ("Engine", "Engines", "EngineList", "AddressFile")),
         "ServerError",
         "ServerTimeout",
     ],

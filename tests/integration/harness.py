@@ -266,7 +266,7 @@ class Unirun:
         """``unirun status --json`` of the newest job, without a process, as it is called often."""
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
             patch.setenv("UNIRUN_HOME", str(self.home))
-            assert status.main(["--json"]) == 0
+            assert status.show_status(["--json"]) == 0
         found: dict[str, Any] = json.loads(out.getvalue())
         return found
 

@@ -41,7 +41,8 @@ from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import Value
 from unirun.weights.hub import hub_of
 from unirun.weights.layout import Layout, ReadItem, by_source, plan
-from unirun.weights.messages import NamedBox, PeerConnection, Query, encode
+from unirun.weights.messages import NamedBox, Query, encode
+from unirun.weights.pairing import PeerConnection
 from unirun.weights.publishing import buffers_of
 from unirun.weights.tensors import dtype_of, layout_of, local, part_of
 

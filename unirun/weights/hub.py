@@ -17,8 +17,8 @@ from unirun.roles.process_groups import dist
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
 from unirun.weights.holding import Holder
-from unirun.weights.messages import PeerConnection, Query, Request
-from unirun.weights.pairing import PairGroup
+from unirun.weights.messages import Query, Request
+from unirun.weights.pairing import PairGroup, PeerConnection
 from unirun.weights.producing import Begun, Demand, Enter, Gate, Producer
 from unirun.weights.publishing import Publisher
 from unirun.wire.reports import Listening

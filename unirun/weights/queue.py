@@ -19,7 +19,7 @@ from unirun.roles.transport.frames import offsets
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import Value, WorkerId
 from unirun.weights.hub import MAX_WAIT_SECONDS, hub_of
-from unirun.weights.messages import PeerConnection
+from unirun.weights.pairing import PeerConnection
 from unirun.weights.producing import (
     AwaitItem,
     Begun,

@@ -13,9 +13,9 @@ from unirun.errors import FrameError, GroupError, PeerLost
 from unirun.roles.transport.protocol import Parcel, writable
 from unirun.values import WorkerId
 from unirun.weights.layout import Box, Layout, Part, Piece, ReadItem
-from unirun.weights.messages import Fetch, Fetched, NamedBox, Peek, PeerConnection, Release, Request, encode
+from unirun.weights.messages import Fetch, Fetched, NamedBox, Peek, Release, Request, encode
 from unirun.weights.packing import DeviceError, DeviceInterface, Packing
-from unirun.weights.pairing import PairGroup
+from unirun.weights.pairing import PairGroup, PeerConnection
 from unirun.weights.tensors import dtype_of, part_of
 
 # The tensors that a receiver has of one version: mapped memory of a publisher, or parts that were sent to it.

@@ -15,7 +15,8 @@ from unirun.roles.transport.protocol import Handler, Parcel, Reply
 from unirun.values import WorkerId
 from unirun.weights.holding import Holder
 from unirun.weights.hub import request_of
-from unirun.weights.messages import PeerConnection, Request
+from unirun.weights.messages import Request
+from unirun.weights.pairing import PeerConnection
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Fetcher, Receiver
 from unirun.weights.sources import RemoteSource
