@@ -17,7 +17,7 @@ from tests.contract.attacks import INSIDE, OUTSIDE, SOON, Target, flood, noise_a
 from tests.unit.launcher.master.court import Court
 from tests.unit.launcher.master.streams import ends_well
 from tests.unit.wire.places import credentials_in
-from unirun.observe.status import read_events
+from unirun.observe.events import read_events
 from unirun.roles.transport.listener import CallAddress, SocketTransport
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId

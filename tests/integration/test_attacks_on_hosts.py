@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.contract.attacks import INSIDE, OUTSIDE, SOON, Target, silence
 from tests.testbed.host import HOME, Host
 from tests.testbed.hosts import Hosts
-from unirun.observe.status import read_events
+from unirun.observe.events import read_events
 from unirun.wire.credentials import Credentials, load_credentials
 
 from .harness import START, UNIRUN, eventually

@@ -7,8 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
+from unirun.observe.events import read_events
 from unirun.observe.jobdir import JobDir
-from unirun.observe.status import read_events
 from unirun.rendezvous.election import Leader, job_prefix, leader_of
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.address import UnixAddress

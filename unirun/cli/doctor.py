@@ -13,7 +13,8 @@ from msgspec import to_builtins
 
 from unirun.cli.commandline import Parser
 from unirun.errors import EXIT_FAILURE, UsageError
-from unirun.launcher.doctor.examine import Way, by_srun, by_ssh, examine, findings, here, lines
+from unirun.launcher.doctor.examine import Way, by_srun, by_ssh, examine, here
+from unirun.launcher.doctor.judge import findings, lines
 from unirun.launcher.foreground.terminal import say
 from unirun.launcher.hostlist import Host, expand_nodelist, parse_hosts, read_hostfile
 from unirun.launcher.slurm.allocation import component_lists

@@ -17,15 +17,8 @@ from unirun.collocation.graph import show_ranks
 from unirun.errors import JobError, UnirunError
 from unirun.launcher.foreground.terminal import say, warn
 from unirun.observe.batchjob import BatchJob, batch_state, read_batch
-from unirun.observe.status import (
-    FailureStatus,
-    JobStatus,
-    LoggedEvent,
-    RoleStatus,
-    WorkerStatus,
-    read_events,
-    story,
-)
+from unirun.observe.events import LoggedEvent, read_events, story
+from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus
 from unirun.spec.read import show_size
 from unirun.values import Value
 from unirun.wire.reports import FROM, VERSION

@@ -8,8 +8,8 @@ import os
 import pytest
 
 from tests.unit.cli.shell import call
+from unirun.observe.events import EventLog
 from unirun.observe.jobdir import JobDir
-from unirun.observe.status import EventLog
 from unirun.rendezvous.creation import create_job
 from unirun.wire.handshake import new_token
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import JobError
-from unirun.observe.status import EventLog, LoggedEvent, covers, read_events, story
+from unirun.observe.events import EventLog, LoggedEvent, covers, read_events, story
 
 
 def test_events_come_back_in_order_with_their_time_cause_and_details(tmp_path: Path) -> None:

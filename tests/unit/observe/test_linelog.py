@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unirun.observe.status import LineLog, read_lines
+from unirun.observe.events import LineLog, read_lines
 
 ROOM = 64
 """Bytes."""

@@ -42,8 +42,9 @@ from unirun.failover.status_views import farewell, present, status_of
 from unirun.failover.views import welcome, whole_view
 from unirun.launcher.master.beats import OWNER_TIMEOUT, HeartbeatMonitor, unheard
 from unirun.launcher.master.writer import StateWriter
+from unirun.observe.events import EventLog, LineLog, led_to
 from unirun.observe.jobdir import JobDir, ProcessWatch
-from unirun.observe.status import EventLog, JobStatus, LineLog, led_to, write_status
+from unirun.observe.status import JobStatus, write_status
 from unirun.rendezvous.election import Term
 from unirun.rendezvous.endpoints import BIND_TIMEOUT
 from unirun.values import Value

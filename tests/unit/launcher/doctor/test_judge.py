@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.unit.launcher.doctor.hosts import BANDWIDTH, RTT, alike, but, links, names, with_host
-from unirun.launcher.doctor.examine import bad_hosts, findings
+from unirun.launcher.doctor.judge import bad_hosts, findings
 from unirun.launcher.doctor.requests import AllReduce, Clock, Examination, Link
 
 COUNTS = st.integers(3, 9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from tests.unit.launcher.doctor.hosts import alike, links, names, with_host
-from unirun.launcher.doctor.examine import findings, lines
+from unirun.launcher.doctor.judge import findings, lines
 from unirun.launcher.doctor.requests import AllReduce, Examination, Link
 
 

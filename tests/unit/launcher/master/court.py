@@ -17,8 +17,8 @@ from unirun.failover.persistence.context_store import ContextStore
 from unirun.failover.step import step
 from unirun.failover.takeover import resume
 from unirun.launcher.master.shell import Core, Master
+from unirun.observe.events import read_events
 from unirun.observe.jobdir import JobDir
-from unirun.observe.status import read_events
 from unirun.rendezvous.election import campaign
 from unirun.values import WorkerId
 from unirun.wire.address import TcpAddress, UnixAddress

@@ -14,7 +14,7 @@ from tests.unit.launcher.master.court import SEAT, Court, all_of, eventually, un
 from tests.unit.launcher.master.streams import ended, ends_well
 from unirun.errors import StoreAway, WireError
 from unirun.launcher.master import writer as writing
-from unirun.observe.status import read_lines
+from unirun.observe.events import read_lines
 from unirun.rendezvous.election import leader_of
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress

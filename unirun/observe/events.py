@@ -1,0 +1,187 @@
+"""The event log of a job: what happened, what was decided, and what caused it. One JSON object a line.
+
+docs/events.md has the schema and all kinds of events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from msgspec import convert, field, to_builtins
+
+from unirun.errors import JobError
+from unirun.observe.ownership import read_file
+from unirun.values import Value
+
+
+class LineLog:
+    """Appends to the file at `path`, which is created with the first line.
+
+    On a full disk lines are lost, and no error is raised: the log is for people. A line that was written in part stays
+    on a line of its own.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._cut = False
+
+    def open(self) -> None:
+        """Open the file now. Raises OSError."""
+        if self._file is None:
+            file = self._path.open("a+b", buffering=0)
+            if file.seek(0, os.SEEK_END) > 0:
+                file.seek(-1, os.SEEK_END)
+                self._cut = file.read(1) != b"\n"
+            self._file = file
+
+    def append(self, value: Mapping[str, Any]) -> None:
+        """Write one object."""
+        line = json.dumps(value).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            self.open()
+            assert self._file is not None
+            if self._cut:
+                line = b"\n" + line
+            written = self._file.write(line)
+            # A disk that is almost full takes a part of the line.
+            if written:
+                self._cut = written < len(line)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects in `path`, the oldest first. A line that is incomplete, or nested too deeply, is left out.
+
+    Raises OSError.
+    """
+    for line in read_file(path).splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            yield json.loads(line)
+
+
+SCHEMA: Literal[1] = 1
+
+
+class LoggedEvent(Value):
+    """One line of the log.
+
+    `id` is unique in the job: the master's term and a number. `time` is in seconds since the epoch. `cause` is the id
+    of the event that this one follows from, empty when it has none. `about` names the workers (``actor:2``,
+    ``actor:0-3``), roles and nodes that it is about. `details` are those of the kind.
+    """
+
+    id: str
+    time: float
+    kind: str
+    text: str
+    cause: str = ""
+    about: tuple[str, ...] = ()
+    details: dict[str, Any] = field(default_factory=dict)
+    schema: Literal[1] = SCHEMA
+
+
+class EventLog:
+    """Appends the events of the master of term `epoch` to a file. Raises `JobError` when it cannot be opened."""
+
+    def __init__(self, path: Path, epoch: int = 0, clock: Callable[[], float] = time.time) -> None:
+        self._lines = LineLog(path)
+        try:
+            self._lines.open()
+        except OSError as error:
+            raise JobError(f"the event log {path} cannot be written: {error.strerror}") from error
+        self._clock, self._epoch, self._own = clock, epoch, 0
+
+    def write(
+        self,
+        kind: str,
+        text: str,
+        *,
+        id: str = "",
+        cause: str = "",
+        about: tuple[str, ...] = (),
+        **details: Any,
+    ) -> None:
+        """Append one event. One without an `id` gets one of the log's own."""
+        if not id:
+            self._own += 1
+            id = f"{self._epoch}.{self._own}"
+        event = LoggedEvent(id, round(self._clock(), 6), kind, text, cause, about, details)
+        self._lines.append(to_builtins(event))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+
+def read_events(path: Path) -> Iterator[LoggedEvent]:
+    """The events in `path`, the oldest first. A line that is not whole (yet, or for want of space) is left out.
+
+    Raises `JobError` when the file cannot be read, or another version of unirun has written it.
+    """
+    try:
+        for line in read_lines(path):
+            try:
+                yield convert(line, LoggedEvent)
+            except ValueError as error:
+                problem = f"{path} has the event {str(line)[:160]}, which this unirun does not know: {error}"
+                raise JobError(problem, "use the version of unirun that has run the job") from error
+    except OSError as error:
+        raise JobError(f"no events can be read from {path}: {error.strerror}") from error
+
+
+def led_to(path: Path, id: str) -> list[str]:
+    """The event `id` of the log in `path`, and what it follows from, the earliest first, in words.
+
+    Raises `JobError` as `read_events` does.
+    """
+    by_id = {event.id: event for event in read_events(path)}
+    events = chain(by_id, by_id[id]) if id in by_id else []
+    return [f"{event.kind}: {event.text}" for event in reversed(events)]
+
+
+def story(events: Sequence[LoggedEvent], who: str) -> list[LoggedEvent]:
+    """The events about `who` (``actor:2``, ``actor``, a node), and all that they follow from, the oldest first."""
+    by_id = {event.id: event for event in events}
+    chosen: set[str] = set()
+    for event in events:
+        if any(covers(each, who) for each in event.about):
+            chosen.update(each.id for each in chain(by_id, event))
+    return [event for event in events if event.id in chosen]
+
+
+def chain(by_id: dict[str, LoggedEvent], event: LoggedEvent) -> list[LoggedEvent]:
+    """`event` and what it follows from, the latest first. Of a cause whose line was lost, nothing is known."""
+    found, at = [event], by_id.get(event.cause)
+    while at is not None and at not in found:
+        found.append(at)
+        at = by_id.get(at.cause)
+    return found
+
+
+def covers(subject: str, who: str) -> bool:
+    """Return True if an event about `subject` is about `who`: the same subject, a rank of that role, or one
+    of several ranks."""
+    if subject == who:
+        return True
+    role, _, ranks = subject.partition(":")
+    wanted, _, rank = who.partition(":")
+    if role != wanted:
+        return False
+    if not ranks or not rank:
+        return True
+    spans = (
+        re.fullmatch(r"(\d+)-(\d+)", part) or re.fullmatch(r"((\d+))", part) for part in ranks.split(",")
+    )
+    return rank.isdecimal() and any(m is not None and int(m[1]) <= int(rank) <= int(m[2]) for m in spans)
