@@ -1,4 +1,4 @@
-"""From a command line to a planned job.
+"""From a command line to a planned job: options as the mapping of a job file, and likely mistakes.
 
 Later layers win: defaults < ``PET_*`` < job file < ``key=value`` < options.
 """

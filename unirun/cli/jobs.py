@@ -1,4 +1,4 @@
-"""``unirun ls``: every job of this user, or of a store."""
+"""``unirun ls``, ``gc`` and ``stop``: the jobs of this user or of a store, listed, removed and ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``unirun plan …``: what would run where, with which environment. Starts nothing."""
+"""``unirun plan …``: what would run where, with which environment, as text and as a picture. Starts nothing."""
 
 from __future__ import annotations
 

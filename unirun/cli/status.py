@@ -1,4 +1,4 @@
-"""``unirun status [JOB]``: how a job stands."""
+"""``unirun status``, ``events`` and ``weights``: how a job stands, what happened to it, which versions it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inventory of this host, after its resource limits."""
+"""The inventory of this host after its resource limits, and simulated nodes for plans and tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The resources of nodes: processors, memory, accelerators, and the slots that ranks get of them.
+"""Values of placement: resources of nodes, the slots that ranks get of them, the request, and the result.
 
 Values only; `host` reads those of this host.
 """

@@ -1,4 +1,4 @@
-"""From a job's spec to a placement: the request to the planner, then device masks and processors for each worker."""
+"""From a job's spec to a placement: the request to the planner, then masks, CPUs and memory of each worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a configuration: the arguments of registered classes and functions, and the files that a trial needs."""
+"""Checks of a configuration: the arguments of registered classes, the files of a trial, its networks."""
 
 from __future__ import annotations
 

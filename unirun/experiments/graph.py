@@ -1,4 +1,4 @@
-"""The graph of an algorithm: model function calls, and which of them needs what another one makes.
+"""The graph of an algorithm: model function calls, what each needs of others, and the layouts of their models.
 
 ::
 

@@ -1,4 +1,4 @@
-"""`ModelWorkerProcess`: a process with shards of models, which runs the calls that the master orders."""
+"""`ModelWorkerProcess`: a process with shards of models. It runs the master's calls, and gives others its data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The messages between the master and model workers. They contain no tensors of data or parameters."""
+"""One step of a trial: its calls, the orders to model workers and their results. No message contains tensors."""
 
 from __future__ import annotations
 

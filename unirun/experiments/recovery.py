@@ -1,4 +1,4 @@
-"""`RecoverInfo`: from where a trial goes on, and the checkpoints beside it.
+"""Files of a trial: `RecoverInfo`, the checkpoints beside it, and the records of its figures.
 
 ::
 

@@ -1,4 +1,4 @@
-"""`SequenceSample`: packed sequences with a name for each kind of data, and what is known of them without the data."""
+"""`SequenceSample`: packed sequences by the names of their data, their division over ranks, and `NamedArray`."""
 
 from __future__ import annotations
 

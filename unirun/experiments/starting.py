@@ -1,4 +1,4 @@
-"""A trial as a job: its files, the job file that the command runs, and which trials there are."""
+"""A trial as a job: its files, the job file that the command runs, which trials there are, a trial as text."""
 
 from __future__ import annotations
 

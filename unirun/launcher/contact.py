@@ -1,4 +1,4 @@
-"""An agent's contact with a master on another host: beats, another stream when this one is silent, and the fence."""
+"""An agent's contact with a master on another host: heartbeats, the fence, and the witness on the head."""
 
 from __future__ import annotations
 

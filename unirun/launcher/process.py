@@ -1,4 +1,4 @@
-"""Linux process control: parent-death signals, subreapers, process groups, pidfds, limits."""
+"""Linux process control: parent-death signals, subreapers, process groups, pidfds, limits; needs of a host."""
 
 from __future__ import annotations
 

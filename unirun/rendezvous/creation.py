@@ -1,4 +1,4 @@
-"""The creation of the directory of a job, and its inheritance from a finished job of the same id."""
+"""A job on disk and in a store: made, inherited from a job of the same id, measured and removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leader election: one leader at a time under a prefix of a store, each with a unique epoch.
+"""The keys of a store, and leader election: one leader at a time under a prefix, each with a unique epoch.
 
 ``<prefix>lead/epoch`` holds the number of the latest term and is never deleted. ``<prefix>lead/leader`` holds the
 leader's address and is deleted when the leader's lease expires. There are no other keys below ``<prefix>lead/``, so a

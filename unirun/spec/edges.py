@@ -1,4 +1,4 @@
-"""Edges of the computation graph: which role calls which, as values and as people write them.
+"""Edges of the computation graph and channels of weights, as values and as people write them.
 
 ::
 

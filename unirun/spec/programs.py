@@ -1,4 +1,4 @@
-"""Parses the keys of a role that are about programs and services: contract, interpreter, ports, readiness and order."""
+"""The keys of a role that are about programs and services: contract, ports, readiness, order, names in braces."""
 
 from __future__ import annotations
 

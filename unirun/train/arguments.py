@@ -1,4 +1,4 @@
-"""Checks what users pass to a trainer, before workers start. All raise `UsageError`."""
+"""Checks what users pass to a trainer, before workers start, and what of it can be sent."""
 
 from __future__ import annotations
 

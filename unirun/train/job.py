@@ -1,4 +1,4 @@
-"""A job that was built, and how it is submitted.
+"""A job that was built, its submission, and the handle on it: status, logs, end, result, calls from outside.
 
 `submit` plans the job here and launches it in a process of its own (`unirun.launcher.submitted`): this process, which
 may have threads and devices, is never forked.

@@ -1,4 +1,4 @@
-"""`TrainingIterator`: one run of a function on the workers, as the driver follows it.
+"""`TrainingIterator`: one run of a function on the workers, as the driver follows it; `Attempts` to call one.
 
 An attempt is one call of the function in all ranks. When a worker is lost, or the number of ranks changes, the next
 attempt goes on from the last checkpoint. Reports are taken one round after the other (`lockstep`); a checkpoint that

@@ -1,4 +1,4 @@
-"""`Session`: what a training function finds of its run in one rank.
+"""The functions that a training function calls, and the `Session` of its run in one rank behind them.
 
 The function's thread reports and saves; threads of calls take its reports for the driver, commit checkpoints, and
 interrupt it. Outside a `Trainer` there is a session of one rank, so that it can be debugged with plain python.

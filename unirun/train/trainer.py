@@ -1,4 +1,4 @@
-"""`Trainer`: runs a function on many ranks, from a script, a REPL or a notebook."""
+"""`Trainer`: runs a function on many ranks, from a script, a REPL or a notebook; searches with sets of them."""
 
 from __future__ import annotations
 

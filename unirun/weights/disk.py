@@ -1,4 +1,4 @@
-"""Versions in files: where nothing else connects publisher and receivers, to begin anew from, and to look at.
+"""Versions in safetensors files: where nothing else connects publisher and receivers, and to begin anew from.
 
 ``<url>/<version>/00002-of-00008.safetensors`` is what rank 2 of 8 has. `url` is any that fsspec knows: a path,
 ``s3://…``, ``gs://…``. A version is there when all of its files are. A whole tensor has its name in the file; the

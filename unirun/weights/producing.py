@@ -1,4 +1,4 @@
-"""The producing end of a queue: items in shared memory, until a consumer has used them."""
+"""The producing end of a queue: items in shared memory until they are used, and who may make one more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The receiving end: asks the publishers, and copies what is the receiver's once all of a version is there."""
+"""The receiving end: a version is asked of all publishers at once, and copied once all of it is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wire for processes without an event loop: workers, and the short subcommands of the CLI."""
+"""The wire for processes without an event loop: workers with the link to their agent, short subcommands."""
 
 from __future__ import annotations
 

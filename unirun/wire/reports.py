@@ -1,4 +1,4 @@
-"""Messages of workers to their agent, and of agents to the master."""
+"""Messages of workers, spawners and agents upwards: to the agent of their node, and to the master."""
 
 from __future__ import annotations
 

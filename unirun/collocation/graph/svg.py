@@ -1,4 +1,4 @@
-"""A picture of a graph as self-contained SVG. It has a background of its own, so it is legible on any page.
+"""A graph as SVG, Mermaid, DOT, text and the edges of a job file.
 
 Calls go from left to right. Each begins with a straight piece under its label, so a label is never on another line. One
 that closes a cycle goes the other way round: it leaves its role on the left, and its label stands where it arrives.

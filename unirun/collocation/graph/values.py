@@ -1,4 +1,4 @@
-"""The computation graph of a job: roles, and the calls between them, of whole roles and rank by rank."""
+"""The computation graph of a job: calls between roles, its faults and parts, and calls that were observed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plan`: a placement from a request and an inventory."""
+"""`plan`: a placement from a request and an inventory. `replan`: the same after nodes were lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request as the problem that is solved, cells of bundles on nodes; and the faults of a request.
+"""A request as the problem that is solved: cells of bundles, on nodes of a few kinds; and its faults.
 
 Roles that share slots, rank by rank, are a *stack*. Stacks whose ranks must be on one node in a fixed proportion are a
 *bundle*, and its smallest part that cannot be cut is a *cell*: of 4 actors together with 2 rewards, 2 actors and a

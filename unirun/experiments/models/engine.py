@@ -1,4 +1,4 @@
-"""`TorchEngine`: a stage that is trained or run in any layout, by torch alone.
+"""`TorchEngine`: a stage that is trained, run or generates in any layout, by torch alone.
 
 Tensor parallelism is in the stage (DTensor). Stages are connected by torch.distributed.pipelining. Data-parallel ranks
 add up their gradients after the last micro-batch, or have parts of the parameters (FSDP2).

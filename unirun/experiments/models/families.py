@@ -1,4 +1,4 @@
-"""Trials of families of decoders: a small network of one is cut in this process and compared with the whole.
+"""Families of decoders: the cut of their layers over tensor-parallel ranks, tried on a small network.
 
 Nothing is known of a family by its name. A network is refused when its parts compute something else than the whole
 network does, so that one which transformers adds or changes is never cut by chance.

@@ -1,4 +1,4 @@
-"""The copy of a job's files that the command keeps when all of the job is on other hosts.
+"""Files between the command and other hosts: its copy of what nodes write, and ``--sync``.
 
 The hosts are in the file ``hosts.json`` of the command's directory until everything is here. The command copies while
 it follows the job; after ``--detach`` a process of its own does (``python -m unirun.launcher.hosts.copying RUN_ID``),

@@ -1,4 +1,4 @@
-"""The growth of the files in a node's directory, sent to the command that follows the job: logs, events, status.
+"""From a node to the command over ssh: its end of the stream, and the growth of its files that goes over it.
 
 The command writes the same files, so that everything that reads a job's directory works there too. Bytes
 behind the last ones that it has are sent again after a reconnect; a slow command is waited for, as the files

@@ -1,4 +1,4 @@
-"""The launcher's side of the lobby: it hears the nodes' offers, gives each its task, and lets all start at once.
+"""Both sides of the lobby: nodes make offers and bind what their task needs; the launcher lets all start at once.
 
 Whatever is wrong is told of all nodes at once, before anything starts.
 """

@@ -1,4 +1,4 @@
-"""Submits a job to Slurm."""
+"""A job as a batch job of Slurm: its script, its submission, and the command that follows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocols `Store` and `Watch`, implemented in memory, in SQLite and in etcd v3; one contract suite tests all.
+"""The protocols `Store` and `Watch`, the addresses of stores, and the checks that all of them share.
 
 Keys are paths such as ``jobs/run1/head``, relative to the prefix in the store's URL; values are text. A key never
 ends with ``/`` and a prefix always does, so that ``jobs/run1/`` does not match ``jobs/run10``. Every change has a

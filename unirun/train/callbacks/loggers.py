@@ -1,4 +1,4 @@
-"""The latest report on the screen: a table on a terminal and in a notebook, a line elsewhere."""
+"""Ready callbacks: reports on the screen, as JSON lines and CSV, in TensorBoard, Weights & Biases, MLflow."""
 
 from __future__ import annotations
 

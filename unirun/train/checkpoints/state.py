@@ -1,4 +1,4 @@
-"""The state that a user saves, as bytes or by torch.distributed.checkpoint.
+"""The state that a user saves, and how it is read again: as bytes or by torch.distributed.checkpoint.
 
 A value may be anything that pickles. A module or an optimizer stands for its state dict; the wrappers of
 DistributedDataParallel and torch.compile are taken off, so names are those of the model alone. When any tensor is a

@@ -1,4 +1,4 @@
-"""The positions of an epoch that each rank consumes, and those that are consumed: pure functions.
+"""The order of the samples of an epoch, which rank consumes which, and those that are consumed.
 
 A *position* is a place in the order of an epoch, from 0. What is left of an epoch when ranks begin is *split* over
 them, and each counts what it has consumed of its *share*. `merged` makes one `Progress` of those of all ranks; from it

@@ -1,4 +1,4 @@
-"""The requests to a server, in rounds: `Source`, and `Sender`, the base of the trainer engines."""
+"""Requests to an inference server over HTTP, in rounds, with the weights in shared memory."""
 
 from __future__ import annotations
 
