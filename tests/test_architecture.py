@@ -35,6 +35,9 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 )
 """From the top. A room may import from floors below its own, and from rooms beside it only where that is drawn."""
 
+LAUNCHER_FLOORS = ("slurm.", "hosts.", "doctor.")
+"""Folders of the launcher, from below. All other modules of it are below them."""
+
 DRAWN_SIDEWAYS = {("rendezvous", "observe")}
 
 TORCH_ROOMS = frozenset({"roles", "weights", "train", "experiments"})
@@ -263,32 +266,24 @@ def test_the_cores_do_no_input_and_no_output() -> None:
     )
 
 
-def test_nothing_is_imported_in_a_circle() -> None:
-    """Between modules, at import time: what stands in functions or under TYPE_CHECKING does not count."""
-    names = {module.name for module in modules()}
-    graph: dict[str, set[str]] = {}
-    for module in modules():
-        top = Module(module.name, module.path, ast.Module([*_top_level(module.tree)], []))
-        targets = {each.target for each in imports(top) if not each.types_only}
-        graph[module.name] = {
-            name for target in targets for name in (target, target.rpartition(".")[0]) if name in names
-        } - {module.name}
-    done: set[str] = set()
-
-    def visit(name: str, trail: tuple[str, ...]) -> None:
-        assert name not in trail, " → ".join((*trail[trail.index(name) :], name))
-        if name not in done:
-            for target in sorted(graph[name]):
-                if not name.startswith(f"{target}."):  # a package's __init__ names what its modules offer
-                    visit(target, (*trail, name))
-            done.add(name)
-
-    for name in sorted(graph):
-        visit(name, ())
+def test_no_modules_of_a_room_import_each_other_in_a_circle() -> None:
+    """Imports in functions and for the type checker count too: a circle is one module that was cut by length."""
+    none(" → ".join(circle) for circle in source.circles(source.modules(PACKAGE)))
 
 
-def _top_level(tree: ast.Module) -> Iterator[ast.stmt]:
-    return (node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef))
+def test_the_launcher_has_floors_of_its_own() -> None:
+    """The start of a job on this host knows neither Slurm nor other hosts; the doctor looks at all."""
+
+    def floor(name: str) -> int:
+        return next(
+            (n for n, part in enumerate(LAUNCHER_FLOORS) if name.startswith(f"unirun.launcher.{part}")), -1
+        )
+
+    none(
+        f"{module.name}:{each.line} imports {each.target}"
+        for module, each in each_import()
+        if module.room == "launcher" and floor(f"{each.target}.") > floor(f"{module.name}.")
+    )
 
 
 def test_a_module_fits_a_few_screens() -> None:
