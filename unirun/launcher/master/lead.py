@@ -24,6 +24,7 @@ from unirun.failover.crashes import (
 )
 from unirun.failover.persistence.context import restore
 from unirun.failover.persistence.context_store import ContextStore, load
+from unirun.failover.silence import AUTHORITY_SECONDS
 from unirun.failover.state import JOB_ENDS, JobPhase, Verdict
 from unirun.failover.step import step
 from unirun.failover.takeover import resume
@@ -36,7 +37,7 @@ from unirun.wire.address import UnixAddress
 from unirun.wire.credentials import load_credentials
 from unirun.wire.sockets import tcp_address
 
-TERM_TTL = 6.0
+TERM_TTL = AUTHORITY_SECONDS
 """Seconds after which a master that hangs is not the leader any more; one that is dead is deposed at once."""
 
 
