@@ -17,7 +17,7 @@ from unirun.observe.jobdir import JobDir
 from unirun.observe.status import ENDED, read_status, read_summary
 from unirun.rendezvous.masters import MASTER_POLL_INTERVAL, call_master, hear
 from unirun.roles.calls.caller import Caller
-from unirun.roles.calls.dispatcher import VISITOR
+from unirun.roles.calls.envelope import VISITOR
 from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.peers import Peers, role_infos
 from unirun.roles.transport.listener import SocketTransport

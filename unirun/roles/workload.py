@@ -8,7 +8,7 @@ from typing import ClassVar
 from omegaconf import DictConfig
 
 from unirun.errors import UsageError
-from unirun.roles.calls.policy import trainer_invocation
+from unirun.roles.calls.group import trainer_invocation
 from unirun.roles.handle import MasterHandle
 
 

@@ -18,14 +18,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from unirun.errors import CallError, WorkerLost
 from unirun.roles.calls.codec import dump
 from unirun.roles.calls.counting import CallBook
-from unirun.roles.calls.dispatcher import OPEN_RPC
-from unirun.roles.calls.envelope import encode_address, refused_for
-from unirun.roles.calls.open_call import Call, Deadlines, InvocationRef, Method
+from unirun.roles.calls.envelope import OPEN_RPC, encode_address, refused_for
+from unirun.roles.calls.open_call import Call, InvocationRef, Method
 from unirun.roles.calls.policy import ANY, DEFAULT, Invocation, called_ranks
 from unirun.roles.calls.reliable import Part, ReliableChannel
 from unirun.roles.calls.sharding import rearranged, split
@@ -77,6 +76,55 @@ class ReportedLosses:
                         found = found or f"{role}:{rank}"
                         self._incarnations[role, rank] = incarnation
         return found
+
+
+T = TypeVar("T")
+
+
+class Deadlines(Generic[T]):
+    """A FIFO of items that share one timeout: they expire in the order in which they were added.
+
+    So the scheduler looks at the first item only, and an item that is dropped in time costs it nothing.
+    """
+
+    def __init__(self, seconds: float, scheduler: Scheduler, late: Callable[[T], None]) -> None:
+        """`late` is called, by `scheduler`, with what was not dropped `seconds` after it was added."""
+        self.seconds = seconds
+        self._scheduler, self._late = scheduler, late
+        self._open: dict[T, float] = {}
+        self._lock = threading.Lock()
+        self._watched = False
+
+    def add(self, thing: T) -> None:
+        """Add `thing`; its timeout begins."""
+        self._open[thing] = self._scheduler.now() + self.seconds
+        if not self._watched:
+            self._watch()
+
+    def drop(self, thing: T) -> None:
+        """Forget `thing`, which was in time or has expired already."""
+        self._open.pop(thing, None)
+
+    def _watch(self) -> None:
+        with self._lock:
+            if self._watched:
+                return
+            self._watched = True
+        self._scheduler.at(self._scheduler.now() + self.seconds, self._look)
+
+    def _look(self) -> None:
+        for thing in list(self._open):
+            when = self._open.get(thing)
+            if when is not None and when > self._scheduler.now():
+                self._scheduler.at(when, self._look)
+                return
+            if when is not None:
+                self.drop(thing)
+                self._scheduler.soon(partial(self._late, thing))
+        self._watched = False
+        # `add` starts no watch while this function runs, so what was added meanwhile needs one now.
+        if self._open:
+            self._watch()
 
 
 GROUP_ERROR_DELAY = 0.1
@@ -133,7 +181,7 @@ class Caller:
             options,
             ranks,
             chooses=options.target == ANY,
-            deadlines=self._deadlines[seconds],
+            timeout=seconds,
             wire=name.encode(),
             count=self._book.count(role, name, asynchronous=not options.blocking),
             turns=self._turns[role],
@@ -161,8 +209,8 @@ class Caller:
         call: InvocationRef[Any]
         call = InvocationRef(method, ranks, parcels, shares.sharding, self._scheduler.now())
         if options.blocking and not call.joint:
-            call.patience = method.deadlines.seconds
-        method.deadlines.add(call)
+            call.patience = method.timeout
+        self._deadlines[method.timeout].add(call)
         if not options.idempotent:
             call.unreported = self._losses.report(method.role, ranks)
         if call.unreported:
@@ -249,7 +297,8 @@ class Caller:
             )
             return
         self._losses.called(peer.address)
-        channel = call.channels[index] = self._channel(peer)
+        channel = self._channel(peer)
+        call.sent_to[index] = peer.address
         if not channel.send(call, index):
             self._losses.reported(peer.address)
             self._settle(call, index, lost(str(peer.address), "it is gone", call.remedy))
@@ -358,7 +407,7 @@ class Caller:
         call.settle(index, outcome)
         if isinstance(outcome, WorkerLost) and call.retries > 0:
             # The call is made again when the other workers have left it.
-            for other, channel in enumerate(call.channels):
+            for other, channel in enumerate(self._channels_of(call)):
                 if channel is not None and not call.has(other):
                     channel.give_up(call.seq, lost=True)
         if call.settled:
@@ -377,7 +426,7 @@ class Caller:
         """A moment after the first error. Before a call is made again, all its workers must have left it."""
         if attempt != call.attempt or (call.retries > 0 and call.interrupted):
             return
-        for index, channel in enumerate(call.channels):
+        for index, channel in enumerate(self._channels_of(call)):
             if not call.has(index) and (channel is None or channel.reconnecting):
                 # A worker that has not answered cannot be reached: perhaps it is dead, which would be the cause.
                 self._fail_later(call)
@@ -390,21 +439,25 @@ class Caller:
             self._send_all(call)
 
     def _finish(self, call: Call) -> None:
-        call.prepared.deadlines.drop(call)
+        self._deadlines[call.prepared.timeout].drop(call)
         self._forget(call)
         call.finish()
 
     def _expire(self, call: Call) -> None:
         self._forget(call)
-        call.expire(call.prepared.deadlines.seconds)
+        call.expire()
 
     def _forget(self, call: Call) -> None:
         """Answers that still come are acked and dropped."""
         if call.settled:
             return
-        for channel in call.channels:
+        for channel in self._channels_of(call):
             if channel is not None:
                 channel.forget(call, lost=call.lost)
+
+    def _channels_of(self, call: Call) -> list[ReliableChannel | None]:
+        """For each rank the channel to the worker to which its part was sent; None if there is none any more."""
+        return [None if worker is None else self._channels.get(worker) for worker in call.sent_to]
 
 
 def _ready(peer: Peer, call: Call) -> bool:

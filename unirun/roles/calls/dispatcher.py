@@ -14,12 +14,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from unirun.errors import CallError, EncodingError, FrameError, UnirunError, WorkerLost
+from unirun.errors import EncodingError, FrameError, UnirunError, WorkerLost
 from unirun.roles.calls.codec import dump, dump_error, load
 from unirun.roles.calls.envelope import (
+    ACK,
+    DESCRIBE,
     ERROR,
+    GIVE_UP,
     INTERRUPTED,
     OK,
+    OPEN_RPC,
+    VISITOR,
     Request,
     decode_giving_up,
     decode_request,
@@ -30,28 +35,10 @@ from unirun.roles.transport.protocol import Inbox, Parcel, Reply, await_end, own
 from unirun.values import WorkerId
 from unirun.wire.reporting import report_error
 
-DESCRIBE = "__describe__"
-"""Asks which methods there are, with their options."""
-
-VISITOR = "@"
-"""The first character in the name of a caller outside the job, which no role has."""
-
 VISITOR_RESULTS_TTL = 3600.0
 """Seconds after its last request for which the results are kept that a visitor has not acked. It may be gone."""
 
-OPEN_RPC = "__open_rpc__"
-"""Asks the process to let itself be called by torch.distributed.rpc."""
-
-ACK = b"__ack__"
-"""The method of a request that only carries acks."""
-
-_ACK = ACK.decode()
-
-GIVE_UP = b"__give_up__"
-"""The method of a request that gives up an earlier request, whose number is in it: the caller no longer waits
-for that result."""
-
-_GIVE_UP = GIVE_UP.decode()
+_ACK, _GIVE_UP = ACK.decode(), GIVE_UP.decode()
 
 
 @dataclass(eq=False, slots=True)
@@ -386,10 +373,3 @@ class Dispatcher:
 
 
 _NONE = Parcel(OK + dump(None, "None")[0])
-
-
-def outcome_of(parcel: Parcel) -> tuple[bytes, memoryview]:
-    """The kind of an answer and its body. Raises `CallError` for an empty one."""
-    if not parcel.head:
-        raise CallError("an empty answer arrived")
-    return parcel.head[:1], memoryview(parcel.head)[1:]

@@ -14,7 +14,7 @@ import struct
 from functools import lru_cache
 from typing import NamedTuple
 
-from unirun.errors import FrameError
+from unirun.errors import CallError, FrameError
 from unirun.values import WorkerId
 
 _PREFIX = struct.Struct("<QI?HHH")
@@ -26,6 +26,22 @@ OK, ERROR, INTERRUPTED, REFUSED = b"\0", b"\1", b"\2", b"\3"
 did not run, as the call was made for an earlier generation than that of the worker, or had lost another one."""
 
 MAX_ACKS = 0xFFFF
+
+DESCRIBE = "__describe__"
+"""Asks which methods there are, with their options."""
+
+OPEN_RPC = "__open_rpc__"
+"""Asks the process to let itself be called by torch.distributed.rpc."""
+
+ACK = b"__ack__"
+"""The method of a request that only carries acks."""
+
+GIVE_UP = b"__give_up__"
+"""The method of a request that gives up an earlier request, whose number is in it: the caller no longer waits
+for that result."""
+
+VISITOR = "@"
+"""The first character in the name of a caller outside the job, which no role has."""
 
 
 class Request(NamedTuple):
@@ -91,6 +107,13 @@ def encode_refusal(generation: int) -> bytes:
 def refused_for(answer: bytes) -> int | None:
     """The generation of a worker that has refused a call; None for any other answer."""
     return _GENERATION.unpack_from(answer, 1)[0] if answer[:1] == REFUSED else None
+
+
+def outcome_of(answer: bytes) -> tuple[bytes, memoryview]:
+    """The kind of an answer and its body. Raises `CallError` for an empty one."""
+    if not answer:
+        raise CallError("an empty answer arrived")
+    return answer[:1], memoryview(answer)[1:]
 
 
 def encode_address(address: WorkerId) -> bytes:

@@ -1,4 +1,5 @@
-"""Role groups: the trainer's handle on the workers of a role, and on each of their methods."""
+"""Role groups: the trainer's handle on the workers of a role, and on each of their methods; `trainer_invocation`, which
+says how a method is called."""
 
 from __future__ import annotations
 
@@ -10,20 +11,33 @@ from typing import (
     Any,
     Concatenate,
     Generic,
+    Literal,
     ParamSpec,
     Protocol,
     Self,
     TypedDict,
     TypeVar,
+    Unpack,
     overload,
 )
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import UsageError
 from unirun.roles.calls.caller import Caller
-from unirun.roles.calls.dispatcher import DESCRIBE
+from unirun.roles.calls.envelope import DESCRIBE
 from unirun.roles.calls.open_call import InvocationRef, Method, wait
-from unirun.roles.calls.policy import ANY, DEFAULT, Invocation, Target, with_options
+from unirun.roles.calls.policy import (
+    ALL,
+    ANY,
+    DEFAULT,
+    Invocation,
+    OneWorker,
+    Target,
+    Workers,
+    checked,
+    mark,
+    with_options,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -283,7 +297,7 @@ def role_group(
     return RoleGroup(RoleMethods(caller, role, methods), range(size))
 
 
-# The static types of methods that `trainer_invocation` decorates. Nothing of this is used at run time.
+# `trainer_invocation`, and the static types of the methods that it decorates, which are not used at run time.
 #
 # A decorated method is seen as an `Invocable`. In an object of its class it is a plain method. In a class that is
 # derived from `RoleGroup` and the workload it is a `RemoteMethod` with the same parameters::
@@ -369,3 +383,97 @@ class OneAsync(Protocol):
     def __call__(
         self, method: Callable[Concatenate[Any, P], R]
     ) -> Invocable[P, R, R, R, InvocationRef[R]]: ...
+
+
+@overload
+def trainer_invocation(
+    method: Callable[Concatenate[Any, P], R], /
+) -> Invocable[P, R, R, list[R], list[R]]: ...
+
+
+@overload
+def trainer_invocation(
+    *, target: OneWorker, blocking: Literal[True] = ..., **options: Unpack[Options]
+) -> OneBlocking: ...
+
+
+@overload
+def trainer_invocation(
+    *, target: OneWorker, blocking: Literal[False], **options: Unpack[Options]
+) -> OneAsync: ...
+
+
+@overload
+def trainer_invocation(
+    *, target: Workers = ..., blocking: Literal[True] = ..., **options: Unpack[Options]
+) -> AllBlocking: ...
+
+
+@overload
+def trainer_invocation(
+    *, target: Workers = ..., blocking: Literal[False], **options: Unpack[Options]
+) -> AllAsync: ...
+
+
+@overload
+def trainer_invocation(
+    *,
+    blocking: bool = True,
+    is_async: bool = False,
+    timeout: float | None = None,
+    target: Target = ALL,
+    auto_shard: bool = True,
+    pre_func: Callable[..., Any] | None = None,
+    post_func: Callable[[Any], Any] | None = None,
+    idempotent: bool = False,
+    concurrency: int = 1,
+    retries: int | None = None,
+) -> Callable[[Callable[..., R]], Invocable[..., R, Any, Any, Any]]: ...
+
+
+def trainer_invocation(*method: Any, **options: Any) -> Any:
+    """Decorate a method of a workload with how a trainer's call of it is carried out. The method itself is unchanged.
+
+    Public methods without it are called with the defaults::
+
+        class Actor(BaseWorkload):
+            @trainer_invocation(timeout=60)
+            def update(self, samples):  # RG_ACTOR.update(shard(samples)) returns a list, one loss for each worker
+                return self.step(samples)
+
+            @trainer_invocation(target="RANK0")
+            def weights(self):  # RG_ACTOR.weights() returns the bare result of rank 0
+                return self.model.state_dict()
+
+    - `blocking`: True (the default), the call waits for all results and returns them. False, it returns an
+      `InvocationRef` at once.
+    - `is_async`: True, the call waits for all results like a blocking one, and its `timeout` is 10 s by default.
+      Cannot be given together with ``blocking=False``.
+    - `timeout`: the deadline of the call in seconds. None (the default) stands for the job's ``call_timeout``, which is
+      1800 s by default. At the deadline the caller gets `InvocationTimeout`, which names the workers that have not
+      answered and has the results of the others.
+    - `target`: which workers are called. ``"ALL"`` (the default) returns a list of results in rank order; a list of
+      ranks returns a list in the order given. ``"RANK0"``, a single rank, and ``"ANY"`` (the worker with the fewest
+      open calls) return the bare result of that worker.
+    - `auto_shard`: True (the default), arguments that the caller marks with `shard` are split over the workers. If no
+      argument is marked and each one is a list with as many items as there are workers, each worker gets its item.
+      Everything else goes to all workers whole. False, everything goes to all workers whole, and `shard` is an error.
+    - `pre_func`: called in the trainer with the arguments, before they are split. It returns the new ones: a tuple, a
+      dict of keywords, a pair ``(args, kwargs)``, or one value.
+    - `post_func`: called in the trainer with the result (the list, or the bare result). The call returns what it
+      returns.
+    - `idempotent`: True, the method may run more than once. When a worker is lost during the call, the call is made
+      again in all its workers as soon as the lost one is back. False (the default), the caller gets `WorkerLost`.
+    - `retries`: how many times an idempotent call is made again, 3 by default.
+    - `concurrency`: more than 1, up to so many calls of this method run at the same time, in threads of the worker.
+      All other calls run in the main thread, one at a time, in the order of arrival; ``async def`` methods run in an
+      event loop beside it.
+
+    Raises `UsageError` for a wrong option, when the class is defined.
+    """
+    if method and not options:
+        return mark(method[0], DEFAULT)
+    if method:
+        raise UsageError("@trainer_invocation takes named options only", "write blocking=…, timeout=…")
+    invocation = checked("@trainer_invocation", options)
+    return lambda decorated: mark(decorated, invocation)

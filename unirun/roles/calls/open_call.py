@@ -9,70 +9,15 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from unirun.errors import EncodingError, InvocationTimeout, UsageError, WorkerLost
 from unirun.roles.calls.codec import load, load_error
 from unirun.roles.calls.counting import Count
-from unirun.roles.calls.dispatcher import outcome_of
-from unirun.roles.calls.envelope import INTERRUPTED, OK
+from unirun.roles.calls.envelope import INTERRUPTED, OK, outcome_of
 from unirun.roles.calls.policy import Invocation
-from unirun.roles.transport.protocol import Parcel, Scheduler, Wait
-
-if TYPE_CHECKING:
-    from unirun.roles.calls.reliable import ReliableChannel
-
-
-# `Deadlines`: which calls are not answered in time.
-
-T = TypeVar("T")
-
-
-class Deadlines(Generic[T]):
-    """A FIFO of items that share one timeout: they expire in the order in which they were added.
-
-    So the scheduler looks at the first item only, and an item that is dropped in time costs it nothing.
-    """
-
-    def __init__(self, seconds: float, scheduler: Scheduler, late: Callable[[T], None]) -> None:
-        """`late` is called, by `scheduler`, with what was not dropped `seconds` after it was added."""
-        self.seconds = seconds
-        self._scheduler, self._late = scheduler, late
-        self._open: dict[T, float] = {}
-        self._lock = threading.Lock()
-        self._watched = False
-
-    def add(self, thing: T) -> None:
-        """Add `thing`; its timeout begins."""
-        self._open[thing] = self._scheduler.now() + self.seconds
-        if not self._watched:
-            self._watch()
-
-    def drop(self, thing: T) -> None:
-        """Forget `thing`, which was in time or has expired already."""
-        self._open.pop(thing, None)
-
-    def _watch(self) -> None:
-        with self._lock:
-            if self._watched:
-                return
-            self._watched = True
-        self._scheduler.at(self._scheduler.now() + self.seconds, self._look)
-
-    def _look(self) -> None:
-        for thing in list(self._open):
-            when = self._open.get(thing)
-            if when is not None and when > self._scheduler.now():
-                self._scheduler.at(when, self._look)
-                return
-            if when is not None:
-                self.drop(thing)
-                self._scheduler.soon(partial(self._late, thing))
-        self._watched = False
-        # `add` starts no watch while this function runs, so what was added meanwhile needs one now.
-        if self._open:
-            self._watch()
-
+from unirun.roles.transport.protocol import Parcel, Wait
+from unirun.values import WorkerId
 
 STATE = threading.RLock()
 """Guards the outcomes of all calls, for a few instructions each time: a lock for each call would take longer to make
@@ -84,8 +29,8 @@ class Method:
     """A method of some ranks of a role: what is the same in each of its calls.
 
     When it `chooses`, each call goes to one of `ranks`, else to all; `turns` has for each rank when it was chosen last,
-    as a count. `wire` is the name in bytes. `deliver` runs a user's callback in a thread where it may wait for other
-    calls, and prints its errors.
+    as a count. `timeout` is in seconds. `wire` is the name in bytes. `deliver` runs a user's callback in a thread where
+    it may wait for other calls, and prints its errors.
     """
 
     role: str
@@ -93,7 +38,7 @@ class Method:
     options: Invocation
     ranks: Sequence[int]
     chooses: bool
-    deadlines: Deadlines[Call]
+    timeout: float
     wire: bytes
     count: Count
     turns: dict[int, int]
@@ -109,7 +54,7 @@ class Call:
     - `parcels`: one for all ranks, or one for each.
     - `joint`: several workers run it, all in one generation of the role. `generation` is that one, -1 until the first
       part is sent. A new attempt has a new `seq` and perhaps a later generation.
-    - `channels`: for each rank the channel over which its part was sent.
+    - `sent_to`: for each rank the worker to which its part was sent.
     - `unreported`: a worker whose loss this call reports instead of being sent.
     - `patience`: the seconds for which the calling thread will do nothing but wait for the only part. None once that
       was sent.
@@ -143,7 +88,7 @@ class Call:
         self.sharding: Mapping[int | str, str] = sharding or {}
         self.joint = len(ranks) > 1
         self.retries = prepared.options.retries
-        self.channels: list[ReliableChannel | None] = [None] * len(ranks)
+        self.sent_to: list[WorkerId | None] = [None] * len(ranks)
         self._outcomes: dict[int, Parcel | BaseException] = {}
         self._loaded: dict[int, Any] = {}
         self._wakes: list[Callable[[Any], None]] = []
@@ -216,7 +161,7 @@ class Call:
         self.attempt += 1
         self.retries -= 1
         self.failing, self.generation = False, -1
-        self.channels = [None] * len(self.ranks)
+        self.sent_to = [None] * len(self.ranks)
         with STATE:
             self._outcomes.clear()
             self._loaded.clear()
@@ -226,9 +171,9 @@ class Call:
         """End the call: the outcomes that are there decide."""
         self._end(self._error if self.failed else None)
 
-    def expire(self, seconds: float) -> None:
+    def expire(self) -> None:
         """End the call at its deadline."""
-        self._end(lambda: self._timeout(f"within its deadline of {seconds:g} s"))
+        self._end(lambda: self._timeout(f"within its deadline of {self.prepared.timeout:g} s"))
 
     def _end(self, failure: Callable[[], BaseException] | None) -> None:
         with STATE:
@@ -266,7 +211,7 @@ class Call:
             if isinstance(outcome, BaseException):
                 raise outcome
             try:
-                self._loaded[index] = load(outcome_of(outcome)[1], outcome.buffers)
+                self._loaded[index] = load(outcome_of(outcome.head)[1], outcome.buffers)
             except Exception as error:
                 problem = (
                     f"the result of {self.method} from {self.worker(index)} cannot be unpickled: {error}"
@@ -283,7 +228,7 @@ class Call:
             elif isinstance(outcome, BaseException):
                 ranked.append((1, outcome))
             elif outcome.head[:1] != OK:
-                kind, body = outcome_of(outcome)
+                kind, body = outcome_of(outcome.head)
                 error = load_error(body, outcome.buffers)
                 if kind == INTERRUPTED and isinstance(error, RuntimeError):
                     error = self._interruption(index, error)

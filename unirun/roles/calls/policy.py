@@ -1,4 +1,4 @@
-"""`@trainer_invocation`: how a method of a workload is called through its role group."""
+"""The options of `trainer_invocation`: how a method of a workload is called through its role group."""
 
 from __future__ import annotations
 
@@ -7,21 +7,13 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Final, Literal
 
 from unirun.errors import UsageError
 
-if TYPE_CHECKING:
-    from typing import Unpack
-
-    from unirun.roles.calls.group import AllAsync, AllBlocking, Invocable, OneAsync, OneBlocking, Options
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_OneWorker = Literal["RANK0", "ANY"] | int
-_Workers = Literal["ALL"] | Sequence[int]
-Target = _OneWorker | _Workers
+OneWorker = Literal["RANK0", "ANY"] | int
+Workers = Literal["ALL"] | Sequence[int]
+Target = OneWorker | Workers
 
 ALL: Final[Literal["ALL"]] = "ALL"
 RANK0: Final[Literal["RANK0"]] = "RANK0"
@@ -65,100 +57,6 @@ DEFAULT = Invocation()
 """The options of public methods that are not decorated."""
 
 
-@overload
-def trainer_invocation(
-    method: Callable[Concatenate[Any, P], R], /
-) -> Invocable[P, R, R, list[R], list[R]]: ...
-
-
-@overload
-def trainer_invocation(
-    *, target: _OneWorker, blocking: Literal[True] = ..., **options: Unpack[Options]
-) -> OneBlocking: ...
-
-
-@overload
-def trainer_invocation(
-    *, target: _OneWorker, blocking: Literal[False], **options: Unpack[Options]
-) -> OneAsync: ...
-
-
-@overload
-def trainer_invocation(
-    *, target: _Workers = ..., blocking: Literal[True] = ..., **options: Unpack[Options]
-) -> AllBlocking: ...
-
-
-@overload
-def trainer_invocation(
-    *, target: _Workers = ..., blocking: Literal[False], **options: Unpack[Options]
-) -> AllAsync: ...
-
-
-@overload
-def trainer_invocation(
-    *,
-    blocking: bool = True,
-    is_async: bool = False,
-    timeout: float | None = None,
-    target: Target = ALL,
-    auto_shard: bool = True,
-    pre_func: Callable[..., Any] | None = None,
-    post_func: Callable[[Any], Any] | None = None,
-    idempotent: bool = False,
-    concurrency: int = 1,
-    retries: int | None = None,
-) -> Callable[[Callable[..., R]], Invocable[..., R, Any, Any, Any]]: ...
-
-
-def trainer_invocation(*method: Any, **options: Any) -> Any:
-    """Decorate a method of a workload with how a trainer's call of it is carried out. The method itself is unchanged.
-
-    Public methods without it are called with the defaults::
-
-        class Actor(BaseWorkload):
-            @trainer_invocation(timeout=60)
-            def update(self, samples):  # RG_ACTOR.update(shard(samples)) returns a list, one loss for each worker
-                return self.step(samples)
-
-            @trainer_invocation(target="RANK0")
-            def weights(self):  # RG_ACTOR.weights() returns the bare result of rank 0
-                return self.model.state_dict()
-
-    - `blocking`: True (the default), the call waits for all results and returns them. False, it returns an
-      `InvocationRef` at once.
-    - `is_async`: True, the call waits for all results like a blocking one, and its `timeout` is 10 s by default.
-      Cannot be given together with ``blocking=False``.
-    - `timeout`: the deadline of the call in seconds. None (the default) stands for the job's ``call_timeout``, which is
-      1800 s by default. At the deadline the caller gets `InvocationTimeout`, which names the workers that have not
-      answered and has the results of the others.
-    - `target`: which workers are called. ``"ALL"`` (the default) returns a list of results in rank order; a list of
-      ranks returns a list in the order given. ``"RANK0"``, a single rank, and ``"ANY"`` (the worker with the fewest
-      open calls) return the bare result of that worker.
-    - `auto_shard`: True (the default), arguments that the caller marks with `shard` are split over the workers. If no
-      argument is marked and each one is a list with as many items as there are workers, each worker gets its item.
-      Everything else goes to all workers whole. False, everything goes to all workers whole, and `shard` is an error.
-    - `pre_func`: called in the trainer with the arguments, before they are split. It returns the new ones: a tuple, a
-      dict of keywords, a pair ``(args, kwargs)``, or one value.
-    - `post_func`: called in the trainer with the result (the list, or the bare result). The call returns what it
-      returns.
-    - `idempotent`: True, the method may run more than once. When a worker is lost during the call, the call is made
-      again in all its workers as soon as the lost one is back. False (the default), the caller gets `WorkerLost`.
-    - `retries`: how many times an idempotent call is made again, 3 by default.
-    - `concurrency`: more than 1, up to so many calls of this method run at the same time, in threads of the worker.
-      All other calls run in the main thread, one at a time, in the order of arrival; ``async def`` methods run in an
-      event loop beside it.
-
-    Raises `UsageError` for a wrong option, when the class is defined.
-    """
-    if method and not options:
-        return _mark(method[0], DEFAULT)
-    if method:
-        raise UsageError("@trainer_invocation takes named options only", "write blocking=…, timeout=…")
-    invocation = _checked("@trainer_invocation", options)
-    return lambda decorated: _mark(decorated, invocation)
-
-
 def with_options(invocation: Invocation, method: str, options: Mapping[str, Any]) -> Invocation:
     """`invocation` with other `options`, those that a caller may change. Raises `UsageError` for a wrong one.
 
@@ -169,17 +67,18 @@ def with_options(invocation: Invocation, method: str, options: Mapping[str, Any]
     before = {name: getattr(invocation, name) for name in _NAMES}
     if "idempotent" in options:
         before["retries"] = None
-    return _checked(what, {**before, **options})
+    return checked(what, {**before, **options})
 
 
-def _mark(method: Any, invocation: Invocation) -> Any:
+def mark(method: Any, invocation: Invocation) -> Any:
+    """Give a method its options. Raises `UsageError` for what is no method."""
     if not callable(method) and not isinstance(method, classmethod):
         raise UsageError(f"@trainer_invocation decorates methods, not {method!r}", "write it above a def")
     setattr(method, _MARK, invocation)
     return method
 
 
-def _checked(what: str, options: dict[str, Any]) -> Invocation:
+def checked(what: str, options: dict[str, Any]) -> Invocation:
     """The invocation with these options. Errors begin with `what`."""
     _expect_names(what, options, _NAMES)
 

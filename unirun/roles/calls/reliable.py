@@ -8,8 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from unirun.errors import CallError, ChannelError
-from unirun.roles.calls.dispatcher import ACK, GIVE_UP
-from unirun.roles.calls.envelope import MAX_ACKS, encode_giving_up, encode_request
+from unirun.roles.calls.envelope import ACK, GIVE_UP, MAX_ACKS, encode_giving_up, encode_request
 from unirun.roles.calls.open_call import Call
 from unirun.roles.transport.protocol import Channel, Parcel, Scheduler, Transport
 from unirun.values import WorkerId

@@ -15,8 +15,7 @@ from unirun.errors import ChannelError, WorkerLost
 from unirun.roles import InvocationRef
 from unirun.roles.calls.caller import GROUP_ERROR_DELAY, Caller
 from unirun.roles.calls.codec import dump, dump_error
-from unirun.roles.calls.dispatcher import OPEN_RPC
-from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, decode_request, encode_refusal
+from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, OPEN_RPC, decode_request, encode_refusal
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.peers import Peer, Peers
 from unirun.roles.transport.protocol import Channel, Parcel

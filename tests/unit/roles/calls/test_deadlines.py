@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.effort import SOON
-from unirun.roles.calls.open_call import Deadlines
+from unirun.roles.calls.caller import Deadlines
 from unirun.roles.transport.protocol import Scheduler
 
 

@@ -14,16 +14,20 @@ from tests.unit.roles.calls.hall import ME, SOON, TRAINER, Desk, Generations, Ha
 from unirun.errors import CallError, EncodingError
 from unirun.roles import trainer_invocation
 from unirun.roles.calls.codec import dump, load, load_error
-from unirun.roles.calls.dispatcher import (
+from unirun.roles.calls.dispatcher import VISITOR_RESULTS_TTL, Dispatcher
+from unirun.roles.calls.envelope import (
     ACK,
     DESCRIBE,
+    ERROR,
+    INTERRUPTED,
+    OK,
     OPEN_RPC,
     VISITOR,
-    VISITOR_RESULTS_TTL,
-    Dispatcher,
+    encode_address,
+    encode_request,
     outcome_of,
+    refused_for,
 )
-from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, encode_address, encode_request, refused_for
 from unirun.roles.calls.policy import invocations
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
@@ -32,14 +36,14 @@ from unirun.values import WorkerId
 def value_of(answers: queue.SimpleQueue[Parcel]) -> Any:
     """The result, when it comes."""
     parcel = answers.get(timeout=SOON)
-    kind, body = outcome_of(parcel)
+    kind, body = outcome_of(parcel.head)
     assert kind == OK, load_error(body)
     return load(body, parcel.buffers)
 
 
 def error_of(answers: queue.SimpleQueue[Parcel], kind: bytes = ERROR) -> BaseException:
     """The error, when it comes."""
-    found, body = outcome_of(answers.get(timeout=SOON))
+    found, body = outcome_of(answers.get(timeout=SOON).head)
     assert found == kind
     return load_error(body)
 
@@ -395,7 +399,7 @@ class TestTheServingThread:
 
 def test_an_empty_answer_is_told_of() -> None:
     with pytest.raises(CallError, match="empty answer"):
-        outcome_of(Parcel(b""))
+        outcome_of(b"")
 
 
 class TestVisitors:

@@ -32,7 +32,7 @@ def ref_of(
     nobody: Any = None
     options = Invocation(target="RANK0" if bare else "ALL", post_func=post)
     method = Method(
-        "actor", "update", options, range(workers), False, nobody, b"update", nobody, {}, lambda run: run()
+        "actor", "update", options, range(workers), False, 2.5, b"update", nobody, {}, lambda run: run()
     )
     return InvocationRef(method, range(workers), sharding={0: "replicate"})
 
@@ -201,7 +201,7 @@ class TestTimeouts:
         ref = ref_of(4)
         ref.settle(1, answer("one"))
         ref.settle(2, failure(ValueError("bad")))
-        ref.expire(2.5)
+        ref.expire()
         with pytest.raises(
             InvocationTimeout,
             match="update was not answered within its deadline of 2.5 s by actor:0, actor:3; give",
@@ -215,14 +215,14 @@ class TestTimeouts:
         ref = ref_of(3)
         ref.settle(0, WorkerLost("actor:0 was lost", worker="actor:0"))
         ref.settle(1, answer("one"))
-        ref.expire(1)
+        ref.expire()
         error = ref.exception()
         assert isinstance(error, InvocationTimeout)
         assert (error.missing, error.results) == (("actor:0", "actor:2"), {"actor:1": "one"})
 
     def test_answers_after_the_deadline_change_nothing(self) -> None:
         ref = ref_of()
-        ref.expire(1)
+        ref.expire()
         settle_and_finish(ref, 1)
         assert isinstance(ref.exception(), InvocationTimeout)
 
@@ -230,7 +230,7 @@ class TestTimeouts:
         ref = ref_of(3)
         ref.settle(0, answer(_Bomb()))
         ref.settle(1, answer("good"))
-        ref.expire(1)
+        ref.expire()
         error = ref.exception()
         assert isinstance(error, InvocationTimeout)
         assert (error.missing, error.results) == (("actor:2",), {"actor:1": "good"})
@@ -238,7 +238,7 @@ class TestTimeouts:
     def test_a_deadline_that_comes_with_the_last_answer_names_nobody(self) -> None:
         ref = ref_of()
         ref.settle(0, answer("just now"))
-        ref.expire(1)
+        ref.expire()
         with pytest.raises(InvocationTimeout, match="by nobody; give") as caught:
             ref.result()
         assert caught.value.missing == ()
@@ -283,7 +283,7 @@ class TestCallbacks:
         ref.prepared.deliver = scheduler.soon
         ref.add_done_callback(lambda _: 1 / 0)  # type: ignore[arg-type]
         ref.add_done_callback(seen.append)
-        ref.expire(1)
+        ref.expire()
         scheduler.close()
         assert seen == [ref]
         assert "ZeroDivisionError" in capsys.readouterr().err
@@ -399,5 +399,5 @@ def test_the_repr_of_a_ref_names_method_workers_and_state() -> None:
     assert (ref.method, ref.workers, ref.sharding) == ("update", ("actor:0", "actor:1"), {0: "replicate"})
     ref.settle(0, answer(1))
     assert "1 of 2 answered" in repr(ref)
-    ref.expire(1)
+    ref.expire()
     assert repr(ref) == "<update on actor:0, actor:1: done>"

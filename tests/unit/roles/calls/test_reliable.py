@@ -15,8 +15,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.effort import examples
 from tests.sim.calls.actors import Clock, FakeScheduler
 from unirun.errors import CallError, ChannelError, EncodingError
-from unirun.roles.calls.dispatcher import ACK, GIVE_UP
-from unirun.roles.calls.envelope import Request, decode_giving_up, decode_request, encode_address
+from unirun.roles.calls.envelope import (
+    ACK,
+    GIVE_UP,
+    Request,
+    decode_giving_up,
+    decode_request,
+    encode_address,
+)
 from unirun.roles.calls.reliable import LARGE, MAX_RECONNECT_DELAY, ReliableChannel
 from unirun.roles.transport.protocol import Channel, Parcel, Transport
 from unirun.values import WorkerId
