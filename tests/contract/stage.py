@@ -150,7 +150,7 @@ def work(
                         dispatcher.run_first(partial(generations.catch_up, number))
                     case "interrupt":
                         assert isinstance(transport, InprocTransport)
-                        for channel in list(inprocess._servers[transport._endpoint].channels):
+                        for channel in list(inprocess._servers[transport._endpoint].connections):
                             channel.cut("interrupted")
                         voice.say("interrupted")
                     case "kept":

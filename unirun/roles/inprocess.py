@@ -21,7 +21,7 @@ from unirun.roles.context import Context, acting
 from unirun.roles.handle import Identity, MasterHandle
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.trainer import BaseTrainer, bind
-from unirun.roles.transport.protocol import Channel, Handler, Inbox, Parcel, Scheduler, await_end, own
+from unirun.roles.transport.protocol import Connection, Handler, Inbox, Parcel, Scheduler, await_end, own
 from unirun.roles.workload import BaseWorkload
 from unirun.values import WorkerId
 from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome, WorkerView
@@ -32,21 +32,21 @@ from unirun.wire.reports import Listening, Serving
 _servers: dict[str, _Server] = {}
 _numbers = itertools.count()
 _lock = threading.Lock()
-"""Guards `_servers`: a channel is added to a server before its end, which closes all channels, or not at all."""
+"""Guards `_servers`: a connection is added to a server before its end, which closes all connections, or not at all."""
 
 
 class _Server:
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
-        self.channels: set[_InprocChannel] = set()
+        self.connections: set[_InprocConnection] = set()
         self.executor = Scheduler("unirun-inproc")
 
 
-class _InprocChannel:
+class _InprocConnection:
     def __init__(self, server: _Server, executor: Scheduler, broken: Callable[[str], None]) -> None:
         self._server, self._executor, self._broken = server, executor, broken
         self._open = True
-        server.channels.add(self)
+        server.connections.add(self)
 
     def call(self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None) -> None:
         sent = own(parcel)
@@ -63,7 +63,7 @@ class _InprocChannel:
 
     def close(self) -> None:
         self._open = False
-        self._server.channels.discard(self)
+        self._server.connections.discard(self)
 
     def cut(self, reason: str) -> None:
         if self._open:
@@ -79,7 +79,7 @@ class InprocTransport:
     def __init__(self) -> None:
         self._executor = Scheduler("unirun-inproc")
         self._endpoint = ""
-        self._channels: list[_InprocChannel] = []
+        self._connections: list[_InprocConnection] = []
 
     def inbox(self) -> Inbox:
         """A plain queue."""
@@ -91,30 +91,30 @@ class InprocTransport:
         _servers[self._endpoint] = _Server(handler)
         return self._endpoint
 
-    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Channel:
-        """A channel to a worker of this process."""
+    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Connection:
+        """A connection to a worker of this process."""
         with _lock:
             server = _servers.get(endpoint)
             if server is None:
                 raise ChannelError(f"{peer} is not there", "it has ended")
-            channel = _InprocChannel(server, self._executor, broken)
-        self._channels.append(channel)
-        return channel
+            connection = _InprocConnection(server, self._executor, broken)
+        self._connections.append(connection)
+        return connection
 
     def is_here(self, endpoint: str) -> bool:
         """Memory is copied here, never lent."""
         return False
 
     def close(self) -> None:
-        """Break every channel to this worker, and close its own."""
+        """Break every connection to this worker, and close its own."""
         with _lock:
             server = _servers.pop(self._endpoint, None)
         if server is not None:
-            for channel in list(server.channels):
-                channel.cut("the worker has ended")
+            for connection in list(server.connections):
+                connection.cut("the worker has ended")
             server.executor.close()
-        for channel in self._channels:
-            channel.close()
+        for connection in self._connections:
+            connection.close()
         self._executor.close()
 
 

@@ -25,7 +25,7 @@ from unirun.errors import GroupError, PeerLost
 from unirun.roles.gloo import GlooGroup
 from unirun.roles.process_groups import c10d, dist, process_groups
 from unirun.roles.transport.frames import SpareMemory
-from unirun.roles.transport.protocol import Channel, Parcel, Transport
+from unirun.roles.transport.protocol import Connection, Parcel, Transport
 from unirun.values import Value, WorkerId
 
 BUCKET = 32 << 20
@@ -237,7 +237,7 @@ class PeerConnection:
         self._lock = threading.Lock()
         self._open: set[Future[Parcel]] = set()
         self._lost = ""
-        self._channel: Channel = transport.connect(who, endpoint, self._broken)
+        self._channel: Connection = transport.connect(who, endpoint, self._broken)
 
     @property
     def lost(self) -> bool:

@@ -14,7 +14,7 @@ from unirun.roles import trainer_invocation
 from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.policy import invocations
 from unirun.roles.peers import Peer, Peers
-from unirun.roles.transport.protocol import Channel, Handler, Parcel, Wait
+from unirun.roles.transport.protocol import Connection, Handler, Parcel, Wait
 from unirun.values import WorkerId
 
 ROLE = "w"
@@ -135,7 +135,7 @@ class Worker:
         return sum(given.values())
 
 
-class Line(Channel):
+class Line(Connection):
     """The caller's connection to one worker."""
 
     def __init__(self, worker: Worker, broken: Callable[[str], None]) -> None:
@@ -295,7 +295,7 @@ class Role:
             listener()
 
     # the transport
-    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Channel:
+    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Connection:
         worker = self.workers[peer.rank]
         if worker.me != peer or not worker.alive:
             raise ChannelError(f"{peer} is not there")

@@ -26,7 +26,7 @@ from unirun.roles.calls.counting import CallBook
 from unirun.roles.calls.envelope import OPEN_RPC, encode_address, refused_for
 from unirun.roles.calls.open_call import Call, InvocationRef, Method
 from unirun.roles.calls.policy import ANY, DEFAULT, Invocation, called_ranks
-from unirun.roles.calls.reliable import Part, ReliableChannel
+from unirun.roles.calls.reliable import Part, ReliableConnection
 from unirun.roles.calls.sharding import rearranged, split
 from unirun.roles.peers import Peer, Peers
 from unirun.roles.transport.protocol import Parcel, Scheduler, Transport, own
@@ -154,7 +154,7 @@ class Caller:
         self.report = self._book.report
         self._lock, self._starting = threading.Lock(), threading.Lock()
         self._order: dict[str, threading.RLock] = defaultdict(threading.RLock)
-        self._channels: dict[WorkerId, ReliableChannel] = {}
+        self._connections: dict[WorkerId, ReliableConnection] = {}
         self._parked: dict[tuple[str, int], deque[Part]] = {}
         self._refused: list[tuple[Call, int, int]] = []
         self._seqs = itertools.count(1)
@@ -232,10 +232,10 @@ class Caller:
         return address, self._opened[address]
 
     def close(self) -> None:
-        """Close every channel; open calls are not answered any more."""
+        """Close every connection; open calls are not answered any more."""
         self._scheduler.close()
-        for channel in list(self._channels.values()):
-            channel.close()
+        for connection in list(self._connections.values()):
+            connection.close()
         self._callbacks.close()
 
     def _least_busy(self, method: Method) -> int:
@@ -243,8 +243,8 @@ class Caller:
 
         def busy(rank: int) -> tuple[bool, int, int]:
             peer = self._peers.find(method.role, rank)
-            channel = self._channels.get(peer.address)
-            return not peer.endpoint, len(channel) if channel else 0, method.turns.get(rank, -1)
+            connection = self._connections.get(peer.address)
+            return not peer.endpoint, len(connection) if connection else 0, method.turns.get(rank, -1)
 
         chosen = min(method.ranks, key=busy)
         method.turns[chosen] = next(self._turn)
@@ -297,9 +297,9 @@ class Caller:
             )
             return
         self._losses.called(peer.address)
-        channel = self._channel(peer)
+        connection = self._connection(peer)
         call.sent_to[index] = peer.address
-        if not channel.send(call, index):
+        if not connection.send(call, index):
             self._losses.reported(peer.address)
             self._settle(call, index, lost(str(peer.address), "it is gone", call.remedy))
 
@@ -321,11 +321,11 @@ class Caller:
         )
         return lost(worker or str(peer.address), reason, call.remedy)
 
-    def _channel(self, peer: Peer) -> ReliableChannel:
+    def _connection(self, peer: Peer) -> ReliableConnection:
         address = peer.address
-        channel = self._channels.get(address)
-        if channel is None:
-            fresh = ReliableChannel(
+        connection = self._connections.get(address)
+        if connection is None:
+            fresh = ReliableConnection(
                 address,
                 peer.endpoint,
                 me=self._me,
@@ -335,11 +335,11 @@ class Caller:
                 failed=self._settle,
             )
             with self._lock:
-                channel = self._channels.setdefault(address, fresh)
+                connection = self._connections.setdefault(address, fresh)
             if self._peers.find(address.role, address.rank) != peer:
-                # The worker was lost before this channel was there to be closed.
+                # The worker was lost before this connection was there to be closed.
                 self._scheduler.soon(self._look)
-        return channel
+        return connection
 
     def _answered(self, call: Call, index: int, parcel: Parcel) -> None:
         if (generation := refused_for(parcel.head)) is not None:
@@ -366,26 +366,26 @@ class Caller:
         """`Peers` has changed: send what waited, and give up what waits for the dead."""
         with self._lock:
             waiting = list(self._parked)
-            channels = list(self._channels.values())
-        for channel in channels:
-            address = channel.address
+            connections = list(self._connections.values())
+        for connection in connections:
+            address = connection.address
             peer = self._peers.find(address.role, address.rank)
             if peer.address != address or peer.gone or peer.over:
-                self._lose(channel, peer)
+                self._lose(connection, peer)
                 if peer.address != address:
-                    self._channels.pop(address, None)
+                    self._connections.pop(address, None)
         refused, self._refused = self._refused, []
         for call, index, generation in refused:
             self._was_refused(call, index, generation)
         for who in waiting:
             self._send_parked(who)
 
-    def _lose(self, channel: ReliableChannel, peer: Peer) -> None:
+    def _lose(self, connection: ReliableConnection, peer: Peer) -> None:
         """The worker is dead, or has ended: its answers will not come. `peer` holds the rank now."""
-        for call, index in channel.lose():
+        for call, index in connection.lose():
             if not call.retries:
-                self._losses.reported(channel.address)
-            self._settle(call, index, _lost(channel.address, peer, call))
+                self._losses.reported(connection.address)
+            self._settle(call, index, _lost(connection.address, peer, call))
 
     def _send_parked(self, who: tuple[str, int]) -> None:
         """Send what waits for one rank, in order; what comes meanwhile queues up behind it."""
@@ -407,9 +407,9 @@ class Caller:
         call.settle(index, outcome)
         if isinstance(outcome, WorkerLost) and call.retries > 0:
             # The call is made again when the other workers have left it.
-            for other, channel in enumerate(self._channels_of(call)):
-                if channel is not None and not call.has(other):
-                    channel.give_up(call.seq, lost=True)
+            for other, connection in enumerate(self._connections_of(call)):
+                if connection is not None and not call.has(other):
+                    connection.give_up(call.seq, lost=True)
         if call.settled:
             if call.failed and call.retries > 0 and call.interrupted:
                 self._scheduler.soon(partial(self._again, call, call.attempt))
@@ -426,8 +426,8 @@ class Caller:
         """A moment after the first error. Before a call is made again, all its workers must have left it."""
         if attempt != call.attempt or (call.retries > 0 and call.interrupted):
             return
-        for index, channel in enumerate(self._channels_of(call)):
-            if not call.has(index) and (channel is None or channel.reconnecting):
+        for index, connection in enumerate(self._connections_of(call)):
+            if not call.has(index) and (connection is None or connection.reconnecting):
                 # A worker that has not answered cannot be reached: perhaps it is dead, which would be the cause.
                 self._fail_later(call)
                 return
@@ -451,13 +451,13 @@ class Caller:
         """Answers that still come are acked and dropped."""
         if call.settled:
             return
-        for channel in self._channels_of(call):
-            if channel is not None:
-                channel.forget(call, lost=call.lost)
+        for connection in self._connections_of(call):
+            if connection is not None:
+                connection.forget(call, lost=call.lost)
 
-    def _channels_of(self, call: Call) -> list[ReliableChannel | None]:
-        """For each rank the channel to the worker to which its part was sent; None if there is none any more."""
-        return [None if worker is None else self._channels.get(worker) for worker in call.sent_to]
+    def _connections_of(self, call: Call) -> list[ReliableConnection | None]:
+        """For each rank the connection to the worker to which its part was sent; None if there is none any more."""
+        return [None if worker is None else self._connections.get(worker) for worker in call.sent_to]
 
 
 def _ready(peer: Peer, call: Call) -> bool:

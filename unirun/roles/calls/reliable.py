@@ -1,4 +1,4 @@
-"""`ReliableChannel`: a channel to one worker that is opened again when it breaks, and sends the open calls again."""
+"""`ReliableConnection`: to one worker; it is opened again when it breaks, and the open calls are sent again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from unirun.errors import CallError, ChannelError
 from unirun.roles.calls.envelope import ACK, GIVE_UP, MAX_ACKS, encode_giving_up, encode_request
 from unirun.roles.calls.open_call import Call
-from unirun.roles.transport.protocol import Channel, Parcel, Scheduler, Transport
+from unirun.roles.transport.protocol import Connection, Parcel, Scheduler, Transport
 from unirun.values import WorkerId
 
 RECONNECT_DELAY = 0.02
@@ -23,7 +23,7 @@ Part = tuple[Call, int]
 """A call, and the index of the worker in it."""
 
 
-class ReliableChannel:
+class ReliableConnection:
     """To one worker's process. It connects with the first call, and again as long as calls are open."""
 
     def __init__(
@@ -44,7 +44,7 @@ class ReliableChannel:
         self._answered, self._failed = answered, failed
         # Held while sending. Answers are taken without it, so that the reading thread never waits for a sending one.
         self._lock = threading.Lock()
-        self._channel: Channel | None = None
+        self._connection: Connection | None = None
         self._parts: dict[int, Part] = {}
         self._acks: deque[int] = deque()
         self._breaks = 0
@@ -62,17 +62,17 @@ class ReliableChannel:
             if self._gone:
                 return False
             self._parts[call.seq] = call, index
-            if self._channel is not None:
-                self._transmit(self._channel, call.seq, call, index)
+            if self._connection is not None:
+                self._transmit(self._connection, call.seq, call, index)
             elif not self.reconnecting:
                 self._connect()
         return True
 
     def forget(self, call: Call, *, lost: bool = False) -> None:
         """Do not send a call again; its answer is acked and dropped. Whoever made it may change its arguments."""
-        channel = self._channel
-        if self._parts.pop(call.seq, None) is not None and channel is not None:
-            channel.keep()
+        connection = self._connection
+        if self._parts.pop(call.seq, None) is not None and connection is not None:
+            connection.keep()
             self.give_up(call.seq, lost=lost)
 
     def give_up(self, seq: int, *, lost: bool) -> None:
@@ -91,21 +91,21 @@ class ReliableChannel:
     def close(self) -> None:
         """Close the connection."""
         with self._lock:
-            channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
     def _connect(self) -> None:
         """Connect, and send all open calls in the order in which they were sent before; later, if nobody answers."""
         try:
-            self._channel = self._transport.connect(
+            self._connection = self._transport.connect(
                 self.address, self._endpoint, lambda reason: self._scheduler.soon(self._broke)
             )
         except ChannelError:
             self._connect_later()
             return
         for seq, (call, index) in sorted(self._parts.items()):
-            self._transmit(self._channel, seq, call, index)
+            self._transmit(self._connection, seq, call, index)
 
     def _connect_later(self) -> None:
         self.reconnecting = True
@@ -116,17 +116,17 @@ class ReliableChannel:
     def _broke(self) -> None:
         """The connection is broken. A worker that lives still has the results that it owes."""
         with self._lock:
-            self._channel = None
+            self._connection = None
             if self._parts and not self._gone and not self.reconnecting:
                 self._connect_later()
 
     def _reconnect(self) -> None:
         with self._lock:
             self.reconnecting = False
-            if self._parts and not self._gone and self._channel is None:
+            if self._parts and not self._gone and self._connection is None:
                 self._connect()
 
-    def _transmit(self, channel: Channel, seq: int, call: Call, index: int) -> None:
+    def _transmit(self, connection: Connection, seq: int, call: Call, index: int) -> None:
         parcel = call.parcel(index)
         if parcel is None:
             # The call is over.
@@ -137,7 +137,7 @@ class ReliableChannel:
         )
         patience, call.patience = call.patience, None
         try:
-            call.fetch = channel.call(Parcel(head, parcel.buffers), partial(self._answer, seq), patience)
+            call.fetch = connection.call(Parcel(head, parcel.buffers), partial(self._answer, seq), patience)
         except CallError as error:
             # It cannot be sent, which says nothing about the worker.
             self._parts.pop(seq, None)
@@ -158,11 +158,11 @@ class ReliableChannel:
             self._tell(ACK, b"")
 
     def _tell(self, method: bytes, body: bytes) -> None:
-        """Send a request of the channel itself, whose answer is ignored."""
+        """Send a request of the connection itself, whose answer is ignored."""
         with self._lock:
-            if self._channel is not None:
+            if self._connection is not None:
                 head = encode_request(self._me, 0, 0, False, self._due_acks(), method, body)
-                self._channel.call(Parcel(head), lambda parcel: None)
+                self._connection.call(Parcel(head), lambda parcel: None)
 
     def _due_acks(self) -> list[int]:
         """The acks that the next request takes along."""

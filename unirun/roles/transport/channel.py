@@ -1,4 +1,4 @@
-"""`SocketChannel`: the calling end of a connection of the socket transport."""
+"""`SocketConnection`: the calling end of a connection of the socket transport."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from functools import partial
 from typing import cast
 
 from unirun.errors import AuthError, FrameError
-from unirun.roles.transport.connection import Connection
+from unirun.roles.transport.connection import FrameSocket
 from unirun.roles.transport.frames import REPLY, REQUEST
 from unirun.roles.transport.loop import Loop, SpinningPoll
 from unirun.roles.transport.protocol import Parcel, Wait
@@ -28,7 +28,7 @@ BUSY = 4
 """Open calls on a connection from which on its frames are not urgent."""
 
 
-class SocketChannel:
+class SocketConnection:
     """The calling end of a connection. Requests wait until both ends have proved the token."""
 
     def __init__(
@@ -37,12 +37,12 @@ class SocketChannel:
         token: Token,
         loop: Loop,
         broken: Callable[[str], None],
-        kind: type[Connection] = Connection,
+        kind: type[FrameSocket] = FrameSocket,
     ) -> None:
         self.number, self._loop, self._broken = sock.fileno(), loop, broken
         self._heard = b""
         self._handshake: ClientHandshake | None = ClientHandshake(token)
-        self._connection = kind(sock, self._wants_to_write, opened=False)
+        self._socket = kind(sock, self._wants_to_write, opened=False)
         self._tags = itertools.count()
         self._pending: dict[int, Callable[[Parcel], None]] = {}
         self._reading, self._turning = threading.Lock(), threading.Lock()
@@ -55,12 +55,12 @@ class SocketChannel:
     def call(
         self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None
     ) -> Wait | None:
-        """Send a request, as `Channel` says; the calling thread reads the answer itself while it waits."""
+        """Send a request, as `Connection` says; the calling thread reads the answer itself while it waits."""
         tag = next(self._tags)
         # A worker that is busy does not need this request at once, unless the caller waits for it.
         urgent = patience is not None or len(self._pending) < BUSY
         self._pending[tag] = done
-        self._connection.send(REQUEST, tag, parcel, urgent=urgent)
+        self._socket.send(REQUEST, tag, parcel, urgent=urgent)
         if patience is not None:
             return partial(self._wait, tag, patience)
         self._poll_in_loop(True)
@@ -71,22 +71,22 @@ class SocketChannel:
 
     def keep(self) -> None:
         """Copy what is not written yet."""
-        self._connection.keep()
+        self._socket.keep()
 
     def _greet(self, handshake: ClientHandshake) -> None:
         """Go on with the handshake. Raises AuthError, OSError or EOFError."""
         # The peer sends its proof after our answer, so no frame can be behind these bytes.
         wanted = HELLO_SIZE + PROOF_SIZE
-        data = self._connection.begin(wanted - len(self._heard))
+        data = self._socket.begin(wanted - len(self._heard))
         if not data:
             raise EOFError("the peer closed the connection")
         before, self._heard = len(self._heard), self._heard + data
         if before < HELLO_SIZE <= len(self._heard):
-            self._connection.put(handshake.answer(self._heard[:HELLO_SIZE]))
+            self._socket.put(handshake.answer(self._heard[:HELLO_SIZE]))
         if len(self._heard) == wanted:
             handshake.check(self._heard[HELLO_SIZE:])
             self._handshake = None
-            self._connection.open()
+            self._socket.open()
 
     def _wait(self, tag: int, patience: float) -> None:
         """Read in this thread until the answer is there, which saves waking another thread.
@@ -107,7 +107,7 @@ class SocketChannel:
                 self._poll_in_loop(True)
 
     def _poll_in_loop(self, wanted: bool) -> None:
-        """Let the loop's thread read what no thread waits for. A channel that has no open calls is not read."""
+        """Let the loop's thread read what no thread waits for. A connection that has no open calls is not read."""
         with self._turning:
             if self._polled is not wanted:
                 self._polled = wanted
@@ -116,7 +116,7 @@ class SocketChannel:
     def ready(self, events: int) -> None:
         """Called in the loop's thread: write what waits, and read, unless another thread does."""
         if events & select.EPOLLOUT:
-            self._connection.flush()
+            self._socket.flush()
         # A thread in `_wait` reads everything that comes; epoll reports what is left after it.
         if events & ~select.EPOLLOUT and self._reading.acquire(blocking=False):
             try:
@@ -132,7 +132,7 @@ class SocketChannel:
             if self._handshake is not None:
                 self._greet(self._handshake)
                 return
-            for frame, parcel in self._connection.receive():
+            for frame, parcel in self._socket.receive():
                 done = self._pending.pop(frame.tag, None)
                 if frame.kind != REPLY or done is None:
                     raise FrameError("a worker sent an answer that nobody has asked for")
@@ -149,7 +149,7 @@ class SocketChannel:
         """Close the connection; no callback is called any more."""
         self._open = False
         self._loop.remove(self)
-        self._connection.close()
+        self._socket.close()
         self._pending.clear()
 
 
@@ -165,7 +165,7 @@ RECORDS = 64
 """Records that are read before other connections have their turn."""
 
 
-class TlsConnection(Connection):
+class TlsFrameSocket(FrameSocket):
     """Over a TLS socket, which takes and gives a record at a time. Only one thread at a time may use that."""
 
     def shake_hands(self, context: ssl.SSLContext, peer: str) -> None:
@@ -207,7 +207,7 @@ class TlsConnection(Connection):
         return count, left > 0
 
 
-class RemoteChannel(SocketChannel):
+class RemoteConnection(SocketConnection):
     """The calling end of a connection to another host. The loop's thread connects and does the handshakes; requests
     wait for them."""
 
@@ -221,7 +221,7 @@ class RemoteChannel(SocketChannel):
     ) -> None:
         self._address, self._tls = address, credentials.client_context()
         self._established = self._connected = False
-        kind = Connection if self._tls is None else TlsConnection
+        kind = FrameSocket if self._tls is None else TlsFrameSocket
         super().__init__(sock, credentials.token, loop, broken, kind)
         self._wants_to_write(False)
 
@@ -230,7 +230,7 @@ class RemoteChannel(SocketChannel):
         super()._wants_to_write(wanted or not self._established)
 
     def ready(self, events: int) -> None:
-        """As for a channel on this host; whatever has happened, the handshakes go on."""
+        """As for a connection on this host; whatever has happened, the handshakes go on."""
         super().ready(events | select.EPOLLIN if self._handshake is not None else events)
 
     def _wait(self, tag: int, patience: float) -> None:
@@ -251,7 +251,7 @@ class RemoteChannel(SocketChannel):
 
     def _connect(self) -> None:
         """Go on with connecting and the handshake of TLS. Raises OSError: BlockingIOError when it takes longer."""
-        sock = self._connection.socket
+        sock = self._socket.socket
         if number := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise OSError(number, os.strerror(number))
         try:
@@ -261,14 +261,14 @@ class RemoteChannel(SocketChannel):
         if not self._established:
             self._established = True
             self._wants_to_write(False)
-        if isinstance(self._connection, TlsConnection) and self._tls is not None:
-            self._connection.shake_hands(self._tls, server_name(self._address.node))
+        if isinstance(self._socket, TlsFrameSocket) and self._tls is not None:
+            self._socket.shake_hands(self._tls, server_name(self._address.node))
         self._connected = True
 
 
 def connect(
     address: TcpAddress, credentials: Credentials, loop: Loop, broken: Callable[[str], None]
-) -> RemoteChannel:
+) -> RemoteConnection:
     """Begin to connect to a worker on another host. Raises OSError, `JobError`."""
     family, _, _, _, place = socket.getaddrinfo(
         address.addr, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
@@ -279,7 +279,7 @@ def connect(
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, SYN_RETRIES)
         with contextlib.suppress(BlockingIOError):
             sock.connect(place)
-        return RemoteChannel(sock, address, credentials, loop, broken)
+        return RemoteConnection(sock, address, credentials, loop, broken)
     except BaseException:
         sock.close()
         raise

@@ -176,7 +176,7 @@ BATCH = 64
 _ANCILLARY = socket.CMSG_SPACE(32 * array.array("i").itemsize)
 
 
-class Connection:
+class FrameSocket:
     """A connected, authenticated socket. Any thread may send; one thread receives.
 
     `wants_to_write` is called, under the connection's lock, when frames are left to be written: then `flush` is to be

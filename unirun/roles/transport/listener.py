@@ -15,11 +15,11 @@ from pathlib import Path
 from msgspec import to_builtins
 
 from unirun.errors import ChannelError, FrameError, UnirunError, WireError
-from unirun.roles.transport.channel import BUSY, SocketChannel
-from unirun.roles.transport.connection import Connection
+from unirun.roles.transport.channel import BUSY, SocketConnection
+from unirun.roles.transport.connection import FrameSocket
 from unirun.roles.transport.frames import REPLY, REQUEST
 from unirun.roles.transport.loop import Loop, RequestInbox
-from unirun.roles.transport.protocol import Channel, Handler, Inbox, Parcel
+from unirun.roles.transport.protocol import Connection, Handler, Inbox, Parcel
 from unirun.values import Value, WorkerId
 from unirun.wire.address import TcpAddress, unix_address
 from unirun.wire.credentials import Credentials
@@ -52,12 +52,12 @@ class Listener:
     ) -> None:
         self._socket, self._token = sock, credentials.token
         self._handler, self._inbox = handler, inbox
-        self._kind: type[Connection] = Connection
+        self._kind: type[FrameSocket] = FrameSocket
         self._tls = credentials.server_context() if sock.family != socket.AF_UNIX else None
         if self._tls is not None:
-            from unirun.roles.transport.channel import TlsConnection
+            from unirun.roles.transport.channel import TlsFrameSocket
 
-            self._kind = TlsConnection
+            self._kind = TlsFrameSocket
         self._refusals = Refusals(refused)
         self._strangers: Strangers[_Stranger] = Strangers(known, time.monotonic())
         self._looked = time.monotonic()
@@ -188,17 +188,17 @@ class _Served:
     """The serving end of a connection."""
 
     def __init__(
-        self, kind: type[Connection], sock: socket.socket, handler: Handler, inbox: RequestInbox
+        self, kind: type[FrameSocket], sock: socket.socket, handler: Handler, inbox: RequestInbox
     ) -> None:
         self.number, self._handler, self._inbox = sock.fileno(), handler, inbox
-        self._connection = kind(sock, partial(inbox.writable, self))
+        self._socket = kind(sock, partial(inbox.writable, self))
         self._received = self._replied = 0
 
     def ready(self, events: int) -> None:
         if events & select.EPOLLOUT:
-            self._connection.flush()
+            self._socket.flush()
         try:
-            for frame, parcel in self._connection.receive():
+            for frame, parcel in self._socket.receive():
                 if frame.kind != REQUEST:
                     raise FrameError("a caller sent an answer")
                 self._received += 1
@@ -209,11 +209,11 @@ class _Served:
     def _reply(self, tag: int, parcel: Parcel) -> None:
         self._replied += 1
         # Answers are gathered while more requests wait here. If the next one takes long, the reading thread sends them.
-        self._connection.send(REPLY, tag, parcel, urgent=self._received - self._replied < BUSY)
+        self._socket.send(REPLY, tag, parcel, urgent=self._received - self._replied < BUSY)
 
     def close(self) -> None:
         self._inbox.remove(self)
-        self._connection.close()
+        self._socket.close()
 
 
 # Calls over authenticated sockets: unix sockets in the job's directory, and between hosts TCP with TLS.
@@ -276,7 +276,7 @@ class SocketTransport:
             self._listeners.append(listener)
         return str(CallAddress(str(path), tcp))
 
-    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Channel:
+    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Connection:
         """Connect. The handshake goes on in the background; requests wait for it."""
         try:
             there = CallAddress.parse(endpoint)
@@ -293,12 +293,12 @@ class SocketTransport:
         tcp = CallAddress.parse(endpoint).tcp
         return tcp is None or tcp.node == self._credentials.node
 
-    def _connect_here(self, path: str, broken: Callable[[str], None]) -> Channel:
+    def _connect_here(self, path: str, broken: Callable[[str], None]) -> Connection:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             with unix_address(path) as address:
                 sock.connect(address)
-            return SocketChannel(sock, self._credentials.token, self._loop, broken)
+            return SocketConnection(sock, self._credentials.token, self._loop, broken)
         except OSError:
             sock.close()
             raise

@@ -55,7 +55,7 @@ Reply = Callable[[Parcel], None]
 """Sends the answer. Called once, in any thread. An answer to a caller that has ended is dropped."""
 
 Wait = Callable[[], None]
-"""Waits for the answer of a call. Returns when `done` was called, the channel broke, or the patience has expired."""
+"""Waits for the answer of a call. Returns when `done` was called, the connection broke, or the patience has expired."""
 
 Handler = Callable[[Parcel, Reply], None]
 """Takes a request. Called in a thread of the transport: it must return soon and must not raise."""
@@ -72,13 +72,13 @@ class Inbox(Protocol):
         it waits: then no other thread has to wake it."""
 
 
-class Channel(Protocol):
+class Connection(Protocol):
     """A connection to one worker."""
 
     def call(
         self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None
     ) -> Wait | None:
-        """Send a request. `done` is called with the answer, in a thread of the transport, unless the channel breaks.
+        """Send a request. `done` is called with the answer, in a thread of the transport, unless the connection breaks.
 
         Requests of one thread arrive in the order in which they were sent. With `patience`, the calling thread will
         only wait for the answer, for at most that many seconds. A transport in which this is faster then returns a
@@ -89,7 +89,7 @@ class Channel(Protocol):
         """Copy what has not been sent yet: nobody waits for a call any more, and its buffers may be changed."""
 
     def close(self) -> None:
-        """Close the channel; no callback is called any more. Safe to call twice."""
+        """Close the connection; no callback is called any more. Safe to call twice."""
 
 
 class Transport(Protocol):
@@ -103,14 +103,14 @@ class Transport(Protocol):
     def inbox(self) -> Inbox:
         """A queue for the thread that runs the requests."""
 
-    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Channel:
-        """Open a channel to `peer`. When it breaks, `broken` is called once, in some thread, with the reason.
+    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Connection:
+        """Open a connection to `peer`. When it breaks, `broken` is called once, in some thread, with the reason.
 
         Raises `ChannelError` when nobody answers there.
         """
 
     def close(self) -> None:
-        """Close every channel and stop serving."""
+        """Close every connection and stop serving."""
 
 
 class LendingTransport(Transport, Protocol):

@@ -1,4 +1,4 @@
-"""Calls over torch.distributed.rpc: the parcels of all channels go through this process's TensorPipe agent."""
+"""Calls over torch.distributed.rpc: the parcels of all connections go through this process's TensorPipe agent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed import rpc
 
 from unirun.errors import ChannelError
 from unirun.roles.transport.frames import offsets
-from unirun.roles.transport.protocol import Channel, Handler, Inbox, Parcel, Scheduler, Wait, writable
+from unirun.roles.transport.protocol import Connection, Handler, Inbox, Parcel, Scheduler, Wait, writable
 from unirun.roles.transport.rpc_agent import ListenerGuard, RpcAgent
 from unirun.values import WorkerId
 
@@ -34,28 +34,28 @@ parcels have only a head."""
 
 
 @dataclass(eq=False)
-class _Line:
-    """The requests of one channel: the number of the next one, and those that came before it."""
+class _Arrivals:
+    """The requests of one connection: the number of the next one, and those that came before it."""
 
     next: int = 0
     early: dict[int, tuple[Parcel, Callable[[Parcel], None]]] = field(default_factory=dict)
 
 
 class _Reception:
-    """Passes requests on in the order of each channel, as the agent's threads may overtake each other."""
+    """Passes requests on in the order of each connection, as the agent's threads may overtake each other."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         # Held while the handler runs, which returns soon.
         self._lock = threading.Lock()
-        self._lines: dict[str, _Line] = {}
+        self._arrivals: dict[str, _Arrivals] = {}
 
     def take(self, name: str, number: int, parcel: Parcel, reply: Callable[[Parcel], None]) -> None:
         with self._lock:
-            line = self._lines.setdefault(name, _Line())
-            line.early[number] = parcel, reply
-            while (request := line.early.pop(line.next, None)) is not None:
-                line.next += 1
+            arrivals = self._arrivals.setdefault(name, _Arrivals())
+            arrivals.early[number] = parcel, reply
+            while (request := arrivals.early.pop(arrivals.next, None)) is not None:
+                arrivals.next += 1
                 self._handler(*request)
 
 
@@ -99,13 +99,13 @@ class TorchTransport:
         self._guard = ListenerGuard(self._agent.listeners, lambda: self._inbox.put(lost))
         return endpoint
 
-    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Channel:
+    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Connection:
         """Add `peer` to the agent. The connection is made with the first call."""
         try:
             worker = self._agent.connect(peer, endpoint)
         except RuntimeError as error:
             raise ChannelError(f"{peer} cannot be reached: {error}") from error
-        return _RpcChannel(worker, f"{self._agent.name} to {worker.name}", broken, self._executor)
+        return _RpcConnection(worker, f"{self._agent.name} to {worker.name}", broken, self._executor)
 
     def close(self) -> None:
         """Shut the agent down; open calls fail in the peers at once."""
@@ -117,9 +117,9 @@ class TorchTransport:
             self._executor.close()
 
 
-class _RpcChannel:
-    def __init__(self, worker: Any, line: str, broken: Callable[[str], None], executor: Scheduler) -> None:
-        self._worker, self._line, self._broken, self._executor = worker, line, broken, executor
+class _RpcConnection:
+    def __init__(self, worker: Any, name: str, broken: Callable[[str], None], executor: Scheduler) -> None:
+        self._worker, self._name, self._broken, self._executor = worker, name, broken, executor
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open = True
@@ -129,7 +129,7 @@ class _RpcChannel:
     ) -> Wait | None:
         try:
             with self._lock:
-                future = _ask(self._worker, self._line, next(self._numbers), _form(parcel))
+                future = _ask(self._worker, self._name, next(self._numbers), _form(parcel))
         except RuntimeError as error:
             self._break(str(error))
             return None
@@ -185,10 +185,10 @@ class _RpcChannel:
 _api: Any = rpc.api
 
 
-def _ask(worker: Any, line: str, number: int, form: Form) -> torch.futures.Future[Form]:
-    """``rpc.rpc_async(worker, _enter, (line, number, *form), timeout=0)`` without its checks (for torch's own functions
+def _ask(worker: Any, name: str, number: int, form: Form) -> torch.futures.Future[Form]:
+    """``rpc.rpc_async(worker, _enter, (name, number, *form), timeout=0)`` without its checks (for torch's own functions
     and for a profiler), which take half of the time of a call in the calling thread."""
-    pickled, tensors = rpc.internal.serialize(rpc.internal.PythonUDF(_enter, (line, number, *form), {}))
+    pickled, tensors = rpc.internal.serialize(rpc.internal.PythonUDF(_enter, (name, number, *form), {}))
     future: torch.futures.Future[Form] = _api._invoke_rpc_python_udf(worker, pickled, tensors, 0, True)
     return future
 
@@ -227,11 +227,11 @@ def _parcel(form: Form) -> Parcel:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _enter(line: str, number: int, *form: Any) -> torch.futures.Future[Form]:
+def _enter(name: str, number: int, *form: Any) -> torch.futures.Future[Form]:
     """Runs in the called process, in a thread of its agent."""
     future: torch.futures.Future[Form] = torch.futures.Future()
     if _reception is None:
         future.set_exception(RuntimeError("this process does not serve calls"))  # type: ignore[arg-type]
         return future
-    _reception.take(line, number, _parcel(form), lambda reply: future.set_result(_form(reply)))
+    _reception.take(name, number, _parcel(form), lambda reply: future.set_result(_form(reply)))
     return future

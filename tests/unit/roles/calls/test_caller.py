@@ -18,7 +18,7 @@ from unirun.roles.calls.codec import dump, dump_error
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, OPEN_RPC, decode_request, encode_refusal
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.peers import Peer, Peers
-from unirun.roles.transport.protocol import Channel, Parcel
+from unirun.roles.transport.protocol import Connection, Parcel
 from unirun.values import WorkerId
 
 OLD, NEW = WorkerId("actor", 0, 0), WorkerId("actor", 0, 1)
@@ -53,7 +53,7 @@ class Unreachable:
 
     name = "unreachable"
 
-    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Channel:
+    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Connection:
         raise ChannelError(f"{peer} is not there")
 
     def __getattr__(self, name: str) -> Any:
@@ -79,17 +79,17 @@ class Still(Stale):
 
 
 class Leading(Unreachable):
-    """A transport that has one channel."""
+    """A transport that has one connection."""
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
 
-    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Channel:
-        return self.channel
+    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Connection:
+        return self.connection
 
 
 class Answering:
-    """A channel to a worker that answers each request with the same, and what it was asked."""
+    """A connection to a worker that answers each request with the same, and what it was asked."""
 
     def __init__(self, answer: Parcel) -> None:
         self.answer, self.asked = answer, list[str]()
@@ -107,10 +107,10 @@ class Answering:
 
 
 def test_a_worker_is_asked_once_for_its_agent_of_torch_rpc() -> None:
-    channel = Answering(Parcel(OK + dump((NEW, "tcp://127.0.0.1:1"), "a result")[0]))
-    caller = Caller(WorkerId("trainer", 0, 0), Still(), Leading(channel), call_timeout=60.0)
+    connection = Answering(Parcel(OK + dump((NEW, "tcp://127.0.0.1:1"), "a result")[0]))
+    caller = Caller(WorkerId("trainer", 0, 0), Still(), Leading(connection), call_timeout=60.0)
     assert [caller.open_rpc("actor", 0) for _ in range(2)] == [(NEW, "tcp://127.0.0.1:1")] * 2
-    assert channel.asked == [OPEN_RPC]
+    assert connection.asked == [OPEN_RPC]
     caller.close()
 
 
@@ -194,7 +194,7 @@ def test_a_callback_runs_in_another_thread_than_the_one_that_brings_the_answer()
         caller.close()
 
 
-def test_only_who_waits_for_one_worker_and_nothing_else_waits_at_its_channel() -> None:
+def test_only_who_waits_for_one_worker_and_nothing_else_waits_at_its_connection() -> None:
     post = Post()
     caller = Caller(WorkerId("trainer", 0, 0), Pair(), post, call_timeout=5.0)
     try:
@@ -270,7 +270,7 @@ def test_a_call_whose_last_answers_come_at_once_is_made_again_once(monkeypatch: 
 
 
 class Silent:
-    """A channel to a worker that never answers."""
+    """A connection to a worker that never answers."""
 
     def call(self, parcel: Any, done: Any, patience: float | None = None) -> None:
         """Nothing comes back."""

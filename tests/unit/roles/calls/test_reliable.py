@@ -23,15 +23,15 @@ from unirun.roles.calls.envelope import (
     decode_request,
     encode_address,
 )
-from unirun.roles.calls.reliable import LARGE, MAX_RECONNECT_DELAY, ReliableChannel
-from unirun.roles.transport.protocol import Channel, Parcel, Transport
+from unirun.roles.calls.reliable import LARGE, MAX_RECONNECT_DELAY, ReliableConnection
+from unirun.roles.transport.protocol import Connection, Parcel, Transport
 from unirun.values import WorkerId
 
 ME, WORKER = WorkerId("trainer", 0, 0), WorkerId("actor", 1, 2)
 
 
 class Line:
-    """A channel that notes what goes over it."""
+    """A connection that notes what goes over it."""
 
     def __init__(self, broken: Callable[[str], None], unsendable: list[int]) -> None:
         self.requests: list[Request] = []
@@ -46,7 +46,7 @@ class Line:
         self._broken("cut")
 
     def call(self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None) -> None:
-        assert not self._closed, "a call over a channel that was closed"
+        assert not self._closed, "a call over a connection that was closed"
         request = decode_request(parcel.head)
         if bytes(request.body) == b"unsendable":
             self._unsendable.append(request.seq)
@@ -75,12 +75,12 @@ class Network:
         self.reachable = True
         self.refused = 0
 
-    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Channel:
+    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Connection:
         assert (peer, endpoint) == (WORKER, "there")
         if not self.reachable:
             self.refused += 1
             raise ChannelError("nobody answers")
-        assert not any(line.open for line in self.lines), "a second channel beside the first"
+        assert not any(line.open for line in self.lines), "a second connection beside the first"
         self.lines.append(Line(broken, self.unsendable))
         return self.lines[-1]
 
@@ -89,7 +89,7 @@ class Network:
 
 
 def call_of(seq: int, joint: bool = False, generation: int = 0, body: bytes = b"") -> Any:
-    """As much of an `OpenCall` as a channel looks at."""
+    """As much of a `Call` as a connection looks at."""
     return SimpleNamespace(
         seq=seq,
         joint=joint,
@@ -104,7 +104,7 @@ def call_of(seq: int, joint: bool = False, generation: int = 0, body: bytes = b"
 def test_a_worker_is_told_which_call_nobody_waits_for() -> None:
     clock, network = Clock(), Network()
     transport: Any = network
-    channel = ReliableChannel(
+    connection = ReliableConnection(
         WORKER,
         "there",
         me=encode_address(ME),
@@ -114,9 +114,9 @@ def test_a_worker_is_told_which_call_nobody_waits_for() -> None:
         failed=lambda *_: None,
     )
     call = call_of(7)
-    channel.send(call, 0)
-    channel.forget(call, lost=True)
-    channel.forget(call)
+    connection.send(call, 0)
+    connection.forget(call, lost=True)
+    connection.forget(call)
     while clock.turn():
         pass
     told = [
@@ -141,7 +141,7 @@ class Calls(RuleBasedStateMachine):
         self.gone = False
         network: Any = self.network
         transport: Transport = network
-        self.channel = ReliableChannel(
+        self.connection = ReliableConnection(
             WORKER,
             "there",
             me=encode_address(ME),
@@ -161,7 +161,7 @@ class Calls(RuleBasedStateMachine):
         return lines[-1] if lines else None
 
     def drop_unsendable(self) -> None:
-        """Calls that no channel takes are not open any more."""
+        """Calls that no connection takes are not open any more."""
         for seq in self.network.unsendable:
             self.open.pop(seq, None)
 
@@ -176,7 +176,7 @@ class Calls(RuleBasedStateMachine):
         """One call more. The numbers of calls grow, but a call that waited may be sent after a later one."""
         self.seq += 1
         call = call_of(self.seq, joint, generation, b"unsendable" if unsendable else str(self.seq).encode())
-        assert self.channel.send(call, 0) is not self.gone
+        assert self.connection.send(call, 0) is not self.gone
         assert not self.gone or call.seq not in {r.seq for line in self.network.lines for r in line.requests}
         if not self.gone:
             self.open[self.seq] = (call, joint, generation)
@@ -200,7 +200,7 @@ class Calls(RuleBasedStateMachine):
     def forget(self, data: st.DataObject) -> None:
         """The caller does not wait for an answer any more."""
         seq = data.draw(st.sampled_from(sorted(self.open)))
-        self.channel.forget(self.open.pop(seq)[0])
+        self.connection.forget(self.open.pop(seq)[0])
 
     @precondition(lambda self: self.line is not None)
     @rule()
@@ -226,25 +226,25 @@ class Calls(RuleBasedStateMachine):
         if self.line is not None:
             sent = [request.seq for request in self.line.requests if request.method == "step"]
             assert self.open.keys() <= {*sent}, "a call was not sent again"
-        assert not self.channel.reconnecting
+        assert not self.connection.reconnecting
 
     @precondition(lambda self: not self.gone)
     @rule()
     def lose(self) -> None:
         """The worker is dead."""
-        owed = self.channel.lose()
+        owed = self.connection.lose()
         assert [call.seq for call, _ in owed] == sorted(self.open), "what it owes, in order"
         self.open.clear()
         self.gone = True
-        assert self.line is None, "its channel is closed"
+        assert self.line is None, "its connection is closed"
 
     @invariant()
     def requests_are_what_was_asked_for(self) -> None:
-        """Each call once on a channel, with what belongs to it; and as many are open as are."""
+        """Each call once on a connection, with what belongs to it; and as many are open as are."""
         self.drop_unsendable()
         for line in self.network.lines:
             steps = [request for request in line.requests if request.method == "step"]
-            assert len({request.seq for request in steps}) == len(steps), "a call twice on one channel"
+            assert len({request.seq for request in steps}) == len(steps), "a call twice on one connection"
             for request in steps:
                 assert (request.caller, bytes(request.body)) == (ME, str(request.seq).encode())
                 if request.seq in self.open:
@@ -253,7 +253,7 @@ class Calls(RuleBasedStateMachine):
         acked = [seq for line in self.network.lines for request in line.requests for seq in request.acks]
         due = iter(self.due)
         assert all(seq in due for seq in acked), "an ack without an answer, twice, or out of order"
-        assert len(self.channel) == len(self.open)
+        assert len(self.connection) == len(self.open)
 
     @invariant()
     def calls_that_are_sent_again_keep_their_order(self) -> None:
@@ -266,7 +266,7 @@ class Calls(RuleBasedStateMachine):
         """Everybody can be reached again: what is open is with the worker, and large results are acked."""
         self.network.reachable = True
         self.time_passes()
-        self.channel.close()
+        self.connection.close()
         assert self.line is None
 
 
@@ -283,9 +283,9 @@ def test_a_call_that_is_over_before_it_could_be_sent_is_not_open_any_more() -> N
     machine = Calls()
     (call,) = calls(1)
     call.parcel = lambda index: None
-    machine.channel.send(call, 0)
+    machine.connection.send(call, 0)
     assert not machine.network.lines[0].requests
-    assert len(machine.channel) == 0
+    assert len(machine.connection) == 0
 
 
 def test_calls_that_came_out_of_order_are_sent_again_in_the_order_of_their_numbers() -> None:
@@ -294,7 +294,7 @@ def test_calls_that_came_out_of_order_are_sent_again_in_the_order_of_their_numbe
     seqs = [1, 2, 3, 4, 5]
     random.Random(1).shuffle(seqs)
     for call in calls(*seqs):
-        machine.channel.send(call, 0)
+        machine.connection.send(call, 0)
     first = machine.network.lines[0]
     assert [request.seq for request in first.requests] == seqs
     first.cut()
@@ -306,7 +306,7 @@ def test_who_cannot_be_reached_is_tried_again_at_growing_intervals() -> None:
     machine = Calls()
     machine.network.reachable = False
     (call,) = calls(1)
-    machine.channel.send(call, 0)
+    machine.connection.send(call, 0)
     times = []
     for _ in range(9):
         refused = machine.network.refused
@@ -323,7 +323,7 @@ def test_who_cannot_be_reached_is_tried_again_at_growing_intervals() -> None:
     machine.network.reachable, machine.network.refused = False, 0
     machine.clock.turn()
     before, (call,) = machine.clock.now, calls(2)
-    machine.channel.send(call, 0)
+    machine.connection.send(call, 0)
     while machine.network.refused < 3:
         machine.clock.turn()
     assert machine.clock.now - before == pytest.approx(0.02), "an answer shows that it is well"
@@ -333,8 +333,8 @@ def test_a_call_to_who_cannot_be_reached_waits_for_the_next_try() -> None:
     machine = Calls()
     machine.network.reachable = False
     first, second = calls(1, 2)
-    machine.channel.send(first, 0)
-    machine.channel.send(second, 0)
+    machine.connection.send(first, 0)
+    machine.connection.send(second, 0)
     assert machine.network.refused == 1
     machine.network.reachable = True
     machine.settle()
@@ -344,8 +344,8 @@ def test_a_call_to_who_cannot_be_reached_waits_for_the_next_try() -> None:
 def test_a_large_result_is_acked_at_once() -> None:
     machine = Calls()
     first, second = calls(1, 2)
-    machine.channel.send(first, 0)
-    machine.channel.send(second, 0)
+    machine.connection.send(first, 0)
+    machine.connection.send(second, 0)
     line = machine.network.lines[0]
     line.waiting.pop(1)(Parcel(b"x" * (LARGE - 1)))
     machine.settle()
@@ -359,10 +359,10 @@ def test_a_large_result_is_acked_once() -> None:
     """By the next call, if that comes first."""
     machine = Calls()
     first, second = calls(1, 2)
-    machine.channel.send(first, 0)
+    machine.connection.send(first, 0)
     line = machine.network.lines[0]
     line.waiting.pop(1)(Parcel(b"x" * LARGE))
-    machine.channel.send(second, 0)
+    machine.connection.send(second, 0)
     machine.settle()
     assert [(request.method, request.acks) for request in line.requests] == [("step", ()), ("step", (1,))]
 
@@ -370,10 +370,10 @@ def test_a_large_result_is_acked_once() -> None:
 def test_what_was_closed_is_sent_no_acks() -> None:
     machine = Calls()
     (call,) = calls(1)
-    machine.channel.send(call, 0)
+    machine.connection.send(call, 0)
     (line,) = machine.network.lines
     line.waiting.pop(1)(Parcel(b"x" * LARGE))
-    machine.channel.close()
+    machine.connection.close()
     machine.settle()
     assert machine.network.lines == [line]
     assert len(line.requests) == 1

@@ -11,8 +11,8 @@ import pytest
 
 from tests.effort import SOON
 from tests.unit.wire.places import credentials_in
-from unirun.roles.transport.channel import SocketChannel
-from unirun.roles.transport.connection import Connection
+from unirun.roles.transport.channel import SocketConnection
+from unirun.roles.transport.connection import FrameSocket
 from unirun.roles.transport.listener import SocketTransport
 from unirun.roles.transport.loop import Loop
 from unirun.roles.transport.protocol import Parcel
@@ -23,7 +23,7 @@ from unirun.wire.handshake import new_token
 LATE = "a thread that is late"
 
 
-class Late(Connection):
+class Late(FrameSocket):
     """A connection of which one thread takes long to see that there is nothing to read."""
 
     entered, let_go = threading.Event(), threading.Event()
@@ -43,26 +43,26 @@ def replies() -> queue.SimpleQueue[Callable[[], None]]:
 
 
 @pytest.fixture
-def channel(tmp_path: Path, replies: queue.SimpleQueue[Callable[[], None]]) -> Iterator[SocketChannel]:
+def connection(tmp_path: Path, replies: queue.SimpleQueue[Callable[[], None]]) -> Iterator[SocketConnection]:
     credentials = credentials_in(tmp_path / "worker", new_token(), "worker", tls=False)
     worker = SocketTransport(tmp_path / "calls", credentials)
     path = worker.serve(WorkerId("desk", 0, 0), lambda parcel, reply: replies.put(lambda: reply(parcel)))
     loop, sock = Loop(), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     with unix_address(path) as address:
         sock.connect(address)
-    yield SocketChannel(sock, credentials.token, loop, lambda reason: None, Late)
+    yield SocketConnection(sock, credentials.token, loop, lambda reason: None, Late)
     loop.close()
     worker.close()
 
 
 def test_an_answer_is_read_after_the_loop_was_late_with_an_event_of_the_call_before(
-    channel: SocketChannel, replies: queue.SimpleQueue[Callable[[], None]]
+    connection: SocketConnection, replies: queue.SimpleQueue[Callable[[], None]]
 ) -> None:
     """The loop's thread handles an event that a caller's thread has taken care of. Meanwhile there is another call."""
     answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def call(head: bytes, patience: float) -> None:
-        wait = channel.call(Parcel(head), lambda parcel: answers.put(parcel.head), patience)
+        wait = connection.call(Parcel(head), lambda parcel: answers.put(parcel.head), patience)
         assert wait is not None
         wait()
 
@@ -72,7 +72,7 @@ def test_an_answer_is_read_after_the_loop_was_late_with_an_event_of_the_call_bef
         replies.get(timeout=SOON)()
         assert answers.get(timeout=SOON) == head
         calling.join(SOON)
-    late = threading.Thread(target=channel.ready, args=(select.EPOLLIN,), name=LATE)
+    late = threading.Thread(target=connection.ready, args=(select.EPOLLIN,), name=LATE)
     late.start()
     assert Late.entered.wait(SOON)
     call(b"meanwhile", SOON)

@@ -17,8 +17,8 @@ import torch
 from tests.effort import SOON
 from tests.unit.wire.places import credentials_in
 from unirun.errors import FrameError
-from unirun.roles.transport.channel import TlsConnection
-from unirun.roles.transport.connection import BATCH, Connection
+from unirun.roles.transport.channel import TlsFrameSocket
+from unirun.roles.transport.connection import BATCH, FrameSocket
 from unirun.roles.transport.frames import INLINE, REPLY, REQUEST
 from unirun.roles.transport.protocol import Parcel
 from unirun.wire.credentials import server_name
@@ -33,7 +33,7 @@ class End:
 
     def __init__(self, sock: socket.socket, *, opened: bool = True) -> None:
         self.wants = False
-        kind = TlsConnection if isinstance(sock, ssl.SSLSocket) else Connection
+        kind = TlsFrameSocket if isinstance(sock, ssl.SSLSocket) else FrameSocket
         self.connection = kind(sock, self._want, opened=opened)
 
     def _want(self, wanted: bool) -> None:
@@ -215,7 +215,7 @@ def test_a_socket_is_closed_only_after_a_thread_that_reads_it(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     """Else the thread would read from the file that gets the number next."""
-    kind = TlsConnection if isinstance(pair[0], ssl.SSLSocket) else Connection
+    kind = TlsFrameSocket if isinstance(pair[0], ssl.SSLSocket) else FrameSocket
 
     class Closed(kind):  # type: ignore[misc, valid-type]
         """It is closed while it is read."""

@@ -24,9 +24,9 @@ def echo(parcel: Parcel, reply: Any) -> None:
 
 def test_inproc_channels_copy_memory() -> None:
     server, client, answers = InprocTransport(), InprocTransport(), queue.SimpleQueue[Parcel]()
-    channel = client.connect(ME, server.serve(ME, echo), lambda reason: None)
+    connection = client.connect(ME, server.serve(ME, echo), lambda reason: None)
     memory = bytearray(b"abc")
-    channel.call(Parcel(b"x", (memoryview(memory),)), answers.put)
+    connection.call(Parcel(b"x", (memoryview(memory),)), answers.put)
     memory[:] = b"zzz"
     answer = answers.get(timeout=SOON)
     assert bytes(answer.buffers[0]) == b"abc"
@@ -37,12 +37,12 @@ def test_inproc_channels_copy_memory() -> None:
 def test_a_cut_inproc_channel_can_be_opened_again_until_the_worker_ends() -> None:
     server, client, news = InprocTransport(), InprocTransport(), queue.SimpleQueue[str]()
     endpoint = server.serve(ME, echo)
-    channel = client.connect(ME, endpoint, news.put)
-    for channel in list(inprocess._servers[endpoint].channels):
-        channel.cut("interrupted")
+    connection = client.connect(ME, endpoint, news.put)
+    for connection in list(inprocess._servers[endpoint].connections):
+        connection.cut("interrupted")
     assert news.get(timeout=SOON) == "interrupted"
     answers: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
-    channel.call(Parcel(b"over a broken channel"), answers.put)
+    connection.call(Parcel(b"over a broken connection"), answers.put)
     again = client.connect(ME, endpoint, news.put)
     again.call(Parcel(b"over a new one"), answers.put)
     assert answers.get(timeout=SOON).head == b"over a new one"
@@ -57,9 +57,9 @@ def test_a_cut_inproc_channel_can_be_opened_again_until_the_worker_ends() -> Non
 
 def test_a_channel_that_is_closed_says_nothing_any_more() -> None:
     server, client, news = InprocTransport(), InprocTransport(), queue.SimpleQueue[str]()
-    channel = client.connect(ME, server.serve(ME, echo), news.put)
-    channel.close()
-    channel.close()
+    connection = client.connect(ME, server.serve(ME, echo), news.put)
+    connection.close()
+    connection.close()
     server.close()
     client.close()
     assert news.empty()
