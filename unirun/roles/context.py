@@ -119,21 +119,21 @@ class Context:
 
         Raises `GroupError` when the members do not meet within `timeout`, `UsageError` for wrong names.
         """
-        parties = self._parties(roles)
-        named = [party.role for party in parties]
-        mine = group_rank(parties, [self.peers.known(role) for role in named], self.role, self.rank)
+        rank_sets = self._rank_sets(roles)
+        named = [rank_set.role for rank_set in rank_sets]
+        mine = group_rank(rank_sets, [self.peers.known(role) for role in named], self.role, self.rank)
         if mine is None or len(set(named)) != len(named):
             raise UsageError(
                 f"group({', '.join(map(repr, roles))}) is called by {self.role}:{self.rank}",
                 "name each role once, the caller's among them",
             )
-        return self._forge.group(parties, backend, timeout)
+        return self._forge.group(rank_sets, backend, timeout)
 
-    def _parties(self, roles: tuple[str, ...]) -> tuple[RankSet, ...]:
-        parties = tuple(map(RankSet.parse, roles))
-        for party in parties:
-            party.members(self.peers.known(party.role))
-        return parties
+    def _rank_sets(self, roles: tuple[str, ...]) -> tuple[RankSet, ...]:
+        rank_sets = tuple(map(RankSet.parse, roles))
+        for rank_set in rank_sets:
+            rank_set.members(self.peers.known(rank_set.role))
+        return rank_sets
 
     def group_rank(self, *roles: str, member: Member | None = None) -> int:
         """The rank of `member` (default: this worker) in ``group(*roles)``.
@@ -141,8 +141,8 @@ class Context:
         Raises ValueError if it is no member.
         """
         who = member or Member(self.role, self.rank)
-        parties = self._parties(roles)
-        found = group_rank(parties, [self.peers.known(p.role) for p in parties], who.role, who.rank)
+        rank_sets = self._rank_sets(roles)
+        found = group_rank(rank_sets, [self.peers.known(p.role) for p in rank_sets], who.role, who.rank)
         if found is None:
             raise ValueError(f"{who} is not in group({', '.join(map(repr, roles))})")
         return found

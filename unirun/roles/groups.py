@@ -78,7 +78,7 @@ MEMBERS_POLL_INTERVAL = 0.02
 STORE_TIMEOUT = timedelta(seconds=2)
 """For one attempt to connect to a store; more attempts follow."""
 
-Parties = Sequence[RankSet]
+RankSets = Sequence[RankSet]
 Infos = Sequence[RoleInfo]
 
 
@@ -86,7 +86,7 @@ Infos = Sequence[RoleInfo]
 class _Group:
     """A group, the generations of its roles, and its gloo groups, one for each device that gloo serves."""
 
-    parties: tuple[RankSet, ...]
+    rank_sets: tuple[RankSet, ...]
     infos: tuple[RoleInfo, ...]
     backend: str
     pg: ProcessGroup
@@ -101,48 +101,48 @@ class GroupForge:
         self._groups: dict[tuple[tuple[RankSet, ...], str], _Group] = {}
         peers.when_changed(self._end_outdated)
 
-    def group(self, parties: tuple[RankSet, ...], backend: str | None, timeout: timedelta) -> ProcessGroup:
+    def group(self, rank_sets: tuple[RankSet, ...], backend: str | None, timeout: timedelta) -> ProcessGroup:
         """The group of these ranks in the present generations of their roles."""
         backend = backend or default_backend()
         deadline = time.monotonic() + timeout.total_seconds()
-        kept = self._groups.get((parties, backend))
+        kept = self._groups.get((rank_sets, backend))
         if kept is not None:
-            if kept.infos == self._infos(parties) and all(each.intact() for each in kept.gloo):
+            if kept.infos == self._infos(rank_sets) and all(each.intact() for each in kept.gloo):
                 return kept.pg
-            del self._groups[parties, backend]
+            del self._groups[rank_sets, backend]
             for each in kept.gloo:
                 each.end()
             # Remove it from torch's registry without waiting.
             c10d._abort_process_group(kept.pg)
             self._await_change(kept, deadline)
         while True:
-            infos, store = self._meet(parties, backend, deadline)
+            infos, store = self._meet(rank_sets, backend, deadline)
             try:
-                formed = self._form(parties, infos, store, backend, timeout)
+                formed = self._form(rank_sets, infos, store, backend, timeout)
             except GroupError:
-                if self._infos(parties) == infos:
+                if self._infos(rank_sets) == infos:
                     raise
                 # A member was started again meanwhile; the next group has another prefix.
                 continue
-            self._groups[parties, backend] = formed
+            self._groups[rank_sets, backend] = formed
             return formed.pg
 
     def _form(
         self,
-        parties: tuple[RankSet, ...],
+        rank_sets: tuple[RankSet, ...],
         infos: tuple[RoleInfo, ...],
         store: Store,
         backend: str,
         timeout: timedelta,
     ) -> _Group:
         """Connect with the other members. Raises `GroupError`, also as soon as a role has another generation."""
-        size, name = _size(parties, infos), _name(parties, infos, backend)
+        size, name = _size(rank_sets, infos), _name(rank_sets, infos, backend)
         store.set_timeout(timeout)
         groups = process_groups()
         groups.forgot = forgot(self._peers)
         with groups.forming(lambda: self._outdated(infos)) as made:
-            pg = _build(self._rank(parties, infos), size, name, store, backend, timeout)
-        return _Group(parties, infos, backend, pg, tuple(made))
+            pg = _build(self._rank(rank_sets, infos), size, name, store, backend, timeout)
+        return _Group(rank_sets, infos, backend, pg, tuple(made))
 
     def _end_outdated(self) -> None:
         """Called after each view: end groups of earlier generations, so that threads that wait in them fail."""
@@ -159,74 +159,76 @@ class GroupForge:
         """A member of a broken group is gone; wait until its role is started again."""
 
         def changed() -> bool:
-            if self._infos(broken.parties) != broken.infos:
+            if self._infos(broken.rank_sets) != broken.infos:
                 return True
-            self._raise_if_hopeless(broken.parties, None)
+            self._raise_if_hopeless(broken.rank_sets, None)
             return False
 
         if not self._peers.wait_for(changed, deadline - time.monotonic()):
             raise GroupError(
-                f"a member of group {_words(broken.parties)} is gone and its role was not started again",
+                f"a member of group {_words(broken.rank_sets)} is gone and its role was not started again",
                 "did it end before the others?",
             )
 
-    def _raise_if_hopeless(self, parties: Parties, store: Store | None) -> None:
+    def _raise_if_hopeless(self, rank_sets: RankSets, store: Store | None) -> None:
         """Raise `GroupError` when a member that is not in `store` has ended and is not started again."""
-        infos = self._infos(parties)
+        infos = self._infos(rank_sets)
 
         def missing(role: str, rank: int) -> bool:
-            number = group_rank(parties, infos, role, rank)
+            number = group_rank(rank_sets, infos, role, rank)
             return number is not None and (store is None or not _all_here(store, [f"here/{number}"]))
 
-        views = [view for party in parties if (view := self._peers.view(party.role)) is not None]
+        views = [view for rank_set in rank_sets if (view := self._peers.view(rank_set.role)) is not None]
         if words := missing_for_good(views, missing):
             raise GroupError(
-                f"group {_words(parties)} cannot be formed: {words}, and is waited for",
+                f"group {_words(rank_sets)} cannot be formed: {words}, and is waited for",
                 "every member must call ctx.group with the same roles in the same order",
             )
 
-    def _infos(self, parties: Parties) -> tuple[RoleInfo, ...]:
-        return tuple(self._peers.known(party.role) for party in parties)
+    def _infos(self, rank_sets: RankSets) -> tuple[RoleInfo, ...]:
+        return tuple(self._peers.known(rank_set.role) for rank_set in rank_sets)
 
-    def _rank(self, parties: Parties, infos: Infos) -> int:
-        number = group_rank(parties, infos, self._peers.role, self._peers.rank)
+    def _rank(self, rank_sets: RankSets, infos: Infos) -> int:
+        number = group_rank(rank_sets, infos, self._peers.role, self._peers.rank)
         if number is None:
-            raise GroupError(f"{self._peers.role}:{self._peers.rank} is no member of group {_words(parties)}")
+            raise GroupError(
+                f"{self._peers.role}:{self._peers.rank} is no member of group {_words(rank_sets)}"
+            )
         return number
 
-    def _meet(self, parties: Parties, backend: str, deadline: float) -> tuple[tuple[RoleInfo, ...], Store]:
+    def _meet(self, rank_sets: RankSets, backend: str, deadline: float) -> tuple[tuple[RoleInfo, ...], Store]:
         """Wait until every member is there, in one view of the generations. Returns that view and the store."""
         while True:
-            infos = self._infos(parties)
-            keys = [f"here/{rank}" for rank in range(_size(parties, infos))]
-            store = self._arrive(parties, infos, backend)
-            while self._infos(parties) == infos:
+            infos = self._infos(rank_sets)
+            keys = [f"here/{rank}" for rank in range(_size(rank_sets, infos))]
+            store = self._arrive(rank_sets, infos, backend)
+            while self._infos(rank_sets) == infos:
                 updates = self._peers.updates
                 if store is not None and _all_here(store, keys):
                     return infos, store
-                self._raise_if_hopeless(parties, store)
+                self._raise_if_hopeless(rank_sets, store)
                 if time.monotonic() >= deadline:
                     raise GroupError(
-                        f"group {_name(parties, infos, backend)}: {_missing(store, keys)} did not come in time",
+                        f"group {_name(rank_sets, infos, backend)}: {_missing(store, keys)} did not come in time",
                         "every member must call ctx.group with the same roles in the same order",
                     )
                 self._peers.wait(updates, MEMBERS_POLL_INTERVAL)
-                store = store or self._arrive(parties, infos, backend)
+                store = store or self._arrive(rank_sets, infos, backend)
 
-    def _arrive(self, parties: Parties, infos: Infos, backend: str) -> Store | None:
+    def _arrive(self, rank_sets: RankSets, infos: Infos, backend: str) -> Store | None:
         """Write into the store that this member is there. None if the store is being replaced."""
         try:
-            prefix = f"unirun/{_name(parties, infos, backend)}"
-            store: Store = dist.PrefixStore(prefix, self._store(parties, infos))
-            store.set(f"here/{self._rank(parties, infos)}", "1")
+            prefix = f"unirun/{_name(rank_sets, infos, backend)}"
+            store: Store = dist.PrefixStore(prefix, self._store(rank_sets, infos))
+            store.set(f"here/{self._rank(rank_sets, infos)}", "1")
         except dist.DistError:
             return None
         return store
 
-    def _store(self, parties: Parties, infos: Infos) -> Any:
+    def _store(self, rank_sets: RankSets, infos: Infos) -> Any:
         if self._peers.linked:
             return store_of(infos[0])
-        if _size(parties, infos) == 1:
+        if _size(rank_sets, infos) == 1:
             return dist.HashStore()
         if not dist.is_initialized():
             raise GroupError(
@@ -274,28 +276,28 @@ def default_backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-def group_rank(parties: Parties, infos: Infos, role: str, rank: int) -> int | None:
-    """The rank in the group of a rank of a role: by party as named, then by rank. None: it is no member."""
+def group_rank(rank_sets: RankSets, infos: Infos, role: str, rank: int) -> int | None:
+    """The rank in the group of a rank of a role: by role as named, then by rank. None: it is no member."""
     before = 0
-    for party, info in zip(parties, infos, strict=True):
-        members = party.members(info)
-        if party.role == role:
+    for rank_set, info in zip(rank_sets, infos, strict=True):
+        members = rank_set.members(info)
+        if rank_set.role == role:
             return before + members.index(rank) if rank in members else None
         before += len(members)
     return None
 
 
-def _size(parties: Parties, infos: Infos) -> int:
-    return sum(len(party.members(info)) for party, info in zip(parties, infos, strict=True))
+def _size(rank_sets: RankSets, infos: Infos) -> int:
+    return sum(len(rank_set.members(info)) for rank_set, info in zip(rank_sets, infos, strict=True))
 
 
-def _words(parties: Parties) -> str:
-    return "+".join(map(str, parties))
+def _words(rank_sets: RankSets) -> str:
+    return "+".join(map(str, rank_sets))
 
 
-def _name(parties: Parties, infos: Infos, backend: str) -> str:
-    pairs = zip(parties, infos, strict=True)
-    return "+".join(f"{party}.{info.generation}" for party, info in pairs) + f"/{backend}"
+def _name(rank_sets: RankSets, infos: Infos, backend: str) -> str:
+    pairs = zip(rank_sets, infos, strict=True)
+    return "+".join(f"{rank_set}.{info.generation}" for rank_set, info in pairs) + f"/{backend}"
 
 
 def _all_here(store: Store, keys: list[str]) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from unirun.errors import UsageError
-from unirun.roles.peers import Peers
+from unirun.roles.context import Context
 from unirun.wire.reports import Metrics
 
 MAX_STATE = 8 << 20
@@ -19,35 +18,11 @@ MASTER_ASK_TIMEOUT = 120.0
 """Seconds in which the master must answer. It is long as the store may be unavailable for a while."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The identity of a worker.
-
-    `collocation` names the roles that share its devices, ``ACTOR,ROLLOUT``; empty if none do.
-    """
-
-    role: str
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    incarnation: int
-    master_addr: str
-    master_port: int
-    collocation: str = ""
-
-    @property
-    def name(self) -> str:
-        """``actor:2``"""
-        return f"{self.role}:{self.rank}"
-
-
 class MasterHandle:
     """The job, as one of its workers sees it: ``self.master_handle`` of a workload or a trainer."""
 
-    def __init__(self, identity: Identity, peers: Peers) -> None:
-        self.identity = identity
-        self._peers = peers
+    def __init__(self, context: Context) -> None:
+        self.context, self._peers = context, context.peers
         self._unlinked_state: bytes | None = None
 
     def job_info(self) -> dict[str, Any]:

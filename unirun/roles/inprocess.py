@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec.structs import replace
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from unirun.errors import ChannelError
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import Context, acting
-from unirun.roles.handle import Identity, MasterHandle
+from unirun.roles.handle import MasterHandle
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.trainer import BaseTrainer, bind
 from unirun.roles.transport.protocol import Connection, Handler, Inbox, Parcel, Scheduler, await_end, own
@@ -142,13 +141,12 @@ def run_in_process(
     try:
         for role, (kind, count) in workloads.items():
             for rank in range(count):
-                own = job.peers(role, rank)
-                workers.append(_Worker(kind(_handle(own, count), settings), own))
+                workers.append(_Worker(kind, settings, job.peers(role, rank)))
                 workers[-1].start()
         groups = {role: role_group(caller, role, count) for role, (_, count) in workloads.items()}
         made = trainer(_handles(groups), {role: kind for role, (kind, _) in workloads.items()}, settings)
         resources = {role: {"role": role, "total": count} for role, (_, count) in workloads.items()}
-        bind(made, groups, _handle(peers, 1), resources, {})
+        bind(made, groups, MasterHandle(Context({}, peers)), resources, {})
         made.init()
         return made.fit()
     finally:
@@ -160,11 +158,6 @@ def run_in_process(
 
 def _handles(groups: Mapping[str, RoleGroup]) -> dict[str, list[Any]]:
     return {role: list(group) for role, group in groups.items()}
-
-
-def _handle(peers: Peers, size: int) -> MasterHandle:
-    addr = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    return MasterHandle(Identity(peers.role, peers.rank, size, peers.rank, size, 0, addr, 0), peers)
 
 
 class _Job:
@@ -230,14 +223,14 @@ class _Peers(Peers):
 class _Worker:
     """A workload and the thread that serves it."""
 
-    def __init__(self, workload: BaseWorkload, peers: Peers) -> None:
-        self._workload = workload
+    def __init__(self, kind: type[BaseWorkload], config: DictConfig, peers: Peers) -> None:
         self._transports: list[InprocTransport] = []
-        environ = {"RANK": str(peers.rank), "LOCAL_RANK": str(peers.rank)}
+        environ = {"LOCAL_RANK": str(peers.rank), "LOCAL_WORLD_SIZE": str(peers.size(peers.role))}
         self._context = Context(environ, peers, self._listener)
-        workload._synced = self._context.session.synced
         session = self._context.session
-        self._dispatcher = session.dispatcher(workload, invocations(workload, BaseWorkload))
+        self._workload = kind(MasterHandle(self._context), config)
+        self._workload._synced = session.synced
+        self._dispatcher = session.dispatcher(self._workload, invocations(self._workload))
         self._thread = threading.Thread(target=self._serve, name=str(session.me), daemon=True)
 
     def _listener(self, name: str) -> InprocTransport:

@@ -123,6 +123,11 @@ class Peers:
         briefs = self.welcome.roles if self.welcome else ()
         return next((brief for brief in briefs if brief.name == role), None)
 
+    def collocation(self, role: str) -> str:
+        """The roles that share the devices of a role, itself among them: ``ACTOR,ROLLOUT``. Empty if none do."""
+        groups = self.welcome.collocations if self.welcome else ()
+        return ",".join(each.upper() for each in next((group for group in groups if role in group), ()))
+
     def count(self, role: str) -> int:
         """The number of ranks of a role now, or when this process came if the role has become smaller since."""
         brief, size = self.brief(role), self.size(role)

@@ -19,7 +19,6 @@ from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.policy import Invocation, invocations
 from unirun.roles.peers import Peers
 from unirun.roles.transport.protocol import LendingTransport, Transport
-from unirun.roles.workload import BaseWorkload
 from unirun.values import WorkerId
 from unirun.wire.credentials import load_credentials
 from unirun.wire.messages import RoleView
@@ -173,7 +172,7 @@ class CallSession:
         found: Any = sys.modules.get(module)
         for part in name.split("."):
             found = getattr(found, part, None)
-        return invocations(found, BaseWorkload) if isinstance(found, type) else None
+        return invocations(found) if isinstance(found, type) else None
 
     def rpc_name(self, role: str, rank: int) -> str:
         """The name of a rank's worker in torch.distributed.rpc. Starts the RPC agents of both processes."""

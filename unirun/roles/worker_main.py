@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from unirun.errors import UsageError
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import Context, init
 from unirun.roles.formation import Formation
-from unirun.roles.handle import Identity, MasterHandle
+from unirun.roles.handle import MasterHandle
 from unirun.roles.trainer import BaseTrainer, bind
 from unirun.roles.workload import BaseWorkload
 from unirun.wire.reporting import report
@@ -91,11 +90,11 @@ def load_class(target: str, base: type) -> type[Any]:
 def serve_workload(context: Context, kind: type[BaseWorkload]) -> None:
     """Make the workload, take calls until the agent says stop."""
     peers, session = context.peers, context.session
-    workload = make(kind, BaseWorkload, master_handle=_handle(context), config=_config(context))
+    workload = make(kind, BaseWorkload, master_handle=MasterHandle(context), config=_config(context))
     _expect_base(workload, BaseWorkload, "_master_handle")
     formation = Formation(peers, workload.on_generation)
     workload._synced, workload._anew = session.synced, formation.anew
-    dispatcher = session.dispatcher(workload, invocations(workload, BaseWorkload), formation)
+    dispatcher = session.dispatcher(workload, invocations(workload), formation)
 
     peers.when_changed(formation.news)
     formation.enter(workload.setup)
@@ -133,7 +132,7 @@ def run_trainer(context: Context, kind: type[BaseTrainer]) -> None:
         c.name: (c.publisher, *(role for role in c.receivers if role in workloads))
         for c in (welcome.channels if welcome else ())
     }
-    bind(trainer, groups, _handle(context), {role: _resource(context, role) for role in roles}, channels)
+    bind(trainer, groups, MasterHandle(context), {role: _resource(context, role) for role in roles}, channels)
     peers.tell(Serving({}, recoverable=bool(trainer.is_recoverable())))
     try:
         trainer.init()
@@ -187,32 +186,13 @@ def _config(context: Context) -> DictConfig:
     return OmegaConf.create(dict(context.config))
 
 
-def _handle(context: Context) -> MasterHandle:
-    environ = os.environ
-    welcome = context.peers.welcome
-    shared = next((group for group in (welcome.collocations if welcome else ()) if context.role in group), ())
-    identity = Identity(
-        role=context.role,
-        rank=context.rank,
-        world_size=context.world_size,
-        local_rank=context.local_rank,
-        local_world_size=context.local_world_size,
-        incarnation=context.incarnation,
-        master_addr=environ.get("MASTER_ADDR", ""),
-        master_port=int(environ.get("MASTER_PORT", "0")),
-        collocation=",".join(role.upper() for role in shared),
-    )
-    return MasterHandle(identity, context.peers)
-
-
 def _resource(context: Context, role: str) -> dict[str, Any]:
-    brief, welcome = context.peers.brief(role), context.peers.welcome
-    shared = next((group for group in (welcome.collocations if welcome else ()) if role in group), ())
+    brief = context.peers.brief(role)
     return {
         "role": role,
         "total": context.peers.known(role).world_size,
         "per_node": brief.per_node if brief else None,
-        "collocation": ",".join(each.upper() for each in shared),
+        "collocation": context.peers.collocation(role),
         "class": brief.target if brief else "",
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
@@ -51,22 +52,22 @@ class BaseWorkload:
     @property
     def name(self) -> str:
         """The name of this worker, ``actor:2``."""
-        return self._master_handle.identity.name
+        return f"{self.role}:{self.rank}"
 
     @property
     def role(self) -> str:
         """The name of the worker's role."""
-        return self._master_handle.identity.role
+        return self._master_handle.context.role
 
     @property
     def rank(self) -> int:
         """The worker's rank in its role, 0..world_size-1."""
-        return self._master_handle.identity.rank
+        return self._master_handle.context.rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks of the role."""
-        return self._master_handle.identity.world_size
+        return self._master_handle.context.world_size
 
     @property
     def word_size(self) -> int:
@@ -76,22 +77,22 @@ class BaseWorkload:
     @property
     def local_rank(self) -> int:
         """The rank among the role's workers on this node."""
-        return self._master_handle.identity.local_rank
+        return self._master_handle.context.local_rank
 
     @property
     def local_world_size(self) -> int:
         """The number of workers of the role on this node."""
-        return self._master_handle.identity.local_world_size
+        return self._master_handle.context.local_world_size
 
     @property
     def torch_master_addr(self) -> str:
         """The address of the role's store (MASTER_ADDR)."""
-        return self._master_handle.identity.master_addr
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
     @property
     def torch_master_port(self) -> int:
         """The port of the role's store (MASTER_PORT)."""
-        return self._master_handle.identity.master_port
+        return int(os.environ.get("MASTER_PORT", "0"))
 
     @trainer_invocation
     def sync_weights(self, channel: str, version: int, timeout: float | None = None) -> int:
@@ -113,7 +114,7 @@ class BaseWorkload:
 
     def get_device_collocation(self) -> str:
         """The roles that share this role's devices, itself among them: ``ACTOR,ROLLOUT``. Empty if none do."""
-        return self._master_handle.identity.collocation
+        return self._master_handle.context.peers.collocation(self.role)
 
     def setup(self) -> None:
         """Prepare for calls. Called once, before the first call.

@@ -17,12 +17,11 @@ from tests.effort import SOON
 from unirun.errors import ConnectionLost, UsageError
 from unirun.roles import MasterHandle
 from unirun.roles import handle as handles
-from unirun.roles.handle import Identity
+from unirun.roles.context import Context
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.reports import Metrics
 
-IDENTITY = Identity("actor", 1, 2, 1, 2, 0, "127.0.0.1", 29500)
 ROLES = {"actor": RoleInfo("actor", 2, 3), "trainer": RoleInfo("trainer", 1, 0)}
 
 
@@ -38,7 +37,7 @@ def agent() -> Iterator[BlockingStream]:
 
 def handle(link: Any = None) -> MasterHandle:
     """The handle of a worker with this link."""
-    return MasterHandle(IDENTITY, Peers("actor", 1, ROLES, link=link))
+    return MasterHandle(Context({}, Peers("actor", 1, ROLES, link=link)))
 
 
 def test_job_info_without_a_launcher_is_that_of_the_environment() -> None:
@@ -129,10 +128,10 @@ class Master(Peers):
 
 def test_the_state_that_a_worker_saved_last_is_loaded_by_the_next_incarnation() -> None:
     master = Master()
-    assert MasterHandle(IDENTITY, master).load_state() is None
+    assert MasterHandle(Context({}, master)).load_state() is None
     for state in (b"first", b"", bytes(range(256)) * 100, b"last"):
-        MasterHandle(IDENTITY, master).save_state(state)
-        assert MasterHandle(IDENTITY, master).load_state() == state
+        MasterHandle(Context({}, master)).save_state(state)
+        assert MasterHandle(Context({}, master)).load_state() == state
 
 
 def test_a_state_that_is_too_large_is_refused_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,9 +140,9 @@ def test_a_state_that_is_too_large_is_refused_before_it_is_sent(monkeypatch: pyt
     with pytest.raises(
         UsageError, match="save_state got 11 bytes, and 10 is the most; keep large data in files"
     ):
-        MasterHandle(IDENTITY, master).save_state(b"x" * 11)
+        MasterHandle(Context({}, master)).save_state(b"x" * 11)
     assert master.asked == []
-    MasterHandle(IDENTITY, master).save_state(b"x" * 10)
+    MasterHandle(Context({}, master)).save_state(b"x" * 10)
     assert master.asked == [("save_state", "")]
 
 

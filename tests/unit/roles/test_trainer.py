@@ -12,7 +12,7 @@ from unirun.errors import UsageError
 from unirun.roles import BaseTrainer, MasterHandle, RoleGroup
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.group import role_group
-from unirun.roles.handle import Identity
+from unirun.roles.context import Context
 from unirun.roles.inprocess import InprocTransport
 from unirun.roles.peers import Peer, Peers, RoleInfo
 from unirun.roles.trainer import bind, group_name
@@ -45,8 +45,7 @@ def groups_of(*roles: str) -> dict[str, RoleGroup]:
 
 def handle() -> MasterHandle:
     """The job of a trainer without a launcher."""
-    identity = Identity("trainer", 0, 1, 0, 1, 0, "", 0)
-    return MasterHandle(identity, Peers("trainer", 0, {"trainer": RoleInfo("trainer", 1, 0)}))
+    return MasterHandle(Context({}, Peers("trainer", 0, {"trainer": RoleInfo("trainer", 1, 0)})))
 
 
 def bound(

@@ -7,25 +7,29 @@ from omegaconf import OmegaConf
 
 from unirun.roles import BaseWorkload, MasterHandle, Workload
 from unirun.roles.calls.policy import invocations
-from unirun.roles.handle import Identity
+from unirun.roles.context import Context
 from unirun.roles.peers import Peers, RoleInfo
+from unirun.wire.messages import View, Welcome
 
 
 def workload(role: str = "actor", collocation: str = "") -> BaseWorkload:
     """Rank 5 of 8, the second one on its node."""
-    identity = Identity(role, 5, 8, 1, 4, 2, "10.0.0.1", 29400, collocation)
-    handle = MasterHandle(identity, Peers(role, 5, {role: RoleInfo(role, 8, 0)}))
-    return BaseWorkload(handle, OmegaConf.create({"lr": 0.5}))
+    shared = (tuple(collocation.lower().split(",")),) if collocation else ()
+    welcome = Welcome(View(()), "{}", "job", (), shared, 60.0, "socket")
+    peers = Peers(role, 5, {role: RoleInfo(role, 8, 0)}, welcome=welcome)
+    context = Context({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, peers)
+    return BaseWorkload(MasterHandle(context), OmegaConf.create({"lr": 0.5}))
 
 
-def test_a_workload_has_every_property_of_dlrovers_guide() -> None:
+def test_a_workload_has_every_property_of_dlrovers_guide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29400")
     found = workload()
     assert found.name == "actor:5"
     assert (found.role, found.rank, found.world_size, found.word_size) == ("actor", 5, 8, 8)
     assert (found.local_rank, found.local_world_size) == (1, 4)
     assert (found.torch_master_addr, found.torch_master_port) == ("10.0.0.1", 29400)
     assert found.config.lr == 0.5
-    assert found.master_handle.identity.incarnation == 2
 
 
 @pytest.mark.parametrize(
@@ -41,7 +45,7 @@ def test_a_workload_knows_the_roles_that_share_its_devices() -> None:
 
 
 def test_of_what_belongs_to_every_workload_trainers_call_only_the_sync_of_weights() -> None:
-    assert set(invocations(workload(), BaseWorkload)) == {"sync_weights"}
+    assert set(invocations(workload())) == {"sync_weights"}
     assert Workload is BaseWorkload
 
 

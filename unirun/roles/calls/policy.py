@@ -153,13 +153,15 @@ def called_ranks(role: str, size: int, options: Invocation, ranks: Sequence[int]
     return ranks
 
 
-def invocations(target: Any, base: type = object) -> dict[str, Invocation]:
-    """The public methods of an object or a class, and their options; of those of `base` only the ones that are marked.
+def invocations(target: Any) -> dict[str, Invocation]:
+    """The public methods of an object or a class, and their options; of those of its base class
+    in unirun only the ones that are marked.
 
     Raises `UsageError` for a method called ``role``, an attribute of every role group.
     """
     found = {}
     kind = target if isinstance(target, type) else type(target)
+    base = next((each for each in reversed(kind.__mro__) if "__unirun_kind__" in vars(each)), object)
     for name in dir(kind):
         if name.startswith("_"):
             continue

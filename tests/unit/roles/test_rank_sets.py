@@ -17,9 +17,9 @@ ACTOR, ROLLOUT = RoleInfo("actor", 4, 0), RoleInfo("rollout", 3, 0)
     ("text", "members"),
     [("actor", (0, 1, 2, 3)), ("actor:2", (2,)), ("actor:0-2", (0, 1, 2)), ("actor:0,2-3", (0, 2, 3))],
 )
-def test_a_party_is_all_ranks_of_a_role_or_some(text: str, members: tuple[int, ...]) -> None:
-    party = RankSet.parse(text)
-    assert (tuple(party.members(ACTOR)), str(party)) == (members, text)
+def test_a_rank_set_is_all_ranks_of_a_role_or_some(text: str, members: tuple[int, ...]) -> None:
+    rank_set = RankSet.parse(text)
+    assert (tuple(rank_set.members(ACTOR)), str(rank_set)) == (members, text)
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,10 @@ def test_a_rank_that_a_role_does_not_have_is_refused() -> None:
         RankSet.parse("actor:3-4").members(ACTOR)
 
 
-def test_ranks_of_a_group_are_ordered_by_party_then_by_rank() -> None:
-    parties = [RankSet.parse("rollout:1-2"), RankSet.parse("actor:0,3")]
+def test_ranks_of_a_group_are_ordered_by_role_then_by_rank() -> None:
+    rank_sets = [RankSet.parse("rollout:1-2"), RankSet.parse("actor:0,3")]
     ranks = [
-        group_rank(parties, [ROLLOUT, ACTOR], role, rank)
+        group_rank(rank_sets, [ROLLOUT, ACTOR], role, rank)
         for role, rank in [
             ("rollout", 0),
             ("rollout", 1),
@@ -54,10 +54,10 @@ def test_ranks_of_a_group_are_ordered_by_party_then_by_rank() -> None:
 
 @given(st.sets(st.integers(0, 3), min_size=1), st.sets(st.integers(0, 2), min_size=1))
 def test_each_member_has_one_rank_of_the_group(actors: set[int], rollouts: set[int]) -> None:
-    parties = [
+    rank_sets = [
         RankSet.parse(f"{role}:{','.join(map(str, sorted(some)))}")
         for role, some in (("actor", actors), ("rollout", rollouts))
     ]
-    found = [group_rank(parties, [ACTOR, ROLLOUT], "actor", rank) for rank in range(4)]
-    found += [group_rank(parties, [ACTOR, ROLLOUT], "rollout", rank) for rank in range(3)]
+    found = [group_rank(rank_sets, [ACTOR, ROLLOUT], "actor", rank) for rank in range(4)]
+    found += [group_rank(rank_sets, [ACTOR, ROLLOUT], "rollout", rank) for rank in range(3)]
     assert [rank for rank in found if rank is not None] == list(range(len(actors) + len(rollouts)))
