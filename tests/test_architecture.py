@@ -241,10 +241,8 @@ def test_transports_know_nothing_of_calls() -> None:
 
 
 def test_the_cores_do_no_input_and_no_output() -> None:
-    calls = "sharding", "policy", "envelope"
     pure = (
-        *(f"roles.calls.{name}" for name in calls),
-        "roles.transport.frames",
+        *(f"roles.{name}" for name in ("calls.policy", "calls.codec", "transport.frames")),
         *(f"launcher.{name}" for name in ("core", "events")),
         "failover.",
         *(f"collocation.{name}" for name in ("inventory", "graph")),

@@ -29,15 +29,15 @@ from tests.effort import SOON as SOON
 from tests.unit.wire.places import credentials_in
 from unirun.errors import WorkerLost
 from unirun.roles import inprocess
+from unirun.roles.calls.call import InvocationRef
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.group import RoleGroup, role_group
-from unirun.roles.calls.open_call import InvocationRef
 from unirun.roles.calls.policy import invocations
 from unirun.roles.inprocess import InprocTransport
 from unirun.roles.peers import Peer, Peers
-from unirun.roles.transport.listener import SocketTransport
 from unirun.roles.transport.protocol import Transport
+from unirun.roles.transport.socket_transport import SocketTransport
 from unirun.values import WorkerId
 from unirun.wire.credentials import Credentials
 from unirun.wire.handshake import Token
@@ -70,8 +70,7 @@ def open_transport(kind: str, me: WorkerId, folder: Path, token: Token) -> Trans
         home = folder.parent / node
         credentials = credentials_in(home, token, node, insecure=kind == "insecure")
         return SocketTransport(home / "calls", credentials, "127.0.0.1")
-    from unirun.roles.transport.rpc_agent import RpcAgent
-    from unirun.roles.transport.torch_rpc import TorchTransport
+    from unirun.roles.transport.torch_rpc import RpcAgent, TorchTransport
 
     def number(who: WorkerId) -> int:
         return RANKS * int("".join(filter(str.isdigit, who.role))) + who.rank

@@ -18,8 +18,8 @@ from tests.unit.launcher.master.court import Court
 from tests.unit.launcher.master.streams import ends_well
 from tests.unit.wire.places import credentials_in
 from unirun.observe.events import read_events
-from unirun.roles.transport.listener import CallAddress, SocketTransport
 from unirun.roles.transport.protocol import Parcel
+from unirun.roles.transport.socket_transport import CallAddress, SocketTransport
 from unirun.values import WorkerId
 from unirun.wire import handshake
 from unirun.wire.handshake import new_token

@@ -20,11 +20,11 @@ import torch
 from tests.contract.stage import SOON, Stage, eventually
 from tests.unit.wire.places import credentials_in
 from unirun.errors import ChannelError
-from unirun.roles.transport import listener
-from unirun.roles.transport.connection import MANY
+from unirun.roles.transport import socket_transport
 from unirun.roles.transport.frames import INLINE, RELEASE, REPLY, REQUEST, encode_header
-from unirun.roles.transport.listener import CallAddress, SocketTransport
 from unirun.roles.transport.protocol import Parcel, Reply
+from unirun.roles.transport.socket_transport import CallAddress, SocketTransport
+from unirun.roles.transport.sockets import MANY
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
 from unirun.wire.blocking import BlockingStream
@@ -168,7 +168,7 @@ class TestHandshake:
     def test_a_silent_peer_is_disconnected_at_the_deadline_of_the_handshake(
         self, house: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT", 0.3)
+        monkeypatch.setattr(socket_transport, "HANDSHAKE_TIMEOUT", 0.3)
         began = time.monotonic()
         with house.knock() as silent, house.knock() as slow:
             slow.sendall(b"unirun")

@@ -1,8 +1,8 @@
 """The code that runs inside a worker: its identity, its peers, groups with them, and calls to them."""
 
+from unirun.roles.calls.call import InvocationRef, wait
 from unirun.roles.calls.group import RemoteMethod, RoleGroup, WorkerHandle, trainer_invocation
-from unirun.roles.calls.open_call import InvocationRef, wait
-from unirun.roles.calls.sharding import replicate, shard
+from unirun.roles.calls.policy import replicate, shard
 from unirun.roles.context import Context, Member, init, rpc_name
 from unirun.roles.handle import MasterHandle
 from unirun.roles.inprocess import run_in_process

@@ -25,7 +25,7 @@ from unirun.wire.messages import RoleView
 from unirun.wire.reports import Notice, Serving
 
 if TYPE_CHECKING:
-    from unirun.roles.transport.rpc_agent import RpcAgent
+    from unirun.roles.transport.torch_rpc import RpcAgent
 
 
 class CallSession:
@@ -85,7 +85,7 @@ class CallSession:
             return self._listener(name)
         if self.folder is None:
             raise UsageError("this process has no peers", "start it with unirun --roles …")
-        from unirun.roles.transport.listener import SocketTransport
+        from unirun.roles.transport.socket_transport import SocketTransport
 
         credentials = load_credentials(self.folder)
         return SocketTransport(self.folder / name, credentials, self._addr, self._refused, self._is_host)
@@ -104,7 +104,7 @@ class CallSession:
 
     def _rpc_agent(self) -> RpcAgent:
         """The agent of torch.distributed.rpc of this process; it listens from its first use on."""
-        from unirun.roles.transport.rpc_agent import RpcAgent
+        from unirun.roles.transport.torch_rpc import RpcAgent
 
         with self._lock:
             if self._agent is None:
@@ -186,7 +186,7 @@ class CallSession:
 def hosts_in(views: Iterable[RoleView]) -> Iterator[str]:
     """The addresses in `views`: those of stores, and of workers that listen for other hosts. Texts that are
     no address are left out."""
-    from unirun.roles.transport.listener import CallAddress
+    from unirun.roles.transport.socket_transport import CallAddress
 
     for view in views:
         with contextlib.suppress(ValueError):

@@ -17,10 +17,10 @@ from unirun.observe.jobdir import JobDir
 from unirun.observe.status import ENDED, read_status, read_summary
 from unirun.rendezvous.masters import MASTER_POLL_INTERVAL, call_master, hear
 from unirun.roles.calls.caller import Caller
-from unirun.roles.calls.envelope import VISITOR
+from unirun.roles.calls.codec import VISITOR
 from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.peers import Peers, role_infos
-from unirun.roles.transport.listener import SocketTransport
+from unirun.roles.transport.socket_transport import SocketTransport
 from unirun.values import WorkerId
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import load_credentials

@@ -15,9 +15,9 @@ import pytest
 from tests.sim.calls.actors import Actor, Clock, FakeScheduler
 from tests.sim.calls.role import ROLE, Desk, Role, Seen
 from unirun.errors import WorkerLost
+from unirun.roles.calls.call import InvocationRef
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.group import role_group
-from unirun.roles.calls.open_call import InvocationRef
 from unirun.roles.calls.policy import IDEMPOTENT_RETRIES, invocations
 from unirun.values import WorkerId
 

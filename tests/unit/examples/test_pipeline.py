@@ -15,9 +15,8 @@ from pipeline import pipelined
 
 from tests.effort import SOON
 from unirun import InvocationRef
-from unirun.roles.calls.codec import dump, dump_error
-from unirun.roles.calls.envelope import ERROR, OK
-from unirun.roles.calls.open_call import Method
+from unirun.roles.calls.call import Method
+from unirun.roles.calls.codec import ERROR, OK, dump, dump_error
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.transport.protocol import Parcel
 

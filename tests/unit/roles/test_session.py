@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.roles.session import hosts_in
-from unirun.roles.transport.listener import CallAddress
+from unirun.roles.transport.socket_transport import CallAddress
 from unirun.wire.address import TcpAddress
 from unirun.wire.messages import RoleView, WorkerView
 

@@ -81,7 +81,7 @@ def test_the_processor_time_of_a_child_counts() -> None:
 def test_the_processor_time_of_an_agent_of_rpc_that_polls_does_not_count() -> None:
     code = """
 import time
-from unirun.roles.transport.rpc_agent import RpcAgent
+from unirun.roles.transport.torch_rpc import RpcAgent
 from unirun.roles.gloo import BUSY, processor_time
 from unirun.values import WorkerId
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tests.effort import SOON as SOON
 from tests.unit.wire.places import credentials_in
-from unirun.roles.transport.listener import SocketTransport
 from unirun.roles.transport.protocol import Handler, Parcel, Reply
+from unirun.roles.transport.socket_transport import SocketTransport
 from unirun.values import WorkerId
 from unirun.weights.holding import Holder
 from unirun.weights.hub import request_of

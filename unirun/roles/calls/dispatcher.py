@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from unirun.errors import EncodingError, FrameError, UnirunError, WorkerLost
-from unirun.roles.calls.codec import dump, dump_error, load
-from unirun.roles.calls.envelope import (
+from unirun.roles.calls.codec import (
     ACK,
     DESCRIBE,
     ERROR,
@@ -28,7 +27,10 @@ from unirun.roles.calls.envelope import (
     Request,
     decode_giving_up,
     decode_request,
+    dump,
+    dump_error,
     encode_refusal,
+    load,
 )
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.transport.protocol import Inbox, Parcel, Reply, await_end, own

@@ -23,9 +23,9 @@ from typing import (
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import UsageError
+from unirun.roles.calls.call import InvocationRef, Method, wait
 from unirun.roles.calls.caller import Caller
-from unirun.roles.calls.envelope import DESCRIBE
-from unirun.roles.calls.open_call import InvocationRef, Method, wait
+from unirun.roles.calls.codec import DESCRIBE
 from unirun.roles.calls.policy import (
     ALL,
     ANY,

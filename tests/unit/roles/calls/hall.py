@@ -9,9 +9,8 @@ from typing import Any
 
 from tests.effort import SOON as SOON
 from unirun.roles import trainer_invocation
-from unirun.roles.calls.codec import dump
+from unirun.roles.calls.codec import GIVE_UP, dump, encode_address, encode_giving_up, encode_request
 from unirun.roles.calls.dispatcher import Dispatcher
-from unirun.roles.calls.envelope import GIVE_UP, encode_address, encode_giving_up, encode_request
 from unirun.roles.calls.policy import invocations
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId

@@ -14,8 +14,16 @@ from tests.sim.calls.actors import Clock, FakeScheduler
 from unirun.errors import ChannelError, WorkerLost
 from unirun.roles import InvocationRef
 from unirun.roles.calls.caller import GROUP_ERROR_DELAY, Caller
-from unirun.roles.calls.codec import dump, dump_error
-from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, OPEN_RPC, decode_request, encode_refusal
+from unirun.roles.calls.codec import (
+    ERROR,
+    INTERRUPTED,
+    OK,
+    OPEN_RPC,
+    decode_request,
+    dump,
+    dump_error,
+    encode_refusal,
+)
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.peers import Peer, Peers
 from unirun.roles.transport.protocol import Connection, Parcel

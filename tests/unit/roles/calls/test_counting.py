@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import ConnectionLost
-from unirun.roles.calls.counting import MAX_COUNTS, MAX_SPANS, SELDOM, CallBook, rank_ranges
+from unirun.roles.calls.call import MAX_COUNTS, MAX_SPANS, SELDOM, CallBook, rank_ranges
 from unirun.roles.transport.protocol import Scheduler
 from unirun.wire.reports import CallCount, Calls, RankRange
 

@@ -13,9 +13,7 @@ import torch
 from tests.unit.roles.calls.hall import ME, SOON, TRAINER, Desk, Generations, Hall, request
 from unirun.errors import CallError, EncodingError
 from unirun.roles import trainer_invocation
-from unirun.roles.calls.codec import dump, load, load_error
-from unirun.roles.calls.dispatcher import VISITOR_RESULTS_TTL, Dispatcher
-from unirun.roles.calls.envelope import (
+from unirun.roles.calls.codec import (
     ACK,
     DESCRIBE,
     ERROR,
@@ -23,11 +21,15 @@ from unirun.roles.calls.envelope import (
     OK,
     OPEN_RPC,
     VISITOR,
+    dump,
     encode_address,
     encode_request,
+    load,
+    load_error,
     outcome_of,
     refused_for,
 )
+from unirun.roles.calls.dispatcher import VISITOR_RESULTS_TTL, Dispatcher
 from unirun.roles.calls.policy import invocations
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import FrameError
-from unirun.roles.calls.envelope import (
+from unirun.roles.calls.codec import (
     MAX_ACKS,
     Request,
     decode_address,

@@ -18,9 +18,8 @@ import torch
 from tests.effort import SOON
 from unirun.errors import CallError, EncodingError, InvocationTimeout, RemoteTraceback, UsageError, WorkerLost
 from unirun.roles import InvocationRef, wait
-from unirun.roles.calls.codec import dump, dump_error
-from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK
-from unirun.roles.calls.open_call import Method
+from unirun.roles.calls.call import Method
+from unirun.roles.calls.codec import ERROR, INTERRUPTED, OK, dump, dump_error
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.transport.protocol import Parcel, Scheduler, own
 

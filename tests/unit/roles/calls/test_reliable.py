@@ -15,15 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.effort import examples
 from tests.sim.calls.actors import Clock, FakeScheduler
 from unirun.errors import CallError, ChannelError, EncodingError
-from unirun.roles.calls.envelope import (
-    ACK,
-    GIVE_UP,
-    Request,
-    decode_giving_up,
-    decode_request,
-    encode_address,
-)
-from unirun.roles.calls.reliable import LARGE, MAX_RECONNECT_DELAY, ReliableConnection
+from unirun.roles.calls.caller import LARGE, MAX_RECONNECT_DELAY, ReliableConnection
+from unirun.roles.calls.codec import ACK, GIVE_UP, Request, decode_giving_up, decode_request, encode_address
 from unirun.roles.transport.protocol import Connection, Parcel, Transport
 from unirun.values import WorkerId
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from unirun.errors import UsageError
 from unirun.roles import replicate, shard
-from unirun.roles.calls.sharding import SplitArguments, rearranged, sizes, split
+from unirun.roles.calls.policy import SplitArguments, rearranged, sizes, split
 
 RANKS = st.integers(1, 20)
 

@@ -11,11 +11,9 @@ import pytest
 
 from tests.effort import SOON
 from tests.unit.wire.places import credentials_in
-from unirun.roles.transport.channel import SocketConnection
-from unirun.roles.transport.connection import FrameSocket
-from unirun.roles.transport.listener import SocketTransport
-from unirun.roles.transport.loop import Loop
 from unirun.roles.transport.protocol import Parcel
+from unirun.roles.transport.socket_transport import SocketConnection, SocketTransport
+from unirun.roles.transport.sockets import FrameSocket, Loop
 from unirun.values import WorkerId
 from unirun.wire.address import unix_address
 from unirun.wire.handshake import new_token

@@ -17,10 +17,9 @@ import torch
 from tests.effort import SOON
 from tests.unit.wire.places import credentials_in
 from unirun.errors import FrameError
-from unirun.roles.transport.channel import TlsFrameSocket
-from unirun.roles.transport.connection import BATCH, FrameSocket
 from unirun.roles.transport.frames import INLINE, REPLY, REQUEST
 from unirun.roles.transport.protocol import Parcel
+from unirun.roles.transport.sockets import BATCH, FrameSocket, TlsFrameSocket
 from unirun.wire.credentials import server_name
 from unirun.wire.handshake import new_token
 from unirun.wire.sockets import listen_tcp

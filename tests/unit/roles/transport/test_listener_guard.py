@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.effort import SOON
-from unirun.roles.transport import rpc_agent
-from unirun.roles.transport.rpc_agent import ListenerGuard, listeners
+from unirun.roles.transport import torch_rpc
+from unirun.roles.transport.torch_rpc import ListenerGuard, listeners
 
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc_agent, "GUARD_POLL_INTERVAL", 0.01)
+    monkeypatch.setattr(torch_rpc, "GUARD_POLL_INTERVAL", 0.01)
 
 
 @pytest.fixture

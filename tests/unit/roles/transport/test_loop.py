@@ -14,7 +14,7 @@ import pytest
 
 from tests.effort import SOON
 from unirun.errors import ChannelError
-from unirun.roles.transport.loop import (
+from unirun.roles.transport.sockets import (
     PREEMPTED_SECONDS,
     SPIN_PAUSE_SECONDS,
     SPIN_SECONDS,

@@ -11,7 +11,7 @@ import pytest
 WITH_A_CALL = """
     import time
     from torch.distributed import rpc
-    from unirun.roles.transport.rpc_agent import RpcAgent
+    from unirun.roles.transport.torch_rpc import RpcAgent
     from unirun.values import WorkerId
 
     me = WorkerId("me", 0, 0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from unirun.errors import FrameError
-from unirun.roles.transport.connection import KEEP, MANY, SegmentPool, map_segment
+from unirun.roles.transport.sockets import KEEP, MANY, SegmentPool, map_segment
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_what_receivers_keep_for_long_takes_no_descriptor(pool: SegmentPool) -> 
 
 
 def test_no_more_than_so_much_is_kept_for_later(pool: SegmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unirun.roles.transport.connection.KEEP", 1 << 20)
+    monkeypatch.setattr("unirun.roles.transport.sockets.KEEP", 1 << 20)
     assert KEEP > 1 << 20
     before = files()
     segments = [pool.write([buffer(1 << 19)]) for _ in range(4)]
