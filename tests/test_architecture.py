@@ -62,7 +62,7 @@ MAY_READ_YAML = frozenset(
         for name in (
             "spec.yaml",
             "experiments.experiment",
-            *(f"roles.{n}" for n in ("worker_main", "inprocess", "trainer", "workload")),
+            *(f"roles.{n}" for n in ("worker_main", "inprocess", "workload")),
         )
     }
 )
@@ -82,7 +82,6 @@ SMALL = {
     "failover.permanent": "a decision, which a worker takes",
     "launcher.doctor.collective": "imports torch",
     "launcher.forked": "another kind of spawner",
-    "roles.serving": "`unirun.serve`, imported when it is used",
     "weights.dtensors": "imports DTensor, which takes long",
 }
 """Modules of fewer than 110 lines that one other module imports."""

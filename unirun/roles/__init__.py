@@ -3,12 +3,9 @@
 from unirun.roles.calls.call import InvocationRef, wait
 from unirun.roles.calls.group import RemoteMethod, RoleGroup, WorkerHandle, trainer_invocation
 from unirun.roles.calls.policy import replicate, shard
-from unirun.roles.context import Context, Member, init, rpc_name
-from unirun.roles.handle import MasterHandle
+from unirun.roles.context import Context, Member, init, rpc_name, serve
 from unirun.roles.inprocess import run_in_process
-from unirun.roles.serving import serve
-from unirun.roles.trainer import BaseTrainer
-from unirun.roles.workload import BaseWorkload, Workload
+from unirun.roles.workload import BaseTrainer, BaseWorkload, MasterHandle, Workload
 
 __all__ = [
     "BaseTrainer",

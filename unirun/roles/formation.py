@@ -1,19 +1,30 @@
-"""The generations of a role's process group in one worker: the group is formed again in place after a loss."""
+"""The formation of process groups in one worker: of its role's group, again in place after a loss, and of groups across
+roles."""
 
 from __future__ import annotations
 
 import os
+import re
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
+from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup
+
+from unirun.errors import GroupError, UsageError
 from unirun.rendezvous.endpoints import GENERATION_KEY, split_endpoint
-from unirun.roles.gloo import WORKER_IDLE_TIMEOUT, in_group, wait_until_idle, wait_until_stuck
-from unirun.roles.peers import Peers
-from unirun.roles.process_groups import c10d, dist, process_groups
+from unirun.roles.gloo import WORKER_IDLE_TIMEOUT, GlooGroup, in_group, wait_until_idle, wait_until_stuck
+from unirun.roles.peers import Peers, RoleInfo
+from unirun.roles.process_groups import c10d, dist, end_outdated, process_groups
+from unirun.values import Value
+from unirun.wire.messages import RoleView
 from unirun.wire.reports import GroupFormed, GroupMeets, Stuck
 
 LOSS_VIEW_TIMEOUT = 5.0
@@ -254,3 +265,335 @@ def forgot(peers: Peers) -> Callable[[str], None]:
 def _in_a_group(error: BaseException) -> bool:
     """Return True if `error` was raised inside torch.distributed."""
     return any("torch/distributed/" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+
+
+# Process groups across roles, of all their ranks or of some.
+#
+# The members meet in the rendezvous store of the first role that is named, under a prefix with the generations of all
+# roles. A restarted role has another generation, so no key of an earlier group is read. Members with different views of
+# the generations wait under different prefixes until their agents have sent them the same view.
+
+_RANKS = re.compile(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")
+"""``0-3,7``"""
+
+
+class RankSet(Value):
+    """Ranks of `role` in ascending order; None: all of them. It is printed as it was written, ``actor:0-3``."""
+
+    role: str
+    ranks: tuple[int, ...] | None = None
+    text: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> RankSet:
+        """``actor`` or ``actor:0-3,7``. Raises `UsageError`."""
+        role, colon, ranks = text.partition(":")
+        if not colon:
+            return cls(role, None, text)
+        found: list[int] = []
+        for each in ranks.split(",") if _RANKS.fullmatch(ranks) else ():
+            first, _, last = each.partition("-")
+            found += range(int(first), int(last or first) + 1)
+        if not found or found != sorted(set(found)):
+            raise UsageError(
+                f"{text!r} names no ranks of {role}", f'write "{role}:0-3,7", in ascending order'
+            )
+        return cls(role, tuple(found), text)
+
+    def members(self, info: RoleInfo) -> tuple[int, ...] | range:
+        """The ranks, in a role as it is now. Raises `UsageError` for one that it does not have."""
+        if self.ranks is None:
+            return range(info.world_size)
+        if self.ranks[-1] >= info.world_size:
+            raise UsageError(
+                f"{self} names rank {self.ranks[-1]} of {info.name}",
+                f"it has ranks 0 to {info.world_size - 1}",
+            )
+        return self.ranks
+
+    def __str__(self) -> str:
+        return self.text
+
+
+MEMBERS_POLL_INTERVAL = 0.02
+"""Seconds between two reads of the store while members are missing."""
+STORE_TIMEOUT = timedelta(seconds=2)
+"""For one attempt to connect to a store; more attempts follow."""
+
+RankSets = Sequence[RankSet]
+Infos = Sequence[RoleInfo]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group, the generations of its roles, and its gloo groups, one for each device that gloo serves."""
+
+    rank_sets: tuple[RankSet, ...]
+    infos: tuple[RoleInfo, ...]
+    backend: str
+    pg: ProcessGroup
+    gloo: tuple[GlooGroup, ...]
+
+
+class GroupForge:
+    """Forms groups and keeps them as long as their generations last."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._groups: dict[tuple[tuple[RankSet, ...], str], _Group] = {}
+        peers.when_changed(self._end_outdated)
+
+    def group(self, rank_sets: tuple[RankSet, ...], backend: str | None, timeout: timedelta) -> ProcessGroup:
+        """The group of these ranks in the present generations of their roles."""
+        backend = backend or default_backend()
+        deadline = time.monotonic() + timeout.total_seconds()
+        kept = self._groups.get((rank_sets, backend))
+        if kept is not None:
+            if kept.infos == self._infos(rank_sets) and all(each.intact() for each in kept.gloo):
+                return kept.pg
+            del self._groups[rank_sets, backend]
+            for each in kept.gloo:
+                each.end()
+            # Remove it from torch's registry without waiting.
+            c10d._abort_process_group(kept.pg)
+            self._await_change(kept, deadline)
+        while True:
+            infos, store = self._meet(rank_sets, backend, deadline)
+            try:
+                formed = self._form(rank_sets, infos, store, backend, timeout)
+            except GroupError:
+                if self._infos(rank_sets) == infos:
+                    raise
+                # A member was started again meanwhile; the next group has another prefix.
+                continue
+            self._groups[rank_sets, backend] = formed
+            return formed.pg
+
+    def _form(
+        self,
+        rank_sets: tuple[RankSet, ...],
+        infos: tuple[RoleInfo, ...],
+        store: Store,
+        backend: str,
+        timeout: timedelta,
+    ) -> _Group:
+        """Connect with the other members. Raises `GroupError`, also as soon as a role has another generation."""
+        size, name = _size(rank_sets, infos), _name(rank_sets, infos, backend)
+        store.set_timeout(timeout)
+        groups = process_groups()
+        groups.forgot = forgot(self._peers)
+        with groups.forming(lambda: self._outdated(infos)) as made:
+            pg = _build(self._rank(rank_sets, infos), size, name, store, backend, timeout)
+        return _Group(rank_sets, infos, backend, pg, tuple(made))
+
+    def _end_outdated(self) -> None:
+        """Called after each view: end groups of earlier generations, so that threads that wait in them fail."""
+        end_outdated()
+        for group in list(self._groups.values()):
+            if self._outdated(group.infos) and "nccl" in group.backend:
+                # NCCL has other connections than sockets; `abort` ends all of them.
+                threading.Thread(target=group.pg.abort, name="unirun-abort", daemon=True).start()
+
+    def _outdated(self, infos: Infos) -> bool:
+        return infos != tuple(self._peers.roles().get(info.name) for info in infos)
+
+    def _await_change(self, broken: _Group, deadline: float) -> None:
+        """A member of a broken group is gone; wait until its role is started again."""
+
+        def changed() -> bool:
+            if self._infos(broken.rank_sets) != broken.infos:
+                return True
+            self._raise_if_hopeless(broken.rank_sets, None)
+            return False
+
+        if not self._peers.wait_for(changed, deadline - time.monotonic()):
+            raise GroupError(
+                f"a member of group {_words(broken.rank_sets)} is gone and its role was not started again",
+                "did it end before the others?",
+            )
+
+    def _raise_if_hopeless(self, rank_sets: RankSets, store: Store | None) -> None:
+        """Raise `GroupError` when a member that is not in `store` has ended and is not started again."""
+        infos = self._infos(rank_sets)
+
+        def missing(role: str, rank: int) -> bool:
+            number = group_rank(rank_sets, infos, role, rank)
+            return number is not None and (store is None or not _all_here(store, [f"here/{number}"]))
+
+        views = [view for rank_set in rank_sets if (view := self._peers.view(rank_set.role)) is not None]
+        if words := missing_for_good(views, missing):
+            raise GroupError(
+                f"group {_words(rank_sets)} cannot be formed: {words}, and is waited for",
+                "every member must call ctx.group with the same roles in the same order",
+            )
+
+    def _infos(self, rank_sets: RankSets) -> tuple[RoleInfo, ...]:
+        return tuple(self._peers.known(rank_set.role) for rank_set in rank_sets)
+
+    def _rank(self, rank_sets: RankSets, infos: Infos) -> int:
+        number = group_rank(rank_sets, infos, self._peers.role, self._peers.rank)
+        if number is None:
+            raise GroupError(
+                f"{self._peers.role}:{self._peers.rank} is no member of group {_words(rank_sets)}"
+            )
+        return number
+
+    def _meet(self, rank_sets: RankSets, backend: str, deadline: float) -> tuple[tuple[RoleInfo, ...], Store]:
+        """Wait until every member is there, in one view of the generations. Returns that view and the store."""
+        while True:
+            infos = self._infos(rank_sets)
+            keys = [f"here/{rank}" for rank in range(_size(rank_sets, infos))]
+            store = self._arrive(rank_sets, infos, backend)
+            while self._infos(rank_sets) == infos:
+                updates = self._peers.updates
+                if store is not None and _all_here(store, keys):
+                    return infos, store
+                self._raise_if_hopeless(rank_sets, store)
+                if time.monotonic() >= deadline:
+                    raise GroupError(
+                        f"group {_name(rank_sets, infos, backend)}: {_missing(store, keys)} did not come in time",
+                        "every member must call ctx.group with the same roles in the same order",
+                    )
+                self._peers.wait(updates, MEMBERS_POLL_INTERVAL)
+                store = store or self._arrive(rank_sets, infos, backend)
+
+    def _arrive(self, rank_sets: RankSets, infos: Infos, backend: str) -> Store | None:
+        """Write into the store that this member is there. None if the store is being replaced."""
+        try:
+            prefix = f"unirun/{_name(rank_sets, infos, backend)}"
+            store: Store = dist.PrefixStore(prefix, self._store(rank_sets, infos))
+            store.set(f"here/{self._rank(rank_sets, infos)}", "1")
+        except dist.DistError:
+            return None
+        return store
+
+    def _store(self, rank_sets: RankSets, infos: Infos) -> Any:
+        if self._peers.linked:
+            return store_of(infos[0])
+        if _size(rank_sets, infos) == 1:
+            return dist.HashStore()
+        if not dist.is_initialized():
+            raise GroupError(
+                "without unirun, ctx.group needs the default group",
+                "call torch.distributed.init_process_group",
+            )
+        return c10d._get_default_store()
+
+
+def store_of(role: RoleInfo) -> Any:
+    """A connection to the rendezvous store of this generation of the role. Raises `torch.distributed.DistError`."""
+    addr, port = split_endpoint(role.endpoint)
+    return dist.TCPStore(addr, port, is_master=False, timeout=STORE_TIMEOUT)
+
+
+_SETTLED = ("starting", "running", "succeeded")
+"""Phases of a role in which a rank that has exited with code 0 is not about to be restarted."""
+
+
+def missing_for_good(views: Sequence[RoleView], missing: Callable[[str, int], bool]) -> str:
+    """The reason why the ranks of these roles can no longer all join one group, in words; empty as long as
+    they can.
+
+    `missing` says whether a rank of a role has not joined yet. A rank that has exited with code 0 joins again only if
+    its role is restarted, and then another group.
+    """
+    for role in views:
+        if role.phase in ("failed", "stopped"):
+            return f"role {role.name} has {role.phase}"
+        if role.phase not in _SETTLED:
+            continue
+        ended = [worker for worker in role.workers if worker.phase == "ended"]
+        absent = [worker.rank for worker in ended if missing(role.name, worker.rank)]
+        if absent and len(ended) == role.world_size:
+            return f"role {role.name} has ended with exit code 0"
+        if absent:
+            return f"{role.name}:{absent[0]} has ended with exit code 0"
+    return ""
+
+
+def default_backend() -> str:
+    """The backend of the default group; without one, gloo, and nccl for CUDA tensors."""
+    if dist.is_initialized():
+        return str(dist.get_backend_config())
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def group_rank(rank_sets: RankSets, infos: Infos, role: str, rank: int) -> int | None:
+    """The rank in the group of a rank of a role: by role as named, then by rank. None: it is no member."""
+    before = 0
+    for rank_set, info in zip(rank_sets, infos, strict=True):
+        members = rank_set.members(info)
+        if rank_set.role == role:
+            return before + members.index(rank) if rank in members else None
+        before += len(members)
+    return None
+
+
+def _size(rank_sets: RankSets, infos: Infos) -> int:
+    return sum(len(rank_set.members(info)) for rank_set, info in zip(rank_sets, infos, strict=True))
+
+
+def _words(rank_sets: RankSets) -> str:
+    return "+".join(map(str, rank_sets))
+
+
+def _name(rank_sets: RankSets, infos: Infos, backend: str) -> str:
+    pairs = zip(rank_sets, infos, strict=True)
+    return "+".join(f"{rank_set}.{info.generation}" for rank_set, info in pairs) + f"/{backend}"
+
+
+def _all_here(store: Store, keys: list[str]) -> bool:
+    try:
+        return bool(store.check(keys))
+    except dist.DistError:
+        return False
+
+
+def _missing(store: Store | None, keys: list[str]) -> str:
+    if store is None:
+        return "the store"
+    absent = [key.removeprefix("here/") for key in keys if not _all_here(store, [key])]
+    return f"group rank {', '.join(absent)}" if absent else "the store"
+
+
+def _build(rank: int, size: int, name: str, store: Store, backend: str, timeout: timedelta) -> ProcessGroup:
+    """A process group beside the default one, known to `torch.distributed`, with its own ranks as global ranks.
+
+    torch has no public call for a group whose members are not all in the default group; this is the function that
+    ``init_process_group`` and ``new_group`` use themselves.
+    """
+    default = c10d._get_default_group() if dist.is_initialized() else None
+    device = default.bound_device_id if default is not None else None
+    if default is not None and device is not None:
+        # NCCL would split the new communicator off the default one, which has other members.
+        default.bound_device_id = None
+    try:
+        pg, _ = c10d._new_process_group_helper(
+            size, rank, [], backend, store, group_name=c10d.GroupName(name), timeout=timeout
+        )
+    except (dist.DistError, RuntimeError) as error:
+        raise GroupError(f"group {name} could not be formed: {error}", "did a member die?") from error
+    finally:
+        if default is not None and device is not None:
+            default.bound_device_id = device
+    c10d._world.pg_group_ranks[pg] = _OwnRanks(rank, size)
+    formed: ProcessGroup = pg
+    return formed
+
+
+class _OwnRanks(dict[int, int]):
+    """The ranks of a group, each its own global rank, and the right answer for ``get_rank(group)``.
+
+    torch looks up the rank of this process in the default group there, which is another member here: rollout:0 would
+    get the rank of actor:0. This lookup is recognised by the calling function.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__({each: each for each in range(size)})
+        self._rank = rank
+
+    def __getitem__(self, key: int) -> int:
+        asking = sys._getframe(1).f_back
+        if asking is not None and asking.f_code is c10d.get_rank.__code__:
+            return self._rank
+        return super().__getitem__(key)

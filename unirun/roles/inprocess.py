@@ -17,11 +17,9 @@ from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import Context, acting
-from unirun.roles.handle import MasterHandle
 from unirun.roles.peers import Peers, RoleInfo
-from unirun.roles.trainer import BaseTrainer, bind
 from unirun.roles.transport.protocol import Connection, Handler, Inbox, Parcel, Scheduler, await_end, own
-from unirun.roles.workload import BaseWorkload
+from unirun.roles.workload import BaseTrainer, BaseWorkload, MasterHandle, bind
 from unirun.values import WorkerId
 from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome, WorkerView
 from unirun.wire.reports import Listening, Serving

@@ -18,9 +18,7 @@ from unirun.errors import UsageError
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import Context, init
 from unirun.roles.formation import Formation
-from unirun.roles.handle import MasterHandle
-from unirun.roles.trainer import BaseTrainer, bind
-from unirun.roles.workload import BaseWorkload
+from unirun.roles.workload import BaseTrainer, BaseWorkload, MasterHandle, bind
 from unirun.wire.reporting import report
 from unirun.wire.reports import Serving
 

@@ -12,7 +12,7 @@ import msgspec
 
 from unirun.errors import ChannelError, FrameError, GroupError, PeerLost
 from unirun.roles.context import Context
-from unirun.roles.groups import store_of
+from unirun.roles.formation import store_of
 from unirun.roles.process_groups import dist
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from tests.effort import SOON
 from unirun.errors import GroupError
-from unirun.roles.groups import GroupForge, RankSet, missing_for_good
+from unirun.roles.formation import GroupForge, RankSet, missing_for_good
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.process_groups import process_groups
 from unirun.wire.messages import RoleView, WorkerView

@@ -16,7 +16,7 @@ import torch
 from tests.effort import SOON
 from unirun.errors import ConnectionLost, UsageError
 from unirun.roles import MasterHandle
-from unirun.roles import handle as handles
+from unirun.roles import workload as handles
 from unirun.roles.context import Context
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.wire.blocking import BlockingStream

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import UsageError
-from unirun.roles.groups import RankSet, group_rank
+from unirun.roles.formation import RankSet, group_rank
 from unirun.roles.peers import RoleInfo
 
 ACTOR, ROLLOUT = RoleInfo("actor", 4, 0), RoleInfo("rollout", 3, 0)

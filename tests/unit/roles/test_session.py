@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.roles.session import hosts_in
+from unirun.roles.context import hosts_in
 from unirun.roles.transport.socket_transport import CallAddress
 from unirun.wire.address import TcpAddress
 from unirun.wire.messages import RoleView, WorkerView

@@ -15,7 +15,7 @@ from unirun.roles.calls.group import role_group
 from unirun.roles.context import Context
 from unirun.roles.inprocess import InprocTransport
 from unirun.roles.peers import Peer, Peers, RoleInfo
-from unirun.roles.trainer import bind, group_name
+from unirun.roles.workload import bind, group_name
 from unirun.values import WorkerId
 
 
