@@ -162,7 +162,7 @@ OWN_USE = {
     "Context": {"peers", "session"},
     "InvocationRef": {"wake_with", "forget_wake"},
     "JobHandle": {"await_start"},
-    "MasterHandle": {"identity"},
+    "MasterHandle": {"context"},
     "NoBackend": {"on_start", "on_failure", "on_shutdown", "encode_data", "decode_data"},
     "Shard": {"consume", "first", "upcoming", "source"},
     **{name: {"start_training", "handle_result", "finish_training"} for name in CALLBACKS},

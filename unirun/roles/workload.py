@@ -27,7 +27,8 @@ class MasterHandle:
     """The job, as one of its workers sees it: ``self.master_handle`` of a workload or a trainer."""
 
     def __init__(self, context: Context) -> None:
-        self.context, self._peers = context, context.peers
+        self.context = context
+        self._peers = context.peers
         self._unlinked_state: bytes | None = None
 
     def job_info(self) -> dict[str, Any]:
