@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.engines.fleet import Fleet, saved
+from tests.engines.engine_job import EngineJob, saved
 from tests.engines.llama import LARGE
 from tests.engines.server import Engine
 from tests.integration.harness import command_in
@@ -19,8 +19,8 @@ from tests.integration.harness import command_in
 class Pair:
     """Two engines and a job that publishes, and the same files for both ways."""
 
-    def __init__(self, fleet: Fleet, folders: tuple[Path, Path]) -> None:
-        self._fleet, self._folders = fleet, folders
+    def __init__(self, engine_job: EngineJob, folders: tuple[Path, Path]) -> None:
+        self._fleet, self._folders = engine_job, folders
         self._turn = itertools.count()
         # First times are slower on both sides.
         for _ in range(2):
@@ -65,8 +65,8 @@ def pair(folder: Path) -> Iterator[Pair]:
     job = folder / "job"
     job.mkdir()
     with command_in(job) as unirun:
-        fleet = Fleet(models, unirun)
+        engine_job = EngineJob(models, unirun)
         try:
-            yield Pair(fleet, (models(0), models(1)))
+            yield Pair(engine_job, (models(0), models(1)))
         finally:
-            fleet.close()
+            engine_job.close()

@@ -19,8 +19,8 @@ from benchmarks.figure import BenchmarkError
 from benchmarks.journeys import write
 from tests.sim import simulation
 from tests.sim.processes import Process
+from tests.sim.scenario import Behaviour, Scenario
 from tests.sim.simulation import Simulation
-from tests.sim.world import Habits, Plan
 from unirun.collocation import Device, Inventory, Node, place
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 
@@ -33,66 +33,66 @@ MAX_TURNS = 20_000
 """Events of the simulation until something that was waited for must have happened."""
 
 
-def plan(_: int) -> Plan:
+def scenario(_: int) -> Scenario:
     """A job whose workers live on, without accidents."""
     role = RoleSpec("actor", RANKS, Entry("script", "train.py"), max_restarts=10 * KILLS)
     spec = JobSpec(name="sim", run_id="sim", roles=(role,), primary=(role.name,))
     devices = tuple(Device(str(number), "") for number in range(RANKS))
     inventory = Inventory((Node("n0", (0, 1), devices),))
     spec, placement = place(spec, inventory)
-    calm = Habits(fails=0.0, finishes=0.0, lifetime=1e9, stubborn=0.0, follows=0.0, recovers=1.0)
-    return Plan(spec, placement, inventory, {role.name: calm}, slow=0.0005)
+    calm = Behaviour(fails=0.0, finishes=0.0, lifetime=1e9, stubborn=0.0, follows=0.0, recovers=1.0)
+    return Scenario(spec, placement, inventory, {role.name: calm}, slow=0.0005)
 
 
 def main(result: str) -> None:
     """Let it happen."""
-    with patch.object(simulation, "make_plan", plan):
-        world = Simulation(0)
-    for node in world.nodes.values():
-        world.clock.after(0.0, node.join)
-    world.start_master(0)
+    with patch.object(simulation, "make_scenario", scenario):
+        history = Simulation(0)
+    for node in history.nodes.values():
+        history.clock.after(0.0, node.join)
+    history.start_master(0)
     entered = Entered.inherited()
-    latest = whole(world, -1)
+    latest = whole(history, -1)
     for number in range(1, KILLS + 1):
-        calm = world.clock.now + CALM
-        while world.clock.now < calm:
-            turn(world)
+        calm = history.clock.now + CALM
+        while history.clock.now < calm:
+            turn(history)
         # The simulation has failures of its own, a few in a hundred starts.
-        latest = whole(world, latest - 1)
+        latest = whole(history, latest - 1)
         if number == KILLS:
             entered.begin()
-        kill(world)
-        latest = whole(world, latest)
+        kill(history)
+        latest = whole(history, latest)
     entered.end()
     write(result, entered, {"cores": {os.getpid()}})
 
 
-def whole(world: Simulation, before: int) -> int:
+def whole(history: Simulation, before: int) -> int:
     """Let time pass until all ranks live in one generation after `before`, and return it."""
-    limit = world.clock.turns + MAX_TURNS
-    while world.clock.turns < limit:
-        found = generation(world)
+    limit = history.clock.steps + MAX_TURNS
+    while history.clock.steps < limit:
+        found = generation(history)
         if found is not None and found > before:
             return found
-        turn(world)
-    raise BenchmarkError("\n".join(["the ranks do not live again", *world.log[-12:]]))
+        turn(history)
+    raise BenchmarkError("\n".join(["the ranks do not live again", *history.log[-12:]]))
 
 
-def turn(world: Simulation) -> None:
+def turn(history: Simulation) -> None:
     """Let the next thing happen."""
-    if not world.clock.turn():
-        raise BenchmarkError("\n".join(["nothing happens any more", *world.log[-12:]]))
+    if not history.clock.run_next():
+        raise BenchmarkError("\n".join(["nothing happens any more", *history.log[-12:]]))
 
 
-def generation(world: Simulation) -> int | None:
+def generation(history: Simulation) -> int | None:
     """The generation of the processes, once all ranks live in the same one."""
-    alive = [process.generation for process in world.processes if process.alive]
+    alive = [process.generation for process in history.processes if process.alive]
     return alive[0] if len(alive) == RANKS and len({*alive}) == 1 else None
 
 
-def kill(world: Simulation) -> None:
+def kill(history: Simulation) -> None:
     """SIGKILL to the victim."""
-    for node in world.nodes.values():
+    for node in history.nodes.values():
         for spawner in node.spawners.values():
             for number, process in spawner.processes.items():
                 if is_victim(process):

@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from tests.contract.stage import Stage
+from tests.contract.cluster import Cluster
 
 LARGE = 64 << 20
 """Bytes of the large argument."""
@@ -31,9 +31,9 @@ def large_call(kind: str) -> float:
 
 def _median_time(kind: str, tensor: torch.Tensor | None, times: int) -> float:
     folder = Path(tempfile.mkdtemp(prefix="unirun-bench-"))
-    stage = Stage(kind, folder / "calls")
+    cluster = Cluster(kind, folder / "calls")
     try:
-        worker = stage.role(1).group[0]
+        worker = cluster.role(1).group[0]
         found = []
         for _ in range(WARM_UP + times):
             began = time.perf_counter()
@@ -41,5 +41,5 @@ def _median_time(kind: str, tensor: torch.Tensor | None, times: int) -> float:
             found.append(time.perf_counter() - began)
         return median(found[WARM_UP:]) * 1e6
     finally:
-        stage.close()
+        cluster.close()
         shutil.rmtree(folder, ignore_errors=True)

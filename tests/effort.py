@@ -1,4 +1,4 @@
-"""The effort of the tests, less in `make test` than in `make chaos` and `make properties`, and the time that they wait."""
+"""The effort of the tests, less in `make test` than in `make chaos` and `make properties`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from typing import TypeVar
 from hypothesis import settings
 
 T = TypeVar("T")
-
-SOON = 120.0
-"""Deadline in seconds for whatever a test waits for and does not measure. A busy machine takes its time, and no test that
-passes waits for its end."""
 
 CHAOS = "UNIRUN_CHAOS" in os.environ
 """True if tests try all moments and all variants, for any time: `make chaos`."""

@@ -27,10 +27,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Choose between the two runs."""
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Second(config) if config.getoption("again") else First(config))
+        config.pluginmanager.register(SecondRun(config) if config.getoption("again") else FirstRun(config))
 
 
-class First:
+class FirstRun:
     """Writes down how the run ended."""
 
     def __init__(self, config: pytest.Config) -> None:
@@ -49,7 +49,7 @@ class First:
         return self._config.cache
 
 
-class Second:
+class SecondRun:
     """Fails unless all tests that had failed pass; names those that pass."""
 
     def __init__(self, config: pytest.Config) -> None:

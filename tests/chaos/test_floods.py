@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import START, eventually
-from tests.integration.hosts.ticking import Ticking
+from tests.integration.harness import START_TIMEOUT
+from tests.integration.hosts.ticking_job import TickingJob
 from tests.testbed.fixtures import available
 from tests.testbed.host import HOME, Host
 from tests.testbed.hosts import Hosts
+from tests.waiting import eventually
 
 SECONDS = 20.0
 MEMORY = 100
@@ -116,7 +117,7 @@ def give_addresses(hosts: Hosts, count: int) -> list[str]:
 def test_a_flood_ends_no_job_and_keeps_nobody_out(
     hosts: Hosts, kind: str, held: int, origins: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = Ticking(hosts)
+    job = TickingJob(hosts)
     try:
         job.until_up(hosts[0], 0, 0, 1)
         job.until_up(hosts[1], 0, 2, 3)
@@ -124,14 +125,14 @@ def test_a_flood_ends_no_job_and_keeps_nobody_out(
         folder, where, port = head_of(hosts[1])
         flooding = [sys.executable, "-c", FLOOD, where, port, kind, held, SECONDS]
         flood = hosts[3].popen([*flooding, *give_addresses(hosts, origins)], stdout=subprocess.PIPE)
-        eventually(lambda: job.events("refused"), "the master refuses connections", START)
+        eventually(lambda: job.events("refused"), "the master refuses connections", START_TIMEOUT)
         calling = [sys.executable, "-c", PEER, folder, where, port, "h1", SECONDS - 3]
         peer = hosts[1].popen(calling, stdout=subprocess.PIPE)
         peak = 0
         while flood.poll() is None:
             peak = max(peak, memory(master))
             time.sleep(0.1)
-        said = peer.communicate(timeout=START)[0].decode()
+        said = peer.communicate(timeout=START_TIMEOUT)[0].decode()
         assert "failed" not in said, said
         took = [float(line) for line in said.split()]
         made = flood.communicate()[0].decode().strip()

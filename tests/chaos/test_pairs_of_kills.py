@@ -13,7 +13,7 @@ import statistics
 import pytest
 
 from tests.integration.conftest import script, unirun, warm
-from tests.integration.harness import SOON, Script, Unirun
+from tests.integration.harness import Script, Unirun
 from tests.integration.kills import (
     COLLECTIVES,
     SCRIPTS,
@@ -24,6 +24,7 @@ from tests.integration.kills import (
     scripts_up,
     workloads_up,
 )
+from tests.waiting import WAIT_TIMEOUT
 
 __all__ = ["script", "unirun", "warm"]
 
@@ -59,7 +60,7 @@ def test_workloads_are_up_again_after_two_deaths(
         job, lambda: workloads_up(unirun), PAIRS, random.Random(f"{SEED} {count} {transport}")
     )
     job.signal(signal.SIGTERM)
-    job.end(SOON)
+    job.end(WAIT_TIMEOUT)
     judge(f"{count} workloads over {transport}", seconds, capsys)
 
 
@@ -75,7 +76,7 @@ def test_scripts_meet_again_after_two_deaths(
         job, lambda: scripts_up(train.parent, names), PAIRS, random.Random(f"{SEED} {count}")
     )
     job.signal(signal.SIGTERM)
-    job.end(SOON)
+    job.end(WAIT_TIMEOUT)
     judge(f"2 and {count} scripts in one group", seconds, capsys)
 
 
@@ -88,7 +89,7 @@ def test_a_hundred_killed_stores_cost_no_idempotent_call(
     job.lines("call once right")
     kill_stores(unirun, 2 * PAIRS, random.Random(SEED))
     (folder / "enough").touch()
-    result = job.end(SOON)
+    result = job.end(WAIT_TIMEOUT)
     again, once = (calls_of(result.out, name) for name in ("again", "once"))
     with capsys.disabled():
         print(f"\n{2 * PAIRS} stores killed: idempotent calls {dict(again)}, others {dict(once)}")

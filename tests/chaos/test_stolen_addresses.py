@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.harness import eventually
-from tests.integration.hosts.ticking import Ticking
+from tests.integration.hosts.ticking_job import TickingJob
 from tests.testbed.fixtures import available
 from tests.testbed.host import Host
 from tests.testbed.hosts import Hosts
+from tests.waiting import eventually
 
 from .test_floods import head_of
 
@@ -53,8 +53,8 @@ def hosts() -> Iterator[Hosts]:
 
 
 @pytest.fixture
-def job(hosts: Hosts) -> Iterator[Ticking]:
-    ticking = Ticking(hosts)
+def job(hosts: Hosts) -> Iterator[TickingJob]:
+    ticking = TickingJob(hosts)
     try:
         ticking.until_up(hosts[0], 0, 0, 1)
         ticking.until_up(hosts[1], 0, 2, 3)
@@ -73,7 +73,7 @@ def steal(address: str, thief: Host, victims: list[Host]) -> None:
 
 @pytest.mark.timeout(200)
 def test_a_machine_with_the_heads_address_keeps_no_worker_of_a_host_alive_that_is_cut_off(
-    job: Ticking,
+    job: TickingJob,
 ) -> None:
     hosts = job.hosts
     _, where, port = head_of(hosts[1])
@@ -92,7 +92,7 @@ def test_a_machine_with_the_heads_address_keeps_no_worker_of_a_host_alive_that_i
 
 
 @pytest.mark.timeout(200)
-def test_connections_from_the_address_of_a_lost_host_do_not_keep_its_ranks_there(job: Ticking) -> None:
+def test_connections_from_the_address_of_a_lost_host_do_not_keep_its_ranks_there(job: TickingJob) -> None:
     hosts = job.hosts
     _, where, port = head_of(hosts[1])
     hosts[1].cable(up=False)

@@ -20,8 +20,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from tests.effort import SOON as SOON
-from tests.unit.wire.places import credentials_in
+from tests.unit.wire.endpoints import credentials_in
+from tests.waiting import WAIT_TIMEOUT
 from unirun.wire.credentials import AUTHORITY, CERTIFICATE, Credentials, server_name
 from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, PROOF_SIZE, ClientHandshake, new_token
 
@@ -36,7 +36,7 @@ class Target:
     node: str
     inside: Credentials
     folder: Path
-    patience: float = SOON
+    patience: float = WAIT_TIMEOUT
     mark: str = field(default_factory=lambda: os.urandom(4).hex())
 
     @property

@@ -1,4 +1,4 @@
-"""Each transport plays the whole contract."""
+"""Each transport runs the whole contract."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.stage import KINDS, Cast, Stage
+from tests.contract.cluster import TRANSPORTS, Cluster, Role
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -19,24 +19,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=[item])
 
 
-@pytest.fixture(scope="session", params=KINDS)
-def theatre(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+@pytest.fixture(scope="session", params=TRANSPORTS)
+def session_cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     """A transport with a caller in this process."""
-    folder: Path = tmp_path_factory.mktemp("stage")
-    stage = Stage(request.param, folder / "calls")
-    yield stage
-    stage.close()
+    folder: Path = tmp_path_factory.mktemp("cluster")
+    cluster = Cluster(request.param, folder / "calls")
+    yield cluster
+    cluster.close()
 
 
 @pytest.fixture(scope="session")
-def troupe(theatre: Stage) -> Cast:
+def shared_role(session_cluster: Cluster) -> Role:
     """Three workers for tests that leave them as they were."""
-    return theatre.role(3)
+    return session_cluster.role(3)
 
 
 @pytest.fixture
-def stage(theatre: Stage) -> Iterator[Stage]:
+def cluster(session_cluster: Cluster) -> Iterator[Cluster]:
     """The same, whose workers end with the test."""
-    there = theatre.players
-    yield theatre
-    theatre.end_players(there)
+    before = session_cluster.workers
+    yield session_cluster
+    session_cluster.end_workers(before)

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from tests.contract.stage import GO_ON, SOON, STOP, Stage, eventually
+from tests.contract.cluster import CONTINUE, STOP, Cluster
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import InvocationTimeout, WorkerLost
 from unirun.roles import wait
 from unirun.roles.calls.group import role_group
@@ -15,146 +16,148 @@ from unirun.roles.calls.policy import Invocation
 
 
 @pytest.mark.parametrize("method", ["hold_briefly", "hold_async"])
-def test_a_call_ends_at_its_deadline(stage: Stage, method: str) -> None:
-    cast = stage.role(1)
+def test_a_call_ends_at_its_deadline(cluster: Cluster, method: str) -> None:
+    role = cluster.role(1)
     began = time.monotonic()
     with pytest.raises(
         InvocationTimeout, match=f"{method} was not answered within its deadline of 0.4 s"
     ) as caught:
-        getattr(cast.group, method)("never")
-    assert 0.35 < time.monotonic() - began < SOON
-    assert caught.value.missing == (f"{cast.role}:0",)
+        getattr(role.group, method)("never")
+    assert 0.35 < time.monotonic() - began < WAIT_TIMEOUT
+    assert caught.value.missing == (f"{role.name}:0",)
     assert caught.value.results == {}
     assert isinstance(caught.value, TimeoutError)
-    cast[0].open("never")
-    assert cast.group.echo("still there") == ["still there"]
+    role[0].open("never")
+    assert role.group.echo("still there") == ["still there"]
 
 
-def test_a_timeout_has_the_results_of_the_workers_that_answered(stage: Stage) -> None:
-    cast = stage.role(3)
+def test_a_timeout_has_the_results_of_the_workers_that_answered(cluster: Cluster) -> None:
+    role = cluster.role(3)
     with pytest.raises(InvocationTimeout) as caught:
-        cast.group.hold_if_briefly(1, "one")
-    assert caught.value.missing == (f"{cast.role}:1",)
-    assert caught.value.results == {f"{cast.role}:0": 0, f"{cast.role}:2": 2}
-    cast[1].open("one")
+        role.group.hold_if_briefly(1, "one")
+    assert caught.value.missing == (f"{role.name}:1",)
+    assert caught.value.results == {f"{role.name}:0": 0, f"{role.name}:2": 2}
+    role[1].open("one")
 
 
-def test_result_with_a_timeout_names_missing_workers_and_may_be_asked_again(stage: Stage) -> None:
-    cast = stage.role(2)
-    ref = cast.group.hold_if.call_async(0, "early")
-    cast[0].hear("holding early")
+def test_result_with_a_timeout_names_missing_workers_and_may_be_asked_again(cluster: Cluster) -> None:
+    role = cluster.role(2)
+    ref = role.group.hold_if.call_async(0, "early")
+    role[0].expect("holding early")
     eventually(lambda: "1 of 2 answered" in repr(ref), "one has answered")
     for timeout in (0.05, 0.0, -1.0):
         with pytest.raises(InvocationTimeout) as caught:
             ref.result(timeout)
-        assert caught.value.missing == (f"{cast.role}:0",)
-        assert caught.value.results == {f"{cast.role}:1": 1}
+        assert caught.value.missing == (f"{role.name}:0",)
+        assert caught.value.results == {f"{role.name}:1": 1}
     assert not ref.done()
-    cast[0].open("early")
-    assert ref.result(SOON) == [0, 1]
+    role[0].open("early")
+    assert ref.result(WAIT_TIMEOUT) == [0, 1]
 
 
-def test_a_worker_that_hangs_does_not_delay_calls_of_others(stage: Stage) -> None:
-    cast = stage.role(2)
-    hanging = cast.group[0].hold_briefly.call_async("hang")
-    cast[0].hear("holding hang")
+def test_a_worker_that_hangs_does_not_delay_calls_of_others(cluster: Cluster) -> None:
+    role = cluster.role(2)
+    hanging = role.group[0].hold_briefly.call_async("hang")
+    role[0].expect("holding hang")
     for number in range(100):
-        assert cast.group[1].echo(number) == number
-    assert isinstance(hanging.exception(SOON), InvocationTimeout)
+        assert role.group[1].echo(number) == number
+    assert isinstance(hanging.exception(WAIT_TIMEOUT), InvocationTimeout)
     began = time.monotonic()
     with pytest.raises(InvocationTimeout) as caught:
-        cast.group.hold_if_briefly(2, "")
-    assert caught.value.missing == (f"{cast.role}:0",), "it still hangs"
-    assert time.monotonic() - began < SOON
-    cast[0].open("hang")
-    assert cast.group.echo(1) == [1, 1]
+        role.group.hold_if_briefly(2, "")
+    assert caught.value.missing == (f"{role.name}:0",), "it still hangs"
+    assert time.monotonic() - began < WAIT_TIMEOUT
+    role[0].open("hang")
+    assert role.group.echo(1) == [1, 1]
 
 
 @pytest.mark.processes
-def test_a_call_of_a_stopped_process_ends_at_its_deadline_and_the_process_may_go_on(stage: Stage) -> None:
-    cast = stage.role(2)
-    cast.group.note("warm")
-    cast[0].signal(STOP)
+def test_a_call_of_a_stopped_process_ends_at_its_deadline_and_the_process_may_go_on(cluster: Cluster) -> None:
+    role = cluster.role(2)
+    role.group.note("warm")
+    role[0].signal(STOP)
     try:
         with pytest.raises(InvocationTimeout) as caught:
-            cast.group.hold_if_briefly(7, "")
-        assert caught.value.missing == (f"{cast.role}:0",)
-        assert cast.group[1].echo(1) == 1
+            role.group.hold_if_briefly(7, "")
+        assert caught.value.missing == (f"{role.name}:0",)
+        assert role.group[1].echo(1) == 1
     finally:
-        cast[0].signal(GO_ON)
-    assert cast.group.echo(2) == [2, 2]
+        role[0].signal(CONTINUE)
+    assert role.group.echo(2) == [2, 2]
 
     def only_the_latest_are_kept() -> bool:
         # The late answer may overtake others; each call takes along the acks of those that came before it.
-        cast.group.echo()
-        return cast.kept() == [1, 1]
+        role.group.echo()
+        return role.kept() == [1, 1]
 
     eventually(only_the_latest_are_kept, "the late result is let go")
 
 
 @pytest.mark.processes
-def test_a_stopped_process_runs_the_calls_that_were_sent_meanwhile(stage: Stage) -> None:
-    cast = stage.role(1)
-    cast.group.note("warm")
-    cast[0].signal(STOP)
+def test_a_stopped_process_runs_the_calls_that_were_sent_meanwhile(cluster: Cluster) -> None:
+    role = cluster.role(1)
+    role.group.note("warm")
+    role[0].signal(STOP)
     try:
-        refs = [cast.group.note.call_async(bytes([number]) * (1 << 16)) for number in range(100)]
+        refs = [role.group.note.call_async(bytes([number]) * (1 << 16)) for number in range(100)]
     finally:
-        cast[0].signal(GO_ON)
-    wait(refs, len(refs), SOON)
-    assert [each[0] for each in cast.group[0].ran()[1:]] == list(range(100))
+        role[0].signal(CONTINUE)
+    wait(refs, len(refs), WAIT_TIMEOUT)
+    assert [each[0] for each in role.group[0].ran()[1:]] == list(range(100))
 
 
-def test_a_call_for_a_worker_that_is_not_there_ends_at_its_deadline_too(stage: Stage) -> None:
-    cast = stage.role(1)
-    cast.group.echo()
-    cast.kill(0)
+def test_a_call_for_a_worker_that_is_not_there_ends_at_its_deadline_too(cluster: Cluster) -> None:
+    role = cluster.role(1)
+    role.group.echo()
+    role.kill(0)
     with pytest.raises(WorkerLost):
-        cast.group.hold_briefly("")
+        role.group.hold_briefly("")
     began = time.monotonic()
     with pytest.raises(InvocationTimeout):
-        cast.group.hold_briefly("")
-    assert time.monotonic() - began < SOON
+        role.group.hold_briefly("")
+    assert time.monotonic() - began < WAIT_TIMEOUT
 
 
-def test_many_deadlines_at_once_are_kept(stage: Stage) -> None:
-    cast = stage.role(1)
-    blocked = cast.group.hold.call_async("dam")
-    cast[0].hear("holding dam")
+def test_many_deadlines_at_once_are_kept(cluster: Cluster) -> None:
+    role = cluster.role(1)
+    blocked = role.group.hold.call_async("dam")
+    role[0].expect("holding dam")
     began = time.monotonic()
-    refs = [cast.group.hold_briefly.call_async("") for _ in range(300)]
+    refs = [role.group.hold_briefly.call_async("") for _ in range(300)]
     ended = threading.Event()
     refs[-1].add_done_callback(lambda _: ended.set())
-    assert ended.wait(SOON)
-    assert time.monotonic() - began < SOON
+    assert ended.wait(WAIT_TIMEOUT)
+    assert time.monotonic() - began < WAIT_TIMEOUT
     assert all(isinstance(ref.exception(0), InvocationTimeout) for ref in refs)
     for gate in ("dam", ""):
-        cast[0].open(gate)
-    assert blocked.result(SOON) == ["dam"]
+        role[0].open(gate)
+    assert blocked.result(WAIT_TIMEOUT) == ["dam"]
 
 
 @pytest.mark.processes
-def test_a_call_to_a_worker_that_is_stopped_and_was_never_called_ends_at_its_deadline(stage: Stage) -> None:
-    cast = stage.role(1)
-    other = stage.role(1)
-    stopped = role_group(stage.caller, other.role, 1, cast.group._role_methods.all())
+def test_a_call_to_a_worker_that_is_stopped_and_was_never_called_ends_at_its_deadline(
+    cluster: Cluster,
+) -> None:
+    role = cluster.role(1)
+    other = cluster.role(1)
+    stopped = role_group(cluster.caller, other.name, 1, role.group._role_methods.all())
     other[0].signal(STOP)
     began = time.monotonic()
     ref = stopped.hold_briefly.call_async("frozen")
-    assert time.monotonic() - began < SOON, "a call that does not wait returns at once"
+    assert time.monotonic() - began < WAIT_TIMEOUT, "a call that does not wait returns at once"
     with pytest.raises(InvocationTimeout, match=r"within its deadline of 0.4 s by"):
         stopped.hold_briefly("frozen")
-    assert ref.exception(SOON) is not None
-    assert time.monotonic() - began < SOON
-    other[0].signal(GO_ON)
+    assert ref.exception(WAIT_TIMEOUT) is not None
+    assert time.monotonic() - began < WAIT_TIMEOUT
+    other[0].signal(CONTINUE)
     other[0].open("frozen")
     assert stopped.echo("back") == ["back"], "it was late, not lost"
 
 
-def test_the_first_call_of_known_methods_does_not_wait_for_a_worker(stage: Stage) -> None:
-    cast = stage.role_to_come(1)
-    group = role_group(stage.caller, cast.role, 1, {"soon": Invocation(blocking=False)})
+def test_the_first_call_of_known_methods_does_not_wait_for_a_worker(cluster: Cluster) -> None:
+    role = cluster.role_that_starts(1)
+    group = role_group(cluster.caller, role.name, 1, {"soon": Invocation(blocking=False)})
     ref = group.soon()
     assert not ref.done()
-    cast.enter()
-    assert isinstance(ref.exception(SOON), AttributeError)
+    role.wait_until_serving()
+    assert isinstance(ref.exception(WAIT_TIMEOUT), AttributeError)

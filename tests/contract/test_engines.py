@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import UsageError
 from unirun.rollout import AddressFile, Engine, EngineList, Engines
 
@@ -52,9 +52,9 @@ class Filed:
 
 
 @pytest.fixture(params=[Listed, Filed], ids=["list", "file"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Listed | Filed:
-    place: Listed | Filed = request.param(tmp_path)
-    return place
+def peer(request: pytest.FixtureRequest, tmp_path: Path) -> Listed | Filed:
+    peer: Listed | Filed = request.param(tmp_path)
+    return peer
 
 
 A = Engine(0, 0, "http://127.0.0.1:20001", True)
@@ -63,73 +63,73 @@ B = Engine(1, 2, "http://127.0.0.1:20002", False)
 
 async def settled(source: Engines, expected: tuple[Engine, ...]) -> None:
     """Wait until the source has them."""
-    async with asyncio.timeout(SOON):
+    async with asyncio.timeout(WAIT_TIMEOUT):
         found = source.engines()
         while found != expected:
-            found = await source.changed(found, SOON)
+            found = await source.changed(found, WAIT_TIMEOUT)
 
 
-def test_there_are_none_at_first(place: Listed | Filed) -> None:
-    assert place.source.engines() == ()
+def test_there_are_none_at_first(peer: Listed | Filed) -> None:
+    assert peer.source.engines() == ()
 
 
-def test_it_has_the_engines_with_all_that_is_known_of_them(place: Listed | Filed) -> None:
-    place.put([A, B])
-    assert place.source.engines() == (A, B)
+def test_it_has_the_engines_with_all_that_is_known_of_them(peer: Listed | Filed) -> None:
+    peer.put([A, B])
+    assert peer.source.engines() == (A, B)
 
 
-def test_nothing_new_is_the_same_tuple(place: Listed | Filed) -> None:
-    place.put([A, B])
-    assert place.source.engines() is place.source.engines()
+def test_nothing_new_is_the_same_tuple(peer: Listed | Filed) -> None:
+    peer.put([A, B])
+    assert peer.source.engines() is peer.source.engines()
 
 
-def test_a_change_wakes_all_that_wait(place: Listed | Filed) -> None:
+def test_a_change_wakes_all_that_wait(peer: Listed | Filed) -> None:
     async def story() -> None:
-        place.put([A])
-        known = place.source.engines()
-        waiting = [asyncio.create_task(place.source.changed(known, SOON)) for _ in range(3)]
+        peer.put([A])
+        known = peer.source.engines()
+        waiting = [asyncio.create_task(peer.source.changed(known, WAIT_TIMEOUT)) for _ in range(3)]
         await asyncio.sleep(0)
-        place.put([A, B])
+        peer.put([A, B])
         assert await asyncio.gather(*waiting) == [(A, B)] * 3
 
     asyncio.run(story())
 
 
-def test_a_change_before_the_wait_is_not_missed(place: Listed | Filed) -> None:
+def test_a_change_before_the_wait_is_not_missed(peer: Listed | Filed) -> None:
     async def story() -> None:
-        place.put([A, B])
-        assert await place.source.changed((A,), SOON) == (A, B)
+        peer.put([A, B])
+        assert await peer.source.changed((A,), WAIT_TIMEOUT) == (A, B)
 
     asyncio.run(story())
 
 
-def test_without_a_change_the_wait_ends_at_its_deadline(place: Listed | Filed) -> None:
+def test_without_a_change_the_wait_ends_at_its_deadline(peer: Listed | Filed) -> None:
     async def story() -> None:
-        place.put([A])
-        known = place.source.engines()
+        peer.put([A])
+        known = peer.source.engines()
         began = time.monotonic()
-        assert await place.source.changed(known, 0.1) is known
+        assert await peer.source.changed(known, 0.1) is known
         assert time.monotonic() - began >= 0.1
 
     asyncio.run(story())
 
 
-def test_each_of_many_changes_is_seen_in_the_end(place: Listed | Filed) -> None:
+def test_each_of_many_changes_is_seen_in_the_end(peer: Listed | Filed) -> None:
     async def story() -> None:
         for incarnation in range(5):
             new = (Engine(0, incarnation, A.url, True),)
-            place.put(new)
-            await settled(place.source, new)
-        place.put([])
-        await settled(place.source, ())
+            peer.put(new)
+            await settled(peer.source, new)
+        peer.put([])
+        await settled(peer.source, ())
 
     asyncio.run(story())
 
 
-def test_an_address_of_ipv6_makes_a_url(place: Listed | Filed) -> None:
+def test_an_address_of_ipv6_makes_a_url(peer: Listed | Filed) -> None:
     engine = Engine(0, 0, "http://[::1]:20001", True)
-    place.put([engine])
-    assert place.source.engines() == (engine,)
+    peer.put([engine])
+    assert peer.source.engines() == (engine,)
 
 
 def test_a_role_that_is_not_in_the_file_is_an_error_that_names_those_that_are(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.contract.stage import SOON, Stage, eventually
-from tests.unit.wire.places import credentials_in
+from tests.contract.cluster import Cluster
+from tests.unit.wire.endpoints import credentials_in
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import ChannelError
 from unirun.roles.transport import socket_transport
 from unirun.roles.transport.frames import INLINE, RELEASE, REPLY, REQUEST, encode_header
@@ -31,12 +32,12 @@ from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import Credentials, server_name
 from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, ClientHandshake, Token, new_token
 
-ME, YOU = WorkerId("desk", 0, 0), WorkerId("trainer", 0, 0)
+ME, CALLER = WorkerId("worker", 0, 0), WorkerId("trainer", 0, 0)
 NUMBERS = itertools.count()
 
 
-class House:
-    """A worker that listens, and whatever has been handed to it."""
+class ListeningWorker:
+    """A worker that listens, and the requests that it got."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind, self.token, self._folder = kind, new_token(), folder
@@ -50,13 +51,13 @@ class House:
             "127.0.0.1" if self.tcp else "",
             lambda text, count: self.refused.put(text),
         )
-        self.endpoint = self.transport.serve(ME, self.take)
+        self.endpoint = self.transport.serve(ME, self.echo)
         there = CallAddress.parse(self.endpoint)
         self.path, self.address = there.path, there.tcp or UnixAddress.here(there.path)
 
     @property
     def tcp(self) -> bool:
-        """True if guests come from other nodes."""
+        """True if callers are on other nodes."""
         return self.kind != "unix"
 
     def on(self, node: str, token: Token | None = None) -> Credentials:
@@ -64,54 +65,54 @@ class House:
         insecure = self.kind == "insecure"
         return credentials_in(self._folder / node, token or self.token, node, tls=self.tcp, insecure=insecure)
 
-    def take(self, parcel: Parcel, reply: Reply) -> None:
+    def echo(self, parcel: Parcel, reply: Reply) -> None:
         """Remember what came, and send it back."""
         self.requests.put(parcel.head)
         reply(parcel)
 
     @contextlib.contextmanager
-    def guest(self, token: Token | None = None) -> Iterator[SocketTransport]:
-        """Somebody who calls, with the right token or another."""
-        node = f"guest-{next(NUMBERS)}"
+    def caller(self, token: Token | None = None) -> Iterator[SocketTransport]:
+        """A caller, with the right token or another."""
+        node = f"caller-{next(NUMBERS)}"
         transport = SocketTransport(self._folder / node / "calls", self.on(node, token))
         yield transport
         transport.close()
 
-    def knock(self) -> socket.socket:
+    def connect_raw(self) -> socket.socket:
         """A connection that has said nothing yet; over TLS, it has a certificate of the job."""
         if isinstance(self.address, UnixAddress):
             sock = socket.socket(socket.AF_UNIX)
-            sock.settimeout(SOON)
+            sock.settimeout(WAIT_TIMEOUT)
             sock.connect(self.path)
             return sock
-        sock = socket.create_connection((self.address.addr, self.address.port), SOON)
+        sock = socket.create_connection((self.address.addr, self.address.port), WAIT_TIMEOUT)
         context = self.credentials.client_context()
         return context.wrap_socket(sock, server_hostname=server_name("worker")) if context else sock
 
-    def enter(self) -> socket.socket:
+    def connect_with_token(self) -> socket.socket:
         """A connection that has proved the token."""
         sock = BlockingStream.connect(self.address, self.credentials).socket
-        sock.settimeout(SOON)
+        sock.settimeout(WAIT_TIMEOUT)
         return sock
 
     def answers(self) -> bool:
-        """Return True if a guest is served now."""
-        with self.guest() as guest:
+        """Return True if a caller is served now."""
+        with self.caller() as caller:
             done: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-            channel = guest.connect(ME, self.endpoint, lambda reason: done.put(b""))
+            channel = caller.connect(ME, self.endpoint, lambda reason: done.put(b""))
             channel.call(Parcel(b"are you there?"), lambda parcel: done.put(parcel.head))
-            answer = done.get(timeout=SOON)
-            while self.requests.get(timeout=SOON) != b"are you there?":
+            answer = done.get(timeout=WAIT_TIMEOUT)
+            while self.requests.get(timeout=WAIT_TIMEOUT) != b"are you there?":
                 pass
             return answer == b"are you there?"
 
 
 @pytest.fixture(params=["unix", "tls", "insecure"])
-def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
+def worker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ListeningWorker]:
     """A worker in this process."""
-    house = House(request.param, tmp_path)
-    yield house
-    house.transport.close()
+    worker = ListeningWorker(request.param, tmp_path)
+    yield worker
+    worker.transport.close()
 
 
 def closed_by_peer(sock: socket.socket) -> bool:
@@ -123,78 +124,80 @@ def closed_by_peer(sock: socket.socket) -> bool:
 
 
 class TestHandshake:
-    def test_a_peer_with_the_token_is_served(self, house: House) -> None:
-        assert house.answers()
+    def test_a_peer_with_the_token_is_served(self, worker: ListeningWorker) -> None:
+        assert worker.answers()
 
-    def test_a_peer_with_another_token_gets_an_error(self, house: House) -> None:
+    def test_a_peer_with_another_token_gets_an_error(self, worker: ListeningWorker) -> None:
         reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
-        with house.guest(new_token()) as guest:
-            guest.connect(ME, house.endpoint, reasons.put)
-            reason = "is not node worker of this job" if house.kind == "tls" else "closed the connection"
-            assert reason in reasons.get(timeout=SOON)
-        assert house.requests.empty()
-        assert house.answers()
+        with worker.caller(new_token()) as caller:
+            caller.connect(ME, worker.endpoint, reasons.put)
+            reason = "is not node worker of this job" if worker.kind == "tls" else "closed the connection"
+            assert reason in reasons.get(timeout=WAIT_TIMEOUT)
+        assert worker.requests.empty()
+        assert worker.answers()
 
-    def test_what_follows_a_wrong_proof_is_not_read(self, house: House) -> None:
-        with house.knock() as sock:
+    def test_what_follows_a_wrong_proof_is_not_read(self, worker: ListeningWorker) -> None:
+        with worker.connect_raw() as sock:
             hello = sock.recv(HELLO_SIZE)
             answer = ClientHandshake(new_token()).answer(hello)
             with contextlib.suppress(OSError):
                 sock.sendall(answer + encode_header(REQUEST, 1, 5, []) + b"hello")
             assert closed_by_peer(sock)
-        assert house.answers()
-        assert house.requests.empty()
+        assert worker.answers()
+        assert worker.requests.empty()
 
     @pytest.mark.parametrize(
         "noise",
         [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", os.urandom(ANSWER_SIZE), bytes(1 << 20)],
         ids=["nothing", "a zero", "http", "an answer's length", "a megabyte"],
     )
-    def test_noise_ends_the_handshake(self, house: House, noise: bytes) -> None:
-        with house.knock() as sock:
+    def test_noise_ends_the_handshake(self, worker: ListeningWorker, noise: bytes) -> None:
+        with worker.connect_raw() as sock:
             with contextlib.suppress(OSError):
                 sock.sendall(noise)
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_WR)
             assert closed_by_peer(sock)
-        assert house.requests.empty()
-        assert house.answers()
+        assert worker.requests.empty()
+        assert worker.answers()
 
-    def test_a_peer_that_connects_and_leaves_does_no_harm(self, house: House) -> None:
+    def test_a_peer_that_connects_and_leaves_does_no_harm(self, worker: ListeningWorker) -> None:
         for _ in range(50):
-            house.knock().close()
-        assert house.answers()
+            worker.connect_raw().close()
+        assert worker.answers()
 
     def test_a_silent_peer_is_disconnected_at_the_deadline_of_the_handshake(
-        self, house: House, monkeypatch: pytest.MonkeyPatch
+        self, worker: ListeningWorker, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(socket_transport, "HANDSHAKE_TIMEOUT", 0.3)
         began = time.monotonic()
-        with house.knock() as silent, house.knock() as slow:
+        with worker.connect_raw() as silent, worker.connect_raw() as slow:
             slow.sendall(b"unirun")
             assert closed_by_peer(silent)
             assert closed_by_peer(slow)
-        assert 0.25 < time.monotonic() - began < SOON
-        assert house.answers()
+        assert 0.25 < time.monotonic() - began < WAIT_TIMEOUT
+        assert worker.answers()
 
-    def test_connecting_to_no_socket_is_a_channel_error(self, house: House, tmp_path: Path) -> None:
-        with house.guest() as guest, pytest.raises(ChannelError, match="desk:0 cannot be reached"):
-            guest.connect(ME, str(tmp_path / "nobody"), lambda reason: None)
+    def test_connecting_to_no_socket_is_a_channel_error(
+        self, worker: ListeningWorker, tmp_path: Path
+    ) -> None:
+        with worker.caller() as caller, pytest.raises(ChannelError, match="worker:0 cannot be reached"):
+            caller.connect(ME, str(tmp_path / "nobody"), lambda reason: None)
 
     def test_a_worker_that_listens_no_more_breaks_the_channel(self, tmp_path: Path) -> None:
-        house = House("tls", tmp_path)
-        house.transport.close()
+        worker = ListeningWorker("tls", tmp_path)
+        worker.transport.close()
         reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
-        with house.guest() as guest:
+        with worker.caller() as caller:
             try:
-                guest.connect(ME, house.endpoint, reasons.put)
+                caller.connect(ME, worker.endpoint, reasons.put)
             except ChannelError as error:
                 reasons.put(str(error))
-            assert "Connection refused" in reasons.get(timeout=SOON)
+            assert "Connection refused" in reasons.get(timeout=WAIT_TIMEOUT)
 
-    def test_the_sockets_are_for_their_owner_only(self, house: House) -> None:
-        assert os.stat(house.path).st_mode & 0o077 == 0
-        assert os.stat(house.folder).st_mode & 0o077 == 0
+    def test_the_sockets_are_for_their_owner_only(self, worker: ListeningWorker) -> None:
+        assert os.stat(worker.path).st_mode & 0o077 == 0
+        assert os.stat(worker.folder).st_mode & 0o077 == 0
 
 
 class TestFrames:
@@ -212,44 +215,46 @@ class TestFrames:
         ],
         ids=["noise", "answer", "release", "too-much", "no-descriptor", "unknown"],
     )
-    def test_a_wrong_frame_ends_the_connection_and_no_other(self, house: House, data: bytes) -> None:
-        with house.enter() as sock:
+    def test_a_wrong_frame_ends_the_connection_and_no_other(
+        self, worker: ListeningWorker, data: bytes
+    ) -> None:
+        with worker.connect_with_token() as sock:
             sock.sendall(data)
             assert closed_by_peer(sock)
-        assert house.answers()
+        assert worker.answers()
 
-    def test_a_frame_that_ends_half_way_is_no_request(self, house: House) -> None:
+    def test_a_frame_that_ends_half_way_is_no_request(self, worker: ListeningWorker) -> None:
         whole = encode_header(REQUEST, 1, 100, [50]) + bytes(150)
         for end in (1, 10, len(whole) // 2, len(whole) - 1):
-            with house.enter() as sock:
+            with worker.connect_with_token() as sock:
                 sock.sendall(whole[:end])
                 sock.shutdown(socket.SHUT_WR)
                 assert closed_by_peer(sock)
-        assert house.requests.empty()
-        assert house.answers()
+        assert worker.requests.empty()
+        assert worker.answers()
 
-    def test_a_frame_that_comes_byte_by_byte_is_one_request(self, house: House) -> None:
-        with house.enter() as sock:
+    def test_a_frame_that_comes_byte_by_byte_is_one_request(self, worker: ListeningWorker) -> None:
+        with worker.connect_with_token() as sock:
             for byte in encode_header(REQUEST, 1, 5, [3]) + b"hello" + b"abc":
                 sock.sendall(bytes([byte]))
-            assert house.requests.get(timeout=SOON) == b"hello"
+            assert worker.requests.get(timeout=WAIT_TIMEOUT) == b"hello"
 
     def test_a_descriptor_of_something_else_ends_the_connection(self, tmp_path: Path) -> None:
-        house = House("unix", tmp_path)
+        worker = ListeningWorker("unix", tmp_path)
         small = os.open(tmp_path / "small", os.O_RDWR | os.O_CREAT)
         before = len(os.listdir("/proc/self/fd"))
-        with house.enter() as sock:
+        with worker.connect_with_token() as sock:
             socket.send_fds(sock, [encode_header(REQUEST, 1, 0, [1 << 20], 5)], [small])
             assert closed_by_peer(sock)
-        assert house.requests.empty()
+        assert worker.requests.empty()
         os.close(small)
         eventually(
             lambda: len(os.listdir("/proc/self/fd")) < before, "the descriptor that was sent is closed"
         )
-        house.transport.close()
+        worker.transport.close()
 
-    def test_a_peer_that_does_not_read_delays_no_other(self, house: House) -> None:
-        with house.enter() as sock:
+    def test_a_peer_that_does_not_read_delays_no_other(self, worker: ListeningWorker) -> None:
+        with worker.connect_with_token() as sock:
             sock.setblocking(False)
             frame = encode_header(REQUEST, 1, 1 << 16, []) + bytes(1 << 16)
             poll = select.poll()
@@ -259,72 +264,72 @@ class TestFrames:
                 # TLS may have room for less than a record.
                 with contextlib.suppress(ssl.SSLWantWriteError):
                     data = data[sock.send(data) :]
-            assert house.answers()
+            assert worker.answers()
 
 
 @pytest.fixture(scope="module", params=["socket", "tls"])
-def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Workers that are processes, over sockets."""
-    stage = Stage(request.param, tmp_path_factory.mktemp("memory") / "calls")
-    yield stage
-    stage.close()
+    cluster = Cluster(request.param, tmp_path_factory.mktemp("memory") / "calls")
+    yield cluster
+    cluster.close()
 
 
 class TestMemory:
-    def test_two_hundred_large_calls_leave_no_descriptors(self, workers: Stage) -> None:
-        cast = workers.role(1)
+    def test_two_hundred_large_calls_leave_no_descriptors(self, workers: Cluster) -> None:
+        role = workers.role(1)
         tensor = torch.ones(1 << 18)
 
         def exchange(times: int) -> None:
             for _ in range(times):
-                assert cast.group[0].echo(tensor).sum() == 1 << 18
+                assert role.group[0].echo(tensor).sum() == 1 << 18
 
         exchange(10)
-        ours, theirs = len(os.listdir("/proc/self/fd")), cast[0].ask("files")
+        ours, theirs = len(os.listdir("/proc/self/fd")), role[0].ask("files")
         exchange(200)
         assert len(os.listdir("/proc/self/fd")) <= ours + 2
-        assert cast[0].ask("files") <= theirs + 2
+        assert role[0].ask("files") <= theirs + 2
 
-    def test_results_that_are_kept_keep_their_memory_and_no_descriptors(self, workers: Stage) -> None:
-        cast = workers.role(1)
-        cast.group.echo()
-        ours, theirs = len(os.listdir("/proc/self/fd")), cast[0].ask("files")
+    def test_results_that_are_kept_keep_their_memory_and_no_descriptors(self, workers: Cluster) -> None:
+        role = workers.role(1)
+        role.group.echo()
+        ours, theirs = len(os.listdir("/proc/self/fd")), role[0].ask("files")
         size = INLINE // 4 + 1
-        results = [cast.group[0].echo(torch.full((size,), float(n))) for n in range(300)]
+        results = [role.group[0].echo(torch.full((size,), float(n))) for n in range(300)]
         assert all(float(result[-1]) == n for n, result in enumerate(results))
         assert len(os.listdir("/proc/self/fd")) <= ours + MANY + 2
-        assert cast[0].ask("files") <= theirs + MANY + 2
+        assert role[0].ask("files") <= theirs + MANY + 2
         results.clear()
-        cast.group.echo()
-        assert cast.group[0].echo(torch.ones(size)).sum() == size
+        role.group.echo()
+        assert role.group[0].echo(torch.ones(size)).sum() == size
 
-    def test_workers_that_come_and_go_leave_no_descriptors(self, workers: Stage) -> None:
-        cast = workers.role(1)
+    def test_workers_that_come_and_go_leave_no_descriptors(self, workers: Cluster) -> None:
+        role = workers.role(1)
         counts = []
         for _ in range(6):
-            ref = cast.group.hold.call_async("x")
-            cast[0].hear("holding x")
-            cast.group.echo.call_async(torch.ones(1 << 20))
-            cast.kill(0)
-            assert ref.exception(SOON) is not None
-            cast.start_again(0)
+            ref = role.group.hold.call_async("x")
+            role[0].expect("holding x")
+            role.group.echo.call_async(torch.ones(1 << 20))
+            role.kill(0)
+            assert ref.exception(WAIT_TIMEOUT) is not None
+            role.restart(0)
             counts.append(len(os.listdir("/proc/self/fd")))
         assert counts[-1] <= counts[1] + 1, counts
 
-    def test_two_threads_may_send_large_things_at_once(self, workers: Stage) -> None:
-        cast = workers.role(1)
+    def test_two_threads_may_send_large_things_at_once(self, workers: Cluster) -> None:
+        role = workers.role(1)
         wrong: list[int] = []
 
         def work(name: int) -> None:
             wrong.extend(
                 n
                 for n in range(25)
-                if not bool((cast.group[0].echo(torch.full((1 << 17,), n + name)) == n + name).all())
+                if not bool((role.group[0].echo(torch.full((1 << 17,), n + name)) == n + name).all())
             )
 
         threads = [threading.Thread(target=work, args=(100 * n,)) for n in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(SOON)
+            thread.join(WAIT_TIMEOUT)
         assert wrong == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.fleet import saved, started
+from tests.engines.engine_job import saved, started
 from tests.engines.server import Server
 from tests.integration.conftest import script as script
 from tests.integration.harness import Unirun, command_in

@@ -19,10 +19,10 @@ from tests.engines.environment import binaries
 from tests.engines.llama import LONGEST
 from unirun.spec.engines import DEVELOPMENT, RECEIVING
 
-START = 600.0
+START_TIMEOUT = 600.0
 """Seconds; it takes half a minute on a busy machine."""
 
-ANSWER = 120.0
+ANSWER_TIMEOUT = 120.0
 """Seconds for one request."""
 
 NAME = "policy"
@@ -66,7 +66,7 @@ class Engine:
             return False
         return True
 
-    def ask(self, path: str, body: Mapping[str, Any] | None = None, within: float = ANSWER) -> Any:
+    def ask(self, path: str, body: Mapping[str, Any] | None = None, within: float = ANSWER_TIMEOUT) -> Any:
         """GET, or POST of `body`. Raises OSError."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
@@ -84,7 +84,7 @@ class Engine:
 
     def running(self) -> bool:
         """Return True while it generates."""
-        with urllib.request.urlopen(self.url + "/metrics", timeout=ANSWER) as answer:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=ANSWER_TIMEOUT) as answer:
             lines = answer.read().decode().splitlines()
         return any(
             line.startswith("vllm:num_requests_running{") and float(line.split()[-1]) for line in lines
@@ -117,11 +117,11 @@ class Server(Engine):
 
     def wait(self) -> Server:
         """Return when it answers."""
-        deadline = time.monotonic() + START
+        deadline = time.monotonic() + START_TIMEOUT
         while self.process.poll() is None:
             if self.answers():
                 return self
-            assert time.monotonic() < deadline, f"not within {START:g} s:\n{self.words()}"
+            assert time.monotonic() < deadline, f"not within {START_TIMEOUT:g} s:\n{self.words()}"
             time.sleep(0.1)
         raise AssertionError(f"it has ended with {self.process.returncode}:\n{self.words()}")
 
@@ -133,7 +133,7 @@ class Server(Engine):
         """Kill all processes of its session, as a crash does, and remove the shared memory that they leave."""
         names = self._shared_memory()
         os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(ANSWER)
+        self.process.wait(ANSWER_TIMEOUT)
         for name in names:
             name.unlink(missing_ok=True)
 
@@ -151,7 +151,7 @@ class Server(Engine):
         if self.process.poll() is None:
             self.process.terminate()
         try:
-            self.process.wait(ANSWER)
+            self.process.wait(ANSWER_TIMEOUT)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -13,10 +13,10 @@ from textwrap import dedent
 import pytest
 from transformers import LlamaForCausalLM
 
-from tests.engines.crowd import COUNT, Crowd, explained
+from tests.engines.concurrent_requests import COUNT, ConcurrentRequests, tokens_match_versions
 from tests.engines.environment import binaries
 from tests.engines.llama import greedy, llama, prompts
-from tests.engines.server import START, Engine, Server
+from tests.engines.server import START_TIMEOUT, Engine, Server
 from tests.integration.harness import Unirun
 from tests.testbed.fixtures import available
 from tests.testbed.hosts import Hosts
@@ -148,7 +148,7 @@ def test_another_host_generates_and_calls_no_route_of_developers(engine: Server)
 
 def test_each_route_that_developers_have_more_is_closed_to_other_hosts_and_no_other() -> None:
     command = [str(binaries() / "python"), "-c", dedent(ROUTES)]
-    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=START).stdout
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=START_TIMEOUT).stdout
     usual, all_routes = (set(json.loads(line)) for line in printed.splitlines()[-2:])
     assert {"/pause", "/update_weights", "/collective_rpc", "/sleep"} <= all_routes - usual
     assert {path for path in all_routes if not is_open(path)} == all_routes - usual
@@ -157,42 +157,44 @@ def test_each_route_that_developers_have_more_is_closed_to_other_hosts_and_no_ot
 def test_requests_that_are_kept_go_on_with_the_new_weights_as_if_they_began_there(
     engine: Server, versions: Mapping[str, LlamaForCausalLM]
 ) -> None:
-    crowd = Crowd(engine)
-    answers = crowd.meanwhile(sending(engine, versions["3"], "3", lambda client: client.paused("keep")))
+    requests = ConcurrentRequests(engine)
+    answers = requests.answers_during(
+        sending(engine, versions["3"], "3", lambda client: client.paused("keep"))
+    )
     assert all(len(answer["token_ids"]) == COUNT for answer in answers)
     assert any(len(answer["weight_versions"]) == 2 for answer in answers)
-    assert all(explained(a, p, versions) for a, p in zip(answers, crowd.prompts, strict=True))
-    fresh = [engine.generate(prompt, 10) for prompt in crowd.prompts[:4]]
-    assert [a["token_ids"] for a in fresh] == [greedy(versions["3"], p, 10) for p in crowd.prompts[:4]]
+    assert all(tokens_match_versions(a, p, versions) for a, p in zip(answers, requests.prompts, strict=True))
+    fresh = [engine.generate(prompt, 10) for prompt in requests.prompts[:4]]
+    assert [a["token_ids"] for a in fresh] == [greedy(versions["3"], p, 10) for p in requests.prompts[:4]]
 
 
 def test_without_clearing_the_cache_tokens_are_of_neither_version(
     engine: Server, versions: Mapping[str, LlamaForCausalLM]
 ) -> None:
     """vLLM's documentation says that ``clear_cache`` has no effect with ``keep``. It has."""
-    crowd = Crowd(engine)
+    requests = ConcurrentRequests(engine)
     mixed = sending(engine, versions["1"], "1", lambda client: client.paused("keep", clear_cache=False))
-    answers = crowd.meanwhile(mixed)
-    two = [(a, p) for a, p in zip(answers, crowd.prompts, strict=True) if len(a["weight_versions"]) == 2]
+    answers = requests.answers_during(mixed)
+    two = [(a, p) for a, p in zip(answers, requests.prompts, strict=True) if len(a["weight_versions"]) == 2]
     assert two
-    assert not all(explained(a, p, versions) for a, p in two)
+    assert not all(tokens_match_versions(a, p, versions) for a, p in two)
     # Also of prompts that come later: their first block is in the cache.
-    fresh = [engine.generate(prompt, 10) for prompt in crowd.prompts[:8]]
-    assert [a["token_ids"] for a in fresh] != [greedy(versions["1"], p, 10) for p in crowd.prompts[:8]]
+    fresh = [engine.generate(prompt, 10) for prompt in requests.prompts[:8]]
+    assert [a["token_ids"] for a in fresh] != [greedy(versions["1"], p, 10) for p in requests.prompts[:8]]
     sending(engine, versions["1"], "1", lambda client: client.paused("keep"))()
-    fresh = [engine.generate(prompt, 10) for prompt in crowd.prompts[:8]]
-    assert [a["token_ids"] for a in fresh] == [greedy(versions["1"], p, 10) for p in crowd.prompts[:8]]
+    fresh = [engine.generate(prompt, 10) for prompt in requests.prompts[:8]]
+    assert [a["token_ids"] for a in fresh] == [greedy(versions["1"], p, 10) for p in requests.prompts[:8]]
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort"])
 def test_the_other_modes_end_requests_with_the_old_weights(
     mode: str, engine: Server, versions: Mapping[str, LlamaForCausalLM]
 ) -> None:
-    crowd = Crowd(engine)
-    answers = crowd.meanwhile(sending(engine, versions["2"], "2", lambda client: client.paused(mode)))
-    began = [(a, p) for a, p in zip(answers, crowd.prompts, strict=True) if a["token_ids"]]
+    requests = ConcurrentRequests(engine)
+    answers = requests.answers_during(sending(engine, versions["2"], "2", lambda client: client.paused(mode)))
+    began = [(a, p) for a, p in zip(answers, requests.prompts, strict=True) if a["token_ids"]]
     assert all(len(answer["weight_versions"]) == 1 for answer, _ in began)
-    assert all(explained(answer, prompt, versions) for answer, prompt in began)
+    assert all(tokens_match_versions(answer, prompt, versions) for answer, prompt in began)
     assert ("abort" in {a["finish_reason"] for a in answers}) == (mode == "abort")
 
 

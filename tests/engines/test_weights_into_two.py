@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaForCausalLM
 
-from tests.engines.crowd import Crowd, explained
-from tests.engines.fleet import Fleet, saved
+from tests.engines.concurrent_requests import ConcurrentRequests, tokens_match_versions
+from tests.engines.engine_job import EngineJob, saved
 from tests.engines.llama import LARGE, is_greedy, llama, prompts
 from tests.engines.server import Engine
 from tests.integration.harness import command_in
@@ -24,10 +24,10 @@ def versions() -> Mapping[str, LlamaForCausalLM]:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def engine_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineJob]:
     models: Callable[[int], Path] = saved(tmp_path_factory.mktemp("models"), **LARGE)
     with command_in(tmp_path_factory.mktemp("job")) as unirun:
-        made = Fleet(models, unirun)
+        made = EngineJob(models, unirun)
         yield made
         made.close()
 
@@ -42,51 +42,55 @@ def answers_with(engine: Engine, version: int, versions: Mapping[str, LlamaForCa
     )
 
 
-def test_a_version_is_in_both_engines(fleet: Fleet, versions: Mapping[str, LlamaForCausalLM]) -> None:
-    assert fleet.has(0) is None
-    fleet.publish(1)
-    fleet.have(1)
-    assert all(answers_with(engine, 1, versions) for engine in fleet.engines)
+def test_a_version_is_in_both_engines(
+    engine_job: EngineJob, versions: Mapping[str, LlamaForCausalLM]
+) -> None:
+    assert engine_job.has(0) is None
+    engine_job.publish(1)
+    engine_job.have(1)
+    assert all(answers_with(engine, 1, versions) for engine in engine_job.engines)
 
 
 def test_versions_come_while_64_requests_run_and_each_token_is_of_the_version_of_its_label(
-    fleet: Fleet, versions: Mapping[str, LlamaForCausalLM]
+    engine_job: EngineJob, versions: Mapping[str, LlamaForCausalLM]
 ) -> None:
-    crowd = Crowd(*fleet.engines)
+    requests = ConcurrentRequests(*engine_job.engines)
 
     def two_more() -> None:
         for seed in (2, 3):
-            fleet.have(fleet.publish(seed))
+            engine_job.have(engine_job.publish(seed))
 
-    answers = crowd.meanwhile(two_more)
+    answers = requests.answers_during(two_more)
     assert all(a["finish_reason"] == "length" for a in answers)
     assert any(len(a["weight_versions"]) > 1 for a in answers)
-    assert all(explained(a, p, versions) for a, p in zip(answers, crowd.prompts, strict=True))
-    assert all(answers_with(engine, 3, versions) for engine in fleet.engines)
+    assert all(tokens_match_versions(a, p, versions) for a, p in zip(answers, requests.prompts, strict=True))
+    assert all(answers_with(engine, 3, versions) for engine in engine_job.engines)
 
 
 def test_an_engine_that_is_killed_with_its_requests_has_the_latest_version_when_it_is_up_again(
-    fleet: Fleet, versions: Mapping[str, LlamaForCausalLM]
+    engine_job: EngineJob, versions: Mapping[str, LlamaForCausalLM]
 ) -> None:
-    crowd = Crowd(*fleet.engines)
-    answers = crowd.meanwhile_killed(lambda: fleet.kill(0))
+    requests = ConcurrentRequests(*engine_job.engines)
+    answers = requests.answers_during_a_kill(lambda: engine_job.kill(0))
     assert {number % 2 for number, answer in enumerate(answers) if answer is None} == {0}
     assert all(
-        explained(a, p, versions) for a, p in zip(answers, crowd.prompts, strict=True) if a is not None
+        tokens_match_versions(a, p, versions)
+        for a, p in zip(answers, requests.prompts, strict=True)
+        if a is not None
     )
-    fleet.have(fleet.publish(4), 1)
-    assert fleet.first(0, 1) == 4, "it was not ready before that"
-    assert all(answers_with(engine, 4, versions) for engine in fleet.engines)
+    engine_job.have(engine_job.publish(4), 1)
+    assert engine_job.first(0, 1) == 4, "it was not ready before that"
+    assert all(answers_with(engine, 4, versions) for engine in engine_job.engines)
 
 
 def test_an_engine_that_is_killed_in_an_update_has_that_version_when_it_is_up_again(
-    fleet: Fleet, versions: Mapping[str, LlamaForCausalLM]
+    engine_job: EngineJob, versions: Mapping[str, LlamaForCausalLM]
 ) -> None:
-    fleet.publish(5)
-    fleet.kill_in_an_update(0)
-    fleet.have(5, 1)
-    assert answers_with(fleet.engines[1], 5, versions)
-    assert fleet.first(0, 2) == 5
-    assert all(answers_with(engine, 5, versions) for engine in fleet.engines)
-    fleet.have(fleet.publish(6))
-    assert all(answers_with(engine, 6, versions) for engine in fleet.engines)
+    engine_job.publish(5)
+    engine_job.kill_in_an_update(0)
+    engine_job.have(5, 1)
+    assert answers_with(engine_job.engines[1], 5, versions)
+    assert engine_job.first(0, 2) == 5
+    assert all(answers_with(engine, 5, versions) for engine in engine_job.engines)
+    engine_job.have(engine_job.publish(6))
+    assert all(answers_with(engine, 6, versions) for engine in engine_job.engines)

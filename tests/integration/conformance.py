@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .harness import SCRIPTS, START, TORCHRUN, Result, Unirun
+from .harness import SCRIPTS, START_TIMEOUT, TORCHRUN, Result, Unirun
 
 ENV = {"OMP_NUM_THREADS": "1"}
 """Set by unirun for jobs of several workers, as by torchrun."""
@@ -86,7 +86,7 @@ def _alone(unirun: Unirun, program: Program, command: list[str], variant: str) -
             stdout=log,
             stderr=log,
             start_new_session=True,
-            timeout=START,
+            timeout=START_TIMEOUT,
             check=True,
         )
     return report_in(path.read_text())

@@ -13,7 +13,7 @@ from pathlib import Path
 from unirun.failover.state import Exit
 
 from .conformance import VARIANTS, Program, differences, run_job
-from .harness import SCRIPTS, START, Unirun
+from .harness import SCRIPTS, START_TIMEOUT, Unirun
 
 NAMES = [
     name.replace("_", " ")
@@ -59,7 +59,7 @@ def ends_under_python(unirun: Unirun, program: Program) -> dict[str, End]:
             cwd=program.folder,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=START,
+            timeout=START_TIMEOUT,
             start_new_session=True,
         )
         exit_of_it = Exit(done.returncode) if done.returncode >= 0 else Exit(signal=-done.returncode)

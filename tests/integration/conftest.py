@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.store.etcd_server import Servers
+from tests.contract.store.etcd_server import EtcdCluster
+from tests.waiting import eventually
 from unirun.experiments.starting import PRELOAD
 from unirun.train import Trainer
 from unirun.train.setup import PRELOAD as PRELOAD_OF_FUNCTIONS
@@ -16,9 +17,9 @@ from unirun.train.setup import PRELOAD as PRELOAD_OF_FUNCTIONS
 from ..testbed.fixtures import hosts as hosts
 from ..testbed.fixtures import slurm as slurm
 from ..testbed.fixtures import slurm_of_hosts as slurm_of_hosts
-from .harness import EXEC, Running, Script, Unirun, eventually, home_of, swept
-from .serving import SERVE
-from .warm import ONE, Warm, WarmUnirun, warm_in
+from .harness import EXEC, Running, Script, Unirun, home_of, swept
+from .serving import SERVE_SCRIPT
+from .warm import ONE_THREAD, Warm, WarmUnirun, warm_in
 
 
 @pytest.fixture(scope="session")
@@ -31,13 +32,13 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
 @pytest.fixture(scope="session")
 def warm_models(warm: Warm) -> None:
     """One more warm process, which has imported what the workers of trials import."""
-    warm.start("--preload", ",".join(PRELOAD), env=ONE)
+    warm.start("--preload", ",".join(PRELOAD), env=ONE_THREAD)
 
 
 @pytest.fixture(scope="session")
 def warm_functions(warm: Warm) -> None:
     """One more warm process, which has imported what the workers of trainers import."""
-    warm.start("--preload", ",".join(PRELOAD_OF_FUNCTIONS), env=ONE)
+    warm.start("--preload", ",".join(PRELOAD_OF_FUNCTIONS), env=ONE_THREAD)
 
 
 @pytest.fixture
@@ -67,7 +68,14 @@ def script(tmp_path: Path) -> Script:
 def running(unirun: Unirun, script: Script) -> Running:
     """A job in the foreground that runs until it is told to end."""
     job = unirun.start(
-        *EXEC, "--roles", "actor=2,rollout=1", "--max-restarts", "actor=1", "--rdzv-id", "mine", script(SERVE)
+        *EXEC,
+        "--roles",
+        "actor=2,rollout=1",
+        "--max-restarts",
+        "actor=1",
+        "--rdzv-id",
+        "mine",
+        script(SERVE_SCRIPT),
     )
     job.lines(r"line (\w+ \d)", 3)
     eventually(lambda: {role["phase"] for role in unirun.status()["roles"]} == {"running"}, "all ranks run")
@@ -75,9 +83,9 @@ def running(unirun: Unirun, script: Script) -> Running:
 
 
 @pytest.fixture(scope="session")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
     """An etcd of one member for tests that do not stop it. Each test has its own prefix."""
-    servers = Servers(tmp_path_factory.mktemp("etcd"))
+    servers = EtcdCluster(tmp_path_factory.mktemp("etcd"))
     yield servers
     servers.stop()
 

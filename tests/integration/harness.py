@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.effort import SOON as SOON
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.cli import status
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound="Unirun")
 
-START = 120.0
+START_TIMEOUT = 120.0
 """Deadline in seconds for everything that imports torch on a busy machine."""
 
 
@@ -50,7 +50,7 @@ SHORT_TERM = {
 EVEN_DELAY = {"unirun.launcher.standby.MAX_DELAY": 1.0}
 """Constants by which agents start one master after another without growing delays."""
 
-IMPATIENT = {
+SHORT_DELAYS = {
     "unirun.launcher.foreground.session.FORCED_KILL_DELAY": 0.5,
     "unirun.launcher.foreground.session.JOB_EXIT_TIMEOUT": 2.0,
 }
@@ -58,18 +58,6 @@ IMPATIENT = {
 
 Script = Callable[..., Path]
 """The fixture `script`: it writes a worker's script and returns its path."""
-
-
-def eventually(look: Callable[[], T | None], what: str, within: float = SOON) -> T:
-    """The first truthy value of `look()`; fails after `within` seconds."""
-    deadline = time.monotonic() + within
-    while True:
-        value = look()
-        if value:
-            return value
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {within:g} s: {what}")
-        time.sleep(0.01)
 
 
 def gone(pid: int, within: float) -> bool:
@@ -167,7 +155,7 @@ class Running:
         """Its output so far, stdout first."""
         return "\n".join(reader.text for reader in self._readers)
 
-    def lines(self, pattern: str, count: int = 1, within: float = START) -> list[str]:
+    def lines(self, pattern: str, count: int = 1, within: float = START_TIMEOUT) -> list[str]:
         """Wait until `count` lines match `pattern`; the matches, or the first group of each."""
         deadline = time.monotonic() + within
         with self._changed:
@@ -185,12 +173,12 @@ class Running:
         """Send a signal to the command itself."""
         self.popen.send_signal(signum)
 
-    def end(self, within: float = START) -> Result:
+    def end(self, within: float = START_TIMEOUT) -> Result:
         """Wait for the end."""
         assert gone(self.pid, within), f"unirun did not end within {within:g} s:\n{self.text[-3000:]}"
         code = self.popen.wait()
         for reader in self._readers:
-            reader.join(SOON)
+            reader.join(WAIT_TIMEOUT)
         out, err = (*(reader.text for reader in self._readers), "", "")[:2]
         return Result(code, out, err, time.monotonic() - self._began)
 
@@ -258,7 +246,7 @@ class Unirun:
         self.started.append(Running(self, process, read=read))
         return self.started[-1]
 
-    def __call__(self, *args: object, within: float = START, **how: Any) -> Result:
+    def __call__(self, *args: object, within: float = START_TIMEOUT, **how: Any) -> Result:
         """Run the command until it ends."""
         return self.start(*args, **how).end(within)
 
@@ -278,7 +266,7 @@ class Unirun:
             found = {f"{role['name']}:{w['rank']}": w for role in now["roles"] for w in role["workers"]}
             return found if now["ended"] or all(w["pid"] or w["exit"] for w in found.values()) else None
 
-        return eventually(look, "the status has the pids of all workers", START)
+        return eventually(look, "the status has the pids of all workers", START_TIMEOUT)
 
     def job_dir(self) -> Path:
         """The directory of the only job."""
@@ -311,7 +299,7 @@ class Unirun:
 
         return eventually(only, f"one process is called {title}")
 
-    def assert_nothing_left(self, within: float = SOON) -> None:
+    def assert_nothing_left(self, within: float = WAIT_TIMEOUT) -> None:
         """Fail unless all processes of all jobs are gone within `within` seconds."""
         deadline = time.monotonic() + within
         while (left := self.processes()) and time.monotonic() < deadline:
@@ -326,7 +314,7 @@ class Unirun:
                 os.kill(pid, signal.SIGKILL)
         for running in self.started:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                running.popen.wait(SOON)
+                running.popen.wait(WAIT_TIMEOUT)
         return left
 
 

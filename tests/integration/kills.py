@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .harness import START, Running, Unirun, eventually
+from tests.waiting import eventually
 
-GAP = 0.2
+from .harness import START_TIMEOUT, Running, Unirun
+
+MAX_KILL_INTERVAL = 0.2
 """Maximum seconds between the two kills of a pair."""
 
-LATE = 2.0
+PRINT_AFTER_SECONDS = 2.0
 """Seconds after a pair after which the state of the job is printed."""
 
 Pids = Mapping[str, int]
@@ -79,7 +81,7 @@ def kill_pairs(job: Running, up: Callable[[], Pids | None], pairs: int, rng: ran
     pids = _await(job, up, frozenset(), "at the start")
     for pair in range(pairs):
         first, second = rng.sample(sorted(pids), 2)
-        gap = rng.uniform(0.0, GAP)
+        gap = rng.uniform(0.0, MAX_KILL_INTERVAL)
         os.kill(pids[first], signal.SIGKILL)
         time.sleep(gap)
         # Its role may have been started again meanwhile.
@@ -94,12 +96,12 @@ def kill_pairs(job: Running, up: Callable[[], Pids | None], pairs: int, rng: ran
 
 def _await(job: Running, up: Callable[[], Pids | None], dead: frozenset[int], what: str) -> Pids:
     began, shown = time.monotonic(), False
-    while time.monotonic() < began + START:
+    while time.monotonic() < began + START_TIMEOUT:
         pids = up()
         if pids is not None and dead.isdisjoint(pids.values()):
             return pids
         assert job.popen.poll() is None, f"the job has ended {what}:\n{job.text[-3000:]}"
-        if dead and time.monotonic() > began + LATE and not shown:
+        if dead and time.monotonic() > began + PRINT_AFTER_SECONDS and not shown:
             shown = True
             print(f"late {what}: {_state(job)}")
         time.sleep(0.005)
@@ -155,13 +157,13 @@ class Trainer(unirun.BaseTrainer):
 def kill_stores(unirun: Unirun, kills: int, rng: random.Random) -> None:
     """Kill the rendezvous store of the role ``w`` so many times, each time in a call of the generation before."""
     for _ in range(kills):
-        before = eventually(lambda: _generation(unirun), "all ranks are in one generation", START)
+        before = eventually(lambda: _generation(unirun), "all ranks are in one generation", START_TIMEOUT)
         time.sleep(rng.random() * 0.3)  # at any moment of a call
         os.kill(unirun.pid_of("store:w"), signal.SIGKILL)
         eventually(
             lambda before=before: (_generation(unirun) or 0) > before,  # type: ignore[misc]
             "the next generation is formed",
-            START,
+            START_TIMEOUT,
         )
 
 

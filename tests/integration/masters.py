@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import StoreError
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import Leader, job_prefix, leader_of
 from unirun.rendezvous.store.url import open_store
 
-from .harness import SCRIPTS, SOON, START, Result, Running, Unirun, alive, eventually, state_of
+from .harness import SCRIPTS, START_TIMEOUT, Result, Running, Unirun, alive, state_of
 
 
 class _Over(Exception):
@@ -27,7 +28,7 @@ class _Over(Exception):
 class Masters:
     """The leaders of the only job in a home. `times` are the seconds from each kill until there is another leader."""
 
-    def __init__(self, unirun: Unirun, within: float = START) -> None:
+    def __init__(self, unirun: Unirun, within: float = START_TIMEOUT) -> None:
         self._unirun, self._killed = unirun, 0.0
         eventually(lambda: (unirun.home / "jobs").is_dir() and self._has_started(), "a job starts", within)
         self.job = JobDir(unirun.job_dir())
@@ -51,14 +52,14 @@ class Masters:
                 return leader
         return None
 
-    def next(self, within: float = START) -> Leader:
+    def next(self, within: float = START_TIMEOUT) -> Leader:
         """Wait for the next leader."""
         return self._await(None, within)
 
     def kill(self, unless_over: Running | None = None) -> None:
         """Kill the present or next leader, unless that job is over."""
         with contextlib.suppress(_Over):
-            leader = self._await(unless_over, START) if self._killed or not self.epoch else self.known
+            leader = self._await(unless_over, START_TIMEOUT) if self._killed or not self.epoch else self.known
             self._killed = time.monotonic()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(leader.pid, signal.SIGKILL)
@@ -117,7 +118,7 @@ class Masters:
         self._store.close()
 
 
-class Steady:
+class SteadyJob:
     """A job whose trainer sums up the results of its calls until it is told to finish."""
 
     def __init__(self, unirun: Unirun, *args: object, constants: Mapping[str, float] | None = None) -> None:
@@ -141,7 +142,7 @@ class Steady:
             return int(Path(self._folder, "rounds").read_text())
         return 0
 
-    def goes_on(self, within: float = SOON) -> None:
+    def goes_on(self, within: float = WAIT_TIMEOUT) -> None:
         """Wait until some more calls were made."""
         before = self.rounds
         eventually(lambda: self.rounds > before + 3, "calls go on", within)
@@ -150,7 +151,7 @@ class Steady:
         """Tell the trainer to finish."""
         Path(self._folder, "enough").touch()
 
-    def end(self, within: float = START) -> dict[str, Any]:
+    def end(self, within: float = START_TIMEOUT) -> dict[str, Any]:
         """Finish, if not done yet, and wait for the end. Returns the trainer's output."""
         self.finish()
         return said(self.job.end(within))

@@ -7,10 +7,10 @@ import signal
 
 from .harness import Running, Unirun
 
-QUICK = 60.0
+COMMAND_TIMEOUT = 60.0
 """Deadline for a subcommand's answer on a busy machine; the benchmark measures it on a quiet one."""
 
-SERVE = """
+SERVE_SCRIPT = """
     import os, signal, sys
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
     signal.signal(signal.SIGUSR2, lambda *_: sys.exit(1))

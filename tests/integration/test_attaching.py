@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import unirun as package
-from tests.effort import SOON
-from tests.integration.harness import Script, Unirun, command_in, eventually
+from tests.integration.harness import Script, Unirun, command_in
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import InvocationTimeout, JobError, RemoteTraceback, UsageError, WorkerLost
 from unirun.train import JobHandle
 
@@ -128,12 +128,12 @@ def test_calls_go_on_over_the_death_of_the_master_and_what_follows_is_heard(
     (pid, _) = rollout.pid()
     open_call = rollout.sleep.call_async(0.5)
     os.kill(command.pid_of("unirun-master"), signal.SIGKILL)
-    assert rollout[0].echo.options(timeout=SOON).call("meanwhile") == "meanwhile"
-    assert open_call.result(SOON) == [0, 1]
+    assert rollout[0].echo.options(timeout=WAIT_TIMEOUT).call("meanwhile") == "meanwhile"
+    assert open_call.result(WAIT_TIMEOUT) == [0, 1]
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerLost, match="rollout:0"):
-        rollout.pid.options(timeout=SOON).call()
-    assert rollout.pid.options(timeout=SOON).call()[0] != pid
+        rollout.pid.options(timeout=WAIT_TIMEOUT).call()
+    assert rollout.pid.options(timeout=WAIT_TIMEOUT).call()[0] != pid
 
 
 def test_each_call_of_several_visitors_runs_once(job: JobHandle) -> None:
@@ -176,8 +176,8 @@ def test_who_waits_is_told_that_the_job_has_ended(unirun: Unirun, script: Script
             waits = job["rollout"].sleep.call_async(60)
             running.signal(signal.SIGTERM)
             with pytest.raises(WorkerLost):
-                waits.result(SOON)
-            assert job.wait(SOON) == 143
+                waits.result(WAIT_TIMEOUT)
+            assert job.wait(WAIT_TIMEOUT) == 143
             running.end()
             with pytest.raises(WorkerLost, match="has ended"):
                 job["rollout"].echo(1)

@@ -10,13 +10,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tests.contract.attacks import INSIDE, OUTSIDE, SOON, Target, silence
+from tests.contract.attacks import INSIDE, OUTSIDE, Target, silence
 from tests.testbed.host import HOME, Host
 from tests.testbed.hosts import Hosts
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.observe.events import read_events
 from unirun.wire.credentials import Credentials, load_credentials
 
-from .harness import START, UNIRUN, eventually
+from .harness import START_TIMEOUT, UNIRUN
 
 CALLS = """
 import os, time, torch
@@ -74,7 +75,7 @@ def targets(host: Host, inside: Credentials, folder: Path) -> list[Target]:
             found.append(Target(addr, int(port), host.name, inside, folder, patience=5.0))
     with ThreadPoolExecutor() as pool:
         ours = list(pool.map(lets_in, found))
-    return [replace(each, patience=SOON) for each, own in zip(found, ours, strict=True) if own]
+    return [replace(each, patience=WAIT_TIMEOUT) for each, own in zip(found, ours, strict=True) if own]
 
 
 def lets_in(target: Target) -> bool:
@@ -136,7 +137,7 @@ def test_a_job_under_attack_goes_on_and_its_token_is_nowhere(hosts: Hosts, tmp_p
             assert [place for host in hosts for place in holders(host, secret)] == []
         for host in hosts:
             (host.path("/tmp/job") / "go").touch()
-        said, _ = job.communicate(timeout=START)
+        said, _ = job.communicate(timeout=START_TIMEOUT)
     finally:
         job.kill()
         for sock in held:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import WAIT_TIMEOUT
 from unirun.launcher.notes import PERHAPS, SAYS
 
-from .harness import EXEC, SOON, Script, Unirun, alive, gone
+from .harness import EXEC, Script, Unirun, alive, gone
 
 
 class TestACommandLine:
@@ -81,7 +82,7 @@ class TestAnId:
             "unirun: job mine is running; stop it with: unirun stop mine\n",
         )
         job.signal(signal.SIGTERM)
-        assert job.end(SOON).code == 143
+        assert job.end(WAIT_TIMEOUT).code == 143
 
     def test_an_empty_job_id_is_replaced_by_a_generated_one(self, unirun: Unirun, script: Script) -> None:
         result = unirun(*EXEC, "--rdzv-id=", script("print('ran')"))
@@ -252,7 +253,7 @@ class TestAWorkerThatClosesItsLink:
         )
         (pid,) = job.lines(r"up (\d+)")
         os.kill(unirun.pid_of("unirun-agent"), signal.SIGKILL)
-        assert gone(int(pid), SOON)
+        assert gone(int(pid), WAIT_TIMEOUT)
         assert job.end().code == 137
 
 

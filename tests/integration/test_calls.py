@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.effort import SOON
-from tests.integration.harness import SCRIPTS, START, Result, Script, Unirun, command_in
+from tests.integration.harness import SCRIPTS, START_TIMEOUT, Result, Script, Unirun, command_in
 from tests.integration.kills import COLLECTIVES, calls_of, kill_stores
+from tests.waiting import WAIT_TIMEOUT
 
 Played = tuple[Unirun, dict[str, Any]]
 """The finished command, and the output of the job's trainer."""
@@ -110,7 +110,7 @@ def test_a_workload_that_dies_restarts_alone_and_the_others_keep_their_memory(
 ) -> None:
     said = told(run(unirun, "Killer", "--transport", transport))
     assert said["lost"] == "actor:1"
-    assert said["seconds"] < SOON
+    assert said["seconds"] < WAIT_TIMEOUT
     before, after = said["before"], said["after"]
     assert said["sums"] == [10.0, 10.0]
     assert after[0]["pid"] == before[0]["pid"]
@@ -198,7 +198,7 @@ def test_a_rendezvous_store_that_is_killed_costs_no_idempotent_call(unirun: Unir
     job.lines("call once right")
     kill_stores(unirun, 4, random.Random(0))
     (folder / "enough").touch()
-    result = job.end(within=2 * START)
+    result = job.end(within=2 * START_TIMEOUT)
     assert result.code == 0, result.err
     assert set(calls_of(result.out, "again")) == {"right"}
     assert set(calls_of(result.out, "once")) <= {"right", "WorkerLost"}

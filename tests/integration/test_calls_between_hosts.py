@@ -7,7 +7,7 @@ import pytest
 from tests.effort import variants
 from tests.testbed.hosts import Hosts
 
-from .harness import START, UNIRUN
+from .harness import START_TIMEOUT, UNIRUN
 
 CALLS = """
 import os, torch
@@ -36,7 +36,9 @@ def test_a_trainer_calls_workers_on_all_hosts(hosts: Hosts, transport: str) -> N
         folder.mkdir()
         (folder / "calls.py").write_text(CALLS)
     roles = ("--roles", "worker=5@calls:Worker", "--trainer", "calls:Trainer", "--transport", transport)
-    done = hosts[0].run(["env", "--chdir=/tmp/job", UNIRUN, "--hosts", "h1,h2,h3", *roles], within=2 * START)
+    done = hosts[0].run(
+        ["env", "--chdir=/tmp/job", UNIRUN, "--hosts", "h1,h2,h3", *roles], within=2 * START_TIMEOUT
+    )
     said = {line.partition("worker ")[2] for line in done.stdout.splitlines() if "said" in line}
     assert len(said) == 5, done.stdout
     assert all(line.endswith("said True") for line in said)

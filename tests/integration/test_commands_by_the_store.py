@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from .harness import EXEC, Script, Unirun, eventually
-from .serving import QUICK, SERVE, end_well
+from tests.waiting import eventually
+
+from .harness import EXEC, Script, Unirun
+from .serving import COMMAND_TIMEOUT, SERVE_SCRIPT, end_well
 
 
 class TestByTheStore:
@@ -31,7 +33,7 @@ class TestByTheStore:
     def test_status_by_the_store_survives_the_death_of_the_master(
         self, unirun: Unirun, elsewhere: Unirun, script: Script, url: str
     ) -> None:
-        job = unirun.start(*EXEC, "--store", url, "--rdzv-id", "mine", "--role", "a", script(SERVE))
+        job = unirun.start(*EXEC, "--store", url, "--rdzv-id", "mine", "--role", "a", script(SERVE_SCRIPT))
         job.lines("line")
 
         def seen() -> dict[str, Any]:
@@ -45,11 +47,11 @@ class TestByTheStore:
         second = eventually(lambda: (s := seen())["epoch"] == 2 and s["leader"], "another has written")
         assert second["pid"] != first["pid"]
         eventually(lambda: unirun.status()["epoch"] == 2, "the status has it")
-        (row,) = elsewhere("ls", env={"UNIRUN_STORE": url}, within=QUICK).out.splitlines()[1:]
+        (row,) = elsewhere("ls", env={"UNIRUN_STORE": url}, within=COMMAND_TIMEOUT).out.splitlines()[1:]
         assert row.split()[0:2] == ["mine", "running"]
         assert row.endswith(f"  {socket.gethostname()}:{second['pid']}")
         for command in ("stop", "logs"):
-            refused = elsewhere(command, "mine", "--store", url, within=QUICK)
+            refused = elsewhere(command, "mine", "--store", url, within=COMMAND_TIMEOUT)
             assert (refused.code, f"runs on host {socket.gethostname()}" in refused.err) == (2, True)
         end_well(unirun, job)
         ended = seen()
@@ -59,7 +61,14 @@ class TestByTheStore:
         self, unirun: Unirun, elsewhere: Unirun, script: Script, url: str
     ) -> None:
         job = unirun.start(
-            *EXEC, "--store", url, "--rdzv-id", "mine", "--log-dir", unirun.root / "logs", script(SERVE)
+            *EXEC,
+            "--store",
+            url,
+            "--rdzv-id",
+            "mine",
+            "--log-dir",
+            unirun.root / "logs",
+            script(SERVE_SCRIPT),
         )
         job.lines("line")
         for command in (unirun, elsewhere):
@@ -67,8 +76,8 @@ class TestByTheStore:
             assert (refused.code, "job mine is running" in refused.err) == (2, True), refused.err
         end_well(unirun, job)
         unirun(*EXEC, "--store", url, "--rdzv-id", "mine2", script(""))
-        assert "0 jobs removed" in unirun("gc", within=QUICK).out
-        cleared = unirun("gc", "mine", within=QUICK)
+        assert "0 jobs removed" in unirun("gc", within=COMMAND_TIMEOUT).out
+        cleared = unirun("gc", "mine", within=COMMAND_TIMEOUT)
         assert (cleared.code, "1 job removed" in cleared.out) == (0, True), cleared.err
         assert unirun.job_dir().name == "mine2"
         assert [*(unirun.root / "logs").iterdir()] == []
@@ -80,7 +89,7 @@ class TestByTheStore:
     def test_a_relative_store_path_is_the_same_file_in_every_directory(
         self, unirun: Unirun, script: Script
     ) -> None:
-        started = unirun("-d", *EXEC, "--store", "sqlite:relative.db", script(SERVE))
+        started = unirun("-d", *EXEC, "--store", "sqlite:relative.db", script(SERVE_SCRIPT))
         assert started.code == 0, started.err
         eventually(lambda: unirun.status()["roles"][0]["phase"] == "running", "the rank runs")
         folder = unirun.root / "folder"

@@ -18,12 +18,12 @@ from unirun.launcher.doctor.examine import by_ssh, pre_check
 from unirun.launcher.hostlist import Host as Named
 from unirun.launcher.hostlist import parse_hosts
 
-from .harness import START, UNIRUN, Unirun
+from .harness import START_TIMEOUT, UNIRUN, Unirun
 
 
 def doctor(host: Host, *options: str) -> tuple[int, dict[str, Any]]:
     """The exit code and the result of ``unirun doctor --json`` on `host`."""
-    done = host.run([UNIRUN, "doctor", "--json", *options], check=False, within=START)
+    done = host.run([UNIRUN, "doctor", "--json", *options], check=False, within=START_TIMEOUT)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -67,7 +67,7 @@ def test_a_slow_host_and_a_wrong_clock_are_named(hosts: Hosts) -> None:
 def test_hosts_that_cannot_be_reached_are_named_all_at_once_with_a_remedy(hosts: Hosts) -> None:
     hosts[1].kill_all(sshd=True)
     fake(hosts[2], "raise SystemExit('no Python here')")
-    done = hosts[0].run([UNIRUN, "doctor", "--hosts", "h1,h2,h3,nobody"], check=False, within=START)
+    done = hosts[0].run([UNIRUN, "doctor", "--hosts", "h1,h2,h3,nobody"], check=False, within=START_TIMEOUT)
     assert done.returncode == 1
     wrong = [line for line in done.stdout.splitlines() if line.startswith("! ")]
     assert [line.partition(":")[0] for line in wrong[:3]] == ["! h2", "! h3", "! nobody"]
@@ -108,7 +108,7 @@ def test_in_an_allocation_of_slurm_its_nodes_are_examined(slurm_of_hosts: Slurm,
     parts = "#SBATCH -N1\n#SBATCH hetjob\n#SBATCH -N2\n" if heterogeneous else "#SBATCH -N3\n"
     script.write_text(f"#!/bin/sh\n{parts}exec {shlex.quote(UNIRUN)} doctor --json\n")
     job = slurm_of_hosts.run("sbatch", "--parsable", f"--output={out}", script).strip()
-    slurm_of_hosts.wait(job, START)
+    slurm_of_hosts.wait(job, START_TIMEOUT)
     found = json.loads(out.read_text())
     assert [host["facts"]["hostname"] for host in found["hosts"]] == ["h1", "h2", "h3"]
     assert len(found["links"]) == 6

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.documents import PAGES, Step, blocks, numbers_in, pattern, steps, write
+from tests.waiting import WAIT_TIMEOUT
 
-from .harness import SOON, START, Unirun
+from .harness import START_TIMEOUT, Unirun
 
 pytestmark = [pytest.mark.usefixtures("warm_functions"), pytest.mark.long]
 
@@ -43,7 +44,7 @@ def test_console_blocks_of_a_page_show_the_real_output(page: str, unirun: Unirun
     for block, step in ((each, step) for each in consoles for step in steps(each)):
         # The pids that stand in the page are not those of today.
         command = substituted(step.command, numbers, unirun)
-        deadline = time.monotonic() + SOON
+        deadline = time.monotonic() + WAIT_TIMEOUT
         while True:
             printed = run(command, unirun)
             missing, found = compare(step, printed)
@@ -77,7 +78,7 @@ def run(command: str, unirun: Unirun) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=START,
+        timeout=START_TIMEOUT,
         check=False,
         start_new_session=True,
     )

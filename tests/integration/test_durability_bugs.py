@@ -7,6 +7,7 @@ import os
 import signal
 from typing import Any
 
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import job_prefix, leader_of
 from unirun.rendezvous.store.url import open_store
@@ -14,15 +15,13 @@ from unirun.rendezvous.store.url import open_store
 from .harness import (
     EVEN_DELAY,
     EXEC,
-    IMPATIENT,
     SCRIPTS,
+    SHORT_DELAYS,
     SHORT_TERM,
-    SOON,
-    START,
+    START_TIMEOUT,
     Running,
     Script,
     Unirun,
-    eventually,
 )
 from .masters import Masters
 
@@ -54,7 +53,7 @@ class TestAnEventThatNoMasterCanHandle:
         job = unirun.start(*argv, env=planted("exited"), constants=EVEN_DELAY)
         job.lines("up$", 2)
         (unirun.root / "die").touch()
-        end = job.end(START)
+        end = job.end(START_TIMEOUT)
         assert end.code == 1, end.err
         words = end.err.splitlines()
         cause = "one master after another was ended by a bug in unirun: ZeroDivisionError in "
@@ -78,7 +77,7 @@ class TestAnEventThatNoMasterCanHandle:
         self, unirun: Unirun, script: Script
     ) -> None:
         assert unirun("-d", *EXEC, script(MORTAL), env=planted("_join"), constants=EVEN_DELAY).code == 0
-        eventually(lambda: unirun.status()["phase"] == "failed", "it ends", START)
+        eventually(lambda: unirun.status()["phase"] == "failed", "it ends", START_TIMEOUT)
         assert "a bug in unirun: ZeroDivisionError" in unirun("status").out
 
 
@@ -93,7 +92,7 @@ class TestCtrlCTwice:
         for answer in ("stopping", "killing"):
             job.signal(signal.SIGINT)
             job.lines(f"SIGINT: {answer}")
-        end = job.end(SOON)
+        end = job.end(WAIT_TIMEOUT)
         assert end.code == 130, end.err
 
     def test_ctrl_c_twice_ends_the_job_while_masters_die_one_after_another(
@@ -108,17 +107,17 @@ class TestCtrlCTwice:
         job = unirun.start(*argv, env=planted("exited", "exit"), constants=EVEN_DELAY)
         job.lines("up$", 2)
         (unirun.root / "die").touch()
-        eventually(lambda: epoch(unirun) > 2, "masters follow one another", START)
+        eventually(lambda: epoch(unirun) > 2, "masters follow one another", START_TIMEOUT)
         self.twice(job)
 
     def test_ctrl_c_twice_ends_the_job_while_the_master_hangs(self, unirun: Unirun, script: Script) -> None:
-        job = unirun.start("--roles", "a=2", *EXEC, script(MORTAL), constants=IMPATIENT)
+        job = unirun.start("--roles", "a=2", *EXEC, script(MORTAL), constants=SHORT_DELAYS)
         job.lines("up$", 2)
         Masters(unirun).suspend()
         self.twice(job)
 
     def test_ctrl_c_twice_ends_the_job_while_the_agent_hangs(self, unirun: Unirun, script: Script) -> None:
-        job = unirun.start("--roles", "a=2", *EXEC, script(MORTAL), constants=IMPATIENT)
+        job = unirun.start("--roles", "a=2", *EXEC, script(MORTAL), constants=SHORT_DELAYS)
         job.lines("up$", 2)
         os.kill(unirun.pid_of("unirun-agent"), signal.SIGSTOP)
         self.twice(job)
@@ -151,6 +150,6 @@ class TestAMasterThatHangsForGood:
         masters.suspend()
         stop = unirun.start("stop", constants=SHORT_TERM)
         masters.next()
-        assert stop.end(START).code == 0
-        end = job.end(START)
+        assert stop.end(START_TIMEOUT).code == 0
+        end = job.end(START_TIMEOUT)
         assert (end.code, "stopped (unirun stop)" in end.err) == (143, True), end.err

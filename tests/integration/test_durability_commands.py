@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.observe.jobdir import JobDir
 from unirun.train.job import JobHandle
 
-from .harness import SOON, START, Script, Unirun, alive, eventually
+from .harness import START_TIMEOUT, Script, Unirun, alive
 from .masters import Masters
 
 pytestmark = pytest.mark.timeout(300)
@@ -37,7 +38,7 @@ class Detached:
         self.run_id = started.out.strip()
         self.masters = Masters(unirun)
         self.handle = JobHandle(JobDir(unirun.job_dir()))
-        eventually(lambda: self.pids(), "both workers write", START)
+        eventually(lambda: self.pids(), "both workers write", START_TIMEOUT)
 
     def pids(self) -> list[int]:
         """Pids of both workers, once they have written."""
@@ -72,10 +73,10 @@ def test_a_job_in_the_background_survives_its_masters(unirun: Unirun, detached: 
     detached.masters.next()
     assert detached.pids() == pids
     assert all(map(alive, pids))
-    eventually(lambda: unirun.status()["phase"] == "running", "the status has it", SOON)
+    eventually(lambda: unirun.status()["phase"] == "running", "the status has it", WAIT_TIMEOUT)
     assert [worker["incarnation"] for worker in unirun.workers().values()] == [0, 0]
     detached.enough()
-    eventually(lambda: unirun.status()["phase"] == "succeeded", "it ends", SOON)
+    eventually(lambda: unirun.status()["phase"] == "succeeded", "it ends", WAIT_TIMEOUT)
     assert unirun.status()["code"] == 0
 
 
@@ -129,7 +130,7 @@ def test_a_stop_outlives_the_master_that_received_it(unirun: Unirun, script: Scr
     assert all(map(alive, detached.pids())), "asked twice, they would have been killed"
     assert stop.popen.poll() is None
     detached.enough()
-    ended = stop.end(SOON)
+    ended = stop.end(WAIT_TIMEOUT)
     assert ended.code == 0, ended.err
     assert unirun.status()["phase"] == "stopped"
 
@@ -158,7 +159,7 @@ def test_a_handle_waits_through_the_death_of_a_master(unirun: Unirun, detached: 
         detached.handle.wait(0.1)
     detached.lose_its_master()
     detached.enough()
-    assert detached.handle.wait(START) == 0
+    assert detached.handle.wait(START_TIMEOUT) == 0
 
 
 def test_a_handle_stops_a_job_that_has_just_lost_its_master(unirun: Unirun, detached: Detached) -> None:
@@ -166,5 +167,5 @@ def test_a_handle_stops_a_job_that_has_just_lost_its_master(unirun: Unirun, deta
     detached.lose_its_master()
     began = time.monotonic()
     assert detached.handle.stop() == 143
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - began < WAIT_TIMEOUT
     assert not any(map(alive, pids))

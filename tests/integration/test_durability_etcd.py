@@ -12,20 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.store.etcd_server import Servers
+from tests.contract.store.etcd_server import EtcdCluster
 from tests.effort import variants
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.rendezvous.store.protocol import Put
 from unirun.rendezvous.store.url import open_store
 
-from .harness import IMPATIENT, SHORT_TERM, SOON, START, Unirun, command_in, eventually
-from .masters import Masters, Steady, calm
+from .harness import SHORT_DELAYS, SHORT_TERM, START_TIMEOUT, Unirun, command_in
+from .masters import Masters, SteadyJob, calm
 
 pytestmark = pytest.mark.timeout(300)
 
 AWAY = 3 * SHORT_TERM["unirun.launcher.master.lead.TERM_TTL"]
 """Seconds of an outage: three times a master's lease."""
 
-Cluster = Callable[..., Servers]
+Cluster = Callable[..., EtcdCluster]
 
 
 @pytest.fixture
@@ -34,12 +35,12 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with ExitStack() as stack:
         count = 0
 
-        def start(members: int = 3) -> Servers:
+        def start(members: int = 3) -> EtcdCluster:
             nonlocal count
             count += 1
             folder = tmp_path / f"etcd{count}"
             folder.mkdir()
-            servers = Servers(folder, members)
+            servers = EtcdCluster(folder, members)
             stack.callback(servers.stop)
             settle(servers)
             return servers
@@ -47,12 +48,12 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield start
 
 
-def settle(servers: Servers) -> None:
+def settle(servers: EtcdCluster) -> None:
     """Wait until writes are fast: new members first fill their logs, for seconds on a busy disk."""
     store = open_store(servers.url(prefix="/settle/"))
     try:
         quick = 0
-        deadline = time.monotonic() + START
+        deadline = time.monotonic() + START_TIMEOUT
         while quick < 5:
             assert time.monotonic() < deadline, "the cluster stays slow"
             began = time.monotonic()
@@ -62,29 +63,29 @@ def settle(servers: Servers) -> None:
         store.close()
 
 
-def url(servers: Servers, timeout: float = 5) -> str:
+def url(servers: EtcdCluster, timeout: float = 5) -> str:
     """The URL of the store, by default with the default timeout."""
     return servers.url(timeout=timeout)
 
 
-def freeze(servers: Servers) -> None:
+def freeze(servers: EtcdCluster) -> None:
     for member in servers.members:
         assert member.process is not None
         os.kill(member.process.pid, signal.SIGSTOP)
 
 
-def thaw(servers: Servers) -> None:
+def thaw(servers: EtcdCluster) -> None:
     for member in servers.members:
         assert member.process is not None
         os.kill(member.process.pid, signal.SIGCONT)
 
 
-def kill(servers: Servers) -> None:
+def kill(servers: EtcdCluster) -> None:
     for member in servers.members:
         member.kill()
 
 
-def start(servers: Servers) -> None:
+def start(servers: EtcdCluster) -> None:
     for member in servers.members:
         servers.start(member)
 
@@ -99,31 +100,31 @@ def test_a_job_survives_the_death_of_an_etcd_member_and_of_the_etcd_leader(
     4. The job ends without a restart.
     """
     servers = cluster()
-    steady = Steady(unirun, "--store", url(servers))
-    steady.pids()
+    steady_job = SteadyJob(unirun, "--store", url(servers))
+    steady_job.pids()
     masters = Masters(unirun)
     leader = servers.leader()
     follower = next(each for each in servers.members if each is not leader)
     follower.kill()
     masters.kill()
     masters.next()
-    steady.goes_on()
+    steady_job.goes_on()
     servers.start(follower)
     eventually(lambda: servers.ctl("endpoint", "health", endpoint=follower.endpoint) or True, "it is back")
     leader.kill()
     masters.kill()
     masters.next()
-    steady.goes_on()
-    assert calm(steady.end())
+    steady_job.goes_on()
+    assert calm(steady_job.end())
 
 
 @dataclass
-class Stage:
+class JobOnEtcd:
     """A job whose store goes away."""
 
     unirun: Unirun
-    servers: Servers
-    steady: Steady
+    servers: EtcdCluster
+    steady_job: SteadyJob
     pids: list[int]
     masters: Masters
 
@@ -147,52 +148,55 @@ def test_a_job_survives_an_outage_of_the_whole_etcd_cluster(tmp_path: Path, clus
     """
     ways = {"hang": (freeze, thaw), "die": (kill, start)}
     with ExitStack() as stack:
-        stages: dict[str, Stage] = {}
+        jobs_on_etcd: dict[str, JobOnEtcd] = {}
         for way in ways:
             servers = cluster()
             (tmp_path / way).mkdir()
             unirun = stack.enter_context(command_in(tmp_path / way))
-            steady = Steady(unirun, "--store", url(servers), "--max-restarts", 3, constants=SHORT_TERM)
-            stages[way] = Stage(unirun, servers, steady, steady.pids(), Masters(unirun))
+            steady_job = SteadyJob(unirun, "--store", url(servers), "--max-restarts", 3, constants=SHORT_TERM)
+            jobs_on_etcd[way] = JobOnEtcd(unirun, servers, steady_job, steady_job.pids(), Masters(unirun))
         began = time.monotonic()
-        for way, stage in stages.items():
-            ways[way][0](stage.servers)
-        for stage in stages.values():
-            trouble = eventually(stage.trouble, "the status tells of the store")
+        for way, job_on_etcd in jobs_on_etcd.items():
+            ways[way][0](job_on_etcd.servers)
+        for job_on_etcd in jobs_on_etcd.values():
+            trouble = eventually(job_on_etcd.trouble, "the status tells of the store")
             assert "decisions wait until it can be written" in trouble
-            shown = stage.unirun("status")
+            shown = job_on_etcd.unirun("status")
             assert shown.code == 0
             assert "decisions wait" in shown.out
-            stage.steady.goes_on()
-            os.kill(stage.pids[3], signal.SIGKILL)
+            job_on_etcd.steady_job.goes_on()
+            os.kill(job_on_etcd.pids[3], signal.SIGKILL)
         while (left := began + AWAY - time.monotonic()) > 0:
             time.sleep(min(left, 0.2))
-            for stage in stages.values():
-                assert not stage.has_restarted(), "nobody can have written it"
-        for way, stage in stages.items():
-            ways[way][1](stage.servers)
-        for way, stage in stages.items():
-            eventually(stage.has_restarted, f"{way}: the dead worker is started again", START)
-            stage.steady.goes_on(START)
-            eventually(lambda stage=stage: stage.trouble() == "", f"{way}: the term is kept again, too")  # type: ignore[misc]
-            assert stage.masters.restarts() == {"adder": 0, "thinker": 1, "trainer": 0}
-        for stage in stages.values():
-            row = stage.steady.end()
-            assert [pid for pid, _ in row["after"][:2]] == stage.pids[1:3]
+            for job_on_etcd in jobs_on_etcd.values():
+                assert not job_on_etcd.has_restarted(), "nobody can have written it"
+        for way, job_on_etcd in jobs_on_etcd.items():
+            ways[way][1](job_on_etcd.servers)
+        for way, job_on_etcd in jobs_on_etcd.items():
+            eventually(job_on_etcd.has_restarted, f"{way}: the dead worker is started again", START_TIMEOUT)
+            job_on_etcd.steady_job.goes_on(START_TIMEOUT)
+            eventually(
+                lambda job_on_etcd=job_on_etcd: job_on_etcd.trouble() == "",  # type: ignore[misc]
+                f"{way}: the term is kept again, too",
+            )
+            assert job_on_etcd.masters.restarts() == {"adder": 0, "thinker": 1, "trainer": 0}
+        for job_on_etcd in jobs_on_etcd.values():
+            row = job_on_etcd.steady_job.end()
+            assert [pid for pid, _ in row["after"][:2]] == job_on_etcd.pids[1:3]
             assert [incarnation for _, incarnation in row["after"]] == [0, 0, 1]
 
 
 class TestCtrlCWhileTheStoreIsAway:
     @pytest.mark.parametrize("gone", variants(freeze, kill))
     def test_ctrl_c_while_the_store_is_away_ends_the_job(
-        self, unirun: Unirun, cluster: Cluster, gone: Callable[[Servers], None]
+        self, unirun: Unirun, cluster: Cluster, gone: Callable[[EtcdCluster], None]
     ) -> None:
         servers = cluster(members=1)
-        steady = Steady(unirun, "--store", url(servers, timeout=2))
-        steady.pids()
+        steady_job = SteadyJob(unirun, "--store", url(servers, timeout=2))
+        steady_job.pids()
         gone(servers)
-        steady.job.signal(signal.SIGINT)
-        end = steady.job.end(SOON)
+        steady_job.job.signal(signal.SIGINT)
+        end = steady_job.job.end(WAIT_TIMEOUT)
         assert end.code == 130, end.err
         assert unirun.status()["phase"] == "stopped"
 
@@ -204,14 +208,14 @@ class TestCtrlCWhileTheStoreIsAway:
         2. Ctrl-C twice: the command stops the agent itself, and ends with 130.
         """
         servers = cluster(members=1)
-        steady = Steady(unirun, "--store", url(servers, timeout=2), constants=IMPATIENT)
-        steady.pids()
+        steady_job = SteadyJob(unirun, "--store", url(servers, timeout=2), constants=SHORT_DELAYS)
+        steady_job.pids()
         masters = Masters(unirun)
         masters.next()
         kill(servers)
         os.kill(masters.known.pid, signal.SIGKILL)
         for answer in ("stopping", "killing"):
-            steady.job.signal(signal.SIGINT)
-            steady.job.lines(f"SIGINT: {answer}")
-        end = steady.job.end(SOON)
+            steady_job.job.signal(signal.SIGINT)
+            steady_job.job.lines(f"SIGINT: {answer}")
+        end = steady_job.job.end(WAIT_TIMEOUT)
         assert end.code == 130, end.err

@@ -6,8 +6,10 @@ import os
 import re
 import signal
 
-from .harness import START, Running, Script, Unirun, eventually
-from .masters import Masters, Steady
+from tests.waiting import eventually
+
+from .harness import START_TIMEOUT, Running, Script, Unirun
+from .masters import Masters, SteadyJob
 
 WAITING = """
     import os, pathlib, time
@@ -36,15 +38,15 @@ class TestAWorkerThatDiesWhileThereIsNoMaster:
         2. The next master restarts that rank alone, and counts one restart.
         3. The trainer's calls continue; all other processes are the same at the end.
         """
-        steady = Steady(unirun, "--max-restarts", 3)
-        _, victim, other, thinker = steady.pids()
+        steady_job = SteadyJob(unirun, "--max-restarts", 3)
+        _, victim, other, thinker = steady_job.pids()
         masters = Masters(unirun)
         masters.kill()
         kill(victim)
         counted = {"adder": 1, "thinker": 0, "trainer": 0}
-        eventually(lambda: masters.restarts() == counted, "the restart is counted", START)
-        steady.goes_on(START)
-        row = steady.end()
+        eventually(lambda: masters.restarts() == counted, "the restart is counted", START_TIMEOUT)
+        steady_job.goes_on(START_TIMEOUT)
+        row = steady_job.end()
         assert row["after"][0][0] != victim
         assert [incarnation for _, incarnation in row["after"]] == [1, 0, 0]
         assert [pid for pid, _ in row["after"][1:]] == [other, thinker]
@@ -70,7 +72,7 @@ class TestAWorkerThatDiesWhileThereIsNoMaster:
         kill(victim)
         pid_of(job, "a", 0, 1)
         pid_of(job, "a", 1, 1)
-        eventually(lambda: masters.restarts() == {"a": 1, "b": 0}, "the restart is counted", START)
+        eventually(lambda: masters.restarts() == {"a": 1, "b": 0}, "the restart is counted", START_TIMEOUT)
         assert unirun.workers()["b:0"]["pid"] == other
         (unirun.root / "enough").touch()
         assert job.end().code == 0
@@ -93,7 +95,7 @@ class TestAWorkerThatDiesWhileThereIsNoMaster:
             for rank in range(2):
                 pid_of(job, role, rank, 1)
         counted = {"a": 1, "b": 1, "c": 0}
-        eventually(lambda: masters.restarts() == counted, "the restarts are counted", START)
+        eventually(lambda: masters.restarts() == counted, "the restarts are counted", START_TIMEOUT)
         assert unirun.workers()["c:0"]["pid"] == other
         (unirun.root / "enough").touch()
         assert job.end().code == 0

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.contract.store.certificates import Authority
-from tests.contract.store.etcd_server import Servers
-from tests.contract.store.places import wait_until
+from tests.contract.store.etcd_server import EtcdCluster
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.rendezvous.election import job_prefix
 from unirun.rendezvous.store.protocol import PASSWORD_VARIABLE, Put
 from unirun.rendezvous.store.url import open_store
 
-from .harness import EXEC, SOON, Result, Unirun, eventually
+from .harness import EXEC, Result, Unirun
 
 
 def refused(
@@ -108,7 +108,7 @@ def mounted(where: Path, options: str) -> Iterator[Path | None]:
         yield where if done else None
     finally:
         if done:
-            subprocess.run(["umount", "--lazy", str(where)], check=True, timeout=SOON)
+            subprocess.run(["umount", "--lazy", str(where)], check=True, timeout=WAIT_TIMEOUT)
 
 
 class TestAnEtcd:
@@ -116,7 +116,7 @@ class TestAnEtcd:
         url = "etcd://127.0.0.1:1?timeout=1"
         refused(unirun, url, 4, "etcd at 127.0.0.1:1 has not answered for 1 s", "etcdctl endpoint health")
 
-    def test_a_foreign_prefix_in_etcd_is_reported(self, unirun: Unirun, etcd: Servers) -> None:
+    def test_a_foreign_prefix_in_etcd_is_reported(self, unirun: Unirun, etcd: EtcdCluster) -> None:
         store = open_store(etcd.url(prefix="/other/"))
         store.txn([], [Put(f"{job_prefix('mine')}lead/epoch", "tomorrow")])
         store.close()
@@ -131,10 +131,12 @@ class TestAnEtcd:
         authority = Authority(tmp_path)
         cert, key = authority.sign("server")
         flags = ("--client-cert-auth", "--cert-file", str(cert), "--key-file", str(key))
-        servers = Servers(tmp_path, flags=(*flags, "--trusted-ca-file", str(authority.cert)), scheme="https")
+        servers = EtcdCluster(
+            tmp_path, flags=(*flags, "--trusted-ca-file", str(authority.cert)), scheme="https"
+        )
         try:
             mine, my_key = authority.sign("expired", days=0)
-            wait_until(lambda: is_over(mine))
+            eventually(lambda: is_over(mine))
             url = servers.url(cacert=authority.cert, cert=mine, key=my_key, timeout=5)
             refused(unirun, url, 4, "refuses the client certificate", "openssl x509", str(mine))
             url = servers.url(cacert=authority.cert, timeout=5)
@@ -143,7 +145,7 @@ class TestAnEtcd:
             servers.stop()
 
     def test_an_etcd_that_refuses_the_password_is_reported(self, unirun: Unirun, tmp_path: Path) -> None:
-        servers = Servers(tmp_path)
+        servers = EtcdCluster(tmp_path)
         try:
             open_store(servers.url()).close()
             servers.ctl("user", "add", "root:right")

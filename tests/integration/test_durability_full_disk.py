@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from .harness import EXEC, SOON, START, Script, Unirun, eventually, gone
+from tests.waiting import WAIT_TIMEOUT, eventually
+
+from .harness import EXEC, START_TIMEOUT, Script, Unirun, gone
 from .masters import Masters
 from .test_durability_faults import mounted
 
@@ -54,14 +56,14 @@ def test_decisions_during_a_full_disk_are_carried_out_when_there_is_space(
     master = Masters(unirun).next()
     ballast = fill(small)
     os.kill(victim, signal.SIGKILL)
-    job.lines(r"unirun: store: the disk of .* is full", within=START)
+    job.lines(r"unirun: store: the disk of .* is full", within=START_TIMEOUT)
     ballast.unlink()
-    job.lines(r"unirun: store: it is back", within=SOON)
-    job.lines(r"up 1$", 2, within=START)
+    job.lines(r"unirun: store: it is back", within=WAIT_TIMEOUT)
+    job.lines(r"up 1$", 2, within=START_TIMEOUT)
     assert not gone(master.pid, 0.0), "it has led all the while"
     eventually(lambda: unirun.status()["roles"][0]["restarts"] == 1, "the restart is counted")
     job.signal(signal.SIGTERM)
-    assert job.end(SOON).code == 143
+    assert job.end(WAIT_TIMEOUT).code == 143
 
 
 def test_a_job_can_be_stopped_though_the_disk_stays_full(unirun: Unirun, small: Path, script: Script) -> None:
@@ -71,7 +73,7 @@ def test_a_job_can_be_stopped_though_the_disk_stays_full(unirun: Unirun, small: 
     job.lines(r"up$", 2)
     fill(small)
     job.signal(signal.SIGTERM)
-    end = job.end(SOON)
+    end = job.end(WAIT_TIMEOUT)
     assert end.code == 143, end.err
     assert "Traceback" not in end.err
 
@@ -101,9 +103,9 @@ def test_workers_that_print_on_a_full_disk_lose_their_output_and_go_on(
     job.lines(r"up$")
     ballast = fill(small)
     (unirun.root / "full").touch()
-    eventually((unirun.root / "printed").exists, "all is printed", START)
+    eventually((unirun.root / "printed").exists, "all is printed", START_TIMEOUT)
     ballast.unlink()
     (unirun.root / "room").touch()
-    end = job.end(START)
+    end = job.end(START_TIMEOUT)
     assert (end.code, end.out.count("here again")) == (0, 1), end.err
     assert re.search(r"\[unirun: the disk was full, \d{5,} bytes are lost\]", end.out)

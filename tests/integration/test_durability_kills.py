@@ -10,8 +10,8 @@ import pytest
 
 from tests.effort import CHAOS
 
-from .harness import EVEN_DELAY, START, Unirun
-from .masters import Masters, Steady, calm, said
+from .harness import EVEN_DELAY, START_TIMEOUT, Unirun
+from .masters import Masters, SteadyJob, calm, said
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -39,22 +39,22 @@ def test_repeated_deaths_of_the_master_cost_no_worker_call_or_result(
     3. Masters are killed while the job ends.
     4. The job has succeeded: no restart, no lost call, no decision, and no open socket in its directory.
     """
-    steady = Steady(unirun, *store, constants=EVEN_DELAY)
+    steady_job = SteadyJob(unirun, *store, constants=EVEN_DELAY)
     masters = Masters(unirun)
     for _ in range(WHILE_IT_STARTS):
         masters.next()
         time.sleep(chance.random() * MOMENT)
         masters.kill()
-    pids = steady.pids()
+    pids = steady_job.pids()
     for _ in range(KILLS - WHILE_IT_STARTS - WHILE_IT_ENDS):
         masters.next()
         time.sleep(chance.random() * MOMENT)
         masters.kill()
-    steady.goes_on(START)
-    steady.finish()
+    steady_job.goes_on(START_TIMEOUT)
+    steady_job.finish()
     for _ in range(WHILE_IT_ENDS):
-        masters.kill(unless_over=steady.job)
-    row = said(steady.job.end())
+        masters.kill(unless_over=steady_job.job)
+    row = said(steady_job.job.end())
     assert calm(row), row
     assert pids[1:] == [pid for pid, _ in row["after"]]
     status = masters.status()

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import unirun
-from tests.effort import SOON
 from tests.testbed import engine as stub
 from tests.testbed.engine import tokens
+from tests.waiting import WAIT_TIMEOUT
 from unirun.rollout import Answer
 
 pytestmark = pytest.mark.processes
@@ -80,7 +80,7 @@ class Engines:
     def close(self, rank: int) -> None:
         process = self.processes[rank]
         process.kill()
-        process.wait(SOON)
+        process.wait(WAIT_TIMEOUT)
         assert process.stdout is not None
         process.stdout.close()
 
@@ -157,7 +157,7 @@ def test_of_200_requests_none_is_lost_and_none_is_answered_twice(
 ) -> None:
     async def story() -> None:
         # On a busy machine one request may meet nearly all of these ends.
-        async with unirun.EngineClient("engine", timeout=SOON, attempts=10) as client:
+        async with unirun.EngineClient("engine", timeout=WAIT_TIMEOUT, attempts=10) as client:
             running = asyncio.create_task(asked(client, 200, at_a_time=40))
             await accident(engines)
             all_answered_once(await running)
@@ -167,7 +167,7 @@ def test_of_200_requests_none_is_lost_and_none_is_answered_twice(
 
 def test_an_engine_that_was_started_again_serves_as_its_next_incarnation(engines: Engines) -> None:
     async def story() -> None:
-        async with unirun.EngineClient("engine", timeout=SOON) as client:
+        async with unirun.EngineClient("engine", timeout=WAIT_TIMEOUT) as client:
             all_answered_once(await asked(client, 6, at_a_time=6))
             engines.signal(2, signal.SIGKILL)
             await engines.restart(2)

@@ -11,8 +11,9 @@ from pathlib import Path
 import yaml
 
 from tests.testbed.engine import tokens
+from tests.waiting import eventually
 
-from .harness import Script, Unirun, eventually
+from .harness import Script, Unirun
 
 STUB = Path(__file__).parents[1] / "testbed" / "engine.py"
 

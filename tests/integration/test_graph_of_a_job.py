@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import SCRIPTS, Unirun, eventually
+from tests.integration.harness import SCRIPTS, Unirun
+from tests.waiting import eventually
 
 TRAINER = """
     import pathlib, time

@@ -9,7 +9,9 @@ import signal
 
 import pytest
 
-from .harness import SOON, Script, Unirun
+from tests.waiting import WAIT_TIMEOUT
+
+from .harness import Script, Unirun
 
 
 class TestTheExitCode:
@@ -214,7 +216,7 @@ class TestAWorkerThatIgnoresSigterm:
         job.lines("up", 3)
         (pid,) = job.lines(r"up 1 (\d+)")
         os.kill(int(pid), signal.SIGUSR1)
-        result = job.end(SOON)
+        result = job.end(WAIT_TIMEOUT)
         assert result.code == 6, result.err
         assert root_cause(result.err)[0].startswith("root cause: a:1 on ")
         assert "a:0: did not end in its grace period and is killed" in result.err
@@ -289,7 +291,7 @@ class TestAWorkerWhoseExitHandlersTakeLong:
         job = unirun.start("--shutdown-timeout", 0.3, "--start-method", "exec", train)
         job.lines(r"default:0: has failed 0\.3 s ago, and its exit handlers or threads still run")
         (unirun.root / "go").touch()
-        result = job.end(SOON)
+        result = job.end(WAIT_TIMEOUT)
         assert (result.code, result.lines) == (1, ["uploaded"]), result.err
         assert "killed" not in root_cause(result.err)[0]
 
@@ -305,6 +307,6 @@ class TestAWorkerWhoseExitHandlersTakeLong:
         job = unirun.start("--shutdown-timeout", 0.3, "--start-method", "exec", train)
         job.lines("its exit handlers or threads still run")
         job.signal(signal.SIGTERM)
-        result = job.end(SOON)
+        result = job.end(WAIT_TIMEOUT)
         assert result.code == 143, result.err
         assert "default:0: did not end in its grace period and is killed" in result.err

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import SCRIPTS, Running, Script, Unirun, eventually
+from tests.integration.harness import SCRIPTS, Running, Script, Unirun
 from tests.integration.sockets import Listener, listeners_of
+from tests.waiting import eventually
 from unirun.observe.jobdir import JobDir
 from unirun.wire.address import unix_address
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from .harness import START, Running, Script, Unirun, eventually
+from tests.waiting import eventually
+
+from .harness import START_TIMEOUT, Running, Script, Unirun
 from .masters import Masters
 
 WAITING = """
@@ -97,7 +99,7 @@ def agents(unirun: Unirun, *nodes: str) -> list[int]:
         words = [text.split() for text in unirun.events("join")]
         return {name: int(pid.rstrip(")")) for name, _, _, pid in words}
 
-    eventually(lambda: {*nodes} <= {*joined()}, f"{nodes} have joined", START)
+    eventually(lambda: {*nodes} <= {*joined()}, f"{nodes} have joined", START_TIMEOUT)
     return [joined()[node] for node in nodes]
 
 
@@ -253,7 +255,9 @@ class TestANodeOfSeveral:
         masters.kill()
         # A node that dies before it has joined the next master is waited for until its time is over.
         joined = f"node2 joined (pid {second})"
-        eventually(lambda: unirun.events("join").count(joined) == 2, "it has joined another master", START)
+        eventually(
+            lambda: unirun.events("join").count(joined) == 2, "it has joined another master", START_TIMEOUT
+        )
         eventually(lambda: masters.status()["epoch"] > 1, "the status has it")
         os.kill(second, signal.SIGKILL)
         assert {node for _, node, _, _ in up(job, 2, 4)} == {"node0", "node3"}

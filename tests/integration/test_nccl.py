@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .harness import START, Script, Unirun
+from .harness import START_TIMEOUT, Script, Unirun
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,7 @@ def ranks() -> int:
 
 
 def test_all_ranks_of_a_role_add_up(unirun: Unirun, script: Script, ranks: int) -> None:
-    result = unirun("--nproc-per-node", ranks, script(SUM), within=3 * START)
+    result = unirun("--nproc-per-node", ranks, script(SUM), within=3 * START_TIMEOUT)
     assert result.code == 0, result.err
     total = [float(sum(range(1, ranks + 1)))]
     assert result.lines == sorted([*["generation 0"] * ranks, *[f"sum {total}"] * ranks])
@@ -47,6 +47,6 @@ def test_a_role_is_formed_again_when_a_rank_is_killed_between_collectives(
     unirun: Unirun, script: Script, ranks: int
 ) -> None:
     options = ("--nproc-per-node", ranks, "--max-restarts", 1, "--env", "ENDS=1")
-    result = unirun(*options, script(SUM), within=3 * START)
+    result = unirun(*options, script(SUM), within=3 * START_TIMEOUT)
     assert result.code == 0, result.err
     assert [line for line in result.lines if "generation" in line] == ["generation 1"] * ranks

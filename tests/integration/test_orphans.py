@@ -9,8 +9,9 @@ import time
 import pytest
 
 from tests.effort import variants
+from tests.waiting import WAIT_TIMEOUT, eventually
 
-from .harness import SOON, START, Running, Script, Unirun, alive, eventually, gone
+from .harness import START_TIMEOUT, Running, Script, Unirun, alive, gone
 
 pytestmark = pytest.mark.cold
 """`starting_warm` has these cases for warm jobs."""
@@ -134,14 +135,14 @@ class TestADetachedJob:
             except OSError:
                 return []
 
-        return eventually(look, "both workers are up", START)
+        return eventually(look, "both workers are up", START_TIMEOUT)
 
     def test_a_detached_job_continues_after_the_command_has_returned(
         self, unirun: Unirun, detached: list[int]
     ) -> None:
         assert "unirun" not in unirun.processes().values()
         assert all(map(alive, detached))
-        eventually(lambda: unirun.status()["phase"] == "running", "the status has it", SOON)
+        eventually(lambda: unirun.status()["phase"] == "running", "the status has it", WAIT_TIMEOUT)
         assert unirun("stop", "--now").code == 0
         assert not any(map(alive, detached))
         assert unirun.status()["phase"] == "stopped"
@@ -160,4 +161,4 @@ class TestADetachedJob:
         kill_together(victims(unirun.started[0], part))
         assert all_gone_in_time(detached), [pid for pid in detached if alive(pid)]
         unirun.assert_nothing_left()
-        assert eventually(lambda: unirun.status()["phase"] == phase, f"phase {phase}", SOON)
+        assert eventually(lambda: unirun.status()["phase"] == phase, f"phase {phase}", WAIT_TIMEOUT)

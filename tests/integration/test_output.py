@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from tests.unit.launcher.foreground.screen import Screen
+from tests.waiting import WAIT_TIMEOUT, eventually
 
-from .harness import EXEC, SOON, START, Script, Unirun, eventually, gone
+from .harness import EXEC, START_TIMEOUT, Script, Unirun, gone
 
 
 class TestLogFiles:
@@ -148,7 +149,7 @@ class TestTheConsole:
             )
             os.close(theirs)
             text = b""
-            while select.select([ours], [], [], START)[0]:
+            while select.select([ours], [], [], START_TIMEOUT)[0]:
                 try:
                     text += os.read(ours, 1 << 16)
                 except OSError:  # the other end is closed
@@ -202,7 +203,7 @@ class TestAReaderThatFallsBehind:
             *EXEC, "--nproc-per-node", 2, script(self.MEGABYTES), read=False, stderr=subprocess.DEVNULL
         )
         for rank in range(2):
-            eventually((unirun.root / f"done{rank}").exists, "a worker has written all of it", START)
+            eventually((unirun.root / f"done{rank}").exists, "a worker has written all of it", START_TIMEOUT)
         eventually(lambda: all(w["exit"] for w in unirun.workers().values()), "both workers have ended")
         assert job.popen.stdout is not None
         lines = job.popen.stdout.read().splitlines()
@@ -217,11 +218,11 @@ class TestAReaderThatFallsBehind:
         train = script(self.MEGABYTES + "\n        import signal; signal.pause()\n")
         job = unirun.start(*EXEC, "--nproc-per-node", 2, train, read=False)
         for rank in range(2):
-            eventually((unirun.root / f"done{rank}").exists, "a worker has written all of it", START)
+            eventually((unirun.root / f"done{rank}").exists, "a worker has written all of it", START_TIMEOUT)
         pids = [worker["pid"] for worker in unirun.workers().values()]
         job.signal(signal.SIGTERM)
-        assert all(gone(pid, SOON) for pid in pids)
-        out, _ = job.popen.communicate(timeout=START)
+        assert all(gone(pid, WAIT_TIMEOUT) for pid in pids)
+        out, _ = job.popen.communicate(timeout=START_TIMEOUT)
         assert out.count(b"\n") == 40_000
         assert job.end().code == 143
 
@@ -246,10 +247,10 @@ class TestAReaderThatFallsBehind:
             path = unirun.root / "again"
             return path.read_text() if path.exists() else None
 
-        pid = int(eventually(again, "it runs again", START))
+        pid = int(eventually(again, "it runs again", START_TIMEOUT))
         job.signal(signal.SIGTERM)
-        assert gone(pid, SOON)
-        out, _ = job.popen.communicate(timeout=START)
+        assert gone(pid, WAIT_TIMEOUT)
+        out, _ = job.popen.communicate(timeout=START_TIMEOUT)
         assert out.count(b"\n") == 40_000
         assert job.end().code == 143
 
@@ -257,8 +258,8 @@ class TestAReaderThatFallsBehind:
         self, unirun: Unirun, script: Script
     ) -> None:
         job = unirun.start(*EXEC, script(self.MEGABYTES + "\n        raise SystemExit(3)\n"), read=False)
-        eventually((unirun.root / "done0").exists, "the worker has written all of it", START)
-        eventually(lambda: unirun.status()["phase"] == "failed", "the job is over", START)
+        eventually((unirun.root / "done0").exists, "the worker has written all of it", START_TIMEOUT)
+        eventually(lambda: unirun.status()["phase"] == "failed", "the job is over", START_TIMEOUT)
         eventually(lambda: set(unirun.processes().values()) <= {"unirun"}, "its processes are gone")
         assert not gone(job.pid, 0.0)
 
@@ -268,7 +269,7 @@ class TestAReaderThatFallsBehind:
 
         # One that comes before the command knows of the end is for the job.
         eventually(interrupted, "a signal ends it")
-        assert job.end(SOON).code == 3
+        assert job.end(WAIT_TIMEOUT).code == 3
 
     def test_a_slow_reader_may_have_a_non_blocking_pipe(self, unirun: Unirun, script: Script) -> None:
         ours, theirs = os.pipe()
@@ -277,7 +278,7 @@ class TestAReaderThatFallsBehind:
             *EXEC, script(self.MEGABYTES), read=False, stdout=theirs, stderr=subprocess.DEVNULL
         )
         os.close(theirs)
-        eventually((unirun.root / "done0").exists, "the worker has written all of it", START)
+        eventually((unirun.root / "done0").exists, "the worker has written all of it", START_TIMEOUT)
         with os.fdopen(ours, "rb") as pipe:
             assert pipe.read().count(b"\n") == 20_000
         assert job.end().code == 0
@@ -318,8 +319,8 @@ class TestAReaderThatFallsBehind:
         self, unirun: Unirun, script: Script
     ) -> None:
         job = unirun.start(*EXEC, "-q", script(self.MEGABYTES), read=False)
-        eventually((unirun.root / "done0").exists, "the worker has written all of it", START)
-        eventually(lambda: unirun.status()["phase"] == "succeeded", "the job is over", START)
+        eventually((unirun.root / "done0").exists, "the worker has written all of it", START_TIMEOUT)
+        eventually(lambda: unirun.status()["phase"] == "succeeded", "the job is over", START_TIMEOUT)
         assert job.popen.stdout is not None
         job.popen.stdout.close()
         assert job.end().code == 141

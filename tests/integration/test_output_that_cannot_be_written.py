@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from .harness import EXEC, SOON, Script, Unirun
+from tests.waiting import WAIT_TIMEOUT
+
+from .harness import EXEC, Script, Unirun
 
 
 class TestAStdoutThatCannotBeWritten:
@@ -42,7 +44,7 @@ class TestADiskThatIsFull:
         finally:
             if mounted.returncode == 0:
                 with contextlib.suppress(subprocess.SubprocessError):
-                    subprocess.run(["umount", "--lazy", str(where)], check=True, timeout=SOON)
+                    subprocess.run(["umount", "--lazy", str(where)], check=True, timeout=WAIT_TIMEOUT)
 
     def test_a_limit_on_the_file_size_of_one_worker_is_reported(self, unirun: Unirun, script: Script) -> None:
         train = script(

@@ -7,13 +7,14 @@ import signal
 import sys
 from pathlib import Path
 
+from tests.waiting import eventually
 from unirun.observe.events import read_events
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import Leader, job_prefix, leader_of
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.address import UnixAddress
 
-from .harness import SCRIPTS, START, Script, Unirun, alive, eventually
+from .harness import SCRIPTS, START_TIMEOUT, Script, Unirun, alive
 from .test_losing_a_node import job_file
 
 WAITING = """
@@ -44,7 +45,7 @@ def test_a_job_whose_agents_share_no_directory_outlives_its_master_and_a_node(
         found = [mark.read_text() for mark in marks if mark.exists()]
         return found if len(found) == 4 and all(found) else None
 
-    assert eventually(lambda: up(0), "all workers run", START) == ["node0", "node0", "node1", "node1"]
+    assert eventually(lambda: up(0), "all workers run", START_TIMEOUT) == ["node0", "node0", "node1", "node1"]
     run_id = unirun.job_dir().name
     store = open_store((unirun.job_dir() / "store").read_text())
 
@@ -54,7 +55,7 @@ def test_a_job_whose_agents_share_no_directory_outlives_its_master_and_a_node(
 
     first = eventually(lambda: leader(0), "a master leads")
     os.kill(first.pid, signal.SIGKILL)
-    second = eventually(lambda: leader(first.epoch), "another master leads", START)
+    second = eventually(lambda: leader(first.epoch), "another master leads", START_TIMEOUT)
     assert isinstance(second.address, UnixAddress)
     own = JobDir(Path(second.address.path).parent)
     assert own.path.parents[1] == tmp_path / "hosts", (
@@ -66,10 +67,10 @@ def test_a_job_whose_agents_share_no_directory_outlives_its_master_and_a_node(
         found = {node: int(pid.rstrip(")")) for node, _, _, pid in texts}
         return found if len(found) == 3 else None
 
-    pids = eventually(joined, "all agents have joined it", START)
+    pids = eventually(joined, "all agents have joined it", START_TIMEOUT)
     lost = "node1" if own.path.parent.name == "node0" else "node0"
     os.kill(pids[lost], signal.SIGKILL)
-    nodes = eventually(lambda: up(1), "all workers run again", START)
+    nodes = eventually(lambda: up(1), "all workers run again", START_TIMEOUT)
     assert sorted(set(nodes)) == sorted({"node0", "node1", "node2"} - {lost})
     (unirun.root / "enough").touch()
     end = job.end()

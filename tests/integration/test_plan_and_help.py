@@ -8,13 +8,13 @@ import re
 import pytest
 
 from .harness import Script, Unirun
-from .serving import QUICK
+from .serving import COMMAND_TIMEOUT
 
 
 class TestPlan:
     def test_plan_prints_a_table(self, unirun: Unirun, script: Script) -> None:
         train = script("raise SystemExit(9)")
-        result = unirun("plan", "--roles", "actor=2,rollout=1", train, "--lr", "3", within=QUICK)
+        result = unirun("plan", "--roles", "actor=2,rollout=1", train, "--lr", "3", within=COMMAND_TIMEOUT)
         assert result.code == 0, result.err
         assert re.search(r"ROLE +RANK +NODE +SLOT +RESTART +ENV +COMMAND", result.out)
         rows = [line for line in result.out.splitlines() if re.match(r"(actor|rollout) ", line)]
@@ -36,7 +36,7 @@ class TestPlan:
                 train,
                 "x",
             ),
-            within=QUICK,
+            within=COMMAND_TIMEOUT,
         )
         plan = json.loads(result.out)
         assert [(w["role"], w["rank"], w["slot"], w["local_rank"]) for w in plan["workers"]] == [
@@ -52,7 +52,7 @@ class TestPlan:
         assert unirun.processes() == {}
 
     def test_plan_refuses_what_a_run_would_refuse(self, unirun: Unirun) -> None:
-        result = unirun("plan", "--roles", "actor=0", "missing.py", within=QUICK)
+        result = unirun("plan", "--roles", "actor=0", "missing.py", within=COMMAND_TIMEOUT)
         assert (result.code, len(result.err.splitlines())) == (2, 2)
 
 
@@ -61,7 +61,7 @@ class TestHelp:
         "args", [["--help"], ["-h"], [], ["status", "--help"], ["plan", "--help"], ["stop", "-h"]]
     )
     def test_help_is_printed(self, unirun: Unirun, args: list[str]) -> None:
-        result = unirun(*args, within=QUICK)
+        result = unirun(*args, within=COMMAND_TIMEOUT)
         assert (result.code, "usage: unirun" in result.out.lower()) == (0, True)
 
     @pytest.mark.parametrize("args", [["--help"], ["status", "--json"], ["ls"], ["plan", "train.py"]])
@@ -71,6 +71,6 @@ class TestHelp:
         script("")
         # torch is not to be found on the path that this process has: an import of it would fail.
         script("raise SystemExit('torch was imported')", "blocked/torch.py")
-        result = unirun(*args, env={"PYTHONPATH": str(unirun.root / "blocked")}, within=QUICK)
+        result = unirun(*args, env={"PYTHONPATH": str(unirun.root / "blocked")}, within=COMMAND_TIMEOUT)
         assert "torch was imported" not in result.err
         assert result.code == (2 if args[0] == "status" else 0), result.err

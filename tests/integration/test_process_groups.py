@@ -7,7 +7,9 @@ import signal
 
 import pytest
 
-from .harness import SOON, Script, Unirun, alive, eventually
+from tests.waiting import WAIT_TIMEOUT, eventually
+
+from .harness import Script, Unirun, alive
 
 CHILDREN = """\
 import os, signal, subprocess, sys
@@ -51,7 +53,7 @@ class TestWholeProcessGroups:
         job.lines("up$", 2)
         pids = [int(pid) for pid in job.lines(r"child (\d+)", 6)]
         job.signal(signal.SIGTERM)
-        assert job.end(SOON).code == 143
+        assert job.end(WAIT_TIMEOUT).code == 143
         assert not any(map(alive, pids))
 
     def test_a_process_group_ends_also_when_a_child_has_no_environment(

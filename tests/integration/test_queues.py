@@ -6,7 +6,8 @@ import os
 import re
 import signal
 
-from tests.integration.harness import START, Script, Unirun, eventually
+from tests.integration.harness import START_TIMEOUT, Script, Unirun
+from tests.waiting import eventually
 
 DYING = """
     import os, time, torch, unirun
@@ -114,7 +115,7 @@ def test_every_item_is_used_though_a_consumer_is_killed_with_some(unirun: Unirun
     (pid,) = job.lines(r"pid (\d+)")
     os.kill(int(pid), signal.SIGKILL)
     eventually(lambda: unirun.events("restart"), "the actor is started again")
-    result = job.end(within=2 * START)
+    result = job.end(within=2 * START_TIMEOUT)
     assert result.code == 0, result.err
     items = re.findall(r"item (\S+) (\d) (\d+)", result.out)
     assert {(int(rank), int(number)) for _, rank, number in items} == {
@@ -128,7 +129,7 @@ def test_every_item_is_used_though_a_consumer_is_killed_with_some(unirun: Unirun
 def test_nothing_is_trained_on_that_is_too_old_and_producers_are_held_back(
     unirun: Unirun, script: Script
 ) -> None:
-    result = unirun("--roles", "rollout=2,actor=1", script(AGED), within=2 * START)
+    result = unirun("--roles", "rollout=2,actor=1", script(AGED), within=2 * START_TIMEOUT)
     assert result.code == 0, result.err
     batches = re.findall(r"batch (\d) \[(.*)\]", result.out)
     assert len(batches) == 8
@@ -143,7 +144,7 @@ def test_an_admission_is_given_back_by_an_exception_a_rejection_and_the_death_of
     job = unirun.start("--roles", "rollout=2,actor=1", "--max-restarts", "1", script(HELD))
     (pid,) = job.lines(r"pid (\d+)")
     os.kill(int(pid), signal.SIGKILL)
-    result = job.end(within=2 * START)
+    result = job.end(within=2 * START_TIMEOUT)
     assert result.code == 0, result.err
     assert result.out.count("batch [0, 1]") == 2
     assert "this process has 2 admissions for which it has put nothing" in result.out

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from .harness import SOON, Script, Unirun, alive, eventually, gone
+from tests.waiting import WAIT_TIMEOUT, eventually
+
+from .harness import Script, Unirun, alive, gone
 
 WAITING = """
     import os, signal, sys
@@ -269,6 +271,6 @@ class TestSeveralRolesThatFail:
         )
         for pid in pids:
             os.kill(pid, signal.SIGUSR1)
-        assert all(gone(pid, SOON) for pid in pids)
+        assert all(gone(pid, WAIT_TIMEOUT) for pid in pids)
         result = job.end()
         assert (result.code, {role["restarts"] for role in unirun.status()["roles"]}) == (0, {1}), result.err

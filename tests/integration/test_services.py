@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from .harness import Running, Unirun, alive, eventually, gone
+from tests.waiting import eventually
+
+from .harness import Running, Unirun, alive, gone
 
 STUB = Path(__file__).parents[1] / "testbed" / "engine.py"
 

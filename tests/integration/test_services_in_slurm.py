@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.waiting import eventually
+
 from ..testbed.fixtures import available
 from ..testbed.slurm import Slurm
-from .harness import START, Result, Running, Unirun, eventually
+from .harness import START_TIMEOUT, Result, Running, Unirun
 
 pytestmark = pytest.mark.long
 
@@ -144,7 +146,7 @@ def test_an_engine_of_a_lost_node_starts_on_another_one_and_an_optional_one_with
 
         eventually(look, f"the file has {expected}")
 
-    before = eventually(partial(ready, 0), "both engines are ready", START)
+    before = eventually(partial(ready, 0), "both engines are ready", START_TIMEOUT)
     lost = []
 
     def lose(node: str) -> None:
@@ -153,7 +155,7 @@ def test_an_engine_of_a_lost_node_starts_on_another_one_and_an_optional_one_with
 
     try:
         lose(before["engine:1"]["node"])
-        after = eventually(partial(ready, 1), "the engine is ready on another node", START)
+        after = eventually(partial(ready, 1), "the engine is ready on another node", START_TIMEOUT)
         assert len({now["engine:1"]["address"] for now in (before, after)}) == 2
         told(after, True, True)
         lose(after["engine:1"]["node"])

@@ -6,7 +6,9 @@ import signal
 
 import pytest
 
-from .harness import SOON, START, Script, Unirun
+from tests.waiting import WAIT_TIMEOUT
+
+from .harness import START_TIMEOUT, Script, Unirun
 
 PAUSE = "import signal; print('up', flush=True); signal.pause()"
 
@@ -67,7 +69,7 @@ class TestASignalToTheCommand:
         )
         job.lines("up$", 2)
         job.signal(signal.SIGTERM)
-        result = job.end(SOON)
+        result = job.end(WAIT_TIMEOUT)
         assert result.code == 143
         assert result.err.count("did not end in its grace period and is killed") == 2
 
@@ -81,7 +83,7 @@ class TestASignalToTheCommand:
         job.signal(signal.SIGTERM)
         job.lines("SIGTERM: stopping already")
         job.signal(signal.SIGINT)
-        result = job.end(SOON)
+        result = job.end(WAIT_TIMEOUT)
         assert (result.code, result.err.count("SIGINT: killing")) == (143, 1)
 
     def test_a_second_ctrl_c_kills_at_once(self, unirun: Unirun, script: Script) -> None:
@@ -92,7 +94,7 @@ class TestASignalToTheCommand:
         job.signal(signal.SIGINT)
         job.lines("SIGINT: stopping")
         job.signal(signal.SIGINT)
-        result = job.end(SOON)
+        result = job.end(WAIT_TIMEOUT)
         assert result.code == 130
         assert (result.err.count("SIGINT: stopping"), result.err.count("SIGINT: killing")) == (1, 1)
 
@@ -127,7 +129,7 @@ class TestASignalToTheCommand:
         job.signal(signal.SIGINT)
         job.lines("SIGINT: stopping; SIGKILL follows")
         (unirun.root / "go").touch()
-        end = job.end(SOON)
+        end = job.end(WAIT_TIMEOUT)
         assert end.code == 0
         assert "cleaned up" in end.out
 
@@ -135,7 +137,7 @@ class TestASignalToTheCommand:
         job = unirun.start("--roles", "a=2", script(PAUSE))
         job.lines("logs in")
         job.signal(signal.SIGINT)
-        result = job.end(SOON)
+        result = job.end(WAIT_TIMEOUT)
         assert (result.code, unirun.status()["phase"]) == (130, "stopped"), result.err
 
     def test_a_signal_ignored_by_nohup_is_ignored(self, unirun: Unirun, script: Script) -> None:
@@ -146,7 +148,7 @@ class TestASignalToTheCommand:
         job.lines("up$")
         job.signal(signal.SIGHUP)
         job.signal(signal.SIGTERM)
-        assert job.end(SOON).code == 143
+        assert job.end(WAIT_TIMEOUT).code == 143
 
     def test_a_users_signal_is_passed_on_when_it_is_named_and_the_job_goes_on(
         self, unirun: Unirun, script: Script
@@ -164,6 +166,6 @@ class TestASignalToTheCommand:
         job.lines("up$")
         job.signal(signal.SIGUSR2)
         job.signal(signal.SIGUSR1)
-        result = job.end(START)
+        result = job.end(START_TIMEOUT)
         assert (result.code, result.lines) == (0, ["saved", "up"])
         assert unirun.status()["phase"] == "succeeded"

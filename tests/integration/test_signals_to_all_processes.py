@@ -9,7 +9,9 @@ import signal
 
 import pytest
 
-from .harness import START, Script, Unirun, eventually
+from tests.waiting import eventually
+
+from .harness import START_TIMEOUT, Script, Unirun
 
 SAVES = """
     import os, signal, time
@@ -90,7 +92,7 @@ def test_workers_have_the_grace_period_when_every_process_gets_the_signal(
     job.lines("asked$", 2)
     assert unirun.processes().keys() == before
     (unirun.root / "go").touch()
-    result = job.end(START)
+    result = job.end(START_TIMEOUT)
     assert (result.code, result.lines.count("saved")) == (128 + signum, 2), result.err
     assert unirun.status()["phase"] == "stopped"
     assert "killed" not in result.err
@@ -99,13 +101,13 @@ def test_workers_have_the_grace_period_when_every_process_gets_the_signal(
 def test_workloads_have_the_grace_period_for_their_teardown(unirun: Unirun, script: Script) -> None:
     job = unirun.start("--roles", "actor=2@crew:Actor", "--trainer", f"{script(CREW, 'crew.py').stem}:Lead")
     job.lines("up$", 2)
-    eventually(lambda: unirun.status()["roles"][0]["phase"] == "running", "the role runs", START)
+    eventually(lambda: unirun.status()["roles"][0]["phase"] == "running", "the role runs", START_TIMEOUT)
     for seed in range(2):
         signal_all(unirun, signal.SIGTERM, seed)
         job.lines("SIGTERM: stopping", seed + 1)
     job.lines("asked$", 2)
     (unirun.root / "go").touch()
-    result = job.end(START)
+    result = job.end(START_TIMEOUT)
     assert (result.code, result.lines.count("saved")) == (143, 2), result.err
 
 
@@ -119,5 +121,5 @@ def test_a_job_goes_on_when_every_process_gets_a_users_signal(
     job.lines(f"got {signum.name}$", 2)
     assert unirun.processes().keys() == before
     (unirun.root / "go").touch()
-    result = job.end(START)
+    result = job.end(START_TIMEOUT)
     assert (result.code, result.err.count("signal")) == (0, 0), result.err

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import eventually
 from unirun.experiments.starting import PRELOAD
 
 from ..testbed.fixtures import available
 from ..testbed.slurm import Slurm
 from . import test_trials as trials
-from .harness import EXEC, START, UNIRUN, Running, Script, Unirun, eventually
-from .warm import ONE, Warm
+from .harness import EXEC, START_TIMEOUT, UNIRUN, Running, Script, Unirun
+from .warm import ONE_THREAD, Warm
 
 pytestmark = pytest.mark.long
 
@@ -58,7 +59,7 @@ def warm_steps(warm: Warm) -> None:
     """Warm processes for spawners in steps, which have root's group as a supplementary one; one is for trials."""
     for more in ((), ("--preload", ",".join(PRELOAD))):
         start = ["setpriv", "--groups", "0", UNIRUN, "warm", "start", *more]
-        done = warm.command.start_program(start, env=ONE).end()
+        done = warm.command.start_program(start, env=ONE_THREAD).end()
         assert done.code == 0, done.err
 
 
@@ -107,8 +108,8 @@ def test_ctrl_c_cancels_a_submitted_job(command: Unirun, script: Script, cluster
 
 def test_status_logs_and_stop_work_on_a_submitted_job(command: Unirun, script: Script) -> None:
     name = command("--slurm", "nodes=1", "--detach", *EXEC, script(WAIT)).out.strip()
-    eventually(lambda: [*command.home.glob("jobs/*/state.json")], "the job has begun", START)
-    eventually(lambda: command.status()["phase"] == "running", "the job runs", START)
+    eventually(lambda: [*command.home.glob("jobs/*/state.json")], "the job has begun", START_TIMEOUT)
+    eventually(lambda: command.status()["phase"] == "running", "the job runs", START_TIMEOUT)
     assert "RUNNING on n" in command("status", name).out
     assert eventually(lambda: command("logs", name).out, "the worker has written") == "[default:0] here\n"
     assert "running" in command("ls").out
@@ -145,7 +146,7 @@ def test_a_job_that_a_step_submits_has_its_own_processors_memory_options_and_set
     job = ("--slurm", "nodes=1,cpus_per_task=8,mem_per_cpu=100,without=open_mode")
     more = ("--slurm-extra", "--comment='a b'", "--slurm-setup", "source ./env.sh")
     step = ("srun", "-N1", "-n1", "-c2", "--mem=500", UNIRUN)
-    done = command.start_program([*step, *job, *more, *EXEC, str(train)]).end(2 * START)
+    done = command.start_program([*step, *job, *more, *EXEC, str(train)]).end(2 * START_TIMEOUT)
     assert (done.code, [line for line in done.lines if line == "8 1"]) == (0, ["8 1"]), done
     (number,) = re.findall(r"is Slurm job (\d+)", done.err)
     assert "Comment=a b " in cluster.run("scontrol", "--oneliner", "show", "job", number)
@@ -158,7 +159,7 @@ def test_a_job_that_is_told_to_end_before_its_step_has_begun_ends(
     script('srun() { touch held; until [ -e go ]; do sleep 0.1; done; command srun "$@"; }', "late.sh")
     late = ("--slurm-setup", "source ./late.sh")
     job = command.start("--slurm", "nodes=1", *late, *EXEC, script(WAIT))
-    eventually((command.root / "held").exists, "the script is about to begin its step", START)
+    eventually((command.root / "held").exists, "the script is about to begin its step", START_TIMEOUT)
     cluster.run("scancel", "--batch", "--signal=TERM", slurm_id(job))
     job.lines("CANCELLED AT")
     (command.root / "go").touch()
@@ -172,7 +173,7 @@ def test_a_job_that_is_told_to_end_before_its_step_has_begun_ends(
 def test_a_job_is_told_to_end_before_its_time_limit(command: Unirun, script: Script, cluster: Slurm) -> None:
     """Slurm looks at time limits once in 30 s, so a job of a minute is told in its first half."""
     job = command.start("--slurm", "nodes=1,time=1,grace=59", *EXEC, script(WAIT))
-    assert job.end(2 * START).code == 143
+    assert job.end(2 * START_TIMEOUT).code == 143
     assert cluster.wait(slurm_id(job))["JobState"] == "FAILED", "it has not reached the limit"
 
 
@@ -218,7 +219,9 @@ class TestJobsOnThreeNodes:
 
     def test_a_torchrun_script_runs_in_a_step(self, command: Unirun, cluster: Slurm) -> None:
         step = ("srun", "-N3", "--ntasks-per-node=1", UNIRUN, "--nproc-per-node", "1")
-        done = command.start_program([*step, str(EXAMPLES / "ddp_digits" / "train.py")]).end(2 * START)
+        done = command.start_program([*step, str(EXAMPLES / "ddp_digits" / "train.py")]).end(
+            2 * START_TIMEOUT
+        )
         assert done.code == 0, done.err
         (accuracy,) = re.findall(r"final loss [\d.]+ accuracy ([\d.]+)", done.out)
         assert float(accuracy) > 0.9
@@ -279,7 +282,7 @@ class TestJobsOnThreeNodes:
     def test_a_trainer_with_workloads_is_submitted(self, command: Unirun, tmp_path: Path) -> None:
         short = ("config.solved=40", "config.bar=20", f"config.out={tmp_path / 'reward.png'}")
         job = ("--slurm", "nodes=3,cpus_per_task=2", "--config", "job.yaml", *short)
-        done = command(*job, cwd=EXAMPLES / "ppo_cartpole", within=2 * START)
+        done = command(*job, cwd=EXAMPLES / "ppo_cartpole", within=2 * START_TIMEOUT)
         assert done.code == 0, done.err
         assert "1 of 1 seeds reached 20" in done.out
 
@@ -338,9 +341,9 @@ class TestJobsOnThreeNodes:
         first = cluster.job(number)["BatchHost"]
         cluster.kill_node(first)
         try:
-            job.lines(r"PENDING .*requeued once", within=2 * START)
+            job.lines(r"PENDING .*requeued once", within=2 * START_TIMEOUT)
             cluster.start_now(number)
-            result = job.end(2 * START)
+            result = job.end(2 * START_TIMEOUT)
             assert result.code == 0, result.err
             assert {worker["node"] for worker in command.workers().values()} == {"n1", "n2", "n3"} - {first}
             (before,) = command.home.glob("jobs/*/attempt_0/state.json")
@@ -367,7 +370,7 @@ class TestJobsOnThreeNodes:
         first = cluster.job(number)["BatchHost"]
         cluster.kill_node(first)
         try:
-            result = job.end(2 * START)
+            result = job.end(2 * START_TIMEOUT)
             assert result.code == 0, result.err
             assert cluster.wait(number)["JobState"] == "CANCELLED"
             found = command.status()

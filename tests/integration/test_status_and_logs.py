@@ -7,13 +7,15 @@ import re
 import signal
 from typing import Any
 
-from .harness import EXEC, SOON, Running, Script, Unirun, alive, eventually
-from .serving import QUICK, SERVE, end_well
+from tests.waiting import WAIT_TIMEOUT, eventually
+
+from .harness import EXEC, Running, Script, Unirun, alive
+from .serving import COMMAND_TIMEOUT, SERVE_SCRIPT, end_well
 
 
 class TestStatus:
     def test_status_shows_every_worker_of_a_running_job(self, unirun: Unirun, running: Running) -> None:
-        result = unirun("status", "mine", within=QUICK)
+        result = unirun("status", "mine", within=COMMAND_TIMEOUT)
         assert result.code == 0
         assert result.out.startswith("job mine: running, ")
         workers = unirun.workers()
@@ -49,13 +51,13 @@ class TestStatus:
 
     def test_status_of_a_finished_job_shows_how_it_ended(self, unirun: Unirun, script: Script) -> None:
         unirun(*EXEC, "--rdzv-id", "bad", script("raise SystemExit(3)"))
-        result = unirun("status", "bad", within=QUICK)
+        result = unirun("status", "bad", within=COMMAND_TIMEOUT)
         assert result.code == 0
         assert result.out.startswith("job bad: failed, exit code 3")
         assert "reason: default:0 ended with exit code 3" in result.out
 
     def test_status_shows_memory_and_processor_time(self, unirun: Unirun, script: Script) -> None:
-        job = unirun.start(*EXEC, "--monitor-interval", 0.05, "--role", "a", script(SERVE))
+        job = unirun.start(*EXEC, "--monitor-interval", 0.05, "--role", "a", script(SERVE_SCRIPT))
         job.lines("line")
 
         def look() -> dict[str, Any] | None:
@@ -70,7 +72,7 @@ class TestStatus:
 
 class TestLogs:
     def test_logs_prints_lines_with_prefixes(self, unirun: Unirun, running: Running) -> None:
-        result = unirun("logs", "mine", within=QUICK)
+        result = unirun("logs", "mine", within=COMMAND_TIMEOUT)
         assert sorted(result.out.splitlines()) == [
             "[actor:0] error 0",
             "[actor:0] line actor 0",
@@ -91,7 +93,7 @@ class TestLogs:
         running.lines("line actor", 4)
         follower.lines("line actor", 4)
         end_well(unirun, running)
-        result = follower.end(SOON)
+        result = follower.end(WAIT_TIMEOUT)
         assert result.code == 0, result.err
         assert len(re.findall("line actor", result.out)) == 4
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from .harness import EXEC, SOON, START, UNIRUN, Running, Script, Unirun, eventually, gone
+from tests.waiting import WAIT_TIMEOUT, eventually
+
+from .harness import EXEC, START_TIMEOUT, UNIRUN, Running, Script, Unirun, gone
 
 READ = "import sys; print(repr(sys.stdin.read()))"
 
@@ -93,7 +95,7 @@ class TestAPipe:
     def test_a_detached_job_does_not_read_a_piped_stdin(self, unirun: Unirun, pipe: Pipe) -> None:
         line = ("-d", "--no-python", "cat")
         assert unirun(*line, stdin=pipe(b"x")).code == 0
-        eventually(lambda: unirun.status()["phase"] == "succeeded", "the job has ended", START)
+        eventually(lambda: unirun.status()["phase"] == "succeeded", "the job has ended", START_TIMEOUT)
         assert unirun.log("default", 0) == b""
         result = unirun("--stdin", "default:0", *line)
         assert (result.code, result.err) == (
@@ -126,7 +128,7 @@ class Terminal:
 
     def until(self, words: bytes) -> None:
         """Wait until `words` are shown, after the last ones waited for."""
-        deadline = time.monotonic() + START
+        deadline = time.monotonic() + START_TIMEOUT
         while words not in self.text:
             assert select.select([self.ours], [], [], max(deadline - time.monotonic(), 0))[0], self.text
             self.text += os.read(self.ours, 1 << 16)
@@ -184,5 +186,5 @@ class TestATerminal:
         train = script(READ)
         shell = terminal.start(unirun, "bash", "-c", f"set -m; {UNIRUN} -q {' '.join(EXEC)} {train} & wait")
         terminal.until(b"''\r\n")
-        assert gone(shell.pid, SOON)
+        assert gone(shell.pid, WAIT_TIMEOUT)
         assert shell.popen.wait() == 0

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from .harness import EXEC, START, UNIRUN, Running, Script, Unirun, eventually
+from tests.waiting import eventually
+
+from .harness import EXEC, START_TIMEOUT, UNIRUN, Running, Script, Unirun
 
 NOBODYS_UID = 4321
 """A user without an entry in ``/etc/passwd``. Of root's rights it keeps that of reading, as Python may be root's."""
@@ -76,7 +78,7 @@ class TestTheFirstProcessOfAContainer:
     ) -> None:
         os.mkfifo(tmp_path / "job.yaml")
         job, pid = start("--config", "job.yaml")
-        eventually(lambda: handles(pid, signal.SIGTERM), "it has begun", START)
+        eventually(lambda: handles(pid, signal.SIGTERM), "it has begun", START_TIMEOUT)
         os.kill(pid, signal.SIGTERM)
         assert job.end().code == 128 + signal.SIGTERM
 

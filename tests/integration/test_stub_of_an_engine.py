@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.effort import SOON
 from tests.testbed import engine
+from tests.waiting import WAIT_TIMEOUT
 
 pytestmark = pytest.mark.processes
 
@@ -39,7 +39,7 @@ def line(process: subprocess.Popen[str]) -> str:
 
 def health(url: str) -> int:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=SOON) as answer:
+        with urllib.request.urlopen(f"{url}/health", timeout=WAIT_TIMEOUT) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -51,7 +51,7 @@ def test_it_is_ready_when_it_says_so_and_ends_at_once_with_sigterm() -> None:
         assert line(process) == "Application startup complete."
         assert health(url) == 200
         process.terminate()
-        assert process.wait(SOON) == 0
+        assert process.wait(WAIT_TIMEOUT) == 0
 
 
 def test_its_health_flaps() -> None:
@@ -63,7 +63,7 @@ def test_its_health_flaps() -> None:
 def test_it_crashes_with_a_code() -> None:
     with stub("--crash-after", "0.05", "--exit-code", "7", "--never-ready") as (process, _):
         assert line(process).startswith("EngineDeadError")
-        assert process.wait(SOON) == 7
+        assert process.wait(WAIT_TIMEOUT) == 7
 
 
 def test_it_goes_on_with_a_closed_port_and_ignores_sigterm() -> None:
@@ -94,6 +94,6 @@ def test_its_child_outlives_it() -> None:
             child = int(line(process).removeprefix("child "))
         finally:
             process.kill()
-        process.wait(SOON)
+        process.wait(WAIT_TIMEOUT)
         assert os.getsid(child) == child
         os.kill(child, signal.SIGKILL)

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.effort import variants
+from tests.waiting import eventually
 
-from .harness import START, Running, Unirun, eventually
+from .harness import START_TIMEOUT, Running, Unirun
 
 PPO = """
     import os, time
@@ -146,7 +147,7 @@ def test_a_job_ends_with_the_program_that_is_blocked_in_submit(
     running.lines("hanging")
     running.signal(signum)
     assert running.end().code == -signum
-    eventually(lambda: unirun.status()["phase"] == "stopped", "the job has ended", START)
+    eventually(lambda: unirun.status()["phase"] == "stopped", "the job has ended", START_TIMEOUT)
 
 
 def test_a_submit_without_a_safe_directory_raises(program: Program) -> None:

@@ -12,7 +12,7 @@ import yaml
 from tests.testbed.fixtures import available
 from tests.testbed.hosts import Hosts
 
-from .harness import EXEC, START, UNIRUN
+from .harness import EXEC, START_TIMEOUT, UNIRUN
 
 TCSH = "sed 's#^root:\\(.*\\):[^:]*$#root:\\1:/usr/bin/tcsh#' /etc/passwd > /tmp/passwd && mount --bind /tmp/passwd /etc/passwd"
 
@@ -47,7 +47,7 @@ def test_a_job_runs_on_hosts_that_get_the_working_tree_first(hosts: Hosts) -> No
     folder = "/tmp/it's a project!"
     here = project(hosts, folder, {"train.py": TRAIN, "helper.py": "WORD = 'sent'\n"})
     command = [UNIRUN, "--hosts", "h2,h3", "--sync", *EXEC, "--nproc-per-node", "1", "train.py"]
-    done = hosts[0].run(command, cwd=folder, within=START)
+    done = hosts[0].run(command, cwd=folder, within=START_TIMEOUT)
     assert {line for line in done.stdout.splitlines() if line.startswith("[")} == {
         "[default:0] sent on h2",
         "[default:1] sent on h3",
@@ -97,7 +97,7 @@ def test_programs_run_in_the_copy_with_paths_relative_to_the_working_directory(h
     (here / "empty").mkdir()
     hosts[0].run(["git", "init"], cwd=Path("/tmp/repo"))
     command = [UNIRUN, "--hosts", "h2,h3", "--sync", "--config", "job.yaml"]
-    done = hosts[0].run(command, cwd=Path("/tmp/repo/job"), within=START)
+    done = hosts[0].run(command, cwd=Path("/tmp/repo/job"), within=START_TIMEOUT)
     script = "/tmp/repo/job/server/server.py"
     assert {line for line in done.stdout.splitlines() if line.startswith("[train")} == {
         f"[train:0] {script} /tmp/repo/job/{where} {host}"

@@ -14,8 +14,9 @@ from tests.testbed.host import HOME, Host
 from tests.testbed.hosts import Hosts
 from tests.testbed.machine import run
 from tests.testbed.slurm import Slurm
+from tests.waiting import WAIT_TIMEOUT, eventually
 
-from .harness import SOON, eventually, gone, state_of
+from .harness import gone, state_of
 
 
 def connects(source: Host, target: Host, timeout: float = 1.0) -> float | None:
@@ -99,7 +100,7 @@ def test_the_process_of_a_bad_cable_ends_when_the_cable_is_removed(hosts: Hosts)
     hosts[1].netem(delay_ms=1)
     run("ip", "link", "delete", f"{hosts[1].namespace}t")
     assert hosts[1].bad_cable is not None
-    assert hosts[1].bad_cable.wait(SOON) == 0
+    assert hosts[1].bad_cable.wait(WAIT_TIMEOUT) == 0
 
 
 def test_a_frozen_host_goes_on_when_it_is_thawed(hosts: Hosts) -> None:
@@ -143,7 +144,7 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next_one() -> None:
     with available(), Hosts(1):  # or the test is skipped
         maker = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=False)
     with Hosts(1):
-        assert gone(int(maker.stdout), SOON)
+        assert gone(int(maker.stdout), WAIT_TIMEOUT)
 
 
 def test_srun_runs_on_three_nodes(slurm: Slurm) -> None:

@@ -17,12 +17,13 @@ from typing import BinaryIO, cast
 
 import pytest
 
-from tests.contract.stage import FORKS
+from tests.contract.cluster import FORKS
 from tests.contract.store.certificates import Authority
-from tests.contract.store.etcd_server import Servers
+from tests.contract.store.etcd_server import EtcdCluster
 from tests.effort import variants
+from tests.waiting import eventually
 
-from .harness import START, TORCHRUN, Running, Unirun, alive, eventually, gone
+from .harness import START_TIMEOUT, TORCHRUN, Running, Unirun, alive, gone
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.cold]
 
@@ -100,7 +101,7 @@ class Forked:
         """Send a signal to this process alone."""
         os.kill(self.pid, signum)
 
-    def wait(self, within: float = START) -> int:
+    def wait(self, within: float = START_TIMEOUT) -> int:
         """The exit code, negative for a signal."""
         self._process.join(within)
         return cast(int, self._process.exitcode)
@@ -110,7 +111,7 @@ Node = Callable[..., Running]
 
 
 @pytest.fixture
-def node(unirun: Unirun, etcd: Servers, script: Callable[..., Path], tmp_path: Path) -> Iterator[Node]:
+def node(unirun: Unirun, etcd: EtcdCluster, script: Callable[..., Path], tmp_path: Path) -> Iterator[Node]:
     """Starts one node of a run, forked or as the program; the `unirun` fixture checks for remaining workers."""
     scripts = {text: script(text, f"{name}.py") for name, text in (("train", TRAINING), ("wait", WAITING))}
     forks: list[Forked] = []
@@ -120,7 +121,7 @@ def node(unirun: Unirun, etcd: Servers, script: Callable[..., Path], tmp_path: P
         nodes: str = "1",
         restarts: int = 0,
         run: str = tmp_path.name,
-        etcd: Servers = etcd,
+        etcd: EtcdCluster = etcd,
         program: str | None = None,
         what: str = WAITING,
         **conf: str,
@@ -145,17 +146,17 @@ def node(unirun: Unirun, etcd: Servers, script: Callable[..., Path], tmp_path: P
     assert not left, "every node has ended"
 
 
-def keys(etcd: Servers, run: str) -> list[str]:
+def keys(etcd: EtcdCluster, run: str) -> list[str]:
     """The keys of one run in etcd."""
     return etcd.ctl("get", "--prefix", "--keys-only", f"/torchrun/{run}/").split()
 
 
-def beats(etcd: Servers, run: str, nodes: int) -> bool:
+def beats(etcd: EtcdCluster, run: str, nodes: int) -> bool:
     """Return True if the leases of so many nodes have been renewed or granted again."""
     return sum("/nodes/" in key for key in keys(etcd, run)) == nodes
 
 
-def healthy(etcd: Servers, *options: str) -> bool:
+def healthy(etcd: EtcdCluster, *options: str) -> bool:
     """Return True if etcdctl gets a response."""
     try:
         return bool(etcd.ctl(*options, "get", "nothing", "--write-out=json"))
@@ -174,7 +175,7 @@ def pids(running: Running, world: int, within: float = LONG) -> int:
 
 
 def test_two_nodes_meet_again_after_the_kill_of_a_worker_and_leave_no_key_in_etcd(
-    node: Node, etcd: Servers, tmp_path: Path
+    node: Node, etcd: EtcdCluster, tmp_path: Path
 ) -> None:
     # One of the workers dies of the other's death, or is ended first, which costs no restart.
     nodes = [node(nodes="2", restarts=2, what=TRAINING) for _ in range(2)]
@@ -238,7 +239,7 @@ def test_an_outage_of_etcd_longer_than_the_heartbeats_stops_nothing(
     3. etcd is started again, and both nodes write to it.
     4. The workers end without a restart.
     """
-    servers = Servers(tmp_path_factory.mktemp("restarted"))
+    servers = EtcdCluster(tmp_path_factory.mktemp("restarted"))
     conf = {"last_call_timeout": "10", "heartbeat_timeout": "1", "keep_alive_max_attempt": "2"}
     try:
         nodes = [node(nodes="1:2", etcd=servers, **conf) for _ in range(2)]
@@ -259,7 +260,7 @@ def test_an_outage_of_etcd_longer_than_the_heartbeats_stops_nothing(
         servers.stop()
 
 
-def test_keys_of_killed_nodes_in_etcd_expire(node: Node, etcd: Servers, tmp_path: Path) -> None:
+def test_keys_of_killed_nodes_in_etcd_expire(node: Node, etcd: EtcdCluster, tmp_path: Path) -> None:
     """
     1. Two torchruns train together.
     2. Both and their workers are killed.
@@ -283,7 +284,7 @@ def test_torchrun_uses_an_etcd_with_certificates_and_a_password(
     cert, key = authority.sign("client")
     flags: tuple[str, ...] = ("--client-cert-auth", "--trusted-ca-file", str(authority.cert))
     flags += ("--cert-file", str(server_cert), "--key-file", str(server_key))
-    servers = Servers(folder, flags=flags, scheme="https")
+    servers = EtcdCluster(folder, flags=flags, scheme="https")
     tls = ("--cacert", str(authority.cert), "--cert", str(cert), "--key", str(key))
     password = tmp_path / "password"
     password.write_text("secret\n")

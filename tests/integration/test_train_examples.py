@@ -19,7 +19,7 @@ from traitlets.config import Config
 
 from tests.documents import ROOT, blocks, pattern, text_of
 
-from .harness import START, Unirun
+from .harness import START_TIMEOUT, Unirun
 
 pytestmark = [pytest.mark.usefixtures("warm_functions"), pytest.mark.long]
 
@@ -103,7 +103,9 @@ class TestNotebook:
             if cell is notebook.cells[-1]:
                 at_the_end.update(unirun.processes())
 
-        client = NotebookClient(notebook, timeout=int(START), config=jupyter, on_cell_executed=executed)
+        client = NotebookClient(
+            notebook, timeout=int(START_TIMEOUT), config=jupyter, on_cell_executed=executed
+        )
         client.execute(env=unirun.environment(), cwd=str(unirun.root))
         assert not [output for output in outputs(notebook) if output.output_type == "error"]
         assert [shown(cell) for cell in notebook.cells] == [shown(cell) for cell in stored.cells]

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.effort import variants
-from tests.integration.harness import Unirun, eventually, gone, home_of
+from tests.integration.harness import Unirun, gone, home_of
 from tests.integration.warm import Warm, WarmUnirun
+from tests.waiting import eventually
 from unirun import train
 from unirun.errors import RemoteTraceback, TrainingFailed
 from unirun.train import Trainer

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.effort import SOON
 from tests.integration.harness import Unirun
+from tests.waiting import WAIT_TIMEOUT
 from unirun import train
 from unirun.errors import TrainingFailed, UsageError
 from unirun.train import Trainer
@@ -126,7 +126,7 @@ class TestCtrlC:
         watch.join()
         assert trainer.run(summed) == [6, 6, 6]
         assert trainer.execute(os.getpid) == pids
-        assert time.monotonic() - began < SOON
+        assert time.monotonic() - began < WAIT_TIMEOUT
 
     def test_it_ends_a_function_that_has_missed_the_first_signal(
         self, trainer: Trainer, tmp_path: Path
@@ -240,7 +240,7 @@ class TestTheEnd:
         thread.start()
         begun.wait()
         trainer.shutdown()
-        thread.join(SOON)
+        thread.join(WAIT_TIMEOUT)
         assert not thread.is_alive()
         (error,) = errors
         assert "was shut down" in str(error)

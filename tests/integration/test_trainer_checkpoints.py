@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integration.harness import Unirun, eventually
+from tests.integration.harness import Unirun
+from tests.waiting import eventually
 from unirun import train
 from unirun.errors import CheckpointDamaged, TrainingFailed
 from unirun.train import Trainer

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import signal
 
-from .harness import SOON, Script, Unirun
+from tests.waiting import WAIT_TIMEOUT
+
+from .harness import Script, Unirun
 from .kills import SCRIPTS, WORKLOADS, kill_pairs, scripts_up, workloads_up
 
 
@@ -18,11 +20,11 @@ class TestTwoDeathsInAMoment:
         job = unirun.start(*roles, "--cwd", folder)
         kill_pairs(job, lambda: workloads_up(unirun), 6, random.Random(0))
         job.signal(signal.SIGTERM)
-        assert job.end(SOON).code == 143
+        assert job.end(WAIT_TIMEOUT).code == 143
 
     def test_scripts_meet_again_after_two_deaths_in_a_moment(self, unirun: Unirun, script: Script) -> None:
         train = script(SCRIPTS)
         job = unirun.start("--roles", "v=1,w=2", "--max-restarts", 50, train, cwd=train.parent)
         kill_pairs(job, lambda: scripts_up(train.parent, ["v:0", "w:0", "w:1"]), 2, random.Random(0))
         job.signal(signal.SIGTERM)
-        assert job.end(SOON).code == 143
+        assert job.end(WAIT_TIMEOUT).code == 143

@@ -10,8 +10,9 @@ import textwrap
 import pytest
 
 from tests.effort import variants
+from tests.waiting import WAIT_TIMEOUT
 
-from .harness import SOON, Script, Unirun
+from .harness import Script, Unirun
 
 WORKLOADS = """
 import os
@@ -93,7 +94,7 @@ def test_a_rank_that_waits_for_ever_is_killed_and_all_meet_again(
     os.kill(before[2], signal.SIGKILL)
     (pids,) = job.lines(r"pids (.*)")
     after = [int(pid) for pid in pids.split()]
-    assert job.end(SOON).code == 0
+    assert job.end(WAIT_TIMEOUT).code == 0
     assert re.search(f"w:0.* is killed: {why}", job.text), job.text
     assert [one == other for one, other in zip(before, after, strict=True)] == [False, True, False]
 
@@ -107,7 +108,7 @@ def test_a_script_that_waits_for_ever_in_a_group_with_a_role_that_died_is_starte
     job.lines(
         "v:0: is killed: it waited for a collective that gloo has forgotten, as a peer died in that moment"
     )
-    assert job.end(SOON).code == 0
+    assert job.end(WAIT_TIMEOUT).code == 0
     assert "restart 1 of 3 of role v" in job.text
 
 
@@ -163,6 +164,6 @@ def test_a_rank_that_sleeps_in_a_call_that_was_lost_is_killed_and_one_that_compu
     (folder / "enough").touch()
     (pids,) = job.lines(r"pids (.*)")
     after = [int(pid) for pid in pids.split()]
-    assert job.end(SOON).code == 0
+    assert job.end(WAIT_TIMEOUT).code == 0
     assert "lost w:2" in job.text
     assert [one == other for one, other in zip(before, after, strict=True)] == [False, True, False]

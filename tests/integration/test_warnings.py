@@ -9,7 +9,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from .harness import EXEC, SCRIPTS, START, Script, Unirun, alive, eventually
+from tests.waiting import eventually
+
+from .harness import EXEC, SCRIPTS, START_TIMEOUT, Script, Unirun, alive
 
 STRICT = {"PYTHONWARNINGS": "error", "PYTHONPATH": str(SCRIPTS / "threaded")}
 """All warnings are errors; some emulate those of later Python versions."""
@@ -52,7 +54,7 @@ def test_the_next_master_leads_with_warnings_as_errors(unirun: Unirun, script: S
     job.lines("up after")
     os.kill(unirun.pid_of("unirun-master"), signal.SIGKILL)
     job.lines("another leads")
-    eventually(lambda: unirun.status()["epoch"] == 2, "the next one has written", START)
+    eventually(lambda: unirun.status()["epoch"] == 2, "the next one has written", START_TIMEOUT)
     assert alive(unirun.pid_of("unirun-master")), "it has the title of the first"
     (unirun.root / "go").touch()
     assert job.end().code == 0

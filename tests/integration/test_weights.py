@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import START, Script, Unirun, eventually
+from tests.integration.harness import START_TIMEOUT, Script, Unirun
+from tests.waiting import eventually
 
 CUT = """
     import os, torch
@@ -294,7 +295,7 @@ def test_a_module_of_the_meta_device_is_refused_and_its_other_buffers_are_named_
 def test_fsdp_parameters_become_tensor_parallel_and_whole_ones_bit_for_bit(
     unirun: Unirun, script: Script
 ) -> None:
-    result = unirun("--roles", "actor=2,rollout=2,reference=1", script(CUT), within=2 * START)
+    result = unirun("--roles", "actor=2,rollout=2,reference=1", script(CUT), within=2 * START_TIMEOUT)
     assert result.code == 0, result.err
     assert re.findall(r"\[(\S+)\] version (\d) exact (\w+)", "\n".join(sorted(result.out.splitlines()))) == [
         ("reference:0", "2", "True"),
@@ -307,7 +308,7 @@ def test_fsdp_parameters_become_tensor_parallel_and_whole_ones_bit_for_bit(
 def test_on_a_gpu_versions_are_whole_in_the_order_of_streams_and_their_memory_is_freed(
     unirun: Unirun, script: Script
 ) -> None:
-    result = unirun("--roles", "actor=1,rollout=1", script(ON_A_GPU), within=2 * START)
+    result = unirun("--roles", "actor=1,rollout=1", script(ON_A_GPU), within=2 * START_TIMEOUT)
     assert result.code == 0, result.err
     assert re.findall(r"version (\d) before (\S+) after (\S+)", result.out) == [
         (str(n), f"[{n - 1:.1f}]", f"[{n:.1f}]") for n in range(1, 6)
@@ -338,7 +339,7 @@ def test_a_rollout_that_was_started_again_gets_the_last_version_from_another_one
     unirun: Unirun, script: Script
 ) -> None:
     roles = "actor=1,rollout=1,reference=1"
-    result = unirun("--roles", roles, "--max-restarts", "1", script(HELD), within=2 * START)
+    result = unirun("--roles", roles, "--max-restarts", "1", script(HELD), within=2 * START_TIMEOUT)
     assert result.code == 0, result.err
     assert re.findall(r"\[(\S+)\] version (\d) sum (\d+)", result.out) == [("rollout:0", "7", "112")]
 
@@ -370,7 +371,7 @@ def test_publisher_and_receivers_that_are_killed_at_any_time_never_have_half_a_v
         if number % 2 == 0:
             _see_steps(made)
     script("", "enough")
-    end = job.end(within=2 * START)
+    end = job.end(within=2 * START_TIMEOUT)
     assert end.code == 0, end.err
     assert re.findall("wrong .*", end.out) == ["wrong 0"]
     assert set(os.listdir("/dev/shm")) <= before
@@ -379,14 +380,14 @@ def test_publisher_and_receivers_that_are_killed_at_any_time_never_have_half_a_v
 def _see_steps(made: Path) -> None:
     """Wait for the step that was interrupted, and for one that begins after it."""
     enough = made.stat().st_size + 2
-    eventually(lambda: made.stat().st_size >= enough, "two steps are made", within=START)
+    eventually(lambda: made.stat().st_size >= enough, "two steps are made", within=START_TIMEOUT)
 
 
 def _next_pid(path: Path, known: int) -> int:
     """The pid of the worker that lives now; a new one when the one before was killed."""
     if known > 0:
         return known
-    eventually(path.exists, f"{path.name} is written", within=START)
+    eventually(path.exists, f"{path.name} is written", within=START_TIMEOUT)
     return int(path.read_text())
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from .harness import Running, Script, Unirun, eventually, gone
+from tests.waiting import eventually
+
+from .harness import Running, Script, Unirun, gone
 
 STUB = Path(__file__).parents[1] / "testbed" / "engine.py"
 
@@ -33,7 +35,7 @@ ACTOR = """
 """
 
 
-class Fleet:
+class JobWithEngines:
     """A job with an actor that publishes, and two engines."""
 
     def __init__(self, unirun: Unirun, script: Script) -> None:
@@ -100,32 +102,32 @@ def label(address: str) -> str:
 
 
 @pytest.fixture
-def fleet(unirun: Unirun, script: Script) -> Fleet:
-    return Fleet(unirun, script)
+def job_with_engines(unirun: Unirun, script: Script) -> JobWithEngines:
+    return JobWithEngines(unirun, script)
 
 
-def test_an_engine_is_ready_only_when_it_has_the_latest_version(fleet: Fleet) -> None:
-    addresses = [fleet.ready(rank) for rank in (0, 1)]
+def test_an_engine_is_ready_only_when_it_has_the_latest_version(job_with_engines: JobWithEngines) -> None:
+    addresses = [job_with_engines.ready(rank) for rank in (0, 1)]
     assert {label(each) for each in addresses} == {"default"}, "nothing was published"
-    fleet.publish(1)
-    fleet.have(1)
+    job_with_engines.publish(1)
+    job_with_engines.have(1)
     assert {label(each) for each in addresses} == {"1"}
 
-    os.kill(fleet.pid("engine:1"), signal.SIGKILL)
-    assert label(fleet.ready(1, 1)) == "1", "ready was not told before"
+    os.kill(job_with_engines.pid("engine:1"), signal.SIGKILL)
+    assert label(job_with_engines.ready(1, 1)) == "1", "ready was not told before"
 
-    (fleet.folder / "tear").touch()
-    fleet.publish(2)
-    (line,) = fleet.job.lines(r"(engine:. has weights that are half new: .*)")
+    (job_with_engines.folder / "tear").touch()
+    job_with_engines.publish(2)
+    (line,) = job_with_engines.job.lines(r"(engine:. has weights that are half new: .*)")
     torn = int(line.partition(":")[2][0])
-    assert label(fleet.ready(torn, 1 if torn == 0 else 2)) == "2"
-    fleet.have(2)
-    assert "engine:0-1" in fleet.unirun("weights").out
+    assert label(job_with_engines.ready(torn, 1 if torn == 0 else 2)) == "2"
+    job_with_engines.have(2)
+    assert "engine:0-1" in job_with_engines.unirun("weights").out
 
-    companion = fleet.pid("engine-weights:0")
+    companion = job_with_engines.pid("engine-weights:0")
     os.kill(companion, signal.SIGKILL)
     assert gone(companion, 10)
-    fleet.publish(3)
-    fleet.have(3)
+    job_with_engines.publish(3)
+    job_with_engines.have(3)
     assert {label(each) for each in addresses} == {"3"}, "a companion was started again"
-    fleet.end()
+    job_with_engines.end()

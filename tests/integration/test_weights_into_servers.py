@@ -9,7 +9,7 @@ import torch
 
 from tests.documents import files
 from tests.integration.harness import Script, Unirun
-from tests.unit.weights.integrations import standins
+from tests.unit.weights.integrations import fake_servers
 
 COMPANION = """
     import sys
@@ -93,13 +93,13 @@ MODEL = {"weight": torch.zeros(1, 4), "bias": torch.zeros(1)}
 
 @pytest.fixture(autouse=True)
 def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in standins.vllm_modules().items():
+    for name, module in fake_servers.vllm_modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "unirun.weights.integrations.vllm_worker", raising=False)
 
 
 def test_the_example_of_the_documents_brings_weights_into_a_server(unirun: Unirun, script: Script) -> None:
-    server = standins.Vllm(MODEL)
+    server = fake_servers.FakeVllm(MODEL)
     try:
         result = unirun(
             "--roles",
@@ -116,7 +116,7 @@ def test_the_example_of_the_documents_brings_weights_into_a_server(unirun: Uniru
 
 
 def test_a_companion_brings_what_ranks_have_parts_of_into_all_servers(unirun: Unirun, script: Script) -> None:
-    servers = [standins.Vllm(MODEL) for _ in range(2)]
+    servers = [fake_servers.FakeVllm(MODEL) for _ in range(2)]
     try:
         urls = [server.url for server in servers]
         result = unirun("--roles", "actor=2,companion=1", script(COMPANION), *urls)
@@ -135,7 +135,7 @@ def test_a_companion_brings_what_ranks_have_parts_of_into_all_servers(unirun: Un
 
 
 def test_an_engine_gets_the_version_of_a_publisher_that_has_died(unirun: Unirun, script: Script) -> None:
-    server = standins.Vllm(MODEL)
+    server = fake_servers.FakeVllm(MODEL)
     try:
         result = unirun(
             "--roles", "actor=1,companion=1", "--max-restarts", "actor=1", script(RESTARTED), server.url

@@ -9,16 +9,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import eventually
 from unirun.launcher.warm.borrowing import Borrowed, running, start
 
-from .harness import START, Running, Unirun, eventually, gone, processes_of
+from .harness import START_TIMEOUT, Running, Unirun, gone, processes_of
 
 TITLE = "unirun-warm"
 
-ONE = {"OMP_NUM_THREADS": "1"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """With these modules, one warm process serves jobs of one rank and of several."""
 
-COLD = {**ONE, "UNIRUN_WARM": "0"}
+COLD = {**ONE_THREAD, "UNIRUN_WARM": "0"}
 
 
 class Warm:
@@ -50,7 +51,7 @@ class Warm:
         for pid in self.command.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            assert gone(pid, START)
+            assert gone(pid, START_TIMEOUT)
         assert not left, f"left behind: {left}"
 
 
@@ -92,7 +93,9 @@ def warm_in(root: Path, *options: object, **how: Any) -> Iterator[Warm]:
         warm.close()
 
 
-def ready(env: dict[str, str], idle: float = START, until: int = 0, modules: tuple[str, ...] = ()) -> Any:
+def ready(
+    env: dict[str, str], idle: float = START_TIMEOUT, until: int = 0, modules: tuple[str, ...] = ()
+) -> Any:
     """A warm process without further imports."""
     folder = start(env, modules, idle, until)
     return eventually(lambda: next((w for w in running() if w.folder == folder), None), "it is ready")
@@ -102,6 +105,6 @@ def end(borrowed: Borrowed) -> None:
     """End a spawner as an agent does."""
     borrowed.socket.close()
     try:
-        assert borrowed.wait(START) in (0, -signal.SIGKILL)
+        assert borrowed.wait(START_TIMEOUT) in (0, -signal.SIGKILL)
     finally:
         borrowed.close()

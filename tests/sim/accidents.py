@@ -12,9 +12,9 @@ from msgspec.json import encode as to_json
 from tests.sim.invariants import Invariants
 from tests.sim.masters import MasterModel
 from tests.sim.network import Network
-from tests.sim.node import Node
-from tests.sim.store import Client
-from tests.sim.world import HOST_ACCIDENTS
+from tests.sim.node import NodeModel
+from tests.sim.scenario import HOST_ACCIDENTS
+from tests.sim.store import StoreClient
 from unirun.collocation import Device
 from unirun.collocation import Node as InventoryNode
 from unirun.failover.events import Arrived, Event, OwnerLost
@@ -40,7 +40,7 @@ class Accidents(Invariants):
     rng: random.Random
     network: Network
     _away_until: float
-    _clients: list[Client]
+    _clients: list[StoreClient]
 
     def tell(self, event: Event) -> None:
         """Somebody tells whoever leads."""
@@ -50,10 +50,15 @@ class Accidents(Invariants):
     def steady(self) -> bool:
         """True if nothing has happened for which a node may be given up. A cable that was out for three
         seconds is no reason, where messages take no longer than a tenth of a second and a master is there."""
-        about_hosts = [what for _, what in self.plan.accidents if what in HOST_ACCIDENTS]
-        others = {what for _, what in self.plan.accidents}
-        led = not self.plan.crashes and "master_killed" not in others
-        return about_hosts == ["cable_out_briefly"] and led and not others & REASONS and self.plan.slow < 0.01
+        about_hosts = [what for _, what in self.scenario.accidents if what in HOST_ACCIDENTS]
+        others = {what for _, what in self.scenario.accidents}
+        led = not self.scenario.crashes and "master_killed" not in others
+        return (
+            about_hosts == ["cable_out_briefly"]
+            and led
+            and not others & REASONS
+            and self.scenario.slow < 0.01
+        )
 
     def accident(self, what: str) -> None:
         """Let it happen, to somebody."""
@@ -94,13 +99,13 @@ class Accidents(Invariants):
             node.cut_off()
         elif what == "clock_jumps":
             jump = self.rng.choice((-3600.0, -1.0, 1.0, 3600.0))
-            self.plan.skews[node.name] = self.plan.skews.get(node.name, 0.0) + jump
+            self.scenario.skews[node.name] = self.scenario.skews.get(node.name, 0.0) + jump
         elif what in ("agent_hears_nothing", "agent_says_nothing", "agent_hangs", "spawner_hangs"):
             self._trouble_node(what, node)
         elif node.spawners:
             self.rng.choice([*node.spawners.values()]).die()
 
-    def _trouble_host(self, what: str, node: Node, alive: list[MasterModel]) -> None:
+    def _trouble_host(self, what: str, node: NodeModel, alive: list[MasterModel]) -> None:
         victims = [self.nodes[name] for name in self.state.placement.nodes if not self.state.given_up(name)]
         node = self.rng.choice(victims or [node])
         masters = self.rng.choice(alive).node if alive else node.name
@@ -126,7 +131,7 @@ class Accidents(Invariants):
                 self.network.pull_cable(host, seconds)
         self.troubled = max(self.troubled, self.clock.now + seconds + 40.0)
 
-    def _trouble_node(self, what: str, node: Node) -> None:
+    def _trouble_node(self, what: str, node: NodeModel) -> None:
         seconds = self.rng.choice((0.5, 5.0, 20.0))
         if what == "agent_hangs":
             node.hang(seconds)

@@ -8,12 +8,13 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from tests.sim.fake_clock import FakeClock
 from tests.sim.masters import MasterModel
-from tests.sim.node import Node
+from tests.sim.node import NodeModel
 from tests.sim.processes import Process, StoreModel
+from tests.sim.scenario import Scenario
 from tests.sim.store import FencedStore
-from tests.sim.views import Views, told_view
-from tests.sim.world import Clock, Plan
+from tests.sim.views import ViewChecks, told_view
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, EXIT_RENDEZVOUS
 from unirun.failover.crashes import MOST
 from unirun.failover.events import (
@@ -47,18 +48,18 @@ from unirun.launcher.events import AgentState
 from unirun.wire.messages import Drain, Message, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, StoreEnded, StoreOpened, WorkerExited
 
-LOSSES = LossesDue | JoinTimedOut | RejoinTimedOut
+LOSS_EVENTS = LossesDue | JoinTimedOut | RejoinTimedOut
 """The events by which nodes are given up."""
 
-MOVES = Drain | GrowthDue
+MOVE_EVENTS = Drain | GrowthDue
 """The events by which ranks move though nothing has failed."""
 
 DEAD = (RolePhase.FAILED, RolePhase.STOPPED)
 
-WRITES = 0.5
+WRITE_SECONDS = 0.5
 """Seconds that a few writes take at most."""
 
-DELAYS = 12.0
+EXCHANGE_SECONDS = 12.0
 """Seconds that all messages of one exchange take at most."""
 
 
@@ -70,8 +71,8 @@ def role_of(event: WorkerExited | StoreEnded) -> str:
 class Invariants:
     """The checks of a history; what they look at is made and moved on by `Simulation`."""
 
-    plan: Plan
-    clock: Clock
+    scenario: Scenario
+    clock: FakeClock
     stores: dict[str, StoreModel]
     opened: dict[str, int]
     viewed: float
@@ -85,8 +86,8 @@ class Invariants:
     bugs: int
     aborted: bool
     masters: list[MasterModel]
-    nodes: dict[str, Node]
-    views: Views
+    nodes: dict[str, NodeModel]
+    views: ViewChecks
     orderly: Counter[str]
     """By role, how often it was started again as nodes have come or left."""
     _began: float
@@ -114,17 +115,17 @@ class Invariants:
                 assert role.opened in (old.opened, role.generation)
             assert role.restarts >= old.restarts
             assert role.opened >= old.opened
-            if isinstance(event, MOVES):
+            if isinstance(event, MOVE_EVENTS):
                 assert (role.restarts, after.failures) == (old.restarts, before.failures), (
                     "that is no failure"
                 )
                 self.orderly[name] += role.phase is RolePhase.RESTARTING and old.phase in ROLE_WORKS
             if len(role.workers) > len(old.workers):
                 # A companion has a rank on each node that its engines have moved to.
-                beside = after.role_spec(name).beside is not None and isinstance(event, LOSSES | Drain)
+                beside = after.role_spec(name).beside is not None and isinstance(event, LOSS_EVENTS | Drain)
                 assert beside or isinstance(event, GrowthDue), f"{event} makes {name} larger"
             elif len(role.workers) != len(old.workers) and old.phase is not RolePhase.WAITING:
-                assert isinstance(event, StoreOpened | LOSSES | Drain), f"{event} makes {name} smaller"
+                assert isinstance(event, StoreOpened | LOSS_EVENTS | Drain), f"{event} makes {name} smaller"
                 assert len(after.placement.of_role(name)) == len(role.workers) < len(old.workers)
             if role.restart == "role":
                 # A rank of which an order was lost on the way has started less often.
@@ -139,7 +140,7 @@ class Invariants:
                 if worker.incarnation != earlier.incarnation and role.is_program:
                     # When it is due, after whatever event.
                     ended = isinstance(event, WorkerExited) and event.worker[:2] == (name, worker.rank)
-                    fell = isinstance(event, LOSSES) and after.given_up(earlier.node)
+                    fell = isinstance(event, LOSS_EVENTS) and after.given_up(earlier.node)
                     assert ended or fell or not earlier.live, f"{name}:{worker.rank} starts while it lives"
                 elif worker.incarnation != earlier.incarnation:
                     joins = isinstance(event, WorkerExited) and event.worker[:2] == (
@@ -152,7 +153,7 @@ class Invariants:
                     assert joins or not earlier.live, f"{name}:{worker.rank} is started while it lives"
                     assert worker.generation > earlier.generation
             if role.generation != old.generation and not isinstance(event, Join):
-                allowed = isinstance(event, WorkerExited | StoreEnded | LOSSES | MOVES)
+                allowed = isinstance(event, WorkerExited | StoreEnded | LOSS_EVENTS | MOVE_EVENTS)
                 assert allowed, f"{event} starts one of {name}"
                 if isinstance(event, WorkerExited | StoreEnded):
                     assert role_of(event) == name, f"{event} starts a new generation of {name}"
@@ -187,7 +188,7 @@ class Invariants:
             assert not ended, f"the job runs on without {ended}"
         gone = {*state.placement.lost} - {*before.placement.lost}
         asked = {*before.draining, event.node} if isinstance(event, Drain) else {*before.draining}
-        assert isinstance(event, LOSSES) or gone <= asked, f"{event} makes {gone} leave"
+        assert isinstance(event, LOSS_EVENTS) or gone <= asked, f"{event} makes {gone} leave"
 
     def _check_optional(self, before: JobState, event: Event) -> None:
         """A job goes on without an optional service: no end of a rank of one ends it, and no loss of nodes on which the
@@ -201,7 +202,7 @@ class Invariants:
             ended = before.roles[event.worker.role]
             own = not ended.living or event.cause == "leaving" or event.worker.role in state.spec.primary
             assert own or not state.role_spec(ended.name).optional, f"{event} ends the job"
-        elif isinstance(event, LOSSES):
+        elif isinstance(event, LOSS_EVENTS):
             gone = {*before.losses, *before.away}
             if isinstance(event, JoinTimedOut):
                 gone = {*before.nodes} - ({*before.agents} - before.away)
@@ -249,22 +250,22 @@ class Invariants:
             lost = [("lost", event.worker.incarnation)]
             assert [(w.phase, w.incarnation) for w in seen] == lost, f"{event} is not told"
         else:
-            self.clock.after(VIEW_DELAY + WRITES, partial(self._must_have_told, self.clock.now))
+            self.clock.after(VIEW_DELAY + WRITE_SECONDS, partial(self._must_have_told, self.clock.now))
 
     def _must_have_told(self, since: float) -> None:
         assert self.viewed >= since or self.state.phase in JOB_ENDS or self._troubled_since(since), "no news"
 
     def _troubled_since(self, when: float) -> bool:
         """Return True if a master, or its way to the store, has been away since then."""
-        return self.troubled >= when or self.plan.unknown > 0 or self.plan.crashes > 0
+        return self.troubled >= when or self.scenario.unknown > 0 or self.scenario.crashes > 0
 
     def _watch_promptness(self, before: JobState) -> None:
         """Check that each process that was told to end has ended when its grace is over and the last message has arrived."""
-        soon = self.plan.spec.shutdown_timeout + DELAYS
+        soon = self.scenario.spec.shutdown_timeout + EXCHANGE_SECONDS
         now = self.clock.now
         if self.state.phase is JobPhase.STOPPING and before.phase is not JobPhase.STOPPING:
             # Services end one after the other.
-            services = sum(role.service for role in self.plan.spec.roles)
+            services = sum(role.service for role in self.scenario.spec.roles)
             self.clock.after(soon * (1 + services), lambda: self._must_be_over(now))
         for name, role in self.state.roles.items():
             between = (RolePhase.RESTARTING, RolePhase.REFORMING)
@@ -292,7 +293,7 @@ class Invariants:
             elif not self._hopeless and self.state.phase is JobPhase.RUNNING and role.live:
                 broken = [w.rank for w in role.workers if w.exit and not w.exit.ok]
                 assert not broken, f"{role.name} runs on without its ranks {broken}"
-                leader = self.plan.placement.of_role(role.name)[0].node
+                leader = self.scenario.placement.of_role(role.name)[0].node
                 if all(worker.node != leader for worker in role.live):
                     continue
                 if role.restart == "process" and any(worker.ended_well for worker in role.workers):
@@ -307,7 +308,7 @@ class Invariants:
     def _must_have_programs(self, role: RoleState) -> None:
         """Every rank of a service runs, or will soon; a role that waits has to."""
         state, spec = self.state, self.state.role_spec(role.name)
-        if self._troubled_since(self.clock.now - 2 * DELAYS) or state.away:
+        if self._troubled_since(self.clock.now - 2 * EXCHANGE_SECONDS) or state.away:
             return
         if role.phase is RolePhase.WAITING:
             others = [state.roles[name] for name in spec.after]
@@ -319,20 +320,20 @@ class Invariants:
             down = [
                 w.rank
                 for w in role.workers
-                if not w.live and w.due != NEVER and w.due <= self.clock.now - DELAYS
+                if not w.live and w.due != NEVER and w.due <= self.clock.now - EXCHANGE_SECONDS
             ]
             assert not down, f"{role.name} goes on without its ranks {down}"
 
     def _check_order(self, before: JobState, event: Event, message: Message) -> None:
         """A worker is stopped when its own role restarts or the job ends, never for another role."""
         if isinstance(message, StopWorkers) and self.state.phase is JobPhase.RUNNING:
-            assert isinstance(event, WorkerExited | Join | LOSSES | MOVES)
+            assert isinstance(event, WorkerExited | Join | LOSS_EVENTS | MOVE_EVENTS)
             assert not isinstance(event, WorkerExited) or event.worker.role == message.role
             role = self.state.roles[message.role]
             state_spec = self.state.role_spec(message.role)
             alone = role.restart == "process" and role.phase is not RolePhase.STOPPING
             grouped = state_spec.group is not None
-            assert not alone or grouped or isinstance(event, Join | LOSSES | Drain), (
+            assert not alone or grouped or isinstance(event, Join | LOSS_EVENTS | Drain), (
                 "it is stopped for its peer"
             )
         if isinstance(message, StartRole):
@@ -342,7 +343,7 @@ class Invariants:
             workers = before.roles[message.role].workers
             ended = event.worker.rank if isinstance(event, WorkerExited) else None
             again = isinstance(event, Join) or (
-                isinstance(event, LOSSES) and before.roles[message.role].is_program
+                isinstance(event, LOSS_EVENTS) and before.roles[message.role].is_program
             )
             assert again or not any(workers[m.rank].live for m in message.members if m.rank != ended)
         if isinstance(message, View):
@@ -352,16 +353,16 @@ class Invariants:
         """Return True if the store of a generation was opened. Programs have none."""
         return self.state.roles[role].is_program or generation <= self.opened.get(role, 0)
 
-    def killed_while_it_ended(self, node: Node, number: int, since: float) -> None:
+    def killed_while_it_ended(self, node: NodeModel, number: int, since: float) -> None:
         """An exit that has begun by itself has its time, unless somebody wants it to end."""
         worker = node.state.workers.get(number)
         if worker is None or worker.sent is not None or worker.cause != "own":
             return
         alone = worker.who.role in node.state.in_place
-        limit = self.plan.spec.shutdown_timeout if alone else WORKER_EXIT_TIMEOUT
+        limit = self.scenario.spec.shutdown_timeout if alone else WORKER_EXIT_TIMEOUT
         assert self.clock.now - since > limit - 0.001, f"{worker.who} is killed while its exit handlers run"
 
-    def checked_agent(self, node: Node, before: AgentState, event: events.Event) -> None:
+    def checked_agent(self, node: NodeModel, before: AgentState, event: events.Event) -> None:
         """Check what must hold after a step of an agent's core."""
         self.trace(f"{node.name}: {_brief(event)}")
         state = node.state
@@ -369,7 +370,9 @@ class Invariants:
             self.views.seen(node.name, event.epoch, state.view)
         if state.leaving and not before.leaving:
             # A grace period may be what its workers still have.
-            soon = DELAYS + (self.plan.spec.shutdown_timeout if self.aborted or state.ending else 0.0)
+            soon = EXCHANGE_SECONDS + (
+                self.scenario.spec.shutdown_timeout if self.aborted or state.ending else 0.0
+            )
             now = self.clock.now
             self.clock.after(soon, lambda: self._must_have_left(node, now))
         ranks = [w.who[:2] for w in state.workers.values()]
@@ -396,29 +399,29 @@ class Invariants:
         told = self.state.told
         if self._hopeless or self.state.phase is not JobPhase.RUNNING or self.state.away or told is None:
             return
-        if self.state.view_due or self._troubled_since(self.clock.now - 2 * DELAYS):
+        if self.state.view_due or self._troubled_since(self.clock.now - 2 * EXCHANGE_SECONDS):
             return
         for name in self.state.agents.keys() - self.state.uninformed:
             assert self.nodes[name].state.view == told_view(self.state), f"{name} does not know how all stand"
 
-    def _must_have_left(self, node: Node, since: float) -> None:
+    def _must_have_left(self, node: NodeModel, since: float) -> None:
         assert not node.alive or self.troubled >= since, f"the agent of {node.name} does not leave"
 
     @property
     def _hopeless(self) -> bool:
         """True if no process is left that could go on, or start one that can."""
-        here = (node for name, node in self.nodes.items() if name not in self.plan.absent)
+        here = (node for name, node in self.nodes.items() if name not in self.scenario.absent)
         return not any(node.alive for node in here) and not any(m.leads for m in self.masters)
 
     def _check_end(self) -> None:
         lives = [process.who for process in self.processes if process.alive]
         assert not lives, f"{lives} live on"
-        joined = [node for name, node in self.nodes.items() if name not in self.plan.absent]
+        joined = [node for name, node in self.nodes.items() if name not in self.scenario.absent]
         assert not any(node.alive for node in joined), "an agent has not left"
         assert not any(master.leads for master in self.masters), "a master has not left"
         self._check_history()
         # Without other trouble each crash is kept, and so many are enough; the first one may have come another way.
-        quiet = not (self.plan.crashes or self.plan.unknown or self.plan.accidents)
+        quiet = not (self.scenario.crashes or self.scenario.unknown or self.scenario.accidents)
         assert self.bugs <= (MOST + 1 if quiet else 4 * MOST), f"{self.bugs} masters have crashed"
         if self.finish is not None:
             self._check_verdict(self.finish)
@@ -445,7 +448,7 @@ class Invariants:
         assert phase in JOB_ENDS
         if self.aborted:
             assert (phase, code) == (JobPhase.FAILED, EXIT_FAILURE)
-            assert f"a bug in {self.plan.planted}" in finish.verdict.report
+            assert f"a bug in {self.scenario.planted}" in finish.verdict.report
             return
         end = self.end or self.state
         statuses = {failure.exit.status for failure in end.failures}
@@ -455,7 +458,7 @@ class Invariants:
             assert code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
         else:
             own = {EXIT_BUDGET, EXIT_RENDEZVOUS, 128 + signal.SIGKILL}
-            own |= {EXIT_PLACEMENT} if self.plan.inventory.nodes else set()
+            own |= {EXIT_PLACEMENT} if self.scenario.inventory.nodes else set()
             # An end that was not written may be that of a master before the one whose state this is.
             unwritten = self.waived and self.end is None
             assert unwritten or code in statuses | own, f"{code} of {statuses}"
@@ -465,7 +468,7 @@ class Invariants:
             assert any(r.restarts >= end.role_spec(r.name).max_restarts > 0 for r in end.roles.values())
         if code == EXIT_RENDEZVOUS and EXIT_RENDEZVOUS not in statuses:
             never = any("was not ready within" in failure.note for failure in end.failures)
-            assert never or self.plan.absent or self._troubled_since(self._began)
+            assert never or self.scenario.absent or self._troubled_since(self._began)
 
 
 def _stage(role: RoleState) -> tuple[RolePhase, int, int]:

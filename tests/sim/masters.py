@@ -7,10 +7,10 @@ import contextlib
 import math
 from collections.abc import Callable
 
-from tests.sim.network import BeatsModel
-from tests.sim.stage import Stage
-from tests.sim.store import RUN, Killed
-from tests.sim.world import Pipe, Planted
+from tests.sim.network import BeatsModel, Pipe
+from tests.sim.protocols import SimulationOfMasters
+from tests.sim.scenario import PlantedBug
+from tests.sim.store import RUN, ProcessKilled
 from tests.unit.failover.invariants import check_job
 from tests.unit.failover.persistence.documents import kept
 from unirun.errors import EXIT_FAILURE, Fenced, StoreError
@@ -38,16 +38,16 @@ from unirun.wire.address import UnixAddress
 from unirun.wire.messages import Heartbeat, Message, Shutdown, View
 from unirun.wire.reports import Join
 
-GOODBYE = 5.0
+GOODBYE_SECONDS = 5.0
 
 
 class MasterModel:
     """One master's process, as `lead`, `shell` and `writing` are, without their sockets and threads."""
 
-    def __init__(self, stage: Stage, number: int, deposing: int) -> None:
-        self.stage, self.number = stage, number
-        self.node = stage.rng.choice([*stage.nodes])
-        self.client = stage.client(self.node)
+    def __init__(self, simulation: SimulationOfMasters, number: int, deposing: int) -> None:
+        self.simulation, self.number = simulation, number
+        self.node = simulation.rng.choice([*simulation.nodes])
+        self.client = simulation.client(self.node)
         self.beats = BeatsModel(self)
         self.client.interrupt = self._crash_in_write
         self.alive = True
@@ -56,18 +56,18 @@ class MasterModel:
         self.sent_away: set[str] = set()
         self.over = self.ends = False
         self.unwritten = self.writes = False
-        self._began = stage.clock.now
+        self._began = simulation.clock.now
         self._frozen_until = 0.0
         self._next_write = self._stuck_since = math.inf
         try:
             self._begin(deposing)
         except StoreError as error:
             self.die(f"it cannot begin: {error}")
-        except Killed:
+        except ProcessKilled:
             pass
 
     def _begin(self, deposing: int) -> None:
-        stage = self.stage
+        simulation = self.simulation
         term = campaign(
             self.client,
             job_prefix(RUN),
@@ -83,7 +83,7 @@ class MasterModel:
         self._crash("before it has loaded the context", 0.01)
         state = self.contexts.take_over()
         if state is None:
-            state = stage.first_state()
+            state = simulation.first_state()
             self.contexts.create(state)
         self._crash("after it has loaded the context", 0.01)
         if not self.alive:
@@ -93,7 +93,7 @@ class MasterModel:
         self.writes = True
         crash = fatal(read_crashes(self.client, RUN))
         self.ends = self.unwritten = crash is not None
-        stage.trace(
+        simulation.trace(
             f"master {self.number} on {self.node} {'leads' if not crash else 'ends the job'}: {term.epoch}"
         )
         try:
@@ -102,23 +102,23 @@ class MasterModel:
                     JobPhase.FAILED, EXIT_FAILURE, reason_of(crash), report=report_of(crash, "log")
                 )
                 self.state, commands = begin_abort(state, verdict, self._now())
-                stage.aborting(term.epoch, self.state)
+                simulation.aborting(term.epoch, self.state)
             else:
-                stage.plan.break_at("begin")
+                simulation.scenario.break_at("begin")
                 self.state, commands = resume(state, self._now())
-        except Planted as error:
+        except PlantedBug as error:
             self._hit_bug(error, "begin")
             return
         self.over = state.phase in JOB_ENDS
         self.beats.begin()
         self._add(commands)
-        stage.clock.after(TERM_TTL / 3, self._keep_term)
+        simulation.clock.after(TERM_TTL / 3, self._keep_term)
         if state.phase in JOB_ENDS:
-            stage.clock.after(GOODBYE, lambda: self.die("it is done"))
+            simulation.clock.after(GOODBYE_SECONDS, lambda: self.die("it is done"))
 
     def _now(self) -> float:
         """The wall clock of its node."""
-        return self.stage.wall(self.node)
+        return self.simulation.wall(self.node)
 
     @property
     def leads(self) -> bool:
@@ -128,16 +128,18 @@ class MasterModel:
     @property
     def hangs(self) -> bool:
         """True if it does nothing now."""
-        return self.alive and self.stage.clock.now < self._frozen_until
+        return self.alive and self.simulation.clock.now < self._frozen_until
 
     def hang(self, seconds: float) -> None:
         """SIGSTOP, and SIGCONT later."""
-        self._frozen_until = self.stage.clock.now + seconds
+        self._frozen_until = self.simulation.clock.now + seconds
 
     def awake(self, do: Callable[[], None]) -> None:
         """Do something now, or when it does not hang any more."""
         if self.hangs:
-            self.stage.clock.after(self._frozen_until - self.stage.clock.now, lambda: self.awake(do))
+            self.simulation.clock.after(
+                self._frozen_until - self.simulation.clock.now, lambda: self.awake(do)
+            )
         elif self.alive:
             do()
 
@@ -146,30 +148,30 @@ class MasterModel:
         if not self.alive:
             return
         self.alive = False
-        self.stage.trace(f"master {self.number} is gone: {reason}")
+        self.simulation.trace(f"master {self.number} is gone: {reason}")
         for name, pipe in list(self.agents.items()):
-            node = self.stage.nodes[name]
+            node = self.simulation.nodes[name]
             pipe.close(lambda _, node=node: node.stream_ended(self))  # type: ignore[misc]
         if self.over and self.term is not None and reason == "it is done":
-            with contextlib.suppress(StoreError, Killed):
+            with contextlib.suppress(StoreError, ProcessKilled):
                 self.term.resign()
 
-    def _hit_bug(self, error: Planted, event: object) -> None:
+    def _hit_bug(self, error: PlantedBug, event: object) -> None:
         """An error of its own: it is kept, and the process ends."""
         assert self.term is not None
-        self.stage.hit_bug()
-        with contextlib.suppress(StoreError, Killed):
-            lasted = self.stage.clock.now - self._began
+        self.simulation.hit_bug()
+        with contextlib.suppress(StoreError, ProcessKilled):
+            lasted = self.simulation.clock.now - self._began
             record_crash(self.client, RUN, self.term, crash_of(error, self.term.epoch, lasted, [event]))
         self.die(f"{error!r} at {event}")
 
     def _crash_in_write(self) -> None:
         self._crash("in a write", 0.002)
         if not self.alive:
-            raise Killed
+            raise ProcessKilled
 
     def _crash(self, when: str, chance: float) -> None:
-        if self.alive and self.stage.rng.random() < chance * self.stage.plan.crashes:
+        if self.alive and self.simulation.rng.random() < chance * self.simulation.scenario.crashes:
             self.die(f"killed {when}")
 
     # streams
@@ -211,7 +213,7 @@ class MasterModel:
     def abort(self, node: str) -> None:
         """Close the stream of an agent that is given up."""
         if node in self.agents:
-            self.agents.pop(node).close(lambda _: self.stage.nodes[node].stream_ended(self))
+            self.agents.pop(node).close(lambda _: self.simulation.nodes[node].stream_ended(self))
 
     def cut(self, node: str) -> None:
         """Lose all messages that are on their way to an agent."""
@@ -239,36 +241,36 @@ class MasterModel:
             self.awake(lambda: self.apply(event))
             return
         before = self.state
-        self.stage.trace(f"master {self.number}: {event}")
+        self.simulation.trace(f"master {self.number}: {event}")
         assert self.term is not None
         if self.ends:
             self.state, commands = abort_step(self.state, event, self._now())
             check_job(self.state)
-            self.stage.aborting(self.term.epoch, self.state)
+            self.simulation.aborting(self.term.epoch, self.state)
             self._add(commands)
             return
         try:
             self.state, commands = step(self.state, event, self._now())
-        except Planted as error:
+        except PlantedBug as error:
             self._hit_bug(error, event)
             return
         check_job(self.state)
-        self.stage.stepped(self.term.epoch, before, event, self.state, commands)
+        self.simulation.stepped(self.term.epoch, before, event, self.state, commands)
         self._add(commands)
 
     def _add(self, commands: list[Command]) -> None:
         if self.ledger.due is None:
-            self._stuck_since = self.stage.clock.now
+            self._stuck_since = self.simulation.clock.now
         self._carry_out(self.ledger.add(self.state, commands))
         if self.unwritten:
             self._carry_out(self.ledger.waive())
         if not self.writes:
             return
-        delay = self.stage.rng.choice((0.001, 0.005, 0.05)) if self.ledger.due else 0.5
-        when = self.stage.clock.now + delay
+        delay = self.simulation.rng.choice((0.001, 0.005, 0.05)) if self.ledger.due else 0.5
+        when = self.simulation.clock.now + delay
         if self.state is not self.ledger.kept and when < self._next_write:
             self._next_write = when
-            self.stage.clock.after(delay, lambda: self.awake(lambda: self._write_planned(when)))
+            self.simulation.clock.after(delay, lambda: self.awake(lambda: self._write_planned(when)))
 
     def _write_planned(self, when: float) -> None:
         """An earlier plan may have come before this one."""
@@ -282,30 +284,30 @@ class MasterModel:
         if not self.alive:
             return
         try:
-            self.stage.plan.break_at("write")
+            self.simulation.scenario.break_at("write")
             self.contexts.write(self.ledger.kept, target)
-        except Killed:
+        except ProcessKilled:
             return
         except Fenced as error:
             self.die(str(error))
             return
-        except Planted as error:
+        except PlantedBug as error:
             self.writes = False
             if not self.unwritten:
                 self._hit_bug(error, "write")
             return
         except StoreError as error:
-            self.stage.trace(f"master {self.number} cannot write: {error}")
+            self.simulation.trace(f"master {self.number} cannot write: {error}")
             self._end_unwritten()
-            self.stage.clock.after(0.4, lambda: self.awake(lambda: self._write(target)))
+            self.simulation.clock.after(0.4, lambda: self.awake(lambda: self._write(target)))
             return
-        self.stage.trace(f"master {self.number} has written")
+        self.simulation.trace(f"master {self.number} has written")
         if changed_documents(self.ledger.kept, target):
             self._check_kept(target)
         self._crash("after a write", 0.02)
         if not self.alive:
             return
-        self._next_write, self._stuck_since = math.inf, self.stage.clock.now
+        self._next_write, self._stuck_since = math.inf, self.simulation.clock.now
         self._carry_out(self.ledger.written(target))
         self._add([])
 
@@ -313,32 +315,32 @@ class MasterModel:
         """Carry out an end of the job that has waited too long."""
         state = self.state
         patience = STOP_WRITE_TIMEOUT if state.asked_to_stop else END_WRITE_TIMEOUT
-        waited = self.stage.clock.now > self._stuck_since + patience
+        waited = self.simulation.clock.now > self._stuck_since + patience
         if state.verdict is None or self.unwritten or self.ledger.due is None or not waited:
             return
         self.unwritten = True
-        self.stage.waived = True
+        self.simulation.waived = True
         self._carry_out(self.ledger.waive())
         for node in self.agents:
             self._shut_down(node)
 
     def _check_kept(self, target: JobState) -> None:
         """Check that the content of the store is the state."""
-        found = restore(read_context(self.stage.store, RUN))
+        found = restore(read_context(self.simulation.store, RUN))
         assert found == kept(target), "the store holds another state"
         assert not urgent(found, target)
-        self.stage.kept(target)
+        self.simulation.kept(target)
 
     def _carry_out(self, commands: list[Command]) -> None:
         for command in commands:
-            self.stage.carried_out(self, command)
+            self.simulation.carried_out(self, command)
             match command:
                 case ToAgent(node, message):
                     if node in self.agents:
-                        self.stage.trace(f"  {self.number} to {node}: {message}")
+                        self.simulation.trace(f"  {self.number} to {node}: {message}")
                         self.agents[node].send(message)
                 case ToAgents(nodes, message):
-                    self.stage.trace(f"  {self.number} to {', '.join(nodes)}: {message}")
+                    self.simulation.trace(f"  {self.number} to {', '.join(nodes)}: {message}")
                     for node in nodes:
                         if node in self.agents:
                             self._send_view(node, message)
@@ -349,10 +351,10 @@ class MasterModel:
 
     def _send_view(self, node: str, view: Message) -> None:
         """Send a view; in some histories one of changes comes twice now and then, at once or later."""
-        rng, agent = self.stage.rng, self.agents[node]
+        rng, agent = self.simulation.rng, self.agents[node]
         changes = isinstance(view, View) and view.since is not None
-        if changes and self.stage.plan.disorder and rng.random() < self.stage.plan.disorder:
-            self.stage.clock.after(rng.choice((0.0, 1.0)), lambda: agent.send(view))
+        if changes and self.simulation.scenario.disorder and rng.random() < self.simulation.scenario.disorder:
+            self.simulation.clock.after(rng.choice((0.0, 1.0)), lambda: agent.send(view))
         agent.send(view)
 
     def _finish(self) -> None:
@@ -360,7 +362,7 @@ class MasterModel:
         self.over = True
         for pipe in self.agents.values():
             pipe.send(Shutdown())
-        self.stage.clock.after(GOODBYE, lambda: self.die("it is done"))
+        self.simulation.clock.after(GOODBYE_SECONDS, lambda: self.die("it is done"))
 
     def _keep_term(self) -> None:
         if not self.leads:
@@ -376,8 +378,8 @@ class MasterModel:
         except Fenced as error:
             self.die(str(error))
             return
-        except Killed:
+        except ProcessKilled:
             return
         except StoreError as error:
-            self.stage.trace(f"master {self.number} cannot keep its term: {error}")
-        self.stage.clock.after(TERM_TTL / 3, self._keep_term)
+            self.simulation.trace(f"master {self.number} cannot keep its term: {error}")
+        self.simulation.clock.after(TERM_TTL / 3, self._keep_term)

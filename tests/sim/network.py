@@ -2,33 +2,76 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from tests.sim.store import RUN, Killed
-from tests.sim.world import Clock, Pipe
-from unirun.errors import Fenced, StoreError
+from tests.sim.fake_clock import FakeClock
+from tests.sim.store import RUN, ProcessKilled
+from unirun.errors import ConnectionLost, Fenced, StoreError
 from unirun.failover.events import AgentLost, Event, JoinTimedOut, RejoinTimedOut
 from unirun.failover.silence import GIVE_UP_DELAY, HEARTBEAT_INTERVAL, Silence, may_answer
 from unirun.launcher.contact import KERNEL_KILL_DELAY, MASTER_RECEIVE_TIMEOUT, RECONNECT_TIMEOUT, Fence
 from unirun.rendezvous.election import is_marked
+from unirun.wire.frames import decode, encode
 from unirun.wire.messages import Heartbeat, Message
 
 if TYPE_CHECKING:
     from tests.sim.masters import MasterModel
-    from tests.sim.node import Node
+    from tests.sim.node import NodeModel
 
-LOOKS = 1.0
-"""Seconds between two looks of a master, as a history has fewer turns then."""
+LOOK_INTERVAL = 1.0
+"""Seconds between two looks of a master, as a history has fewer steps then."""
 
 OTHERS = "*"
+
+
+class Pipe:
+    """One direction of a stream: in order, delayed; `close` delivers an end after all that was sent."""
+
+    def __init__(
+        self,
+        clock: FakeClock,
+        rng: random.Random,
+        slow: float,
+        receive: Callable[[Message], None],
+        held: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`held` says until when nothing passes. What is sent in that time comes later, as TCP sends it again."""
+        self._clock, self._rng, self._slow, self._receive = clock, rng, slow, receive
+        self._held = held
+        self._last = clock.now
+        self._open = True
+        self.cut = False
+
+    def _at(self) -> float:
+        delay = self._rng.expovariate(1 / self._slow) if self._rng.random() < 0.9 else self._slow * 20
+        if (away := self._held() - self._clock.now) > 0:
+            delay += away + min(away, 5.0) * self._rng.random()
+        self._last = max(self._last, self._clock.now + delay)
+        return self._last - self._clock.now
+
+    def send(self, message: Message) -> None:
+        """Send; what is sent into a closed pipe is lost, as on a socket."""
+        if not self._open:
+            return
+        again = decode(json.loads(json.dumps(encode(message), allow_nan=False)))
+        assert again == message, f"{message} is another after its trip: {again}"
+        self._clock.after(self._at(), lambda: None if self.cut else self._receive(again))
+
+    def close(self, then: Callable[[ConnectionLost], None]) -> None:
+        """The sender is gone; the receiver hears of it after the last message."""
+        if self._open:
+            self._open = False
+            self._clock.after(self._at(), lambda: then(ConnectionLost("the peer closed the stream")))
 
 
 class Network:
     """Until when nothing passes from one host to another."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: FakeClock) -> None:
         self._clock = clock
         self._lost: dict[tuple[str, str], float] = {}
 
@@ -61,24 +104,24 @@ class Network:
 class ContactModel:
     """As `unirun.launcher.contact`, without sockets: beats, another stream when one is silent, and the fence."""
 
-    def __init__(self, node: Node) -> None:
-        self._node, self._world = node, node.world
+    def __init__(self, node: NodeModel) -> None:
+        self._node, self._simulation = node, node.simulation
         self._fence = Fence()
-        self._rate = self._world.plan.rates.get(node.name, 1.0)
+        self._rate = self._simulation.scenario.rates.get(node.name, 1.0)
         self._heard = 0.0
         self._stream = 0
         self._watches = False
 
     def _now(self) -> float:
         """The agent's clock, which runs at a rate of its own."""
-        return self._world.clock.now * self._rate
+        return self._simulation.clock.now * self._rate
 
     def _after(self, seconds: float, do: Callable[[], None]) -> None:
-        self._world.clock.after(seconds / self._rate, do)
+        self._simulation.clock.after(seconds / self._rate, do)
 
     def begin(self) -> None:
         """A stream begins, with `Join`."""
-        if not self._world.plan.hosts:
+        if not self._simulation.scenario.hosts:
             return
         self._fence.joins(self._now())
         self._heard = self._now()
@@ -115,7 +158,7 @@ class ContactModel:
 
     def _die(self, reason: str) -> None:
         if self._node.alive:
-            self._world.fenced(self._node.name)
+            self._simulation.fenced(self._node.name)
             self._node.die(reason)
 
     def _look(self) -> None:
@@ -138,19 +181,19 @@ class BeatsModel:
     """As `unirun.launcher.master.beats`, without sockets."""
 
     def __init__(self, master: MasterModel) -> None:
-        self._master, self._stage = master, master.stage
-        self._rate = self._stage.plan.rates.get(master.node, 1.0)
+        self._master, self._simulation = master, master.simulation
+        self._rate = self._simulation.scenario.rates.get(master.node, 1.0)
         self._silence = Silence(self.now())
         self._wishes: deque[tuple[Callable[[], None], Callable[[], object]]] = deque()
         self.renewed = self.now()
 
     def now(self) -> float:
         """The clock of the master's host, which runs at a rate of its own."""
-        return self._stage.clock.now * self._rate
+        return self._simulation.clock.now * self._rate
 
     def begin(self) -> None:
         """Begin to look."""
-        if self._stage.plan.hosts:
+        if self._simulation.scenario.hosts:
             self._in_order(self._master.contexts.unmark_silent, lambda: None)
             self._look_later()
 
@@ -175,12 +218,12 @@ class BeatsModel:
 
     def after(self, delay: float, event: Event) -> None:
         """Apply `event` in `delay` seconds, or later."""
-        clock, end = self._stage.clock, self._running_time() + delay
+        clock, end = self._simulation.clock, self._running_time() + delay
 
         def due() -> None:
             if not self._master.leads:
                 return
-            if not self._stage.plan.hosts or not isinstance(event, JoinTimedOut | RejoinTimedOut):
+            if not self._simulation.scenario.hosts or not isinstance(event, JoinTimedOut | RejoinTimedOut):
                 self._master.apply(event)
                 return
             self._look()
@@ -200,7 +243,7 @@ class BeatsModel:
         return self.now() - self._silence.stalled
 
     def _look_later(self) -> None:
-        self._stage.clock.after(LOOKS / self._rate, lambda: self._master.awake(self._look_on))
+        self._simulation.clock.after(LOOK_INTERVAL / self._rate, lambda: self._master.awake(self._look_on))
 
     def _look_on(self) -> None:
         if self._master.leads and not self._master.over:
@@ -210,7 +253,7 @@ class BeatsModel:
     def _look(self) -> None:
         found = self._silence.look(self.now())
         for node in (*found.silent, *found.back):
-            self._stage.trace(
+            self._simulation.trace(
                 f"master {self._master.number}: {node} is {'silent' if node in found.silent else 'back'}"
             )
         if found.silent:
@@ -218,7 +261,7 @@ class BeatsModel:
         if found.back:
             self._in_order(lambda: self._master.contexts.unmark_silent(found.back), lambda: None)
         for node in found.lost:
-            self._stage.given_up_silent(node)
+            self._simulation.given_up_silent(node)
             self._master.abort(node)
             self._master.apply(AgentLost(node, "it is silent"))
 
@@ -236,13 +279,13 @@ class BeatsModel:
             do, then = self._wishes[0]
             try:
                 do()
-            except Killed:
+            except ProcessKilled:
                 return
             except Fenced as error:
                 self._master.die(str(error))
                 return
             except StoreError:
-                self._stage.clock.after(0.4, lambda: self._master.awake(self._work))
+                self._simulation.clock.after(0.4, lambda: self._master.awake(self._work))
                 return
             self._wishes.popleft()
             then()

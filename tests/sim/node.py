@@ -8,11 +8,11 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from tests.sim.model import Spawner
-from tests.sim.network import ContactModel
+from tests.sim.network import ContactModel, Pipe
 from tests.sim.processes import Process, Who
-from tests.sim.stage import World
-from tests.sim.world import JOB, Pipe
+from tests.sim.protocols import SimulationOfNodes
+from tests.sim.scenario import JOB
+from tests.sim.spawner import SpawnerModel
 from unirun.errors import StoreError
 from unirun.failover.offers import AgentTask
 from unirun.launcher import core, events
@@ -36,7 +36,7 @@ from unirun.wire.messages import (
 from unirun.wire.reports import EngineWeights, Join, Kill, LocalEngines, Placed, Reaped, WorkerExited
 
 
-class Led(Protocol):
+class MasterProcess(Protocol):
     """A node's view of a master's process."""
 
     node: str
@@ -62,67 +62,67 @@ class Led(Protocol):
         """Lose all messages that are on their way to an agent."""
 
 
-LOOK_AGAIN = 0.1
-CHECK = 3.0
+LOOK_INTERVAL = 0.1
+CHECK_INTERVAL = 3.0
 """Seconds between two looks at who leads, without a master and with one. A watch tells it sooner; so a history has fewer
-turns."""
+steps."""
 
 
-class Node:
+class NodeModel:
     """The shell of one agent, as `unirun.launcher.agent` and `standby` are, without sockets and processes."""
 
-    def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
+    def __init__(self, simulation: SimulationOfNodes, name: str) -> None:
+        self.simulation, self.name = simulation, name
         self.alive = True
-        self.spawners: dict[SpawnerKey, Spawner] = {}
+        self.spawners: dict[SpawnerKey, SpawnerModel] = {}
         self.exits: list[Who] = []
         self.ports: dict[tuple[str, int], RankAddress] = {}
-        self.client = world.client(name)
-        self.master: Led | None = None
+        self.client = simulation.client(name)
+        self.master: MasterProcess | None = None
         self.to_master: Pipe | None = None
         self._to_agent: Pipe | None = None
         # A silent stream to the same master: the way back, and what it closes.
-        self._silent: list[tuple[Led, Pipe, Pipe]] = []
+        self._silent: list[tuple[MasterProcess, Pipe, Pipe]] = []
         self._looking = False
         self._frozen_until = 0.0
         self._since = self._connected = 0.0
         # The term whose master was found dead, and when.
         self._dead = (0, 0.0)
         self._attempts, self._coming_up_until = CandidateAttempts(), 0.0
-        self.orders = Orders(JOB, AgentTask(world.plan.spec, name, (name,), "/", "127.0.0.1"), {})
+        self.orders = Orders(JOB, AgentTask(simulation.scenario.spec, name, (name,), "/", "127.0.0.1"), {})
         keys = self.orders.spawners
         self.contact = ContactModel(self)
         self.state = AgentState(
             name, self.orders.in_place, self.orders.companions, spawners=dict.fromkeys(keys, False)
         )
         for key in keys:
-            self.spawners[key] = Spawner(self, key)
+            self.spawners[key] = SpawnerModel(self, key)
 
     def join(self) -> None:
         """Look for the first master."""
         self._look_from_now()
-        self.world.clock.after(CHECK, self._check)
+        self.simulation.clock.after(CHECK_INTERVAL, self._check)
 
     @property
     def hangs_for(self) -> float:
         """Seconds for which the agent still does nothing."""
-        return max(0.0, self._frozen_until - self.world.clock.now)
+        return max(0.0, self._frozen_until - self.simulation.clock.now)
 
     def hang(self, seconds: float) -> None:
         """SIGSTOP to the agent, and SIGCONT later."""
-        self._frozen_until = self.world.clock.now + seconds
+        self._frozen_until = self.simulation.clock.now + seconds
 
     def awake(self, do: Callable[[], None]) -> None:
         """Do something now, or when the agent does not hang any more."""
         if self.hangs_for > 0:
-            self.world.clock.after(self.hangs_for, lambda: self.awake(do))
+            self.simulation.clock.after(self.hangs_for, lambda: self.awake(do))
         elif self.alive:
             do()
 
     # the way to the master
 
     def _look_from_now(self) -> None:
-        self._since = self.world.clock.now
+        self._since = self.simulation.clock.now
         if not self._looking:
             self._looking = True
             self._look()
@@ -137,12 +137,12 @@ class Node:
         try:
             leader = leader_of(self.client, job_prefix("sim"))
             if leader is not None and leader.epoch >= self.state.epoch:
-                master = self.world.master_at(leader.pid)
-                if not self.world.network.joins(self.name, master.node):
+                master = self.simulation.master_at(leader.pid)
+                if not self.simulation.network.joins(self.name, master.node):
                     pass
                 elif not master.leads:
                     if self._dead[0] != leader.epoch:
-                        self._dead = (leader.epoch, self.world.clock.now)
+                        self._dead = (leader.epoch, self.simulation.clock.now)
                     self._start_in_turn(self._dead[1], leader.epoch)
                 elif not master.hangs:
                     self._connect(master, leader.epoch)
@@ -151,14 +151,14 @@ class Node:
         except StoreError:
             # The store is away; later.
             pass
-        self.world.clock.after(LOOK_AGAIN, self._look)
+        self.simulation.clock.after(LOOK_INTERVAL, self._look)
 
     def _check(self) -> None:
         """Check whether another leads, or the one that leads hangs."""
         self.awake(self._check_now)
 
     def _check_now(self) -> None:
-        self.world.clock.after(CHECK, self._check)
+        self.simulation.clock.after(CHECK_INTERVAL, self._check)
         if self.master is None:
             return
         try:
@@ -168,39 +168,39 @@ class Node:
         if leader is None:
             self._start_in_turn(0.0, 0)
         elif leader.epoch > self.state.epoch:
-            master = self.world.master_at(leader.pid)
-            here = self.world.network.joins(self.name, master.node)
+            master = self.simulation.master_at(leader.pid)
+            here = self.simulation.network.joins(self.name, master.node)
             if here and master.leads and not master.hangs:
                 self._connect(master, leader.epoch)
 
     def _start_in_turn(self, vacant: float, deposing: int) -> None:
-        now, placement = self.world.clock.now, self.world.plan.placement
+        now, placement = self.simulation.clock.now, self.simulation.scenario.placement
         nodes = {*placement.nodes, *placement.spares, self.name}
         attempts = replace(self._attempts, coming_up=now < self._coming_up_until)
         if now >= start_at(vacant, turns(sorted(nodes), self.state.epoch)[self.name], attempts, len(nodes)):
-            delay = self.world.rng.uniform(0.2, 0.6)
+            delay = self.simulation.rng.uniform(0.2, 0.6)
             self._attempts, self._coming_up_until = CandidateAttempts(attempts.number + 1, now), now + delay
-            self.world.clock.after(delay, lambda: self.world.start_master(deposing))
+            self.simulation.clock.after(delay, lambda: self.simulation.start_master(deposing))
 
     def connect_anew(self) -> None:
         """The stream is silent: try another one to the same master. The old one is open until that one speaks."""
         master, pipe, back = self.master, self.to_master, self._to_agent
         if master is None or pipe is None or back is None or not master.leads or master.hangs:
             return
-        if self.world.network.joins(self.name, master.node):
+        if self.simulation.network.joins(self.name, master.node):
             self._silent.append((master, pipe, back))
             self.master = None
             self._connect(master, self.state.epoch)
 
-    def _connect(self, master: Led, epoch: int) -> None:
+    def _connect(self, master: MasterProcess, epoch: int) -> None:
         self._disconnect("it follows another")
-        world, name = self.world, self.name
-        clock, rng, slow = world.clock, world.rng, world.plan.slow
+        simulation, name = self.simulation, self.name
+        clock, rng, slow = simulation.clock, simulation.rng, simulation.scenario.slow
         if clock.now >= self._connected + BACKOFF_RESET_SECONDS:
             self._attempts = CandidateAttempts()
         self._connected = clock.now
         self.apply(events.Led(epoch))
-        ways, host = world.network, master.node
+        ways, host = simulation.network, master.node
 
         def answered(message: Message) -> None:
             self.awake(lambda: self._heard(epoch, message, to_agent))
@@ -220,7 +220,7 @@ class Node:
         self.master = master
         self.to_master = Pipe(clock, rng, slow, arrived, lambda: ways.until(name, host))
         self._to_agent = to_agent
-        endpoints = {role.name: f"10.0.0.1:{n + 1}" for n, role in enumerate(world.plan.spec.roles)}
+        endpoints = {role.name: f"10.0.0.1:{n + 1}" for n, role in enumerate(simulation.scenario.spec.roles)}
         self.to_master.send(Join(name, 1, name, endpoints, *holdings(self.state), self.state.ending))
         self.contact.begin()
 
@@ -236,7 +236,7 @@ class Node:
         if master is not None and self.to_master is not None:
             self.to_master.cut = True
             master.cut(self.name)
-            self.world.broken(self.name)
+            self.simulation.broken(self.name)
             self._disconnect("it was cut")
             self._look_from_now()
 
@@ -249,15 +249,15 @@ class Node:
             self.to_master.cut = True
         else:
             master.cut(self.name)
-        self.world.clock.after(seconds, lambda: self.awake(lambda: self._break(master)))
+        self.simulation.clock.after(seconds, lambda: self.awake(lambda: self._break(master)))
 
-    def _break(self, master: Led) -> None:
+    def _break(self, master: MasterProcess) -> None:
         if self.master is master:
-            self.world.broken(self.name)
+            self.simulation.broken(self.name)
             self._disconnect("it was broken")
             self._look_from_now()
 
-    def stream_ended(self, master: Led) -> None:
+    def stream_ended(self, master: MasterProcess) -> None:
         """A master's stream has ended."""
 
         def end() -> None:
@@ -300,7 +300,7 @@ class Node:
             return
         before = self.state
         self.state, commands = core.step(self.state, event)
-        self.world.checked_agent(self, before, event)
+        self.simulation.checked_agent(self, before, event)
         for command in commands:
             self._carry_out(command)
 
@@ -310,7 +310,7 @@ class Node:
         if isinstance(message, Reaped) and (worker := self.state.workers.get(message.id)) is not None:
             unready = worker.ready is not None and not worker.was_ready and worker.cause != "order"
             here = unready and worker.who[:2] in self.ports
-            taken = here and self.world.rng.random() < 0.1
+            taken = here and self.simulation.rng.random() < 0.1
             if taken:
                 del self.ports[worker.who[:2]]
         self.apply(events.FromSpawner(key, message, taken=taken))
@@ -318,8 +318,8 @@ class Node:
     def _reserve(self, order: Reserve) -> None:
         for rank in order.ranks:
             if (order.role, rank) not in self.ports:
-                count = len(self.world.plan.spec.role(order.role).ports)
-                numbers = tuple(self.world.next_pid() for _ in range(count))
+                count = len(self.simulation.scenario.spec.role(order.role).ports)
+                numbers = tuple(self.simulation.next_pid() for _ in range(count))
                 self.ports[order.role, rank] = RankAddress(self.name, numbers)
         places = tuple(self.ports[order.role, rank] for rank in order.ranks)
         if self.to_master is not None:
@@ -330,10 +330,10 @@ class Node:
         worker = self.state.workers.get(number)
         if worker is None or not self.alive:
             return
-        rng, clock = self.world.rng, self.world.clock
+        rng, clock = self.simulation.rng, self.simulation.clock
         ok = not never and rng.random() < (0.9 if worker.was_ready else 0.4)
         why = "" if ok else rng.choice(("status 503", "it does not answer"))
-        self.apply(events.Probed(number, ok, why, self.world.wall(self.name)))
+        self.apply(events.Probed(number, ok, why, self.simulation.wall(self.name)))
         worker = self.state.workers.get(number)
         if worker is not None and (not worker.was_ready or worker.alive is not None):
             pause = worker.alive.every if worker.was_ready and worker.alive is not None else 0.5
@@ -342,8 +342,10 @@ class Node:
     def _carry_out(self, command: events.Command) -> None:
         match command:
             case events.StartProbing(number):
-                never = self.world.rng.random() < 0.03
-                self.world.clock.after(0.01, lambda: self.awake(lambda: self._probe(number, never=never)))
+                never = self.simulation.rng.random() < 0.03
+                self.simulation.clock.after(
+                    0.01, lambda: self.awake(lambda: self._probe(number, never=never))
+                )
             case events.ToMaster(message):
                 if isinstance(message, WorkerExited):
                     self.exits.append(message.worker)
@@ -356,16 +358,19 @@ class Node:
                     self.spawners[key].inbox.send(message)
             case events.StartSpawner(key):
                 assert key not in self.spawners, "there is such a spawner already"
-                self.spawners[key] = Spawner(self, key)
+                self.spawners[key] = SpawnerModel(self, key)
             case events.CallLater(delay, event):
-                self.world.clock.after(delay, lambda: self.apply(event))
+                self.simulation.clock.after(delay, lambda: self.apply(event))
             case events.KillGroups(pids):
-                self.world.kill_pids(pids)
+                self.simulation.kill_pids(pids)
             case events.Leave():
                 self.die("it left")
             case events.ToLinks(View() as view):
                 for spawner, number, process in self._welcome():
-                    if self.world.plan.disorder and self.world.rng.random() < self.world.plan.disorder:
+                    if (
+                        self.simulation.scenario.disorder
+                        and self.simulation.rng.random() < self.simulation.scenario.disorder
+                    ):
                         spawner.told(number, process, view)
                     spawner.told(number, process, view)
             case events.ToLink(only, LocalEngines(engines)):
@@ -377,19 +382,21 @@ class Node:
 
     def _bring(self, companion: int, engines: tuple[Engine, ...]) -> None:
         """A companion brings a version into each engine that answers. It may take long, and an engine may refuse it."""
-        rng = self.world.rng
+        rng = self.simulation.rng
         for engine in engines:
             if engine.ready:
                 version = rng.choice((None, 1, 2))
                 problem = "it refused" if rng.random() < 0.05 else ""
                 said = EngineWeights("policy", engine.rank, engine.incarnation, version, 1.0, problem)
-                self.world.clock.after(rng.choice((0.01, 0.5, 3.0)), partial(self._brought, companion, said))
+                self.simulation.clock.after(
+                    rng.choice((0.01, 0.5, 3.0)), partial(self._brought, companion, said)
+                )
 
     def _brought(self, companion: int, said: EngineWeights) -> None:
         if any(process.alive for s in self.spawners.values() if (process := s.processes.get(companion))):
             self.apply(events.LinkMessage(companion, said))
 
-    def _welcome(self) -> list[tuple[Spawner, int, Process]]:
+    def _welcome(self) -> list[tuple[SpawnerModel, int, Process]]:
         """The workers with a link."""
         return [
             (spawner, number, process)
@@ -418,7 +425,7 @@ class Node:
             spawner.alive = False
             for process in spawner.processes.values():
                 process.alive = False
-            for store in self.world.stores.values():
+            for store in self.simulation.stores.values():
                 store.alive = store.alive and store.spawner is not spawner
-        self.world.trace(f"agent {self.name} is gone: {reason}")
+        self.simulation.trace(f"agent {self.name} is gone: {reason}")
         self._disconnect(reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tests.sim.model import Spawner
+    from tests.sim.spawner import SpawnerModel
 import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -44,10 +44,10 @@ class Process:
 class StoreModel:
     """The store that is served at a role's socket, or was served last; `present` is who has been there, by rank."""
 
-    spawner: Spawner
+    spawner: SpawnerModel
     generation: int
     alive: bool = True
-    present: dict[int, tuple[Spawner, int, Process]] = field(default_factory=dict)
+    present: dict[int, tuple[SpawnerModel, int, Process]] = field(default_factory=dict)
 
 
 def rng_delay(rng: random.Random) -> float:

@@ -1,4 +1,9 @@
-"""One history: the master's core and the agents' cores against each other, with invariants after every step."""
+"""One history: the master's core and the agents' cores against each other, with invariants after every step.
+
+All is in one process: the real cores, a model of everything around them, and fake time. One `random.Random` decides, so a
+seed is a history. Streams deliver in order after a random delay; between two streams nothing is ordered. Every message
+goes through its JSON form on the way.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +18,14 @@ from importlib import import_module
 import pytest
 
 from tests.sim.accidents import Accidents
+from tests.sim.fake_clock import FakeClock
 from tests.sim.masters import MasterModel
-from tests.sim.network import LOOKS, Network
-from tests.sim.node import Node
+from tests.sim.network import LOOK_INTERVAL, Network
+from tests.sim.node import NodeModel
 from tests.sim.processes import Process, StoreModel
-from tests.sim.store import Client, FencedStore
-from tests.sim.views import Views
-from tests.sim.world import Clock, make_plan
+from tests.sim.scenario import make_scenario
+from tests.sim.store import FencedStore, StoreClient
+from tests.sim.views import ViewChecks
 from unirun.failover import silence
 from unirun.failover.events import Command, Event, Finish, ToAgent, ToAgents, ToGuest
 from unirun.failover.persistence import context_store
@@ -34,7 +40,7 @@ deciding = import_module("unirun.failover.step")
 
 handle = deciding._handle
 
-PATIENCE = 300.0
+HISTORY_TIMEOUT = 300.0
 """Seconds after which somebody stops a job that does not end of itself."""
 
 
@@ -42,9 +48,9 @@ class Simulation(Accidents):
     """The history of one seed. `run` raises AssertionError or IllegalTransition when something is wrong."""
 
     def __init__(self, seed: int) -> None:
-        self.plan = make_plan(seed)
+        self.scenario = make_scenario(seed)
         self.rng = random.Random(f"history {seed}")
-        self.clock = Clock()
+        self.clock = FakeClock()
         self.log: list[str] = []
         self.stores: dict[str, StoreModel] = {}
         self.queues: dict[str, list[Callable[[], None]]] = {}
@@ -59,7 +65,7 @@ class Simulation(Accidents):
         self.orderly: Counter[str] = Counter()
         self.bugs = 0
         self.aborted = False
-        self._clients: list[Client] = []
+        self._clients: list[StoreClient] = []
         self.network = Network(self.clock)
         self._broken: set[str] = set()
         self.store = FencedStore(lambda: self.clock.now)
@@ -68,8 +74,8 @@ class Simulation(Accidents):
         self.end: JobState | None = None
         self.waived = False
         self.masters: list[MasterModel] = []
-        self.views = Views()
-        self.nodes = {name: Node(self, name) for name in self.state.nodes}
+        self.views = ViewChecks()
+        self.nodes = {name: NodeModel(self, name) for name in self.state.nodes}
 
     # what the model asks for
 
@@ -93,7 +99,7 @@ class Simulation(Accidents):
         sent_away = {
             node.name
             for node in self.nodes.values()
-            if self.state.given_up(node.name) and (node.name in self._broken or not self.plan.hosts)
+            if self.state.given_up(node.name) and (node.name in self._broken or not self.scenario.hosts)
         }
         holders = [p.who for p in self.processes if p.alive and p.who[:2] == rank and p.node not in sent_away]
         assert not holders, f"{process.who} is started while {holders} lives"
@@ -142,7 +148,7 @@ class Simulation(Accidents):
                 self.clock.after(self.rng.uniform(0.0, 0.05), partial(spawner.trips, number, peer))
 
     def _follows(self, process: Process) -> float:
-        return self.plan.habits[process.who[0]].follows
+        return self.scenario.behaviours[process.who[0]].follows
 
     def kill_pids(self, pids: tuple[int, ...]) -> None:
         """SIGKILL."""
@@ -156,9 +162,9 @@ class Simulation(Accidents):
 
     # what masters ask for
 
-    def client(self, host: str) -> Client:
+    def client(self, host: str) -> StoreClient:
         """A way to the store for a new process."""
-        client = Client(self.store, self.clock, self.rng, self.plan)
+        client = StoreClient(self.store, self.clock, self.rng, self.scenario)
         client.away_until = self._away_until
         client.host_away = lambda: self.network.away(host)
         self._clients.append(client)
@@ -166,12 +172,14 @@ class Simulation(Accidents):
 
     def first_state(self) -> JobState:
         """The state of the job before anything happened."""
-        plan = self.plan
-        return new_job(plan.spec, plan.placement, started=self._began, logs="/logs", inventory=plan.inventory)
+        scenario = self.scenario
+        return new_job(
+            scenario.spec, scenario.placement, started=self._began, logs="/logs", inventory=scenario.inventory
+        )
 
     def wall(self, node: str) -> float:
         """The wall clock of a node."""
-        return self.clock.now + self.plan.skews.get(node, 0.0)
+        return self.clock.now + self.scenario.skews.get(node, 0.0)
 
     def hit_bug(self) -> None:
         """An error of its own ends a master."""
@@ -240,7 +248,7 @@ class Simulation(Accidents):
     def carried_out(self, master: MasterModel, command: Command) -> None:
         """A master does something: it is the one that leads, and what it does follows from what is in the store."""
         if isinstance(command, ToGuest) and isinstance(command.message, Go):
-            node = self.nodes[command.node] = Node(self, command.node)
+            node = self.nodes[command.node] = NodeModel(self, command.node)
             self.clock.after(self.rng.uniform(0.0, 1.0), node.join)
         if isinstance(command, Finish):
             self.trace(f"the job ends with {command.verdict}")
@@ -261,26 +269,26 @@ class Simulation(Accidents):
     def run(self) -> None:
         """Let everything happen, then check how it ended."""
         for name, node in self.nodes.items():
-            if name not in self.plan.absent:
+            if name not in self.scenario.absent:
                 self.clock.after(self.rng.uniform(0.0, 0.2), node.join)
         self.start_master(0)
-        for when, what in self.plan.accidents:
+        for when, what in self.scenario.accidents:
             self.clock.after(when, partial(self.accident, what))
-        self.clock.after(PATIENCE - 1.0, self._must_have_stores)
-        self.clock.after(PATIENCE - 1.0, self._must_know)
-        self.clock.after(PATIENCE, self._lose_patience)
+        self.clock.after(HISTORY_TIMEOUT - 1.0, self._must_have_stores)
+        self.clock.after(HISTORY_TIMEOUT - 1.0, self._must_know)
+        self.clock.after(HISTORY_TIMEOUT, self._lose_patience)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(context_store, "MAX_OPERATIONS", self.plan.operations)
-            patch.setattr(silence, "SILENCE_POLL_INTERVAL", LOOKS)
-            if self.plan.planted:
+            patch.setattr(context_store, "MAX_OPERATIONS", self.scenario.operations)
+            patch.setattr(silence, "SILENCE_POLL_INTERVAL", LOOK_INTERVAL)
+            if self.scenario.planted:
                 patch.setattr(deciding, "_handle", self._handle)
-            while self.clock.turn():
-                assert self.clock.turns < 100_000, "the history does not end"
+            while self.clock.run_next():
+                assert self.clock.steps < 100_000, "the history does not end"
         self._check_end()
 
     def _handle(self, turn: Transition, event: Event) -> None:
         """The branch of a step that `event` takes, which may have a bug."""
-        self.plan.break_at(event)
+        self.scenario.break_at(event)
         handle(turn, event)
 
     def _lose_patience(self) -> None:

@@ -7,7 +7,8 @@ import json
 import random
 from collections.abc import Callable, Sequence
 
-from tests.sim.world import Clock, Plan
+from tests.sim.fake_clock import FakeClock
+from tests.sim.scenario import Scenario
 from unirun.errors import OutcomeUnknown, StoreAway, StoreError
 from unirun.rendezvous.election import job_prefix
 from unirun.rendezvous.store.memory import MemoryStore
@@ -16,7 +17,7 @@ from unirun.rendezvous.store.protocol import Compare, KeyValue, Lease, Listing, 
 RUN = "sim"
 
 
-class Killed(Exception):
+class ProcessKilled(Exception):
     """The process that has asked the store was killed while it did."""
 
 
@@ -36,14 +37,14 @@ class FencedStore(MemoryStore):
         return outcome
 
 
-class Client:
+class StoreClient:
     """One process's way to the store: it may be cut off, answers may get lost, and a write may be done when whoever has
     made it has long stopped waiting. `interrupt` is called before each write and after it."""
 
     url = "memory:"
 
-    def __init__(self, store: MemoryStore, clock: Clock, rng: random.Random, plan: Plan) -> None:
-        self._store, self._clock, self._rng, self._plan = store, clock, rng, plan
+    def __init__(self, store: MemoryStore, clock: FakeClock, rng: random.Random, scenario: Scenario) -> None:
+        self._store, self._clock, self._rng, self._scenario = store, clock, rng, scenario
         self.away_until = 0.0
         self.host_away: Callable[[], float] = lambda: 0.0
         self.interrupt: Callable[[], None] = lambda: None
@@ -65,8 +66,8 @@ class Client:
     ) -> Outcome:
         self._here()
         self.interrupt()
-        if self._rng.random() < self._plan.unknown:
-            match self._rng.choice(("done", "lost", "late") if self._plan.late else ("done", "lost")):
+        if self._rng.random() < self._scenario.unknown:
+            match self._rng.choice(("done", "lost", "late") if self._scenario.late else ("done", "lost")):
                 case "done":
                     self._store.txn(compares, puts, deletes)
                 case "late":

@@ -9,7 +9,7 @@ from unirun.failover.views import whole_view
 from unirun.wire.messages import View, updated
 
 
-class Views:
+class ViewChecks:
     """The whole views of which masters have told the changes, by the term of the master and their number."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from tests.integration.hosts.ticking import Ticking
+from tests.integration.hosts.ticking_job import TickingJob
 from tests.testbed.fixtures import available
 from tests.testbed.hosts import Hosts
 
@@ -36,7 +36,7 @@ def test_no_node_is_silent_while_agents_and_masters_are_stopped_for_a_second_at_
     """
     with available(), contextlib.ExitStack() as stack:
         hosts = stack.enter_context(Hosts(3))
-        job = Ticking(hosts)
+        job = TickingJob(hosts)
         stack.callback(job.kill)
         job.until_up(hosts[0], 0, 0, 1)
         job.until_up(hosts[1], 0, 2, 3)

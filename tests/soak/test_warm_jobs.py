@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import eventually
 from tests.integration.warm import WarmUnirun, warm_in
+from tests.waiting import eventually
 
 JOBS = int(os.environ.get("UNIRUN_SOAK_JOBS", "1000"))
 

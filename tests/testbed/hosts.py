@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.contract.store.etcd_server import Member, Servers
+from tests.contract.store.etcd_server import EtcdCluster, EtcdMember
 from tests.testbed.host import HOME, Host, pids_in
 from tests.testbed.machine import Number, require, run, wait_until
 
@@ -49,7 +49,7 @@ class Hosts:
         self.gateway = f"{self.network}.254"
         self.visible = [*shared, REPOSITORY, *map(Path, {sys.prefix, sys.base_prefix})]
         self._hosts: list[Host] = []
-        self._etcd: Servers | None = None
+        self._etcd: EtcdCluster | None = None
         try:
             self._start(count)
         except BaseException:
@@ -147,12 +147,12 @@ class Hosts:
         path = f"{self.bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         return {**kept, "PATH": path, "HOME": str(HOME), **(extra or {})}
 
-    def etcd(self, flags: Sequence[str] = ETCD_ELECTION) -> Servers:
+    def etcd(self, flags: Sequence[str] = ETCD_ELECTION) -> EtcdCluster:
         """An etcd with one member on each host; members end with their hosts."""
-        self._etcd = Servers(
+        self._etcd = EtcdCluster(
             self.folder,
             members=[
-                Member(
+                EtcdMember(
                     host.name,
                     self.folder,
                     tuple(flags),

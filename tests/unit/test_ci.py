@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.documents import ROOT
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 
 ALWAYS = "def test_that_always_fails():\n    assert False\n"
 FLAKY = """
@@ -52,7 +52,7 @@ def run(folder: Path, source: str, before: str = "") -> subprocess.CompletedProc
         env=environ,
         capture_output=True,
         text=True,
-        timeout=SOON,
+        timeout=WAIT_TIMEOUT,
         check=False,
     )
 

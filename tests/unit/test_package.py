@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import unirun
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 
 
 def test_dir_of_unirun_lists_names_before_they_are_imported() -> None:
@@ -21,7 +21,7 @@ def test_python_m_unirun_is_the_command() -> None:
         [sys.executable, "-m", "unirun", "--version"],
         capture_output=True,
         text=True,
-        timeout=SOON,
+        timeout=WAIT_TIMEOUT,
         check=False,
     )
     assert (done.returncode, done.stdout[:7], done.stderr) == (0, "unirun ", "")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.store.etcd_server import Servers
-from tests.contract.store.places import KINDS, EtcdPlace, Place, SqlitePlace
+from tests.contract.store.backends import KINDS, EtcdBackend, SqliteBackend, StoreBackend
+from tests.contract.store.etcd_server import EtcdCluster
 from unirun.rendezvous.store.protocol import Store
 
 # One member needs nobody's vote; with a short election time etcd also grants leases of one second.
@@ -16,34 +16,34 @@ _FAST = ("--heartbeat-interval", "20", "--election-timeout", "200")
 
 
 @pytest.fixture(scope="session")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
     """An etcd of one member, for all tests that do not stop it."""
-    servers = Servers(tmp_path_factory.mktemp("etcd"), flags=_FAST)
+    servers = EtcdCluster(tmp_path_factory.mktemp("etcd"), flags=_FAST)
     yield servers
     servers.stop()
 
 
 @pytest.fixture(params=KINDS)
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """An empty place for each kind of store."""
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreBackend]:
+    """An empty backend for each kind of store."""
     match request.param:
         case "memory":
-            place = Place()
+            backend = StoreBackend()
         case "sqlite":
-            place = SqlitePlace(tmp_path)
+            backend = SqliteBackend(tmp_path)
         case _:
-            place = EtcdPlace(request.getfixturevalue("etcd"))
-    yield place
-    place.close()
+            backend = EtcdBackend(request.getfixturevalue("etcd"))
+    yield backend
+    backend.close()
 
 
 @pytest.fixture
-def store(place: Place) -> Store:
-    """A client of the place."""
-    return place.open()
+def store(backend: StoreBackend) -> Store:
+    """A client of the backend."""
+    return backend.open()
 
 
 @pytest.fixture
-def other(place: Place) -> Store:
+def other_store(backend: StoreBackend) -> Store:
     """A second client."""
-    return place.open()
+    return backend.open()

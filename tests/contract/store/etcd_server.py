@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 
 
 def free_port() -> int:
@@ -33,7 +33,7 @@ def program(name: str) -> str:
 
 
 @dataclass
-class Member:
+class EtcdMember:
     """One member of a cluster. It keeps its ports and its data when it is killed and started again."""
 
     name: str
@@ -76,7 +76,7 @@ class Member:
             self.process = None
 
 
-class Servers:
+class EtcdCluster:
     """A cluster of `count` members, or of those that are given."""
 
     def __init__(
@@ -85,9 +85,9 @@ class Servers:
         count: int = 1,
         flags: tuple[str, ...] = (),
         scheme: str = "http",
-        members: Sequence[Member] = (),
+        members: Sequence[EtcdMember] = (),
     ) -> None:
-        self.members = list(members) or [Member(f"m{n}", folder, flags, scheme) for n in range(count)]
+        self.members = list(members) or [EtcdMember(f"m{n}", folder, flags, scheme) for n in range(count)]
         self.cluster = ",".join(f"{member.name}={member.peer}" for member in self.members)
         for member in self.members:
             member.start(self.cluster)
@@ -99,10 +99,10 @@ class Servers:
         )
         return f"etcd://{hosts}?{query}"
 
-    def start(self, member: Member) -> None:
+    def start(self, member: EtcdMember) -> None:
         member.start(self.cluster)
 
-    def leader(self) -> Member:
+    def leader(self) -> EtcdMember:
         """The member that is the leader now."""
         for member in self.members:
             if member.process is None:
@@ -118,7 +118,12 @@ class Servers:
         where = endpoint or ",".join(member.endpoint for member in self.members)
         command = [program("etcdctl"), "--endpoints", where, *arguments]
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SOON, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=WAIT_TIMEOUT,
+            check=False,
         )
         assert done.returncode == 0, f"{arguments}: {done.stderr}"
         return done.stdout

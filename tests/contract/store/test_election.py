@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.contract.store.places import PATIENCE, Place, wait_until
+from tests.contract.store.backends import StoreBackend
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import Fenced, OutcomeUnknown, StoreRefused
 from unirun.rendezvous.election import Leader, Term, campaign, leader_of
 from unirun.rendezvous.store.protocol import Outcome, Put, Store
@@ -30,69 +31,69 @@ def may_write(store: Store, term: Term) -> bool:
     return store.txn([term.fence], [Put(f"{SEAT}state", str(term.epoch))]).succeeded
 
 
-def test_the_first_candidate_leads_and_every_client_sees_it(store: Store, other: Store) -> None:
-    assert leader_of(other, SEAT) is None
+def test_the_first_candidate_leads_and_every_client_sees_it(store: Store, other_store: Store) -> None:
+    assert leader_of(other_store, SEAT) is None
     term = win(store, "first")
     assert term.epoch == 1
-    assert leader_of(other, SEAT) == Leader(1, UnixAddress("/first", "first"), 7)
-    assert run_for(other, "second") is None
-    assert leader_of(other, "jobs/run10/") is None
+    assert leader_of(other_store, SEAT) == Leader(1, UnixAddress("/first", "first"), 7)
+    assert run_for(other_store, "second") is None
+    assert leader_of(other_store, "jobs/run10/") is None
     term.keep()
     assert may_write(store, term)
 
 
-def test_a_successor_leads_at_once_after_a_resignation(store: Store, other: Store) -> None:
+def test_a_successor_leads_at_once_after_a_resignation(store: Store, other_store: Store) -> None:
     first = win(store, "first")
     first.resign()
     first.resign()
-    assert leader_of(other, SEAT) is None
-    second = win(other, "second")
+    assert leader_of(other_store, SEAT) is None
+    second = win(other_store, "second")
     assert second.epoch == 2
     assert not may_write(store, first)
-    assert may_write(other, second)
+    assert may_write(other_store, second)
     with pytest.raises(Fenced, match="another leads"):
         first.keep()
 
 
 def test_a_leader_that_does_not_renew_its_lease_is_succeeded(
-    place: Place, store: Store, other: Store
+    backend: StoreBackend, store: Store, other_store: Store
 ) -> None:
-    first = win(store, "first", ttl=place.ttl)
-    wait_until(lambda: leader_of(other, SEAT) is None)
-    assert win(other, "second").epoch == 2
+    first = win(store, "first", ttl=backend.ttl)
+    eventually(lambda: leader_of(other_store, SEAT) is None)
+    assert win(other_store, "second").epoch == 2
     with pytest.raises(Fenced):
         first.keep()
     assert not may_write(store, first)
 
 
 def test_a_leader_whose_lease_expired_keeps_leading_without_a_successor(
-    place: Place, store: Store, other: Store
+    backend: StoreBackend, store: Store, other_store: Store
 ) -> None:
-    term = win(store, "first", ttl=place.ttl)
-    wait_until(lambda: leader_of(other, SEAT) is None)
+    term = win(store, "first", ttl=backend.ttl)
+    eventually(lambda: leader_of(other_store, SEAT) is None)
     assert may_write(store, term), "nobody else has an epoch yet"
     term.keep()
-    assert leader_of(other, SEAT) == Leader(1, UnixAddress("/first", "first"), 7)
+    assert leader_of(other_store, SEAT) == Leader(1, UnixAddress("/first", "first"), 7)
 
 
-def test_a_leader_that_is_known_to_be_dead_is_deposed_at_once(store: Store, other: Store) -> None:
+def test_a_leader_that_is_known_to_be_dead_is_deposed_at_once(store: Store, other_store: Store) -> None:
     first = win(store, "first")
-    assert run_for(other, "second", deposing=7) is None, "it is another that leads"
-    second = win(other, "second", deposing=first.epoch)
+    assert run_for(other_store, "second", deposing=7) is None, "it is another that leads"
+    second = win(other_store, "second", deposing=first.epoch)
     assert second.epoch == 2
     assert not may_write(store, first)
     with pytest.raises(Fenced):
         first.keep()
     first.resign()
-    assert leader_of(other, SEAT) == Leader(2, UnixAddress("/second", "second"), 7), (
+    assert leader_of(other_store, SEAT) == Leader(2, UnixAddress("/second", "second"), 7), (
         "the lease of the first is not the second's"
     )
 
 
-def test_of_many_concurrent_candidates_one_wins_each_epoch(place: Place, store: Store) -> None:
+def test_of_many_concurrent_candidates_one_wins_each_epoch(backend: StoreBackend, store: Store) -> None:
     rounds, winners = 5, list[tuple[int, str]]()
-    clients = [store, *(place.open() for _ in range(3))]
-    ready = threading.Barrier(len(clients), timeout=PATIENCE)
+    clients = [store, *(backend.open() for _ in range(3))]
+    ready = threading.Barrier(len(clients), timeout=WAIT_TIMEOUT)
 
     def candidate(number: int) -> None:
         for epoch in range(rounds):
@@ -105,7 +106,7 @@ def test_of_many_concurrent_candidates_one_wins_each_epoch(place: Place, store: 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(WAIT_TIMEOUT)
     assert [epoch for epoch, _ in winners] == [1, 2, 3, 4, 5]
     leader = leader_of(store, SEAT)
     assert leader is not None
@@ -127,21 +128,21 @@ class Interrupted:
         return getattr(self._store, name)
 
 
-def test_a_candidate_that_lost_does_not_get_the_same_epoch(store: Store, other: Store) -> None:
+def test_a_candidate_that_lost_does_not_get_the_same_epoch(store: Store, other_store: Store) -> None:
     """The other candidate has led and resigned meanwhile, so there is no leader, as before."""
-    slow = Interrupted(store, lambda: win(other, "quick").resign())
+    slow = Interrupted(store, lambda: win(other_store, "quick").resign())
     assert run_for(slow, "slow") is None  # type: ignore[arg-type]
     assert win(store, "next").epoch == 2
 
 
 def test_a_leader_with_a_new_lease_is_not_deposed_by_a_candidate_that_saw_none(
-    place: Place, store: Store, other: Store
+    backend: StoreBackend, store: Store, other_store: Store
 ) -> None:
-    first = win(store, "first", ttl=place.ttl)
-    wait_until(lambda: leader_of(other, SEAT) is None)
-    late = Interrupted(other, first.keep)
+    first = win(store, "first", ttl=backend.ttl)
+    eventually(lambda: leader_of(other_store, SEAT) is None)
+    late = Interrupted(other_store, first.keep)
     assert run_for(late, "second") is None  # type: ignore[arg-type]
-    assert leader_of(other, SEAT) == Leader(1, UnixAddress("/first", "first"), 7)
+    assert leader_of(other_store, SEAT) == Leader(1, UnixAddress("/first", "first"), 7)
     assert may_write(store, first)
 
 

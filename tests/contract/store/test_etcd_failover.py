@@ -12,23 +12,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.store.etcd_server import Member, Servers, free_port
-from tests.contract.store.places import PATIENCE, read, wait_until
+from tests.contract.store.backends import read
+from tests.contract.store.etcd_server import EtcdCluster, EtcdMember, free_port
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import OutcomeUnknown, StoreAway, StoreError
 from unirun.rendezvous.store.protocol import Change, Listing, Put, Store, ValueIs, Watch
 from unirun.rendezvous.store.url import open_store
 
 
 @pytest.fixture(scope="module")
-def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    servers = Servers(tmp_path_factory.mktemp("trio"), 3)
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    servers = EtcdCluster(tmp_path_factory.mktemp("trio"), 3)
     yield servers
     servers.stop()
 
 
 @pytest.fixture
-def lone(tmp_path: Path) -> Iterator[Servers]:
-    servers = Servers(tmp_path, flags=("--heartbeat-interval", "20", "--election-timeout", "200"))
+def lone(tmp_path: Path) -> Iterator[EtcdCluster]:
+    servers = EtcdCluster(tmp_path, flags=("--heartbeat-interval", "20", "--election-timeout", "200"))
     yield servers
     servers.stop()
 
@@ -73,7 +74,7 @@ class Writer(threading.Thread):
     def stop(self) -> int:
         """The last number in the store."""
         self._enough.set()
-        self.join(PATIENCE)
+        self.join(WAIT_TIMEOUT)
         item = self._store.get(self._key)
         assert item is not None
         return int(item.value)
@@ -91,7 +92,7 @@ def patiently(watch: Watch) -> tuple[Change, ...]:
 
 def follow(watch: Watch, until: int) -> list[str]:
     seen: list[str] = []
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WAIT_TIMEOUT
     while str(until) not in seen:
         assert time.monotonic() < deadline, f"{until} did not come after {seen[-3:]}"
         seen += [change.value for change in patiently(watch)]
@@ -100,28 +101,28 @@ def follow(watch: Watch, until: int) -> list[str]:
 
 @pytest.mark.parametrize("victim", ["leader", "follower"])
 def test_no_change_is_lost_when_an_etcd_member_is_killed_and_restarted(
-    trio: Servers, opened: list[Store], victim: str
+    trio: EtcdCluster, opened: list[Store], victim: str
 ) -> None:
     opened += [open_store(trio.url(prefix=f"/{victim}/")) for _ in range(4)]
     writer = Writer(opened[0], "n")
     start = opened[1].get_prefix("").revision + 1
     watches = [store.watch("", start) for store in opened[1:]]
     writer.start()
-    wait_until(lambda: writer.number > 20)
+    eventually(lambda: writer.number > 20)
     leader = trio.leader()
     killed = leader if victim == "leader" else next(each for each in trio.members if each is not leader)
     killed.kill()
     reached = writer.number
-    wait_until(lambda: writer.number > reached + 20)
+    eventually(lambda: writer.number > reached + 20)
     trio.start(killed)
     reached = writer.number
-    wait_until(lambda: writer.number > reached + 20)
+    eventually(lambda: writer.number > reached + 20)
     last = writer.stop()
     for watch in watches:
         assert follow(watch, last) == [str(number) for number in range(last + 1)], "none lost, none twice"
 
 
-def test_an_etcd_client_fails_over_when_its_member_hangs(trio: Servers, opened: list[Store]) -> None:
+def test_an_etcd_client_fails_over_when_its_member_hangs(trio: EtcdCluster, opened: list[Store]) -> None:
     """A stopped process keeps its connections: only its silence shows that it is away."""
     leader = trio.leader()
     hanging = next(member for member in trio.members if member is not leader)
@@ -135,7 +136,7 @@ def test_an_etcd_client_fails_over_when_its_member_hangs(trio: Servers, opened: 
         assert store.txn([], [Put("a", "2")]).succeeded
 
 
-def test_an_etcd_watch_fails_over_when_its_member_hangs(trio: Servers, opened: list[Store]) -> None:
+def test_an_etcd_watch_fails_over_when_its_member_hangs(trio: EtcdCluster, opened: list[Store]) -> None:
     leader = trio.leader()
     hanging = next(member for member in trio.members if member is not leader)
     rest = [member.endpoint for member in trio.members if member is not hanging]
@@ -153,7 +154,7 @@ def test_an_etcd_watch_fails_over_when_its_member_hangs(trio: Servers, opened: l
         assert follow(watch, 5) == ["2", "3", "4", "5"]
 
 
-def test_without_a_quorum_etcd_reads_and_writes_nothing(trio: Servers, opened: list[Store]) -> None:
+def test_without_a_quorum_etcd_reads_and_writes_nothing(trio: EtcdCluster, opened: list[Store]) -> None:
     store = open_store(trio.url(prefix="/quorum/", timeout=2))
     opened.append(store)
     store.txn([], [Put("a", "1")])
@@ -168,7 +169,7 @@ def test_without_a_quorum_etcd_reads_and_writes_nothing(trio: Servers, opened: l
     finally:
         for member in killed:
             trio.start(member)
-    wait_until(lambda: not fails(store))
+    eventually(lambda: not fails(store))
 
 
 def fails(store: Store) -> bool:
@@ -180,7 +181,7 @@ def fails(store: Store) -> bool:
 
 
 @contextmanager
-def stopped(member: Member) -> Iterator[None]:
+def stopped(member: EtcdMember) -> Iterator[None]:
     """Suspend a member."""
     assert member.process is not None
     os.kill(member.process.pid, signal.SIGSTOP)
@@ -192,10 +193,12 @@ def stopped(member: Member) -> Iterator[None]:
         os.kill(member.process.pid, signal.SIGCONT)
 
 
-def test_a_watch_continues_after_its_only_etcd_server_restarts(lone: Servers, opened: list[Store]) -> None:
+def test_a_watch_continues_after_its_only_etcd_server_restarts(
+    lone: EtcdCluster, opened: list[Store]
+) -> None:
     opened += [open_store(lone.url()), open_store(lone.url())]
-    store, other = opened
-    watch = other.watch("", store.get_prefix("").revision + 1)
+    store, other_store = opened
+    watch = other_store.watch("", store.get_prefix("").revision + 1)
     store.txn([], [Put("a", "1")])
     assert [change.value for change in read(watch, lambda seen: len(seen) == 1)] == ["1"]
     [member] = lone.members
@@ -209,7 +212,7 @@ def test_a_watch_continues_after_its_only_etcd_server_restarts(lone: Servers, op
 
 
 def test_a_watch_reports_an_away_etcd_server_and_continues_when_it_is_back(
-    lone: Servers, opened: list[Store]
+    lone: EtcdCluster, opened: list[Store]
 ) -> None:
     store = open_store(lone.url(timeout=3))
     opened.append(store)
@@ -219,9 +222,9 @@ def test_a_watch_reports_an_away_etcd_server_and_continues_when_it_is_back(
     member.kill()
     started = time.monotonic()
     with pytest.raises(StoreAway):
-        endure(watch, started + PATIENCE)
+        endure(watch, started + WAIT_TIMEOUT)
     lone.start(member)
-    wait_until(lambda: not fails(store))
+    eventually(lambda: not fails(store))
     store.txn([], [Put("a", "1")])
     assert follow(watch, 1) == ["1"]
 
@@ -232,11 +235,11 @@ def endure(watch: Watch, until: float) -> None:
 
 
 def test_a_compaction_while_an_etcd_watch_is_broken_gives_a_listing(
-    lone: Servers, opened: list[Store]
+    lone: EtcdCluster, opened: list[Store]
 ) -> None:
     opened += [open_store(lone.url()), open_store(lone.url())]
-    store, other = opened
-    watch = other.watch("", store.get_prefix("").revision + 1)
+    store, other_store = opened
+    watch = other_store.watch("", store.get_prefix("").revision + 1)
     store.txn([], [Put("a", "1"), Put("b", "1")])
     assert len(read(watch, lambda seen: len(seen) == 2)) == 2
     [member] = lone.members
@@ -251,7 +254,7 @@ def test_a_compaction_while_an_etcd_watch_is_broken_gives_a_listing(
     member.kill()
     member.client_port = known
     lone.start(member)
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WAIT_TIMEOUT
     news: tuple[Change, ...] | Listing = ()
     while not news and time.monotonic() < deadline:
         try:
@@ -263,27 +266,29 @@ def test_a_compaction_while_an_etcd_watch_is_broken_gives_a_listing(
     assert follow(watch, 3) == ["3"]
 
 
-def test_a_write_to_an_unreachable_etcd_server_is_not_done(lone: Servers, opened: list[Store]) -> None:
+def test_a_write_to_an_unreachable_etcd_server_is_not_done(lone: EtcdCluster, opened: list[Store]) -> None:
     store = open_store(lone.url(timeout=1))
     opened.append(store)
     lone.members[0].kill()
-    wait_until(lambda: fails(store))
+    eventually(lambda: fails(store))
     with pytest.raises(StoreAway, match=r"onnect|has not answered"):
         store.txn([], [Put("a", "1")])
 
 
-def test_a_write_to_a_hanging_etcd_server_has_an_unknown_outcome(lone: Servers, opened: list[Store]) -> None:
+def test_a_write_to_a_hanging_etcd_server_has_an_unknown_outcome(
+    lone: EtcdCluster, opened: list[Store]
+) -> None:
     # The server may just be starting: the patient one comes first.
-    opened.append(other := open_store(lone.url()))
+    opened.append(other_store := open_store(lone.url()))
     opened.append(store := open_store(lone.url(timeout=1)))
     with stopped(lone.members[0]), pytest.raises(OutcomeUnknown, match="read back"):
         store.txn([], [Put("a", "1")])
-    wait_until(lambda: not fails(other))
+    eventually(lambda: not fails(other_store))
     with stopped(lone.members[0]), pytest.raises(StoreAway):
         store.get("a")
 
 
-def test_a_closed_etcd_store_leaves_no_thread_or_socket(lone: Servers) -> None:
+def test_a_closed_etcd_store_leaves_no_thread_or_socket(lone: EtcdCluster) -> None:
     before = set(threading.enumerate())
     store = open_store(lone.url())
     watches = [store.watch("", 1) for _ in range(3)]
@@ -293,7 +298,7 @@ def test_a_closed_etcd_store_leaves_no_thread_or_socket(lone: Servers) -> None:
         read(watch, lambda seen: len(seen) == 1)
     watches[0].close()
     store.close()
-    wait_until(lambda: set(threading.enumerate()) <= before)
+    eventually(lambda: set(threading.enumerate()) <= before)
     assert connections(lone.members[0].client_port) == 0
 
 
@@ -309,7 +314,7 @@ def connections(port: int) -> int:
 
 
 def test_a_call_is_repeated_when_another_thread_closes_its_channel(
-    lone: Servers, opened: list[Store], monkeypatch: pytest.MonkeyPatch
+    lone: EtcdCluster, opened: list[Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a watch does after it found its server silent."""
     store = open_store(lone.url())

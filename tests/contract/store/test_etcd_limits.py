@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.store.etcd_server import Servers, program
+from tests.contract.store.etcd_server import EtcdCluster, program
 from unirun.errors import StoreBroken, StoreRefused
 from unirun.rendezvous.store.protocol import MAX_SIZE, Put, Store
 from unirun.rendezvous.store.url import open_store
 
 
 @pytest.fixture
-def narrow(tmp_path: Path) -> Iterator[Servers]:
+def narrow(tmp_path: Path) -> Iterator[EtcdCluster]:
     """A server with low limits for the size of requests and the number of operations."""
     flags = (
         "--quota-backend-bytes",
@@ -26,12 +26,12 @@ def narrow(tmp_path: Path) -> Iterator[Servers]:
         "--max-txn-ops",
         "10",
     )
-    servers = Servers(tmp_path, flags=flags)
+    servers = EtcdCluster(tmp_path, flags=flags)
     yield servers
     servers.stop()
 
 
-def test_a_full_or_limited_etcd_server_is_reported_with_a_remedy(narrow: Servers) -> None:
+def test_a_full_or_limited_etcd_server_is_reported_with_a_remedy(narrow: EtcdCluster) -> None:
     store = open_store(narrow.url())
     with pytest.raises(StoreRefused, match=r"takes smaller transactions only.*--max-request-bytes"):
         store.txn([], [Put("a", "x" * (MAX_SIZE - 1))])
@@ -50,7 +50,7 @@ def fill(store: Store) -> None:
         store.txn([], [Put("a", "x" * 100_000)])
 
 
-def test_foreign_bytes_in_etcd_are_refused(etcd: Servers) -> None:
+def test_foreign_bytes_in_etcd_are_refused(etcd: EtcdCluster) -> None:
     store = open_store(etcd.url(prefix="/foreign/"))
     start = store.get_prefix("").revision + 1
     endpoint = etcd.members[0].endpoint

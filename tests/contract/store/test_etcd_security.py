@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.contract.store.backends import read
 from tests.contract.store.certificates import Authority, openssl
-from tests.contract.store.etcd_server import Servers
-from tests.contract.store.places import read, wait_until
+from tests.contract.store.etcd_server import EtcdCluster
+from tests.waiting import eventually
 from unirun.errors import StoreError, StoreRefused
 from unirun.rendezvous.store.protocol import PASSWORD_VARIABLE, Put
 from unirun.rendezvous.store.url import open_store
@@ -26,7 +27,7 @@ PASSWORD = "correct horse battery staple"
 class Secure:
     """An etcd that requires a client certificate of `authority`."""
 
-    servers: Servers
+    servers: EtcdCluster
     authority: Authority
 
     def url(self, **options: Any) -> str:
@@ -39,7 +40,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
     authority = Authority(folder)
     cert, key = authority.sign("server")
     flags = ("--client-cert-auth", "--cert-file", str(cert), "--key-file", str(key))
-    servers = Servers(folder, flags=(*flags, "--trusted-ca-file", str(authority.cert)), scheme="https")
+    servers = EtcdCluster(folder, flags=(*flags, "--trusted-ca-file", str(authority.cert)), scheme="https")
     yield Secure(servers, authority)
     servers.stop()
 
@@ -60,7 +61,7 @@ def test_a_client_without_a_certificate_is_told_to_add_one(secure: Secure) -> No
 
 def test_an_expired_or_foreign_client_certificate_is_refused_by_etcd(secure: Secure, tmp_path: Path) -> None:
     expired = secure.authority.sign("expired", days=0)
-    wait_until(lambda: is_over(expired[0]))
+    eventually(lambda: is_over(expired[0]))
     for cert, key in (expired, Authority(tmp_path).sign("foreign")):
         with pytest.raises(StoreRefused, match=rf"refuses the client certificate.*openssl x509.*{cert.name}"):
             open_store(secure.url(cert=cert, key=key))
@@ -80,7 +81,7 @@ def test_an_etcd_server_of_another_authority_is_not_trusted(secure: Secure, tmp_
 def test_an_etcd_certificate_for_another_host_is_not_trusted(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.sign("elsewhere", host="10.11.12.13")
-    servers = Servers(tmp_path, flags=("--cert-file", str(cert), "--key-file", str(key)), scheme="https")
+    servers = EtcdCluster(tmp_path, flags=("--cert-file", str(cert), "--key-file", str(key)), scheme="https")
     try:
         with pytest.raises(StoreRefused, match=r"not valid for '127.0.0.1'.*name the host"):
             open_store(servers.url(cacert=authority.cert))
@@ -88,7 +89,7 @@ def test_an_etcd_certificate_for_another_host_is_not_trusted(tmp_path: Path) -> 
         servers.stop()
 
 
-def test_a_mismatch_of_tls_and_plaintext_is_reported(secure: Secure, etcd: Servers) -> None:
+def test_a_mismatch_of_tls_and_plaintext_is_reported(secure: Secure, etcd: EtcdCluster) -> None:
     with pytest.raises(StoreRefused, match=r"speaks TLS, and the store's URL does not.*add cacert=FILE"):
         open_store(secure.servers.url())
     with pytest.raises(StoreRefused, match=r"does not speak TLS.*leave cacert=… out"):
@@ -107,13 +108,13 @@ def test_invalid_tls_files_are_named(secure: Secure, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
     """An etcd with the users root (all permissions) and alice (/alice/ only); tokens last 2 s."""
     folder = tmp_path_factory.mktemp("auth")
     openssl("genrsa", "-out", str(folder / "jwt.key"), "2048")
     openssl("rsa", "-in", str(folder / "jwt.key"), "-pubout", "-out", str(folder / "jwt.pub"))
     token = f"jwt,pub-key={folder / 'jwt.pub'},priv-key={folder / 'jwt.key'},sign-method=RS256,ttl=2s"
-    servers = Servers(folder, flags=("--auth-token", token))
+    servers = EtcdCluster(folder, flags=("--auth-token", token))
     open_store(servers.url()).close()
     servers.ctl("user", "add", f"root:{PASSWORD}")
     servers.ctl("user", "add", f"alice:{PASSWORD}")
@@ -131,12 +132,12 @@ def password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
 
 
-def alice(servers: Servers, **options: Any) -> str:
+def alice(servers: EtcdCluster, **options: Any) -> str:
     return servers.url(**{"prefix": "/alice/", "user": "alice", "timeout": 5, **options})
 
 
 @pytest.mark.usefixtures("password")
-def test_an_etcd_user_continues_when_its_token_expires(guarded: Servers) -> None:
+def test_an_etcd_user_continues_when_its_token_expires(guarded: EtcdCluster) -> None:
     store = open_store(alice(guarded))
     watch = store.watch("", store.get_prefix("").revision + 1)
     lease = store.grant(30)
@@ -155,7 +156,7 @@ def test_an_etcd_user_continues_when_its_token_expires(guarded: Servers) -> None
 
 
 @pytest.mark.usefixtures("password")
-def test_an_etcd_user_continues_after_a_restart_of_the_server(guarded: Servers) -> None:
+def test_an_etcd_user_continues_after_a_restart_of_the_server(guarded: EtcdCluster) -> None:
     store = open_store(alice(guarded, timeout=20))
     watch = store.watch("", store.get_prefix("").revision + 1)
     [member] = guarded.members
@@ -169,7 +170,7 @@ def test_an_etcd_user_continues_after_a_restart_of_the_server(guarded: Servers) 
 
 
 @pytest.mark.usefixtures("password")
-def test_a_missing_etcd_permission_is_reported_with_the_grant_command(guarded: Servers) -> None:
+def test_a_missing_etcd_permission_is_reported_with_the_grant_command(guarded: EtcdCluster) -> None:
     with pytest.raises(
         StoreRefused, match=r"does not let alice.*grant-permission ROLE readwrite --prefix=true /bob/"
     ):
@@ -177,7 +178,7 @@ def test_a_missing_etcd_permission_is_reported_with_the_grant_command(guarded: S
 
 
 def test_a_wrong_etcd_password_is_refused_and_never_shown(
-    guarded: Servers, monkeypatch: pytest.MonkeyPatch
+    guarded: EtcdCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PASSWORD_VARIABLE, "hunter2")
     with pytest.raises(StoreRefused, match="does not know the user alice with this password") as caught:
@@ -186,26 +187,26 @@ def test_a_wrong_etcd_password_is_refused_and_never_shown(
 
 
 @pytest.mark.usefixtures("password")
-def test_the_repr_of_an_open_etcd_store_has_no_password(guarded: Servers) -> None:
+def test_the_repr_of_an_open_etcd_store_has_no_password(guarded: EtcdCluster) -> None:
     store = open_store(alice(guarded))
     cluster = vars(store)["_cluster"]
     assert PASSWORD not in store.url + repr(vars(store)) + repr(vars(cluster))
     store.close()
 
 
-def test_an_etcd_server_with_auth_requires_a_user(guarded: Servers) -> None:
+def test_an_etcd_server_with_auth_requires_a_user(guarded: EtcdCluster) -> None:
     with pytest.raises(StoreRefused, match="wants a user.*add user=NAME"):
         open_store(guarded.url(timeout=5))
 
 
 @pytest.mark.usefixtures("password")
-def test_an_etcd_server_without_auth_refuses_a_user(etcd: Servers) -> None:
+def test_an_etcd_server_without_auth_refuses_a_user(etcd: EtcdCluster) -> None:
     with pytest.raises(StoreRefused, match="knows no users.*leave user=… out"):
         open_store(etcd.url(user="alice", timeout=5))
 
 
 @pytest.mark.usefixtures("password")
-def test_a_watch_reports_a_revoked_etcd_permission(guarded: Servers) -> None:
+def test_a_watch_reports_a_revoked_etcd_permission(guarded: EtcdCluster) -> None:
     store = open_store(alice(guarded))
     guarded.ctl("--user", f"root:{PASSWORD}", "role", "revoke-permission", "--prefix=true", "hers", "/alice/")
     try:

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from tests.contract.store.places import PATIENCE, Place, read, read_batch, wait_until
+from tests.contract.store.backends import StoreBackend, read, read_batch
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import LeaseExpired
 from unirun.rendezvous.store.protocol import Change, Lease, Put, RevisionIs, Store
 
@@ -33,12 +34,12 @@ def test_a_lease_with_an_invalid_time_is_refused(store: Store, ttl: float) -> No
 
 
 def test_an_expired_lease_deletes_its_keys_and_watches_see_it(
-    place: Place, store: Store, other: Store
+    backend: StoreBackend, store: Store, other_store: Store
 ) -> None:
     started = time.monotonic()
-    lease = store.grant(place.ttl)
+    lease = store.grant(backend.ttl)
     put = store.txn([], [Put("a/1", "x", lease), Put("a/2", "y", lease), Put("a/stays", "z")])
-    watch = other.watch("", put.revision + 1)
+    watch = other_store.watch("", put.revision + 1)
     gone = read_batch(watch)  # nobody else touches the store
     took = time.monotonic() - started
     revision = put.revision + 1
@@ -55,42 +56,42 @@ def test_an_expired_lease_deletes_its_keys_and_watches_see_it(
     store.revoke(lease)
 
 
-def test_a_reader_sees_the_expiry_of_a_lease(place: Place, store: Store, other: Store) -> None:
-    lease = store.grant(place.ttl)
+def test_a_reader_sees_the_expiry_of_a_lease(backend: StoreBackend, store: Store, other_store: Store) -> None:
+    lease = store.grant(backend.ttl)
     store.txn([], [Put("a", "1", lease)])
-    wait_until(lambda: other.get("a") is None)
-    assert other.get_prefix("").items == ()
+    eventually(lambda: other_store.get("a") is None)
+    assert other_store.get_prefix("").items == ()
 
 
-def test_a_lease_that_is_kept_alive_does_not_end(store: Store, other: Store) -> None:
+def test_a_lease_that_is_kept_alive_does_not_end(store: Store, other_store: Store) -> None:
     lease = store.grant(2.0)
     store.txn([], [Put("a", "1", lease)])
     end = time.monotonic() + 1.6 * lease.ttl
     while time.monotonic() < end:
         store.keep_alive(lease)
         time.sleep(lease.ttl / 10)
-    assert other.get("a") is not None
+    assert other_store.get("a") is not None
 
 
-@pytest.mark.parametrize("place", ["sqlite", "etcd"], indirect=True)
-def test_a_lease_outlives_the_client_that_closed(place: Place, store: Store) -> None:
-    client = place.open()
+@pytest.mark.parametrize("backend", ["sqlite", "etcd"], indirect=True)
+def test_a_lease_outlives_the_client_that_closed(backend: StoreBackend, store: Store) -> None:
+    client = backend.open()
     lease = client.grant(1.0)
     client.txn([], [Put("a", "1", lease)])
     client.close()
     assert store.get("a") is not None
     store.keep_alive(lease)
-    wait_until(lambda: store.get("a") is None)
+    eventually(lambda: store.get("a") is None)
 
 
-def test_a_revoked_lease_deletes_its_keys_at_once(store: Store, other: Store) -> None:
+def test_a_revoked_lease_deletes_its_keys_at_once(store: Store, other_store: Store) -> None:
     lease = store.grant(60)
     put = store.txn([], [Put("b", "1", lease), Put("a", "1", lease), Put("c", "1")])
-    watch = other.watch("", put.revision + 1)
+    watch = other_store.watch("", put.revision + 1)
     store.revoke(lease)
     revision = put.revision + 1
     assert read_batch(watch) == (Change("delete", "a", "", revision), Change("delete", "b", "", revision))
-    assert [item.key for item in other.get_prefix("").items] == ["c"]
+    assert [item.key for item in other_store.get_prefix("").items] == ["c"]
     assert is_over(store, lease)
     store.revoke(lease)
     assert store.get_prefix("").revision == revision, "a lease ends once"
@@ -122,12 +123,12 @@ def test_a_key_that_was_deleted_and_put_again_has_no_lease(store: Store) -> None
 
 
 def test_a_waiting_watch_sees_the_end_of_a_lease_granted_meanwhile(
-    place: Place, store: Store, other: Store
+    backend: StoreBackend, store: Store, other_store: Store
 ) -> None:
-    watch = other.watch("", store.get_prefix("").revision + 1)
+    watch = other_store.watch("", store.get_prefix("").revision + 1)
     seen: list[Change] = []
     waiting = threading.Thread(target=lambda: seen.extend(read(watch, lambda changes: len(changes) == 2)))
     waiting.start()
-    store.txn([], [Put("a", "1", store.grant(place.ttl))])
-    waiting.join(PATIENCE)
+    store.txn([], [Put("a", "1", store.grant(backend.ttl))])
+    waiting.join(WAIT_TIMEOUT)
     assert [change.kind for change in seen] == ["put", "delete"]

@@ -7,7 +7,7 @@ from functools import partial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.contract.store.places import Place, read
+from tests.contract.store.backends import StoreBackend, read
 from unirun.rendezvous.store.protocol import Change, Compare, KeyValue, Lease, Put, RevisionIs, ValueIs
 
 KEYS = ("a", "a/b", "a/b/c", "a0", "b/a", "b/b")
@@ -76,8 +76,8 @@ def overlap(puts: list[Put], deletes: list[str]) -> bool:
     derandomize=True,  # a build does not fail for what nobody has changed
 )
 @given(steps=steps)
-def test_a_store_is_a_dictionary_with_a_history(place: Place, steps: list[object]) -> None:
-    store = place.open()
+def test_a_store_is_a_dictionary_with_a_history(backend: StoreBackend, steps: list[object]) -> None:
+    store = backend.open()
     store.txn([], deletes=[""])
     model = Model(store.get_prefix("").revision)
     start = model.revision + 1

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.contract.store.places import Place
+from tests.contract.store.backends import StoreBackend
 from unirun.errors import StoreAway, StoreRefused
 from unirun.rendezvous.store.protocol import (
     MAX_CHANGES,
@@ -29,10 +29,10 @@ def test_get_of_a_missing_key_is_none(store: Store) -> None:
     assert store.get_prefix("").items == ()
 
 
-def test_a_client_reads_what_another_has_put(store: Store, other: Store) -> None:
+def test_a_client_reads_what_another_has_put(store: Store, other_store: Store) -> None:
     outcome = store.txn([], [Put("a/b", "1")])
     assert outcome.succeeded
-    assert other.get("a/b") == KeyValue("a/b", "1", outcome.revision)
+    assert other_store.get("a/b") == KeyValue("a/b", "1", outcome.revision)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +164,10 @@ def test_an_invalid_prefix_is_refused(store: Store) -> None:
             call("jobs/run1")
 
 
-def test_a_value_may_have_256_kib(store: Store, other: Store) -> None:
+def test_a_value_may_have_256_kib(store: Store, other_store: Store) -> None:
     value = "é" * (128 * 1024)
     store.txn([], [Put("large", value)])
-    item = other.get("large")
+    item = other_store.get("large")
     assert item is not None
     assert item.value == value
 
@@ -189,8 +189,8 @@ def test_a_transaction_that_is_too_large_is_refused_by_all_stores(store: Store) 
         store.txn([], [Put(str(number), "") for number in range(MAX_CHANGES + 1)])
 
 
-def test_every_call_to_a_closed_store_is_an_error(place: Place) -> None:
-    store = place.open()
+def test_every_call_to_a_closed_store_is_an_error(backend: StoreBackend) -> None:
+    store = backend.open()
     store.close()
     store.close()
     for call in (

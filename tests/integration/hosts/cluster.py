@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from tests.testbed.host import Host
 from tests.testbed.hosts import Hosts
+from tests.waiting import eventually
 
-from ..harness import EXEC, START, Running, Unirun, eventually
+from ..harness import EXEC, START_TIMEOUT, Running, Unirun
 
 IMPORT = 0.5
 """Seconds that the import of torch takes at least."""
@@ -44,7 +45,7 @@ class Start(NamedTuple):
     began: float
 
 
-class OnHosts(Unirun):
+class UnirunOnHosts(Unirun):
     """The command, on this machine, for jobs on `hosts`."""
 
     def __init__(self, root: Path, hosts: Hosts) -> None:
@@ -91,7 +92,7 @@ class OnHosts(Unirun):
             ready = {match[1] for match in said if match and float(match[2]) > IMPORT}
             return ready == {host.name for host in self.hosts}
 
-        eventually(all_ready, "torch is imported everywhere", START)
+        eventually(all_ready, "torch is imported everywhere", START_TIMEOUT)
 
     def enough(self) -> None:
         """Let all workers end."""
@@ -146,7 +147,7 @@ def command_line(pid: int) -> str:
         return ""
 
 
-def starts(job: Running, count: int, incarnation: int = 0, within: float = START) -> list[Start]:
+def starts(job: Running, count: int, incarnation: int = 0, within: float = START_TIMEOUT) -> list[Start]:
     """Wait until `count` ranks of one incarnation have started; in the order of roles and ranks."""
     lines = job.lines(rf"up \w+ \d+ {incarnation} .*$", count, within)
     found = []

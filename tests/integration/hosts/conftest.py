@@ -11,13 +11,13 @@ import pytest
 from tests.testbed.hosts import Hosts
 
 from ..harness import swept
-from .cluster import OnHosts
+from .cluster import UnirunOnHosts
 
 
 @pytest.fixture
-def cluster(hosts: Hosts, tmp_path: Path) -> Iterator[OnHosts]:
+def cluster(hosts: Hosts, tmp_path: Path) -> Iterator[UnirunOnHosts]:
     """The command on this machine, which has the hosts in its ssh configuration."""
-    with swept(OnHosts(tmp_path, hosts)) as command:
+    with swept(UnirunOnHosts(tmp_path, hosts)) as command:
         yield command
         for host in hosts:
             # What agents and masters have said, to be read after a failure: the files of a host go with it.

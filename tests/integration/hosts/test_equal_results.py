@@ -6,7 +6,7 @@ import pytest
 
 from tests.testbed.hosts import REPOSITORY
 
-from .cluster import OnHosts
+from .cluster import UnirunOnHosts
 
 TRAINING = """
     # A small model, trained by all ranks of a role together, each on data of its own. Without DDP, whose import takes seconds.
@@ -37,7 +37,7 @@ TRAINING = """
 """
 
 
-def results(cluster: OnHosts, hosts: str) -> tuple[dict[str, str], set[str]]:
+def results(cluster: UnirunOnHosts, hosts: str) -> tuple[dict[str, str], set[str]]:
     """The hash of the parameters of all ranks, by rank, and the hosts on which they were."""
     train = cluster.work / "train.py"
     end = cluster("--hosts", hosts, "--roles", "actor=6,rollout=6", train, within=180.0, cwd=cluster.work)
@@ -47,7 +47,7 @@ def results(cluster: OnHosts, hosts: str) -> tuple[dict[str, str], set[str]]:
 
 
 @pytest.mark.timeout(300)
-def test_twelve_ranks_compute_the_same_on_one_host_and_on_three(cluster: OnHosts) -> None:
+def test_twelve_ranks_compute_the_same_on_one_host_and_on_three(cluster: UnirunOnHosts) -> None:
     cluster.place("train.py", TRAINING)
     one, where = results(cluster, "h1:12")
     assert where == {"h1"}
@@ -60,7 +60,7 @@ def test_twelve_ranks_compute_the_same_on_one_host_and_on_three(cluster: OnHosts
 
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_ddp_on_digits_ends_with_the_same_loss_on_one_host_and_on_three(cluster: OnHosts) -> None:
+def test_ddp_on_digits_ends_with_the_same_loss_on_one_host_and_on_three(cluster: UnirunOnHosts) -> None:
     train = REPOSITORY / "examples" / "ddp_digits" / "train.py"
     losses = []
     for hosts in ("h1:12", "h1:4,h2:4,h3:4"):

@@ -10,13 +10,13 @@ import pytest
 from tests.testbed.hosts import REPOSITORY
 
 from ..harness import EXEC, Unirun
-from .cluster import OnHosts
+from .cluster import UnirunOnHosts
 
 NOTHING = "print('this must not run')"
 
 
 def test_hosts_that_ssh_does_not_reach_or_that_have_no_python_are_named_with_the_remedy(
-    cluster: OnHosts,
+    cluster: UnirunOnHosts,
 ) -> None:
     """
     1. h1 rejects the user's key, h2 has no sshd, h3 has no Python where this machine has it, and one name is wrong.
@@ -44,7 +44,7 @@ def test_hosts_that_ssh_does_not_reach_or_that_have_no_python_are_named_with_the
     cluster.assert_nothing_left()
 
 
-def test_hosts_with_another_torch_or_without_the_script_are_named_at_once(cluster: OnHosts) -> None:
+def test_hosts_with_another_torch_or_without_the_script_are_named_at_once(cluster: UnirunOnHosts) -> None:
     cluster.place("train.py", NOTHING)
     # Found before the real one on h2, as the directory is the first in the module path.
     other = cluster.hosts[1].path(cluster.work / "packages" / "torch-9.9.dist-info")

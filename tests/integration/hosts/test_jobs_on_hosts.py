@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.testbed.hosts import Hosts
 from tests.testbed.slurm import Slurm
 
-from ..harness import EXEC, START, UNIRUN, Script
+from ..harness import EXEC, START_TIMEOUT, UNIRUN, Script
 
 WHERE = """
     import os, socket
@@ -40,7 +40,7 @@ def test_a_job_over_ssh_shows_the_output_of_all_ranks_and_leaves_its_logs_with_t
 ) -> None:
     train = visible(hosts, script(WHERE))
     done = hosts[0].run(
-        [UNIRUN, "--hosts", "h1,h2,h3", *EXEC, *ROLES, "--rdzv-id", "mine", train], within=START
+        [UNIRUN, "--hosts", "h1,h2,h3", *EXEC, *ROLES, "--rdzv-id", "mine", train], within=START_TIMEOUT
     )
     assert outputs(done.stdout) == EVERY_RANK
     logs = hosts[0].path("/run/unirun-testbed/home") / ".local/state/unirun/jobs/mine/logs"
@@ -62,7 +62,7 @@ def test_a_host_that_cannot_take_part_is_named_with_the_remedy_and_so_are_all_ot
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     ) as command:
-        said = command.communicate(timeout=START)[0].decode()
+        said = command.communicate(timeout=START_TIMEOUT)[0].decode()
     assert command.returncode == 4
     for name in ("h2", "h3"):
         assert (
@@ -93,7 +93,7 @@ def test_commands_on_each_host_show_the_output_of_their_own_ranks(hosts: Hosts, 
         )
         for rank, host in enumerate(hosts)
     ]
-    said = [command.communicate(timeout=START)[0].decode() for command in commands]
+    said = [command.communicate(timeout=START_TIMEOUT)[0].decode() for command in commands]
     assert [command.returncode for command in commands] == [0, 0, 0], said
     # Nodes without a rank have the order in which they have come.
     for number, text in enumerate(said, 1):

@@ -11,7 +11,7 @@ from tests.testbed.host import HOME, Host
 
 from ..harness import SCRIPTS, Running
 from ..sockets import Listener, listeners_of
-from .cluster import OnHosts, title_of
+from .cluster import UnirunOnHosts, title_of
 
 TRAINER = f"""
 import os, sys, time
@@ -30,7 +30,7 @@ class Patient(BaseTrainer):
 """
 
 
-def start(cluster: OnHosts, *args: object) -> Running:
+def start(cluster: UnirunOnHosts, *args: object) -> Running:
     """A trainer on h1 has called actors on h1 and h2, which have a gloo group, and a rollout on h3."""
     cluster.place("patient.py", TRAINER)
     cluster.place(
@@ -55,7 +55,7 @@ def listeners(host: Host) -> list[tuple[str, Listener]]:
 
 
 def test_a_job_listens_where_others_of_it_connect_and_its_token_is_nowhere_to_be_seen(
-    cluster: OnHosts,
+    cluster: UnirunOnHosts,
 ) -> None:
     """
     1. A trainer calls workloads on three hosts, two of which have a gloo group.
@@ -95,7 +95,7 @@ def test_a_job_listens_where_others_of_it_connect_and_its_token_is_nowhere_to_be
 
 
 @pytest.mark.chaos
-def test_the_token_is_not_in_etcd(cluster: OnHosts) -> None:
+def test_the_token_is_not_in_etcd(cluster: UnirunOnHosts) -> None:
     servers = cluster.hosts.etcd()
     job = start(cluster, "--store", servers.url(timeout=5))
     shows_no_token(cluster, job)
@@ -110,7 +110,7 @@ def main_owner(listener: tuple[str, Listener]) -> str:
     return next((who for who in ("unirun-master", "unirun-agent") if who in titles), listener[0])
 
 
-def shows_no_token(cluster: OnHosts, job: Running) -> None:
+def shows_no_token(cluster: UnirunOnHosts, job: Running) -> None:
     """Fail when the token can be seen in a process, or is in a file but those that are called token."""
     token = (cluster.job_dir() / "token").read_text().strip()
     assert len(token) == 64

@@ -9,9 +9,10 @@ import time
 import pytest
 
 from tests.effort import CHAOS
+from tests.waiting import WAIT_TIMEOUT, eventually
 
-from ..harness import SOON, Result, Running, eventually
-from .cluster import LIVING, OnHosts, Start, places, since, starts, title_of
+from ..harness import Result, Running
+from .cluster import LIVING, Start, UnirunOnHosts, places, since, starts, title_of
 
 NOTICED = 30.0
 """Seconds in which a host that hangs must be noticed."""
@@ -28,7 +29,7 @@ BAD_CABLE = 120.0 if CHAOS else 8.0
 
 
 @pytest.fixture
-def job(cluster: OnHosts) -> Running:
+def job(cluster: UnirunOnHosts) -> Running:
     """Four ranks on h1 and h2; h3 is a spare."""
     job = cluster.over_ssh(LIVING, spares=1)
     starts(job, 4)
@@ -36,7 +37,7 @@ def job(cluster: OnHosts) -> Running:
     return job
 
 
-def ended_well(cluster: OnHosts, job: Running) -> Result:
+def ended_well(cluster: UnirunOnHosts, job: Running) -> Result:
     """Let all workers end, and the command with them."""
     cluster.enough()
     end = job.end()
@@ -44,21 +45,21 @@ def ended_well(cluster: OnHosts, job: Running) -> Result:
     return end
 
 
-def moved(cluster: OnHosts, job: Running, within: float) -> list[Start]:
+def moved(cluster: UnirunOnHosts, job: Running, within: float) -> list[Start]:
     """The ranks of h2 have started on h3, all of them once more, within so many seconds."""
     after = starts(job, 4, 1, within)
     assert places(after) == ["h1", "h1", "h3", "h3"]
     return after
 
 
-def nobody_ran_twice(cluster: OnHosts, before: list[Start], after: list[Start]) -> None:
+def nobody_ran_twice(cluster: UnirunOnHosts, before: list[Start], after: list[Start]) -> None:
     """Each rank was dead before its successor has started."""
     for one, other in zip(before, after, strict=True):
         assert cluster.last_moment(one) < other.began, (one, other)
 
 
 @pytest.mark.timeout(300)
-def test_a_bad_cable_and_one_that_is_out_for_three_seconds_restart_nothing(cluster: OnHosts) -> None:
+def test_a_bad_cable_and_one_that_is_out_for_three_seconds_restart_nothing(cluster: UnirunOnHosts) -> None:
     """
     1. Packets of all hosts are late by 20 ms, and one of a hundred is lost.
     2. Then the cable of one host is out for three seconds.
@@ -86,12 +87,12 @@ def test_a_bad_cable_and_one_that_is_out_for_three_seconds_restart_nothing(clust
 
 
 def test_ranks_of_a_host_without_a_cable_are_dead_before_they_start_on_the_spare(
-    cluster: OnHosts, job: Running
+    cluster: UnirunOnHosts, job: Running
 ) -> None:
     before = starts(job, 4)
     cluster.hosts[1].cable(up=False)
     out = time.monotonic()
-    after = moved(cluster, job, SOON)
+    after = moved(cluster, job, WAIT_TIMEOUT)
     assert after[2].began - out < LOST
     nobody_ran_twice(cluster, before, after)
     assert agents_and_workers(cluster, "h2") == []
@@ -104,14 +105,14 @@ def test_ranks_of_a_host_without_a_cable_are_dead_before_they_start_on_the_spare
 
 @pytest.mark.chaos
 def test_a_host_that_hangs_is_noticed_and_when_it_goes_on_its_workers_and_its_agent_end(
-    cluster: OnHosts, job: Running
+    cluster: UnirunOnHosts, job: Running
 ) -> None:
     before = starts(job, 4)
     cluster.hosts[1].freeze()
     frozen = time.monotonic()
-    job.lines(r"h2: node h2 has been silent", within=SOON)
+    job.lines(r"h2: node h2 has been silent", within=WAIT_TIMEOUT)
     assert since(frozen) < NOTICED + 1.0
-    after = moved(cluster, job, SOON)
+    after = moved(cluster, job, WAIT_TIMEOUT)
     nobody_ran_twice(cluster, before, after)
     cluster.hosts[1].thaw()
     thawed = time.monotonic()
@@ -121,7 +122,7 @@ def test_a_host_that_hangs_is_noticed_and_when_it_goes_on_its_workers_and_its_ag
     ended_well(cluster, job)
 
 
-def agents_and_workers(cluster: OnHosts, node: str) -> list[str]:
+def agents_and_workers(cluster: UnirunOnHosts, node: str) -> list[str]:
     """The titles of the job's processes on a host, without those that only send its files."""
     return [
         title for pid in cluster.host(node).pids() if (title := title_of(pid)).startswith(("unirun", "actor"))
@@ -129,7 +130,9 @@ def agents_and_workers(cluster: OnHosts, node: str) -> list[str]:
 
 
 @pytest.mark.parametrize("lost", ["agent", "processes", "power"] if CHAOS else ["processes"])
-def test_ranks_of_a_host_that_is_killed_start_on_the_spare(cluster: OnHosts, job: Running, lost: str) -> None:
+def test_ranks_of_a_host_that_is_killed_start_on_the_spare(
+    cluster: UnirunOnHosts, job: Running, lost: str
+) -> None:
     """Lost are the agent, all processes while the kernel closes their connections, or all without a word."""
     before = starts(job, 4)
     if lost == "agent":
@@ -138,7 +141,7 @@ def test_ranks_of_a_host_that_is_killed_start_on_the_spare(cluster: OnHosts, job
         cluster.hosts[1].cable(up=lost != "power")
         cluster.hosts[1].kill_all(sshd=lost == "power")
     killed = time.monotonic()
-    after = moved(cluster, job, SOON)
+    after = moved(cluster, job, WAIT_TIMEOUT)
     print(f"{after[2].began - killed:.2f} s")
     assert after[2].began - killed < (LOST if lost == "power" else AT_ONCE)
     nobody_ran_twice(cluster, before, after)

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import psutil
 
-from ..harness import START, Running, eventually
-from .cluster import OnHosts, title_of
+from tests.waiting import eventually
+
+from ..harness import START_TIMEOUT, Running
+from .cluster import UnirunOnHosts, title_of
 
 LINES = 70_000
 """Of each of three ranks."""
@@ -33,16 +35,18 @@ COUNTING = f"""
 """
 
 
-def start(cluster: OnHosts) -> tuple[Running, Path]:
+def start(cluster: UnirunOnHosts) -> tuple[Running, Path]:
     """Three ranks on three hosts that have written half of their lines, and the file with the command's output."""
     shown = cluster.root / "shown"
     with shown.open("wb") as file:
         job = cluster.over_ssh(COUNTING, actor="count: 3, per_node: 1", stdout=file)
-    eventually(lambda: shown.read_bytes().count(b"] half\n") == 3, "half of all lines is shown", START)
+    eventually(
+        lambda: shown.read_bytes().count(b"] half\n") == 3, "half of all lines is shown", START_TIMEOUT
+    )
     return job, shown
 
 
-def complete(cluster: OnHosts, job: Running, shown: Path) -> None:
+def complete(cluster: UnirunOnHosts, job: Running, shown: Path) -> None:
     """The job has succeeded, and every line of each rank is shown and in the log here, once and in order."""
     cluster.place("end", "")
     end = job.end()
@@ -63,7 +67,7 @@ def ssh_to(job: Running, node: str) -> int:
     return found[0]
 
 
-def sessions(cluster: OnHosts, node: str) -> list[int]:
+def sessions(cluster: UnirunOnHosts, node: str) -> list[int]:
     """The processes of sshd that serve a connection."""
     return [pid for pid in cluster.host(node).pids() if is_session(pid)]
 
@@ -83,7 +87,7 @@ def outlives_its_readers(pid: int) -> bool:
     return bool(int(ignored, 16) >> (signal.SIGPIPE - 1) & 1)
 
 
-def test_connections_that_are_lost_cost_no_rank_and_no_line(cluster: OnHosts) -> None:
+def test_connections_that_are_lost_cost_no_rank_and_no_line(cluster: UnirunOnHosts) -> None:
     """
     1. Three ranks on three hosts have written half of their lines.
     2. The command's ssh to one host is killed, and sshd's process for the connection to another.
@@ -102,7 +106,9 @@ def test_connections_that_are_lost_cost_no_rank_and_no_line(cluster: OnHosts) ->
     assert cluster.events("decision") == []
 
 
-def test_a_command_that_is_stopped_for_a_while_loses_nothing_and_makes_nothing_grow(cluster: OnHosts) -> None:
+def test_a_command_that_is_stopped_for_a_while_loses_nothing_and_makes_nothing_grow(
+    cluster: UnirunOnHosts,
+) -> None:
     """
     1. The command is stopped, and so is its reading of what hosts send.
     2. The ranks write 5 MB each, and no process of the hosts takes more memory for that.
@@ -120,7 +126,7 @@ def test_a_command_that_is_stopped_for_a_while_loses_nothing_and_makes_nothing_g
 
     for rank, host in enumerate(cluster.hosts):
         log = host.path(cluster.folder(host.name)) / "logs" / "actor" / str(rank) / "0" / "stdout.log"
-        eventually(partial(is_written, log), "all is written", START)
+        eventually(partial(is_written, log), "all is written", START_TIMEOUT)
     after = [psutil.Process(pid).memory_info().rss for pid in sending]
     assert all(now < then + (8 << 20) for then, now in zip(before, after, strict=True)), (before, after)
     job.signal(signal.SIGCONT)

@@ -9,14 +9,14 @@ import time
 import pytest
 
 from tests.effort import CHAOS, variants
+from tests.waiting import WAIT_TIMEOUT
 
-from ..harness import SOON
-from .cluster import LIVING, OnHosts, places, since, starts
+from .cluster import LIVING, UnirunOnHosts, places, since, starts
 
 
 @pytest.mark.parametrize("power", variants("on", "off"))
 def test_without_a_store_elsewhere_the_job_ends_with_what_would_have_saved_it(
-    cluster: OnHosts, power: str
+    cluster: UnirunOnHosts, power: str
 ) -> None:
     job = cluster.over_ssh(LIVING, spares=1)
     starts(job, 4)
@@ -33,7 +33,9 @@ def test_without_a_store_elsewhere_the_job_ends_with_what_would_have_saved_it(
 
 @pytest.mark.parametrize("power", variants("on", "off"))
 @pytest.mark.parametrize("etcd", variants("of the job", "of somebody else"))
-def test_with_etcd_the_job_goes_on_under_a_master_elsewhere(cluster: OnHosts, power: str, etcd: str) -> None:
+def test_with_etcd_the_job_goes_on_under_a_master_elsewhere(
+    cluster: UnirunOnHosts, power: str, etcd: str
+) -> None:
     store = "etcd" if etcd == "of the job" else cluster.hosts.etcd().url(timeout=5)
     job = cluster.over_ssh(LIVING, "--store", store, spares=1)
     before = starts(job, 4)
@@ -49,14 +51,14 @@ def test_with_etcd_the_job_goes_on_under_a_master_elsewhere(cluster: OnHosts, po
     assert sorted(places(after)) in expected, job.text
     for one, other in zip(before, after, strict=True):
         assert cluster.last_moment(one) < other.began
-    job.lines("the job's master has died; another leads", within=SOON)
+    job.lines("the job's master has died; another leads", within=WAIT_TIMEOUT)
     cluster.enough()
     end = job.end()
     assert end.code == 0, end.err
 
 
 @pytest.mark.chaos
-def test_the_command_ends_when_the_rest_has_ended_after_most_hosts_are_lost(cluster: OnHosts) -> None:
+def test_the_command_ends_when_the_rest_has_ended_after_most_hosts_are_lost(cluster: UnirunOnHosts) -> None:
     job = cluster.over_ssh(LIVING, "--store", "etcd", actor="count: 3, per_node: 1")
     starts(job, 3)
     for host in (cluster.hosts[0], cluster.hosts[1]):
@@ -67,11 +69,11 @@ def test_the_command_ends_when_the_rest_has_ended_after_most_hosts_are_lost(clus
     print(f"{since(killed):.1f} s")
     assert end.code == 4, end.err
     assert "nobody can lead it" in end.err
-    assert since(killed) < SOON
+    assert since(killed) < WAIT_TIMEOUT
 
 
 @pytest.mark.chaos
-def test_the_command_ends_when_the_head_can_start_no_master(cluster: OnHosts) -> None:
+def test_the_command_ends_when_the_head_can_start_no_master(cluster: UnirunOnHosts) -> None:
     """Its agent lives, and goes on trying. A master that is only stopped is replaced (`test_silent_hosts`)."""
     job = cluster.over_ssh(LIVING)
     starts(job, 4)
@@ -84,7 +86,7 @@ def test_the_command_ends_when_the_head_can_start_no_master(cluster: OnHosts) ->
     print(f"{since(killed):.1f} s")
     assert end.code == 4, end.err
     assert "the job has no master now" in end.err
-    assert since(killed) < SOON
+    assert since(killed) < WAIT_TIMEOUT
     log.unlink()
     cluster.enough()
     cluster.assert_nothing_left()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from tests.integration.harness import EXEC, START, UNIRUN, Script
+from tests.integration.harness import EXEC, START_TIMEOUT, UNIRUN, Script
 from tests.testbed.host import Host
 from tests.testbed.hosts import Hosts
 from tests.testbed.machine import wait_until
@@ -85,11 +85,11 @@ def test_a_job_grows_by_a_command_that_comes_late_and_by_a_node_that_joins(
                     *(UNIRUN, "agent", "join", "--rdzv-endpoint", f"{hosts[0].address}:29400"),
                     *("--token-file", "/tmp/job/of-the-job"),
                 ],
-                within=START,
+                within=START_TIMEOUT,
             )
             assert "of 6 on h3" in joined.stdout
-            assert late.wait(START) == 0
-        said += head.communicate(timeout=START)[0].decode()
+            assert late.wait(START_TIMEOUT) == 0
+        said += head.communicate(timeout=START_TIMEOUT)[0].decode()
     assert head.returncode == 0, said
     assert "h2 joined; default grows from 2 to 4 ranks" in said
     assert "h3 joined; default grows from 4 to 6 ranks" in said
@@ -102,13 +102,13 @@ def test_a_node_is_drained_and_another_one_joins_over_ssh(hosts: Hosts, script: 
         said = ""
         while said.count("in 0") < 4:
             said += say(running, until="in 0")
-        refused = hosts[0].run([UNIRUN, "agent", "drain", "h1"], within=START, check=False)
+        refused = hosts[0].run([UNIRUN, "agent", "drain", "h1"], within=START_TIMEOUT, check=False)
         assert "h1 keeps the job's store" in refused.stderr
-        joined = hosts[0].run([UNIRUN, "agent", "join", "moving", "--hosts", "h3"], within=START)
+        joined = hosts[0].run([UNIRUN, "agent", "join", "moving", "--hosts", "h3"], within=START_TIMEOUT)
         assert joined.stdout == "h3 joined\n"
-        drained = hosts[0].run([UNIRUN, "agent", "drain", "h2"], within=START)
+        drained = hosts[0].run([UNIRUN, "agent", "drain", "h2"], within=START_TIMEOUT)
         assert drained.stdout == "h2 has left job moving\n"
-        said += running.communicate(timeout=START)[0].decode()
+        said += running.communicate(timeout=START_TIMEOUT)[0].decode()
     assert running.returncode == 0, said
     assert "h2 is drained; role actor starts again, with actor:2-3 elsewhere" in said
     assert {f"rank {rank} on h1 in 1" in said for rank in (0, 1)} == {True}
@@ -120,21 +120,21 @@ def test_a_job_over_ssh_that_is_detached_is_seen_and_stopped_from_where_it_was_s
     train = visible(hosts, script(UNTIL_MOVED))
     command = (UNIRUN, "-d", "--hosts", "h1,h2", *EXEC, "--roles", "actor=4", "--rdzv-id", "left", train)
     here = hosts[2]
-    assert here.run(command, within=START).stdout == "left\n"
+    assert here.run(command, within=START_TIMEOUT).stdout == "left\n"
     copying = ["pgrep", "-f", "unirun.launcher.hosts.copying left"]
-    seen = partial(here.run, [UNIRUN, "logs", "left"], within=START, check=False)
-    wait_until(lambda: seen().stdout.count(" in 0") == 4, "output of all ranks", START)
-    assert "job left: running" in here.run([UNIRUN, "status", "left"], within=START).stdout
+    seen = partial(here.run, [UNIRUN, "logs", "left"], within=START_TIMEOUT, check=False)
+    wait_until(lambda: seen().stdout.count(" in 0") == 4, "output of all ranks", START_TIMEOUT)
+    assert "job left: running" in here.run([UNIRUN, "status", "left"], within=START_TIMEOUT).stdout
     (copier,) = here.run(copying).stdout.split()
     os.kill(int(copier), signal.SIGKILL)
-    wait_until(lambda: here.run(copying, check=False).returncode == 1, "its end", START)
+    wait_until(lambda: here.run(copying, check=False).returncode == 1, "its end", START_TIMEOUT)
     assert seen().stdout.count(" in 0") == 4
-    assert "job left: running" in here.run([UNIRUN, "status", "left"], within=START).stdout
-    assert "job left stopped" in here.run([UNIRUN, "stop", "left"], within=START).stdout
-    wait_until(lambda: here.run(copying, check=False).returncode == 1, "the end of the copy", START)
+    assert "job left: running" in here.run([UNIRUN, "status", "left"], within=START_TIMEOUT).stdout
+    assert "job left stopped" in here.run([UNIRUN, "stop", "left"], within=START_TIMEOUT).stdout
+    wait_until(lambda: here.run(copying, check=False).returncode == 1, "the end of the copy", START_TIMEOUT)
     assert not (here.path(JOBS / "left") / "hosts.json").exists()
-    assert "the job starts" in here.run([UNIRUN, "events", "left"], within=START).stdout
-    removed = hosts[0].run([UNIRUN, "gc", "--older-than", "0s"], within=START).stdout
+    assert "the job starts" in here.run([UNIRUN, "events", "left"], within=START_TIMEOUT).stdout
+    removed = hosts[0].run([UNIRUN, "gc", "--older-than", "0s"], within=START_TIMEOUT).stdout
     assert "left" in removed
     assert not hosts[0].path(JOBS.parent / "nodes/h1/left").exists()
 
@@ -148,8 +148,10 @@ def test_commands_on_each_host_may_detach_and_the_job_is_stopped_on_the_head(
         *("--token-file", "/tmp/job/token", "--rdzv-id", "both", train),
     )
     with started(hosts[1], *command) as member:
-        assert hosts[0].run(command, within=START).stdout == "both\n"
-        assert member.wait(START) == 0
-    status = partial(hosts[0].run, [UNIRUN, "status", "both"], within=START)
-    wait_until(lambda: status().stdout.count("running (generation 0") == 2, "two ranks that run", START)
-    assert "job both stopped" in hosts[0].run([UNIRUN, "stop", "both"], within=START).stdout
+        assert hosts[0].run(command, within=START_TIMEOUT).stdout == "both\n"
+        assert member.wait(START_TIMEOUT) == 0
+    status = partial(hosts[0].run, [UNIRUN, "status", "both"], within=START_TIMEOUT)
+    wait_until(
+        lambda: status().stdout.count("running (generation 0") == 2, "two ranks that run", START_TIMEOUT
+    )
+    assert "job both stopped" in hosts[0].run([UNIRUN, "stop", "both"], within=START_TIMEOUT).stdout

@@ -15,9 +15,10 @@ import pytest
 import yaml
 
 from tests.effort import variants
+from tests.waiting import eventually
 
-from ..harness import START, Result, Running, eventually, gone
-from .cluster import OnHosts, command_line
+from ..harness import START_TIMEOUT, Result, Running, gone
+from .cluster import UnirunOnHosts, command_line
 
 STUB = Path(__file__).parents[2] / "testbed" / "engine.py"
 
@@ -43,7 +44,7 @@ class Train(NamedTuple):
 class Services:
     """A job of a trainer and of two engines on three hosts, of which h1, the head, has one slot."""
 
-    def __init__(self, cluster: OnHosts) -> None:
+    def __init__(self, cluster: UnirunOnHosts) -> None:
         self.cluster = cluster
         self.job: Running
 
@@ -88,7 +89,7 @@ class Services:
             worker = self.cluster.workers()[f"engine:{rank}"]
             return worker if worker["ready"] and worker["incarnation"] == incarnation else None
 
-        return eventually(look, f"engine:{rank} is ready in incarnation {incarnation}", START)
+        return eventually(look, f"engine:{rank} is ready in incarnation {incarnation}", START_TIMEOUT)
 
     def told(self, node: str, expected: list[tuple[str, int]]) -> None:
         """Wait until the file of addresses of `node` has these addresses and incarnations, of engines that are ready."""
@@ -125,7 +126,7 @@ class Services:
 
 
 @pytest.fixture
-def services(cluster: OnHosts) -> Services:
+def services(cluster: UnirunOnHosts) -> Services:
     return Services(cluster)
 
 
@@ -244,7 +245,7 @@ def test_an_engine_on_two_hosts_is_addressed_and_started_again_as_one(services: 
         engine = cluster.workers()["engine:1"]
         return (engine["incarnation"], engine["node"]) == (1, first[1]["node"]) and bool(engine["pid"])
 
-    eventually(member_again, "rank 1 runs again on its host", START)
+    eventually(member_again, "rank 1 runs again on its host", START_TIMEOUT)
     services.end()
 
 
@@ -290,7 +291,9 @@ ACTOR = """
 """
 
 
-def test_engines_of_a_host_that_is_lost_have_the_latest_weights_on_another_one(cluster: OnHosts) -> None:
+def test_engines_of_a_host_that_is_lost_have_the_latest_weights_on_another_one(
+    cluster: UnirunOnHosts,
+) -> None:
     """The companion follows them: it is where they are, and gets versions from the host of the actor."""
     cluster.place("vllm", f'#!/bin/sh\nexec {sys.executable} {STUB} "$@"\n')
     for folder in (cluster.work, *(host.path(cluster.work) for host in cluster.hosts)):
@@ -330,7 +333,7 @@ def test_engines_of_a_host_that_is_lost_have_the_latest_weights_on_another_one(c
             ready = all(e["ready"] and e["incarnation"] == incarnation for e in engines)
             return nodes.pop() if ready and versions == [version] * 3 and len(nodes) == 1 else None
 
-        return eventually(look, f"the engines have version {version}", START)
+        return eventually(look, f"the engines have version {version}", START_TIMEOUT)
 
     cluster.place("publish-1", "")
     first = have(1, 0)

@@ -11,15 +11,15 @@ import pytest
 
 from tests.testbed.hosts import Hosts
 
-from .ticking import Ticking
+from .ticking_job import TickingJob
 
 REPEATED = pytest.mark.chaos
 """With a command on each host, and workers that tell the time all the time."""
 
 
 @pytest.fixture
-def job(hosts: Hosts) -> Iterator[Ticking]:
-    ticking = Ticking(hosts)
+def job(hosts: Hosts) -> Iterator[TickingJob]:
+    ticking = TickingJob(hosts)
     try:
         ticking.until_up(hosts[0], 0, 0, 1)
         ticking.until_up(hosts[1], 0, 2, 3)
@@ -29,7 +29,7 @@ def job(hosts: Hosts) -> Iterator[Ticking]:
 
 
 @REPEATED
-def test_a_cable_that_is_out_for_three_seconds_restarts_nothing(job: Ticking) -> None:
+def test_a_cable_that_is_out_for_three_seconds_restarts_nothing(job: TickingJob) -> None:
     job.hosts[1].cable(up=False)
     time.sleep(3.0)
     job.hosts[1].cable(up=True)
@@ -40,7 +40,7 @@ def test_a_cable_that_is_out_for_three_seconds_restarts_nothing(job: Ticking) ->
     assert not job.ticks(job.hosts[1], 2, 1)
 
 
-def goes_on_elsewhere(job: Ticking, began: float) -> None:
+def goes_on_elsewhere(job: TickingJob, began: float) -> None:
     """The ranks of h2 run on h3 in time, and their workers on h2 had ended before."""
     job.until_up(job.hosts[2], 1, 2, 3)
     for rank in (2, 3):
@@ -53,7 +53,9 @@ def goes_on_elsewhere(job: Ticking, began: float) -> None:
 
 
 @REPEATED
-def test_the_ranks_of_a_host_whose_cable_is_out_run_elsewhere_when_it_has_ended_its_own(job: Ticking) -> None:
+def test_the_ranks_of_a_host_whose_cable_is_out_run_elsewhere_when_it_has_ended_its_own(
+    job: TickingJob,
+) -> None:
     began = time.monotonic()
     job.hosts[1].cable(up=False)
     goes_on_elsewhere(job, began)
@@ -64,7 +66,7 @@ def test_the_ranks_of_a_host_whose_cable_is_out_run_elsewhere_when_it_has_ended_
 
 @REPEATED
 def test_the_ranks_of_a_host_that_hangs_run_elsewhere_and_its_workers_end_when_it_goes_on(
-    job: Ticking,
+    job: TickingJob,
 ) -> None:
     began = time.monotonic()
     job.hosts[1].freeze()
@@ -78,7 +80,7 @@ def test_the_ranks_of_a_host_that_hangs_run_elsewhere_and_its_workers_end_when_i
     job.ends()
 
 
-def test_a_master_that_hangs_on_the_head_costs_no_other_host_its_workers(job: Ticking) -> None:
+def test_a_master_that_hangs_on_the_head_costs_no_other_host_its_workers(job: TickingJob) -> None:
     """It is stopped for longer than an agent waits for an answer: another leads by then."""
     (pid,) = job.masters()
     os.kill(pid, signal.SIGSTOP)
@@ -92,7 +94,7 @@ def test_a_master_that_hangs_on_the_head_costs_no_other_host_its_workers(job: Ti
 @REPEATED
 def test_a_head_that_is_cut_off_costs_no_other_host_its_workers_when_the_store_is_etcd(hosts: Hosts) -> None:
     """Nobody answers the other agents for a while; they see in etcd that their nodes have not been given up."""
-    job = Ticking(hosts, by_hand=True, store=hosts.etcd().url())
+    job = TickingJob(hosts, by_hand=True, store=hosts.etcd().url())
     try:
         job.until_up(hosts[0], 0, 0, 1)
         job.until_up(hosts[1], 0, 2, 3)

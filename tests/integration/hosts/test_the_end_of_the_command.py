@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 
 from tests.effort import variants
+from tests.waiting import eventually
 from unirun.observe.jobdir import JobDir
 
-from ..harness import eventually
-from .cluster import LIVING, OnHosts, since, starts
+from .cluster import LIVING, UnirunOnHosts, since, starts
 
 GONE = 60.0
 """Seconds after which nothing of a job may be left on any host."""
@@ -27,7 +27,7 @@ STUBBORN = """
 """
 
 
-def nothing_is_left(cluster: OnHosts) -> None:
+def nothing_is_left(cluster: UnirunOnHosts) -> None:
     """No process on any host, but for sshd; and no lock of the job is held."""
 
     def empty(node: str) -> bool:
@@ -42,7 +42,7 @@ def nothing_is_left(cluster: OnHosts) -> None:
         eventually(partial(free, job), f"the lock of {host.name} is free", GONE)
 
 
-def test_a_command_that_is_killed_takes_everything_on_all_hosts_with_it(cluster: OnHosts) -> None:
+def test_a_command_that_is_killed_takes_everything_on_all_hosts_with_it(cluster: UnirunOnHosts) -> None:
     job = cluster.over_ssh(LIVING, actor="count: 6")
     starts(job, 6)
     job.signal(signal.SIGKILL)
@@ -52,7 +52,7 @@ def test_a_command_that_is_killed_takes_everything_on_all_hosts_with_it(cluster:
 
 
 @pytest.mark.parametrize("times", variants(2, 1))
-def test_interrupted_once_or_twice_a_job_ends_on_all_hosts(cluster: OnHosts, times: int) -> None:
+def test_interrupted_once_or_twice_a_job_ends_on_all_hosts(cluster: UnirunOnHosts, times: int) -> None:
     script = LIVING if times == 1 else STUBBORN
     job = cluster.over_ssh(script, actor="count: 3, per_node: 1")
     job.lines(r"\] up", 3)

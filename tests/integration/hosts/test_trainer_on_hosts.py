@@ -17,21 +17,22 @@ import torch.distributed as dist
 import unirun
 from tests.testbed.fixtures import available
 from tests.testbed.hosts import REPOSITORY, Hosts
+from tests.waiting import eventually
 from unirun import train
 from unirun.train import Trainer, TrainingCallback
 
-from ..harness import START, Script, eventually, gone, swept
+from ..harness import START_TIMEOUT, Script, gone, swept
 from ..test_trainer_data import SAMPLES, consume, each_once
-from .cluster import OnHosts, title_of
+from .cluster import UnirunOnHosts, title_of
 
 Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnHosts]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UnirunOnHosts]:
     """The command on this machine. Drivers run here, too, as users of the hosts."""
     root, shared = tmp_path_factory.mktemp("cluster"), tmp_path_factory.mktemp("shared")
-    with available(), Hosts(3, shared=[shared]) as hosts, swept(OnHosts(root, hosts)) as command:
+    with available(), Hosts(3, shared=[shared]) as hosts, swept(UnirunOnHosts(root, hosts)) as command:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in command.environment({"SHARED": str(shared)}).items():
                 patch.setenv(name, value)
@@ -48,12 +49,12 @@ def left_on(hosts: Hosts) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def shared(cluster: OnHosts) -> Path:
+def shared(cluster: UnirunOnHosts) -> Path:
     return Path(os.environ["SHARED"])
 
 
 @pytest.fixture(scope="module")
-def trainer(cluster: OnHosts, shared: Path) -> Iterator[Trainer]:
+def trainer(cluster: UnirunOnHosts, shared: Path) -> Iterator[Trainer]:
     """Two ranks on h1 and two on h2 at first, and more where a host joins."""
     logdir = shared / "logs"
     with Trainer((2, 6), placement="h1:2,h2:2", logdir=logdir, max_failures=1, grow_every=0.0) as made:
@@ -108,7 +109,7 @@ def test_a_run_goes_on_from_its_last_checkpoint_when_a_rank_of_another_host_is_k
 
 
 def test_print_and_the_command_and_who_attaches_see_the_workers_where_they_are(
-    cluster: OnHosts, trainer: Trainer
+    cluster: UnirunOnHosts, trainer: Trainer
 ) -> None:
     lines = str(trainer).splitlines()
     assert [line.split()[1] for line in lines[2:]] == ["h1", "h1", "h2", "h2"]
@@ -122,7 +123,7 @@ def test_print_and_the_command_and_who_attaches_see_the_workers_where_they_are(
 
 @pytest.mark.chaos
 def test_a_host_that_joins_makes_the_run_larger_at_the_next_checkpoint_and_each_sample_is_used_once(
-    cluster: OnHosts, trainer: Trainer, shared: Path
+    cluster: UnirunOnHosts, trainer: Trainer, shared: Path
 ) -> None:
     name = str(trainer).split()[1].rstrip(":")
     worlds: list[int] = []
@@ -161,9 +162,9 @@ DRIVER = """
 """
 
 
-def test_a_driver_that_is_killed_leaves_no_worker_on_any_host(cluster: OnHosts, script: Script) -> None:
+def test_a_driver_that_is_killed_leaves_no_worker_on_any_host(cluster: UnirunOnHosts, script: Script) -> None:
     driver = cluster.start_program([sys.executable, str(script(DRIVER))], cwd=REPOSITORY)
-    (line,) = driver.lines(r"pids ([\d ]+)", within=START)
+    (line,) = driver.lines(r"pids ([\d ]+)", within=START_TIMEOUT)
     os.kill(driver.pid, signal.SIGKILL)
     for pid in map(int, line.split()):
         assert gone(pid, 10)

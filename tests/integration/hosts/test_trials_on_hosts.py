@@ -12,7 +12,7 @@ from tests.testbed.hosts import Hosts
 
 from .. import test_trials as trials
 from ..harness import swept
-from .cluster import OnHosts
+from .cluster import UnirunOnHosts
 
 
 @pytest.fixture
@@ -23,19 +23,19 @@ def shared(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, shared: Path) -> Iterator[OnHosts]:
+def cluster(tmp_path: Path, shared: Path) -> Iterator[UnirunOnHosts]:
     """The command on this machine, for hosts that share a directory with it."""
     with (
         available(),
         Hosts(3, shared=[shared]) as hosts,
-        swept(OnHosts(tmp_path / "command", hosts)) as command,
+        swept(UnirunOnHosts(tmp_path / "command", hosts)) as command,
     ):
         yield command
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.chaos
-def test_a_trial_is_the_same_on_hosts_though_a_host_is_lost(cluster: OnHosts, shared: Path) -> None:
+def test_a_trial_is_the_same_on_hosts_though_a_host_is_lost(cluster: UnirunOnHosts, shared: Path) -> None:
     cluster.root.mkdir(exist_ok=True)
     environment = {**trials.environment(cluster), "KILLED": str(shared)}
     trial = ("experiment", "start", *trials.SMALL, "--root", shared)

@@ -11,9 +11,10 @@ import pytest
 
 from tests.effort import variants
 from tests.testbed.host import Host
+from tests.waiting import eventually
 
-from ..harness import START, eventually
-from .cluster import OnHosts
+from ..harness import START_TIMEOUT
+from .cluster import UnirunOnHosts
 
 MOVES = """
     import os, pathlib, sys, time
@@ -53,7 +54,7 @@ MOVES = """
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", variants("", "gloo"), ids=variants("sockets", "gloo"))
 def test_stages_arrive_whole_over_a_bad_cable_and_again_when_a_publisher_was_killed(
-    cluster: OnHosts, backend: str
+    cluster: UnirunOnHosts, backend: str
 ) -> None:
     """
     1. Packets are late by 20 ms, and one of a hundred is lost.
@@ -119,7 +120,7 @@ def sent_by(host: Host) -> int:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("lost", variants("power", "processes"))
 def test_a_host_that_is_lost_in_the_middle_of_a_transfer_leaves_no_half_of_a_version(
-    cluster: OnHosts, lost: str
+    cluster: UnirunOnHosts, lost: str
 ) -> None:
     """
     1. The publisher's host sends 40 MB over a bad cable. Two of them have arrived when it is lost.
@@ -137,7 +138,7 @@ def test_a_host_that_is_lost_in_the_middle_of_a_transfer_leaves_no_half_of_a_ver
     assert job.lines(r"receives on (\w+)") == ["h1"]
     assert job.lines(r"publishes on (\w+)") == ["h2"]
     before = sent_by(second)
-    eventually(lambda: sent_by(second) > before + SENT, "some of it is sent", START)
+    eventually(lambda: sent_by(second) > before + SENT, "some of it is sent", START_TIMEOUT)
     second.cable(up=lost != "power")
     second.kill_all(sshd=lost == "power")
     assert job.lines(r"(lost actor:0 torn \w+)") == ["lost actor:0 torn False"]

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import SOON, Running, Unirun, gone, processes_of, swept
-from tests.integration.warm import ONE, Borrowing, Warm, warm_in
+from tests.integration.harness import Running, Unirun, gone, processes_of, swept
+from tests.integration.warm import ONE_THREAD, Borrowing, Warm, warm_in
+from tests.waiting import WAIT_TIMEOUT
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def unirun(warm: Warm, tmp_path: Path) -> Iterator[Unirun]:
 @pytest.fixture
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     """A warm process of one test."""
-    with warm_in(tmp_path_factory.mktemp("own"), env=ONE) as process:
+    with warm_in(tmp_path_factory.mktemp("own"), env=ONE_THREAD) as process:
         yield process
 
 
@@ -46,7 +47,7 @@ def light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     monkeypatch.delenv("UNIRUN_WARM", raising=False)
     home = tmp_path / "home"
     yield {**os.environ, "UNIRUN_HOME": str(home)}
-    deadline = time.monotonic() + SOON
+    deadline = time.monotonic() + WAIT_TIMEOUT
     while (left := processes_of(home)) and time.monotonic() < deadline:
         gone(next(iter(left)), deadline - time.monotonic())
     for pid in left:

@@ -15,19 +15,14 @@ import pytest
 
 from tests.effort import variants
 from tests.integration import test_orphans
-from tests.integration.harness import (
-    START,
-    Script,
-    Unirun,
-    eventually,
-    gone,
-)
+from tests.integration.harness import START_TIMEOUT, Script, Unirun, gone
 from tests.integration.test_orphans import (
     WITH_CHILDREN,
     all_gone_in_time,
     pids_of,
 )
-from tests.integration.warm import ONE, Warm, WarmUnirun, end, ready
+from tests.integration.warm import ONE_THREAD, Warm, WarmUnirun, end, ready
+from tests.waiting import eventually
 from unirun.launcher.warm.borrowing import Borrowed, borrow, wish
 
 SEED = int(os.environ.get("UNIRUN_WARM_SEED", "20260101"))
@@ -56,7 +51,7 @@ class TestAtEachMomentOfAStart:
             else:
                 assert borrowed.startswith(f"the warm process {pid} declines: it "), borrowed
             killer.wait()
-            assert gone(pid, START)
+            assert gone(pid, START_TIMEOUT)
         print(f"{lent} of {MOMENTS} were lent")
 
     def test_a_guard_may_be_killed_at_each_moment_of_a_start(
@@ -78,7 +73,7 @@ class TestAtEachMomentOfAStart:
             command = [sys.executable, "-S", "-E", "-c", code, children, str(rng.uniform(0.0, 0.03))]
             killer = subprocess.Popen(command)
             borrowed = borrow(warm, wish(light, (), "/"))
-            assert killer.wait(START) == 0
+            assert killer.wait(START_TIMEOUT) == 0
             if isinstance(borrowed, Borrowed):
                 end(borrowed)
             eventually(lambda: not Path(children).read_text(), "it was reaped")
@@ -102,7 +97,7 @@ class TestAtEachMomentOfAStart:
             borrower.stdout.readline()
             time.sleep(rng.uniform(0.0, 0.03))
             borrower.kill()
-            _, err = borrower.communicate(timeout=START)
+            _, err = borrower.communicate(timeout=START_TIMEOUT)
             assert err == b""
         assert (warm.folder / "log").read_text() == ""
         os.kill(warm.description.pid, signal.SIGTERM)
@@ -115,7 +110,7 @@ class TestAtEachMomentOfAStart:
         (pid,) = own.pids
         os.kill(pid, signal.SIGSTOP)
         try:
-            job = unirun.start("-v", path, env=ONE)
+            job = unirun.start("-v", path, env=ONE_THREAD)
             job.lines("declines: it does not answer: timed out; a spawner starts cold")
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -126,7 +121,7 @@ class TestAtEachMomentOfAStart:
         assert "Traceback" not in "".join(
             file.read_text() for file in [*unirun.job_dir().glob("*.log"), *own.run.glob("warm/*/log")]
         )
-        assert "start: warm" in (again := unirun("-v", path, env=ONE)).err
+        assert "start: warm" in (again := unirun("-v", path, env=ONE_THREAD)).err
         assert again.code == 0
         unirun.assert_nothing_left()
 
@@ -190,7 +185,7 @@ class TestTheGuardOfASpawner:
         self, own: Warm, tmp_path: Path, script: Script
     ) -> None:
         unirun = WarmUnirun(tmp_path, own)
-        job = unirun.start("--roles", "a=2", script(WITH_CHILDREN), "fork", env=ONE)
+        job = unirun.start("--roles", "a=2", script(WITH_CHILDREN), "fork", env=ONE_THREAD)
         pids = pids_of(job, 2)
         for pid in (*own.pids, unirun.pid_of("unirun-guard"), unirun.pid_of("unirun-agent")):
             os.kill(pid, signal.SIGKILL)

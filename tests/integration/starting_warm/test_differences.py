@@ -14,15 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import (
-    START,
-    UNIRUN,
-    Script,
-    Unirun,
-    eventually,
-    gone,
-)
-from tests.integration.warm import ONE, Warm, WarmUnirun, warm_in
+from tests.integration.harness import START_TIMEOUT, UNIRUN, Script, Unirun, gone
+from tests.integration.warm import ONE_THREAD, Warm, WarmUnirun, warm_in
+from tests.waiting import eventually
 
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root may")
 
@@ -170,7 +164,7 @@ class TestModulesOfTheUsers:
         root = tmp_path_factory.mktemp("journal")
         module = root / "journal.py"
         module.write_text(textwrap.dedent(JOURNAL))
-        env = {**ONE, "PYTHONPATH": str(root)}
+        env = {**ONE_THREAD, "PYTHONPATH": str(root)}
         time.sleep(0.05)
         with warm_in(root / "warm", "--preload", "journal", env=env) as warm:
             yield warm, module, env
@@ -201,7 +195,7 @@ class TestModulesOfTheUsers:
         assert (second.code, second.out[:2]) == (0, "2 "), second.err
         declined = f"the warm process {pid} declines: {module} was replaced since it was loaded"
         assert declined in unirun.events("notice")[0]
-        assert gone(pid, START)
+        assert gone(pid, START_TIMEOUT)
         assert (
             "start: cold: no warm process runs" in unirun("plan", "--preload", "journal", path, env=env).out
         )
@@ -215,13 +209,13 @@ class TestAnOldUnirun:
         root = tmp_path_factory.mktemp("old")
         package = root / "lib" / "unirun"
         shutil.copytree(Path(__file__).parents[3] / "unirun", package)
-        env = {**ONE, "PYTHONPATH": str(root / "lib")}
+        env = {**ONE_THREAD, "PYTHONPATH": str(root / "lib")}
         path = script("print('done')")
         time.sleep(0.05)
         with warm_in(root / "warm", env=env) as warm:
             unirun = WarmUnirun(tmp_path, warm)
             assert "start: warm" in unirun("plan", path, env=env).out
-            other = unirun("plan", path, env={**ONE, "PYTHONPATH": ""}).out
+            other = unirun("plan", path, env={**ONE_THREAD, "PYTHONPATH": ""}).out
             assert f"unirun is {Path(__file__).parents[3] / 'unirun'}, there {package}" in other
             process = package / "launcher" / "warm" / "process.py"
             os.replace(shutil.copy(process, root / "new"), process)

@@ -14,15 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import (
-    START,
-    Script,
-    Unirun,
-    alive,
-    eventually,
-    gone,
-)
-from tests.integration.warm import ONE, Warm, WarmUnirun, end, ready
+from tests.integration.harness import START_TIMEOUT, Script, Unirun, alive, gone
+from tests.integration.warm import ONE_THREAD, Warm, WarmUnirun, end, ready
+from tests.waiting import eventually
 from unirun.launcher.warm.borrowing import (
     LOG,
     Borrowed,
@@ -130,23 +124,23 @@ class TestAWarmProcess:
         path = script(
             "import torch, pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)\nprint('done')"
         )
-        job = unirun.start("-v", path, env=ONE)
+        job = unirun.start("-v", path, env=ONE_THREAD)
         job.lines("1 rank of 1 role up")
         (pid,) = own.pids
-        shown = unirun("warm", "status", env=ONE)
+        shown = unirun("warm", "status", env=ONE_THREAD)
         (row,) = (line.split() for line in shown.out.splitlines() if line.startswith(str(pid)))
         assert row[-3] == "1", shown.out
         assert 10 < int(row[-2]) < 1000, shown.out
         os.kill(pid, signal.SIGKILL)
-        assert gone(pid, START)
+        assert gone(pid, START_TIMEOUT)
         (unirun.root / "go").touch()
         ended = job.end()
         assert (ended.code, ended.out) == (0, "done\n"), ended.err
         assert "start: warm" in job.text
-        after = unirun("-v", path, env=ONE)
+        after = unirun("-v", path, env=ONE_THREAD)
         assert (after.code, after.out) == (0, "done\n"), after.err
         assert "start: cold: no warm process runs" in after.err
-        assert unirun("warm", "status", env=ONE).code == 1
+        assert unirun("warm", "status", env=ONE_THREAD).code == 1
         assert not [*(own.run / "warm").iterdir()], "what it has left was removed"
         unirun.assert_nothing_left()
 
@@ -163,12 +157,12 @@ class TestAWarmProcess:
         unirun = WarmUnirun(tmp_path, Warm(tmp_path / "warm"))
         command = Path(sys.executable).with_name("unirun")
         shell = unirun.start_program(
-            ["sh", "-c", f"{command} warm --until-logout && read line"], env=ONE, stdin=subprocess.PIPE
+            ["sh", "-c", f"{command} warm --until-logout && read line"], env=ONE_THREAD, stdin=subprocess.PIPE
         )
         (pid,) = map(int, shell.lines(r"process (\d+) is ready"))
         assert shell.popen.stdin is not None
         shell.popen.stdin.close()
-        assert gone(pid, START)
+        assert gone(pid, START_TIMEOUT)
         unirun.assert_nothing_left()
 
     def test_a_job_leaves_a_warm_process_on_request_which_ends_when_told(
@@ -176,12 +170,14 @@ class TestAWarmProcess:
     ) -> None:
         warm = Warm(tmp_path / "warm")
         unirun = WarmUnirun(tmp_path, warm)
-        env = {**ONE, "UNIRUN_WARM": "1"}
+        env = {**ONE_THREAD, "UNIRUN_WARM": "1"}
         try:
             path = script("print('done')")
             assert "start: cold" in unirun("-v", path, env=env).err
             eventually(
-                lambda: "start: warm" in unirun("plan", path, env=env).out, "a warm process is ready", START
+                lambda: "start: warm" in unirun("plan", path, env=env).out,
+                "a warm process is ready",
+                START_TIMEOUT,
             )
             assert "start: warm" in unirun("-v", path, env=env).err
             # It is in the home of the test: its jobs left it behind.
@@ -241,7 +237,7 @@ class TestAModuleOfTheUsers:
     def test_a_user_module_that_prevents_warm_starts_is_reported(
         self, write: Callable[[str], dict[str, str]], text: str, reason: str
     ) -> None:
-        folder = start(write(text), ("mine",), START)
+        folder = start(write(text), ("mine",), START_TIMEOUT)
         with (folder / "log").open() as log:
             eventually(lambda: not is_alive(folder), "it has ended")
             assert reason in log.read()
@@ -259,7 +255,7 @@ class TestItEnds:
         warm = ready(light, until=leader.pid)
         leader.kill()
         leader.wait()
-        assert gone(warm.description.pid, START)
+        assert gone(warm.description.pid, START_TIMEOUT)
         assert not warm.folder.exists()
 
     def test_a_warm_process_told_to_end_while_it_imports_ends(
@@ -269,7 +265,7 @@ class TestItEnds:
         (tmp_path / "slow.py").write_text(
             f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
         )
-        folder = start({**light, "PYTHONPATH": str(tmp_path)}, ("slow",), START)
+        folder = start({**light, "PYTHONPATH": str(tmp_path)}, ("slow",), START_TIMEOUT)
         with (folder / LOG).open() as log:
             assert abandon_starting() == 1
             assert running() == []
@@ -282,7 +278,7 @@ class TestItEnds:
         assert isinstance(borrowed, Borrowed), borrowed
         assert not gone(warm.description.pid, 1.5)
         end(borrowed)
-        assert gone(warm.description.pid, START)
+        assert gone(warm.description.pid, START_TIMEOUT)
 
     def test_a_warm_fork_ends_at_once_for_an_unusable_working_directory(self, light: dict[str, str]) -> None:
         """The fork ends, not the warm process."""

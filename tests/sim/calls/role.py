@@ -8,7 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tests.sim.calls.actors import Actor, Clock
+from tests.sim.calls.threads import SimulatedThread
+from tests.sim.fake_clock import FakeClock
 from unirun.errors import ChannelError
 from unirun.roles import trainer_invocation
 from unirun.roles.calls.dispatcher import Dispatcher
@@ -20,10 +21,10 @@ from unirun.values import WorkerId
 ROLE = "w"
 
 
-class Desk:
+class SimulatedWorkload:
     """The user's class. `step` adds the arguments of all ranks; `note` is for one."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: SimulatedWorker) -> None:
         self._worker = worker
 
     def step(self, number: int) -> int:
@@ -45,10 +46,10 @@ class Desk:
         return number
 
 
-class Worker:
-    """One process: a dispatcher in an actor. It is in `generation` once it has met the others there."""
+class SimulatedWorker:
+    """One process: a dispatcher in a simulated thread. It is in `generation` once it has met the others there."""
 
-    def __init__(self, role: Role, me: WorkerId) -> None:
+    def __init__(self, role: SimulatedRole, me: WorkerId) -> None:
         self.role, self.me = role, me
         self.generation = -1
         self.told = role.generation
@@ -57,15 +58,15 @@ class Worker:
         self.ran: list[int] = []
         self.serving = self.called = False
         self._items: deque[Any] = deque()
-        desk = Desk(self)
-        self.dispatcher = Dispatcher(desk, me, invocations(desk), self, self)
-        self.channels: list[Line] = []
-        self.actor = Actor(role.clock, role.rng, self._run, f"{me}:{me.incarnation}")
+        workload = SimulatedWorkload(self)
+        self.dispatcher = Dispatcher(workload, me, invocations(workload), self, self)
+        self.channels: list[SimulatedChannel] = []
+        self.thread = SimulatedThread(role.clock, role.rng, self._run, f"{me}:{me.incarnation}")
 
     @property
     def alive(self) -> bool:
         """True if its process runs."""
-        return not self.actor.killed
+        return not self.thread.killed
 
     def _run(self) -> None:
         self.catch_up(self.told)
@@ -77,35 +78,35 @@ class Worker:
     def put(self, item: Any, /) -> None:
         """For the serving thread."""
         self._items.append(item)
-        self.actor.wake()
+        self.thread.wake()
 
     def get(self) -> Any:
         """The next item."""
-        self.actor.wait(lambda: self._items)
+        self.thread.wait(lambda: self._items)
         return self._items.popleft()
 
     def catch_up(self, generation: int) -> None:
         """Be in `generation`, or a later one; whoever waits there for somebody who is dead goes on to the next."""
-        self.actor.wait(lambda: self.told >= generation)
+        self.thread.wait(lambda: self.told >= generation)
         while self.generation < self.told:
             wanted = self.told
             here = self.role.meeting.setdefault(wanted, {})
             here[self.me.rank] = self
             self.role.wake_all()
-            self.actor.wait(partial(self._met, wanted, here))
+            self.thread.wait(partial(self._met, wanted, here))
             if len(here) == self.role.size and (self.told == wanted or self.role.rng.random() < 0.5):
                 self.generation, self.steps = wanted, 0
 
     def explain(self, error: BaseException) -> bool:
         """A collective fails when the news of a loss are there, or on their way."""
         if str(error) == "connection closed by peer":
-            self.actor.wait(lambda: self.told > self.generation)
+            self.thread.wait(lambda: self.told > self.generation)
         return self.told > self.generation
 
     def kept_away(self, by: Callable[[], bool]) -> None:
         """Do nothing, as no call of this role waits for anything but a collective."""
 
-    def _met(self, wanted: int, here: dict[int, Worker]) -> bool:
+    def _met(self, wanted: int, here: dict[int, SimulatedWorker]) -> bool:
         """Return True if all are in `wanted`, or it is over."""
         return len(here) == self.role.size or self.told > wanted
 
@@ -115,7 +116,7 @@ class Worker:
             self.told = generation
             if self.serving:
                 self.dispatcher.run_first(partial(self.catch_up, generation))
-            self.actor.wake()
+            self.thread.wake()
 
     def all_reduce(self, number: int) -> int:
         """Wait until all ranks of the generation are in this step. It fails when one dies, or when that is known."""
@@ -129,16 +130,16 @@ class Worker:
         def over() -> bool:
             return self.told > generation or any(rank in self.role.noticed.get(key, ()) for rank in group)
 
-        self.actor.wait(lambda: len(given) == self.role.size or over())
+        self.thread.wait(lambda: len(given) == self.role.size or over())
         if len(given) < self.role.size:
             raise RuntimeError("connection closed by peer")
         return sum(given.values())
 
 
-class Line(Connection):
+class SimulatedChannel(Connection):
     """The caller's connection to one worker."""
 
-    def __init__(self, worker: Worker, broken: Callable[[str], None]) -> None:
+    def __init__(self, worker: SimulatedWorker, broken: Callable[[str], None]) -> None:
         self._worker, self._broken, self._role = worker, broken, worker.role
         self._open = True
         self._last = [0.0, 0.0]
@@ -176,10 +177,10 @@ class Line(Connection):
         self._open = False
 
 
-class Seen(Peers):
+class FakePeers(Peers):
     """The caller's knowledge of a role."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: SimulatedRole) -> None:
         self._role = role
 
     def size(self, role: str) -> int:
@@ -195,15 +196,15 @@ class Seen(Peers):
         self._role.listeners.append(listener)
 
 
-class Role:
+class SimulatedRole:
     """The workers of a role, what their master decides, and the transport of their caller."""
 
     name = "simulated"
 
-    def __init__(self, clock: Clock, rng: random.Random, size: int) -> None:
+    def __init__(self, clock: FakeClock, rng: random.Random, size: int) -> None:
         self.clock, self.rng, self.size = clock, rng, size
         self.generation = 0
-        self.meeting: dict[int, dict[int, Worker]] = {}
+        self.meeting: dict[int, dict[int, SimulatedWorker]] = {}
         self.collectives: dict[tuple[int, int], dict[int, int]] = {}
         self.noticed: dict[tuple[int, int], set[int]] = {}
         self.deaths: list[int] = []
@@ -212,7 +213,7 @@ class Role:
         self.listeners: list[Callable[[], None]] = []
         self._views: deque[dict[int, Peer]] = deque()
         self._reforming = False
-        self.workers = [Worker(self, WorkerId(ROLE, rank, 0)) for rank in range(size)]
+        self.workers = [SimulatedWorker(self, WorkerId(ROLE, rank, 0)) for rank in range(size)]
         self.seen = {rank: Peer(WorkerId(ROLE, rank, 0)) for rank in range(size)}
         self._truth = dict(self.seen)
 
@@ -223,10 +224,10 @@ class Role:
     def wake_all(self) -> None:
         """Something has changed that workers wait for."""
         for worker in self.workers:
-            worker.actor.wake()
+            worker.thread.wake()
 
     # the master
-    def serves(self, worker: Worker) -> None:
+    def serves(self, worker: SimulatedWorker) -> None:
         """A worker takes calls."""
         if worker.alive:
             self._tell(worker.me.rank, endpoint="here")
@@ -239,9 +240,9 @@ class Role:
         self.deaths.append(rank)
         if worker.called:
             self.losses.append((rank, self.clock.now))
-        worker.actor.kill()
-        for line in worker.channels:
-            line.cut()
+        worker.thread.kill()
+        for channel in worker.channels:
+            channel.cut()
         for key, given in self.collectives.items():
             # Neighbours notice at once, others do not notice at all.
             if len(given) < self.size and key[0] == worker.generation and self.rng.random() < 0.7:
@@ -252,7 +253,7 @@ class Role:
         self.noticed.setdefault(key, set()).add(rank)
         self.wake_all()
 
-    def _dead(self, worker: Worker) -> None:
+    def _dead(self, worker: SimulatedWorker) -> None:
         self._tell(worker.me.rank, gone=True, endpoint="")
         if not self._reforming:
             self._reforming = True
@@ -265,7 +266,7 @@ class Role:
         for rank, worker in enumerate(self.workers):
             if self._truth[rank].gone:
                 fresh = WorkerId(ROLE, rank, worker.me.incarnation + 1)
-                self.workers[rank] = Worker(self, fresh)
+                self.workers[rank] = SimulatedWorker(self, fresh)
                 self._truth[rank] = Peer(fresh)
         self._tell(None)
         for worker in self.workers:
@@ -299,9 +300,9 @@ class Role:
         worker = self.workers[peer.rank]
         if worker.me != peer or not worker.alive:
             raise ChannelError(f"{peer} is not there")
-        line = Line(worker, broken)
-        worker.channels.append(line)
-        return line
+        channel = SimulatedChannel(worker, broken)
+        worker.channels.append(channel)
+        return channel
 
     def serve(self, me: WorkerId, handler: Handler) -> str:
         raise NotImplementedError

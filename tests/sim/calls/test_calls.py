@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.sim.calls.actors import Actor, Clock, FakeScheduler
-from tests.sim.calls.role import ROLE, Desk, Role, Seen
+from tests.sim.calls.role import ROLE, FakePeers, SimulatedRole, SimulatedWorkload
+from tests.sim.calls.threads import FakeScheduler, SimulatedThread
+from tests.sim.fake_clock import FakeClock
 from unirun.errors import WorkerLost
 from unirun.roles.calls.call import InvocationRef
 from unirun.roles.calls.caller import Caller
@@ -32,21 +33,21 @@ class History:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.clock = Clock()
-        self.role = Role(self.clock, self.rng, self.rng.randint(2, 4))
+        self.clock = FakeClock()
+        self.role = SimulatedRole(self.clock, self.rng, self.rng.randint(2, 4))
         self.caller = Caller(
             WorkerId("trainer", 0, 0),
-            Seen(self.role),
+            FakePeers(self.role),
             self.role,
             call_timeout=CALL_TIMEOUT,
             scheduler=FakeScheduler(self.clock),
         )
-        self.group = role_group(self.caller, ROLE, self.role.size, invocations(Desk))
+        self.group = role_group(self.caller, ROLE, self.role.size, invocations(SimulatedWorkload))
         self.told: dict[int, float] = {}
         """The time at which a loss was last told by a call to a rank."""
         self.log: list[str] = []
         self.last_death = self.clock.now
-        self.trainer = Actor(self.clock, self.rng, self._train, "trainer")
+        self.trainer = SimulatedThread(self.clock, self.rng, self._train, "trainer")
         for _ in range(self.rng.choice((0, 1, 1, 2, 3, 5))):
             rank, when = (
                 self.rng.randrange(self.role.size),
@@ -64,8 +65,8 @@ class History:
 
     def _cut(self) -> None:
         worker = self.rng.choice(self.role.workers)
-        for line in worker.channels:
-            line.cut()
+        for channel in worker.channels:
+            channel.cut()
 
     def _train(self) -> None:
         open_refs: list[tuple[str, int, list[int], InvocationRef[Any], float]] = []
@@ -115,17 +116,17 @@ class History:
     def run(self) -> None:
         """Let everything happen."""
         limit = self.clock.now + CALL_TIMEOUT - 1.0
-        while not self.trainer.over and self.clock.turn():
+        while not self.trainer.over and self.clock.run_next():
             assert self.clock.now < limit, "a call hangs"
         assert self.trainer.over, "the trainer waits for what never comes"
         if self.trainer.error is not None:
             raise self.trainer.error
         for worker in self.role.workers:
-            assert worker.actor.error is None, worker.actor.error
+            assert worker.thread.error is None, worker.thread.error
             assert worker.ran == sorted(set(worker.ran)), (
                 f"{worker.me} ran {worker.ran}: not in order, or twice"
             )
-            worker.actor.kill()
+            worker.thread.kill()
 
 
 def histories() -> list[range]:

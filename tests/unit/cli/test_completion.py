@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.cli import run
 from unirun.cli.completion import bash, zsh
 from unirun.cli.options import OPTIONS, SUBCOMMANDS
@@ -24,7 +24,13 @@ def complete(*words: str, path: str = os.environ["PATH"], cwd: Path | None = Non
     script = f"{bash()}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _unirun; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     env = {**os.environ, "PATH": path}
     found = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, timeout=SOON, check=True, env=env, cwd=cwd
+        ["bash", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_TIMEOUT,
+        check=True,
+        env=env,
+        cwd=cwd,
     )
     return set(found.stdout.splitlines()) - {""}
 

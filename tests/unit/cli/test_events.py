@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests.unit.cli.shell import call
+from tests.unit.cli.in_process import run_cli
 from unirun.observe.events import EventLog
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import create_job
@@ -33,7 +33,7 @@ def job() -> JobDir:
 def test_events_are_shown_with_their_times_below_their_causes(
     job: JobDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call("events", job.run_id) == 0
+    assert run_cli("events", job.run_id) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "     0.000  exit: actor:1 ended: exit code 3",
         "     0.625    decision: restart 1 of 2",
@@ -49,17 +49,17 @@ def test_events_are_shown_with_their_times_below_their_causes(
 def test_a_story_is_that_of_one_worker_or_node(
     job: JobDir, who: str, kinds: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    call("events", job.run_id, "--story", who, "--json")
+    run_cli("events", job.run_id, "--story", who, "--json")
     assert [json.loads(line)["kind"] for line in capsys.readouterr().out.splitlines()] == kinds
 
 
 def test_a_story_of_nobody_is_an_error_with_a_remedy(job: JobDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("events", job.run_id, "--story", "critic:7") != 0
+    assert run_cli("events", job.run_id, "--story", "critic:7") != 0
     assert "no event of job job-1 concerns critic:7; name a worker" in capsys.readouterr().err
 
 
 def test_a_job_without_events_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     found, lock = create_job("job-2", new_token())
     os.close(lock)
-    assert call("events", found.run_id) == 0
+    assert run_cli("events", found.run_id) == 0
     assert capsys.readouterr().out == ""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.shell import call
+from tests.unit.cli.in_process import run_cli
 from tests.unit.experiments.models.test_stage import CONFIG
-from tests.unit.experiments.setups import ppo
+from tests.unit.experiments.sample_configs import ppo
 from tests.unit.experiments.test_checks_of_arguments import of
 from unirun.errors import PlacementError
 from unirun.experiments.config import ExperimentScheduling, ModelAbstraction, Scheduling, TasksGroup
@@ -130,7 +130,7 @@ def test_a_network_that_cannot_run_is_refused_before_anything_starts(
     home: Path, jobs: Jobs, capsys: Captured
 ) -> None:
     pytest.importorskip("transformers")
-    assert call("experiment", "start", "-e", "tests-fused", "-f", "first") == 2
+    assert run_cli("experiment", "start", "-e", "tests-fused", "-f", "first") == 2
     assert "the family gpt2 cannot run: GPT2LMHeadModel is not built as Llama is" in capsys.readouterr().err
     assert not jobs.files
     assert not (home / "experiments").exists()
@@ -141,10 +141,10 @@ def test_a_network_that_is_not_on_this_host_is_refused_only_where_the_trial_runs
 ) -> None:
     pytest.importorskip("transformers")
     start = ("experiment", "start", "-e", "tests-elsewhere", "-f", "first")
-    assert call(*start) == 2
+    assert run_cli(*start) == 2
     assert not jobs.files
     capsys.readouterr()
-    assert call(*start, "--mode", "ssh", "--hosts", "h1:4,h2") == 0
+    assert run_cli(*start, "--mode", "ssh", "--hosts", "h1:4,h2") == 0
     assert "on this host: models.actor@0: transformers does not read its" in capsys.readouterr().err
     assert len(jobs.files) == 1
 
@@ -154,16 +154,16 @@ def test_a_network_without_transformers_is_refused_with_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     start = ("experiment", "start", "-e", "tests-long", "-f", "first")
-    assert call(*start) == 2
+    assert run_cli(*start) == 2
     assert "which cannot be imported: " in (told := capsys.readouterr().err)
     assert told.endswith("pip install transformers\n")
     assert not jobs.files
-    assert call(*start, "--mode", "ssh", "--hosts", "h1:4,h2") == 0
+    assert run_cli(*start, "--mode", "ssh", "--hosts", "h1:4,h2") == 0
 
 
 def test_data_that_may_be_too_long_is_told_and_not_refused(home: Path, jobs: Jobs, capsys: Captured) -> None:
     pytest.importorskip("transformers")
-    assert call("experiment", "start", "-e", "tests-long", "-f", "first") == 0
+    assert run_cli("experiment", "start", "-e", "tests-long", "-f", "first") == 0
     told = "unirun: model_rpcs.train: sequences may have 65 tokens (max_length), and actor@0 has 64 positions"
     assert told in capsys.readouterr().err
     assert len(jobs.files) == 1
@@ -198,9 +198,9 @@ class TestOptions:
     def test_those_that_cannot_be_are_refused_before_the_trial_is_changed(
         self, options: tuple[str, ...], message: str, trial: Path, jobs: Jobs, capsys: Captured
     ) -> None:
-        assert call(*START) == 0
+        assert run_cli(*START) == 0
         before = {path: path.read_bytes() for path in trial.iterdir()}
-        assert call(*START, *options) == 2
+        assert run_cli(*START, *options) == 2
         assert message in capsys.readouterr().err
         assert {path: path.read_bytes() for path in trial.iterdir()} == before
         assert len(jobs.files) == 1
@@ -220,7 +220,7 @@ class TestOptions:
     def test_the_others_say_where_the_job_runs(
         self, options: tuple[str, ...], expected: list[str], jobs: Jobs
     ) -> None:
-        assert call(*START, *options) == 0
+        assert run_cli(*START, *options) == 0
         assert jobs.words[1:] == expected
 
 
@@ -228,36 +228,36 @@ class TestAStart:
     def test_its_first_line_says_which_trial_it_is_and_where(
         self, trial: Path, jobs: Jobs, capsys: Captured
     ) -> None:
-        assert call(*START) == 0
+        assert run_cli(*START) == 0
         assert capsys.readouterr().err == f"unirun: trial tests-small/first, files in {trial}\n"
 
     def test_one_that_finds_no_place_leaves_the_trial_as_it_was(self, trial: Path, jobs: Jobs) -> None:
         jobs.does = [placed]
-        assert call(*START) == 3
+        assert run_cli(*START) == 3
         assert started(trial) is None
-        assert call(*START) == 0
+        assert run_cli(*START) == 0
         before = started(trial)
         jobs.does = [placed]
-        assert call(*START) == 3
+        assert run_cli(*START) == 3
         assert started(trial) == before
 
     def test_a_second_one_at_the_same_moment_is_refused_and_changes_nothing(
         self, trial: Path, jobs: Jobs, capsys: Captured
     ) -> None:
         def meanwhile(run_id: str) -> int:
-            assert call(*START) == 2
+            assert run_cli(*START) == 2
             return 0
 
         jobs.does = [meanwhile]
-        assert call(*START) == 0
+        assert run_cli(*START) == 0
         assert "trial 'first' of 'tests-small' runs already" in capsys.readouterr().err
         assert len(jobs.files) == 1
         # It has ended.
-        assert call(*START) == 0
+        assert run_cli(*START) == 0
 
     def test_after_a_failure_it_is_started_again_and_goes_on(self, jobs: Jobs, capsys: Captured) -> None:
         jobs.does = [failed, failed, failed]
-        assert call(*START, *AGAIN, "--recover-retries", "2") == 1
+        assert run_cli(*START, *AGAIN, "--recover-retries", "2") == 1
         resumes = [each["config"]["resume"] for each in jobs.files]  # type: ignore[index]
         assert resumes == [False, True, True]
         assert len({str(each["run_id"]) for each in jobs.files}) == 3
@@ -269,7 +269,7 @@ class TestAStart:
         self, jobs: Jobs, capsys: Captured
     ) -> None:
         jobs.does = [orphaned]
-        assert call(*START, *AGAIN) == 2
+        assert run_cli(*START, *AGAIN) == 2
         assert f"runs already, as job {jobs.files[0]['run_id']}" in capsys.readouterr().err
         assert len(jobs.files) == 1
 
@@ -280,7 +280,7 @@ class TestAStart:
         saved = trial / "recover" / "000001" / "recover.json"
         saved.parent.mkdir(parents=True)
         saved.write_text("{}")
-        assert call(*START, "--recover-mode", mode) == 0
+        assert run_cli(*START, "--recover-mode", mode) == 0
         assert jobs.files[0]["config"]["resume_only"] is only  # type: ignore[index]
 
     @pytest.mark.parametrize("mode", ["auto", "resume"])
@@ -290,13 +290,13 @@ class TestAStart:
         saved = trial / "recover" / "000001" / "recover.json"
         saved.parent.mkdir(parents=True)
         saved.write_text('{"step": "of another version"}')
-        assert call(*START, "--recover-mode", mode) != 0
+        assert run_cli(*START, "--recover-mode", mode) != 0
         told = capsys.readouterr().err
         assert f"{saved} cannot be read" in told
         assert "none of them can be read; " in told
         assert "--recover-mode disabled" in told
         assert not jobs.files
-        assert call(*START, "--recover-mode", "disabled") == 0
+        assert run_cli(*START, "--recover-mode", "disabled") == 0
 
 
 @pytest.fixture
@@ -309,7 +309,7 @@ def failing(scripts: Path) -> Path:
 def test_a_file_that_fails_is_told_with_its_traceback_and_no_other_frames(
     failing: Path, capsys: Captured
 ) -> None:
-    assert call("experiment", "find-config", "--module", "./tests_failing.py") == 2
+    assert run_cli("experiment", "find-config", "--module", "./tests_failing.py") == 2
     first, *others, last = capsys.readouterr().err.splitlines()
     assert first == "unirun: Traceback (most recent call last):"
     assert f'unirun:   File "{failing}", line 4, in <module>' in others[0]

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from tests.unit.cli.shell import call
+from tests.unit.cli.in_process import run_cli
 from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus, write_status
 from unirun.rendezvous.creation import create_job
 from unirun.values import WorkerId
@@ -53,9 +53,9 @@ class TestWithoutAName:
     ) -> None:
         for number, run_id in enumerate(("a", "b")):
             jobs.enter_context(a_job(run_id, "running", number))
-        assert call("status") == 0
+        assert run_cli("status") == 0
         assert capfd.readouterr().out.startswith("job b: running")
-        assert call("logs") == 0
+        assert run_cli("logs") == 0
         assert capfd.readouterr().out == "[actor:0] b actor\n"
 
     def test_a_job_that_lingers_after_its_end_does_not_count_as_running(
@@ -63,25 +63,25 @@ class TestWithoutAName:
     ) -> None:
         jobs.enter_context(a_job("a", "running", 0))
         jobs.enter_context(a_job("b", "failed", 1))
-        assert call("status") == 0
+        assert run_cli("status") == 0
         assert capsys.readouterr().out.startswith("job a: running")
 
     def test_a_job_without_a_state_counts_as_running(self, jobs: ExitStack, capsys: Text) -> None:
         _, lock = create_job("begun", new_token())
-        assert call("status") == 2
+        assert run_cli("status") == 2
         assert "begun/state.json cannot be read" in capsys.readouterr().err
         os.close(lock)
 
     def test_without_a_name_the_newest_job_is_taken_when_none_runs(self, capsys: Text) -> None:
-        assert call("status") == 0
+        assert run_cli("status") == 0
         assert capsys.readouterr().out.startswith("job over: succeeded")
-        assert call("stop") == 0
+        assert run_cli("stop") == 0
         assert capsys.readouterr().out == "no job runs; the newest, job over has ended already: succeeded\n"
 
     def test_stop_does_not_guess_which_of_several(self, jobs: ExitStack, capsys: Text) -> None:
         for number, run_id in enumerate(("a", "b")):
             jobs.enter_context(a_job(run_id, "running", number))
-        assert call("stop") == 2
+        assert run_cli("stop") == 2
         assert capsys.readouterr().err == "unirun: 2 jobs run: a, b; name one: unirun stop JOB\n"
 
 
@@ -91,7 +91,7 @@ class TestLogs:
         self, jobs: ExitStack, capfd: pytest.CaptureFixture[str], who: str
     ) -> None:
         jobs.enter_context(a_job("a", "running", 0, "trainer"))
-        assert call("logs", who) == 0
+        assert run_cli("logs", who) == 0
         assert capfd.readouterr().out == "[trainer:0] a trainer\n"
 
     def test_logs_of_a_job_are_preferred_to_those_of_a_role_of_that_name(
@@ -99,7 +99,7 @@ class TestLogs:
     ) -> None:
         jobs.enter_context(a_job("trainer-1", "running", 0))
         jobs.enter_context(a_job("b", "running", 1, "trainer"))
-        assert call("logs", "trainer") == 0
+        assert run_cli("logs", "trainer") == 0
         assert capfd.readouterr().out == "[actor:0] trainer-1 actor\n"
 
     @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ class TestLogs:
         self, jobs: ExitStack, capsys: Text, argv: list[str], says: str
     ) -> None:
         jobs.enter_context(a_job("a", "running", 0))
-        assert call("logs", *argv) == 2
+        assert run_cli("logs", *argv) == 2
         assert says in capsys.readouterr().err
 
 
 def test_a_worker_is_no_job_to_stop(jobs: ExitStack, capsys: Text) -> None:
     jobs.enter_context(a_job("a", "running", 0))
-    assert call("stop", "actor:0") == 2
+    assert run_cli("stop", "actor:0") == 2
     assert "'actor:0' is a worker and no job; name its job" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.shell import call
+from tests.unit.cli.in_process import run_cli
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import JobStatus, Summary, write_status
 from unirun.rendezvous import creation
@@ -28,7 +28,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gc(*argv: str) -> int:
-    return call("gc", *argv)
+    return run_cli("gc", *argv)
 
 
 def job(
@@ -93,7 +93,7 @@ class TestHere:
         assert not made.path.exists()
 
     @pytest.mark.parametrize(("age", "left"), [("0s", []), ("36h", ["new"]), ("3d", ["mid", "new"])])
-    def test_gc_takes_an_age(self, home: Path, age: str, left: list[str]) -> None:
+    def test_gc_removes_jobs_older_than_the_given_age(self, home: Path, age: str, left: list[str]) -> None:
         for name, days in (("old", 4), ("mid", 2), ("new", 1)):
             job(name, days=days)
         assert gc("--older-than", age) == 0
@@ -129,7 +129,7 @@ class TestHere:
         assert ten.path.exists()
 
     def test_gc_of_an_unknown_job_is_an_error(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert call("gc", "nobody") != 0
+        assert run_cli("gc", "nobody") != 0
         output = capsys.readouterr()
         assert output.out == ""
         assert "nobody" in output.err

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.observe.status import JobStatus, write_status
 from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.store.url import open_store
@@ -40,7 +40,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def imported(*argv: str) -> set[str]:
     probe = subprocess.run(
-        [sys.executable, "-c", PROBE, *argv], capture_output=True, text=True, timeout=SOON, check=True
+        [sys.executable, "-c", PROBE, *argv], capture_output=True, text=True, timeout=WAIT_TIMEOUT, check=True
     )
     code, modules = json.loads(probe.stderr.splitlines()[-1])
     assert code == 0, probe.stderr
@@ -104,7 +104,7 @@ def test_a_plan_of_a_job_file_imports_no_torch(home: Path, scripts: Path) -> Non
 def test_run_does_not_import_the_master_the_console_and_the_explanations() -> None:
     code = "import sys, unirun.cli.run; print(*sys.modules)"
     output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_TIMEOUT, check=True
     ).stdout
     later = {
         "launcher.master.lead",
@@ -120,7 +120,7 @@ def test_run_does_not_import_the_master_the_console_and_the_explanations() -> No
 def test_a_stream_on_one_host_imports_nothing_of_tls() -> None:
     code = "import sys, unirun.wire.blocking; print(*sys.modules)"
     output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_TIMEOUT, check=True
     ).stdout
     assert {"unirun.wire.credentials", "unirun.wire.blocking"} <= set(output.split())
     assert {"ssl", "cryptography", "asyncio", "unirun.wire.certificates"} & set(output.split()) == set()
@@ -130,7 +130,7 @@ def test_a_stream_on_one_host_imports_nothing_of_tls() -> None:
 def test_the_check_of_a_backend_imports_neither_the_compiler_nor_networks() -> None:
     code = "import sys; from unirun.experiments.models.backends import TrainBackend as B; B(); print(*sys.modules)"
     output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_TIMEOUT, check=True
     ).stdout
     assert {"torch._dynamo", "torch.distributed.tensor", "transformers"} & set(output.split()) == set()
 
@@ -139,7 +139,7 @@ def test_the_check_of_a_backend_imports_neither_the_compiler_nor_networks() -> N
 def test_the_package_itself_imports_nothing() -> None:
     code = "import sys; before = set(sys.modules); import unirun; print(sorted(set(sys.modules) - before))"
     output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_TIMEOUT, check=True
     ).stdout
     assert "torch" not in output
     assert "unirun.roles" not in output

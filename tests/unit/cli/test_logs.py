@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.cli.shell import call
+from tests.unit.cli.in_process import run_cli
 from tests.unit.failover.job import Job
 from unirun.cli import logs
 from unirun.cli.logs import start_of_last
@@ -71,7 +71,7 @@ def test_all_incarnations_are_those_that_have_logs(
         (folder / "stdout.log").write_text(f"{incarnation}\n")
     (job.worker_logs(WorkerId("actor", 1, 0)).parent / "9" / "deeper").mkdir(parents=True)
     edit(job, '"incarnation":0', '"incarnation":1000000000000')
-    assert call("logs", job.run_id, "--all") == 0
+    assert run_cli("logs", job.run_id, "--all") == 0
     assert capfdbinary.readouterr().out == b"[actor:1] 0\n[actor:1] 7\n"
 
 
@@ -84,7 +84,7 @@ def test_a_large_log_takes_no_memory(job: JobDir, capfdbinary: pytest.CaptureFix
         file.seek(0, os.SEEK_END)
         file.write(b"\nbefore\nlast\n")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert call("logs", job.run_id, "-n", "1") == 0
+    assert run_cli("logs", job.run_id, "-n", "1") == 0
     assert capfdbinary.readouterr().out == b"[actor:0] last\n"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
 
@@ -97,7 +97,7 @@ def test_a_fifo_in_the_place_of_a_file_holds_nobody_up(job: JobDir, name: str, c
     path = job.path / name
     path.unlink(missing_ok=True)
     os.mkfifo(path)
-    assert call(command, *([] if command == "ls" else [job.run_id])) in (0, 1, 2, 3, 4)
+    assert run_cli(command, *([] if command == "ls" else [job.run_id])) in (0, 1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("depth", [500, 900, 990, 5000, 200_000])
@@ -106,7 +106,7 @@ def test_an_event_that_is_nested_deeply_is_no_traceback(job: JobDir, depth: int)
     nested = "[" * depth + "]" * depth
     with job.events.open("a") as file:
         file.write(json.dumps(event)[:-1] + f', "details": {{"a": {nested}}}}}\n{nested}\n')
-    assert call("events", job.run_id) in (0, 2)
+    assert run_cli("events", job.run_id) in (0, 2)
 
 
 def test_a_command_that_can_start_no_thread_says_so(
@@ -116,7 +116,7 @@ def test_a_command_that_can_start_no_thread_says_so(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", none_left)
-    assert call("logs", job.run_id, "-f") == 1
+    assert run_cli("logs", job.run_id, "-f") == 1
     assert (
         "no thread can be started: the limit of this user's processes is reached" in capsys.readouterr().err
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from tests.unit.cli.shell import call
+from tests.unit.cli.in_process import run_cli
 from unirun.cli.options import SUBCOMMANDS
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus, read_status, write_status
@@ -122,7 +122,7 @@ def test_an_error_is_one_line_with_what_to_do(
         "tab.yaml": "roles:\n\tactor: 2",
     }.items():
         (scripts / name).write_text(text)
-    assert call(*argv) == code
+    assert run_cli(*argv) == code
     output = capsys.readouterr()
     assert says in output.err
     assert len(output.err.splitlines()) == 1
@@ -130,15 +130,15 @@ def test_an_error_is_one_line_with_what_to_do(
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("--version") == 0
+    assert run_cli("--version") == 0
     assert capsys.readouterr().out.startswith("unirun 0.")
-    assert call() == call("-h") == 0
+    assert run_cli() == run_cli("-h") == 0
     assert "unirun --roles actor=4,rollout=4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
 def test_every_subcommand_has_a_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    assert call(name, "--help") == 0
+    assert run_cli(name, "--help") == 0
     assert "usage: unirun" in capsys.readouterr().out
 
 
@@ -147,7 +147,7 @@ class TestStatus:
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         ended("train-1")
-        assert call("status") == 0
+        assert run_cli("status") == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == "job train-1: failed, exit code 7, 8 s"
         assert lines[1] == "reason: why"
@@ -155,20 +155,20 @@ class TestStatus:
 
     def test_status_shows_the_metrics_of_workers(self, capsys: pytest.CaptureFixture[str]) -> None:
         job = ended("train-1")
-        assert call("status") == 0
+        assert run_cli("status") == 0
         assert "METRICS" not in capsys.readouterr().out
         status = read_status(job)
         worker = structs.replace(status.roles[0].workers[0], metrics={"loss": 0.12345678, "step": 30.0})
         role = structs.replace(status.roles[0], workers=(worker,))
         write_status(job, structs.replace(status, roles=(role,)))
-        assert call("status") == 0
+        assert run_cli("status") == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[-2].endswith("  METRICS")
         assert lines[-1].endswith("  loss=0.123457 step=30")
 
     def test_tells_all_of_it_to_programs(self, capsys: pytest.CaptureFixture[str]) -> None:
         job = ended("train-1")
-        assert call("status", "train", "--json") == 0
+        assert run_cli("status", "train", "--json") == 0
         found = json.loads(capsys.readouterr().out)
         assert (found["code"], found["dir"], found["logs"]) == (7, str(job.path), str(job.logs))
 
@@ -177,7 +177,7 @@ class TestLs:
     def test_ls_lists_all_jobs(self, capsys: pytest.CaptureFixture[str]) -> None:
         ended("a-1")
         ended("b-1", "succeeded", 0)
-        assert call("ls") == 0
+        assert run_cli("ls") == 0
         rows = [line.split() for line in capsys.readouterr().out.splitlines()]
         assert rows[0][:4] == ["JOB", "STATE", "EXIT", "ROLES"]
         assert [row[:4] for row in rows[1:]] == [
@@ -187,42 +187,42 @@ class TestLs:
 
     def test_ls_lists_a_directory_without_a_state_as_lost(self, capsys: pytest.CaptureFixture[str]) -> None:
         _, lock = create_job("odd", new_token())
-        assert call("ls") == 0
+        assert run_cli("ls") == 0
         assert "odd  starting" in capsys.readouterr().out
         os.close(lock)
-        assert call("ls") == 0
+        assert run_cli("ls") == 0
         assert "odd  lost" in capsys.readouterr().out
 
 
 class TestLogs:
     def test_logs_shows_the_last_incarnation_or_all(self, capfd: pytest.CaptureFixture[str]) -> None:
         ended("train-1")
-        assert call("logs") == 0
+        assert run_cli("logs") == 0
         assert capfd.readouterr().out == "[actor:0] out 1\n[actor:0] last\n[actor:0] err\n"
-        assert call("logs", "train-1", "actor:0", "--all", "--stdout", "-n", "1") == 0
+        assert run_cli("logs", "train-1", "actor:0", "--all", "--stdout", "-n", "1") == 0
         assert capfd.readouterr().out == "[actor:0] last\n[actor:0] last\n"
 
     def test_logs_keep_the_colours_of_workers(self, capfd: pytest.CaptureFixture[str]) -> None:
         job = ended("train-1")
         (job.worker_logs(WorkerId("actor", 0, 1)) / "stdout.log").write_text("\x1b[31mred\x1b[0m\n")
-        assert call("logs", "--stdout") == 0
+        assert run_cli("logs", "--stdout") == 0
         assert capfd.readouterr().out == "[actor:0] \x1b[31mred\x1b[0m\n"
 
     def test_logs_of_both_streams_are_shown_when_both_are_named(
         self, capfd: pytest.CaptureFixture[str]
     ) -> None:
         ended("train-1")
-        assert call("logs", "--stdout", "--stderr") == 0
+        assert run_cli("logs", "--stdout", "--stderr") == 0
         assert capfd.readouterr().out == "[actor:0] out 1\n[actor:0] last\n[actor:0] err\n"
 
     def test_logs_follow_ends_for_a_job_that_has_ended(self, capfd: pytest.CaptureFixture[str]) -> None:
         ended("train-1")
-        assert call("logs", "-f", "train-1", "--stderr") == 0
+        assert run_cli("logs", "-f", "train-1", "--stderr") == 0
         assert capfd.readouterr().out == "[actor:0] err\n" * 2
 
     def test_logs_of_an_unknown_role_name_the_known_ones(self, capfd: pytest.CaptureFixture[str]) -> None:
         ended("train-1")
-        assert call("logs", "train-1", "aktor") == 2
+        assert run_cli("logs", "train-1", "aktor") == 2
         assert "has no role 'aktor'; it has actor" in capfd.readouterr().err
 
 
@@ -231,13 +231,13 @@ def test_a_job_that_has_ended_needs_no_stop(
     capsys: pytest.CaptureFixture[str], signal: tuple[str, ...]
 ) -> None:
     ended("train-1")
-    assert call("stop", "train-1", *signal) == 0
+    assert run_cli("stop", "train-1", *signal) == 0
     assert capsys.readouterr().out == "job train-1 has ended already: failed\n"
 
 
 class TestAPlan:
     def test_a_plan_is_a_table(self, capsys: pytest.CaptureFixture[str], home: Path) -> None:
-        assert call("plan", "--roles", "actor=2,rollout=1", "--rdzv-id", "x", "train.py", "--lr", "1") == 0
+        assert run_cli("plan", "--roles", "actor=2,rollout=1", "--rdzv-id", "x", "train.py", "--lr", "1") == 0
         lines = capsys.readouterr().out.rpartition("\n\n")[2].splitlines()
         assert lines[0].split()[:6] == ["ROLE", "RANK", "NODE", "SLOT", "RESTART", "ENV"]
         assert [line.split()[:2] for line in lines[1:]] == [["actor", "0"], ["actor", "1"], ["rollout", "0"]]
@@ -248,18 +248,18 @@ class TestAPlan:
     def test_a_plan_has_a_short_header_however_long_the_command_is(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert call("plan", "train.py", *("--some-option",) * 50) == 0
+        assert run_cli("plan", "train.py", *("--some-option",) * 50) == 0
         header, row = capsys.readouterr().out.splitlines()[-2:]
         assert len(header) < 100 < 700 < len(row)
 
     def test_a_plan_is_available_as_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         argv = ["--roles", "actor=2", "--env", "A=1", "--master-port", "29500", "train.py"]
-        assert call("plan", "--json", *argv) == 0
+        assert run_cli("plan", "--json", *argv) == 0
         plan = json.loads(capsys.readouterr().out)
         first, second = plan["workers"]
         assert (first["env"]["MASTER_PORT"], first["env"]["A"], second["env"]["RANK"]) == ("29500", "1", "1")
         assert plan["spec"]["roles"][0]["count"] == 2
-        assert call("plan", *argv, "--json") == 0, "what follows the script is the script's"
+        assert run_cli("plan", *argv, "--json") == 0, "what follows the script is the script's"
         assert capsys.readouterr().out.startswith("job train-")
 
     def test_a_plan_shows_classes_restarts_collocations_and_calls(
@@ -268,14 +268,14 @@ class TestAPlan:
         (scripts / "job.yaml").write_text("{collocations: [[actor, rollout]], transport: socket}")
         roles = "actor=1@ppo:Actor,rollout=1@ppo:Rollout"
         argv = ["--roles", roles, "--trainer", "ppo:PPOTrainer", "--config", "job.yaml"]
-        assert call("plan", *argv) == 0
+        assert run_cli("plan", *argv) == 0
         output = capsys.readouterr().out
         assert "collocated, on the same devices: actor, rollout\n" in output
         assert "calls: transport socket, at most 1800 s each\n" in output
         assert "process×3  RANK=0 " in output
         assert "  workload ppo:Actor\n" in output
         assert "  trainer ppo:PPOTrainer\n" in output
-        assert call("plan", "--json", *argv) == 0
+        assert run_cli("plan", "--json", *argv) == 0
         rows = json.loads(capsys.readouterr().out)["workers"]
         assert [(row["role"], row["kind"], row["restart"], row["max_restarts"]) for row in rows] == [
             ("actor", "workload", "process", 3),

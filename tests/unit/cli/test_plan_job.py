@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.shell import call
+from tests.unit.cli.in_process import run_cli
 from unirun.cli.commandline import parse
 from unirun.cli.compose import inventory_of
 from unirun.collocation import local_inventory, parse_fake
@@ -38,7 +38,7 @@ def test_nodes_are_those_of_the_option_or_this_host() -> None:
 def test_a_job_that_nothing_ends_says_so_at_its_start(
     capsys: pytest.CaptureFixture[str], argv: list[str], says: str
 ) -> None:
-    assert call("plan", *argv) == 0
+    assert run_cli("plan", *argv) == 0
     error = capsys.readouterr().err
     assert error.startswith(
         "unirun: this job runs until it is stopped (Ctrl-C, unirun stop): " if says else ""
@@ -65,7 +65,7 @@ def test_a_working_directory_that_is_gone_is_told(
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    assert call(*argv) == 2
+    assert run_cli(*argv) == 2
     assert capsys.readouterr().err == "unirun: the working directory is gone; call unirun in another one\n"
     monkeypatch.chdir(tmp_path)
 

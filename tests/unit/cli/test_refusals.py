@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.shell import call
+from tests.unit.cli.in_process import run_cli
 
 ROLES = ("--roles", "actor=1,rollout=1")
 
@@ -71,7 +71,7 @@ class TestACommandLine:
     ) -> None:
         # With an empty mask a machine with GPUs has none either.
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        assert call(*options, str(scripts / "train.py")) == 2
+        assert run_cli(*options, str(scripts / "train.py")) == 2
         (line,) = said(capsys, home)
         assert line.startswith("unirun: ")
         assert message in line
@@ -80,7 +80,7 @@ class TestACommandLine:
         self, capsys: Captured, home: Path, scripts: Path
     ) -> None:
         script = str(scripts / "train.py")
-        assert call("--roles", "actor=0,rollout=x", "--cwd", "nowhere", script) == 2
+        assert run_cli("--roles", "actor=0,rollout=x", "--cwd", "nowhere", script) == 2
         assert len(said(capsys, home)) == 4
 
     @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ class TestACommandLine:
     ) -> None:
         (scripts / "pkg").unlink()
         (scripts / "pkg").mkdir()
-        assert call(name) == 2
+        assert run_cli(name) == 2
         (line,) = said(capsys, home)
         assert message in line
 
     def test_whose_program_is_nowhere_is_refused(self, capsys: Captured, home: Path) -> None:
-        assert call("--no-python", "no-such-program") == 2
+        assert run_cli("--no-python", "no-such-program") == 2
         (line,) = said(capsys, home)
         assert "program 'no-such-program' is not found" in line
 
@@ -133,13 +133,13 @@ class TestAJobFile:
         self, capsys: Captured, home: Path, scripts: Path, text: str, message: str
     ) -> None:
         (scripts / "job.yaml").write_text(text)
-        assert call("--config", "job.yaml", *(["script=train.py"] if ":" in text else [])) == 2
+        assert run_cli("--config", "job.yaml", *(["script=train.py"] if ":" in text else [])) == 2
         (line,) = said(capsys, home)
         assert message in line
 
     def test_that_is_no_text_is_refused(self, capsys: Captured, home: Path, scripts: Path) -> None:
         (scripts / "job.yaml").write_bytes(b"name: \xff\xfe\n")
-        assert call("--config", "job.yaml") == 2
+        assert run_cli("--config", "job.yaml") == 2
         (line,) = said(capsys, home)
         assert "job.yaml" in line
 
@@ -147,7 +147,7 @@ class TestAJobFile:
 class TestAnId:
     @pytest.mark.parametrize("name", ["../up", "a/b", "x" * 80])
     def test_that_is_no_name_is_refused(self, capsys: Captured, home: Path, scripts: Path, name: str) -> None:
-        assert call(f"--rdzv-id={name}", "train.py") == 2
+        assert run_cli(f"--rdzv-id={name}", "train.py") == 2
         (line,) = said(capsys, home)
         assert line.startswith("unirun: ")
         assert not (scripts / "up").exists()
@@ -167,7 +167,7 @@ class TestAStore:
     def test_whose_url_is_none_is_refused_before_anything_is_made(
         self, capsys: Captured, home: Path, url: str, words: tuple[str, ...], detach: tuple[str, ...]
     ) -> None:
-        assert call(*detach, "--store", url, "train.py") == 2
+        assert run_cli(*detach, "--store", url, "train.py") == 2
         (line,) = said(capsys, home)
         assert all(word in line for word in words)
         assert "secret" not in line

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from tests.unit.cli.shell import call
+from tests.unit.cli.in_process import run_cli
 from tests.unit.failover.job import Job
 from unirun.cli.stored import refuse_elsewhere
 from unirun.errors import JobElsewhere
@@ -66,7 +66,7 @@ class TestStatus:
         self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         put(store, running("mine"))
-        assert call("status", "mi", "--store", url) == 0
+        assert run_cli("status", "mi", "--store", url) == 0
         text = capsys.readouterr().out
         lines = text.splitlines()
         assert lines[0].startswith("job mine: running, ")
@@ -87,10 +87,10 @@ class TestStatus:
     ) -> None:
         term = put(store, running("mine"))
         second = lead(store, "mine", "near", deposing=term.epoch)
-        assert call("status", "--store", url) == 0
+        assert run_cli("status", "--store", url) == 0
         assert "master: near, pid 7, term 2; the last write is of term 1\n" in capsys.readouterr().out
         second.resign()
-        assert call("status", "--store", url) == 0
+        assert run_cli("status", "--store", url) == 0
         says = "master: nobody leads now; the last write is of term 1; another comes within seconds, or"
         assert says in capsys.readouterr().out
 
@@ -98,7 +98,7 @@ class TestStatus:
         self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         term = put(store, running("mine"))
-        assert call("status", "--store", url, "--json") == 0
+        assert run_cli("status", "--store", url, "--json") == 0
         found = row(capsys)
         assert found["leader"] == {"epoch": 1, "address": "unix:/x", "host": "far", "pid": 7}
         assert (found["epoch"], found["dir"], found["logs"], found["store"]) == (1, None, "/logs", url)
@@ -111,7 +111,7 @@ class TestStatus:
             "exit code 3",
         )
         term.resign()
-        assert call("status", "--store", url, "--json") == 0
+        assert run_cli("status", "--store", url, "--json") == 0
         assert row(capsys)["leader"] is None
 
     def test_status_comes_from_the_store_of_the_environment_when_no_directory_fits(
@@ -119,12 +119,12 @@ class TestStatus:
     ) -> None:
         put(store, running("mine"))
         monkeypatch.setenv("UNIRUN_STORE", url)
-        assert call("status", "--json") == 0
+        assert run_cli("status", "--json") == 0
         assert row(capsys)["run_id"] == "mine"
         local("here")
-        assert call("status", "--json") == 0
+        assert run_cli("status", "--json") == 0
         assert row(capsys)["run_id"] == "here"
-        assert call("status", "mine", "--json") == 0
+        assert run_cli("status", "mine", "--json") == 0
         assert row(capsys)["dir"] is None
 
     def test_status_of_a_job_with_a_directory_needs_no_store(
@@ -133,8 +133,8 @@ class TestStatus:
         away = "etcd://127.0.0.1:1?timeout=0.1"
         local("here", away)
         monkeypatch.setenv("UNIRUN_STORE", away)
-        assert call("status", "here") == 0
-        assert call("status", "--store", away) == 4
+        assert run_cli("status", "here") == 0
+        assert run_cli("status", "--store", away) == 4
         assert "has not answered" in capsys.readouterr().err
 
     def test_status_of_an_unknown_job_is_refused(
@@ -145,11 +145,11 @@ class TestStatus:
             (["--store", f"sqlite:{tmp_path / 'typo.db'}"], 4, "there is no store sqlite:"),
             (["--store", "redis:x"], 2, "a store's URL begins with sqlite: or etcd://"),
         ):
-            assert call("status", *argv) == code
+            assert run_cli("status", *argv) == code
             assert says in capsys.readouterr().err
         for run_id in ("run-1", "run-2"):
             put(store, running(run_id))
-        assert call("status", "run", "--store", url) == 2
+        assert run_cli("status", "run", "--store", url) == 2
         assert "'run' fits 2 jobs; write more of the id" in capsys.readouterr().err
 
     def test_status_of_a_job_without_a_context_is_an_error(
@@ -157,7 +157,7 @@ class TestStatus:
     ) -> None:
         put(store, running("mine"))
         store.txn([], deletes=[job_prefix("mine")])
-        assert call("status", "--store", url) == 2
+        assert run_cli("status", "--store", url) == 2
         assert "the store has no context of job mine" in capsys.readouterr().err
 
 
@@ -192,7 +192,7 @@ class TestTheFailuresInAStatus:
         job, lock = create_job("mine", new_token())
         write_status(job, status)
         os.close(lock)
-        assert call("status") == 0
+        assert run_cli("status") == 0
         assert "failures: the last 20 of 31\n" in capsys.readouterr().out
 
     def test_a_failure_without_a_message_has_its_note(self) -> None:
@@ -205,7 +205,7 @@ class TestTheFailuresInAStatus:
         job, lock = create_job("mine", new_token())
         status = status_of(running("mine"), {}, {}, epoch=2, trouble="it is away\n  host: why")
         write_status(job, status)
-        assert call("status") == 0
+        assert run_cli("status") == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[1:3] == ["store: it is away host: why", "master: term 2"]
         os.close(lock)
@@ -218,7 +218,7 @@ class TestLs:
         put(store, running("second", 200.0))
         put(store, running("first", 100.0)).resign()
         local("here")
-        assert call("ls", "--store", url) == 0
+        assert run_cli("ls", "--store", url) == 0
         rows = [line.split() for line in capsys.readouterr().out.splitlines()]
         assert rows[0] == ["JOB", "STATE", "EXIT", "ROLES", "STARTED", "TOOK", "MASTER"]
         assert [(line[0], line[1], line[2], line[-1]) for line in rows[1:]] == [
@@ -233,7 +233,7 @@ class TestLs:
         local("same")
         put(store, running("same", 1.0, uid="another job of that id"))
         monkeypatch.setenv("UNIRUN_STORE", url)
-        assert call("ls") == 0
+        assert run_cli("ls") == 0
         rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
         assert [(line[0], line[1], line[-1]) for line in rows] == [
             ("both", "succeeded", "here"),
@@ -245,7 +245,7 @@ class TestLs:
         self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         put(store, running("mine"))
-        assert call("ls", "--store", url, "--json") == 0
+        assert run_cli("ls", "--store", url, "--json") == 0
         assert row(capsys) == {
             "run_id": "mine",
             "uid": "other",
@@ -265,7 +265,7 @@ class TestLs:
     ) -> None:
         local("here")
         monkeypatch.setenv("UNIRUN_STORE", "etcd://127.0.0.1:1?timeout=0.1")
-        assert call("ls") == 4
+        assert run_cli("ls") == 4
         output = capsys.readouterr()
         assert output.out.splitlines()[1].startswith("here  succeeded")
         assert "has not answered" in output.err
@@ -274,7 +274,7 @@ class TestLs:
         self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         store.txn([], [Put(index_key("x"), "[1]")])
-        assert call("ls", "--store", url) == 4
+        assert run_cli("ls", "--store", url) == 4
         assert "index/x holds '[1]', which no unirun of this version has written" in capsys.readouterr().err
 
 
@@ -284,13 +284,13 @@ class TestAJobOfAnotherHost:
         self, store: Store, url: str, capsys: pytest.CaptureFixture[str], command: str
     ) -> None:
         term = put(store, running("mine"))
-        assert call(command, "mi", "--store", url) == 2
+        assert run_cli(command, "mi", "--store", url) == 2
         says = (
             f"unirun: job mine runs on host far; its directory is not here; call unirun {command} mine there"
         )
         assert capsys.readouterr().err == f"{says}\n"
         term.resign()
-        assert call(command, "mi", "--store", url) == 2
+        assert run_cli(command, "mi", "--store", url) == 2
         assert "job mine ran on host n0" in capsys.readouterr().err
 
     def test_a_job_of_another_host_is_found_in_the_store_of_the_environment(
@@ -299,14 +299,14 @@ class TestAJobOfAnotherHost:
         put(store, running("mine"))
         monkeypatch.setenv("UNIRUN_STORE", url)
         local("here")
-        assert call("stop", "mine") == 2
+        assert run_cli("stop", "mine") == 2
         assert "runs on host far" in capsys.readouterr().err
 
     def test_a_job_of_this_host_is_found_by_its_store(
         self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         put(store, running("mine", uid=local("mine", url)))
-        assert call("stop", "mine", "--store", url) == 0
+        assert run_cli("stop", "mine", "--store", url) == 0
         assert capsys.readouterr().out == "job mine has ended already: succeeded\n"
 
     def test_a_job_with_a_shared_directory_cannot_be_stopped_from_another_host(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tests.unit.collocation.checking import gpu, hosts
+from tests.unit.collocation.brute_force import gpu, hosts
 from unirun.collocation.inventory import Inventory, PlacementRequest, RoleRequest
 from unirun.collocation.planning import plan, replan
 from unirun.errors import PlacementError

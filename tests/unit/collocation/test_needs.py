@@ -9,7 +9,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.unit.collocation.jobs import TRAINER, hosts, job, role
+from tests.unit.collocation.samples import TRAINER, hosts, job, role
 from unirun.collocation import Inventory, Node, place, place_again
 from unirun.collocation.placing import shown_need
 from unirun.errors import PlacementError

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.unit.collocation.checking import check
-from tests.unit.collocation.jobs import TRAINER, hosts, job, masks, ranks, role
+from tests.unit.collocation.brute_force import check
+from tests.unit.collocation.samples import TRAINER, hosts, job, masks, ranks, role
 from unirun.collocation import (
     Assignment,
     Device,

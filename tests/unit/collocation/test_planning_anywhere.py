@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.unit.collocation.checking import gpu, hosts
-from tests.unit.collocation.requests import inventories, requests
+from tests.unit.collocation.brute_force import gpu, hosts
+from tests.unit.collocation.strategies import inventories, requests
 from unirun.collocation.inventory import Inventory, Placement, PlacementRequest, RoleRequest, Ties
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.plan import find

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 from msgspec.structs import replace
 
-from tests.unit.collocation.checking import counts_of, gpu, hosts
-from tests.unit.collocation.requests import inventories, requests
+from tests.unit.collocation.brute_force import counts_of, gpu, hosts
+from tests.unit.collocation.strategies import inventories, requests
 from unirun.collocation import parse_fake
 from unirun.collocation.inventory import Inventory, Node, PlacementRequest, RoleRequest
 from unirun.collocation.planning import plan, replan

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.unit.collocation.checking import gpu, hosts
+from tests.unit.collocation.brute_force import gpu, hosts
 from tests.unit.collocation.test_planning_pictures import drawn, picture
 from unirun.collocation.inventory import Placement, PlacementRequest, RoleRequest, Ties
 from unirun.collocation.planning import plan, replan

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from msgspec.structs import replace
 
-from tests.unit.collocation.checking import gpu, hosts
+from tests.unit.collocation.brute_force import gpu, hosts
 from unirun.collocation.inventory import Inventory, Placement, PlacementRequest, RoleRequest, Ties
 from unirun.collocation.planning import plan, replan
 

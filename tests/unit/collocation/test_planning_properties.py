@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.unit.collocation.checking import (
+from tests.unit.collocation.brute_force import (
     Nodes,
     all_counts,
     all_nodes,
@@ -30,7 +30,7 @@ from tests.unit.collocation.checking import (
     nodes_of_parts,
     usable,
 )
-from tests.unit.collocation.requests import inventories, requests, spread
+from tests.unit.collocation.strategies import inventories, requests, spread
 from unirun.collocation.inventory import Assignment, Inventory, Node, Placement, PlacementRequest, Ties
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.plan import find, searched

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.unit.collocation.checking import gpu, hosts
-from tests.unit.collocation.requests import inventories, requests
+from tests.unit.collocation.brute_force import gpu, hosts
+from tests.unit.collocation.strategies import inventories, requests
 from unirun.collocation import Device, Inventory, Node, parse_fake
 from unirun.collocation.inventory import NEARNESS, Placement, PlacementRequest, RoleRequest
 from unirun.collocation.planning import plan, replan

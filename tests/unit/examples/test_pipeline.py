@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline import pipelined
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun import InvocationRef
 from unirun.roles.calls.call import Method
 from unirun.roles.calls.codec import ERROR, OK, dump, dump_error
@@ -76,7 +76,7 @@ def test_a_slow_first_stage_of_one_item_does_not_keep_the_next_from_starting(
     def first(t: int, _: object) -> Promise:
         def work() -> int:
             if t == 0:
-                assert second_started.wait(SOON)
+                assert second_started.wait(WAIT_TIMEOUT)
             if t == 1:
                 second_started.set()
             return t

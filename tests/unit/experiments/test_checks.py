@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.experiments.setups import (
+from tests.unit.experiments.sample_configs import (
     ACTOR,
     BACKEND,
     COPY,
@@ -25,7 +25,7 @@ from tests.unit.experiments.setups import (
     faults_of,
     ppo,
     realloc,
-    said,
+    texts_of,
 )
 from unirun.errors import SpecError
 from unirun.experiments import builtin as builtin
@@ -63,7 +63,7 @@ def shard(name: ModelName, topo: ProcessTopology, rank: int) -> StandaloneModelS
 
 def only(config: ExperimentConfig) -> str:
     """The only fault."""
-    (fault,) = said(faults_of(config))
+    (fault,) = texts_of(faults_of(config))
     return fault
 
 
@@ -73,13 +73,13 @@ def test_an_experiment_that_is_right_has_no_faults(separate: bool) -> None:
 
 
 class TestWorkers:
-    def test_there_are_none(self) -> None:
+    def test_no_model_workers_are_a_fault(self) -> None:
         assert only(config_with([call("a")], ())) == "model_worker: there are no model workers"
 
     def test_a_worker_has_two_shards_of_a_model(self) -> None:
         config = sft(data=2)
         config.model_worker[0].shards += config.model_worker.pop().shards
-        assert "model_worker.0: it has 2 shards of actor@0" in said(faults_of(config))
+        assert "model_worker.0: it has 2 shards of actor@0" in texts_of(faults_of(config))
 
     def test_there_are_two_masters(self) -> None:
         config = sft()
@@ -124,7 +124,7 @@ class TestTopologies:
         config = sft(data=2)
         config.model_worker[1].shards[0].model = ModelAbstraction(NETWORK.type_, {"layers": 3})
         config.model_worker[1].shards[0].backend = ModelBackendAbstraction(BACKEND.type_, {"lr": 1.0})
-        assert said(faults_of(config)) == [
+        assert texts_of(faults_of(config)) == [
             "models.actor@0: its shards differ in model",
             "models.actor@0: its shards differ in backend",
         ]
@@ -165,7 +165,7 @@ class TestModels:
     def test_the_model_of_a_call_has_no_shards(self) -> None:
         config = config_of([call("a", ["prompt"]), call("b", ["prompt"], model=CRITIC)], {ACTOR: at()})
         (fault,) = faults_of(config)
-        assert said([fault]) == ["model_rpcs.b: no worker has a shard of critic@0"]
+        assert texts_of([fault]) == ["model_rpcs.b: no worker has a shard of critic@0"]
         assert fault.remedy == "there are: actor@0"
 
     def test_a_role_has_two_trainers(self) -> None:
@@ -213,7 +213,7 @@ class TestNames:
         absent = ModelInterfaceAbstraction("no-interface")
         config.model_rpcs[0] = msgspec.structs.replace(config.model_rpcs[0], interface_impl=absent)
         found = faults_of(config)
-        assert said(found)[:5] == [
+        assert texts_of(found)[:5] == [
             "model_rpcs.train: no interface is registered as 'no-interface'",
             "model_worker.0: no model is registered as 'no-model'",
             "model_worker.0: no backend is registered as 'no-backend'",
@@ -319,7 +319,7 @@ def test_faults_of_different_kinds_are_told_in_one_error() -> None:
     config.model_worker[1].datasets = []
     with pytest.raises(SpecError) as caught:
         config.lazy_init()
-    assert said(caught.value.faults) == [
+    assert texts_of(caught.value.faults) == [
         "exp_ctrl.total_train_epochs: 0 is not a whole number above 0",
         "model_worker.0: no backend is registered as 'no-backend'",
         "model_rpcs.a: nothing makes 'nothing': neither a call nor the dataset",

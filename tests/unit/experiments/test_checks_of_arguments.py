@@ -26,7 +26,7 @@ from unirun.experiments.graph import MFCDef, ModelInterfaceAbstraction, ModelInt
 from unirun.experiments.models.api import GenerationConfig, ModelInterface
 from unirun.experiments.registry import register_dataset, register_interface
 
-from .setups import ACTOR, GENERATE, TRAIN, config_with, faults_of, said
+from .sample_configs import ACTOR, GENERATE, TRAIN, config_with, faults_of, texts_of
 
 ROWS = [{"prompt": "a"}] * 3
 LLAMA = {"config": {"model_type": "llama", "max_position_embeddings": 64}}
@@ -81,16 +81,16 @@ def of(
 
 
 def only(config: ExperimentConfig) -> str:
-    (fault,) = said(faults_of(config))
+    (fault,) = texts_of(faults_of(config))
     return fault
 
 
 def files(config: ExperimentConfig) -> list[str]:
-    return said(file_faults(config))
+    return texts_of(file_faults(config))
 
 
 def warnings(config: ExperimentConfig) -> list[str]:
-    return said(length_warnings(config))
+    return texts_of(length_warnings(config))
 
 
 class TestArguments:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.unit.experiments.setups import (
+from tests.unit.experiments.sample_configs import (
     ACTOR,
     BACKEND,
     COPY,
@@ -23,7 +23,7 @@ from tests.unit.experiments.setups import (
     config_of,
     faults_of,
     realloc,
-    said,
+    texts_of,
 )
 from unirun.experiments import builtin as builtin
 from unirun.experiments.config import (
@@ -79,7 +79,7 @@ def of(*calls: MFCDef, **models: Allocation) -> ExperimentConfig:
 
 def only(config: ExperimentConfig) -> str:
     """The only fault."""
-    (fault,) = said(faults_of(config))
+    (fault,) = texts_of(faults_of(config))
     return fault
 
 
@@ -98,11 +98,11 @@ class TestNames:
         assert faults_of(config_of([call(name, ["prompt"], model=role)], {role: at()})) == ()
 
     @pytest.mark.parametrize("name", ["../../x", "a/b", ""])
-    def test_a_call_is_told(self, name: str) -> None:
+    def test_a_name_of_a_call_with_special_characters_is_a_fault(self, name: str) -> None:
         assert only(of(call(name, ["prompt"]))) == f"model_rpcs: {name!r} is no name for a call"
 
     @pytest.mark.parametrize("name", ["actorGen", "a", "ref-2", "v1.5"])
-    def test_others_are_right(self, name: str) -> None:
+    def test_an_ordinary_name_of_a_call_has_no_fault(self, name: str) -> None:
         role = ModelName(name)
         assert faults_of(config_of([call(name, ["prompt"], model=role)], {role: at()})) == ()
 

@@ -20,7 +20,7 @@ from unirun.experiments.config import (
 from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import topology
 
-from .setups import ACTOR, CRITIC
+from .sample_configs import ACTOR, CRITIC
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.unit.experiments.setups import ACTOR, COPY, PROMPTS, TRAIN, at, call, config_of, faults_of, said
+from tests.unit.experiments.sample_configs import (
+    ACTOR,
+    COPY,
+    PROMPTS,
+    TRAIN,
+    at,
+    call,
+    config_of,
+    faults_of,
+    texts_of,
+)
 from unirun.experiments.config import (
     AgentAbstraction,
     DatasetAbstraction,
@@ -20,7 +30,7 @@ from unirun.experiments.graph import ModelName
 
 def only(config: ExperimentConfig) -> str:
     """The only fault."""
-    (fault,) = said(faults_of(config))
+    (fault,) = texts_of(faults_of(config))
     return fault
 
 
@@ -81,7 +91,7 @@ def test_numbers_that_are_none_are_told_at_once() -> None:
         rollouts=[rollout(new_tokens_per_chunk=0, datasets=[DatasetAbstraction("tests-missing")])],
         tp_size=0,
     )
-    assert said(faults_of(config)) == [
+    assert texts_of(faults_of(config)) == [
         "generation_server.0.tp_size: 0",
         "gserver_manager.train_batch_size: 0",
         "gserver_manager.max_head_offpolicyness: it is negative",
@@ -96,7 +106,7 @@ def test_what_servers_managers_and_workers_lack_is_told_at_once() -> None:
         rollouts=[rollout(datasets=[], tokenizer_path="")],
     )
     config.generation_server = [GenerationServer(1, "engine", {}, "", 1)]
-    assert said(faults_of(config)) == [
+    assert texts_of(faults_of(config)) == [
         "generation_server.0.backend_type: 'engine'",
         "generation_server.0.model_path: it is empty",
         "gserver_manager.schedule_policy: 'fair'",

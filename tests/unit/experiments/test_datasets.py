@@ -206,8 +206,8 @@ class TestKeys:
         cls = DATASETS.find(name)
         assert cls(UTIL, rows=[row])[0].keys == cls.keys
 
-    def test_checks_know_them(self) -> None:
-        from tests.unit.experiments.setups import ACTOR, at, call, config_of
+    def test_checks_know_the_keys_of_each_dataset(self) -> None:
+        from tests.unit.experiments.sample_configs import ACTOR, at, call, config_of
         from unirun.experiments.config import DatasetAbstraction
 
         datasets = [DatasetAbstraction("prompt_answer"), DatasetAbstraction("prompt")]

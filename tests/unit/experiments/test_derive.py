@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.experiments.setups import (
+from tests.unit.experiments.sample_configs import (
     ACTOR,
     COPY,
     CRITIC,

@@ -16,7 +16,7 @@ from unirun.experiments.graph import ModelInterfaceAbstraction
 from unirun.experiments.registry import register_interface
 from unirun.experiments.sample import SequenceSample
 
-from .setups import ACTOR, TRAIN, call
+from .sample_configs import ACTOR, TRAIN, call
 
 FIGURES = {"right": 6.0, "largest": 3.0, "count": 4.0}
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.experiments.setups import ppo
+from tests.unit.experiments.sample_configs import ppo
 from unirun.errors import EXIT_USAGE, SpecError, UsageError
 from unirun.experiments.experiment import (
     EXPERIMENTS,

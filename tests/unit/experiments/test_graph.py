@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.experiments.setups import ACTOR, COPY, CRITIC, GENERATE, TRAIN, call, realloc, said
+from tests.unit.experiments.sample_configs import (
+    ACTOR,
+    COPY,
+    CRITIC,
+    GENERATE,
+    TRAIN,
+    call,
+    realloc,
+    texts_of,
+)
 from unirun.errors import SpecError
 from unirun.experiments.graph import (
     Graph,
@@ -58,7 +67,7 @@ def circular(draw: st.DrawFn) -> list[MFCDef]:
 
 
 def found(calls: Sequence[MFCDef], keys: Sequence[str] = ("prompt",)) -> list[str]:
-    return said(graph_faults(calls, keys))
+    return texts_of(graph_faults(calls, keys))
 
 
 def only(calls: Sequence[MFCDef], keys: Sequence[str] = ("prompt",)) -> str:
@@ -162,7 +171,7 @@ class TestWhatIsWrong:
 
     def test_a_key_that_nobody_makes(self) -> None:
         (fault,) = graph_faults([call("a", ["prompt", "x"], ["y"])], {"prompt", "answer"})
-        assert said([fault]) == ["model_rpcs.a: nothing makes 'x': neither a call nor the dataset"]
+        assert texts_of([fault]) == ["model_rpcs.a: nothing makes 'x': neither a call nor the dataset"]
         assert fault.remedy == "there are: answer, prompt, y"
 
     def test_an_output_that_the_dataset_has(self) -> None:
@@ -174,7 +183,7 @@ class TestWhatIsWrong:
         assert only([call("a", ["prompt"], n_seqs=0)]) == "model_rpcs.a: n_seqs=0"
 
     def test_a_call_that_needs_no_data(self) -> None:
-        assert said(graph_faults([call("a", (), ["x"])], ())) == ["model_rpcs.a: it needs no data"]
+        assert texts_of(graph_faults([call("a", (), ["x"])], ())) == ["model_rpcs.a: it needs no data"]
 
     def test_micro_batches_that_are_none(self) -> None:
         (fault,) = graph_faults([call("a", ["x"], mb_spec=MicroBatchSpec(0, 1))], ["x"])
@@ -244,7 +253,7 @@ class TestWhatIsWrong:
         ]
         with pytest.raises(SpecError) as caught:
             build_graph(calls, ["prompt", "answer"])
-        assert said(caught.value.faults) == [
+        assert texts_of(caught.value.faults) == [
             "model_rpcs: 2 calls have the name 'a'",
             "model_rpcs: 'a' and 'a' both make 'x'",
             "model_rpcs.a: it makes 'answer', which the dataset has",

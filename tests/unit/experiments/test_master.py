@@ -31,7 +31,7 @@ from unirun.experiments.orders import DatasetInfo
 from unirun.experiments.recovery import Recovery
 from unirun.train.losses import loss_of
 
-from .setups import ACTOR, PROMPTS, TRAIN, at, call, config_with
+from .sample_configs import ACTOR, PROMPTS, TRAIN, at, call, config_with
 
 
 @dataclass

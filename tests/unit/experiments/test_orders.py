@@ -53,7 +53,9 @@ class TestSeeds:
         assert len({seed_of(*each) for each in calls}) == len(calls)
 
     @given(st.integers(), st.integers(0), st.text(), st.integers(0))
-    def test_torch_takes_it(self, base: int, step: int, call: str, rank: int) -> None:
+    def test_a_seed_is_in_the_range_that_torch_takes(
+        self, base: int, step: int, call: str, rank: int
+    ) -> None:
         assert 0 <= seed_of(base, step, call, rank) < 2**32
 
 

@@ -24,7 +24,7 @@ from unirun.experiments.config import (
 from unirun.experiments.graph import MicroBatchSpec, topology
 from unirun.experiments.recovery import FILE, RecoverInfo, Recovery, Settings, _flat
 
-from .setups import ACTOR, NETWORK, TRAIN, call, config_with, ppo
+from .sample_configs import ACTOR, NETWORK, TRAIN, call, config_with, ppo
 
 MODELS = ["actor@0", "critic@0"]
 SETTINGS = Settings({"n_seqs": "8", "models.actor@0.backend.lr": "0.1"}, {"ppo": "ab"})
@@ -288,7 +288,7 @@ class TestChecks:
 
 
 class TestKeeping:
-    def test_two_are_kept(self, recovery: Recovery) -> None:
+    def test_the_two_latest_checkpoints_are_kept(self, recovery: Recovery) -> None:
         write(recovery, 5, 10, 15, 20)
         assert recovery.steps() == [15, 20]
         assert not recovery.path(10).exists()

@@ -13,7 +13,7 @@ from unirun.errors import UsageError
 from unirun.experiments import SequenceSample
 from unirun.experiments.orders import REDUCTIONS, data_of, figures_of, means, reduced
 
-from .setups import GENERATE, TRAIN, call
+from .sample_configs import GENERATE, TRAIN, call
 
 CALL = call("score", ["prompt"], ["rewards", "mask"], output_key_remap={"scores": "rewards"})
 STEP = call("train", ["prompt"], kind=TRAIN)

@@ -10,14 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.experiments.shelves import LAYOUTS, NETWORK, Parts, Workers, batch
+from tests.unit.experiments.fake_workers import LAYOUTS, NETWORK, FakeWorkers, Parts, batch
 from unirun.errors import PeerLost, WeightsError
 from unirun.experiments.model_worker import DataStore
 from unirun.experiments.sample import SequenceSample
 from unirun.weights.tensors import LocalShard, local
 
 
-def spread(workers: Workers, sample: SequenceSample, ranks: Sequence[int], step: int = 0) -> dict[str, Any]:
+def spread(
+    workers: FakeWorkers, sample: SequenceSample, ranks: Sequence[int], step: int = 0
+) -> dict[str, Any]:
     """Put each id on the shelf of its rank. Returns where they are."""
     for shelf in workers.shelves:
         shelf.begin(step)
@@ -40,7 +42,7 @@ def nbytes(sample: SequenceSample) -> int:
 class TestData:
     @given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.data())
     def test_it_comes_from_wherever_it_is(self, ranks: list[int], data: st.DataObject) -> None:
-        workers, whole = Workers(3), batch(len(ranks))
+        workers, whole = FakeWorkers(3), batch(len(ranks))
         where = spread(workers, whole, ranks)
         places = data.draw(st.permutations(range(len(ranks))))
         places = places[: data.draw(st.integers(0, len(places)))]
@@ -51,8 +53,8 @@ class TestData:
         remote = [at for at in places if ranks[at] != 0]
         assert getting.traffic.moved == getting.traffic.needed == nbytes(whole.reorder(remote))
 
-    def test_it_comes_once(self) -> None:
-        workers, whole = Workers(2), batch()
+    def test_data_that_is_needed_again_is_moved_once(self) -> None:
+        workers, whole = FakeWorkers(2), batch()
         where = spread(workers, whole, [1, 0, 1, 1])
         getting = workers.getting(0)
         for _ in range(3):
@@ -61,7 +63,7 @@ class TestData:
         assert getting.traffic.moved == nbytes(whole.reorder([0, 2, 3]))
 
     def test_only_what_is_wanted_comes(self) -> None:
-        workers, whole = Workers(2), batch()
+        workers, whole = FakeWorkers(2), batch()
         where = spread(workers, whole, [1] * 4)
         wanted = whole.select(["logprobs"]).reorder([3, 1])
         getting = workers.getting(0)
@@ -70,20 +72,20 @@ class TestData:
         assert getting.traffic.moved == wanted["logprobs"].nbytes
 
     def test_what_has_come_is_there_for_others(self) -> None:
-        workers, whole = Workers(3), batch()
+        workers, whole = FakeWorkers(3), batch()
         where = spread(workers, whole, [2] * 4)
         workers.getting(0).data(0, whole.meta(), where)
         check_same(workers.getting(1).data(0, whole.meta(), {key: [(0,)] * 4 for key in whole.keys}), whole)
 
     def test_what_several_have_comes_from_different_ones(self) -> None:
-        workers, whole = Workers(4), batch()
+        workers, whole = FakeWorkers(4), batch()
         for shelf in workers.shelves[:2]:
             shelf.begin(0)
             shelf.put(whole)
         for rank in (2, 3):
             workers.shelves[rank].begin(0)
             workers.getting(rank).data(0, whole.meta(), {key: [(0, 1)] * 4 for key in whole.keys})
-        assert [len(wire.asked) for wire in workers.wires] == [3, 3, 0, 0]
+        assert [len(wire.asked) for wire in workers.connections] == [3, 3, 0, 0]
 
     def test_the_next_step_begins_with_nothing(self) -> None:
         shelf = DataStore()
@@ -95,7 +97,7 @@ class TestData:
         assert not shelf.has("tokens", "id0")
 
     def test_data_of_another_step_is_not_given(self) -> None:
-        workers, whole = Workers(2), batch()
+        workers, whole = FakeWorkers(2), batch()
         where = spread(workers, whole, [1] * 4, step=3)
         workers.shelves[0].begin(4)
         with pytest.raises(
@@ -104,17 +106,17 @@ class TestData:
             workers.getting(0).data(4, whole.meta(), where)
 
     def test_it_is_asked_for_again_over_another_connection(self) -> None:
-        workers, whole = Workers(2), batch()
+        workers, whole = FakeWorkers(2), batch()
         where = spread(workers, whole, [1] * len(whole))
-        workers.wires[1].breaks = 1
+        workers.connections[1].breaks = 1
         check_same(workers.getting(0).data(0, whole.meta(), where), whole)
-        workers.wires[1].breaks = 5
+        workers.connections[1].breaks = 5
         workers.shelves[0].begin(1)
         with pytest.raises(PeerLost, match="the connection has ended"):
             workers.getting(0).data(0, whole.meta(), where)
 
     def test_data_that_is_not_there_is_told(self) -> None:
-        workers, whole = Workers(2), batch()
+        workers, whole = FakeWorkers(2), batch()
         spread(workers, whole, [0] * 4)
         nowhere = SequenceSample.of({"tokens": [torch.zeros(1)]}, ["id9"])
         with pytest.raises(PeerLost, match="rank 1 does not give what was asked for: it has no .*id9"):
@@ -122,7 +124,7 @@ class TestData:
 
     def test_no_ids_have_tensors_of_their_dtypes_and_shapes(self) -> None:
         none = batch().reorder([])
-        found = Workers(1).getting(0).data(0, none.meta(), {key: [] for key in none.keys})
+        found = FakeWorkers(1).getting(0).data(0, none.meta(), {key: [] for key in none.keys})
         check_same(found, none)
         assert found["image"].shape == (0, 2, 3)
 
@@ -144,9 +146,9 @@ def bits(tensor: Any) -> bytes:
     return raw
 
 
-def shelved(layout: Sequence[Parts], more: int = 0) -> Workers:
+def shelved(layout: Sequence[Parts], more: int = 0) -> FakeWorkers:
     """Workers of which the first ones have the model, in this layout."""
-    workers = Workers(len(layout) + more)
+    workers = FakeWorkers(len(layout) + more)
     for shelf, parts in zip(workers.shelves, layout, strict=False):
         shelf.model("actor@0", lambda parts=parts: parts)  # type: ignore[misc]
     return workers
@@ -183,10 +185,10 @@ class TestParameters:
         kinds = []
         for _ in range(2):
             getting.parameters("actor@0", [0, 1], emptied(NETWORK))
-        kinds.append([want["type"] for want in workers.wires[0].asked])
+        kinds.append([want["type"] for want in workers.connections[0].asked])
         getting.forget()
         getting.parameters("actor@0", [0, 1], emptied(NETWORK))
-        kinds.append([want["type"] for want in workers.wires[0].asked])
+        kinds.append([want["type"] for want in workers.connections[0].asked])
         assert kinds[0] == ["WantLayout", "WantParts", "WantParts"]
         assert kinds[1] == [*kinds[0], "WantLayout", "WantParts"]
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.unit.experiments.setups import ACTOR, TRAIN, at, call, config_of, ppo, realloc
+from tests.unit.experiments.sample_configs import ACTOR, TRAIN, at, call, config_of, ppo, realloc
 from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import ModelName, OffloadHook, topology
 from unirun.experiments.starting import picture, plain, show

@@ -13,8 +13,8 @@ import pytest
 from msgspec import structs
 from omegaconf import OmegaConf
 
-from tests.unit.collocation.jobs import hosts, masks
-from tests.unit.experiments.setups import PROMPTS, ppo
+from tests.unit.collocation.samples import hosts, masks
+from tests.unit.experiments.sample_configs import PROMPTS, ppo
 from unirun.collocation import place
 from unirun.errors import PlacementError, UsageError
 from unirun.experiments.config import (

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.experiments.shelves import LAYOUTS, NETWORK, batch
+from tests.unit.experiments.fake_workers import LAYOUTS, NETWORK, batch
 from unirun.errors import FrameError, PeerLost
 from unirun.experiments.model_worker import DataClient, DataReply, DataStore, Lines
 from unirun.experiments.sample import SequenceSample

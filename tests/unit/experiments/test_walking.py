@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.experiments.setups import ACTOR, COPY, CRITIC, REF, TRAIN, call, ppo, realloc
+from tests.unit.experiments.sample_configs import ACTOR, COPY, CRITIC, REF, TRAIN, call, ppo, realloc
 from unirun.experiments.graph import Graph, ModelInterfaceType, ModelName, build_graph
 from unirun.experiments.orders import startable
 

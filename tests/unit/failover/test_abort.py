@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from tests.unit.failover.invariants import check_job
 from tests.unit.failover.job import Job, plain
-from tests.unit.failover.losses import gone, nodes
+from tests.unit.failover.multi_node import gone, nodes
 from tests.unit.failover.takeover import TWO
 from unirun.errors import EXIT_FAILURE
 from unirun.failover.crashes import abort_step, begin_abort

@@ -8,7 +8,7 @@ from msgspec.json import encode as to_json
 from msgspec.structs import replace
 
 from tests.unit.failover.job import TERM, Job
-from tests.unit.failover.losses import gone, nodes, places, ranks, scripts
+from tests.unit.failover.multi_node import gone, nodes, places, ranks, scripts
 from tests.unit.failover.persistence.documents import kept, written
 from tests.unit.failover.takeover import join, take_over
 from unirun.collocation import Device, Node
@@ -80,7 +80,7 @@ class TestWhoIsLetIn:
             (replace(offer("n9"), versions={"python": "3.12"}), "it has python 3.12, here it is 3.13"),
         ],
     )
-    def test_no_other_one(self, offered: Offer, problem: str) -> None:
+    def test_a_node_that_does_not_fit_the_job_is_refused(self, offered: Offer, problem: str) -> None:
         job = elastic(of=3).on(gone("n2"))
         refusal = trouble(job.state, offered, OURS)
         assert refusal is not None

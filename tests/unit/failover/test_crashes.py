@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.failover.job import Job
-from tests.unit.failover.persistence.unsteady import UnsteadyStore
+from tests.unit.failover.persistence.faulty_store import FaultyStore
 from unirun.errors import IllegalTransition, StoreRefused
 from unirun.failover.crashes import (
     CRASH_RESET_SECONDS,
@@ -46,7 +46,7 @@ def crash(epoch: int = 1, *, lasted: float = 0.5, by: Exception | None = None) -
     return crash_of(by or error(), epoch, lasted, [Stop(15, "before"), EXIT])
 
 
-def term(store: UnsteadyStore, deposing: int = 0) -> Term:
+def term(store: FaultyStore, deposing: int = 0) -> Term:
     won = campaign(store, "jobs/job-1/", UnixAddress("/x", "host"), 7, ttl=60, deposing=deposing)
     assert won is not None
     return won
@@ -126,28 +126,28 @@ class TestAnErrorIsFatal:
 
 class TestInTheStore:
     def test_crashes_in_the_store_are_added_up_over_terms(self) -> None:
-        store = UnsteadyStore()
+        store = FaultyStore()
         assert read_crashes(store, "job-1") == ()
         for epoch in range(1, 4):
             record_crash(store, "job-1", term(store, epoch - 1), crash(epoch))
         assert [each.epoch for each in read_crashes(store, "job-1")] == [1, 2, 3]
 
     def test_crashes_in_the_store_not_more_are_kept_than_are_of_use(self) -> None:
-        store = UnsteadyStore()
+        store = FaultyStore()
         now = term(store)
         for epoch in range(50):
             record_crash(store, "job-1", now, crash(epoch))
         assert len(read_crashes(store, "job-1")) == IN_ALL
 
     def test_crashes_in_the_store_one_of_a_term_that_is_over_does_not_count(self) -> None:
-        store = UnsteadyStore()
+        store = FaultyStore()
         old = term(store)
         term(store, 1)
         record_crash(store, "job-1", old, crash())
         assert read_crashes(store, "job-1") == ()
 
     def test_crashes_in_the_store_what_somebody_else_has_written_is_refused(self) -> None:
-        store = UnsteadyStore()
+        store = FaultyStore()
         store.txn([], [Put("jobs/job-1/crashes", '[{"colour": "red"}]')])
         with pytest.raises(StoreRefused, match="which no unirun has written"):
             read_crashes(store, "job-1")

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.failover.job import KILL, TERM, Job
-from tests.unit.failover.losses import gone, places, ranks, scripts, workloads
+from tests.unit.failover.multi_node import gone, places, ranks, scripts, workloads
 from tests.unit.failover.persistence.documents import kept, written
 from tests.unit.failover.takeover import join, take_over
 from unirun.failover.draining import AGAIN

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.failover.job import TERM, Job
-from tests.unit.failover.losses import gone, nodes, places, ranks, scripts
+from tests.unit.failover.multi_node import gone, nodes, places, ranks, scripts
 from tests.unit.failover.persistence.documents import kept, written
 from tests.unit.failover.takeover import join, take_over
 from unirun.errors import EXIT_PLACEMENT, EXIT_RENDEZVOUS, Refused

@@ -51,7 +51,7 @@ def test_others_come_first_with_their_distance_in_time() -> None:
     ]
 
 
-def test_a_crowd_is_counted() -> None:
+def test_many_failures_are_counted_instead_of_listed() -> None:
     lines = failure_report("why", diagnose([fail(rank, float(rank)) for rank in range(30)])).splitlines()
     assert "  … and 21 more" in lines
     assert len(lines) < 15

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.failover.job import TERM, Job
-from tests.unit.failover.losses import nodes, ranks
+from tests.unit.failover.multi_node import nodes, ranks
 from tests.unit.failover.services import Services, program, service
 from tests.unit.failover.takeover import rejoin
 from unirun.collocation import Device, Inventory, Node, place

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tests.unit.failover.invariants import check_job, check_role
 from tests.unit.failover.job import Job
-from tests.unit.failover.losses import nodes, workloads
+from tests.unit.failover.multi_node import nodes, workloads
 from unirun.errors import IllegalTransition
 from unirun.failover.state import (
     KEPT_FAILURES,
@@ -87,12 +87,12 @@ ILLEGAL: list[tuple[str, Callable[[RoleState], RoleState]]] = [
 
 
 @pytest.mark.parametrize("change", LEGAL)
-def test_a_role_may_be(change: Callable[[RoleState], RoleState]) -> None:
+def test_a_role_in_a_legal_state_passes_the_check(change: Callable[[RoleState], RoleState]) -> None:
     check_role(change(running()), 2)
 
 
 @pytest.mark.parametrize(("words", "change"), ILLEGAL)
-def test_a_role_may_not_be(words: str, change: Callable[[RoleState], RoleState]) -> None:
+def test_a_role_in_an_illegal_state_raises(words: str, change: Callable[[RoleState], RoleState]) -> None:
     with pytest.raises(IllegalTransition, match=f"^role actor {words}"):
         check_role(change(running()), 2)
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tests.effort import examples
 from tests.unit.failover.job import TERM, Job
+from tests.unit.failover.random_walk import RandomWalk
 from tests.unit.failover.takeover import TWO, Who, end, join, kinds, starts, take_over
-from tests.unit.failover.walk import Walk
 from unirun.errors import EXIT_RENDEZVOUS
 from unirun.failover.events import JoinTimedOut, RejoinTimedOut
 from unirun.failover.state import JOB_ENDS, ROLE_ENDS, ROLE_WORKS, JobPhase, WorkerPhase
@@ -83,7 +83,7 @@ class TestANodeOfSeveral:
 def test_wherever_a_master_dies_what_was_decided_stands_and_nothing_is_done_twice(
     seed: int, length: int, some_orders_are_lost: bool
 ) -> None:
-    walk = Walk(seed)
+    walk = RandomWalk(seed)
     before = walk.states(length)[-1]
     assume(before.phase not in JOB_ENDS)
     job = walk.job

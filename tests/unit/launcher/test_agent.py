@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import Refused
 from unirun.failover.offers import AgentTask
 from unirun.launcher import core, events
@@ -81,7 +81,7 @@ def test_an_agent_whose_node_may_have_been_given_up_kills_its_workers_and_leaves
         worker = Worker(1, WorkerId("actor", 0, 0), key, spawn, Phase.ALIVE, process.pid)
         agent._state = replace(agent._state, workers={1: worker}, spawners={key: True})
         agent._fenced()
-        assert await asyncio.wait_for(process.wait(), SOON) == -signal.SIGKILL
+        assert await asyncio.wait_for(process.wait(), WAIT_TIMEOUT) == -signal.SIGKILL
         assert agent._state.leaving
         assert agent._state.workers[1].sent == signal.SIGKILL
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.rendezvous.standin import Place as Job
-from tests.unit.wire.places import NODE, Place, unexpected
+from tests.unit.rendezvous.fake_master import FakeJob
+from tests.unit.wire.endpoints import NODE, Endpoint, fail_on_refusal
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ConnectionLost, RendezvousError
 from unirun.failover import silence
 from unirun.launcher import contact as contacts
@@ -30,19 +31,17 @@ from unirun.wire.messages import Heartbeat
 from unirun.wire.reports import Knock
 from unirun.wire.sockets import tcp_address
 
-PATIENCE = 120.0
 
-
-class Hall:
+class ContactHarness:
     """A master's side of some streams, and a contact whose other end they are."""
 
-    def __init__(self, place: Place, job: Job) -> None:
-        self.place, self.job = place, job
+    def __init__(self, endpoint: Endpoint, job: FakeJob) -> None:
+        self.endpoint, self.job = endpoint, job
         self.answers = True
         self.beats = 0
         self.attempts: list[tuple[int, float]] = []
         self.expired = asyncio.Event()
-        self.contact = Contact(job.job, "n0", self.again, self.expired.set)
+        self.contact = Contact(job.job_dir, "n0", self.again, self.expired.set)
 
     async def again(self, epoch: int, timeout: float) -> tuple[int, Stream]:
         self.attempts.append((epoch, timeout))
@@ -51,7 +50,7 @@ class Hall:
         return epoch, await self.stream()
 
     async def stream(self) -> Stream:
-        return await connect(self.place.address, self.place.credentials)
+        return await connect(self.endpoint.address, self.endpoint.credentials)
 
     def begin(self, stream: Stream) -> None:
         self.tasks = [asyncio.ensure_future(work) for work in self.contact.begin(stream)]
@@ -65,8 +64,10 @@ class Hall:
 
     def run(self, play: Callable[[], Awaitable[None]]) -> None:
         async def main() -> None:
-            server = StreamServer(self.place.listen(), self.place.credentials, self.serve, lambda *_: None)
-            async with asyncio.timeout(PATIENCE):
+            server = StreamServer(
+                self.endpoint.listen(), self.endpoint.credentials, self.serve, lambda *_: None
+            )
+            async with asyncio.timeout(WAIT_TIMEOUT):
                 await play()
             for task in self.tasks:
                 task.cancel()
@@ -84,143 +85,145 @@ class Hall:
 
 
 @pytest.fixture
-def hall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
     monkeypatch.setattr(contacts, "HEARTBEAT_INTERVAL", 0.01)
     monkeypatch.setattr(contacts, "SILENCE_POLL_INTERVAL", 0.01)
     monkeypatch.setattr(contacts, "MASTER_RECEIVE_TIMEOUT", 0.1)
     monkeypatch.setattr(contacts, "RECONNECT_TIMEOUT", 0.02)
     monkeypatch.setattr(contacts, "KERNEL_KILL_DELAY", 60.0)
-    with Job() as job:
-        yield Hall(Place("insecure", tmp_path), job)
+    with FakeJob() as job:
+        yield ContactHarness(Endpoint("insecure", tmp_path), job)
 
 
-def test_beats_that_are_answered_renew_the_fence(hall: Hall) -> None:
+def test_beats_that_are_answered_renew_the_fence(harness: ContactHarness) -> None:
     async def play() -> None:
-        stream = await hall.stream()
-        hall.begin(stream)
-        first = hall.contact._fence.until
-        tasks = [asyncio.ensure_future(do) for do in (hall.contact.keep(1, stream), hall.hear(stream))]
-        while hall.contact._fence.until < first + 0.1:
+        stream = await harness.stream()
+        harness.begin(stream)
+        first = harness.contact._fence.until
+        tasks = [asyncio.ensure_future(do) for do in (harness.contact.keep(1, stream), harness.hear(stream))]
+        while harness.contact._fence.until < first + 0.1:
             await asyncio.sleep(0.01)
-        assert hall.attempts == []
+        assert harness.attempts == []
         for task in tasks:
             task.cancel()
         stream.abort()
 
-    hall.run(play)
-    assert hall.beats > 2
+    harness.run(play)
+    assert harness.beats > 2
 
 
-def test_an_agent_that_hears_nothing_connects_anew_until_somebody_answers(hall: Hall) -> None:
-    hall.answers = False
+def test_an_agent_that_hears_nothing_connects_anew_until_somebody_answers(harness: ContactHarness) -> None:
+    harness.answers = False
 
     async def play() -> None:
-        stream = await hall.stream()
-        hall.begin(stream)
-        epoch, again = await hall.contact.keep(3, stream)
+        stream = await harness.stream()
+        harness.begin(stream)
+        epoch, again = await harness.contact.keep(3, stream)
         assert epoch == 3
         assert again is not stream
         stream.abort()
         again.abort()
 
-    hall.run(play)
-    assert hall.attempts == [(3, 0.02)] * 3 + [(3, 0.04)]
+    harness.run(play)
+    assert harness.attempts == [(3, 0.02)] * 3 + [(3, 0.04)]
 
 
-def test_there_are_no_beats_to_a_master_on_this_host(hall: Hall, tmp_path: Path) -> None:
-    hall.place = Place("unix", tmp_path)
+def test_there_are_no_beats_to_a_master_on_this_host(harness: ContactHarness, tmp_path: Path) -> None:
+    harness.endpoint = Endpoint("unix", tmp_path)
 
     async def play() -> None:
-        stream = await hall.stream()
-        hall.begin(stream)
-        keeping = asyncio.ensure_future(hall.contact.keep(1, stream))
+        stream = await harness.stream()
+        harness.begin(stream)
+        keeping = asyncio.ensure_future(harness.contact.keep(1, stream))
         done, _ = await asyncio.wait({keeping}, timeout=0.1)
         assert not done
         keeping.cancel()
         stream.abort()
 
-    hall.run(play)
-    assert hall.beats == 0
-    assert hall.contact._timer is None
+    harness.run(play)
+    assert harness.beats == 0
+    assert harness.contact._timer is None
 
 
 def test_an_agent_that_is_not_answered_is_told_to_end_its_workers(
-    hall: Hall, monkeypatch: pytest.MonkeyPatch
+    harness: ContactHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fences, "FENCE_TIMEOUT", 0.05)
-    hall.answers = False
+    harness.answers = False
 
     async def play() -> None:
-        stream = await hall.stream()
-        hall.begin(stream)
-        await hall.expired.wait()
+        stream = await harness.stream()
+        harness.begin(stream)
+        await harness.expired.wait()
         stream.abort()
 
-    hall.run(play)
+    harness.run(play)
 
 
 def test_an_agent_that_is_not_answered_may_go_on_while_its_node_is_not_marked(
-    hall: Hall, monkeypatch: pytest.MonkeyPatch
+    harness: ContactHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fences, "FENCE_TIMEOUT", 0.5)
     monkeypatch.setattr(fences, "UNMARKED_SECONDS", 0.4)
 
     async def play() -> None:
-        stream = await hall.stream()
-        hall.begin(stream)
-        first = hall.contact._fence.until
-        while hall.contact._fence.until < first + 0.5:
+        stream = await harness.stream()
+        harness.begin(stream)
+        first = harness.contact._fence.until
+        while harness.contact._fence.until < first + 0.5:
             await asyncio.sleep(0.01)
-        hall.job.store.txn([], [Put(silent_key("run-1", "n0"), "1")])
-        await hall.expired.wait()
+        harness.job.store.txn([], [Put(silent_key("run-1", "n0"), "1")])
+        await harness.expired.wait()
         stream.abort()
 
-    hall.run(play)
+    harness.run(play)
 
 
 @pytest.fixture
-def away(hall: Hall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def away(harness: ContactHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     """The head's address, for an agent on another host that has no store."""
     monkeypatch.setattr(fences, "FENCE_TIMEOUT", 1.0)
-    place = Place("tls", tmp_path / "head")
-    with place.listen() as head:
-        job, lock = create_job("run-2", place.token, head=tcp_address(head, NODE))
+    endpoint = Endpoint("tls", tmp_path / "head")
+    with endpoint.listen() as head:
+        job, lock = create_job("run-2", endpoint.token, head=tcp_address(head, NODE))
         os.close(lock)
-        make_tls(job.path, place.token, "n0")
-        hall.contact = Contact(job, "n0", hall.again, hall.expired.set)
-        yield place
+        make_tls(job.path, endpoint.token, "n0")
+        harness.contact = Contact(job, "n0", harness.again, harness.expired.set)
+        yield endpoint
 
 
-def test_an_agent_without_the_store_goes_on_while_the_heads_agent_lets_it_in(hall: Hall, away: Place) -> None:
+def test_an_agent_without_the_store_goes_on_while_the_heads_agent_lets_it_in(
+    harness: ContactHarness, away: Endpoint
+) -> None:
     """The master is stopped: it accepts nothing. The agent on the head has the same socket."""
     told: list[Knock] = []
-    witness = Witness(away.listener, away.credentials, told.append, lambda: True, unexpected)
+    witness = Witness(away.listener, away.credentials, told.append, lambda: True, fail_on_refusal)
 
     async def play() -> None:
         watching = asyncio.ensure_future(witness.watch())
-        stream = await hall.stream()
-        hall.begin(stream)
-        first = hall.contact._fence.until
-        while hall.contact._fence.until < first + 1.0:
+        stream = await harness.stream()
+        harness.begin(stream)
+        first = harness.contact._fence.until
+        while harness.contact._fence.until < first + 1.0:
             await asyncio.sleep(0.01)
         assert {(knock.node, knock.origin) for knock in told} == {("n0", "127.0.0.1")}
         watching.cancel()
-        await hall.expired.wait()
+        await harness.expired.wait()
         stream.abort()
 
-    hall.run(play)
+    harness.run(play)
 
 
-def test_the_heads_agent_lets_nobody_in_while_a_master_accepts(away: Place) -> None:
+def test_the_heads_agent_lets_nobody_in_while_a_master_accepts(away: Endpoint) -> None:
     """A busy master keeps its connections, even if one waits at each look of the agent."""
 
     async def play() -> int:
-        witness = Witness(away.listener, away.credentials, lambda knock: None, lambda: True, unexpected)
-        watching, place = asyncio.ensure_future(witness.watch()), away.listener.getsockname()
-        waiting, accepted = [socket.create_connection(place)], 0
+        witness = Witness(away.listener, away.credentials, lambda knock: None, lambda: True, fail_on_refusal)
+        watching, endpoint = asyncio.ensure_future(witness.watch()), away.listener.getsockname()
+        waiting, accepted = [socket.create_connection(endpoint)], 0
         for _ in range(20):
-            waiting.append(socket.create_connection(place))
+            waiting.append(socket.create_connection(endpoint))
             await asyncio.sleep(0.1)
             with contextlib.suppress(BlockingIOError):
                 away.listener.accept()[0].close()
@@ -236,11 +239,11 @@ def test_the_heads_agent_lets_nobody_in_while_a_master_accepts(away: Place) -> N
 
 @pytest.mark.parametrize("led", [True, False])
 def test_a_head_that_has_no_master_says_so_and_one_with_a_busy_master_does_not(
-    away: Place, led: bool, monkeypatch: pytest.MonkeyPatch
+    away: Endpoint, led: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A command waits long for a master that is busy or stopped, and not for one that cannot be started."""
     monkeypatch.setattr(masters, "BUSY_TIMEOUT", 0.0)
-    witness = Witness(away.listener, away.credentials, lambda knock: None, lambda: led, unexpected)
+    witness = Witness(away.listener, away.credentials, lambda knock: None, lambda: led, fail_on_refusal)
     job = job_at("run-2")
     assert job.head is not None
     leader = Leader(0, job.head, 0)
@@ -248,7 +251,7 @@ def test_a_head_that_has_no_master_says_so_and_one_with_a_busy_master_does_not(
     async def play() -> None:
         watching = asyncio.ensure_future(witness.watch())
         with pytest.raises(ConnectionLost if led else Vacant):
-            await Masters(job).reach(leader, PATIENCE)
+            await Masters(job).reach(leader, WAIT_TIMEOUT)
         with pytest.raises(ConnectionLost, match="closed" if led else "the job has no master now"):
             await asyncio.to_thread(call_master, job)
         watching.cancel()
@@ -256,19 +259,21 @@ def test_a_head_that_has_no_master_says_so_and_one_with_a_busy_master_does_not(
     asyncio.run(play())
 
 
-def test_a_machine_that_has_taken_the_heads_address_keeps_no_worker_alive(hall: Hall, away: Place) -> None:
+def test_a_machine_that_has_taken_the_heads_address_keeps_no_worker_alive(
+    harness: ContactHarness, away: Endpoint
+) -> None:
     """The kernel of that machine takes connections and bytes, which is no sign of the job."""
     accepted: list[socket.socket] = []
     away.listener.setblocking(False)
 
     async def play() -> None:
         accepting = asyncio.ensure_future(accept())
-        stream = await hall.stream()
-        hall.begin(stream)
-        first = hall.contact._fence.until
-        await hall.expired.wait()
+        stream = await harness.stream()
+        harness.begin(stream)
+        first = harness.contact._fence.until
+        await harness.expired.wait()
         assert accepted != []
-        assert hall.contact._fence.until == first
+        assert harness.contact._fence.until == first
         accepting.cancel()
         stream.abort()
 
@@ -277,13 +282,13 @@ def test_a_machine_that_has_taken_the_heads_address_keeps_no_worker_alive(hall: 
         while True:
             accepted.append((await loop.sock_accept(away.listener))[0])
 
-    hall.run(play)
+    harness.run(play)
     for sock in accepted:
         sock.close()
 
 
-def test_a_mark_is_that_of_one_node(hall: Hall) -> None:
-    store = hall.job.store
+def test_a_mark_is_that_of_one_node(harness: ContactHarness) -> None:
+    store = harness.job.store
     assert not is_marked(store, "run-1", "a/b")
     store.txn([], [Put(silent_key("run-1", "a/b"), "1")])
     assert is_marked(store, "run-1", "a/b")

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.failover.silence import FENCE_TIMEOUT, UNMARKED_SECONDS
 from unirun.launcher.contact import Fence, KillTimer, clock
 
@@ -123,7 +123,7 @@ while True: pass
         process.stdout.readline()
         if stopped:
             process.send_signal(signal.SIGSTOP)
-        assert process.wait(SOON) == -signal.SIGKILL
+        assert process.wait(WAIT_TIMEOUT) == -signal.SIGKILL
 
 
 def test_a_timer_that_is_set_to_never_or_removed_does_not_kill() -> None:

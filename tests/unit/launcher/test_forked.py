@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 
 pytestmark = pytest.mark.starts_processes
 
@@ -28,7 +28,7 @@ ours, kept = os.pipe(), os.open("/dev/null", os.O_RDONLY)
 def run(folder: Path, script: str) -> Any:
     """The result of a process that forks a spawner, which it prints as JSON. The process has one thread."""
     command = [sys.executable, "-c", BEFORE + textwrap.dedent(script), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SOON, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_TIMEOUT, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     first, *rest = done.stdout.splitlines()
     assert rest == ["the agent's exit handler"], "once"

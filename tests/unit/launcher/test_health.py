@@ -154,7 +154,7 @@ class TestMisses:
         agent = says(started(alive=None), "", "a", "a", "a", "a")
         assert not killed(agent)
 
-    def test_misses_kill_once(self) -> None:
+    def test_more_missed_probes_do_not_kill_again(self) -> None:
         agent = says(started(), "", "a", "a", "a")
         assert says(agent, "a", "a", "").commands == []
 

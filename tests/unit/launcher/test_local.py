@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import RendezvousError
 from unirun.launcher import local
-
-PATIENCE = 120.0
 
 PRELUDE = """
 import os, signal, sys, time
@@ -49,7 +48,7 @@ def run(code: str) -> None:
         [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=WAIT_TIMEOUT,
     )
     assert result.returncode == 0, result.stderr
 

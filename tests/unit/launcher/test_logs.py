@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.launcher import logs
 from unirun.launcher.logs import MAX_LINE, LogFollower
 
@@ -21,7 +21,7 @@ def follower() -> Iterator[LogFollower]:
     made = LogFollower()
     yield made
     if made._thread.is_alive():
-        made.finish(SOON)
+        made.finish(WAIT_TIMEOUT)
 
 
 class Seen:
@@ -36,7 +36,7 @@ class Seen:
 
     def until(self, enough: Callable[[bytes], bool]) -> bytes:
         while not enough(self.data):
-            self.data += self.parts.get(timeout=SOON)
+            self.data += self.parts.get(timeout=WAIT_TIMEOUT)
         return self.data
 
     def all(self) -> bytes:
@@ -82,7 +82,7 @@ def test_a_log_follower_ends_an_incomplete_last_line(follower: LogFollower, log:
     log.write_bytes(b"whole\ncut o")
     seen = Seen()
     follower.follow(log, seen)
-    assert follower.finish(SOON)
+    assert follower.finish(WAIT_TIMEOUT)
     assert seen.all() == b"whole\ncut o\n"
 
 
@@ -100,7 +100,7 @@ def test_a_log_follower_passes_on_a_long_incomplete_line(follower: LogFollower, 
     seen = Seen()
     follower.follow(log, seen)
     assert seen.until(lambda data: len(data) == MAX_LINE + 1)
-    assert follower.finish(SOON)
+    assert follower.finish(WAIT_TIMEOUT)
     assert len(seen.all()) == MAX_LINE + 1
 
 
@@ -131,7 +131,7 @@ def test_a_log_follower_of_many_written_files_loses_nothing(follower: LogFollowe
         writer.start()
     for writer in writers:
         writer.join()
-    assert follower.finish(SOON)
+    assert follower.finish(WAIT_TIMEOUT)
     for number, seen in enumerate(sinks):
         assert seen.all() == b"".join(f"{number} {line}\n".encode() for line in range(lines))
 
@@ -143,7 +143,7 @@ def test_an_overflow_of_the_inotify_queue_loses_no_line(follower: LogFollower, t
 
     def block(_: bytes) -> None:
         blocked.set()
-        release.wait(SOON)
+        release.wait(WAIT_TIMEOUT)
 
     sinks: list[Callable[[bytes], None]] = [block, Seen(), Seen(), last]
     for path, sink in zip(files, sinks, strict=True):
@@ -152,7 +152,7 @@ def test_an_overflow_of_the_inotify_queue_loses_no_line(follower: LogFollower, t
     files[3].write_bytes(b"followed\n")
     last.until(bool)
     files[0].write_bytes(b"now\n")
-    assert blocked.wait(SOON)
+    assert blocked.wait(WAIT_TIMEOUT)
     room = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
     with files[1].open("ab", buffering=0) as one, files[2].open("ab", buffering=0) as two:
         for _ in range(room // 2 + 10):
@@ -179,7 +179,7 @@ def test_a_log_file_without_an_inotify_watch_is_polled(
     assert seen.until(lambda data: data == b"one\n")
     with log.open("ab") as file:
         file.write(b"two\n")
-    assert follower.finish(SOON)
+    assert follower.finish(WAIT_TIMEOUT)
     assert seen.all() == b"one\ntwo\n"
 
 
@@ -188,13 +188,13 @@ def test_a_log_follower_waits_for_a_blocked_sink_until_its_timeout(log: Path) ->
     release = threading.Event()
 
     def block(_: bytes) -> None:
-        release.wait(SOON)
+        release.wait(WAIT_TIMEOUT)
 
     log.write_bytes(b"one\n")
     follower.follow(log, block)
     assert follower.finish(0.05) is False
     release.set()
-    follower._thread.join(SOON)
+    follower._thread.join(WAIT_TIMEOUT)
     assert not follower._thread.is_alive()
 
 
@@ -206,7 +206,7 @@ def test_a_log_follower_leaks_no_descriptor(log: Path) -> None:
     for _ in range(5):
         follower = LogFollower()
         follower.follow(log, lambda _: None)
-        assert follower.finish(SOON)
+        assert follower.finish(WAIT_TIMEOUT)
     assert open_ones() == before
 
 
@@ -224,7 +224,7 @@ def test_a_log_follower_may_have_more_files_than_descriptors(tmp_path: Path) -> 
         for path in paths:
             with path.open("ab") as file:
                 file.write(b"two\n")
-        assert follower.finish(SOON)
+        assert follower.finish(WAIT_TIMEOUT)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert sorted(seen.all().splitlines()) == [b"one"] * 100 + [b"two"] * 100
@@ -239,7 +239,7 @@ def test_a_log_follower_passes_on_a_prompt_to_a_sink_that_takes_parts(
         file.write(b"name? ")
         seen.until(lambda data: data == b"name? ")
         file.write(b"cut o")
-        assert follower.finish(SOON)
+        assert follower.finish(WAIT_TIMEOUT)
     assert seen.all() == b"name? cut o"
 
 
@@ -250,5 +250,5 @@ def test_a_log_follower_reports_a_deleted_file_at_the_end(follower: LogFollower,
     seen.until(bool)
     log.rename(log.with_name("old.log"))
     log.write_bytes(b"of somebody else\n")
-    assert follower.finish(SOON)
+    assert follower.finish(WAIT_TIMEOUT)
     assert seen.all() == f"one\nunirun: {log} cannot be read: another file has taken its place\n".encode()

@@ -16,8 +16,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.effort import SOON, examples
+from tests.effort import examples
 from tests.unit.launcher.agent import spawn
+from tests.waiting import WAIT_TIMEOUT
 from unirun.launcher.environment import FRESH
 from unirun.launcher.events import Worker
 from unirun.launcher.probes import Output, Probing, Question, listeners_on, sockets_of
@@ -188,7 +189,7 @@ class TestListeners:
                 )
                 sock.close()
                 try:
-                    async with asyncio.timeout(SOON):
+                    async with asyncio.timeout(WAIT_TIMEOUT):
                         while not (found := listeners_on(port)) & sockets_of(shell.pid):
                             await asyncio.sleep(0.01)
                     assert found
@@ -261,7 +262,7 @@ class TestFilesAndCommands:
         async def main() -> str:
             why = await ask(probe, cwd=str(tmp_path))
             pid = int((tmp_path / "pid").read_text())
-            async with asyncio.timeout(SOON):
+            async with asyncio.timeout(WAIT_TIMEOUT):
                 while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
                     await asyncio.sleep(0.01)
             return why
@@ -277,7 +278,7 @@ class TestProbing:
             said: asyncio.Queue[tuple[bool, str]] = asyncio.Queue()
             errors: list[BaseException] = []
             probing = Probing(lambda _, ok, why: said.put_nowait((ok, why)), errors.append)
-            async with asyncio.timeout(SOON):
+            async with asyncio.timeout(WAIT_TIMEOUT):
                 await steps(probing, said)
             probing.close()
             await asyncio.sleep(0)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.launcher import process
 
 
@@ -22,11 +22,11 @@ def run(code: str, *args: str) -> str:
         f"from unirun.launcher.process import *\nimport os, sys, time\n{code}",
         *args,
     ]
-    return subprocess.run(command, stdout=subprocess.PIPE, timeout=SOON, check=True, text=True).stdout
+    return subprocess.run(command, stdout=subprocess.PIPE, timeout=WAIT_TIMEOUT, check=True, text=True).stdout
 
 
 def ends(handle: int) -> bool:
-    return bool(select.select([handle], [], [], SOON)[0])
+    return bool(select.select([handle], [], [], WAIT_TIMEOUT)[0])
 
 
 @pytest.mark.starts_processes
@@ -51,7 +51,7 @@ os.kill(os.getpid(), 9)
         parent.stdin.close()
         assert ends(handle)
         os.close(handle)
-        assert parent.wait(SOON) == -signal.SIGKILL
+        assert parent.wait(WAIT_TIMEOUT) == -signal.SIGKILL
 
 
 @pytest.mark.starts_processes
@@ -78,7 +78,7 @@ assert spare_descriptors() == 200
 assert resource.getrlimit(limit) == (hard, hard)
 assert spare_descriptors() == hard
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=SOON)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_TIMEOUT)
 
 
 @pytest.mark.starts_processes

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ConnectionLost
 from unirun.launcher import spawner as spawner_module
 from unirun.launcher.preloaded import PreloadedModules
@@ -62,12 +62,12 @@ class Spawner:
         self.stream = BlockingStream(ours)
 
     def next(self, kind: type[M]) -> M:
-        message = self.stream.receive(SOON)
+        message = self.stream.receive(WAIT_TIMEOUT)
         assert isinstance(message, kind), message
         return message
 
     def until(self, kind: type[M]) -> M:
-        while not isinstance(message := self.stream.receive(SOON), kind):
+        while not isinstance(message := self.stream.receive(WAIT_TIMEOUT), kind):
             continue
         return message
 
@@ -96,7 +96,7 @@ class Spawner:
 
     def close(self) -> int:
         self.stream.close()
-        code = self.process.wait(SOON)
+        code = self.process.wait(WAIT_TIMEOUT)
         assert self.process.stderr is not None
         self.process.stderr.close()
         return code
@@ -239,7 +239,7 @@ def test_a_spawner_whose_agent_has_died_exits_before_it_imports() -> None:
         done = subprocess.run(
             [*command, str(os.getppid()), "250", "", "no_such_module"],
             pass_fds=[theirs.fileno()],
-            timeout=SOON,
+            timeout=WAIT_TIMEOUT,
             check=False,
         )
         assert done.returncode == 128 + signal.SIGKILL
@@ -271,8 +271,8 @@ def test_a_spawner_names_a_module_that_cannot_be_imported(start: Callable[..., S
     assert failed.id == 0
     assert "cannot import no_such_module: ModuleNotFoundError" in failed.reason
     with pytest.raises(ConnectionLost):
-        spawner.stream.receive(SOON)
-    assert spawner.process.wait(SOON) == 1
+        spawner.stream.receive(WAIT_TIMEOUT)
+    assert spawner.process.wait(WAIT_TIMEOUT) == 1
 
 
 @pytest.mark.starts_processes
@@ -305,7 +305,7 @@ def files_of(pid: int) -> dict[int, str]:
 
 
 def eventually(true: Callable[[], bool]) -> bool:
-    end = time.monotonic() + SOON
+    end = time.monotonic() + WAIT_TIMEOUT
     while not true() and time.monotonic() < end:
         time.sleep(0.001)
     return true()
@@ -367,7 +367,7 @@ def test_a_spawner_kills_a_workers_group_before_its_pid_can_be_reused(
         spawner._selector.register(known.handle, selectors.EVENT_READ, known)
         spawner._reap(known)
         spawner._selector.close()
-        assert isinstance(end := agent.receive(SOON), Reaped)
+        assert isinstance(end := agent.receive(WAIT_TIMEOUT), Reaped)
         assert (end.id, end.code, end.signal) == (1, 7, None)
     assert killed == [pid]
     with pytest.raises(ChildProcessError):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 
 pytestmark = pytest.mark.starts_processes
 
@@ -70,11 +70,11 @@ def owner() -> Iterator[subprocess.Popen[str]]:
 
 def tethered(*args: str, owner: int | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "unirun.launcher.tethered", str(owner or os.getpid()), *args]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=SOON, check=False)
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=WAIT_TIMEOUT, check=False)
 
 
 def ends(handle: int) -> bool:
-    return bool(select.select([handle], [], [], SOON)[0])
+    return bool(select.select([handle], [], [], WAIT_TIMEOUT)[0])
 
 
 def test_the_program_has_its_arguments_and_its_code_is_passed_on() -> None:
@@ -111,7 +111,7 @@ def test_the_program_is_told_when_its_owner_is_killed_and_not_when_the_thread_en
     finally:
         os.close(child)
     assert owner.stdout.read() == "told\n"
-    assert owner.wait(SOON) == -signal.SIGKILL
+    assert owner.wait(WAIT_TIMEOUT) == -signal.SIGKILL
 
 
 def test_the_program_is_told_when_the_process_that_watches_is_killed() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch.distributed.elastic.timer import FileTimerClient, FileTimerRequest  # type: ignore[attr-defined]
 
-from tests.effort import SOON
 from tests.unit.launcher.agent import KILL, TERM, Agent
+from tests.waiting import WAIT_TIMEOUT
 from unirun.launcher.events import Signal, TimerExpired
 from unirun.launcher.timers import MANY, Expiry, TimerPipe, TimerRequest, Timers
 from unirun.wire.frames import from_json
@@ -89,7 +89,7 @@ def test_a_timer_pipe_takes_requests_of_torchs_client_and_ignores_other_lines(tm
             stranger.write(b"\xff\n{}\n[1]\n" + b"x" * 5000 + b"\n" + b'{"pid": 1e999}\n')
         client.release("released")
         client.acquire("held", time.time() + 0.01)
-        assert await asyncio.wait_for(expired.get(), SOON) == Expiry(os.getpid(), ("held",), TERM)
+        assert await asyncio.wait_for(expired.get(), WAIT_TIMEOUT) == Expiry(os.getpid(), ("held",), TERM)
         pipe.close()
         assert expired.empty()
 

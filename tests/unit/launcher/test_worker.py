@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.launcher.worker import wait_for_threads
 
 WORK = 50_000
@@ -29,7 +29,7 @@ class TestTheEnd:
 
         thread = threading.Thread(target=work)
         thread.start()
-        began.wait(SOON)
+        began.wait(WAIT_TIMEOUT)
         wait_for_threads(limit=30)
         ended = bool(done)
         thread.join()

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.observe.jobdir import ProcessWatch
 
 
@@ -27,7 +27,7 @@ def test_process_watch_calls_once_when_the_process_ends() -> None:
             await asyncio.sleep(0)
             assert not gone.is_set()
             child.kill()
-            await asyncio.wait_for(gone.wait(), SOON)
+            await asyncio.wait_for(gone.wait(), WAIT_TIMEOUT)
         watch.close()
         await asyncio.sleep(0)
         return told
@@ -39,7 +39,7 @@ def test_process_watch_calls_for_a_process_that_is_already_gone() -> None:
     async def watch() -> None:
         gone = asyncio.Event()
         ProcessWatch(1 << 22, gone.set).close()
-        await asyncio.wait_for(gone.wait(), SOON)
+        await asyncio.wait_for(gone.wait(), WAIT_TIMEOUT)
 
     asyncio.run(watch())
 
@@ -52,7 +52,7 @@ def test_process_watch_does_not_call_after_close() -> None:
             watch.close()
             watch.close()
             child.kill()
-            await asyncio.to_thread(child.wait, SOON)
+            await asyncio.to_thread(child.wait, WAIT_TIMEOUT)
             await asyncio.sleep(0)
 
     asyncio.run(watch())

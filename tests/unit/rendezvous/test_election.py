@@ -13,7 +13,7 @@ from unirun.wire.address import UnixAddress
 SEAT, TTL = "jobs/run1/", 10.0
 
 
-class Clock:
+class FakeClock:
     now = 0.0
 
     def __call__(self) -> float:
@@ -21,12 +21,12 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 @pytest.fixture
-def store(clock: Clock) -> MemoryStore:
+def store(clock: FakeClock) -> MemoryStore:
     return MemoryStore(clock)
 
 
@@ -41,7 +41,7 @@ def test_the_leader_of_the_first_term_is_not_deposed_by_default(store: MemorySto
     assert campaign(store, SEAT, UnixAddress("/second", "second"), 7, ttl=TTL) is None
 
 
-def test_a_leader_that_renews_its_lease_in_time_keeps_leading(store: MemoryStore, clock: Clock) -> None:
+def test_a_leader_that_renews_its_lease_in_time_keeps_leading(store: MemoryStore, clock: FakeClock) -> None:
     term = win(store)
     for _ in range(3):
         clock.now += TTL * 0.9
@@ -51,7 +51,7 @@ def test_a_leader_that_renews_its_lease_in_time_keeps_leading(store: MemoryStore
 
 class TestLeaderWithANewLease:
     @pytest.fixture
-    def term(self, store: MemoryStore, clock: Clock) -> Term:
+    def term(self, store: MemoryStore, clock: FakeClock) -> Term:
         term = win(store)
         clock.now += TTL
         assert leader_of(store, SEAT) is None
@@ -60,7 +60,7 @@ class TestLeaderWithANewLease:
         return term
 
     def test_a_leader_with_a_new_lease_loses_it_without_renewal(
-        self, term: Term, store: MemoryStore, clock: Clock
+        self, term: Term, store: MemoryStore, clock: FakeClock
     ) -> None:
         clock.now += TTL
         assert leader_of(store, SEAT) is None
@@ -69,7 +69,7 @@ class TestLeaderWithANewLease:
             term.keep()
 
     def test_a_leader_with_a_new_lease_can_renew_it(
-        self, term: Term, store: MemoryStore, clock: Clock
+        self, term: Term, store: MemoryStore, clock: FakeClock
     ) -> None:
         revision = store.get_prefix("").revision
         for _ in range(3):

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import RendezvousError
 from unirun.rendezvous.endpoints import Endpoint, hold_endpoint, split_endpoint
 
 
 def test_port_0_binds_a_free_port_and_listens() -> None:
     endpoint = hold_endpoint("127.0.0.1")
-    with socket.create_connection((endpoint.addr, endpoint.port), timeout=SOON):
+    with socket.create_connection((endpoint.addr, endpoint.port), timeout=WAIT_TIMEOUT):
         assert str(endpoint) == f"127.0.0.1:{endpoint.port}"
         assert not endpoint.socket.get_inheritable()
     endpoint.close()
@@ -94,6 +94,6 @@ def test_an_endpoint_may_have_an_ipv6_address() -> None:
     if not addresses.exists() or f"{1:032}" not in addresses.read_text():
         pytest.skip("this host has no IPv6")
     endpoint = hold_endpoint("::1")
-    with socket.create_connection((endpoint.addr, endpoint.port), timeout=SOON):
+    with socket.create_connection((endpoint.addr, endpoint.port), timeout=WAIT_TIMEOUT):
         assert endpoint.socket.family == socket.AF_INET6
     endpoint.close()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import StoreAway
 from unirun.rendezvous import election as seat_module
 from unirun.rendezvous.election import Leader, Seat, SeatWatch, campaign, job_prefix, seat_prefix
@@ -17,7 +18,6 @@ from unirun.rendezvous.store.protocol import Put, Store, Watch
 from unirun.wire.address import UnixAddress
 
 JOB = job_prefix("run-1")
-PATIENCE = 20.0
 
 
 class Counted:
@@ -32,7 +32,7 @@ class Counted:
         return (lambda: None) if name == "close" else getattr(self._store, name)
 
 
-class Told:
+class RecordedSeats:
     """Records what a watch reports, and waits for it."""
 
     def __init__(self) -> None:
@@ -46,7 +46,9 @@ class Told:
 
     def until(self, true: Callable[[Seat], bool]) -> Seat:
         with self._changed:
-            assert self._changed.wait_for(lambda: self.seats and true(self.seats[-1]), PATIENCE), self.seats
+            assert self._changed.wait_for(lambda: self.seats and true(self.seats[-1]), WAIT_TIMEOUT), (
+                self.seats
+            )
             return self.seats[-1]
 
 
@@ -66,45 +68,48 @@ def elect(store: Store, epochs: Sequence[int], *, resign: bool = False) -> None:
 
 
 def test_the_seat_of_a_new_job_has_no_leader(store: MemoryStore) -> None:
-    told = Told()
-    watch = SeatWatch(lambda: Counted(store), JOB, told)
-    seat = told.until(lambda seat: seat.known)
+    recorded = RecordedSeats()
+    watch = SeatWatch(lambda: Counted(store), JOB, recorded)
+    seat = recorded.until(lambda seat: seat.known)
     assert (seat.leader, seat.epoch, seat.trouble) == (None, 0, "")
     watch.close()
     watch.close()
 
 
 def test_a_seat_watch_reports_each_leader_in_order(store: MemoryStore) -> None:
-    told = Told()
-    watch = SeatWatch(lambda: Counted(store), JOB, told)
-    told.until(lambda seat: seat.known)
+    recorded = RecordedSeats()
+    watch = SeatWatch(lambda: Counted(store), JOB, recorded)
+    recorded.until(lambda seat: seat.known)
     for epoch in (1, 2, 3):
         elect(store, [epoch])
-        seat = told.until(lambda seat, epoch=epoch: seat.epoch == epoch)  # type: ignore[misc]
+        seat = recorded.until(lambda seat, epoch=epoch: seat.epoch == epoch)  # type: ignore[misc]
         assert seat.leader == Leader(epoch, UnixAddress(f"/m{epoch}", "host"), epoch)
     watch.close()
-    assert [seat.epoch for seat in told.seats] == [0, 1, 2, 3]
-    assert [seat.since for seat in told.seats] == sorted(seat.since for seat in told.seats)
+    assert [seat.epoch for seat in recorded.seats] == [0, 1, 2, 3]
+    assert [seat.since for seat in recorded.seats] == sorted(seat.since for seat in recorded.seats)
 
 
 def test_a_seat_watch_reports_a_resigned_leader_with_its_term(store: MemoryStore) -> None:
-    told = Told()
-    watch = SeatWatch(lambda: Counted(store), JOB, told)
+    recorded = RecordedSeats()
+    watch = SeatWatch(lambda: Counted(store), JOB, recorded)
     elect(store, [1], resign=True)
-    seat = told.until(lambda seat: seat.epoch == 1 and seat.leader is None)
+    seat = recorded.until(lambda seat: seat.epoch == 1 and seat.leader is None)
     assert seat.known
     watch.close()
 
 
 def test_seat_watches_of_many_agents_read_the_store_once_each(store: MemoryStore) -> None:
     stores = [Counted(store) for _ in range(100)]
-    told = [Told() for _ in stores]
-    watches = [SeatWatch(lambda each=each: each, JOB, tell) for each, tell in zip(stores, told, strict=True)]  # type: ignore[misc]
-    for each in told:
+    recorded = [RecordedSeats() for _ in stores]
+    watches = [
+        SeatWatch(lambda each=each: each, JOB, tell)  # type: ignore[misc]
+        for each, tell in zip(stores, recorded, strict=True)
+    ]
+    for each in recorded:
         each.until(lambda seat: seat.known)
     elect(store, range(1, 21))
     store.txn([], [Put(f"{JOB}context/1", "what a master writes is none of it")])
-    for each in told:
+    for each in recorded:
         each.until(lambda seat: seat.epoch == 20)
     for watch in watches:
         watch.close()
@@ -115,11 +120,11 @@ def test_a_calm_seat_watch_reports_another_leader_a_little_later(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(seat_module, "CALM_POLL_INTERVAL", 0.01)
-    told = Told()
-    watch = SeatWatch(lambda: Counted(store), JOB, told)
+    recorded = RecordedSeats()
+    watch = SeatWatch(lambda: Counted(store), JOB, recorded)
     watch.hurry(False)
     elect(store, [1, 2])
-    told.until(lambda seat: seat.epoch == 2)
+    recorded.until(lambda seat: seat.epoch == 2)
     watch.close()
 
 
@@ -154,16 +159,16 @@ def test_a_seat_watch_reports_an_unreachable_store_and_keeps_the_last_leader(
         opened.append(Shy(store))
         return opened[-1]
 
-    told = Told()
-    watch = SeatWatch(open_store, JOB, told)
+    recorded = RecordedSeats()
+    watch = SeatWatch(open_store, JOB, recorded)
     elect(store, [1])
-    led = told.until(lambda seat: seat.epoch == 1)
+    led = recorded.until(lambda seat: seat.epoch == 1)
     away.set()
-    seat = told.until(lambda seat: bool(seat.trouble))
+    seat = recorded.until(lambda seat: bool(seat.trouble))
     assert seat == replace(led, trouble="etcd does not answer")
     elect(store, [2])
     away.clear()
-    told.until(lambda seat: seat.epoch == 2 and not seat.trouble)
+    recorded.until(lambda seat: seat.epoch == 2 and not seat.trouble)
     watch.close()
     assert len(opened) == 1, "a file that is gone is not made anew"
 
@@ -173,8 +178,8 @@ def test_a_seat_with_a_foreign_value_is_reported_as_trouble(
 ) -> None:
     monkeypatch.setattr(seat_module, "ELECTION_RETRY_INTERVAL", 0.01)
     store.txn([], [Put(f"{seat_prefix(JOB)}epoch", "tomorrow")])
-    told = Told()
-    watch = SeatWatch(lambda: Counted(store), JOB, told)
-    seat = told.until(lambda seat: bool(seat.trouble))
+    recorded = RecordedSeats()
+    watch = SeatWatch(lambda: Counted(store), JOB, recorded)
+    seat = recorded.until(lambda seat: bool(seat.trouble))
     assert "which no unirun has written" in seat.trouble
     watch.close()

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 import unirun.roles.formation
 import unirun.roles.gloo
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import GroupError
 from unirun.rendezvous.endpoints import GENERATION_KEY
 from unirun.roles.formation import Formation
@@ -62,7 +62,9 @@ class Worker(Peers):
     def has_told(self, kind: type[Message]) -> Message:
         """The first message of a kind, awaited."""
         with self.says:
-            assert self.says.wait_for(lambda: any(isinstance(m, kind) for m in self.told), SOON), self.told
+            assert self.says.wait_for(lambda: any(isinstance(m, kind) for m in self.told), WAIT_TIMEOUT), (
+                self.told
+            )
             return next(m for m in self.told if isinstance(m, kind))
 
     def setup(self) -> None:
@@ -109,8 +111,8 @@ def peer_meets(worker: Worker, pool: ThreadPoolExecutor) -> Callable[[], Any]:
     )
     # As torch names the first group of a process.
     prefix = distributed.PrefixStore("cpu/", distributed.PrefixStore("0/", store))
-    future = pool.submit(ProcessGroupGloo, prefix, 1, 2, timeout=timedelta(seconds=SOON))
-    return lambda: future.result(SOON)
+    future = pool.submit(ProcessGroupGloo, prefix, 1, 2, timeout=timedelta(seconds=WAIT_TIMEOUT))
+    return lambda: future.result(WAIT_TIMEOUT)
 
 
 class TestEntering:
@@ -290,7 +292,7 @@ class TestForming:
         def agent() -> None:
             worker.has_told(GroupMeets)
             store = worker.stores[-1]
-            store.wait(["default_pg/0//cpu//0/0"], timedelta(seconds=SOON))
+            store.wait(["default_pg/0//cpu//0/0"], timedelta(seconds=WAIT_TIMEOUT))
             worker.role_has(generation + 1)
             formation.news()
 
@@ -323,14 +325,14 @@ class TestForming:
 
         def again() -> Any:
             with worker.says:
-                assert worker.says.wait_for(lambda: GroupMeets(1) in worker.told, SOON)
+                assert worker.says.wait_for(lambda: GroupMeets(1) in worker.told, WAIT_TIMEOUT)
             worker.role_has(2)
             formation.news()
             return peer_meets(worker, pool)()
 
         newcomer = pool.submit(again)
         formation.follow()
-        assert newcomer.result(SOON) is not None
+        assert newcomer.result(WAIT_TIMEOUT) is not None
         assert (formation.generation, formed) == (2, [2])
         assert worker.told == [*map(GroupMeets, (0, 1, 2)), GroupFormed(2)]
 
@@ -347,7 +349,7 @@ class TestForming:
         with pytest.raises(GroupError, match="was ended"):
             worker.setup()
         agent.join()
-        freed.result(SOON)
+        freed.result(WAIT_TIMEOUT)
         stuck = worker.has_told(Stuck)
         assert isinstance(stuck, Stuck)
         assert "generation 0" in stuck.why

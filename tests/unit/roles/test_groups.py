@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import GroupError
 from unirun.roles.formation import GroupForge, RankSet, missing_for_good
 from unirun.roles.peers import Peers, RoleInfo
@@ -72,7 +72,7 @@ class Rollout:
 
     def meets(self, actor: int, rollout: int) -> None:
         """Wait until the other is there."""
-        self._actor.store.wait([f"{self.prefix(actor, rollout)}/here/0"], timedelta(seconds=SOON))
+        self._actor.store.wait([f"{self.prefix(actor, rollout)}/here/0"], timedelta(seconds=WAIT_TIMEOUT))
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_a_group_has_all_ranks_of_all_roles_in_order(rollout: Rollout, forge: Gr
     peer = rollout.comes(0, 0)
     group = group_of(forge)
     assert (group.rank(), group.size()) == (0, 2)
-    assert sum_of(group, peer.result(SOON)) == 3
+    assert sum_of(group, peer.result(WAIT_TIMEOUT)) == 3
 
 
 def test_a_group_is_kept_as_long_as_its_generations(
@@ -126,14 +126,14 @@ def test_a_group_is_kept_as_long_as_its_generations(
     peer = rollout.comes(0, 0)
     group = group_of(forge)
     assert group_of(forge) is group
-    peer.result(SOON)
+    peer.result(WAIT_TIMEOUT)
     actor.role_has("rollout", 1)
     with pytest.raises(RuntimeError):
         group.allreduce([torch.tensor([1])]).wait()
     peer = rollout.comes(0, 1)
     again = group_of(forge)
     assert again is not group
-    assert sum_of(again, peer.result(SOON)) == 3
+    assert sum_of(again, peer.result(WAIT_TIMEOUT)) == 3
 
 
 def test_a_restart_while_it_is_waited_for_moves_the_meeting(
@@ -147,7 +147,7 @@ def test_a_restart_while_it_is_waited_for_moves_the_meeting(
 
     news = pool.submit(agent)
     group = group_of(forge)
-    assert sum_of(group, news.result(SOON).result(SOON)) == 3
+    assert sum_of(group, news.result(WAIT_TIMEOUT).result(WAIT_TIMEOUT)) == 3
 
 
 def test_a_restart_while_it_is_being_formed_ends_that(
@@ -157,20 +157,20 @@ def test_a_restart_while_it_is_being_formed_ends_that(
         # It has come, and dies before it has connected.
         store = distributed.PrefixStore(rollout.prefix(0, 0), actor.store)
         store.set("here/1", "1")
-        store.wait(["actor.0+rollout.0/gloo//cpu//0/0"], timedelta(seconds=SOON))
+        store.wait(["actor.0+rollout.0/gloo//cpu//0/0"], timedelta(seconds=WAIT_TIMEOUT))
         actor.role_has("rollout", 1)
         return rollout.comes(0, 1)
 
     news = pool.submit(agent)
     group = group_of(forge)
-    assert sum_of(group, news.result(SOON).result(SOON)) == 3
+    assert sum_of(group, news.result(WAIT_TIMEOUT).result(WAIT_TIMEOUT)) == 3
 
 
 def test_a_member_that_does_not_come_is_named(forge: GroupForge) -> None:
     began = time.monotonic()
     with pytest.raises(GroupError, match="group rank 1 did not come in time"):
         group_of(forge, timedelta(seconds=1))
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - began < WAIT_TIMEOUT
 
 
 def test_a_role_that_has_ended_is_not_waited_for(actor: Actor, rollout: Rollout, forge: GroupForge) -> None:
@@ -195,7 +195,7 @@ def test_a_member_whose_connection_breaks_is_waited_for(
     broken = threading.Event()
 
     def agent() -> Any:
-        assert broken.wait(SOON)
+        assert broken.wait(WAIT_TIMEOUT)
         actor.role_has("rollout", 1)
         return rollout.comes(0, 1)
 
@@ -205,7 +205,7 @@ def test_a_member_whose_connection_breaks_is_waited_for(
         each.end()
     assert not any(each.intact() for each in kept.gloo)
     broken.set()
-    assert sum_of(group_of(forge), news.result(SOON).result(SOON)) == 3
+    assert sum_of(group_of(forge), news.result(WAIT_TIMEOUT).result(WAIT_TIMEOUT)) == 3
 
 
 def view(name: str, phase: str, *workers: str) -> RoleView:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ConnectionLost, UsageError
 from unirun.roles import MasterHandle
 from unirun.roles import workload as handles
@@ -60,7 +60,7 @@ def test_metrics_are_sent_to_the_agent(agent: Any) -> None:
         "text": "4.5",
     }
     handle(agent.worker).report(values)
-    told = agent.receive(timeout=SOON)
+    told = agent.receive(timeout=WAIT_TIMEOUT)
     assert isinstance(told, Metrics)
     assert told.values == {"loss": 0.5, "step": 3.0, "tensor": 1.5, "array": 2.5, "text": 4.5}
     assert before <= told.time <= time.time()
@@ -69,7 +69,7 @@ def test_metrics_are_sent_to_the_agent(agent: Any) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_metrics_that_are_not_finite_are_sent_too(agent: Any, value: float) -> None:
     handle(agent.worker).report({"loss": value})
-    told = agent.receive(timeout=SOON)
+    told = agent.receive(timeout=WAIT_TIMEOUT)
     assert isinstance(told, Metrics)
     assert math.isnan(told.values["loss"])
 

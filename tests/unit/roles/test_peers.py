@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import UsageError
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.wire.blocking import BlockingStream
@@ -66,7 +66,7 @@ def test_what_has_changed_is_taken_over_and_a_whole_view_is_asked_for_when_somet
         assert [w.phase for w in view.workers] == ["serving", "lost", "serving"]
         assert peers.known("actor").generation == 1
         peers.update(View((), 7, 6))
-        assert agent.receive(SOON) == ViewWanted()
+        assert agent.receive(WAIT_TIMEOUT) == ViewWanted()
         peers.update(View((role(2, 2),), 7))
         view = peers.view("actor")
         assert view is not None

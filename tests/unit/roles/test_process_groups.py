@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import GroupError
 from unirun.roles.gloo import GlooGroup, Published, _ends, _established, parse_published
 from unirun.roles.process_groups import ProcessGroups, process_groups
@@ -93,7 +93,7 @@ def meeting(groups: ProcessGroups) -> Meeting:
 
 def eventually(look: Callable[[], object], what: str) -> None:
     """Wait until it is so."""
-    deadline = time.monotonic() + SOON
+    deadline = time.monotonic() + WAIT_TIMEOUT
     while not look():
         assert time.monotonic() < deadline, f"not in time: {what}"
         time.sleep(0.005)
@@ -102,7 +102,7 @@ def eventually(look: Callable[[], object], what: str) -> None:
 def formed(meeting: Meeting, ranks: ThreadPoolExecutor, size: int = 2) -> list[Any]:
     """The group, as each of its ranks has it."""
     waiting = [ranks.submit(meeting.join, rank, size) for rank in range(size)]
-    return [each.result(SOON) for each in waiting]
+    return [each.result(WAIT_TIMEOUT) for each in waiting]
 
 
 def summed(group: Any, value: float) -> float:
@@ -189,14 +189,14 @@ class TestAWaitInAGroupThatIsOver:
     ) -> None:
         meeting.over.set()
         with pytest.raises(GroupError, match="was ended while it was formed"):
-            ranks.submit(meeting.join, 0).result(SOON)
+            ranks.submit(meeting.join, 0).result(WAIT_TIMEOUT)
 
     @staticmethod
     def ends(meeting: Meeting, waiting: Future[Any]) -> None:
         assert not waiting.done()
         meeting.end()
         with pytest.raises((GroupError, RuntimeError)):
-            waiting.result(SOON)
+            waiting.result(WAIT_TIMEOUT)
 
 
 class TestAGroup:
@@ -206,7 +206,7 @@ class TestAGroup:
         one, other = formed(meeting, ranks)
         assert all(group.intact() and group.open for group in meeting.made)
         sums = [ranks.submit(summed, one, 1.0), ranks.submit(summed, other, 2.0)]
-        assert [each.result(SOON) for each in sums] == [3.0, 3.0]
+        assert [each.result(WAIT_TIMEOUT) for each in sums] == [3.0, 3.0]
         meeting.end()
         assert not any(group.intact() for group in meeting.made)
 
@@ -218,7 +218,7 @@ class TestAGroup:
         one, other = formed(new, ranks)
         old.end()
         sums = [ranks.submit(summed, one, 1.0), ranks.submit(summed, other, 2.0)]
-        assert [each.result(SOON) for each in sums] == [3.0, 3.0]
+        assert [each.result(WAIT_TIMEOUT) for each in sums] == [3.0, 3.0]
 
     def test_that_its_owner_has_let_go_of_is_forgotten(
         self, groups: ProcessGroups, ranks: ThreadPoolExecutor
@@ -239,10 +239,10 @@ class TestAGroup:
     ) -> None:
         store = HashStore()
         waiting = [ranks.submit(ProcessGroupGloo, store, rank, 2, timeout=LONG) for rank in (0, 1)]
-        one, other = (each.result(SOON) for each in waiting)
+        one, other = (each.result(WAIT_TIMEOUT) for each in waiting)
         groups.end_all()
         sums = [ranks.submit(summed, one, 1.0), ranks.submit(summed, other, 2.0)]
-        assert [each.result(SOON) for each in sums] == [3.0, 3.0]
+        assert [each.result(WAIT_TIMEOUT) for each in sums] == [3.0, 3.0]
 
 
 class Others:
@@ -273,7 +273,7 @@ class Others:
     def _come_and_go(self) -> None:
         while not self._stop.is_set():
             try:
-                with socket.create_connection(self._server.getsockname(), timeout=SOON) as sock:
+                with socket.create_connection(self._server.getsockname(), timeout=WAIT_TIMEOUT) as sock:
                     self._ask(sock)
                 self.made += 1
             except OSError as error:
@@ -297,7 +297,7 @@ class Others:
         self._stop.set()
         self._stays.close()
         for thread in self._threads:
-            thread.join(SOON)
+            thread.join(WAIT_TIMEOUT)
         self._server.close()
 
 
@@ -324,7 +324,7 @@ class TestOtherPeoplesConnections:
         eventually(lambda: meeting.store.check(["0/0"]), "it listens")
         address = parse_published(meeting.store.get("0/0")).address
         strangers = [socket.create_connection(address) for _ in range(4)]
-        one, other = ranks.submit(meeting.join, 1).result(SOON), first.result(SOON)
+        one, other = ranks.submit(meeting.join, 1).result(WAIT_TIMEOUT), first.result(WAIT_TIMEOUT)
         for stranger in strangers:
             stranger.close()
         made = meeting.made
@@ -335,7 +335,7 @@ class TestOtherPeoplesConnections:
         )
         assert all(group.intact() for group in meeting.made)
         sums = [ranks.submit(summed, one, 1.0), ranks.submit(summed, other, 2.0)]
-        assert [each.result(SOON) for each in sums] == [3.0, 3.0]
+        assert [each.result(WAIT_TIMEOUT) for each in sums] == [3.0, 3.0]
         meeting.end()
         assert not any(group.intact() for group in meeting.made)
 
@@ -349,7 +349,7 @@ class TestOtherPeoplesConnections:
                 waiting = ranks.submit(meeting.join, 0)
                 eventually(lambda meeting=meeting: meeting.store.check(["0/0"]), "it listens")  # type: ignore[misc]
                 meeting.end()
-                assert waiting.exception(SOON) is not None
+                assert waiting.exception(WAIT_TIMEOUT) is not None
         assert others.failed == []
 
 

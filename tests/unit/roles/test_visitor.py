@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.rendezvous.standin import PATIENCE, Place, Script, StandIn
+from tests.unit.rendezvous.fake_master import FakeJob, FakeMaster, Script
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import FrameError, JobError, RendezvousError, UsageError, WorkerLost
 from unirun.observe.status import JobStatus, write_status
 from unirun.rendezvous import masters
@@ -39,20 +40,20 @@ def greets(message: Message, *more: Message) -> Script:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def fake_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
     monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
-    with Place() as place:
-        stands(place, "running")
-        yield place
+    with FakeJob() as fake_job:
+        stands(fake_job, "running")
+        yield fake_job
 
 
 @pytest.fixture
-def visit(place: Place) -> Iterator[Callable[[], Visitor]]:
+def visit(fake_job: FakeJob) -> Iterator[Callable[[], Visitor]]:
     """Visits the job; a visitor that has left has no thread any more."""
     visitors: list[Visitor] = []
 
     def go() -> Visitor:
-        visitors.append(Visitor(place.job))
+        visitors.append(Visitor(fake_job.job_dir))
         return visitors[-1]
 
     yield go
@@ -61,93 +62,101 @@ def visit(place: Place) -> Iterator[Callable[[], Visitor]]:
     assert "unirun-visitor" not in {thread.name for thread in threading.enumerate()}
 
 
-def stands(place: Place, phase: str, epoch: int = 1) -> None:
+def stands(fake_job: FakeJob, phase: str, epoch: int = 1) -> None:
     """The job stands so, as the master of a term says."""
-    write_status(place.job, JobStatus("run-1", "job", phase, "", 1.0, None, None, (), epoch))
+    write_status(fake_job.job_dir, JobStatus("run-1", "job", phase, "", 1.0, None, None, (), epoch))
 
 
-def heard(master: StandIn) -> Message:
-    return master.heard.get(timeout=PATIENCE)
+def heard(master: FakeMaster) -> Message:
+    return master.heard.get(timeout=WAIT_TIMEOUT)
 
 
 def becomes(visitor: Visitor, size: int) -> bool:
-    return visitor.peers.wait_for(lambda: visitor.peers.size("worker") == size, PATIENCE)
+    return visitor.peers.wait_for(lambda: visitor.peers.size("worker") == size, WAIT_TIMEOUT)
 
 
 class TestARole:
-    def test_its_group_has_all_its_workers(self, place: Place, visit: Callable[[], Visitor]) -> None:
-        place.leader(script=greets(welcome(3)))
+    def test_its_group_has_all_its_workers(self, fake_job: FakeJob, visit: Callable[[], Visitor]) -> None:
+        fake_job.leader(script=greets(welcome(3)))
         visitor = visit()
         assert len(visitor.role_group("worker")) == 3
         assert visitor.role_group("worker") is visitor.role_group("worker")
 
     def test_a_role_of_another_size_has_another_group(
-        self, place: Place, visit: Callable[[], Visitor]
+        self, fake_job: FakeJob, visit: Callable[[], Visitor]
     ) -> None:
-        place.leader(script=greets(welcome(2), view(5, 1)))
+        fake_job.leader(script=greets(welcome(2), view(5, 1)))
         visitor = visit()
         assert becomes(visitor, 5)
         assert len(visitor.role_group("worker")) == 5
 
-    def test_one_that_the_job_does_not_have_is_told(self, place: Place, visit: Callable[[], Visitor]) -> None:
-        place.leader(script=greets(welcome()))
+    def test_one_that_the_job_does_not_have_is_told(
+        self, fake_job: FakeJob, visit: Callable[[], Visitor]
+    ) -> None:
+        fake_job.leader(script=greets(welcome()))
         with pytest.raises(UsageError, match="wokrer"):
             visit().role_group("wokrer")
 
-    def test_more_workers_are_asked_of_the_master(self, place: Place, visit: Callable[[], Visitor]) -> None:
-        master = place.leader(script=greets(welcome()))
+    def test_more_workers_are_asked_of_the_master(
+        self, fake_job: FakeJob, visit: Callable[[], Visitor]
+    ) -> None:
+        master = fake_job.leader(script=greets(welcome()))
         visit().grow("worker")
         assert heard(master) == Grow("worker")
 
-    def test_a_view_that_was_missed_is_asked_for(self, place: Place, visit: Callable[[], Visitor]) -> None:
-        master = place.leader(script=greets(welcome(), view(2, 7, since=6)))
+    def test_a_view_that_was_missed_is_asked_for(
+        self, fake_job: FakeJob, visit: Callable[[], Visitor]
+    ) -> None:
+        master = fake_job.leader(script=greets(welcome(), view(2, 7, since=6)))
         visit()
         assert heard(master) == ViewWanted()
 
 
 class TestMasters:
-    def test_it_goes_on_with_the_next_one(self, place: Place, visit: Callable[[], Visitor]) -> None:
-        master = place.leader(script=greets(welcome(2)))
+    def test_it_goes_on_with_the_next_one(self, fake_job: FakeJob, visit: Callable[[], Visitor]) -> None:
+        master = fake_job.leader(script=greets(welcome(2)))
         visitor = visit()
         for number in (1, 2):
-            successor = place.leader(f"m{number}", deposing=number, script=greets(welcome(2 + number)))
-            stands(place, "running", number + 1)
+            successor = fake_job.leader(f"m{number}", deposing=number, script=greets(welcome(2 + number)))
+            stands(fake_job, "running", number + 1)
             master.die()
             master = successor
             assert becomes(visitor, 2 + number)
 
     def test_it_leaves_one_that_hangs_when_another_leads(
-        self, place: Place, visit: Callable[[], Visitor], monkeypatch: pytest.MonkeyPatch
+        self, fake_job: FakeJob, visit: Callable[[], Visitor], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(masters, "SUCCESSOR_POLL_INTERVAL", 0.02)
-        place.leader(script=greets(welcome(2)))
+        fake_job.leader(script=greets(welcome(2)))
         visitor = visit()
         # A master takes its term before it writes the status.
-        place.leader("next", deposing=1, script=greets(welcome(3)))
-        stands(place, "running", 2)
+        fake_job.leader("next", deposing=1, script=greets(welcome(3)))
+        stands(fake_job, "running", 2)
         assert becomes(visitor, 3)
 
     def test_asking_one_that_is_gone_for_more_workers_is_no_error(
-        self, place: Place, visit: Callable[[], Visitor]
+        self, fake_job: FakeJob, visit: Callable[[], Visitor]
     ) -> None:
-        master = place.leader(script=greets(welcome()))
+        master = fake_job.leader(script=greets(welcome()))
         visitor = visit()
         master.die()
         visitor.grow("worker")
 
-    def test_without_one_it_is_told(self, place: Place, visit: Callable[[], Visitor]) -> None:
+    def test_without_one_it_is_told(self, fake_job: FakeJob, visit: Callable[[], Visitor]) -> None:
         with pytest.raises(RendezvousError):
             visit()
 
     def test_one_that_answers_something_else_is_told(
-        self, place: Place, visit: Callable[[], Visitor]
+        self, fake_job: FakeJob, visit: Callable[[], Visitor]
     ) -> None:
-        place.leader(script=greets(Attach()))
+        fake_job.leader(script=greets(Attach()))
         with pytest.raises(FrameError, match="sent Attach where a Welcome was expected"):
             visit()
 
-    def test_calls_that_let_in_nobody_else_are_told(self, place: Place, visit: Callable[[], Visitor]) -> None:
-        place.leader(script=greets(welcome(transport="torch")))
+    def test_calls_that_let_in_nobody_else_are_told(
+        self, fake_job: FakeJob, visit: Callable[[], Visitor]
+    ) -> None:
+        fake_job.leader(script=greets(welcome(transport="torch")))
         with pytest.raises(
             UsageError, match=r"run-1 are called over torch, .*; start it with --transport socket"
         ):
@@ -156,37 +165,37 @@ class TestMasters:
 
 class TestTheEnd:
     def test_when_the_job_ends_nobody_answers_any_more(
-        self, place: Place, visit: Callable[[], Visitor]
+        self, fake_job: FakeJob, visit: Callable[[], Visitor]
     ) -> None:
-        place.leader(script=greets(welcome(), Ended(0, "succeeded", "")))
+        fake_job.leader(script=greets(welcome(), Ended(0, "succeeded", "")))
         visitor = visit()
-        assert visitor.peers.wait_for(lambda: visitor.peers.find("worker", 0).over, PATIENCE)
+        assert visitor.peers.wait_for(lambda: visitor.peers.find("worker", 0).over, WAIT_TIMEOUT)
         with pytest.raises(WorkerLost, match="has ended"):
             visitor.role_group("worker").anything()
 
     def test_a_job_that_has_ended_without_a_word_is_over(
-        self, place: Place, visit: Callable[[], Visitor]
+        self, fake_job: FakeJob, visit: Callable[[], Visitor]
     ) -> None:
-        master = place.leader(script=greets(welcome()))
+        master = fake_job.leader(script=greets(welcome()))
         visitor = visit()
-        stands(place, "failed")
+        stands(fake_job, "failed")
         master.die()
-        assert visitor.peers.wait_for(lambda: visitor.peers.find("worker", 1).over, PATIENCE)
+        assert visitor.peers.wait_for(lambda: visitor.peers.find("worker", 1).over, WAIT_TIMEOUT)
 
     def test_one_that_has_ended_before_cannot_be_visited(
-        self, place: Place, visit: Callable[[], Visitor]
+        self, fake_job: FakeJob, visit: Callable[[], Visitor]
     ) -> None:
-        stands(place, "succeeded")
+        stands(fake_job, "succeeded")
         with pytest.raises(
             JobError, match="job run-1 has succeeded, so it has no workers; attach to one that runs"
         ):
             visit()
 
     def test_who_leaves_while_there_is_no_master_does_not_wait_for_one(
-        self, place: Place, visit: Callable[[], Visitor]
+        self, fake_job: FakeJob, visit: Callable[[], Visitor]
     ) -> None:
         """The fixture looks whether its thread has ended."""
-        master = place.leader(script=greets(welcome()))
+        master = fake_job.leader(script=greets(welcome()))
         visitor = visit()
         master.die()
         visitor.close()

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unirun.roles.gloo
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.roles.gloo import (
     BUSY,
     STUCK_TIMEOUT,
@@ -93,7 +93,7 @@ while (polled := time.process_time() - begun) < 0.5:
 assert processor_time() - before < polled * 0.2, processor_time() - before
 agent.close()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=SOON)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_TIMEOUT)
 
 
 @pytest.mark.parametrize("relevant", [True, False])
@@ -103,14 +103,14 @@ def test_a_main_thread_that_keeps_its_role_waiting_is_found_with_its_stack(
     monkeypatch.setattr(unirun.roles.gloo, "WORKER_IDLE_TIMEOUT", 0.2)
     monkeypatch.setattr(unirun.roles.gloo, "BUSY", 1.0)
     found: list[str | None] = []
-    deadline = time.monotonic() + SOON
+    deadline = time.monotonic() + WAIT_TIMEOUT
     watcher = threading.Thread(
         target=lambda: found.append(
             wait_until_idle(lambda: relevant and time.monotonic() < deadline, lambda: True)
         )
     )
     watcher.start()
-    watcher.join(SOON)
+    watcher.join(WAIT_TIMEOUT)
     assert [stack is not None and "watcher.join" in stack for stack in found] == [relevant]
 
 
@@ -121,9 +121,10 @@ def ranks() -> Iterator[list[torch.distributed.ProcessGroup]]:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         met = [
-            pool.submit(dist.ProcessGroupGloo, store, rank, 2, timedelta(seconds=SOON)) for rank in range(2)
+            pool.submit(dist.ProcessGroupGloo, store, rank, 2, timedelta(seconds=WAIT_TIMEOUT))
+            for rank in range(2)
         ]
-        yield [each.result(SOON) for each in met]
+        yield [each.result(WAIT_TIMEOUT) for each in met]
 
 
 def test_a_wait_in_users_code_for_a_peer_that_does_nothing_is_found_with_its_stack(
@@ -132,7 +133,7 @@ def test_a_wait_in_users_code_for_a_peer_that_does_nothing_is_found_with_its_sta
     monkeypatch.setattr(unirun.roles.gloo, "STUCK_TIMEOUT", 0.1)
     monkeypatch.setattr(unirun.roles.gloo, "STACK_SAMPLE_INTERVAL", 0.02)
     waiting, peer = ranks
-    deadline = time.monotonic() + SOON
+    deadline = time.monotonic() + WAIT_TIMEOUT
 
     def watch() -> str | None:
         stack = wait_until_stuck(lambda: time.monotonic() < deadline, in_group)
@@ -145,7 +146,7 @@ def test_a_wait_in_users_code_for_a_peer_that_does_nothing_is_found_with_its_sta
         work = waiting.recv([received], 1, 0)
         work.wait()
         assert received.item() == 1
-        assert "work.wait()" in (found.result(SOON) or "")
+        assert "work.wait()" in (found.result(WAIT_TIMEOUT) or "")
 
 
 @pytest.mark.parametrize("collects", [True, False])
@@ -188,7 +189,7 @@ def test_a_wait_of_pythons_own_library_is_not_stuck(monkeypatch: pytest.MonkeyPa
     watcher.start()
     over.wait(0.2)
     over.set()
-    watcher.join(SOON)
+    watcher.join(WAIT_TIMEOUT)
     assert found == [None]
 
 
@@ -241,7 +242,7 @@ class TestForgotten:
         second.allreduce([torch.zeros(1)]).wait()
         work.wait()
         # It is noted a moment after the wait has ended.
-        deadline = time.monotonic() + SOON
+        deadline = time.monotonic() + WAIT_TIMEOUT
         while forgotten([group]) and time.monotonic() < deadline:
             time.sleep(0.001)
         assert not forgotten([group])

@@ -30,7 +30,7 @@ def test_sglang_tells_one_version(body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "body", [{}, {"choices": []}, {"choices": [{"weight_versions": None}]}, {"metadata": None}]
 )
-def test_others_tell_none(body: dict[str, Any]) -> None:
+def test_an_answer_without_a_version_has_none(body: dict[str, Any]) -> None:
     assert answered(body, ENGINE).version is None
 
 

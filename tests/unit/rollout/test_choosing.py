@@ -135,7 +135,7 @@ ACTIONS = ("ask", "finish", "die", "start", "tell", "later")
 ATTEMPTS = 4
 
 
-class World:
+class EnginesModel:
     """Three engines that die and start, what a client knows of them, and its requests; without time or input and output."""
 
     def __init__(self) -> None:
@@ -213,25 +213,25 @@ class World:
 
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2)), max_size=60))
 def test_no_request_is_lost_and_none_is_answered_twice(history: list[tuple[str, int]]) -> None:
-    world = World()
+    model = EnginesModel()
     for action, pick in history:
         if action == "ask":
-            world.ask()
+            model.ask()
         elif action == "tell":
-            world.tell()
+            model.tell()
         elif action == "later":
-            world.now += MIN_PAUSE_SECONDS
+            model.now += MIN_PAUSE_SECONDS
         else:
-            getattr(world, action)(pick)
-        world.send()
+            getattr(model, action)(pick)
+        model.send()
     for rank in range(3):
-        world.start(rank)
-    world.tell()
-    world.now += MAX_PAUSE_SECONDS
-    world.send()
-    while world.running:
-        world.finish(0)
-        world.send()
-    assert not world.waiting
-    assert all(len(outcome) == 1 for outcome in world.outcomes.values())
-    assert all(load.in_flight == 0 for load in world.loads.values())
+        model.start(rank)
+    model.tell()
+    model.now += MAX_PAUSE_SECONDS
+    model.send()
+    while model.running:
+        model.finish(0)
+        model.send()
+    assert not model.waiting
+    assert all(len(outcome) == 1 for outcome in model.outcomes.values())
+    assert all(load.in_flight == 0 for load in model.loads.values())

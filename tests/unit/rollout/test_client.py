@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import unirun
-from tests.effort import SOON
 from tests.testbed.engine import Stub, decoded, encoded, tokens
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ServerError, ServerTimeout, UsageError
 from unirun.rollout import Engine, EngineClient, EngineList
 
@@ -27,7 +27,7 @@ class Engines:
         self.source = EngineList.at(*self.urls)
 
     def client(self, **options: Any) -> EngineClient:
-        return EngineClient("engine", engines=self.source, **{"timeout": SOON, **options})
+        return EngineClient("engine", engines=self.source, **{"timeout": WAIT_TIMEOUT, **options})
 
     def tell(self, *ready: bool, incarnation: int = 0) -> None:
         self.source.set(
@@ -54,7 +54,7 @@ def play(count: int, story: Callable[[Engines], Awaitable[None]], latency: float
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SOON):
+    async with asyncio.timeout(WAIT_TIMEOUT):
         while not holds():
             await asyncio.sleep(0.001)
 
@@ -158,7 +158,7 @@ def test_a_client_may_want_what_an_aborted_request_has() -> None:
 
 def test_requests_to_an_engine_that_hangs_are_sent_to_another_when_it_is_no_longer_ready() -> None:
     async def story(engines: Engines) -> None:
-        engines.stubs[0].latency = 10 * SOON
+        engines.stubs[0].latency = 10 * WAIT_TIMEOUT
         async with engines.client() as client:
             asked = [asyncio.create_task(client.generate([each])) for each in range(6)]
             await until(lambda: engines.stubs[0].running == 3)
@@ -209,7 +209,7 @@ def test_half_an_answer_is_none() -> None:
     async def story() -> None:
         whole = b'{"choices": [{"token_ids": [1, 2]}]}'
         server, url = await told(response(whole[:20], len(whole)), b"", response(whole))
-        async with server, EngineClient("engine", engines=EngineList.at(url), timeout=SOON) as client:
+        async with server, EngineClient("engine", engines=EngineList.at(url), timeout=WAIT_TIMEOUT) as client:
             assert (await client.generate([1])).token_ids == [1, 2]
 
     asyncio.run(story())
@@ -225,7 +225,7 @@ def test_half_an_answer_is_none() -> None:
 def test_an_answer_that_cannot_be_read_is_an_error(answer: bytes, words: str) -> None:
     async def story() -> None:
         server, url = await told(response(answer))
-        async with server, EngineClient("engine", engines=EngineList.at(url), timeout=SOON) as client:
+        async with server, EngineClient("engine", engines=EngineList.at(url), timeout=WAIT_TIMEOUT) as client:
             with pytest.raises(ServerError, match=words):
                 await client.generate([1])
 
@@ -236,7 +236,7 @@ def test_the_version_of_sglang_is_in_the_metadata() -> None:
     async def story() -> None:
         body = b'{"choices": [{"text": "a"}], "metadata": {"weight_version": "12"}}'
         server, url = await told(response(body))
-        async with server, EngineClient("engine", engines=EngineList.at(url), timeout=SOON) as client:
+        async with server, EngineClient("engine", engines=EngineList.at(url), timeout=WAIT_TIMEOUT) as client:
             assert (await client.complete("hello")).version == "12"
 
     asyncio.run(story())
@@ -318,7 +318,7 @@ def test_every_request_has_a_deadline_whatever_it_waits_for() -> None:
                 await client.generate([1])
             assert isinstance(caught.value, TimeoutError)
 
-    play(1, story, latency=SOON)
+    play(1, story, latency=WAIT_TIMEOUT)
 
 
 def test_a_call_that_is_cancelled_closes_its_request() -> None:
@@ -333,7 +333,7 @@ def test_a_call_that_is_cancelled_closes_its_request() -> None:
             await until(lambda: stub.running == 0)
         assert stub.seen == ["/inference/v1/generate"]
 
-    play(1, story, latency=SOON)
+    play(1, story, latency=WAIT_TIMEOUT)
 
 
 def test_the_end_of_the_client_ends_its_requests() -> None:
@@ -347,7 +347,7 @@ def test_the_end_of_the_client_ends_its_requests() -> None:
             await client.generate([1])
         await until(lambda: engines.stubs[0].running == 0)
 
-    play(1, story, latency=SOON)
+    play(1, story, latency=WAIT_TIMEOUT)
 
 
 def test_proxies_of_the_environment_are_not_for_engines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +365,7 @@ def test_changes_of_the_engines_can_be_followed() -> None:
     async def story(engines: Engines) -> None:
         seen = []
         async with engines.client() as client:
-            async with asyncio.timeout(SOON):
+            async with asyncio.timeout(WAIT_TIMEOUT):
                 async for each in client.changes():
                     seen.append([engine.ready for engine in each])
                     if len(seen) == 3:
@@ -444,6 +444,6 @@ def test_it_is_a_public_name() -> None:
 def test_it_does_not_import_torch() -> None:
     program = "import sys, unirun; unirun.EngineClient; print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=SOON, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_TIMEOUT, check=True
     )
     assert done.stdout.split() == ["False", "False"]

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.collocation.graph.graphs import graphs
+from tests.unit.collocation.graph.strategies import graphs
 from unirun.collocation.graph import Edge, RoleGraph, faults, graph_of
 from unirun.errors import SpecError
 from unirun.spec.edges import read_edges

@@ -138,7 +138,7 @@ def test_what_no_job_file_can_hold_is_told_in_one_line(tmp_path: Path, text: str
     ["9" * 5000, "0x" + "f" * 5000, "[" * 400 + "]" * 400, "{a: " * 150 + "1" + "}" * 150],
     ids=lambda v: v[:4],
 )
-def test_nor_can_an_override(tmp_path: Path, value: str) -> None:
+def test_an_override_that_cannot_be_parsed_is_a_spec_error(tmp_path: Path, value: str) -> None:
     with pytest.raises(SpecError):
         load(tmp_path, f"config.steps={value}")
 
@@ -146,7 +146,7 @@ def test_nor_can_an_override(tmp_path: Path, value: str) -> None:
 @pytest.mark.parametrize(
     "text", ['{"a": ' + "[" * 100_000, '{"a": ' + "9" * 5000 + "}", '{"a": ' + "[" * 150 + "]" * 150 + "}"]
 )
-def test_nor_can_a_file_in_json(tmp_path: Path, text: str) -> None:
+def test_a_json_file_that_cannot_be_parsed_is_a_spec_error(tmp_path: Path, text: str) -> None:
     file = tmp_path / "job.json"
     file.write_text(text)
     with pytest.raises(SpecError):

@@ -92,12 +92,12 @@ def test_all_faults_are_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("key", ["auto_visible_device", "enable_ray_auto_visible_device"])
-def test_the_mask_has_two_names(key: str) -> None:
+def test_the_option_for_the_mask_of_devices_has_two_names(key: str) -> None:
     assert job(roles={"actor": {"count": 1, key: False}}).role("actor").auto_visible_device is False
     assert job().role("actor").auto_visible_device is True
 
 
-def test_the_mask_is_named_once() -> None:
+def test_the_two_names_of_the_mask_exclude_each_other() -> None:
     (fault,) = faults(roles={"actor": {"auto_visible_device": True, "enable_ray_auto_visible_device": False}})
     assert "they are one and the same" in fault.remedy
 

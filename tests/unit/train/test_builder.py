@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.unit.train.saying import faults, whole
+from tests.unit.train.sample_builders import complete_builder, faults
 from unirun.spec.job import Entry, Probe, RoleSpec
 from unirun.spec.parse import parse_job
 from unirun.train import DLJobBuilder, Job, RLJobBuilder
@@ -110,11 +110,11 @@ class TestAJob:
 
     def test_has_the_config_of_omegaconf_resolved(self) -> None:
         config = OmegaConf.create({"lr": 0.1, "twice": "${lr}", "deep": {"list": [1, 2]}})
-        spec = whole().config(config).build().spec
+        spec = complete_builder().config(config).build().spec
         assert spec.config == {"lr": 0.1, "twice": 0.1, "deep": {"list": [1, 2]}}
 
     def test_adds_up_environments(self) -> None:
-        builder = whole().global_env({"A": 1}).global_env({"B": 2, "A": 3})
+        builder = complete_builder().global_env({"A": 1}).global_env({"B": 2, "A": 3})
         builder.workload("b", "algo", "Actor").total(1).per_node(1).env({"X": 1}).env({"Y": "2"})
         spec = builder.build().spec
         assert (spec.env, spec.role("b").env) == ({"A": "3", "B": "2"}, {"X": "1", "Y": "2"})
@@ -128,12 +128,12 @@ class TestAJob:
         ],
     )
     def test_shows_workers_their_own_devices(self, say: Callable[[Any], Any], expected: bool) -> None:
-        builder = whole()
+        builder = complete_builder()
         say(builder.workload("b", "algo", "Actor").total(1).per_node(1))
         assert builder.build().spec.role("b").auto_visible_device is expected
 
     def test_collocates_roles_in_any_case_and_all_whenever_named(self) -> None:
-        builder = whole().with_collocation_all()
+        builder = complete_builder().with_collocation_all()
         for name in ("rollout", "critic"):
             builder.workload(name, "algo", "Actor").total(2).per_node(2)
         assert builder.build().spec.collocations == (("actor", "rollout", "critic"),)
@@ -144,8 +144,8 @@ class TestAJob:
 
     @pytest.mark.parametrize("kind", ["PRE", "SFT", "RL", "MULTIMODAL"])
     def test_has_one_of_four_types(self, kind: str) -> None:
-        assert isinstance(whole().dl_type(kind).build(), Job)
-        assert isinstance(whole().dl_type().build(), Job)
+        assert isinstance(complete_builder().dl_type(kind).build(), Job)
+        assert isinstance(complete_builder().dl_type().build(), Job)
 
 
 def test_roles_that_share_devices_count_once() -> None:
@@ -160,19 +160,19 @@ def test_roles_that_share_devices_count_once() -> None:
 
 
 def test_a_node_has_as_many_devices_as_its_ranks_need() -> None:
-    builder = whole().node_num(2).device_per_node(4)
+    builder = complete_builder().node_num(2).device_per_node(4)
     builder.workload("rollout", "algo", "Actor").total(4).per_node(4)
     (fault,) = faults(builder)
     assert fault.problem == "per_node: actor 2 + rollout 4 = 6 devices, and device_per_node = 4 are there"
 
 
 def test_a_role_alone_is_collocated_with_nobody() -> None:
-    assert whole().with_collocation_all().build().spec.collocations == ()
+    assert complete_builder().with_collocation_all().build().spec.collocations == ()
 
 
 class TestAFunction:
     def test_is_the_entry_of_a_role_beside_workloads(self) -> None:
-        builder = whole()
+        builder = complete_builder()
         builder.function("data", "algo:make").total(1).per_node(1).env({"A": "1"})
         role = builder.build().spec.role("data")
         assert (role.entry, role.count, role.env) == (Entry("function", "algo:make"), 1, {"A": "1"})
@@ -194,7 +194,7 @@ class TestAFunction:
 
 class TestPlaces:
     def test_are_what_a_job_file_says_of_them(self) -> None:
-        builder = whole().node_num(3).with_separation("ACTOR", "rollout").spares(1)
+        builder = complete_builder().node_num(3).with_separation("ACTOR", "rollout").spares(1)
         builder.exclude_nodes("gpu7", "gpu9").exclude_nodes("gpu12")
         builder.workload("rollout", "algo", "Rollout").total(4).per_node(4).slots(2).devices(
             0, 1, 2, 3, 4, 5, 6, 7
@@ -216,7 +216,7 @@ class TestPlaces:
         ]
 
     def test_are_nodes_only_for_roles_without_slots(self) -> None:
-        builder = whole().node_num(1).device_per_node(2)
+        builder = complete_builder().node_num(1).device_per_node(2)
         builder.workload("rollout", "algo", "Rollout").total(2).per_node(2)
         builder.workload("judge", "algo", "Actor").total(8).per_node(8).slots(0).cpus(96).memory("2TB")
         job = builder.with_collocation_all().build()
@@ -226,20 +226,20 @@ class TestPlaces:
         assert (judge.cpus, judge.memory) == (96, 2 * 10**12), "what nodes have is known when it starts"
 
     def test_that_there_are_not_are_told(self) -> None:
-        apart = whole()
+        apart = complete_builder()
         apart.workload("rollout", "algo", "Rollout").total(2).per_node(2)
         found = faults(apart.with_separation("actor", "rollout"))
         assert "rollout" in str(found[0])
 
     def test_of_roles_that_there_are_not_are_told_in_the_builders_words(self) -> None:
-        found = faults(whole().with_separation("actor", "rollouts").with_isolation("actor"))
+        found = faults(complete_builder().with_separation("actor", "rollouts").with_isolation("actor"))
         assert {fault.where for fault in found} == {"with_separation[0]", "with_isolation[0]"}
 
     def test_that_are_excluded_have_names(self) -> None:
-        (fault,) = faults(whole().exclude_nodes("gpu7,gpu9"))
+        (fault,) = faults(complete_builder().exclude_nodes("gpu7,gpu9"))
         assert fault.where == "exclude_nodes"
-        assert whole().exclude_nodes("node0").build(), "who excludes one counts on others"
+        assert complete_builder().exclude_nodes("node0").build(), "who excludes one counts on others"
 
     def test_and_edges_are_checked(self) -> None:
-        (fault,) = faults(whole().edge("actor", "actors"))
+        (fault,) = faults(complete_builder().edge("actor", "actors"))
         assert fault.where.startswith("edges[0]")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from tests.unit.train.saying import faults, whole
+from tests.unit.train.sample_builders import complete_builder, faults
 from unirun.errors import SpecError
 from unirun.train import DLJobBuilder, RLJobBuilder
 
@@ -178,7 +178,7 @@ RULES: list[tuple[str, Change, str, str, str]] = [
 
 
 def test_all_that_is_wrong_with_places_is_told_at_once() -> None:
-    builder = whole()
+    builder = complete_builder()
     second(1, 1)(builder)
     found = faults(builder.with_collocation("actor", "rollout").with_separation("actor", "rollout"))
     assert {fault.where for fault in found} == {"actor.count", "actor.per_node", "separations[0]"}
@@ -189,7 +189,7 @@ def test_all_that_is_wrong_with_places_is_told_at_once() -> None:
     ("change", "where", "problem", "remedy"), [r[1:] for r in RULES], ids=[r[0] for r in RULES]
 )
 def test_what_is_wrong_is_told(change: Change, where: str, problem: str, remedy: str) -> None:
-    builder = whole()
+    builder = complete_builder()
     change(builder)
     found = faults(builder)
     assert any(

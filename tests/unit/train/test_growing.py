@@ -15,7 +15,7 @@ from unirun.train.running import RunRequest, TrainingIterator
 EVERY = 60.0
 
 
-class Clock:
+class FakeClock:
     def __init__(self) -> None:
         self.time = 1000.0
 
@@ -23,17 +23,19 @@ class Clock:
         return self.time
 
 
-class Asked:
+class FakeWorkers:
     """In place of workers that are asked for more: remembers when."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: FakeClock) -> None:
         self.workers, self._clock, self.times = self, clock, list[float]()
 
     def grow(self) -> None:
         self.times.append(self._clock.time)
 
 
-def run(clock: Clock, asked: Asked, *, elastic: bool = True, every: float = EVERY) -> TrainingIterator:
+def run(
+    clock: FakeClock, asked: FakeWorkers, *, elastic: bool = True, every: float = EVERY
+) -> TrainingIterator:
     strategy = CheckpointStrategy()
     request = RunRequest(print, False, {}, {}, None, strategy, "", "", 0, (), elastic, every)
     attempts: Any = asked
@@ -45,8 +47,8 @@ def asks(
 ) -> tuple[list[float], list[float]]:
     """The times at which more ranks are asked for, and those at which a checkpoint is committed: the `rounds`
     of a run each have the seconds since the last one, and the number of a checkpoint or None."""
-    clock = Clock()
-    asked, saved = Asked(clock), list[float]()
+    clock = FakeClock()
+    asked, saved = FakeWorkers(clock), list[float]()
     iterator = run(clock, asked, elastic=elastic, every=every)
     for seconds, number in rounds:
         clock.time += seconds

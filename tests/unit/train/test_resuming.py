@@ -11,7 +11,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.train.trainer import DRIVER, _life, resume, this_process
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -97,7 +97,7 @@ def test_threads_do_not_try_the_same_parameters_twice(tmp_path: Path) -> None:
     together = threading.Barrier(2)
 
     def meets(trial: optuna.Trial) -> float:
-        together.wait(SOON)
+        together.wait(WAIT_TIMEOUT)
         return objective(trial)
 
     study.optimize(meets, n_trials=6, n_jobs=2)

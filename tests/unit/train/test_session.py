@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun import train
 from unirun.errors import EncodingError, UsageError
 from unirun.train import session as sessions
@@ -200,7 +200,7 @@ class TestReports:
         session.take(1)
         assert not done.is_set()
         session.take(2)
-        assert done.wait(SOON)
+        assert done.wait(WAIT_TIMEOUT)
         thread.join()
 
     def test_after_the_last_one_comes_the_end(self, session: Session) -> None:
@@ -293,7 +293,7 @@ class TestInterrupts:
         for each in (session, silent):
             each.interrupt("another rank was lost")
         for thread in threads:
-            thread.join(SOON)
+            thread.join(WAIT_TIMEOUT)
         assert ended == ["another rank was lost"] * 2
         with pytest.raises(Interrupted):
             train.save_checkpoint(epoch=1)
@@ -318,7 +318,7 @@ class TestRandomNumbers:
                 for epoch in range(state["epoch"] + 1 if state else 1, last + 1):
                     found.append(float(torch.rand(1)))
                     train.save_checkpoint(epoch=epoch)
-                    session.commit(epoch).result(SOON)
+                    session.commit(epoch).result(WAIT_TIMEOUT)
                 return found
             finally:
                 sessions.enter(None)

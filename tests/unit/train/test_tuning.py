@@ -12,7 +12,7 @@ import optuna
 import pytest
 from optuna.trial import FixedTrial, TrialState
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import TrainingFailed, UsageError
 from unirun.train import Trainer, trainer
 from unirun.train.checkpoints import CheckpointStrategy
@@ -167,7 +167,7 @@ class TestSets:
         together = threading.Barrier(2)
 
         def meets(config: Mapping[str, Any]) -> Reports:
-            together.wait(SOON)
+            together.wait(WAIT_TIMEOUT)
             yield {"loss": 0.0}
 
         sets = [Set(), Set(), Set()]
@@ -182,7 +182,7 @@ class TestSets:
 
         def waits(config: Mapping[str, Any]) -> Reports:
             begun.set()
-            end.wait(SOON)
+            end.wait(WAIT_TIMEOUT)
             yield {"loss": 0.0}
 
         workers = Set()
@@ -190,11 +190,11 @@ class TestSets:
         threads = [threading.Thread(target=trainable, args=(fixed({}),)) for _ in range(2)]
         for thread in threads:
             thread.start()
-        assert begun.wait(SOON)
+        assert begun.wait(WAIT_TIMEOUT)
         assert len(workers.runs) == 1
         end.set()
         for thread in threads:
-            thread.join(SOON)
+            thread.join(WAIT_TIMEOUT)
         assert len(workers.runs) == 2
 
     def test_the_wait_for_one_has_a_deadline(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.weights.pairs import place
+from tests.unit.weights.harness import weights_harness
 from unirun.weights.packing import blend
 from unirun.weights.tensors import tensors_of
 
@@ -38,12 +38,12 @@ def test_a_receiver_follows_what_is_published_and_tied_weights_move_once(tmp_pat
         return made
 
     slow = module(0.0)
-    with place(tmp_path) as here:
-        publisher, endpoint = here.publisher(tcp=tcp)
-        reader = here.reader(endpoint, tcp=tcp)
+    with weights_harness(tmp_path) as harness:
+        publisher, endpoint = harness.publisher(tcp=tcp)
+        receiver = harness.receiver(endpoint, tcp=tcp)
         for version, expected in ((1, 0.5), (2, 0.75)):
             publisher.publish(tensors_of(module(1.0)), version)
-            assert reader.receive(slow, version, eta=0.5) == version
+            assert receiver.receive(slow, version, eta=0.5) == version
             assert {float(each) for tensor in slow.state_dict().values() for each in tensor.flatten()} == {
                 expected
             }

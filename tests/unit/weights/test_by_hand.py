@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.effort import examples
-from tests.unit.weights.pairs import Place, place
+from tests.unit.weights.harness import WeightsHarness, weights_harness
 from unirun.errors import UsageError
 from unirun.weights.tensors import LocalShard, Weights, tensors_of
 
@@ -20,20 +20,22 @@ pytestmark = pytest.mark.starts_processes
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Place]:
-    with place(tmp_path) as made:
+def harness(tmp_path: Path) -> Iterator[WeightsHarness]:
+    with weights_harness(tmp_path) as made:
         yield made
 
 
-def moved(here: Place, published: list[Weights], received: list[Weights], tcp: bool = False) -> None:
+def moved(
+    harness: WeightsHarness, published: list[Weights], received: list[Weights], tcp: bool = False
+) -> None:
     """Publish in so many ranks, receive in so many."""
     endpoints = []
     for rank, weights in enumerate(published):
-        publisher, endpoint = here.publisher(rank, tcp=tcp)
+        publisher, endpoint = harness.publisher(rank, tcp=tcp)
         publisher.publish(tensors_of(weights), 0)
         endpoints.append(endpoint)
     for weights in received:
-        assert here.reader(*endpoints, tcp=tcp).receive(weights) == 0
+        assert harness.receiver(*endpoints, tcp=tcp).receive(weights) == 0
 
 
 def columns(whole: torch.Tensor, ranks: int, rank: int) -> LocalShard:
@@ -43,20 +45,20 @@ def columns(whole: torch.Tensor, ranks: int, rank: int) -> LocalShard:
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["shared memory", "sockets"])
-def test_columns_become_rows(here: Place, tcp: bool) -> None:
+def test_columns_become_rows(harness: WeightsHarness, tcp: bool) -> None:
     whole = torch.randn(6, 8)
     rows = [torch.zeros(2, 8) for _ in range(3)]
     into: list[Weights] = [
         {"w": LocalShard(part, shape=(6, 8), start=(2 * rank, 0))} for rank, part in enumerate(rows)
     ]
-    moved(here, [{"w": columns(whole, 4, rank)} for rank in range(4)], into, tcp)
+    moved(harness, [{"w": columns(whole, 4, rank)} for rank in range(4)], into, tcp)
     assert torch.equal(torch.cat(rows), whole)
 
 
 @examples(30)
 @given(st.integers(1, 4), st.integers(1, 4), st.data())
 def test_any_grid_of_shards_becomes_any_part(
-    here: Place, rows: int, across: int, data: st.DataObject
+    harness: WeightsHarness, rows: int, across: int, data: st.DataObject
 ) -> None:
     whole = torch.arange(12 * 12).view(12, 12)
     height, width = 12 // rows, 12 // across
@@ -74,42 +76,42 @@ def test_any_grid_of_shards_becomes_any_part(
     part = torch.zeros(
         data.draw(st.integers(1, 12 - top)), data.draw(st.integers(1, 12 - left)), dtype=torch.int64
     )
-    moved(here, published, [{"w": LocalShard(part, shape=(12, 12), start=(top, left))}])
+    moved(harness, published, [{"w": LocalShard(part, shape=(12, 12), start=(top, left))}])
     assert torch.equal(part, whole[top : top + len(part), left : left + part.shape[1]])
 
 
-def test_stages_and_experts_are_names_that_some_ranks_have(here: Place) -> None:
+def test_stages_and_experts_are_names_that_some_ranks_have(harness: WeightsHarness) -> None:
     layers = {f"layer{n}.expert{e}": torch.randn(3) for n in range(2) for e in range(2)}
     published: list[Weights] = [{name: value} for name, value in layers.items()]
     got = {name: torch.zeros(3) for name in layers}
     some = {name: torch.zeros(3) for name in [*layers][1:3]}
-    moved(here, published, [got, some])
+    moved(harness, published, [got, some])
     assert all(torch.equal(got[name], value) for name, value in layers.items())
     assert all(torch.equal(value, layers[name]) for name, value in some.items())
 
 
-def test_parts_of_a_fused_tensor_and_a_transposed_one_are_written_in_place(here: Place) -> None:
+def test_parts_of_a_fused_tensor_and_a_transposed_one_are_written_in_place(harness: WeightsHarness) -> None:
     q, k, v, up = (torch.randn(4, 6) for _ in range(4))
     fused, transposed = torch.zeros(12, 6), torch.zeros(6, 4)
     parts = dict(zip("qkv", fused.chunk(3), strict=True))
-    moved(here, [{"q": q, "k": k, "v": v, "up": up}], [parts | {"up": transposed.t()}])
+    moved(harness, [{"q": q, "k": k, "v": v, "up": up}], [parts | {"up": transposed.t()}])
     assert torch.equal(fused, torch.cat([q, k, v]))
     assert torch.equal(transposed, up.t())
 
 
-def test_a_publisher_may_rename_and_cast(here: Place) -> None:
+def test_a_publisher_may_rename_and_cast(harness: WeightsHarness) -> None:
     module = torch.nn.Linear(3, 3)
     sent = {f"model.{name}": value.bfloat16() for name, value in module.state_dict().items()}
     got = {name: torch.zeros_like(value) for name, value in sent.items()}
-    moved(here, [sent], [got])
+    moved(harness, [sent], [got])
     assert all(torch.equal(got[f"model.{n}"], v.bfloat16()) for n, v in module.state_dict().items())
 
 
-def test_float8_goes_with_its_scale(here: Place) -> None:
+def test_float8_goes_with_its_scale(harness: WeightsHarness) -> None:
     weight = torch.randn(8, 16)
     scale = weight.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
     got = {"w": torch.zeros(8, 16, dtype=torch.float8_e4m3fn), "w.scale": torch.zeros(8, 1)}
-    moved(here, [{"w": (weight / scale).to(torch.float8_e4m3fn), "w.scale": scale}], [got])
+    moved(harness, [{"w": (weight / scale).to(torch.float8_e4m3fn), "w.scale": scale}], [got])
     torch.testing.assert_close(got["w"].float() * got["w.scale"], weight, rtol=0.07, atol=1e-6)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.effort import examples
-from tests.unit.weights.pairs import Place, place
+from tests.unit.weights.harness import WeightsHarness, weights_harness
 from unirun.weights.packing import Block, Packing
 from unirun.weights.tensors import layout_of
 
@@ -22,8 +22,8 @@ SIZE = 1000
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Place]:
-    with place(tmp_path) as made:
+def harness(tmp_path: Path) -> Iterator[WeightsHarness]:
+    with weights_harness(tmp_path) as made:
         yield made
 
 
@@ -31,76 +31,78 @@ def zeros(*names: str) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(SIZE) for name in names or "abcd"}
 
 
-def test_tensors_that_are_the_same_are_not_sent_again(here: Place) -> None:
-    publisher, endpoint = here.publisher(tcp=True)
-    reader, sent = here.reader(endpoint, tcp=True), {name: torch.randn(SIZE) for name in "abcd"}
+def test_tensors_that_are_the_same_are_not_sent_again(harness: WeightsHarness) -> None:
+    publisher, endpoint = harness.publisher(tcp=True)
+    receiver, sent = harness.receiver(endpoint, tcp=True), {name: torch.randn(SIZE) for name in "abcd"}
     sizes = []
     for version, changes in enumerate(("abcd", "a", "", "bc", "d")):
         for name in changes:
             sent[name] += 1.0
         publisher.publish(sent, version, delta=True)
-        before, got = here.sent, zeros()
-        assert reader.receive(got, version) == version
+        before, got = harness.sent, zeros()
+        assert receiver.receive(got, version) == version
         assert all(torch.equal(got[name], sent[name]) for name in sent)
-        sizes.append((here.sent - before) // (4 * SIZE))
+        sizes.append((harness.sent - before) // (4 * SIZE))
     assert sizes == [4, 1, 0, 2, 1]
 
 
-def test_a_receiver_that_has_missed_versions_gets_all_that_has_changed_since_its_own(here: Place) -> None:
-    publisher, endpoint = here.publisher(tcp=True)
-    reader, sent = here.reader(endpoint, tcp=True), zeros()
+def test_a_receiver_that_has_missed_versions_gets_all_that_has_changed_since_its_own(
+    harness: WeightsHarness,
+) -> None:
+    publisher, endpoint = harness.publisher(tcp=True)
+    receiver, sent = harness.receiver(endpoint, tcp=True), zeros()
     publisher.publish(sent, 0, delta=True)
-    reader.receive(zeros())
-    before = here.sent
+    receiver.receive(zeros())
+    before = harness.sent
     for version, name in enumerate("abb", 1):
         sent[name] += 1.0
         publisher.publish(sent, version, delta=True)
     got = zeros()
-    assert reader.receive(got, 3) == 3
-    assert (here.sent - before) // (4 * SIZE) == 2
+    assert receiver.receive(got, 3) == 3
+    assert (harness.sent - before) // (4 * SIZE) == 2
     assert {name: float(value[0]) for name, value in got.items()} == {"a": 1.0, "b": 2.0, "c": 0.0, "d": 0.0}
 
 
-def test_a_version_that_is_not_a_delta_is_sent_as_a_whole(here: Place) -> None:
-    publisher, endpoint = here.publisher(tcp=True)
-    reader = here.reader(endpoint, tcp=True)
+def test_a_version_that_is_not_a_delta_is_sent_as_a_whole(harness: WeightsHarness) -> None:
+    publisher, endpoint = harness.publisher(tcp=True)
+    receiver = harness.receiver(endpoint, tcp=True)
     for version, delta in enumerate((True, False)):
         publisher.publish(zeros(), version, delta=delta)
-        reader.receive(zeros(), version)
-    assert here.sent == 2 * 4 * 4 * SIZE
+        receiver.receive(zeros(), version)
+    assert harness.sent == 2 * 4 * 4 * SIZE
 
 
-def test_other_tensors_and_other_receivers_get_everything(here: Place) -> None:
-    publisher, endpoint = here.publisher(tcp=True)
-    reader = here.reader(endpoint, tcp=True)
+def test_other_tensors_and_other_receivers_get_everything(harness: WeightsHarness) -> None:
+    publisher, endpoint = harness.publisher(tcp=True)
+    receiver = harness.receiver(endpoint, tcp=True)
     publisher.publish(zeros(*"ab"), 0, delta=True)
-    reader.receive(zeros(*"ab"))
+    receiver.receive(zeros(*"ab"))
     publisher.publish(zeros(*"abc"), 1, delta=True)
     got = {"a": torch.ones(SIZE), "c": torch.ones(SIZE)}
-    assert reader.receive(got, 1) == 1
+    assert receiver.receive(got, 1) == 1
     assert not any(value.any() for value in got.values())
     late = torch.ones(SIZE)
-    assert here.reader(endpoint, tcp=True).receive({"b": late}, 1) == 1
+    assert harness.receiver(endpoint, tcp=True).receive({"b": late}, 1) == 1
     assert not late.any()
 
 
-def test_neighbours_share_what_has_changed(here: Place) -> None:
-    publisher, endpoint = here.publisher(tcp=True)
-    readers, sent = here.neighbours(2, endpoint), zeros()
+def test_neighbours_share_what_has_changed(harness: WeightsHarness) -> None:
+    publisher, endpoint = harness.publisher(tcp=True)
+    receivers, sent = harness.neighbours(2, endpoint), zeros()
     for version in range(3):
         sent["c"] += 1.0
         publisher.publish(sent, version, delta=True)
-        for reader in readers:
+        for receiver in receivers:
             got = zeros()
-            assert reader.receive(got, version) == version
+            assert receiver.receive(got, version) == version
             assert all(torch.equal(got[name], sent[name]) for name in sent)
-    assert here.sent == 4 * SIZE * (4 + 1 + 1)
+    assert harness.sent == 4 * SIZE * (4 + 1 + 1)
 
 
-def test_what_is_kept_does_not_keep_the_frames_that_it_came_in(here: Place) -> None:
-    publisher, endpoint = here.publisher(tcp=True)
+def test_what_is_kept_does_not_keep_the_frames_that_it_came_in(harness: WeightsHarness) -> None:
+    publisher, endpoint = harness.publisher(tcp=True)
     large = 1_000_000
-    reader, names = here.reader(endpoint, tcp=True), [f"small{number}" for number in range(12)]
+    receiver, names = harness.receiver(endpoint, tcp=True), [f"small{number}" for number in range(12)]
     sent, got = {"large": torch.zeros(large)} | zeros(*names), {"large": torch.zeros(large)} | zeros(*names)
     tracemalloc.start()
     try:
@@ -108,7 +110,7 @@ def test_what_is_kept_does_not_keep_the_frames_that_it_came_in(here: Place) -> N
             sent["large"] += 1.0
             sent[name] += 1.0
             publisher.publish(sent, version, delta=True)
-            reader.receive(got, version)
+            receiver.receive(got, version)
         assert tracemalloc.get_traced_memory()[0] < 4 * 4 * large
     finally:
         tracemalloc.stop()

@@ -1,4 +1,4 @@
-"""The contract of every `DeviceInterface`, in two processes that use it: the twin everywhere, CUDA where there is a GPU."""
+"""The contract of every `DeviceInterface`, in two processes that use it: the fake one everywhere, CUDA where there is a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.weights.twin import Machine
+from tests.unit.weights.fake_device import FakeMachine
 from unirun.weights.cuda import CudaDevice
 from unirun.weights.packing import DeviceError, DeviceInterface
 
@@ -117,10 +117,10 @@ def remotes() -> Iterator[list[Remote]]:
             each.kill()
 
 
-@pytest.fixture(params=["twin", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["fake", pytest.param("cuda", marks=pytest.mark.gpu)])
 def pair(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
-    if request.param == "twin":
-        machine = Machine()
+    if request.param == "fake":
+        machine = FakeMachine()
         yield [Hands(machine.process(number)) for number in (0, 1)]
     else:
         with remotes() as found:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.effort import examples
-from tests.unit.weights.meshes import Cut, cuts
+from tests.unit.weights.shardings import Sharding, shardings
 from tests.unit.weights.test_moving import noise, same
 from unirun.errors import FrameError, UsageError, WeightsError
 from unirun.weights import disk
@@ -83,13 +83,13 @@ def test_what_was_cut_is_loaded_in_another_cut(url: str) -> None:
 
 
 @examples(20)
-@given(cuts())
-def test_any_layout_comes_back(tmp_path_factory: pytest.TempPathFactory, cut: Cut) -> None:
+@given(shardings())
+def test_any_layout_comes_back(tmp_path_factory: pytest.TempPathFactory, sharding: Sharding) -> None:
     url, whole = str(tmp_path_factory.mktemp("any")), torch.arange(70, dtype=torch.int32).view(7, 10)
-    for rank, at in enumerate(cut.coordinates):
-        mine, layout = cut.local(whole, at), {"w": cut.part(whole, at)}
+    for rank, at in enumerate(sharding.coordinates):
+        mine, layout = sharding.local(whole, at), {"w": sharding.part(whole, at)}
         memory = packed(mine, layout)
-        disk.save(url, 1, rank, len(cut.coordinates), Packing(layout, 1), memory)
+        disk.save(url, 1, rank, len(sharding.coordinates), Packing(layout, 1), memory)
     got = torch.zeros(7, 10, dtype=torch.int32)
     assert load(url, {"w": got}) == 1
     assert torch.equal(got, whole)
@@ -144,10 +144,10 @@ def test_a_dtype_that_files_do_not_have_is_told(url: str) -> None:
         save(url, 1, {"w": torch.zeros(1, dtype=torch.complex128)})
 
 
-@pytest.mark.parametrize("cut", [4, 60, -3])
-def test_a_damaged_file_is_told(url: str, cut: int) -> None:
+@pytest.mark.parametrize("size", [4, 60, -3])
+def test_a_damaged_file_is_told(url: str, size: int) -> None:
     (path,) = save(url, 1, {"w": torch.ones(100)})
-    Path(path).write_bytes(Path(path).read_bytes()[:cut])
+    Path(path).write_bytes(Path(path).read_bytes()[:size])
     got = torch.zeros(100)
     with pytest.raises(FrameError):
         load(url, {"w": got})

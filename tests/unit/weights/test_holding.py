@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.weights.pairs import Place, place
+from tests.unit.weights.harness import WeightsHarness, weights_harness
 from unirun.weights.publishing import CURRENT
 
 pytestmark = pytest.mark.starts_processes
@@ -17,8 +17,8 @@ OVER_TCP = pytest.mark.parametrize("tcp", [False, True], ids=["on one host", "be
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Place]:
-    with place(tmp_path) as made:
+def harness(tmp_path: Path) -> Iterator[WeightsHarness]:
+    with weights_harness(tmp_path) as made:
         yield made
 
 
@@ -33,62 +33,66 @@ def values(tensors: dict[str, torch.Tensor]) -> list[float]:
 @OVER_TCP
 @pytest.mark.parametrize("far", [False, True], ids=["mapped", "sent"])
 def test_a_late_receiver_gets_the_last_version_when_the_publisher_has_ended(
-    here: Place, tcp: bool, far: bool
+    harness: WeightsHarness, tcp: bool, far: bool
 ) -> None:
-    publisher, endpoint = here.publisher(tcp=far)
-    first, late = here.reader(endpoint, tcp=far), here.reader()
+    publisher, endpoint = harness.publisher(tcp=far)
+    first, late = harness.receiver(endpoint, tcp=far), harness.receiver()
     for version in (1, 2):
         publisher.publish(filled(float(version)), version)
         first.receive(filled(0.0), version)
-    here.end_publishers()
+    harness.end_publishers()
     first.publishers_have_ended = True
     got = filled(0.0)
-    assert late.receive_held(here.holders(first, tcp=tcp), got) == 2
+    assert late.receive_held(harness.holders(first, tcp=tcp), got) == 2
     assert values(got) == [2.0]
 
 
-def test_one_that_got_it_from_another_receiver_holds_it_too(here: Place) -> None:
-    publisher, endpoint = here.publisher()
-    chain = [here.reader(endpoint), here.reader(), here.reader()]
+def test_one_that_got_it_from_another_receiver_holds_it_too(harness: WeightsHarness) -> None:
+    publisher, endpoint = harness.publisher()
+    chain = [harness.receiver(endpoint), harness.receiver(), harness.receiver()]
     publisher.publish(filled(5.0), 5)
     chain[0].receive(filled(0.0))
-    assert chain[1].receive_held(here.holders(chain[0]), filled(0.0)) == 5
+    assert chain[1].receive_held(harness.holders(chain[0]), filled(0.0)) == 5
     got = filled(0.0)
-    assert chain[2].receive_held(here.holders(chain[1]), got) == 5
+    assert chain[2].receive_held(harness.holders(chain[1]), got) == 5
     assert values(got) == [5.0]
 
 
-def test_receivers_that_have_a_part_each_are_enough_together(here: Place) -> None:
-    publisher, endpoint = here.publisher(tcp=True)
+def test_receivers_that_have_a_part_each_are_enough_together(harness: WeightsHarness) -> None:
+    publisher, endpoint = harness.publisher(tcp=True)
     publisher.publish(filled(3.0, "a", "b"), 3)
-    readers = [here.reader(endpoint, tcp=True) for _ in range(2)]
-    for reader, name in zip(readers, "ab", strict=True):
-        reader.receive(filled(0.0, name))
-    got, late = filled(0.0, "a", "b"), here.reader()
-    assert late.receive_held(here.holders(readers[0]), got) is None
-    assert late.receive_held(here.holders(*readers), got) == 3
+    receivers = [harness.receiver(endpoint, tcp=True) for _ in range(2)]
+    for receiver, name in zip(receivers, "ab", strict=True):
+        receiver.receive(filled(0.0, name))
+    got, late = filled(0.0, "a", "b"), harness.receiver()
+    assert late.receive_held(harness.holders(receivers[0]), got) is None
+    assert late.receive_held(harness.holders(*receivers), got) == 3
     assert values(got) == [3.0]
 
 
-def test_the_latest_version_counts_that_is_there_as_a_whole(here: Place) -> None:
-    publisher, endpoint = here.publisher(tcp=True)
-    whole, half, late = here.reader(endpoint, tcp=True), here.reader(endpoint, tcp=True), here.reader()
+def test_the_latest_version_counts_that_is_there_as_a_whole(harness: WeightsHarness) -> None:
+    publisher, endpoint = harness.publisher(tcp=True)
+    whole, half, late = (
+        harness.receiver(endpoint, tcp=True),
+        harness.receiver(endpoint, tcp=True),
+        harness.receiver(),
+    )
     publisher.publish(filled(1.0, "a", "b"), 1)
     whole.receive(filled(0.0, "a", "b"))
     publisher.publish(filled(2.0, "a", "b"), 2)
     half.receive(filled(0.0, "a"))
-    got, holders = filled(0.0, "a", "b"), here.holders(half, whole)
+    got, holders = filled(0.0, "a", "b"), harness.holders(half, whole)
     assert late.receive_held(holders, got) == 1
     assert values(got) == [1.0]
     assert late.receive_held(holders, got, at_least=2) is None
 
 
-def test_nobody_writes_to_what_is_held(here: Place) -> None:
-    publisher, endpoint = here.publisher()
-    slow, fast, late = here.reader(endpoint), here.reader(endpoint), here.reader()
+def test_nobody_writes_to_what_is_held(harness: WeightsHarness) -> None:
+    publisher, endpoint = harness.publisher()
+    slow, fast, late = harness.receiver(endpoint), harness.receiver(endpoint), harness.receiver()
     publisher.publish(filled(1.0), 1)
     slow.receive(filled(0.0))
-    holders = here.holders(slow)
+    holders = harness.holders(slow)
     for version in range(2, 12):
         publisher.publish(filled(float(version)), version)
         fast.receive(filled(0.0), version)
@@ -97,12 +101,12 @@ def test_nobody_writes_to_what_is_held(here: Place) -> None:
         assert values(got) == [1.0]
 
 
-def test_nothing_is_given_that_a_publisher_may_have_written_to(here: Place) -> None:
-    publisher, endpoint = here.publisher()
-    first, late = here.reader(endpoint), here.reader()
+def test_nothing_is_given_that_a_publisher_may_have_written_to(harness: WeightsHarness) -> None:
+    publisher, endpoint = harness.publisher()
+    first, late = harness.receiver(endpoint), harness.receiver()
     publisher.publish(filled(1.0), 1)
     first.receive(filled(0.0))
-    holders = here.holders(first)
+    holders = harness.holders(first)
     assert late.receive_held(holders, filled(0.0)) == 1
     # The connection has ended, and the publisher lives as far as anybody knows.
     first.sources[0].line.close()
@@ -111,34 +115,34 @@ def test_nothing_is_given_that_a_publisher_may_have_written_to(here: Place) -> N
     assert late.receive_held(holders, filled(0.0)) == 1
 
 
-def test_who_has_nothing_and_who_has_ended_are_left_out(here: Place) -> None:
-    publisher, endpoint = here.publisher()
+def test_who_has_nothing_and_who_has_ended_are_left_out(harness: WeightsHarness) -> None:
+    publisher, endpoint = harness.publisher()
     empty, ended, holds, late = (
-        here.reader(endpoint),
-        here.reader(endpoint),
-        here.reader(endpoint),
-        here.reader(),
+        harness.receiver(endpoint),
+        harness.receiver(endpoint),
+        harness.receiver(endpoint),
+        harness.receiver(),
     )
     publisher.publish(filled(1.0), 1)
     ended.receive(filled(0.0))
     holds.receive(filled(0.0))
-    holders = here.holders(empty, ended, holds)
+    holders = harness.holders(empty, ended, holds)
     holders[1].line.close()
     assert late.receive_held(holders[:2], filled(0.0)) is None
     assert late.receive_held(holders, filled(0.0)) == 1
 
 
-def test_what_does_not_fit_is_not_there(here: Place) -> None:
-    publisher, endpoint = here.publisher()
-    first, late = here.reader(endpoint), here.reader()
+def test_what_does_not_fit_is_not_there(harness: WeightsHarness) -> None:
+    publisher, endpoint = harness.publisher()
+    first, late = harness.receiver(endpoint), harness.receiver()
     publisher.publish(filled(1.0), 1)
     first.receive(filled(0.0))
-    assert late.receive_held(here.holders(first), {"w": torch.zeros(4)}) is None
+    assert late.receive_held(harness.holders(first), {"w": torch.zeros(4)}) is None
 
 
-def test_a_receiver_that_holds_nothing_any_more_gives_the_memory_back(here: Place) -> None:
-    publisher, endpoint = here.publisher()
-    first = here.reader(endpoint)
+def test_a_receiver_that_holds_nothing_any_more_gives_the_memory_back(harness: WeightsHarness) -> None:
+    publisher, endpoint = harness.publisher()
+    first = harness.receiver(endpoint)
     publisher.publish(filled(1.0), 1)
     first.receive(filled(0.0))
     assert len(publisher._blocks._blocks[0].readers) == 2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from tests.unit.weights.meshes import Cut, cuts
+from tests.unit.weights.shardings import Sharding, shardings
 from unirun.weights.dtensors import local_indices
 from unirun.weights.layout import Box, pieces_of, runs
 
@@ -58,24 +58,24 @@ class TestPieces:
         assert runs([0, 1, 2, 5, 6, 9]) == [(0, 0, 3), (3, 5, 2), (5, 9, 1)]
         assert runs([]) == []
 
-    @given(cuts())
-    def test_the_pieces_of_all_ranks_together_are_the_tensor(self, cut: Cut) -> None:
+    @given(shardings())
+    def test_the_pieces_of_all_ranks_together_are_the_tensor(self, sharding: Sharding) -> None:
         shape = (7, 10)
         found: set[tuple[int, ...]] = set()
-        for coordinate in cut.coordinates:
-            axes = local_indices(shape, cut.mesh, coordinate, cut.placements)
+        for coordinate in sharding.coordinates:
+            axes = local_indices(shape, sharding.mesh, coordinate, sharding.placements)
             mine = [cells(piece.box) for piece in pieces_of(axes)]
             assert sum(map(len, mine)) == len(set().union(*mine)) == len(axes[0]) * len(axes[1])
             found |= set().union(*mine)
         assert len(found) == 70
 
-    @given(cuts())
-    def test_a_rank_has_what_torch_gives_it(self, cut: Cut) -> None:
-        for coordinate in cut.coordinates:
-            axes = local_indices((7, 10), cut.mesh, coordinate, cut.placements)
+    @given(shardings())
+    def test_a_rank_has_what_torch_gives_it(self, sharding: Sharding) -> None:
+        for coordinate in sharding.coordinates:
+            axes = local_indices((7, 10), sharding.mesh, coordinate, sharding.placements)
             shape, offset = _compute_local_shape_and_global_offset(
-                (7, 10), cut.mesh, coordinate.__getitem__, cut.placements, False
+                (7, 10), sharding.mesh, coordinate.__getitem__, sharding.placements, False
             )
             assert tuple(map(len, axes)) == tuple(shape)
-            if torch.Size(shape).numel() and all(isinstance(p, Shard) for p in cut.placements):
+            if torch.Size(shape).numel() and all(isinstance(p, Shard) for p in sharding.placements):
                 assert [axis[0] for axis in axes] == [*offset]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.effort import examples
-from tests.unit.weights.pairs import place
+from tests.unit.weights.harness import weights_harness
 from unirun.errors import WeightsError
 from unirun.weights import disk
 from unirun.weights.memory import same_bits
@@ -173,30 +173,30 @@ class TestTargetsOfOneMemory:
     def test_one_tensor_by_two_names_takes_one_value(self, tmp_path: Path) -> None:
         tied = torch.zeros(SHAPE)
         untied_weights = {"a": torch.ones(SHAPE), "b": torch.full(SHAPE, 2.0)}
-        with place(tmp_path) as here:
-            publisher, endpoint = here.publisher()
-            reader = here.reader(endpoint)
+        with weights_harness(tmp_path) as harness:
+            publisher, endpoint = harness.publisher()
+            receiver = harness.receiver(endpoint)
             publisher.publish(tensors_of(untied_weights), 1)
             for assign in (True, False, True):
                 with pytest.raises(WeightsError, match="b: it is tied to a"):
-                    reader.receive({"a": tied, "b": tied}, assign=assign)
+                    receiver.receive({"a": tied, "b": tied}, assign=assign)
             assert tied.sum() == 0
             publisher.publish(tensors_of(dict.fromkeys("ab", torch.ones(SHAPE))), 2)
-            reader.receive({"a": tied, "b": tied}, 2)
+            receiver.receive({"a": tied, "b": tied}, 2)
             assert tied.sum() == tied.numel()
 
     def test_what_is_refused_is_given_back(self, tmp_path: Path) -> None:
         tied = torch.zeros(SHAPE)
-        with place(tmp_path) as here:
-            publisher, endpoint = here.publisher()
-            reader = here.reader(endpoint)
+        with weights_harness(tmp_path) as harness:
+            publisher, endpoint = harness.publisher()
+            receiver = harness.receiver(endpoint)
             publisher.publish(tensors_of({"a": torch.ones(SHAPE), "b": torch.full(SHAPE, 2.0)}), 1)
             with publisher.current() as (_, _, block):
                 lent_before = len(block.readers)
                 with pytest.raises(WeightsError, match="b: it is tied to a"):
-                    reader.receive({"a": tied, "b": tied})
+                    receiver.receive({"a": tied, "b": tied})
                 # It answers in the order of requests.
-                reader.latest()
+                receiver.latest()
                 assert len(block.readers) == lent_before
 
 
@@ -205,13 +205,13 @@ PUBLISHED = {kind: make() for kind, make in {**LOCKED, **GOOD}.items()}
 
 
 def test_any_mix_of_targets_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
-    with place(tmp_path) as here:
-        publisher, endpoint = here.publisher()
+    with weights_harness(tmp_path) as harness:
+        publisher, endpoint = harness.publisher()
         publisher.publish({kind: value(tensor, 1) for kind, tensor in PUBLISHED.items()}, 1)
         folder = str(tmp_path / "saved")
         with publisher.current() as (version, packing, block):
             disk.save(folder, version, 0, 1, packing, block.memory)
-        reader = here.reader(endpoint)
+        receiver = harness.receiver(endpoint)
 
         @examples(60)
         @given(
@@ -226,7 +226,7 @@ def test_any_mix_of_targets_is_written_as_a_whole_or_not_at_all(tmp_path: Path) 
                 if how == "loaded":
                     disk.load(folder, targets_of(into), 0)
                 else:
-                    reader.receive(into, assign=how == "assigned", eta=0.5 if how == "blended" else 1.0)
+                    receiver.receive(into, assign=how == "assigned", eta=0.5 if how == "blended" else 1.0)
             except WeightsError as error:
                 told = [fault.where for fault in error.faults]
             first = [kind for kind in bad if kind in EMPTY] or bad
@@ -308,19 +308,19 @@ class TestCompiledModules:
 
     @pytest.mark.parametrize("assign", [False, True])
     def test_any_publisher_fits_any_receiver(self, tmp_path: Path, assign: bool) -> None:
-        with place(tmp_path) as here:
+        with weights_harness(tmp_path) as harness:
             for number, sent in enumerate(self.variants(1.0)):
-                publisher, endpoint = here.publisher(number)
+                publisher, endpoint = harness.publisher(number)
                 publisher.publish(tensors_of(sent), 1)
                 for got in self.variants(0.0):
-                    here.reader(endpoint).receive(got, assign=assign)
+                    harness.receiver(endpoint).receive(got, assign=assign)
                     assert {float(each.sum()) for each in got.state_dict().values()} == {4.0, 2.0}
 
     def test_a_dict_keeps_its_keys(self, tmp_path: Path) -> None:
         into: dict[str, Piecewise] = {f"_orig_mod.{name}": torch.zeros(2, 2) for name in "ab"}
-        with place(tmp_path) as here:
-            publisher, endpoint = here.publisher()
+        with weights_harness(tmp_path) as harness:
+            publisher, endpoint = harness.publisher()
             publisher.publish(tensors_of(dict.fromkeys("ab", torch.ones(2, 2))), 1)
-            here.reader(endpoint).receive(into, assign=True)
+            harness.receiver(endpoint).receive(into, assign=True)
         assert [*into] == ["_orig_mod.a", "_orig_mod.b"]
         assert all(isinstance(each, torch.Tensor) and each.sum() == 4 for each in into.values())

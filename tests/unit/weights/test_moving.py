@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 
-from tests.effort import SOON, examples
-from tests.unit.weights.meshes import Cut, cuts
-from tests.unit.weights.pairs import Place, place
+from tests.effort import examples
+from tests.unit.weights.harness import WeightsHarness, weights_harness
+from tests.unit.weights.shardings import Sharding, shardings
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import PeerLost, UsageError, WeightsError, WeightsTimeout
 from unirun.weights.layout import Layout
 from unirun.weights.packing import Packing
@@ -40,8 +41,8 @@ DTYPES = (
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Place]:
-    with place(tmp_path) as made:
+def harness(tmp_path: Path) -> Iterator[WeightsHarness]:
+    with weights_harness(tmp_path) as made:
         yield made
 
 
@@ -62,7 +63,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["shared memory", "sockets"])
 class TestEverything:
-    def test_every_dtype_and_shape_arrives_bit_for_bit(self, here: Place, tcp: bool) -> None:
+    def test_every_dtype_and_shape_arrives_bit_for_bit(self, harness: WeightsHarness, tcp: bool) -> None:
         sent = {f"{dtype}": noise(3, 5, dtype=dtype) for dtype in DTYPES}
         sent |= {
             "scalar": torch.tensor(2**24 + 1),
@@ -71,17 +72,19 @@ class TestEverything:
             "every second": noise(8, 8)[::2, 1::2],
             "expanded": noise(1, 4).expand(3, 4),
         }
-        publisher, endpoint = here.publisher(tcp=tcp)
+        publisher, endpoint = harness.publisher(tcp=tcp)
         publisher.publish(sent, 7)
         got = {
             name: torch.empty_like(tensor, memory_format=torch.contiguous_format)
             for name, tensor in sent.items()
         }
         got["columns"] = torch.empty(6, 8).t()
-        assert here.reader(endpoint, tcp=tcp).receive(got) == 7
+        assert harness.receiver(endpoint, tcp=tcp).receive(got) == 7
         assert [name for name in sent if not same(sent[name], got[name])] == []
 
-    def test_parameters_buffers_and_tied_weights_of_a_module_arrive(self, here: Place, tcp: bool) -> None:
+    def test_parameters_buffers_and_tied_weights_of_a_module_arrive(
+        self, harness: WeightsHarness, tcp: bool
+    ) -> None:
         def module() -> torch.nn.Sequential:
             made = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 5))
             made[2].weight = made[0].weight
@@ -89,9 +92,9 @@ class TestEverything:
 
         sent, got = module(), module()
         sent(torch.rand(9, 5)).sum().backward()
-        publisher, endpoint = here.publisher(tcp=tcp)
+        publisher, endpoint = harness.publisher(tcp=tcp)
         publisher.publish(tensors_of(sent), 0)
-        here.reader(endpoint, tcp=tcp).receive(tensors_of(got))
+        harness.receiver(endpoint, tcp=tcp).receive(tensors_of(got))
         assert all(
             same(a, b) for a, b in zip(sent.state_dict().values(), got.state_dict().values(), strict=True)
         )
@@ -99,14 +102,19 @@ class TestEverything:
         assert got[0].weight.grad is None
 
     @examples(20)
-    @given(cuts(), cuts())
+    @given(shardings(), shardings())
     def test_any_layout_becomes_any_other(
-        self, here: Place, tcp: bool, monkeypatch: pytest.MonkeyPatch, source: Cut, target: Cut
+        self,
+        harness: WeightsHarness,
+        tcp: bool,
+        monkeypatch: pytest.MonkeyPatch,
+        source: Sharding,
+        target: Sharding,
     ) -> None:
         whole = noise(7, 10, dtype=torch.bfloat16)
         endpoints = []
         for at in source.coordinates:
-            publisher, endpoint = here.publisher(tcp=tcp)
+            publisher, endpoint = harness.publisher(tcp=tcp)
             _publish_as(monkeypatch, publisher, source.local(whole, at), {"w": source.part(whole, at)})
             endpoints.append(endpoint)
         for at in target.coordinates[:2]:
@@ -115,7 +123,7 @@ class TestEverything:
                 patch.setattr(
                     "unirun.weights.receiving.layout_of", lambda _, at=at: {"w": target.part(whole, at)}
                 )
-                here.reader(*endpoints, tcp=tcp).receive({"w": got})
+                harness.receiver(*endpoints, tcp=tcp).receive({"w": got})
             assert same(got, target.local(whole, at))
 
 
@@ -129,91 +137,95 @@ def _publish_as(
 
 
 class TestVersions:
-    def test_a_receiver_waits_for_the_version_that_it_wants(self, here: Place) -> None:
-        publisher, endpoint = here.publisher()
-        reader, got = here.reader(endpoint), {"w": torch.zeros(4)}
+    def test_a_receiver_waits_for_the_version_that_it_wants(self, harness: WeightsHarness) -> None:
+        publisher, endpoint = harness.publisher()
+        receiver, got = harness.receiver(endpoint), {"w": torch.zeros(4)}
         publisher.publish({"w": torch.ones(4)}, 1)
-        assert reader.receive(got) == 1
+        assert receiver.receive(got) == 1
         found: list[int] = []
-        waiting = threading.Thread(target=lambda: found.append(reader.receive(got, at_least=3)))
+        waiting = threading.Thread(target=lambda: found.append(receiver.receive(got, at_least=3)))
         waiting.start()
         publisher.publish({"w": torch.full((4,), 2.0)}, 2)
         publisher.publish({"w": torch.full((4,), 3.0)}, 3)
         waiting.join()
         assert (found, got["w"].tolist()) == ([3], [3.0] * 4)
 
-    def test_a_late_receiver_gets_the_last_version_at_once(self, here: Place) -> None:
-        publisher, endpoint = here.publisher()
+    def test_a_late_receiver_gets_the_last_version_at_once(self, harness: WeightsHarness) -> None:
+        publisher, endpoint = harness.publisher()
         for version in range(5):
             publisher.publish({"w": torch.full((4,), float(version))}, version)
         got = {"w": torch.zeros(4)}
-        assert here.reader(endpoint).receive(got) == 4
+        assert harness.receiver(endpoint).receive(got) == 4
         assert got["w"].tolist() == [4.0] * 4
 
-    def test_a_receiver_of_several_publishers_gets_one_version_of_all(self, here: Place) -> None:
-        halves = [here.publisher(rank) for rank in range(2)]
-        reader = here.reader(*(endpoint for _, endpoint in halves))
+    def test_a_receiver_of_several_publishers_gets_one_version_of_all(self, harness: WeightsHarness) -> None:
+        halves = [harness.publisher(rank) for rank in range(2)]
+        receiver = harness.receiver(*(endpoint for _, endpoint in halves))
         got = {"a": torch.zeros(2), "b": torch.zeros(2)}
         for number, (publisher, _) in enumerate(halves):
             publisher.publish({"ab"[number]: torch.full((2,), 1.0)}, 1)
-        assert reader.receive(got) == 1
+        assert receiver.receive(got) == 1
         halves[0][0].publish({"a": torch.full((2,), 2.0)}, 2)
         late = threading.Timer(0.05, halves[1][0].publish, ({"b": torch.full((2,), 2.0)}, 2))
         late.start()
-        assert reader.receive(got, at_least=1) == 2
+        assert receiver.receive(got, at_least=1) == 2
         late.join()
         assert got["a"].tolist() == got["b"].tolist() == [2.0, 2.0]
 
-    def test_nothing_changes_when_no_version_is_new_enough(self, here: Place) -> None:
-        publisher, endpoint = here.publisher()
+    def test_nothing_changes_when_no_version_is_new_enough(self, harness: WeightsHarness) -> None:
+        publisher, endpoint = harness.publisher()
         publisher.publish({"w": torch.ones(4)}, 1)
         got = {"w": torch.zeros(4)}
         with pytest.raises(WeightsTimeout, match="actor:0 has published nothing new enough"):
-            here.reader(endpoint).receive(got, at_least=2, within=0.05)
+            harness.receiver(endpoint).receive(got, at_least=2, within=0.05)
         assert got["w"].tolist() == [0.0] * 4
 
-    def test_versions_ascend(self, here: Place) -> None:
-        publisher, _ = here.publisher()
+    def test_versions_ascend(self, harness: WeightsHarness) -> None:
+        publisher, _ = harness.publisher()
         publisher.publish({"w": torch.ones(4)}, 1)
         with pytest.raises(UsageError, match="version 1 of channel 'policy' comes after 1"):
             publisher.publish({"w": torch.ones(4)}, 1)
 
-    def test_a_publisher_may_publish_other_tensors_later(self, here: Place) -> None:
-        publisher, endpoint = here.publisher()
-        reader = here.reader(endpoint)
+    def test_a_publisher_may_publish_other_tensors_later(self, harness: WeightsHarness) -> None:
+        publisher, endpoint = harness.publisher()
+        receiver = harness.receiver(endpoint)
         publisher.publish({"w": torch.ones(4)}, 1)
-        reader.receive({"w": torch.zeros(4)})
+        receiver.receive({"w": torch.zeros(4)})
         publisher.publish({"w": torch.ones(4), "v": noise(1000)}, 2)
         got = {"v": torch.zeros(1000)}
-        assert reader.receive(got, at_least=2) == 2
+        assert receiver.receive(got, at_least=2) == 2
         assert got["v"].count_nonzero() > 0
 
-    def test_what_does_not_fit_is_told_and_changes_nothing(self, here: Place) -> None:
-        publisher, endpoint = here.publisher()
+    def test_what_does_not_fit_is_told_and_changes_nothing(self, harness: WeightsHarness) -> None:
+        publisher, endpoint = harness.publisher()
         publisher.publish({"w": torch.ones(4), "v": torch.ones(1)}, 1)
         got = {"w": torch.zeros(5), "v": torch.zeros(1)}
         with pytest.raises(WeightsError, match="float32"):
-            here.reader(endpoint).receive(got)
+            harness.receiver(endpoint).receive(got)
         assert got["v"].tolist() == [0.0]
 
 
 class TestMemory:
-    def test_two_blocks_are_enough_however_many_versions_there_are(self, here: Place) -> None:
-        publisher, endpoint = here.publisher()
-        reader, got = here.reader(endpoint), {"w": torch.zeros(1000)}
+    def test_two_blocks_are_enough_however_many_versions_there_are(self, harness: WeightsHarness) -> None:
+        publisher, endpoint = harness.publisher()
+        receiver, got = harness.receiver(endpoint), {"w": torch.zeros(1000)}
         before = _memfds()
         for version in range(50):
             publisher.publish({"w": torch.full((1000,), float(version))}, version)
-            assert reader.receive(got, at_least=version) == version
+            assert receiver.receive(got, at_least=version) == version
         assert _memfds() - before == 2
 
     def test_without_shared_memory_weights_go_over_sockets_with_a_warning(
-        self, here: Place, capfd: pytest.CaptureFixture[str]
+        self, harness: WeightsHarness, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        publisher, endpoint = here.publisher()
-        reader, sent, got = here.reader(endpoint), {"w": noise(1000, 1000)}, {"w": torch.zeros(1000, 1000)}
+        publisher, endpoint = harness.publisher()
+        receiver, sent, got = (
+            harness.receiver(endpoint),
+            {"w": noise(1000, 1000)},
+            {"w": torch.zeros(1000, 1000)},
+        )
         publisher.publish({"w": torch.ones(1000, 1000)}, 0)
-        reader.receive(got)
+        receiver.receive(got)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
         try:
@@ -224,21 +236,21 @@ class TestMemory:
             "there is no shared memory for 4000000 bytes of weights (File too large)"
             in capfd.readouterr().err
         )
-        assert reader.receive(got, at_least=1) == 1
+        assert receiver.receive(got, at_least=1) == 1
         assert same(got["w"], sent["w"])
 
-    def test_a_version_that_is_being_read_is_not_overwritten(self, here: Place) -> None:
-        publisher, endpoint = here.publisher()
-        source = here.reader(endpoint).sources[0]
+    def test_a_version_that_is_being_read_is_not_overwritten(self, harness: WeightsHarness) -> None:
+        publisher, endpoint = harness.publisher()
+        source = harness.receiver(endpoint).sources[0]
         publisher.publish({"w": torch.full((1000,), 1.0)}, 1)
         from unirun.weights.layout import Box, ReadItem
         from unirun.weights.messages import Describe, Described, Fetched, answer_of
 
-        described = answer_of(source.ask(Describe("policy", 1.0)).result(SOON).head)
+        described = answer_of(source.ask(Describe("policy", 1.0)).result(WAIT_TIMEOUT).head)
         assert isinstance(described, Described)
         source.describe(Packing(described.layout, described.number, described.offsets))
         take = ReadItem(0, "w", Box((0,), (1000,)))
-        parcel = source.fetch(0, (take,), 1.0, keep=False).result(SOON)
+        parcel = source.fetch(0, (take,), 1.0, keep=False).result(WAIT_TIMEOUT)
         fetched = answer_of(parcel.head)
         assert isinstance(fetched, Fetched)
         (view,) = source.mapped(fetched, parcel, keep=False).views((take,))
@@ -246,9 +258,9 @@ class TestMemory:
             publisher.publish({"w": torch.full((1000,), float(version))}, version)
             assert view.unique().tolist() == [1.0]
 
-    def test_ten_thousand_versions_under_a_reader_are_never_torn(self, here: Place) -> None:
-        publisher, endpoint = here.publisher()
-        reader, got = here.reader(endpoint), {"a": torch.zeros(5000), "b": torch.zeros(3)}
+    def test_ten_thousand_versions_under_a_reader_are_never_torn(self, harness: WeightsHarness) -> None:
+        publisher, endpoint = harness.publisher()
+        receiver, got = harness.receiver(endpoint), {"a": torch.zeros(5000), "b": torch.zeros(3)}
         count = 10_000
         torn: list[int] = []
         seen: list[int] = []
@@ -256,7 +268,7 @@ class TestMemory:
         def read() -> None:
             version = -1
             while version < count - 1:
-                version = reader.receive(got, at_least=version + 1)
+                version = receiver.receive(got, at_least=version + 1)
                 seen.append(version)
                 if {*got["a"].unique().tolist(), *got["b"].unique().tolist()} != {float(version)}:
                     torn.append(version)
@@ -271,15 +283,15 @@ class TestMemory:
         assert torn == []
         assert seen == sorted(set(seen))
 
-    def test_a_publisher_that_ends_is_told_by_name_to_who_waits_for_it(self, here: Place) -> None:
-        publisher, endpoint = here.publisher()
-        reader, got = here.reader(endpoint), {"w": torch.zeros(4)}
+    def test_a_publisher_that_ends_is_told_by_name_to_who_waits_for_it(self, harness: WeightsHarness) -> None:
+        publisher, endpoint = harness.publisher()
+        receiver, got = harness.receiver(endpoint), {"w": torch.zeros(4)}
         publisher.publish({"w": torch.ones(4)}, 1)
-        reader.receive(got)
-        ending = threading.Timer(0.05, here.end_publishers)
+        receiver.receive(got)
+        ending = threading.Timer(0.05, harness.end_publishers)
         ending.start()
         with pytest.raises(PeerLost, match="actor:0 is gone"):
-            reader.receive(got, at_least=2)
+            receiver.receive(got, at_least=2)
         ending.join()
         assert got["w"].tolist() == [1.0] * 4
 
@@ -296,57 +308,59 @@ def _memfds() -> int:
 
 
 class TestAssigning:
-    def test_parameters_become_tensors_over_the_publishers_memory(self, here: Place) -> None:
-        publisher, endpoint = here.publisher()
-        reader, module = here.reader(endpoint), torch.nn.Linear(4, 3)
+    def test_parameters_become_tensors_over_the_publishers_memory(self, harness: WeightsHarness) -> None:
+        publisher, endpoint = harness.publisher()
+        receiver, module = harness.receiver(endpoint), torch.nn.Linear(4, 3)
         parameter = module.weight
         for version in (1, 2):
             sent = {"weight": torch.full((3, 4), float(version)), "bias": torch.full((3,), float(version))}
             publisher.publish(sent, version)
-            assert reader.receive(module, at_least=version, assign=True) == version
+            assert receiver.receive(module, at_least=version, assign=True) == version
             assert module(torch.ones(4)).tolist() == [5.0 * version] * 3
         assert module.weight is parameter
 
-    def test_what_was_assigned_stays_while_others_are_published(self, here: Place) -> None:
-        publisher, endpoint = here.publisher()
-        reader, got = here.reader(endpoint), {"w": torch.zeros(1000)}
+    def test_what_was_assigned_stays_while_others_are_published(self, harness: WeightsHarness) -> None:
+        publisher, endpoint = harness.publisher()
+        receiver, got = harness.receiver(endpoint), {"w": torch.zeros(1000)}
         publisher.publish({"w": torch.full((1000,), 1.0)}, 1)
-        reader.receive(got, assign=True)
+        receiver.receive(got, assign=True)
         for version in range(2, 12):
             publisher.publish({"w": torch.full((1000,), float(version))}, version)
             assert got["w"].unique().tolist() == [1.0]
-        assert reader.receive(got, assign=True) == 11
+        assert receiver.receive(got, assign=True) == 11
         assert got["w"].unique().tolist() == [11.0]
 
-    def test_writing_to_what_was_assigned_changes_nothing_for_others(self, here: Place) -> None:
-        publisher, endpoint = here.publisher()
+    def test_writing_to_what_was_assigned_changes_nothing_for_others(self, harness: WeightsHarness) -> None:
+        publisher, endpoint = harness.publisher()
         publisher.publish({"w": torch.ones(1000)}, 1)
         mine, others = {"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}
-        here.reader(endpoint).receive(mine, assign=True)
+        harness.receiver(endpoint).receive(mine, assign=True)
         mine["w"].fill_(5.0)
-        here.reader(endpoint).receive(others)
+        harness.receiver(endpoint).receive(others)
         assert others["w"].unique().tolist() == [1.0]
 
-    def test_a_block_is_written_again_when_all_that_was_assigned_from_it_is_freed(self, here: Place) -> None:
-        publisher, endpoint = here.publisher()
-        reader, got = here.reader(endpoint), {"w": torch.zeros(1000), "v": torch.zeros(1000)}
+    def test_a_block_is_written_again_when_all_that_was_assigned_from_it_is_freed(
+        self, harness: WeightsHarness
+    ) -> None:
+        publisher, endpoint = harness.publisher()
+        receiver, got = harness.receiver(endpoint), {"w": torch.zeros(1000), "v": torch.zeros(1000)}
         before = _memfds()
         for version in range(20):
             publisher.publish({name: torch.full((1000,), float(version)) for name in got}, version)
-            reader.receive(got, at_least=version, assign=True)
+            receiver.receive(got, at_least=version, assign=True)
         # The news that one is free come with the next request.
         assert _memfds() - before <= 3
 
-    def test_what_comes_from_another_host_is_copied(self, here: Place) -> None:
-        publisher, endpoint = here.publisher(tcp=True)
+    def test_what_comes_from_another_host_is_copied(self, harness: WeightsHarness) -> None:
+        publisher, endpoint = harness.publisher(tcp=True)
         publisher.publish({"w": torch.ones(1000)}, 1)
         got = {"w": torch.zeros(1000)}
         before = got["w"]
-        here.reader(endpoint, tcp=True).receive(got, assign=True)
+        harness.receiver(endpoint, tcp=True).receive(got, assign=True)
         assert got["w"] is before
         assert before.unique().tolist() == [1.0]
 
-    def test_a_receiver_may_ask_which_version_there_is(self, here: Place) -> None:
-        publisher, endpoint = here.publisher()
+    def test_a_receiver_may_ask_which_version_there_is(self, harness: WeightsHarness) -> None:
+        publisher, endpoint = harness.publisher()
         publisher.publish({"w": torch.ones(1)}, 5)
-        assert here.reader(endpoint).latest() == 5
+        assert harness.receiver(endpoint).latest() == 5

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.weights.pairs import Place, Reader, place
+from tests.unit.weights.harness import ReceiverHarness, WeightsHarness, weights_harness
 from unirun.weights import receiving
 
 pytestmark = pytest.mark.starts_processes
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Place]:
-    with place(tmp_path) as made:
+def harness(tmp_path: Path) -> Iterator[WeightsHarness]:
+    with weights_harness(tmp_path) as made:
         yield made
 
 
@@ -28,15 +28,15 @@ def weights(value: float = 0.0) -> dict[str, torch.Tensor]:
 BYTES = 8 * 4000
 
 
-def all_receive(readers: Sequence[Reader], version: int) -> list[tuple[int, set[float]]]:
+def all_receive(receivers: Sequence[ReceiverHarness], version: int) -> list[tuple[int, set[float]]]:
     """Let all readers receive at the same time, and return their results."""
     found: list[tuple[int, set[float]]] = []
 
-    def receive(reader: Reader) -> None:
+    def receive(receiver: ReceiverHarness) -> None:
         got = weights()
-        found.append((reader.receive(got, version), {v for t in got.values() for v in t.unique().tolist()}))
+        found.append((receiver.receive(got, version), {v for t in got.values() for v in t.unique().tolist()}))
 
-    threads = [threading.Thread(target=receive, args=(reader,)) for reader in readers]
+    threads = [threading.Thread(target=receive, args=(receiver,)) for receiver in receivers]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -44,65 +44,65 @@ def all_receive(readers: Sequence[Reader], version: int) -> list[tuple[int, set[
     return found
 
 
-def test_each_byte_comes_once_to_a_host(here: Place) -> None:
-    publisher, endpoint = here.publisher(tcp=True)
-    readers = here.neighbours(3, endpoint)
+def test_each_byte_comes_once_to_a_host(harness: WeightsHarness) -> None:
+    publisher, endpoint = harness.publisher(tcp=True)
+    receivers = harness.neighbours(3, endpoint)
     for version in range(5):
         publisher.publish(weights(float(version)), version)
-        assert all_receive(readers, version) == [(version, {float(version)})] * 3
-        assert here.sent == (version + 1) * BYTES
+        assert all_receive(receivers, version) == [(version, {float(version)})] * 3
+        assert harness.sent == (version + 1) * BYTES
 
 
-def test_two_that_wait_for_each_other_get_everything(here: Place) -> None:
+def test_two_that_wait_for_each_other_get_everything(harness: WeightsHarness) -> None:
     """Each of two publishers is asked first by another receiver."""
-    halves = [here.publisher(rank, tcp=True) for rank in range(2)]
-    readers = here.neighbours(2, *(endpoint for _, endpoint in halves))
+    halves = [harness.publisher(rank, tcp=True) for rank in range(2)]
+    receivers = harness.neighbours(2, *(endpoint for _, endpoint in halves))
     names = sorted(weights())
     for version in range(20):
         for number, (publisher, _) in enumerate(halves):
             publisher.publish({name: weights(float(version))[name] for name in names[number::2]}, version)
-        assert all_receive(readers, version) == [(version, {float(version)})] * 2
-        assert here.sent == (version + 1) * BYTES
+        assert all_receive(receivers, version) == [(version, {float(version)})] * 2
+        assert harness.sent == (version + 1) * BYTES
 
 
-def test_one_that_comes_later_gets_it_from_the_first(here: Place) -> None:
-    publisher, endpoint = here.publisher(tcp=True)
-    first, second = here.neighbours(2, endpoint)
+def test_one_that_comes_later_gets_it_from_the_first(harness: WeightsHarness) -> None:
+    publisher, endpoint = harness.publisher(tcp=True)
+    first, second = harness.neighbours(2, endpoint)
     publisher.publish(weights(3.0), 3)
     assert all_receive([first], 3) == all_receive([second], 3) == [(3, {3.0})]
-    assert here.sent == BYTES
+    assert harness.sent == BYTES
 
 
 def test_what_a_neighbour_does_not_give_comes_from_the_publisher(
-    here: Place, monkeypatch: pytest.MonkeyPatch
+    harness: WeightsHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiving, "NEIGHBOR_ANSWER_TIMEOUT", 0.05)
-    publisher, endpoint = here.publisher(tcp=True)
-    readers = here.neighbours(3, endpoint)
+    publisher, endpoint = harness.publisher(tcp=True)
+    receivers = harness.neighbours(3, endpoint)
     publisher.publish(weights(1.0), 1)
-    assert all_receive(readers[:1], 1) == [(1, {1.0})]
+    assert all_receive(receivers[:1], 1) == [(1, {1.0})]
     # It has given up what it got, as one that hangs or has failed to unpack it.
-    readers[0].holder.close()
-    assert all_receive(readers[1:2], 1) == [(1, {1.0})]
-    assert here.sent == 2 * BYTES
+    receivers[0].holder.close()
+    assert all_receive(receivers[1:2], 1) == [(1, {1.0})]
+    assert harness.sent == 2 * BYTES
     # Nobody knows the first one any more.
-    readers[2].others.clear()
-    assert all_receive(readers[2:], 1) == [(1, {1.0})]
-    assert here.sent == 3 * BYTES
+    receivers[2].others.clear()
+    assert all_receive(receivers[2:], 1) == [(1, {1.0})]
+    assert harness.sent == 3 * BYTES
 
 
-def test_a_neighbour_that_has_died_is_not_waited_for(here: Place) -> None:
-    publisher, endpoint = here.publisher(tcp=True)
-    first, second = here.neighbours(2, endpoint)
+def test_a_neighbour_that_has_died_is_not_waited_for(harness: WeightsHarness) -> None:
+    publisher, endpoint = harness.publisher(tcp=True)
+    first, second = harness.neighbours(2, endpoint)
     publisher.publish(weights(1.0), 1)
     all_receive([first], 1)
     second.others[first.name].line.close()
     assert all_receive([second], 1) == [(1, {1.0})]
 
 
-def test_one_with_a_newer_version_makes_all_of_it_newer(here: Place) -> None:
-    publisher, endpoint = here.publisher(tcp=True)
-    first, second = here.neighbours(2, endpoint)
+def test_one_with_a_newer_version_makes_all_of_it_newer(harness: WeightsHarness) -> None:
+    publisher, endpoint = harness.publisher(tcp=True)
+    first, second = harness.neighbours(2, endpoint)
     names = sorted(weights())
     publisher.publish(weights(1.0), 1)
     assert first.receive({name: torch.zeros(1000) for name in names[:4]}) == 1
@@ -111,11 +111,11 @@ def test_one_with_a_newer_version_makes_all_of_it_newer(here: Place) -> None:
 
 
 def test_other_tensors_are_published_while_a_neighbour_is_asked(
-    here: Place, monkeypatch: pytest.MonkeyPatch
+    harness: WeightsHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiving, "NEIGHBOR_ANSWER_TIMEOUT", 0.1)
-    publisher, endpoint = here.publisher(tcp=True)
-    first, second = here.neighbours(2, endpoint)
+    publisher, endpoint = harness.publisher(tcp=True)
+    first, second = harness.neighbours(2, endpoint)
     publisher.publish(weights(1.0), 1)
     assert all_receive([first], 1) == [(1, {1.0})]
     first.holder.close()

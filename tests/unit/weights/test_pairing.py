@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import GroupError
 from unirun.roles.process_groups import dist
 from unirun.weights import pairing
@@ -66,7 +66,7 @@ def ends() -> Iterator[tuple[PairGroup, PairGroup]]:
 def moved(
     pair: tuple[PairGroup, PairGroup], tensors: Sequence[torch.Tensor], *, checked: bool = True
 ) -> list[torch.Tensor]:
-    deadline = time.monotonic() + SOON
+    deadline = time.monotonic() + WAIT_TIMEOUT
     thread = threading.Thread(target=pair[0].send, args=(tensors, deadline), kwargs={"checked": checked})
     thread.start()
     try:
@@ -143,7 +143,7 @@ def test_who_waits_is_told_when_the_other_end_closes() -> None:
     with ends() as (sender, receiver):
         threading.Timer(0.1, sender.close).start()
         with pytest.raises(GroupError, match="did the other end die"):
-            receiver.receive([100], CPU, time.monotonic() + SOON)
+            receiver.receive([100], CPU, time.monotonic() + WAIT_TIMEOUT)
 
 
 def test_a_deadline_ends_the_wait() -> None:

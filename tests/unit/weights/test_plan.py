@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from tests.unit.weights.meshes import Cut, cuts
+from tests.unit.weights.shardings import Sharding, shardings
 from unirun.errors import WeightsError
 from unirun.weights.layout import Box, Part, Piece, ReadItem, Tensor, by_source, plan
 from unirun.weights.tensors import layout_of, part_of
@@ -14,8 +14,10 @@ from unirun.weights.tensors import layout_of, part_of
 WHOLE = torch.arange(70).view(7, 10)
 
 
-@given(cuts(), cuts())
-def test_every_pair_of_layouts_moves_each_element_once_and_exactly(sources: Cut, receivers: Cut) -> None:
+@given(shardings(), shardings())
+def test_every_pair_of_layouts_moves_each_element_once_and_exactly(
+    sources: Sharding, receivers: Sharding
+) -> None:
     tensors = {"w": WHOLE}
     layouts = sources.layouts(tensors)
     held = [sources.local(WHOLE, at) for at in sources.coordinates]

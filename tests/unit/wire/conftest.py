@@ -1,4 +1,4 @@
-"""Each kind of place for streams in turn."""
+"""Each kind of endpoint in turn."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.wire.places import KINDS, Place
+from tests.unit.wire.endpoints import KINDS, Endpoint
 
 
 @pytest.fixture(params=KINDS)
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    return Place(request.param, tmp_path)
+def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Endpoint:
+    return Endpoint(request.param, tmp_path)

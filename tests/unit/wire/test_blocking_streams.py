@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.wire.places import SOON, Place, raw, serving, unexpected
+from tests.unit.wire.endpoints import Endpoint, encoded, fail_on_refusal, serve_once
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ConnectionLost, FrameError, RendezvousError
 from unirun.wire.address import unix_address
 from unirun.wire.aio import Stream, StreamServer
@@ -21,31 +22,31 @@ from unirun.wire.reports import Notice
 
 
 class TestBlockingStream:
-    def test_a_blocking_stream_speaks_with_an_asyncio_stream(self, place: Place) -> None:
+    def test_a_blocking_stream_speaks_with_an_asyncio_stream(self, endpoint: Endpoint) -> None:
         async def main() -> None:
             async def serve(stream: Stream) -> None:
                 stream.send(await stream.receive())
                 await stream.close()
 
-            server = StreamServer(place.listen(), place.credentials, serve, unexpected)
+            server = StreamServer(endpoint.listen(), endpoint.credentials, serve, fail_on_refusal)
             await asyncio.to_thread(talk)
             server.close()
 
         def talk() -> None:
-            with BlockingStream.connect(place.address, place.credentials) as stream:
+            with BlockingStream.connect(endpoint.address, endpoint.credentials) as stream:
                 stream.send(Stop(15, "please", 1.5))
-                assert stream.receive(SOON) == Stop(15, "please", 1.5)
+                assert stream.receive(WAIT_TIMEOUT) == Stop(15, "please", 1.5)
                 with pytest.raises(ConnectionLost):
-                    stream.receive(SOON)
+                    stream.receive(WAIT_TIMEOUT)
 
         asyncio.run(main())
 
     def test_a_blocking_stream_returns_all_messages_of_one_read(self) -> None:
         ours, theirs = socket.socketpair()
         stream = BlockingStream(ours)
-        theirs.sendall(raw(Notice("a", "1")) + raw(Notice("a", "2")) + raw(Notice("a", "3"))[:-1])
+        theirs.sendall(encoded(Notice("a", "1")) + encoded(Notice("a", "2")) + encoded(Notice("a", "3"))[:-1])
         assert list(stream.drain()) == [Notice("a", "1"), Notice("a", "2")]
-        theirs.sendall(raw(Notice("a", "3"))[-1:])
+        theirs.sendall(encoded(Notice("a", "3"))[-1:])
         assert list(stream.drain()) == [Notice("a", "3")]
         theirs.close()
         with pytest.raises(ConnectionLost):
@@ -65,52 +66,56 @@ class TestBlockingStream:
     def test_a_blocking_stream_waits_until_its_timeout(self) -> None:
         ours, theirs = socket.socketpair()
         with BlockingStream(ours) as stream, theirs:
-            late = threading.Timer(0.05, lambda: theirs.sendall(raw(Shutdown())))
+            late = threading.Timer(0.05, lambda: theirs.sendall(encoded(Shutdown())))
             late.start()
-            assert stream.receive(SOON) == Shutdown()
-            late.join(SOON)
-            theirs.sendall(raw(Shutdown()))
+            assert stream.receive(WAIT_TIMEOUT) == Shutdown()
+            late.join(WAIT_TIMEOUT)
+            theirs.sendall(encoded(Shutdown()))
             assert stream.receive() == Shutdown()
 
-    def test_a_blocking_stream_takes_a_handshake_in_pieces_and_leaves_later_bytes(self, place: Place) -> None:
+    def test_a_blocking_stream_takes_a_handshake_in_pieces_and_leaves_later_bytes(
+        self, endpoint: Endpoint
+    ) -> None:
         def serve(connection: socket.socket) -> None:
-            handshake = ServerHandshake(place.token)
+            handshake = ServerHandshake(endpoint.token)
             hello = handshake.hello()
             for n in range(len(hello)):
                 time.sleep(0.002)
                 connection.sendall(hello[n : n + 1])
             proof = handshake.proof(connection.recv(ANSWER_SIZE))
             connection.sendall(proof[:10])
-            connection.sendall(proof[10:] + raw(Notice("a", "1")) + raw(Notice("a", "2")))
+            connection.sendall(proof[10:] + encoded(Notice("a", "1")) + encoded(Notice("a", "2")))
 
         with (
-            serving(place, serve),
-            BlockingStream.connect(place.address, place.credentials) as stream,
+            serve_once(endpoint, serve),
+            BlockingStream.connect(endpoint.address, endpoint.credentials) as stream,
         ):
-            assert stream.receive(SOON) == Notice("a", "1")
+            assert stream.receive(WAIT_TIMEOUT) == Notice("a", "1")
             assert [*stream.buffered()] == [Notice("a", "2")]
 
     def test_a_blocking_stream_waits_for_a_unix_listener_whose_queue_is_full(self, tmp_path: Path) -> None:
-        place = Place("unix", tmp_path)
-        listener = place.listen(backlog=0)
+        endpoint = Endpoint("unix", tmp_path)
+        listener = endpoint.listen(backlog=0)
         first = socket.socket(socket.AF_UNIX)
-        with listener, first, unix_address(place.path) as path:
+        with listener, first, unix_address(endpoint.path) as path:
             first.connect(path)
             with pytest.raises(RendezvousError, match="nobody answers at"):
-                BlockingStream.connect(place.address, place.credentials, timeout=0.05)
+                BlockingStream.connect(endpoint.address, endpoint.credentials, timeout=0.05)
 
             def make_room() -> None:
                 listener.accept()[0].close()
                 with listener.accept()[0] as second:
-                    handshake = ServerHandshake(place.token)
+                    handshake = ServerHandshake(endpoint.token)
                     second.sendall(handshake.hello())
-                    second.sendall(handshake.proof(second.recv(ANSWER_SIZE)) + raw(Shutdown()))
+                    second.sendall(handshake.proof(second.recv(ANSWER_SIZE)) + encoded(Shutdown()))
 
             room = threading.Timer(0.05, make_room)
             room.start()
-            with BlockingStream.connect(place.address, place.credentials, timeout=SOON) as stream:
-                assert stream.receive(SOON) == Shutdown()
-            room.join(SOON)
+            with BlockingStream.connect(
+                endpoint.address, endpoint.credentials, timeout=WAIT_TIMEOUT
+            ) as stream:
+                assert stream.receive(WAIT_TIMEOUT) == Shutdown()
+            room.join(WAIT_TIMEOUT)
 
     def test_a_blocking_stream_raises_when_the_peer_is_gone(self) -> None:
         ours, theirs = socket.socketpair()
@@ -119,11 +124,11 @@ class TestBlockingStream:
             with pytest.raises(ConnectionLost):
                 stream.send(Shutdown())
             with pytest.raises(ConnectionLost):
-                stream.receive(SOON)
+                stream.receive(WAIT_TIMEOUT)
 
     def test_a_blocking_stream_refuses_garbage_from_an_authenticated_peer(self) -> None:
         ours, theirs = socket.socketpair()
         with BlockingStream(ours) as stream, theirs:
             theirs.sendall(b"\0\0\0\2{}")
             with pytest.raises(FrameError, match="unknown message"):
-                stream.receive(SOON)
+                stream.receive(WAIT_TIMEOUT)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.effort import examples
-from tests.unit.wire.places import credentials_in
+from tests.unit.wire.endpoints import credentials_in
 from unirun.errors import JobError
 from unirun.wire.certificates import issue, make_tls
 from unirun.wire.credentials import NODE_URI, Credentials, load_credentials, node_of, node_uri, server_name

@@ -10,7 +10,7 @@ import typing
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from tests.unit.wire.values import within
+from tests.unit.wire.strategies import within
 from unirun.errors import FrameError, WireError
 from unirun.wire.frames import FrameReader, decode, encode, encode_frame
 from unirun.wire.handshake import ClientHandshake, ServerHandshake, Token

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.wire.places import Place, serving
+from tests.unit.wire.endpoints import Endpoint, serve_once
 from unirun.errors import JobError, RendezvousError
 from unirun.values import WorkerId
 from unirun.wire import blocking
@@ -19,19 +19,19 @@ from unirun.wire.messages import Hello, Message
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place("unix", tmp_path)
+def endpoint(tmp_path: Path) -> Endpoint:
+    return Endpoint("unix", tmp_path)
 
 
 @pytest.fixture
-def environ(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+def environ(endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """The environment of a worker; the link is closed after the test."""
-    (tmp_path / "token").write_text(place.token.hex())
+    (tmp_path / "token").write_text(endpoint.token.hex())
     (tmp_path / "token").chmod(0o600)
     opened: dict[int, BlockingStream] = {}
     monkeypatch.setattr(blocking, "_current", opened)
     yield {
-        "UNIRUN_SOCKET": str(place.path),
+        "UNIRUN_SOCKET": str(endpoint.path),
         "UNIRUN_ROLE": "actor",
         "UNIRUN_RANK": "3",
         "UNIRUN_INCARNATION": "2",
@@ -40,17 +40,19 @@ def environ(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         stream.close()
 
 
-def test_a_link_sends_hello_to_an_agent_that_knows_the_token(place: Place, environ: dict[str, str]) -> None:
+def test_a_link_sends_hello_to_an_agent_that_knows_the_token(
+    endpoint: Endpoint, environ: dict[str, str]
+) -> None:
     heard: list[Message] = []
 
     def agent(connection) -> None:  # type: ignore[no-untyped-def]
-        handshake, reader = ServerHandshake(place.token), FrameReader()
+        handshake, reader = ServerHandshake(endpoint.token), FrameReader()
         connection.sendall(handshake.hello())
         connection.sendall(handshake.proof(connection.recv(ANSWER_SIZE)))
         while not heard:
             heard.extend(map(decode, reader.feed(connection.recv(4096))))
 
-    with serving(place, agent):
+    with serve_once(endpoint, agent):
         opened = blocking.open_link(environ)
     assert heard == [Hello(WorkerId(role="actor", rank=3, incarnation=2), pid=os.getpid(), running=True)]
     assert blocking.open_link(environ) is opened, "a process has one"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.wire.values import within
+from tests.unit.wire.strategies import within
 from unirun.errors import FrameError, WireError
 from unirun.values import Value, WorkerId
 from unirun.wire.frames import FrameReader, decode, encode, encode_frame, from_json, parse_object, typed

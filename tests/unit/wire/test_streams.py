@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.wire.places import NODE, SOON, Place, raw, serving, unexpected
+from tests.unit.wire.endpoints import NODE, Endpoint, encoded, fail_on_refusal, serve_once
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import AuthError, ConnectionLost, RendezvousError, UsageError, WireError
 from unirun.wire import frames, handshake
 from unirun.wire.address import TcpAddress
@@ -28,7 +29,7 @@ from unirun.wire.reports import Notice
 from unirun.wire.sockets import listen, listen_tcp
 
 
-def over_asyncio(place: Place, talk: Callable[[Stream, Stream], Awaitable[None]]) -> None:
+def over_asyncio(endpoint: Endpoint, talk: Callable[[Stream, Stream], Awaitable[None]]) -> None:
     """Run `talk` with both ends of one stream."""
 
     async def main() -> None:
@@ -37,9 +38,9 @@ def over_asyncio(place: Place, talk: Callable[[Stream, Stream], Awaitable[None]]
         async def serve(stream: Stream) -> None:
             accepted.set_result(stream)
 
-        server = StreamServer(place.listen(), place.credentials, serve, unexpected)
-        client = await connect(place.address, place.on("another"))
-        async with asyncio.timeout(SOON):
+        server = StreamServer(endpoint.listen(), endpoint.credentials, serve, fail_on_refusal)
+        client = await connect(endpoint.address, endpoint.on("another"))
+        async with asyncio.timeout(WAIT_TIMEOUT):
             await talk(client, await accepted)
         await client.close()
         await (await accepted).close()
@@ -48,7 +49,7 @@ def over_asyncio(place: Place, talk: Callable[[Stream, Stream], Awaitable[None]]
     asyncio.run(main())
 
 
-def test_a_stream_carries_messages_both_ways_in_order(place: Place) -> None:
+def test_a_stream_carries_messages_both_ways_in_order(endpoint: Endpoint) -> None:
     async def talk(client: Stream, server: Stream) -> None:
         sent = [Notice("actor:0", f"{n}") for n in range(100)]
         for message in sent:
@@ -57,19 +58,19 @@ def test_a_stream_carries_messages_both_ways_in_order(place: Place) -> None:
         server.send(Shutdown())
         assert await client.receive() == Shutdown()
 
-    over_asyncio(place, talk)
+    over_asyncio(endpoint, talk)
 
 
-def test_a_stream_carries_a_message_of_8_mib(place: Place) -> None:
+def test_a_stream_carries_a_message_of_8_mib(endpoint: Endpoint) -> None:
     async def talk(client: Stream, server: Stream) -> None:
         message = Notice("x", "y" * (8 << 20))
         client.send(message)
         assert await server.receive() == message
 
-    over_asyncio(place, talk)
+    over_asyncio(endpoint, talk)
 
 
-def test_the_end_of_a_stream_is_raised_after_all_messages_sent_before(place: Place) -> None:
+def test_the_end_of_a_stream_is_raised_after_all_messages_sent_before(endpoint: Endpoint) -> None:
     async def talk(client: Stream, server: Stream) -> None:
         client.send(Notice("a", "last words"))
         await client.close()
@@ -78,17 +79,17 @@ def test_the_end_of_a_stream_is_raised_after_all_messages_sent_before(place: Pla
             await server.receive()
         server.send(Shutdown())  # to a peer that is gone: no error here, receive tells
 
-    over_asyncio(place, talk)
+    over_asyncio(endpoint, talk)
 
 
 class Refusing:
     """A server whose refusals can be waited for."""
 
-    def __init__(self, place: Place, *, timeout: float = SOON) -> None:
+    def __init__(self, endpoint: Endpoint, *, timeout: float = WAIT_TIMEOUT) -> None:
         self.refused: asyncio.Queue[str] = asyncio.Queue()
         self.accepted: asyncio.Queue[Stream] = asyncio.Queue()
         self._server = StreamServer(
-            place.listen(), place.credentials, self.accepted.put, self._note, timeout=timeout
+            endpoint.listen(), endpoint.credentials, self.accepted.put, self._note, timeout=timeout
         )
 
     def _note(self, text: str, count: int) -> None:
@@ -96,20 +97,20 @@ class Refusing:
 
     async def reason(self) -> str:
         """The reason why the next connection was refused."""
-        return await asyncio.wait_for(self.refused.get(), SOON)
+        return await asyncio.wait_for(self.refused.get(), WAIT_TIMEOUT)
 
     def close(self) -> None:
         self._server.close()
 
 
 class TestStreamAuthentication:
-    def test_a_client_with_another_token_is_refused(self, place: Place) -> None:
+    def test_a_client_with_another_token_is_refused(self, endpoint: Endpoint) -> None:
         async def main() -> None:
-            server = Refusing(place)
+            server = Refusing(endpoint)
             # With TLS it is the certificate that is wrong already.
-            expected = AuthError if place.kind == "tls" else ConnectionLost
+            expected = AuthError if endpoint.kind == "tls" else ConnectionLost
             with pytest.raises(expected):
-                await connect(place.address, place.stranger)
+                await connect(endpoint.address, endpoint.stranger)
             assert "was refused" in await server.reason()
             assert server.accepted.empty()
             server.close()
@@ -117,7 +118,7 @@ class TestStreamAuthentication:
         asyncio.run(main())
 
     def test_a_client_without_the_token_is_refused_before_its_payload_is_parsed(
-        self, place: Place, monkeypatch: pytest.MonkeyPatch
+        self, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         parsed: list[Any] = []
         parse = frames.parse_object
@@ -129,12 +130,14 @@ class TestStreamAuthentication:
         monkeypatch.setattr(frames, "parse_object", noted)
 
         async def main() -> None:
-            server = Refusing(place)
-            reader, writer = await place.open()
+            server = Refusing(endpoint)
+            reader, writer = await endpoint.open()
             hello = await reader.readexactly(HELLO_SIZE)
-            writer.write(ClientHandshake(new_token()).answer(hello) + raw(Stop(9, "let me in")))
+            writer.write(ClientHandshake(new_token()).answer(hello) + encoded(Stop(9, "let me in")))
             with contextlib.suppress(OSError):
-                assert await asyncio.wait_for(reader.read(), SOON) == b"", "not even a proof comes back"
+                assert await asyncio.wait_for(reader.read(), WAIT_TIMEOUT) == b"", (
+                    "not even a proof comes back"
+                )
             assert "does not know this job's token" in await server.reason()
             writer.close()
             server.close()
@@ -142,53 +145,53 @@ class TestStreamAuthentication:
         asyncio.run(main())
         assert parsed == []
 
-    def test_both_kinds_of_stream_refuse_a_server_with_another_token(self, place: Place) -> None:
+    def test_both_kinds_of_stream_refuse_a_server_with_another_token(self, endpoint: Endpoint) -> None:
         def lie(connection: socket.socket) -> None:
             connection.sendall(ServerHandshake(new_token()).hello())
             connection.recv(4096)
             connection.sendall(b"\0" * 32)
 
-        with serving(place, lie), pytest.raises(AuthError, match="the server does not know"):
-            BlockingStream.connect(place.address, place.credentials)
-        with serving(place, lie), pytest.raises(AuthError, match="the server does not know"):
-            asyncio.run(connect(place.address, place.credentials))
+        with serve_once(endpoint, lie), pytest.raises(AuthError, match="the server does not know"):
+            BlockingStream.connect(endpoint.address, endpoint.credentials)
+        with serve_once(endpoint, lie), pytest.raises(AuthError, match="the server does not know"):
+            asyncio.run(connect(endpoint.address, endpoint.credentials))
 
-    def test_a_silent_client_is_dropped_at_the_deadline(self, place: Place) -> None:
+    def test_a_silent_client_is_dropped_at_the_deadline(self, endpoint: Endpoint) -> None:
         async def main() -> None:
-            server = Refusing(place, timeout=0.1)
-            reader, writer = await place.open()
+            server = Refusing(endpoint, timeout=0.1)
+            reader, writer = await endpoint.open()
             assert "did not finish the handshake in time" in await server.reason()
             with contextlib.suppress(OSError):
-                await asyncio.wait_for(reader.read(), SOON)
+                await asyncio.wait_for(reader.read(), WAIT_TIMEOUT)
             writer.close()
             server.close()
 
         asyncio.run(main())
 
-    def test_a_silent_server_is_given_up_at_the_deadline(self, place: Place) -> None:
-        listener = place.listen()
+    def test_a_silent_server_is_given_up_at_the_deadline(self, endpoint: Endpoint) -> None:
+        listener = endpoint.listen()
         began = time.monotonic()
         # With TLS it has not even presented its certificate.
         silent = "did not finish the handshake in time|nobody answers"
         with pytest.raises((WireError, RendezvousError), match=silent):
-            BlockingStream.connect(place.address, place.credentials, timeout=0.05)
+            BlockingStream.connect(endpoint.address, endpoint.credentials, timeout=0.05)
         with pytest.raises((WireError, RendezvousError), match=silent):
-            asyncio.run(connect(place.address, place.credentials, timeout=0.05))
-        assert time.monotonic() - began < SOON
+            asyncio.run(connect(endpoint.address, endpoint.credentials, timeout=0.05))
+        assert time.monotonic() - began < WAIT_TIMEOUT
         listener.close()
 
-    def test_a_server_that_hangs_up_is_named_in_the_error(self, place: Place) -> None:
-        for hang_up in (lambda c: None, lambda c: c.sendall(ServerHandshake(place.token).hello())):
-            with serving(place, hang_up), pytest.raises(ConnectionLost):
-                BlockingStream.connect(place.address, place.credentials)
-            with serving(place, hang_up), pytest.raises(ConnectionLost):
-                asyncio.run(connect(place.address, place.credentials))
+    def test_a_server_that_hangs_up_is_named_in_the_error(self, endpoint: Endpoint) -> None:
+        for hang_up in (lambda c: None, lambda c: c.sendall(ServerHandshake(endpoint.token).hello())):
+            with serve_once(endpoint, hang_up), pytest.raises(ConnectionLost):
+                BlockingStream.connect(endpoint.address, endpoint.credentials)
+            with serve_once(endpoint, hang_up), pytest.raises(ConnectionLost):
+                asyncio.run(connect(endpoint.address, endpoint.credentials))
 
-    def test_an_address_that_nobody_listens_at_is_named_in_the_error(self, place: Place) -> None:
-        place.listen().close()
+    def test_an_address_that_nobody_listens_at_is_named_in_the_error(self, endpoint: Endpoint) -> None:
+        endpoint.listen().close()
         for attempt in (
-            lambda: BlockingStream.connect(place.address, place.credentials),
-            lambda: asyncio.run(connect(place.address, place.credentials)),
+            lambda: BlockingStream.connect(endpoint.address, endpoint.credentials),
+            lambda: asyncio.run(connect(endpoint.address, endpoint.credentials)),
         ):
             with pytest.raises(RendezvousError, match="nobody answers at .*; has the job ended") as caught:
                 attempt()
@@ -196,15 +199,15 @@ class TestStreamAuthentication:
 
 
 class TestAServer:
-    def test_a_server_that_is_closed_does_not_listen_and_keeps_its_streams(self, place: Place) -> None:
+    def test_a_server_that_is_closed_does_not_listen_and_keeps_its_streams(self, endpoint: Endpoint) -> None:
         async def main() -> None:
-            server = Refusing(place)
-            client = await connect(place.address, place.credentials)
+            server = Refusing(endpoint)
+            client = await connect(endpoint.address, endpoint.credentials)
             stream = await server.accepted.get()
             server.close()
             await asyncio.sleep(0)
             with pytest.raises(RendezvousError):
-                await connect(place.address, place.credentials)
+                await connect(endpoint.address, endpoint.credentials)
             client.send(Shutdown())
             assert await stream.receive() == Shutdown()
             await client.close()
@@ -212,24 +215,24 @@ class TestAServer:
 
         asyncio.run(main())
 
-    def test_the_node_of_a_peer_is_known_by_its_certificate(self, place: Place) -> None:
+    def test_the_node_of_a_peer_is_known_by_its_certificate(self, endpoint: Endpoint) -> None:
         async def talk(client: Stream, server: Stream) -> None:
-            assert client.peer == (NODE if place.kind == "tls" else "")
-            assert server.peer == ("another" if place.kind == "tls" else "")
+            assert client.peer == (NODE if endpoint.kind == "tls" else "")
+            assert server.peer == ("another" if endpoint.kind == "tls" else "")
 
-        over_asyncio(place, talk)
+        over_asyncio(endpoint, talk)
 
     def test_silent_connections_make_room_for_others(
-        self, place: Place, monkeypatch: pytest.MonkeyPatch
+        self, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for limit in ("KNOWN", "EACH"):
             monkeypatch.setattr(handshake, limit, 3)
         monkeypatch.setattr(handshake, "MIN_HANDSHAKE_SECONDS", 0.05)
 
         async def main() -> None:
-            server = Refusing(place)
-            silent = [await place.open() for _ in range(5)]
-            client = await asyncio.wait_for(connect(place.address, place.credentials), SOON)
+            server = Refusing(endpoint)
+            silent = [await endpoint.open() for _ in range(5)]
+            client = await asyncio.wait_for(connect(endpoint.address, endpoint.credentials), WAIT_TIMEOUT)
             assert "others wait" in await server.reason()
             await client.close()
             for _, writer in silent:
@@ -243,18 +246,18 @@ class TestAServer:
     ) -> None:
         """Each has a buffer of 256 KiB. The collector of cycles may come late for them."""
         monkeypatch.setattr(handshake, "EACH", 40)
-        place = Place("tls", tmp_path)
+        endpoint = Endpoint("tls", tmp_path)
 
         def left() -> int:
             return sum(type(each).__name__ == "SSLProtocol" for each in gc.get_objects())
 
         async def main() -> None:
-            server = Refusing(place)
-            assert isinstance(place.address, TcpAddress)
+            server = Refusing(endpoint)
+            assert isinstance(endpoint.address, TcpAddress)
             before = left()
             for said in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\xa5\x01", b""):
                 for _ in range(6):
-                    with socket.create_connection((place.address.addr, place.address.port)) as sock:
+                    with socket.create_connection((endpoint.address.addr, endpoint.address.port)) as sock:
                         await asyncio.sleep(0.005)
                         sock.sendall(said)
                     await server.reason()
@@ -268,10 +271,10 @@ class TestAServer:
         finally:
             gc.enable()
 
-    def test_a_server_that_is_closed_leaves_no_task(self, place: Place) -> None:
+    def test_a_server_that_is_closed_leaves_no_task(self, endpoint: Endpoint) -> None:
         async def main() -> None:
-            server = StreamServer(place.listen(), place.credentials, serve, unexpected)
-            _, writer = await place.open()
+            server = StreamServer(endpoint.listen(), endpoint.credentials, serve, fail_on_refusal)
+            _, writer = await endpoint.open()
             server.close()
             await server.closed()
             assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -283,15 +286,15 @@ class TestAServer:
         asyncio.run(main())
 
     def test_many_honest_connections_at_once_are_all_accepted(
-        self, place: Place, monkeypatch: pytest.MonkeyPatch
+        self, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for limit in ("KNOWN", "EACH"):
             monkeypatch.setattr(handshake, limit, 4)
 
         async def main() -> None:
-            server = Refusing(place)
+            server = Refusing(endpoint)
             clients = await asyncio.gather(
-                *(connect(place.address, place.credentials, timeout=SOON) for _ in range(32))
+                *(connect(endpoint.address, endpoint.credentials, timeout=WAIT_TIMEOUT) for _ in range(32))
             )
             assert server.refused.empty()
             for client in clients:
@@ -337,11 +340,11 @@ def test_an_address_of_another_host_cannot_be_listened_at() -> None:
 
 
 def test_tcp_streams_send_small_frames_at_once_and_notice_a_dead_peer(tmp_path: Path) -> None:
-    place = Place("insecure", tmp_path)
+    endpoint = Endpoint("insecure", tmp_path)
 
     async def main() -> None:
-        server = Refusing(place)
-        client = await connect(place.address, place.credentials)
+        server = Refusing(endpoint)
+        client = await connect(endpoint.address, endpoint.credentials)
         stream = await server.accepted.get()
         for end in (client, stream):
             sock = end._writer.get_extra_info("socket")
@@ -358,7 +361,7 @@ def test_an_end_that_is_cancelled_when_tls_has_just_been_established_leaves_no_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
     """The next socket with the number of its own could not be used, and an agent ended by that."""
-    place = Place("tls", tmp_path)
+    endpoint = Endpoint("tls", tmp_path)
     ends: dict[str, Callable[[], object]] = {}
     established = sslproto.SSLProtocol._wakeup_waiter
 
@@ -371,11 +374,11 @@ def test_an_end_that_is_cancelled_when_tls_has_just_been_established_leaves_no_t
 
     async def main() -> None:
         server = StreamServer(
-            place.listen(), place.credentials, lambda stream: stream.close(), lambda *_: None
+            endpoint.listen(), endpoint.credentials, lambda stream: stream.close(), lambda *_: None
         )
-        connecting = asyncio.ensure_future(connect(place.address, place.on("another")))
+        connecting = asyncio.ensure_future(connect(endpoint.address, endpoint.on("another")))
         ends.update(client=connecting.cancel, server=server.close)
-        async with asyncio.timeout(SOON):
+        async with asyncio.timeout(WAIT_TIMEOUT):
             await asyncio.wait({connecting})
             assert side not in ends
             server.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from tests.unit.collocation.graph.graphs import any_graphs
 from tests.unit.collocation.graph.scenarios import SCENARIOS
+from tests.unit.collocation.graph.strategies import any_graphs
 from unirun.collocation.graph import Edge, Role, RoleGraph, faults, warnings
 from unirun.collocation.graph.values import cycles
 

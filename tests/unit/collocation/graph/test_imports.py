@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 
 
 @pytest.mark.starts_processes
@@ -18,7 +18,7 @@ def test_a_graph_is_drawn_without_torch_and_without_networkx() -> None:
         "svg(graph); tree(graph); print(*sys.modules)"
     )
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_TIMEOUT, check=True
     )
     assert (
         set(run.stdout.split()) & {"torch", "numpy", "networkx", "asyncio", "rich", "yaml", "omegaconf"}

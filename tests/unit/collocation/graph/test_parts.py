@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.collocation.graph.graphs import graphs, pairs_of
 from tests.unit.collocation.graph.scenarios import SCENARIOS
+from tests.unit.collocation.graph.strategies import graphs, pairs_of
 from unirun.collocation.graph import Edge, Role, RoleGraph, affected, tight_parts, weights
 
 ROLES = (Role("trainer", 1), Role("actor", 2), Role("rollout", 4), Role("server", 1))

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.collocation.graph.graphs import any_graphs
 from tests.unit.collocation.graph.scenarios import SCENARIOS
+from tests.unit.collocation.graph.strategies import any_graphs
 from unirun.collocation.graph import Edge, Role, RoleGraph
 from unirun.collocation.graph.svg import LOOKS, dot, heights, layout, look, mermaid, printable, svg, tree
 

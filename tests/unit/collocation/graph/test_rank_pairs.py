@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.collocation.graph.graphs import pairs_of
+from tests.unit.collocation.graph.strategies import pairs_of
 from unirun.collocation.graph import Edge, Role, RoleGraph
 from unirun.spec.edges import KINDS, Kind
 

@@ -18,7 +18,7 @@ from recipe import Recipe, learning_rate, recipe_of
 from tokenizer import encode, pad_left, pad_right
 from torch import Tensor
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 
 if TYPE_CHECKING:
     from llama import answer_log_probs, make_model, sample
@@ -96,7 +96,7 @@ def test_ranks_with_unequal_shares_take_the_step_that_one_rank_would_take(cut: i
     other = threading.Thread(target=step, args=(1,))
     other.start()
     step(0)
-    other.join(SOON)
+    other.join(WAIT_TIMEOUT)
 
     assert losses == [pytest.approx(loss)] * 2
     for name, weight in together.weights().items():
@@ -110,7 +110,7 @@ class Adder:
     def __init__(self, ranks: int) -> None:
         self._vectors: list[Tensor] = []
         self._lock = threading.Lock()
-        self._all_here = threading.Barrier(ranks, timeout=SOON)
+        self._all_here = threading.Barrier(ranks, timeout=WAIT_TIMEOUT)
 
     def __call__(self, vector: Tensor) -> None:
         with self._lock:

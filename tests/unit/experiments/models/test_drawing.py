@@ -52,7 +52,7 @@ class TestGreedy:
         assert torch.equal(tokens, logits.argmax(-1))
         assert torch.equal(logprobs, logits.log_softmax(-1).max(-1).values)
 
-    def test_no_chance_is_used(self) -> None:
+    def test_greedy_generation_draws_no_random_number(self) -> None:
         chance = generator(5)
         draw(LOGITS, GenerationConfig(greedy=True), chance)
         assert torch.equal(chance.get_state(), generator(5).get_state())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.failover.job import Job
-from tests.unit.failover.persistence.unsteady import UnsteadyStore
+from tests.unit.failover.persistence.faulty_store import FaultyStore
 
 
 @pytest.fixture
-def store() -> UnsteadyStore:
-    return UnsteadyStore()
+def store() -> FaultyStore:
+    return FaultyStore()
 
 
 @pytest.fixture

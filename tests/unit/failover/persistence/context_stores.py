@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.unit.failover.persistence.unsteady import UnsteadyStore
+from tests.unit.failover.persistence.faulty_store import FaultyStore
 from unirun.errors import Fenced, StoreError
 from unirun.failover.persistence.context_store import ContextStore
 from unirun.rendezvous.election import Term, campaign
@@ -13,13 +13,13 @@ from unirun.wire.address import UnixAddress
 RUN = "job-1"
 
 
-def term(store: UnsteadyStore, *, deposing: int = 0, run_id: str = RUN) -> Term:
+def term(store: FaultyStore, *, deposing: int = 0, run_id: str = RUN) -> Term:
     won = campaign(store, f"jobs/{run_id}/", UnixAddress("/x", "host"), 7, ttl=60, deposing=deposing)
     assert won is not None
     return won
 
 
-def contexts(store: UnsteadyStore, *, deposing: int = 0, run_id: str = RUN) -> ContextStore:
+def contexts(store: FaultyStore, *, deposing: int = 0, run_id: str = RUN) -> ContextStore:
     return ContextStore(store, run_id, term(store, deposing=deposing, run_id=run_id))
 
 

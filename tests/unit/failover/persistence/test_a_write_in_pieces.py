@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tests.unit.failover.persistence.context_stores import RUN, contexts
 from tests.unit.failover.persistence.documents import kept, many
-from tests.unit.failover.persistence.unsteady import UnsteadyStore
+from tests.unit.failover.persistence.faulty_store import FaultyStore
 from unirun.errors import StoreAway
 from unirun.failover.persistence import context as context_module
 from unirun.failover.persistence import context_store as store_module
@@ -49,7 +49,7 @@ class TestAWriteInPieces:
         return before, after.with_role(replace(role, workers=workers))
 
     def test_a_write_in_pieces_is_one_for_who_reads(
-        self, store: UnsteadyStore, states: tuple[JobState, JobState]
+        self, store: FaultyStore, states: tuple[JobState, JobState]
     ) -> None:
         before, after = states
         hand = contexts(store)
@@ -72,7 +72,7 @@ class TestAWriteInPieces:
         before, after = states
         outcomes = []
         for last in itertools.count():
-            store = UnsteadyStore()
+            store = FaultyStore()
             first = contexts(store)
             first.create(before)
             if not dies_after(store, last, lambda first=first: first.write(before, after)):  # type: ignore[misc]
@@ -87,7 +87,7 @@ class TestAWriteInPieces:
         assert outcomes.count(True) > 4 < outcomes.count(False)
 
     def test_a_write_in_pieces_that_is_taken_over_may_be_so_again_and_again(
-        self, store: UnsteadyStore, states: tuple[JobState, JobState]
+        self, store: FaultyStore, states: tuple[JobState, JobState]
     ) -> None:
         before, after = states
         first = contexts(store)
@@ -104,7 +104,7 @@ class TestAWriteInPieces:
         assert load(store, RUN) == kept(after)
 
     def test_a_write_in_pieces_that_failed_is_finished_before_another(
-        self, store: UnsteadyStore, states: tuple[JobState, JobState]
+        self, store: FaultyStore, states: tuple[JobState, JobState]
     ) -> None:
         """Else what was committed would hide what is written later."""
         before, after = states
@@ -121,12 +121,12 @@ class TestAWriteInPieces:
         assert load(store, RUN) == kept(last)
 
 
-def names(store: UnsteadyStore) -> list[str]:
+def names(store: FaultyStore) -> list[str]:
     prefix = f"jobs/{RUN}/"
     return [item.key.removeprefix(prefix) for item in store.get_prefix(f"{prefix}context/").items]
 
 
-def dies_after(store: UnsteadyStore, last: int, do: Callable[[], object]) -> bool:
+def dies_after(store: FaultyStore, last: int, do: Callable[[], object]) -> bool:
     """Return True if `do` makes more than `last` transactions: there it ends."""
     left = last
 
@@ -147,7 +147,7 @@ def dies_after(store: UnsteadyStore, last: int, do: Callable[[], object]) -> boo
 def commits(states: tuple[JobState, JobState], count: int) -> bool:
     """Return True if a write is there after so many transactions."""
     before, after = states
-    store = UnsteadyStore()
+    store = FaultyStore()
     hand = contexts(store)
     hand.create(before)
     dies_after(store, count, lambda: hand.write(before, after))

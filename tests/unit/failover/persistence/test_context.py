@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from tests.effort import examples
 from tests.unit.failover.job import TERM, Job
 from tests.unit.failover.persistence.documents import Documents, applied, kept, written
-from tests.unit.failover.walk import Walk
+from tests.unit.failover.random_walk import RandomWalk
 from unirun.errors import StoreRefused
 from unirun.failover.events import Event, JoinTimedOut, ViewDue
 from unirun.failover.persistence import context as documents
@@ -44,14 +44,14 @@ seeds = st.integers(0, 2**32)
 @examples(40)
 @given(seeds)
 def test_what_is_written_at_once_gives_the_state_back(seed: int) -> None:
-    for state in Walk(seed).states(40):
+    for state in RandomWalk(seed).states(40):
         assert restore(written(state)) == kept(state)
 
 
 @examples(40)
 @given(seeds)
 def test_what_is_written_step_by_step_is_what_is_written_at_once(seed: int) -> None:
-    states = Walk(seed).states(120)
+    states = RandomWalk(seed).states(120)
     documents = written(states[0])
     for before, after in pairwise(states):
         documents = applied(documents, changed_documents(before, after))
@@ -61,7 +61,7 @@ def test_what_is_written_step_by_step_is_what_is_written_at_once(seed: int) -> N
 @examples(40)
 @given(seeds, st.data())
 def test_steps_may_be_left_out(seed: int, data: st.DataObject) -> None:
-    states = Walk(seed).states(120)
+    states = RandomWalk(seed).states(120)
     chosen = sorted(data.draw(st.sets(st.integers(1, len(states) - 1), max_size=10)))
     documents, before = written(states[0]), states[0]
     for number in chosen:
@@ -96,7 +96,7 @@ def test_a_step_that_is_not_urgent_may_be_lost_without_a_decision_or_an_end(seed
             roles,
         )
 
-    states = Walk(seed).states(120)
+    states = RandomWalk(seed).states(120)
     all_decided = [decided(state) for state in states]
     assert any(urgent(before, after) for before, after in pairwise(states))
     for (before, after), (old, new) in zip(pairwise(states), pairwise(all_decided), strict=True):

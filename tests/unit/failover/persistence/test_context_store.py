@@ -14,8 +14,8 @@ from tests.effort import examples
 from tests.unit.failover.job import Job
 from tests.unit.failover.persistence.context_stores import RUN, contexts, term, until_done
 from tests.unit.failover.persistence.documents import applied, kept, many
-from tests.unit.failover.persistence.unsteady import Fault, UnsteadyStore
-from tests.unit.failover.walk import Walk
+from tests.unit.failover.persistence.faulty_store import Fault, FaultyStore
+from tests.unit.failover.random_walk import RandomWalk
 from unirun.errors import Fenced, OutcomeUnknown, StoreAway, StoreError, StoreRefused
 from unirun.failover.persistence import context_store as store_module
 from unirun.failover.persistence.context import changed_documents
@@ -27,14 +27,12 @@ from unirun.wire.reports import Join
 
 
 class TestANewContext:
-    def test_a_new_context_can_be_loaded(self, store: UnsteadyStore, job: Job) -> None:
+    def test_a_new_context_can_be_loaded(self, store: FaultyStore, job: Job) -> None:
         assert load(store, RUN) is None
         contexts(store).create(job.state)
         assert load(store, RUN) == kept(job.state)
 
-    def test_a_new_context_replaces_one_of_the_same_id_as_a_whole(
-        self, store: UnsteadyStore, job: Job
-    ) -> None:
+    def test_a_new_context_replaces_one_of_the_same_id_as_a_whole(self, store: FaultyStore, job: Job) -> None:
         old = many(600, 1)
         first = contexts(store)
         first.create(old)
@@ -47,7 +45,7 @@ class TestANewContext:
         contexts(store, deposing=1).create(job.state)
         assert read_context(store, RUN) == applied({}, changed_documents(None, job.state))
 
-    def test_a_new_context_touches_no_job_whose_id_begins_alike(self, store: UnsteadyStore, job: Job) -> None:
+    def test_a_new_context_touches_no_job_whose_id_begins_alike(self, store: FaultyStore, job: Job) -> None:
         other = Job({"actor": 2}).running()
         contexts(store, run_id="run10").create(other.state)
         before = store.get_prefix("jobs/run10/").items
@@ -57,7 +55,7 @@ class TestANewContext:
         assert store.get_prefix("jobs/run10/").items == before
         assert load(store, "run10") == kept(other.state)
 
-    def test_a_new_context_is_not_there_before_it_is_whole(self, store: UnsteadyStore, job: Job) -> None:
+    def test_a_new_context_is_not_there_before_it_is_whole(self, store: FaultyStore, job: Job) -> None:
         contexts(store).create(many(600, 1))
         writer = contexts(store, deposing=1)
         found: list[bool] = []
@@ -68,7 +66,7 @@ class TestANewContext:
         assert load(store, RUN) is not None
 
     def test_a_new_context_that_is_begun_and_not_finished_is_begun_anew(
-        self, store: UnsteadyStore, job: Job
+        self, store: FaultyStore, job: Job
     ) -> None:
         store.faults.extend([None, None, None, "away"])
         with pytest.raises(StoreAway):
@@ -80,7 +78,7 @@ class TestANewContext:
 
 class TestAWrite:
     def test_a_write_is_one_transaction_with_only_what_has_changed(
-        self, store: UnsteadyStore, job: Job
+        self, store: FaultyStore, job: Job
     ) -> None:
         hand, before = contexts(store), job.state
         hand.create(before)
@@ -91,9 +89,7 @@ class TestAWrite:
         assert deletes == []
         assert load(store, RUN) == kept(job.state)
 
-    def test_a_write_of_the_jobs_phase_has_the_line_that_ls_reads(
-        self, store: UnsteadyStore, job: Job
-    ) -> None:
+    def test_a_write_of_the_jobs_phase_has_the_line_that_ls_reads(self, store: FaultyStore, job: Job) -> None:
         hand, before = contexts(store), job.state
         hand.create(before)
         line = store.get("index/job-1")
@@ -106,7 +102,7 @@ class TestAWrite:
         assert line is not None
         assert (json.loads(line.value)["phase"], json.loads(line.value)["code"]) == ("succeeded", 0)
 
-    def test_a_write_of_nothing_is_none(self, store: UnsteadyStore, job: Job) -> None:
+    def test_a_write_of_nothing_is_none(self, store: FaultyStore, job: Job) -> None:
         hand = contexts(store)
         hand.create(job.state)
         asked = store.asked
@@ -114,7 +110,7 @@ class TestAWrite:
         assert store.asked == asked
 
     def test_a_write_of_thousands_of_nodes_is_whole_though_it_takes_several_transactions(
-        self, store: UnsteadyStore
+        self, store: FaultyStore
     ) -> None:
         before = many(10_000, 10_000)
         endpoints = {"role0": "[2001:db8::1]:54321"}
@@ -128,7 +124,7 @@ class TestAWrite:
         assert all(len(puts) <= MAX_OPERATIONS + 2 for puts, _ in store.written)
         assert load(store, RUN) == kept(after)
 
-    def test_a_write_never_is_more_than_a_store_takes(self, store: UnsteadyStore) -> None:
+    def test_a_write_never_is_more_than_a_store_takes(self, store: FaultyStore) -> None:
         assert MAX_OPERATIONS + 4 < MAX_CHANGES, "the head, the index, and what is deleted besides"
         assert MAX_BYTES < MAX_SIZE
         contexts(store).create(many(10_000, 1250))
@@ -138,7 +134,7 @@ class TestAWrite:
 class TestAStoreThatFails:
     @pytest.mark.parametrize("fault", ["away", "lost"])
     def test_a_failing_store_without_having_done_it_is_asked_again(
-        self, store: UnsteadyStore, job: Job, fault: Fault
+        self, store: FaultyStore, job: Job, fault: Fault
     ) -> None:
         hand, before = contexts(store), job.state
         hand.create(before)
@@ -148,7 +144,7 @@ class TestAStoreThatFails:
         assert load(store, RUN) == kept(after)
 
     def test_a_failing_store_after_having_done_it_is_not_asked_again(
-        self, store: UnsteadyStore, job: Job
+        self, store: FaultyStore, job: Job
     ) -> None:
         hand, before = contexts(store), job.state
         hand.create(before)
@@ -158,7 +154,7 @@ class TestAStoreThatFails:
         assert store.asked == asked + 1, "it has looked before it would write again"
 
     def test_a_failing_store_that_does_it_when_it_was_made_again_has_done_it_once(
-        self, store: UnsteadyStore, job: Job
+        self, store: FaultyStore, job: Job
     ) -> None:
         """A write that arrives late is older than the content of the store."""
         hand, before = contexts(store), job.state
@@ -172,7 +168,7 @@ class TestAStoreThatFails:
         assert load(store, RUN) == kept(last)
 
     def test_a_failing_store_and_cannot_say_whether_it_has_done_it_is_asked_later(
-        self, store: UnsteadyStore, job: Job
+        self, store: FaultyStore, job: Job
     ) -> None:
         hand, before = contexts(store), job.state
         hand.create(before)
@@ -187,7 +183,7 @@ class TestAStoreThatFails:
         assert load(store, RUN) == kept(after)
 
     def test_a_failing_store_twice_raises_and_the_same_call_goes_on(
-        self, store: UnsteadyStore, job: Job
+        self, store: FaultyStore, job: Job
     ) -> None:
         hand, before = contexts(store), job.state
         hand.create(before)
@@ -208,8 +204,8 @@ class TestAStoreThatFails:
     def test_a_failing_store_in_any_way_ends_with_what_was_to_be_written(
         self, seed: int, faults: list[Fault | None], reads: list[Fault | None], operations: int
     ) -> None:
-        states = Walk(seed).states(30)
-        store = UnsteadyStore()
+        states = RandomWalk(seed).states(30)
+        store = FaultyStore()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(store_module, "MAX_OPERATIONS", operations)
             hand = contexts(store)
@@ -226,7 +222,7 @@ class TestAStoreThatFails:
         assert read_context(store, RUN) == applied({}, changed_documents(None, states[-1]))
 
     def test_a_failing_store_as_no_store_takes_such_a_write_is_not_asked_for_it_again(
-        self, store: UnsteadyStore, job: Job
+        self, store: FaultyStore, job: Job
     ) -> None:
         hand, before = contexts(store), job.state
         hand.create(before)
@@ -245,7 +241,7 @@ class TestAStoreThatFails:
 
 
 class TestAMasterWhoseTermIsOver:
-    def test_a_deposed_master_writes_no_more(self, store: UnsteadyStore, job: Job) -> None:
+    def test_a_deposed_master_writes_no_more(self, store: FaultyStore, job: Job) -> None:
         first, before = contexts(store), job.state
         first.create(before)
         second = contexts(store, deposing=1)
@@ -259,7 +255,7 @@ class TestAMasterWhoseTermIsOver:
 
     @pytest.mark.parametrize("faults", [["lost", "lost"], ["away"]])
     def test_a_deposed_master_learns_it_though_its_write_was_on_the_way(
-        self, store: UnsteadyStore, job: Job, faults: list[Fault]
+        self, store: FaultyStore, job: Job, faults: list[Fault]
     ) -> None:
         first, before = contexts(store), job.state
         first.create(before)
@@ -274,7 +270,7 @@ class TestAMasterWhoseTermIsOver:
         second.write(before, after)
 
     def test_a_deposed_master_whose_write_was_done_before_has_done_it_and_writes_no_more(
-        self, store: UnsteadyStore, job: Job
+        self, store: FaultyStore, job: Job
     ) -> None:
         first, before = contexts(store), job.state
         first.create(before)
@@ -289,7 +285,7 @@ class TestAMasterWhoseTermIsOver:
         assert load(store, RUN) == kept(after), "the next master has found it"
 
     def test_a_deposed_master_of_which_a_write_arrives_late_has_written_nothing(
-        self, store: UnsteadyStore, job: Job
+        self, store: FaultyStore, job: Job
     ) -> None:
         """One that was given up, and made again."""
         hand, before = contexts(store), job.state
@@ -303,7 +299,7 @@ class TestAMasterWhoseTermIsOver:
         assert load(store, RUN) == kept(after)
 
 
-def test_a_context_of_somebody_else_is_refused(store: UnsteadyStore) -> None:
+def test_a_context_of_somebody_else_is_refused(store: FaultyStore) -> None:
     store.txn([], [Put("jobs/job-1/context/job", "[]")])
     with pytest.raises(StoreRefused):
         load(store, RUN)

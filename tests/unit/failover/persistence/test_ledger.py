@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from tests.effort import examples
 from tests.unit.failover.job import TERM, Job
-from tests.unit.failover.walk import Walk
+from tests.unit.failover.random_walk import RandomWalk
 from unirun.failover.events import Command, Record, ToAgent
 from unirun.failover.persistence.context import urgent
 from unirun.failover.persistence.context_store import Ledger
@@ -139,7 +139,7 @@ def test_in_any_order_of_steps_and_writes_each_command_is_done_once_and_nothing_
     seed: int, data: st.DataObject
 ) -> None:
     """Writes take their time: what is written is a state that was due when the write began."""
-    states = Walk(seed).states(40)
+    states = RandomWalk(seed).states(40)
     ledger = Ledger(states[0])
     done: list[int] = []
     under_way: int | None = None

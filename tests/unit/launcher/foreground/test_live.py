@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.effort import SOON
 from tests.unit.launcher.foreground.screen import Screen
+from tests.waiting import WAIT_TIMEOUT
 from unirun.launcher.foreground.console import Console, LiveLine
 
 SIZES = pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (1, 1)])
@@ -172,7 +172,7 @@ class Window:
 
     def await_lines(self, look: Callable[[list[str]], bool]) -> list[str]:
         """Wait until `look` accepts what is shown, and return it."""
-        end = time.monotonic() + SOON
+        end = time.monotonic() + WAIT_TIMEOUT
         with self._changed:
             while not look(lines := self.screen.lines()):
                 assert self._changed.wait(end - time.monotonic()), lines
@@ -180,7 +180,7 @@ class Window:
 
     def close(self) -> None:
         self.stream.close()
-        self._reader.join(SOON)
+        self._reader.join(WAIT_TIMEOUT)
         os.close(self._ours)
 
     def _read(self) -> None:

@@ -12,7 +12,8 @@ from queue import Queue
 import pytest
 from msgspec.structs import replace
 
-from tests.unit.rendezvous.standin import PATIENCE, Place
+from tests.unit.rendezvous.fake_master import FakeJob
+from tests.waiting import WAIT_TIMEOUT
 from unirun.launcher.foreground import session as session_module
 from unirun.launcher.foreground.console import Console
 from unirun.launcher.foreground.session import JobFollower, StopRequests
@@ -78,10 +79,10 @@ class TestStopRequests:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def fake_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
     monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
-    with Place() as place:
-        yield place
+    with FakeJob() as fake_job:
+        yield fake_job
 
 
 def tells(**phases: str) -> Callable[[BlockingStream], None]:
@@ -95,33 +96,33 @@ def tells(**phases: str) -> Callable[[BlockingStream], None]:
     return script
 
 
-def session(place: Place, *, quiet: bool = True) -> JobFollower:
+def session(fake_job: FakeJob, *, quiet: bool = True) -> JobFollower:
     """The command in the foreground; its processes are not children of this process."""
     roles = tuple(RoleSpec(name, 1, Entry("script", "a.py")) for name in ("actor", "rollout"))
-    spec = JobSpec("job", place.job.run_id, roles, ("actor",), signals=("SIGINT",))
-    running = RunningJob(place.job, spec, Processes(os.getppid(), [os.getppid()]))
+    spec = JobSpec("job", fake_job.job_dir.run_id, roles, ("actor",), signals=("SIGINT",))
+    running = RunningJob(fake_job.job_dir, spec, Processes(os.getppid(), [os.getppid()]))
     return JobFollower(running, Console(quiet=quiet))
 
 
 async def heard(queue: Queue[Message]) -> Message:
-    return await asyncio.to_thread(queue.get, timeout=PATIENCE)
+    return await asyncio.to_thread(queue.get, timeout=WAIT_TIMEOUT)
 
 
 async def shown(following: JobFollower, roles: int) -> None:
     """Wait until a master has sent the state of its roles."""
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(WAIT_TIMEOUT):
         while len(following._display.roles) < roles or following._master is None:
             await asyncio.sleep(0.005)
 
 
-def test_ctrl_c_sent_to_a_master_that_died_is_sent_again_and_is_not_urgent_then(place: Place) -> None:
+def test_ctrl_c_sent_to_a_master_that_died_is_sent_again_and_is_not_urgent_then(fake_job: FakeJob) -> None:
     interrupt = Stop(int(signal.SIGINT), "got SIGINT", urgent=False)
 
     async def follow() -> None:
-        following = session(place)
+        following = session(fake_job)
         following._catch_signals()
         end = asyncio.ensure_future(following._follow_to_end())
-        first = place.leader(script=tells(actor="running", rollout="succeeded"))
+        first = fake_job.leader(script=tells(actor="running", rollout="succeeded"))
         await shown(following, 2)
         os.kill(os.getpid(), signal.SIGINT)
         assert await heard(first.heard) == interrupt
@@ -133,8 +134,8 @@ def test_ctrl_c_sent_to_a_master_that_died_is_sent_again_and_is_not_urgent_then(
             assert stream.receive() == interrupt
             stream.send(ended)
 
-        second = place.leader("second", deposing=1, script=successor)
-        async with asyncio.timeout(PATIENCE):
+        second = fake_job.leader("second", deposing=1, script=successor)
+        async with asyncio.timeout(WAIT_TIMEOUT):
             assert await end == ended
         following._masters.close()
         assert second.heard.empty()
@@ -142,9 +143,9 @@ def test_ctrl_c_sent_to_a_master_that_died_is_sent_again_and_is_not_urgent_then(
     asyncio.run(follow())
 
 
-def test_ctrl_c_while_there_is_no_master_waits_for_one(place: Place) -> None:
+def test_ctrl_c_while_there_is_no_master_waits_for_one(fake_job: FakeJob) -> None:
     async def follow() -> None:
-        following = session(place)
+        following = session(fake_job)
         following._catch_signals()
         end = asyncio.ensure_future(following._follow_to_end())
         os.kill(os.getpid(), signal.SIGINT)
@@ -155,8 +156,8 @@ def test_ctrl_c_while_there_is_no_master_waits_for_one(place: Place) -> None:
             assert isinstance(stream.receive(), Stop)
             stream.send(Ended(130, "stopped", ""))
 
-        place.leader(script=master)
-        async with asyncio.timeout(PATIENCE):
+        fake_job.leader(script=master)
+        async with asyncio.timeout(WAIT_TIMEOUT):
             assert (await end) is not None
         following._masters.close()
 
@@ -164,24 +165,24 @@ def test_ctrl_c_while_there_is_no_master_waits_for_one(place: Place) -> None:
 
 
 def test_a_session_leaves_a_hanging_master_for_the_new_leader(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    fake_job: FakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stream of a hanging master does not end."""
     monkeypatch.setattr(election, "CALM_POLL_INTERVAL", 0.05)
     ended = Ended(0, "succeeded", "")
 
     async def follow() -> None:
-        following = session(place)
+        following = session(fake_job)
         end = asyncio.ensure_future(following._follow_to_end())
-        first = place.leader(script=tells(actor="running", rollout="running"))
+        first = fake_job.leader(script=tells(actor="running", rollout="running"))
         await shown(following, 2)
 
         def successor(stream: BlockingStream) -> None:
             tells(actor="running", rollout="running")(stream)
             stream.send(ended)
 
-        place.leader("second", deposing=1, script=successor)
-        async with asyncio.timeout(PATIENCE):
+        fake_job.leader("second", deposing=1, script=successor)
+        async with asyncio.timeout(WAIT_TIMEOUT):
             assert await end == ended
         following._masters.close()
         first.die()
@@ -190,18 +191,18 @@ def test_a_session_leaves_a_hanging_master_for_the_new_leader(
 
 
 def test_a_session_shows_once_why_there_is_no_master(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    fake_job: FakeJob, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(session_module, "NO_MASTER_NOTICE_DELAY", 0.05)
-    place.job.master_log.write_text(
+    fake_job.job_dir.master_log.write_text(
         "unirun-master: store: it is back\nunirun-master: the context has schema 9; use another unirun\nTraceback\n"
     )
 
     async def follow() -> None:
-        following = session(place, quiet=False)
+        following = session(fake_job, quiet=False)
         end = asyncio.ensure_future(following._follow_to_end())
         text = ""
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(WAIT_TIMEOUT):
             while "nobody leads" not in text:
                 await asyncio.sleep(0.01)
                 text += capfd.readouterr().err

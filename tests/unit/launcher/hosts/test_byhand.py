@@ -14,8 +14,8 @@ from queue import SimpleQueue
 
 import pytest
 
-from tests.effort import SOON
-from tests.unit.wire.places import Place
+from tests.unit.wire.endpoints import Endpoint
+from tests.waiting import WAIT_TIMEOUT
 from unirun.collocation import Inventory
 from unirun.errors import RendezvousError, WireError
 from unirun.failover.offers import AgentTask
@@ -52,28 +52,30 @@ def test_nodes_that_have_come_are_told_why_the_head_gives_up(home: Path) -> None
     def never(_: Inventory) -> PlannedJob:
         raise AssertionError
 
-    head = Meeting("n0", 0, True, "127.0.0.1", 0, 2, 2, SOON, SOON, new_token())
+    head = Meeting("n0", 0, True, "127.0.0.1", 0, 2, 2, WAIT_TIMEOUT, WAIT_TIMEOUT, new_token())
     with ThreadPoolExecutor() as pool:
         leading = pool.submit(run_head, head, never, store=None, quiet=True, publish=withdrawn)
-        place = told.get(timeout=SOON)
-        node = Meeting("n1", 1, False, place.addr, place.port, 2, 2, SOON, SOON, head.token)
+        endpoint = told.get(timeout=WAIT_TIMEOUT)
+        node = Meeting(
+            "n1", 1, False, endpoint.addr, endpoint.port, 2, 2, WAIT_TIMEOUT, WAIT_TIMEOUT, head.token
+        )
         with pytest.raises(RendezvousError, match="the job was not started: the note where the head is"):
             run_member(node, quiet=True)
         with pytest.raises(RendezvousError, match="cannot be removed"):
-            leading.result(SOON)
+            leading.result(WAIT_TIMEOUT)
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((place.addr, place.port))
+        socket.create_connection((endpoint.addr, endpoint.port))
 
 
 @pytest.mark.parametrize("insecure", [False, True])
 def test_a_node_with_another_secret_fails_at_once(tmp_path: Path, insecure: bool) -> None:
-    place = Place("insecure" if insecure else "tls", tmp_path)
+    endpoint = Endpoint("insecure" if insecure else "tls", tmp_path)
 
     async def head(told: SimpleQueue[TcpAddress], over: threading.Event) -> None:
-        server = StreamServer(place.listen(), place.credentials, Stream.close, lambda *_: None)
-        assert isinstance(place.address, TcpAddress)
-        told.put(place.address)
-        await asyncio.to_thread(over.wait, SOON)
+        server = StreamServer(endpoint.listen(), endpoint.credentials, Stream.close, lambda *_: None)
+        assert isinstance(endpoint.address, TcpAddress)
+        told.put(endpoint.address)
+        await asyncio.to_thread(over.wait, WAIT_TIMEOUT)
         server.close()
         await server.closed()
 
@@ -81,7 +83,7 @@ def test_a_node_with_another_secret_fails_at_once(tmp_path: Path, insecure: bool
     over = threading.Event()
     with ThreadPoolExecutor() as pool:
         leading = pool.submit(asyncio.run, head(told, over))
-        there, long = told.get(timeout=SOON), 600.0
+        there, long = told.get(timeout=WAIT_TIMEOUT), 600.0
         node = Meeting(
             "n1", 1, False, there.addr, there.port, 2, 2, long, long, new_token(), insecure=insecure
         )
@@ -90,7 +92,7 @@ def test_a_node_with_another_secret_fails_at_once(tmp_path: Path, insecure: bool
                 run_member(node, quiet=True)
         finally:
             over.set()
-        leading.result(SOON)
+        leading.result(WAIT_TIMEOUT)
 
 
 def test_a_command_waits_long_for_a_master_whose_host_takes_connections(
@@ -117,15 +119,15 @@ def test_a_node_that_is_ready_and_then_dismissed_keeps_no_directory_of_the_job(t
     with ThreadPoolExecutor() as pool:
         offered = offer("n1", addr="127.0.0.1")
         joining = pool.submit(take_part, theirs, offered, new_token(), insecure=True)
-        assert isinstance(ours.receive(SOON), Offer)
+        assert isinstance(ours.receive(WAIT_TIMEOUT), Offer)
         head = TcpAddress("127.0.0.1", 1, "n0")
         ours.send(Assigned("mine", "u1", task.to_json(), head, ""))
-        assert ours.receive(SOON) == Ready()
+        assert ours.receive(WAIT_TIMEOUT) == Ready()
         folder = job_at("mine", "n1").path
         assert (folder / "token").exists()
         ours.send(Dismissed("another node cannot take part"))
         with pytest.raises(RendezvousError, match="another node cannot take part"):
-            joining.result(SOON)
+            joining.result(WAIT_TIMEOUT)
     assert not folder.exists()
     for stream in (ours, theirs):
         stream.close()

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import FrameError
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts import copying as mirror
@@ -35,7 +35,7 @@ def sent(job: JobDir, offsets: dict[str, int]) -> list[Chunk]:
     with BlockingStream(here) as node, BlockingStream(there) as command:
         feed(job, node, dict(offsets))
         chunks = []
-        while not isinstance(message := command.receive(SOON), Complete):
+        while not isinstance(message := command.receive(WAIT_TIMEOUT), Complete):
             assert isinstance(message, Chunk)
             chunks.append(message)
     return chunks
@@ -93,9 +93,9 @@ def test_beats_follow_while_the_agent_lives(job: JobDir) -> None:
         with open(job.lock, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             feeding = pool.submit(feed, job, node, {})
-            assert [command.receive(SOON) for _ in range(3)] == [Current(), Heartbeat(), Heartbeat()]
-        feeding.result(SOON)
-        assert command.receive(SOON) == Complete()
+            assert [command.receive(WAIT_TIMEOUT) for _ in range(3)] == [Current(), Heartbeat(), Heartbeat()]
+        feeding.result(WAIT_TIMEOUT)
+        assert command.receive(WAIT_TIMEOUT) == Complete()
 
 
 @pytest.mark.starts_processes
@@ -114,7 +114,7 @@ def test_a_host_that_sends_nothing_is_silent_until_it_sends_again(
         copying = asyncio.create_task(
             Mirror(job, remote.host, remote, notes.append, lambda *news: told.put_nowait(news)).run()
         )
-        async with asyncio.timeout(SOON):
+        async with asyncio.timeout(WAIT_TIMEOUT):
             assert await told.get() == ("h1", True)
             remote.stream.send(Heartbeat())
             assert await told.get() == ("h1", False)

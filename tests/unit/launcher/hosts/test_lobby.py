@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from msgspec.json import encode as to_json
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.collocation.inventory import Node
 from unirun.errors import RendezvousError
 from unirun.launcher.hosts.lobby import Guest, Lobby, assign, part
@@ -28,7 +28,7 @@ def offer(node: str, rank: int = -1, versions: dict[str, str] | None = None, **m
 
 def run(play: Callable[[], Awaitable[None]]) -> None:
     async def within() -> None:
-        async with asyncio.timeout(SOON):
+        async with asyncio.timeout(WAIT_TIMEOUT):
             await play()
 
     asyncio.run(within())

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.launcher.master.court import Court
+from tests.unit.launcher.master.harness import MasterHarness
 
 
 @pytest.fixture
-def court(tmp_path: Path) -> Court:
-    return Court(tmp_path)
+def harness(tmp_path: Path) -> MasterHarness:
+    return MasterHarness(tmp_path)

@@ -10,8 +10,8 @@ import pytest
 from msgspec import to_builtins
 from msgspec.json import encode as to_json
 
-from tests.effort import SOON
-from tests.unit.failover.losses import scripts
+from tests.unit.failover.multi_node import scripts
+from tests.waiting import WAIT_TIMEOUT
 from unirun.collocation import Node
 from unirun.failover.events import Arrived, Event
 from unirun.failover.offers import AgentTask, versions
@@ -29,7 +29,7 @@ def offer(node: str) -> Offer:
     return Offer(node, node, -1, to_json(to_builtins(Node(node, (0,)))).decode(), versions())
 
 
-class Desk:
+class AdmissionHarness:
     """A master with a running job, as far as it is about nodes that join."""
 
     def __init__(self, folder: Path, address: Address = HEAD) -> None:
@@ -53,25 +53,25 @@ class Desk:
 
 
 async def answer(stream: Stream) -> Message:
-    async with asyncio.timeout(SOON):
+    async with asyncio.timeout(WAIT_TIMEOUT):
         return await stream.receive()
 
 
 def test_a_node_gets_its_task_and_is_let_in_when_it_is_ready_and_that_is_written(tmp_path: Path) -> None:
     async def play() -> None:
-        desk = Desk(tmp_path)
-        node, hearing = await desk.visit(offer("n9"))
+        harness = AdmissionHarness(tmp_path)
+        node, hearing = await harness.visit(offer("n9"))
         word = await answer(node)
         assert isinstance(word, Assigned)
         assert (word.run_id, word.uid, word.head, word.store) == ("mine", "u1", HEAD, "")
         task = from_json(AgentTask, word.task)
-        assert (task.spec, task.node, task.nodes) == (desk.state.spec, "n9", ("n0", "n1", "n2", "n9"))
+        assert (task.spec, task.node, task.nodes) == (harness.state.spec, "n9", ("n0", "n1", "n2", "n9"))
         node.send(Ready())
-        async with asyncio.timeout(SOON):
-            while not desk.applied:
+        async with asyncio.timeout(WAIT_TIMEOUT):
+            while not harness.applied:
                 await asyncio.sleep(0)
-        assert desk.applied == [Arrived(offer("n9"))]
-        desk.admission.answer("n9", Go())
+        assert harness.applied == [Arrived(offer("n9"))]
+        harness.admission.answer("n9", Go())
         assert await answer(node) == Go()
         await node.close()
         await hearing
@@ -81,10 +81,10 @@ def test_a_node_gets_its_task_and_is_let_in_when_it_is_ready_and_that_is_written
 
 def test_a_node_is_told_of_the_store_with_the_place_where_its_own_directory_is_put_in(tmp_path: Path) -> None:
     async def play() -> None:
-        desk = Desk(tmp_path)
+        harness = AdmissionHarness(tmp_path)
         url = "etcd://10.0.0.1:2379?cacert={job}/tls/ca.pem"
         (tmp_path / "mine" / "store").write_text(url)
-        word = await answer((await desk.visit(offer("n9")))[0])
+        word = await answer((await harness.visit(offer("n9")))[0])
         assert isinstance(word, Assigned)
         assert word.store == url
 
@@ -93,13 +93,13 @@ def test_a_node_is_told_of_the_store_with_the_place_where_its_own_directory_is_p
 
 def test_a_node_that_goes_away_before_it_is_ready_has_changed_nothing(tmp_path: Path) -> None:
     async def play() -> None:
-        desk = Desk(tmp_path)
-        node, hearing = await desk.visit(offer("n9"))
+        harness = AdmissionHarness(tmp_path)
+        node, hearing = await harness.visit(offer("n9"))
         await answer(node)
         await node.close()
         await hearing
-        assert desk.applied == []
-        node, _ = await desk.visit(offer("n9"))
+        assert harness.applied == []
+        node, _ = await harness.visit(offer("n9"))
         assert isinstance(await answer(node), Assigned)
 
     asyncio.run(play())
@@ -116,7 +116,7 @@ def test_a_node_that_is_not_let_in_is_told_why(
     tmp_path: Path, address: Address, node: str, problem: str
 ) -> None:
     async def play() -> None:
-        stream, hearing = await Desk(tmp_path, address).visit(offer(node))
+        stream, hearing = await AdmissionHarness(tmp_path, address).visit(offer(node))
         word = await answer(stream)
         assert isinstance(word, Dismissed)
         assert word.problem == problem
@@ -127,10 +127,10 @@ def test_a_node_that_is_not_let_in_is_told_why(
 
 def test_of_two_that_join_under_one_name_the_second_is_refused(tmp_path: Path) -> None:
     async def play() -> None:
-        desk = Desk(tmp_path)
-        first, _ = await desk.visit(offer("n9"))
+        harness = AdmissionHarness(tmp_path)
+        first, _ = await harness.visit(offer("n9"))
         await answer(first)
-        second, _ = await desk.visit(offer("n9"))
+        second, _ = await harness.visit(offer("n9"))
         word = await answer(second)
         assert isinstance(word, Dismissed)
         assert word.problem == "a node called n9 is joining already"

@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.failover.job import Job
-from tests.unit.launcher.master.court import Court, all_of, eventually, until
-from tests.unit.launcher.master.streams import ends_well
-from tests.unit.wire.places import credentials_in
+from tests.unit.launcher.master.harness import MasterHarness, end_well, receive_all, receive_until
+from tests.unit.wire.endpoints import credentials_in
+from tests.waiting import eventually_async
 from unirun.collocation import Device, Inventory, Node
 from unirun.errors import ConnectionLost
 from unirun.failover import silence
@@ -46,18 +46,18 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def court(tmp_path: Path) -> Court:
-    return Court(tmp_path, tcp=True)
+def harness(tmp_path: Path) -> MasterHarness:
+    return MasterHarness(tmp_path, tcp=True)
 
 
 @pytest.fixture
-def n0(tmp_path: Path, court: Court) -> Credentials:
-    return credentials_in(tmp_path / "n0", court.token, "n0")
+def n0(tmp_path: Path, harness: MasterHarness) -> Credentials:
+    return credentials_in(tmp_path / "n0", harness.token, "n0")
 
 
 async def answer(stream: Stream) -> Message:
     stream.send(Heartbeat())
-    return (await until(stream, Heartbeat))[-1]
+    return (await receive_until(stream, Heartbeat))[-1]
 
 
 def texts(told: list[Message]) -> list[str]:
@@ -65,49 +65,49 @@ def texts(told: list[Message]) -> list[str]:
 
 
 class TestAnAnswer:
-    def test_each_beat_of_an_agent_is_answered(self, court: Court, n0: Credentials) -> None:
-        async def play() -> None:
-            agent = await court.agent(n0)
+    def test_each_beat_of_an_agent_is_answered(self, harness: MasterHarness, n0: Credentials) -> None:
+        async def others() -> None:
+            agent = await harness.agent(n0)
             assert [await answer(agent) for _ in range(3)] == [Heartbeat()] * 3
-            await ends_well(agent)
+            await end_well(agent)
 
-        assert court.run(play) == []
+        assert harness.run(others) == []
 
     def test_a_master_whose_term_is_old_is_sure_while_all_nodes_are_with_it(
-        self, court: Court, n0: Credentials
+        self, harness: MasterHarness, n0: Credentials
     ) -> None:
-        court.term.renewed = 0.0
+        harness.term.renewed = 0.0
 
-        async def play() -> None:
-            agent = await court.agent(n0)
+        async def others() -> None:
+            agent = await harness.agent(n0)
             assert await answer(agent) == Heartbeat()
-            await ends_well(agent)
+            await end_well(agent)
 
-        assert court.run(play) == []
+        assert harness.run(others) == []
 
     def test_a_master_whose_term_is_old_is_not_sure_without_all_nodes(self, tmp_path: Path) -> None:
-        court = Court(tmp_path, Job({"actor": 2}, inventory=TWO, restarts={"actor": 1}), tcp=True)
-        n0 = credentials_in(tmp_path / "n0", court.token, "n0")
+        harness = MasterHarness(tmp_path, Job({"actor": 2}, inventory=TWO, restarts={"actor": 1}), tcp=True)
+        n0 = credentials_in(tmp_path / "n0", harness.token, "n0")
 
-        async def play() -> None:
-            agent = await court.greet(court.model.join("n0"), n0)
+        async def others() -> None:
+            agent = await harness.greet(harness.model.join("n0"), n0)
             assert await answer(agent) == Heartbeat()
-            court.term.renewed = 0.0
+            harness.term.renewed = 0.0
             assert await answer(agent) == Heartbeat(sure=False)
             await agent.close()
 
-        assert court.run(play) == []
+        assert harness.run(others) == []
 
 
 @pytest.mark.usefixtures("hurried")
 class TestSilence:
     def test_a_silent_agent_is_reported_then_lost_and_sent_away_when_it_comes_back(
-        self, court: Court, n0: Credentials
+        self, harness: MasterHarness, n0: Credentials
     ) -> None:
-        async def play() -> None:
-            watcher, agent = await court.greet(Attach()), await court.agent(n0)
+        async def others() -> None:
+            watcher, agent = await harness.greet(Attach()), await harness.agent(n0)
             await answer(agent)
-            told = await until(watcher, Ended)
+            told = await receive_until(watcher, Ended)
             assert (
                 "node n0 has been silent for 0.24 s; its ranks start elsewhere in 0.1 s unless it is heard"
                 in (texts(told))
@@ -115,140 +115,140 @@ class TestSilence:
             (end,) = [each for each in told if isinstance(each, Ended)]
             assert (end.code, end.phase) == (137, "failed")
             assert "the agent of node n0 is gone: it has been silent for more than 0.34 s" in end.report
-            await all_of(agent)
-            again = await court.greet(court.model.join("n0"), n0)
+            await receive_all(agent)
+            again = await harness.greet(harness.model.join("n0"), n0)
             assert await again.receive() == Shutdown()
             await again.close()
             await watcher.close()
 
-        assert court.run(play) == []
-        (event,) = court.events("silence")
+        assert harness.run(others) == []
+        (event,) = harness.events("silence")
         assert event.startswith("node n0 has been silent")
-        assert court.store.get(silent_key("job-1", "n0")) is not None
+        assert harness.store.get(silent_key("job-1", "n0")) is not None
 
-    def test_an_agent_that_is_heard_again_goes_on(self, court: Court, n0: Credentials) -> None:
-        async def play() -> None:
-            watcher, agent = await court.greet(Attach()), await court.agent(n0)
+    def test_an_agent_that_is_heard_again_goes_on(self, harness: MasterHarness, n0: Credentials) -> None:
+        async def others() -> None:
+            watcher, agent = await harness.greet(Attach()), await harness.agent(n0)
             await answer(agent)
-            while "silent" not in "".join(texts(told := await until(watcher, Notice))):
+            while "silent" not in "".join(texts(told := await receive_until(watcher, Notice))):
                 pass
             await answer(agent)
             while "is heard again" not in "".join(texts(told)):
-                told = await until(watcher, Notice)
-            await eventually(lambda: court.store.get(silent_key("job-1", "n0")) is None)
-            await ends_well(agent)
+                told = await receive_until(watcher, Notice)
+            await eventually_async(lambda: harness.store.get(silent_key("job-1", "n0")) is None)
+            await end_well(agent)
             await watcher.close()
 
-        assert court.run(play) == []
-        assert court.status()["phase"] == "succeeded"
+        assert harness.run(others) == []
+        assert harness.status()["phase"] == "succeeded"
 
-    def test_an_agent_that_beats_is_never_silent(self, court: Court, n0: Credentials) -> None:
-        async def play() -> None:
-            agent = await court.agent(n0)
+    def test_an_agent_that_beats_is_never_silent(self, harness: MasterHarness, n0: Credentials) -> None:
+        async def others() -> None:
+            agent = await harness.agent(n0)
             for _ in range(20):
                 await answer(agent)
                 await asyncio.sleep(silence.HEARTBEAT_INTERVAL / 2)
-            await ends_well(agent)
+            await end_well(agent)
 
-        assert court.run(play) == []
-        assert court.events("silence") == []
+        assert harness.run(others) == []
+        assert harness.events("silence") == []
 
     def test_an_agent_that_has_heard_nothing_connects_anew_and_goes_on(
-        self, court: Court, n0: Credentials
+        self, harness: MasterHarness, n0: Credentials
     ) -> None:
         held = tuple(HeldWorker(WorkerId("actor", rank, 0), 100 + rank, True, 0) for rank in (0, 1))
 
-        async def play() -> None:
-            old = await court.agent(n0)
+        async def others() -> None:
+            old = await harness.agent(n0)
             await answer(old)
-            await eventually(lambda: court.events("silence") != [])
-            new = await court.greet(replace(court.model.join("n0"), workers=held), n0)
+            await eventually_async(lambda: harness.events("silence") != [])
+            new = await harness.greet(replace(harness.model.join("n0"), workers=held), n0)
             await answer(new)
-            await eventually(lambda: len(court.events("silence")) > 1)
-            await all_of(old)
-            await ends_well(new)
+            await eventually_async(lambda: len(harness.events("silence")) > 1)
+            await receive_all(old)
+            await end_well(new)
 
-        assert court.run(play) == []
-        assert [text.partition(" has")[0] for text in court.events("silence")] == [
+        assert harness.run(others) == []
+        assert [text.partition(" has")[0] for text in harness.events("silence")] == [
             "node n0",
             "node n0 is heard again",
         ]
-        assert court.status()["phase"] == "succeeded"
+        assert harness.status()["phase"] == "succeeded"
 
     def test_a_node_that_proves_the_token_and_says_nothing_is_not_silent(
-        self, court: Court, n0: Credentials
+        self, harness: MasterHarness, n0: Credentials
     ) -> None:
         """The agent of that node takes the answer for a sign that no master has given it up."""
 
-        async def play() -> None:
-            agent = await court.agent(n0)
+        async def others() -> None:
+            agent = await harness.agent(n0)
             await answer(agent)
-            assert court.tcp is not None
+            assert harness.tcp is not None
             for _ in range(10):
                 await asyncio.sleep(silence.SILENCE_TIMEOUT / 4)
-                (await connect(court.tcp, n0)).abort()
-            assert court.events("silence") == []
-            await ends_well(agent)
+                (await connect(harness.tcp, n0)).abort()
+            assert harness.events("silence") == []
+            await end_well(agent)
 
-        assert court.run(play) == []
+        assert harness.run(others) == []
 
     def test_a_node_is_not_silent_that_has_come_to_the_agent_on_the_head(
-        self, court: Court, n0: Credentials
+        self, harness: MasterHarness, n0: Credentials
     ) -> None:
-        async def play() -> None:
-            agent = await court.agent(n0)
+        async def others() -> None:
+            agent = await harness.agent(n0)
             await answer(agent)
             for _ in range(10):
                 await asyncio.sleep(silence.SILENCE_TIMEOUT / 4)
                 agent.send(Knock("n0", "192.0.2.1"))
-            assert court.events("silence") == []
-            await ends_well(agent)
+            assert harness.events("silence") == []
+            await end_well(agent)
 
-        assert court.run(play) == []
+        assert harness.run(others) == []
 
     @pytest.mark.parametrize("who", ["nobody", "another node"])
     def test_a_connection_from_the_address_of_a_lost_node_does_not_stop_its_failover(
-        self, court: Court, n0: Credentials, tmp_path: Path, who: str
+        self, harness: MasterHarness, n0: Credentials, tmp_path: Path, who: str
     ) -> None:
-        n1 = credentials_in(tmp_path / "n1", court.token, "n1")
+        n1 = credentials_in(tmp_path / "n1", harness.token, "n1")
 
-        async def play() -> None:
-            agent = await court.agent(n0)
+        async def others() -> None:
+            agent = await harness.agent(n0)
             await answer(agent)
-            assert court.tcp is not None
-            while not court.events("silence"):
+            assert harness.tcp is not None
+            while not harness.events("silence"):
                 if who == "nobody":
-                    _, writer = await asyncio.open_connection(court.tcp.addr, court.tcp.port)
+                    _, writer = await asyncio.open_connection(harness.tcp.addr, harness.tcp.port)
                     writer.transport.abort()
                 else:
-                    (await connect(court.tcp, n1)).abort()
+                    (await connect(harness.tcp, n1)).abort()
                 await asyncio.sleep(silence.SILENCE_TIMEOUT / 4)
             agent.abort()
 
-        assert court.run(play) == []
-        (text, *_) = court.events("silence")
+        assert harness.run(others) == []
+        (text, *_) = harness.events("silence")
         assert text.startswith("node n0 has been silent")
 
     def test_a_command_that_beats_gets_beats_until_it_is_silent(
-        self, court: Court, n0: Credentials, monkeypatch: pytest.MonkeyPatch
+        self, harness: MasterHarness, n0: Credentials, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(beats, "OWNER_TIMEOUT", 0.3)
 
-        async def play() -> None:
-            agent, watcher = await court.agent(), await court.greet(Attach(), n0)
+        async def others() -> None:
+            agent, watcher = await harness.agent(), await harness.greet(Attach(), n0)
             watcher.send(Heartbeat())
-            assert len([each for each in await all_of(watcher) if isinstance(each, Heartbeat)]) >= 2
-            await ends_well(agent)
+            assert len([each for each in await receive_all(watcher) if isinstance(each, Heartbeat)]) >= 2
+            await end_well(agent)
 
-        assert court.run(play) == []
+        assert harness.run(others) == []
 
 
 @pytest.mark.usefixtures("hurried")
 def test_nodes_that_do_not_join_another_master_are_marked_before_they_are_given_up(tmp_path: Path) -> None:
-    court = Court(tmp_path, Job({"actor": 2}, inventory=TWO, restarts={"actor": 1}), tcp=True)
-    court.model.on(*(court.model.join(node) for node in ("n0", "n1")))
-    _, term, contexts = court._parts
-    court._parts = replace(court.model.state, epoch=1), term, contexts
+    harness = MasterHarness(tmp_path, Job({"actor": 2}, inventory=TWO, restarts={"actor": 1}), tcp=True)
+    harness.model.on(*(harness.model.join(node) for node in ("n0", "n1")))
+    _, term, contexts = harness._parts
+    harness._parts = replace(harness.model.state, epoch=1), term, contexts
 
     def begin(state, now):  # type: ignore[no-untyped-def]
         state, commands = resume(state, now)
@@ -257,17 +257,17 @@ def test_nodes_that_do_not_join_another_master_are_marked_before_they_are_given_
             for each in commands
         ]
 
-    court.core = replace(court.core, begin=begin)
+    harness.core = replace(harness.core, begin=begin)
     seen = []
 
-    async def play() -> None:
-        await eventually(lambda: court.store.get(silent_key("job-1", "n1")) is not None)
-        seen.append(court.events("agent_lost"))
-        await eventually(lambda: court.status()["phase"] == "failed")
+    async def others() -> None:
+        await eventually_async(lambda: harness.store.get(silent_key("job-1", "n1")) is not None)
+        seen.append(harness.events("agent_lost"))
+        await eventually_async(lambda: harness.status()["phase"] == "failed")
 
-    assert court.run(play) == []
+    assert harness.run(others) == []
     assert seen == [[]]
-    assert len(court.events("agent_lost")) == 2
+    assert len(harness.events("agent_lost")) == 2
 
 
 def test_a_stream_whose_peer_has_closed_it_is_gone_and_one_without_an_answer_is_silent() -> None:

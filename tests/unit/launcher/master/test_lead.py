@@ -52,7 +52,7 @@ def stopped(uid: str = UID) -> JobState:
     return a_job(uid).on(Stop(TERM, "enough")).state
 
 
-class Seat:
+class JobOnDisk:
     """A job's directory and its store."""
 
     def __init__(self, folder: Path) -> None:
@@ -99,158 +99,171 @@ class Seat:
 
 
 @pytest.fixture
-def seat(tmp_path: Path) -> Iterator[Seat]:
-    seat = Seat(tmp_path)
-    yield seat
-    seat.store.close()
+def job_on_disk(tmp_path: Path) -> Iterator[JobOnDisk]:
+    job_on_disk = JobOnDisk(tmp_path)
+    yield job_on_disk
+    job_on_disk.store.close()
 
 
 class TestTheFirstMaster:
     def test_the_first_master_brings_the_context_to_the_store_and_leaves_a_free_seat(
-        self, seat: Seat
+        self, job_on_disk: JobOnDisk
     ) -> None:
-        seat.first(stopped())
-        seat.lead()
-        assert load(seat.store, "job-1") == replace(kept(stopped()), epoch=1)
-        assert seat.job.first_context() is None
-        assert leader_of(seat.store, SEAT) is None
-        assert (seat.status["epoch"], seat.status["phase"]) == (1, "stopped")
+        job_on_disk.first(stopped())
+        job_on_disk.lead()
+        assert load(job_on_disk.store, "job-1") == replace(kept(stopped()), epoch=1)
+        assert job_on_disk.job.first_context() is None
+        assert leader_of(job_on_disk.store, SEAT) is None
+        assert (job_on_disk.status["epoch"], job_on_disk.status["phase"]) == (1, "stopped")
 
-    def test_the_first_master_is_found_at_its_socket(self, seat: Seat) -> None:
-        seat.first(stopped())
-        seat.lead()
-        assert seat.leaders() == [Leader(1, UnixAddress.here(seat.path), os.getpid())]
+    def test_the_first_master_is_found_at_its_socket(self, job_on_disk: JobOnDisk) -> None:
+        job_on_disk.first(stopped())
+        job_on_disk.lead()
+        assert job_on_disk.leaders() == [Leader(1, UnixAddress.here(job_on_disk.path), os.getpid())]
 
-    def test_the_first_master_replaces_a_job_of_the_same_id_that_has_ended(self, seat: Seat) -> None:
-        seat.has(stopped("other")).resign()
-        seat.first(stopped())
-        seat.lead()
-        state = load(seat.store, "job-1")
+    def test_the_first_master_replaces_a_job_of_the_same_id_that_has_ended(
+        self, job_on_disk: JobOnDisk
+    ) -> None:
+        job_on_disk.has(stopped("other")).resign()
+        job_on_disk.first(stopped())
+        job_on_disk.lead()
+        state = load(job_on_disk.store, "job-1")
         assert state is not None
         assert state.uid == UID
 
     @pytest.mark.parametrize("before", ["other", "another"])
-    def test_a_requeued_job_finds_what_its_workers_had_saved(self, seat: Seat, before: str) -> None:
-        term = seat.has(stopped("other"))
-        contexts = ContextStore(seat.store, "job-1", term)
+    def test_a_requeued_job_finds_what_its_workers_had_saved(
+        self, job_on_disk: JobOnDisk, before: str
+    ) -> None:
+        term = job_on_disk.has(stopped("other"))
+        contexts = ContextStore(job_on_disk.store, "job-1", term)
         contexts.create(stopped("other"))
         contexts.save_state("actor", 0, "weights")
         term.resign()
-        (seat.job.path / "uid.before").write_text(before)
-        seat.first(stopped())
-        seat.lead()
-        saved = seat.store.get_prefix(f"{SEAT}states/").items
+        (job_on_disk.job.path / "uid.before").write_text(before)
+        job_on_disk.first(stopped())
+        job_on_disk.lead()
+        saved = job_on_disk.store.get_prefix(f"{SEAT}states/").items
         assert bool(saved) == (before == "other")
-        state = load(seat.store, "job-1")
+        state = load(job_on_disk.store, "job-1")
         assert state is not None
         assert state.uid == UID
 
-    def test_the_first_master_leaves_one_alone_that_runs(self, seat: Seat) -> None:
-        seat.has(a_job("other").state)
-        seat.first(stopped())
+    def test_the_first_master_leaves_one_alone_that_runs(self, job_on_disk: JobOnDisk) -> None:
+        job_on_disk.has(a_job("other").state)
+        job_on_disk.first(stopped())
         with pytest.raises(JobError, match="job job-1 is running"):
-            seat.lead()
-        state = load(seat.store, "job-1")
+            job_on_disk.lead()
+        state = load(job_on_disk.store, "job-1")
         assert state is not None
         assert state.uid == "other"
-        assert seat.job.first_context() is not None
+        assert job_on_disk.job.first_context() is not None
 
     def test_the_first_master_replaces_one_that_nobody_leads_after_a_moment(
-        self, seat: Seat, monkeypatch: pytest.MonkeyPatch
+        self, job_on_disk: JobOnDisk, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(leading, "TERM_TTL", 1.0)
-        seat.has(a_job("other").state).resign()
-        seat.first(stopped())
-        seat.lead()
-        state = load(seat.store, "job-1")
+        job_on_disk.has(a_job("other").state).resign()
+        job_on_disk.first(stopped())
+        job_on_disk.lead()
+        state = load(job_on_disk.store, "job-1")
         assert state is not None
         assert state.uid == UID
 
-    def test_the_first_master_does_not_take_itself_for_another(self, seat: Seat) -> None:
+    def test_the_first_master_does_not_take_itself_for_another(self, job_on_disk: JobOnDisk) -> None:
         """It has died after it has written the context, before it could remove the first one."""
-        seat.has(stopped()).resign()
-        seat.first(a_job().state)
-        seat.lead()
-        assert load(seat.store, "job-1") == replace(kept(stopped()), epoch=2)
-        assert seat.job.first_context() is None
+        job_on_disk.has(stopped()).resign()
+        job_on_disk.first(a_job().state)
+        job_on_disk.lead()
+        assert load(job_on_disk.store, "job-1") == replace(kept(stopped()), epoch=2)
+        assert job_on_disk.job.first_context() is None
 
     @pytest.mark.starts_processes
-    def test_the_first_master_hears_of_an_agent_that_has_died_before_it_could_join(self, seat: Seat) -> None:
-        seat.first(a_job().state)
+    def test_the_first_master_hears_of_an_agent_that_has_died_before_it_could_join(
+        self, job_on_disk: JobOnDisk
+    ) -> None:
+        job_on_disk.first(a_job().state)
         agent = subprocess.Popen([sys.executable, "-S", "-c", ""])
         agent.wait()
-        seat.lead(agents={"n0": agent.pid})
-        assert (seat.status["phase"], seat.status["code"]) == ("failed", 137)
-        log = seat.job.agent_log("n0")
-        assert seat.status["reason"] == f"the agent of node n0 is gone: it died before it joined; see {log}"
+        job_on_disk.lead(agents={"n0": agent.pid})
+        assert (job_on_disk.status["phase"], job_on_disk.status["code"]) == ("failed", 137)
+        log = job_on_disk.job.agent_log("n0")
+        assert (
+            job_on_disk.status["reason"]
+            == f"the agent of node n0 is gone: it died before it joined; see {log}"
+        )
 
 
 class TestALaterMaster:
-    def test_a_later_master_goes_on_with_what_is_in_the_store(self, seat: Seat) -> None:
-        seat.has(stopped())
-        seat.lead(deposing=1)
-        assert (seat.status["epoch"], seat.status["phase"]) == (2, "stopped")
-        assert leader_of(seat.store, SEAT) is None
+    def test_a_later_master_goes_on_with_what_is_in_the_store(self, job_on_disk: JobOnDisk) -> None:
+        job_on_disk.has(stopped())
+        job_on_disk.lead(deposing=1)
+        assert (job_on_disk.status["epoch"], job_on_disk.status["phase"]) == (2, "stopped")
+        assert leader_of(job_on_disk.store, SEAT) is None
 
-    def test_a_later_master_leaves_a_job_alone_that_is_led(self, seat: Seat) -> None:
-        seat.has(stopped())
-        seat.lead()
-        seat.lead(deposing=7)
-        assert not seat.job.state.exists()
-        leader = leader_of(seat.store, SEAT)
+    def test_a_later_master_leaves_a_job_alone_that_is_led(self, job_on_disk: JobOnDisk) -> None:
+        job_on_disk.has(stopped())
+        job_on_disk.lead()
+        job_on_disk.lead(deposing=7)
+        assert not job_on_disk.job.state.exists()
+        leader = leader_of(job_on_disk.store, SEAT)
         assert leader is not None
         assert leader.epoch == 1
 
     @pytest.mark.parametrize("there", [None, "other"])
     def test_a_later_master_finds_no_context_but_that_of_another_job(
-        self, seat: Seat, there: str | None
+        self, job_on_disk: JobOnDisk, there: str | None
     ) -> None:
         if there is not None:
-            seat.has(stopped(there)).resign()
+            job_on_disk.has(stopped(there)).resign()
         with pytest.raises(JobError, match="the store has no context of this job job-1") as caught:
-            seat.lead()
+            job_on_disk.lead()
         assert "another job has taken its id" in str(caught.value)
-        assert leader_of(seat.store, SEAT) is None, "the seat is free"
+        assert leader_of(job_on_disk.store, SEAT) is None, "the seat is free"
 
-    def test_a_later_master_ends_a_job_that_has_ended_too_many_masters(self, seat: Seat) -> None:
-        term = seat.has(replace(a_job().state, phase=JobPhase.RUNNING))
+    def test_a_later_master_ends_a_job_that_has_ended_too_many_masters(self, job_on_disk: JobOnDisk) -> None:
+        term = job_on_disk.has(replace(a_job().state, phase=JobPhase.RUNNING))
         crash = Crash(1, 0.5, "KeyError in step", "KeyError: 'x'", ("Join",), "Traceback")
-        assert not leading._core((crash,) * MOST, seat.job).writes_first, "the error may be one of writing"
+        assert not leading._core((crash,) * MOST, job_on_disk.job).writes_first, (
+            "the error may be one of writing"
+        )
         for _ in range(MOST):
-            record_crash(seat.store, "job-1", term, crash)
-        seat.lead(deposing=1)
-        state = load(seat.store, "job-1")
+            record_crash(job_on_disk.store, "job-1", term, crash)
+        job_on_disk.lead(deposing=1)
+        state = load(job_on_disk.store, "job-1")
         assert state is not None
         assert state.verdict is not None
         assert (state.phase, state.verdict.code) == (JobPhase.FAILED, EXIT_FAILURE)
         assert state.verdict.reason.endswith("a bug in unirun: KeyError in step: KeyError: 'x'")
-        assert f"log: {seat.job.master_log}" in state.verdict.report
+        assert f"log: {job_on_disk.job.master_log}" in state.verdict.report
 
-    def test_a_later_master_goes_on_when_errors_have_ended_few(self, seat: Seat) -> None:
-        assert leading._core((), seat.job) == Core(resume, step)
-        term = seat.has(stopped())
-        record_crash(seat.store, "job-1", term, Crash(1, 0.5, "KeyError", "KeyError: 'x'", (), "Traceback"))
-        seat.lead(deposing=1)
-        assert seat.status["reason"] == "enough"
+    def test_a_later_master_goes_on_when_errors_have_ended_few(self, job_on_disk: JobOnDisk) -> None:
+        assert leading._core((), job_on_disk.job) == Core(resume, step)
+        term = job_on_disk.has(stopped())
+        record_crash(
+            job_on_disk.store, "job-1", term, Crash(1, 0.5, "KeyError", "KeyError: 'x'", (), "Traceback")
+        )
+        job_on_disk.lead(deposing=1)
+        assert job_on_disk.status["reason"] == "enough"
 
 
 def test_a_master_that_hangs_is_deposed_within_seconds() -> None:
     assert 2.0 <= TERM_TTL <= 10.0
 
 
-def test_a_master_with_a_tcp_socket_is_found_there_on_its_node(seat: Seat) -> None:
-    make_tls(seat.job.path, load_token(seat.job.token), "head")
-    seat.first(stopped())
+def test_a_master_with_a_tcp_socket_is_found_there_on_its_node(job_on_disk: JobOnDisk) -> None:
+    make_tls(job_on_disk.job.path, load_token(job_on_disk.job.token), "head")
+    job_on_disk.first(stopped())
     with listen_tcp("127.0.0.1") as tcp:
         port = tcp.getsockname()[1]
-        seat.lead(tcp=tcp)
-    assert seat.leaders() == [Leader(1, TcpAddress("127.0.0.1", port, "head"), os.getpid())]
+        job_on_disk.lead(tcp=tcp)
+    assert job_on_disk.leaders() == [Leader(1, TcpAddress("127.0.0.1", port, "head"), os.getpid())]
 
 
 class TestTheProcess:
     @pytest.fixture(autouse=True)
-    def signals(self, seat: Seat, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        monkeypatch.setattr(sys, "argv", ["unirun.launcher.master", str(seat.job.path), "1"])
+    def signals(self, job_on_disk: JobOnDisk, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setattr(sys, "argv", ["unirun.launcher.master", str(job_on_disk.job.path), "1"])
         ignored = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
         numbers = (*ignored, signal.SIGTERM)
         before = {number: signal.getsignal(number) for number in numbers}
@@ -258,27 +271,27 @@ class TestTheProcess:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    def test_the_process_leads_and_leaves_no_socket(self, seat: Seat) -> None:
+    def test_the_process_leads_and_leaves_no_socket(self, job_on_disk: JobOnDisk) -> None:
         """One that a process of the same pid has left is in nobody's way."""
-        seat.has(stopped())
-        seat.path.write_text("left by another")
+        job_on_disk.has(stopped())
+        job_on_disk.path.write_text("left by another")
         assert process.main() == 0
-        assert seat.status["epoch"] == 2
-        assert not seat.path.exists()
+        assert job_on_disk.status["epoch"] == 2
+        assert not job_on_disk.path.exists()
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             assert signal.getsignal(number) is signal.SIG_IGN, "a terminal's signals are for the command"
 
-    def test_the_process_leads_on_the_tcp_socket_that_it_inherits(self, seat: Seat) -> None:
-        make_tls(seat.job.path, load_token(seat.job.token), "head")
-        seat.has(stopped())
+    def test_the_process_leads_on_the_tcp_socket_that_it_inherits(self, job_on_disk: JobOnDisk) -> None:
+        make_tls(job_on_disk.job.path, load_token(job_on_disk.job.token), "head")
+        job_on_disk.has(stopped())
         with listen_tcp("127.0.0.1") as tcp:
             sys.argv.append(str(os.dup(tcp.fileno())))
             assert process.main() == 0
-        assert seat.status["epoch"] == 2
+        assert job_on_disk.status["epoch"] == 2
 
     def test_the_process_says_why_it_cannot_and_leaves_no_socket(
-        self, seat: Seat, capsys: pytest.CaptureFixture[str]
+        self, job_on_disk: JobOnDisk, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert process.main() == JobError("x").exit_code != 0
         assert "unirun-master: the store has no context of this job job-1" in capsys.readouterr().err
-        assert not seat.path.exists()
+        assert not job_on_disk.path.exists()

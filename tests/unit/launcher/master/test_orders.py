@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tests.effort import examples
 from tests.unit.failover.job import KILL, TERM
-from tests.unit.failover.walk import Walk
+from tests.unit.failover.random_walk import RandomWalk
 from unirun.failover.events import (
     After,
     AgentLost,
@@ -293,7 +293,7 @@ def known_of(view: View) -> object:
 @examples(40)
 @given(st.integers(0, 2**32))
 def test_each_step_orders_and_tells_what_follows_from_it_and_nothing_else(seed: int) -> None:
-    walk = Walk(seed)
+    walk = RandomWalk(seed)
     before = walk.job.state
     for event, after in walk.steps(120):
         Step(before, event, after, walk.job.commands).check()

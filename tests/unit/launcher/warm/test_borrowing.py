@@ -19,7 +19,7 @@ import pytest
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import JobError
 from unirun.launcher.warm import borrowing
 from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose, run_root, running, some_start, wish
@@ -188,7 +188,7 @@ class TestOfSeveral:
 def accept(listener: socket.socket) -> tuple[socket.socket, list[int], object]:
     connection, _ = listener.accept()
     _, handles, _, _ = socket.recv_fds(connection, 1, 10)
-    return connection, handles, BlockingStream(connection).receive(SOON)
+    return connection, handles, BlockingStream(connection).receive(WAIT_TIMEOUT)
 
 
 @pytest.fixture
@@ -256,7 +256,7 @@ class TestAJobThatBorrows:
         def be_slow() -> None:
             connection, handles, _ = accept(sock)
             connection.sendall(answer)
-            over.wait(SOON)
+            over.wait(WAIT_TIMEOUT)
             for handle in handles:
                 os.close(handle)
             connection.close()
@@ -327,7 +327,7 @@ class TestABorrowedSpawner:
         borrowed, guard = tells
         os.write(guard, b"7")
         os.close(guard)
-        assert borrowed.wait(SOON) == 7
+        assert borrowed.wait(WAIT_TIMEOUT) == 7
 
     @pytest.mark.starts_processes
     @pytest.mark.parametrize("code", [0, -9, 255])
@@ -352,7 +352,7 @@ class TestABorrowedSpawner:
         with pytest.raises(subprocess.TimeoutExpired):
             borrowed.wait(0.05)
         borrowed.kill()
-        assert borrowed.wait(SOON) == -signal.SIGKILL
+        assert borrowed.wait(WAIT_TIMEOUT) == -signal.SIGKILL
         spawner.wait()
         borrowed.kill()
 
@@ -362,7 +362,7 @@ class TestABorrowedSpawner:
         began = time.monotonic()
         with pytest.raises(subprocess.TimeoutExpired):
             borrowed.wait(0.1)
-        assert 0.1 <= time.monotonic() - began < SOON
+        assert 0.1 <= time.monotonic() - began < WAIT_TIMEOUT
         os.close(guard)
 
     @pytest.mark.starts_processes
@@ -378,5 +378,5 @@ class TestABorrowedSpawner:
             borrowed = Borrowed(ours, os.pidfd_open(spawner.pid), high)
             os.write(tells, b"3")
             os.close(tells)
-            assert borrowed.wait(SOON) == 3
+            assert borrowed.wait(WAIT_TIMEOUT) == 3
             borrowed.close()

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import LeaseExpired
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.rendezvous.store.protocol import Change, Put
 
 
-class Clock:
+class FakeClock:
     now = 100.0
 
     def __call__(self) -> float:
@@ -20,7 +20,7 @@ class Clock:
 
 
 def test_memory_leases_end_by_the_clock_in_order_of_expiry() -> None:
-    clock = Clock()
+    clock = FakeClock()
     store = MemoryStore(clock)
     late, soon = store.grant(20), store.grant(10)
     start = store.txn([], [Put("late", "1", late), Put("soon", "1", soon)]).revision
@@ -37,7 +37,7 @@ def test_memory_leases_end_by_the_clock_in_order_of_expiry() -> None:
 
 
 def test_memory_lease_is_renewed_from_now() -> None:
-    clock = Clock()
+    clock = FakeClock()
     store = MemoryStore(clock)
     lease = store.grant(10)
     store.txn([], [Put("a", "1", lease)])
@@ -50,7 +50,7 @@ def test_memory_lease_is_renewed_from_now() -> None:
 
 
 def test_memory_expire_wakes_watches_after_the_clock_was_set() -> None:
-    clock = Clock()
+    clock = FakeClock()
     store = MemoryStore(clock)
     store.txn([], [Put("a", "1", store.grant(10))])
     clock.now += 10
@@ -71,7 +71,7 @@ def test_memory_watch_sees_the_end_of_a_lease_in_time() -> None:
     store = MemoryStore()
     put = store.txn([], [Put("a", "1", store.grant(0.05))])
     started = time.monotonic()
-    assert store.watch("", put.revision + 1).changes(2 * SOON) == (
+    assert store.watch("", put.revision + 1).changes(2 * WAIT_TIMEOUT) == (
         Change("delete", "a", "", put.revision + 1),
     )
-    assert time.monotonic() - started < SOON
+    assert time.monotonic() - started < WAIT_TIMEOUT

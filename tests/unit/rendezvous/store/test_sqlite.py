@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import LeaseExpired, StoreAway, StoreBroken, StoreRefused
 from unirun.rendezvous.store import sqlite
 from unirun.rendezvous.store.protocol import Change, Listing, Put
@@ -248,7 +248,7 @@ def test_a_sqlite_lock_of_another_process_times_out(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(StoreAway, match="locked by another process"):
         store.txn([], [Put("a", "2")])
-    assert 0.2 < time.monotonic() - started < SOON
+    assert 0.2 < time.monotonic() - started < WAIT_TIMEOUT
     item = store.get("a")
     assert item is not None, "readers do not wait for writers"
     other.execute("ROLLBACK")
@@ -273,7 +273,7 @@ def test_a_forked_child_must_open_its_own_sqlite_store(store: SqliteStore) -> No
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
-    process.join(SOON)
+    process.join(WAIT_TIMEOUT)
     assert process.exitcode == 0
     assert store.get("from the child") is not None
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import StoreBroken
 from unirun.rendezvous.store import sqlite
 from unirun.rendezvous.store.protocol import Change, Put
@@ -29,12 +29,12 @@ def test_a_sqlite_watch_sees_changes_of_other_processes_soon_at_little_cost(stor
     for number in range(10):
         seen: list[float] = []
         waiting = threading.Thread(
-            target=lambda seen=seen: (watch.changes(SOON), seen.append(time.monotonic()))
+            target=lambda seen=seen: (watch.changes(WAIT_TIMEOUT), seen.append(time.monotonic()))
         )
         waiting.start()
         store.txn([], [Put("a", str(number))])
         written = time.monotonic()
-        waiting.join(SOON)
+        waiting.join(WAIT_TIMEOUT)
         delays.append(seen[0] - written)
     assert min(delays) < 0.04
     other.close()
@@ -55,7 +55,7 @@ def test_a_sqlite_watch_survives_other_processes_that_open_and_close_the_file(st
     watch.changes(0.0)
     for number in range(3):
         command = [sys.executable, "-c", textwrap.dedent(code), str(store.path), str(number)]
-        subprocess.run(command, check=True, timeout=SOON)
+        subprocess.run(command, check=True, timeout=WAIT_TIMEOUT)
         news = watch.changes(5.0)
         assert isinstance(news, tuple)
         assert [change.key for change in news if isinstance(change, Change)] == [f"a/{number}"]

@@ -20,7 +20,7 @@ from unirun.values import WorkerId
 Serve = Callable[..., RoleGroup]
 
 
-class Fixed(Peers):
+class FakePeers(Peers):
     """A directory in which nothing changes."""
 
     def __init__(self, places: list[Peer]) -> None:
@@ -52,7 +52,7 @@ def serve() -> Iterator[Serve]:
             threading.Thread(target=dispatcher.serve, daemon=True).start()
             closing.extend((dispatcher.stop, dispatcher.close, transport.close))
         transport = InprocTransport()
-        caller = Caller(WorkerId("trainer", 0, 0), Fixed(places), transport, call_timeout=call_timeout)
+        caller = Caller(WorkerId("trainer", 0, 0), FakePeers(places), transport, call_timeout=call_timeout)
         closing.extend((caller.close, transport.close))
         return role_group(caller, "desk", len(targets))
 

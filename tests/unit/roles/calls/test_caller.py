@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.effort import SOON
-from tests.sim.calls.actors import Clock, FakeScheduler
+from tests.sim.calls.threads import FakeScheduler
+from tests.sim.fake_clock import FakeClock
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ChannelError, WorkerLost
 from unirun.roles import InvocationRef
 from unirun.roles.calls.caller import GROUP_ERROR_DELAY, Caller
@@ -73,7 +74,7 @@ def test_a_call_to_a_worker_that_was_replaced_meanwhile_fails_at_once() -> None:
     try:
         ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False), [0]), (), {})
         with pytest.raises(WorkerLost, match="started again"):
-            ref.result(SOON)
+            ref.result(WAIT_TIMEOUT)
     finally:
         caller.close()
 
@@ -122,7 +123,7 @@ def test_a_worker_is_asked_once_for_its_agent_of_torch_rpc() -> None:
     caller.close()
 
 
-class Post(Unreachable):
+class FakeTransport(Unreachable):
     """A transport to two workers, which answer when the test says so."""
 
     name = "post"
@@ -135,14 +136,14 @@ class Post(Unreachable):
     def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Any:
         if peer.rank in self.unreachable:
             raise ChannelError(f"{peer} is not there")
-        post = self
+        fake_transport = self
 
         class Box:
             def call(
                 self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None
             ) -> Callable[[], None] | None:
-                post.open[peer.rank].append(done)
-                post.patience.append(patience)
+                fake_transport.open[peer.rank].append(done)
+                fake_transport.patience.append(patience)
                 return (lambda: done(RESULT)) if patience is not None else None
 
             def keep(self) -> None:
@@ -154,7 +155,7 @@ class Post(Unreachable):
         return Box()
 
 
-class Told(Stale):
+class FakePeers(Stale):
     """A directory that says what it is told to."""
 
     def __init__(self) -> None:
@@ -176,7 +177,7 @@ class Told(Stale):
             listener()
 
 
-class Pair(Told):
+class Pair(FakePeers):
     """A directory of two ranks that serve."""
 
     generation = 0
@@ -191,90 +192,94 @@ class Pair(Told):
 
 
 def test_a_callback_runs_in_another_thread_than_the_one_that_brings_the_answer() -> None:
-    post, ran = Post(), queue.SimpleQueue[threading.Thread]()
-    caller = Caller(WorkerId("trainer", 0, 0), Pair(), post, call_timeout=60.0)
+    fake_transport, ran = FakeTransport(), queue.SimpleQueue[threading.Thread]()
+    caller = Caller(WorkerId("trainer", 0, 0), Pair(), fake_transport, call_timeout=60.0)
     try:
         ref = caller.invoke(caller.method("actor", "step", Invocation(target=0)), (), {})
         ref.add_done_callback(lambda _: ran.put(threading.current_thread()))
-        post.open[0].pop()(RESULT)
-        assert ran.get(timeout=SOON) is not threading.current_thread()
+        fake_transport.open[0].pop()(RESULT)
+        assert ran.get(timeout=WAIT_TIMEOUT) is not threading.current_thread()
     finally:
         caller.close()
 
 
 def test_only_who_waits_for_one_worker_and_nothing_else_waits_at_its_connection() -> None:
-    post = Post()
-    caller = Caller(WorkerId("trainer", 0, 0), Pair(), post, call_timeout=5.0)
+    fake_transport = FakeTransport()
+    caller = Caller(WorkerId("trainer", 0, 0), Pair(), fake_transport, call_timeout=5.0)
     try:
         ref = caller.invoke(caller.method("actor", "step", Invocation(target=1)), (), {})
-        assert post.patience == [5.0]
+        assert fake_transport.patience == [5.0]
         assert ref.result() == 42, "what it waits with brings the answer"
         for options in (Invocation(), Invocation(target=1, blocking=False)):
             caller.invoke(caller.method("actor", "step", options), (), {})
-        assert post.patience == [5.0, None, None, None]
+        assert fake_transport.patience == [5.0, None, None, None]
     finally:
         caller.close()
 
 
 def test_an_error_is_told_when_a_worker_that_could_not_be_reached_turns_out_to_live() -> None:
     """Until then that one may be dead, which would be the cause of the error."""
-    clock, post = Clock(), Post()
+    clock, fake_transport = FakeClock(), FakeTransport()
     caller = Caller(
-        WorkerId("trainer", 0, 0), Pair(), post, call_timeout=60.0, scheduler=FakeScheduler(clock)
+        WorkerId("trainer", 0, 0), Pair(), fake_transport, call_timeout=60.0, scheduler=FakeScheduler(clock)
     )
-    began, post.unreachable = clock.now, {0}
+    began, fake_transport.unreachable = clock.now, {0}
     ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False)), (), {})
-    post.open[1].pop()(failure(ValueError("bad")))
+    fake_transport.open[1].pop()(failure(ValueError("bad")))
     while clock.now < began + 10 * GROUP_ERROR_DELAY:
-        assert clock.turn()
+        assert clock.run_next()
     assert not ref.done()
-    post.unreachable = set()
+    fake_transport.unreachable = set()
     while not ref.done():
-        assert clock.turn()
+        assert clock.run_next()
     with pytest.raises(ValueError, match="bad"):
         ref.result(0)
 
 
 def test_a_call_that_is_refused_says_for_which_generation_it_was_made() -> None:
-    clock, post, directory = Clock(), Post(), Pair()
+    clock, fake_transport, directory = FakeClock(), FakeTransport(), Pair()
     directory.generation = 1
     caller = Caller(
-        WorkerId("trainer", 0, 0), directory, post, call_timeout=60.0, scheduler=FakeScheduler(clock)
+        WorkerId("trainer", 0, 0),
+        directory,
+        fake_transport,
+        call_timeout=60.0,
+        scheduler=FakeScheduler(clock),
     )
     ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False)), (), {})
     for rank in (0, 1):
-        post.open[rank].pop()(Parcel(encode_refusal(2)))
+        fake_transport.open[rank].pop()(Parcel(encode_refusal(2)))
     directory.generation = 2
     while not ref.done():
-        assert clock.turn()
+        assert clock.run_next()
     with pytest.raises(WorkerLost, match="has formed generation 2, and the call was made for 1"):
         ref.result(0)
 
 
 def test_a_call_whose_last_answers_come_at_once_is_made_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads have each brought the last one."""
-    both, settle = threading.Barrier(2, timeout=SOON), InvocationRef.settle
+    both, settle = threading.Barrier(2, timeout=WAIT_TIMEOUT), InvocationRef.settle
 
     def settle_together(ref: InvocationRef[Any], index: int, outcome: Any) -> None:
         settle(ref, index, outcome)
         both.wait()
 
     monkeypatch.setattr(InvocationRef, "settle", settle_together)
-    clock, post = Clock(), Post()
+    clock, fake_transport = FakeClock(), FakeTransport()
     caller = Caller(
-        WorkerId("trainer", 0, 0), Pair(), post, call_timeout=60.0, scheduler=FakeScheduler(clock)
+        WorkerId("trainer", 0, 0), Pair(), fake_transport, call_timeout=60.0, scheduler=FakeScheduler(clock)
     )
     began = clock.now
     caller.invoke(caller.method("actor", "step", Invocation(idempotent=True, retries=3)), (), {})
     error = failure(RuntimeError("connection reset by peer"), INTERRUPTED)
-    threads = [threading.Thread(target=post.open[rank][0], args=(error,)) for rank in (0, 1)]
+    threads = [threading.Thread(target=fake_transport.open[rank][0], args=(error,)) for rank in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(SOON)
+        thread.join(WAIT_TIMEOUT)
     while clock.now == began:
-        assert clock.turn()
-    assert [len(post.open[rank]) for rank in (0, 1)] == [2, 2]
+        assert clock.run_next()
+    assert [len(fake_transport.open[rank]) for rank in (0, 1)] == [2, 2]
 
 
 class Silent:
@@ -292,7 +297,7 @@ class Silent:
 
 def test_a_call_that_is_sent_to_a_worker_just_when_it_is_lost_fails_and_is_not_waited_for() -> None:
     """A thread has read the directory before the worker died, and sends after that was dealt with."""
-    directory, transport = Told(), Leading(Silent())
+    directory, transport = FakePeers(), Leading(Silent())
     caller = Caller(WorkerId("trainer", 0, 0), directory, transport, call_timeout=60.0)
     method = caller.method("actor", "step", Invocation(blocking=False), [0])
     try:
@@ -301,10 +306,10 @@ def test_a_call_that_is_sent_to_a_worker_just_when_it_is_lost_fails_and_is_not_w
         with pytest.raises(
             WorkerLost, match="it died; mark the method idempotent=True to have it called again$"
         ):
-            first.result(SOON)
+            first.result(WAIT_TIMEOUT)
         directory.place = Peer(OLD, "old")
         with pytest.raises(WorkerLost, match="actor:0 was lost before it answered: it is gone; ") as lost:
-            caller.invoke(method, (), {}).result(SOON)
+            caller.invoke(method, (), {}).result(WAIT_TIMEOUT)
         assert lost.value.worker == "actor:0"
     finally:
         caller.close()
@@ -322,27 +327,27 @@ def test_a_call_that_is_sent_to_a_worker_just_when_it_is_lost_fails_and_is_not_w
     ],
 )
 def test_a_loss_says_what_became_of_the_worker_and_what_to_do(now: Peer, reason: str) -> None:
-    directory, post = Told(), Post()
-    caller = Caller(WorkerId("trainer", 0, 0), directory, post, call_timeout=60.0)
+    directory, fake_transport = FakePeers(), FakeTransport()
+    caller = Caller(WorkerId("trainer", 0, 0), directory, fake_transport, call_timeout=60.0)
     try:
         ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False), [0]), (), {})
         directory.say(now)
         with pytest.raises(WorkerLost, match=f"actor:0 was lost before it answered: {reason}$") as lost:
-            ref.result(SOON)
+            ref.result(WAIT_TIMEOUT)
         assert lost.value.worker == "actor:0"
     finally:
         caller.close()
 
 
 def test_a_loss_of_an_idempotent_call_does_not_advise_what_was_done() -> None:
-    directory, post = Told(), Post()
-    caller = Caller(WorkerId("trainer", 0, 0), directory, post, call_timeout=60.0)
+    directory, fake_transport = FakePeers(), FakeTransport()
+    caller = Caller(WorkerId("trainer", 0, 0), directory, fake_transport, call_timeout=60.0)
     options = Invocation(blocking=False, idempotent=True, retries=0)
     try:
         ref = caller.invoke(caller.method("actor", "step", options, [0]), (), {})
         directory.say(Peer(OLD, gone=True))
         with pytest.raises(WorkerLost, match="it died; retries=0 is used up; unirun events tells why"):
-            ref.result(SOON)
+            ref.result(WAIT_TIMEOUT)
     finally:
         caller.close()
 
@@ -361,7 +366,7 @@ class Ordered(Peers):
         """The place where it serves."""
         if rank == 1 and threading.current_thread().name == "first" and not self.between.is_set():
             self.between.set()
-            assert self.go_on.wait(SOON)
+            assert self.go_on.wait(WAIT_TIMEOUT)
         return Peer(WorkerId(role, rank, 0), "here")
 
     def when_changed(self, listener: Callable[[], None]) -> None:
@@ -406,12 +411,12 @@ def test_group_calls_of_two_threads_come_in_one_order_to_all_workers() -> None:
     second = threading.Thread(target=call, args=("two",))
     try:
         first.start()
-        assert directory.between.wait(SOON)
+        assert directory.between.wait(WAIT_TIMEOUT)
         second.start()
         second.join(0.2)
         directory.go_on.set()
-        first.join(SOON)
-        second.join(SOON)
+        first.join(WAIT_TIMEOUT)
+        second.join(WAIT_TIMEOUT)
     finally:
         directory.go_on.set()
         caller.close()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.roles.calls.caller import Deadlines
 from unirun.roles.transport.protocol import Scheduler
 
@@ -34,8 +34,8 @@ class TestDeadlines:
         for number in range(0, 100, 2):
             deadlines.drop(number)
             deadlines.drop(number)
-        assert [late.get(timeout=SOON) for _ in range(50)] == list(range(1, 100, 2))
-        assert 0.1 <= time.monotonic() - began < SOON
+        assert [late.get(timeout=WAIT_TIMEOUT) for _ in range(50)] == list(range(1, 100, 2))
+        assert 0.1 <= time.monotonic() - began < WAIT_TIMEOUT
         assert late.empty()
 
     def test_an_item_has_its_whole_timeout_after_others_have_expired(self, scheduler: Scheduler) -> None:
@@ -44,9 +44,9 @@ class TestDeadlines:
         for number in range(3):
             began = time.monotonic()
             deadlines.add(number)
-            found, ended = late.get(timeout=SOON)
+            found, ended = late.get(timeout=WAIT_TIMEOUT)
             assert found == number
-            assert 0.1 <= ended - began < SOON
+            assert 0.1 <= ended - began < WAIT_TIMEOUT
 
     def test_an_item_that_is_added_later_has_its_own_deadline(self, scheduler: Scheduler) -> None:
         late: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
@@ -55,12 +55,12 @@ class TestDeadlines:
         deadlines.add("first")
         half_way = threading.Event()
         scheduler.at(began + 0.1, half_way.set)
-        assert half_way.wait(SOON)
+        assert half_way.wait(WAIT_TIMEOUT)
         deadlines.add("second")
         deadlines.drop("first")
-        name, ended = late.get(timeout=SOON)
+        name, ended = late.get(timeout=WAIT_TIMEOUT)
         assert name == "second"
-        assert 0.3 <= ended - began < SOON
+        assert 0.3 <= ended - began < WAIT_TIMEOUT
 
     def test_a_dropped_item_is_not_referenced(self, scheduler: Scheduler) -> None:
         class Load:
@@ -86,7 +86,7 @@ class TestDeadlines:
         Deadlines[int](seconds, scheduler, lambda number: None).add(1)
         done = threading.Event()
         scheduler.soon(done.set)
-        assert done.wait(SOON)
+        assert done.wait(WAIT_TIMEOUT)
 
     @pytest.mark.filterwarnings("ignore")
     def test_an_error_of_one_expiry_delays_no_other(
@@ -102,5 +102,5 @@ class TestDeadlines:
         deadlines = Deadlines[str](0.05, scheduler, end)
         for name in ("bad", "good"):
             deadlines.add(name)
-        assert ended.wait(SOON)
+        assert ended.wait(WAIT_TIMEOUT)
         assert "ValueError: bad" in capsys.readouterr().err

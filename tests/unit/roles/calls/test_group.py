@@ -24,7 +24,7 @@ def total(results: list[int]) -> int:
     return sum(results)
 
 
-class Desk:
+class Workload:
     """The class that is called."""
 
     def __init__(self, rank: int) -> None:
@@ -97,7 +97,7 @@ class Desk:
 @pytest.fixture
 def group(serve: Serve) -> RoleGroup:
     """Three of them."""
-    return serve(*(Desk(rank) for rank in range(3)))
+    return serve(*(Workload(rank) for rank in range(3)))
 
 
 class TestAGroup:
@@ -229,7 +229,7 @@ class TestAHandle:
         assert handle.mine.call_async().result() == (2, (), {})
 
     def test_a_handles_call_applies_pre_func_and_post_func(self, serve: Serve) -> None:
-        group = serve(Desk(0))
+        group = serve(Workload(0))
         with pytest.raises(TypeError, match="not iterable"):
             group[0].clip(1)
 
@@ -290,8 +290,8 @@ class TestMap:
         assert [args for _, args, _ in group.mine.map([[1, 2, 3]])] == [([1, 2, 3],)]
 
     def test_map_takes_items_only_as_it_needs_them(self, serve: Serve) -> None:
-        desks = [Desk(0), Desk(1)]
-        group, taken = serve(*desks), []
+        workloads = [Workload(0), Workload(1)]
+        group, taken = serve(*workloads), []
 
         def items() -> Any:
             for number in range(100):

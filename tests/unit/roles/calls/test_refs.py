@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import CallError, EncodingError, InvocationTimeout, RemoteTraceback, UsageError, WorkerLost
 from unirun.roles import InvocationRef, wait
 from unirun.roles.calls.call import Method
@@ -95,7 +95,7 @@ class TestResults:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(SOON)
+            thread.join(WAIT_TIMEOUT)
         assert ref.result() == 3
         assert seen == [[1, 2]]
 
@@ -127,12 +127,12 @@ class TestResults:
 
     def test_may_be_waited_for_by_many_threads(self) -> None:
         ref, found = ref_of(bare=True), []
-        threads = [threading.Thread(target=lambda: found.append(ref.result(SOON))) for _ in range(8)]
+        threads = [threading.Thread(target=lambda: found.append(ref.result(WAIT_TIMEOUT))) for _ in range(8)]
         for thread in threads:
             thread.start()
         settle_and_finish(ref, 5)
         for thread in threads:
-            thread.join(SOON)
+            thread.join(WAIT_TIMEOUT)
         assert found == [5] * 8
 
     def test_are_fetched_by_whoever_waits_without_a_limit(self) -> None:
@@ -299,7 +299,7 @@ class TestInAsyncio:
         async def main() -> tuple[int, int]:
             late = ref_of(bare=True)
             threading.Timer(0.05, partial(settle_and_finish, late, 2)).start()
-            async with asyncio.timeout(SOON):
+            async with asyncio.timeout(WAIT_TIMEOUT):
                 return await finished(1, bare=True), await late
 
         assert asyncio.run(main()) == (1, 2)
@@ -314,7 +314,7 @@ class TestInAsyncio:
                     settle_and_finish(ref, number)
                 ticks.set()
 
-            async with asyncio.timeout(SOON):
+            async with asyncio.timeout(WAIT_TIMEOUT):
                 *results, _ = await asyncio.gather(*map(_awaited, refs), answer_all())
             assert ticks.is_set()
             return results
@@ -355,7 +355,7 @@ class TestWait:
         refs = [ref_of() for _ in range(3)]
         for ref in refs[:2]:
             threading.Timer(0.05, lambda ref=ref: (ref.settle(0, answer(1)), ref.finish())).start()
-        done, pending = wait(refs, 2, SOON)
+        done, pending = wait(refs, 2, WAIT_TIMEOUT)
         assert (len(done), len(pending)) == (2, 1)
 
     def test_wait_counts_a_failed_ref_as_done(self) -> None:
@@ -365,7 +365,7 @@ class TestWait:
     def test_wait_returns_after_its_timeout(self) -> None:
         ref, began = ref_of(), time.monotonic()
         assert wait([ref], timeout=0.1) == ([], [ref])
-        assert 0.1 <= time.monotonic() - began < SOON
+        assert 0.1 <= time.monotonic() - began < WAIT_TIMEOUT
         assert wait([ref], timeout=0) == ([], [ref])
         assert wait([ref], timeout=-1) == ([], [ref])
 

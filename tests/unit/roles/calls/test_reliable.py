@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.effort import examples
-from tests.sim.calls.actors import Clock, FakeScheduler
+from tests.sim.calls.threads import FakeScheduler
+from tests.sim.fake_clock import FakeClock
 from unirun.errors import CallError, ChannelError, EncodingError
 from unirun.roles.calls.caller import LARGE, MAX_RECONNECT_DELAY, ReliableConnection
 from unirun.roles.calls.codec import ACK, GIVE_UP, Request, decode_giving_up, decode_request, encode_address
@@ -23,7 +24,7 @@ from unirun.values import WorkerId
 ME, WORKER = WorkerId("trainer", 0, 0), WorkerId("actor", 1, 2)
 
 
-class Line:
+class RecordingConnection:
     """A connection that notes what goes over it."""
 
     def __init__(self, broken: Callable[[str], None], unsendable: list[int]) -> None:
@@ -63,7 +64,7 @@ class Network:
     name = "noted"
 
     def __init__(self) -> None:
-        self.lines: list[Line] = []
+        self.lines: list[RecordingConnection] = []
         self.unsendable: list[int] = []
         self.reachable = True
         self.refused = 0
@@ -74,7 +75,7 @@ class Network:
             self.refused += 1
             raise ChannelError("nobody answers")
         assert not any(line.open for line in self.lines), "a second connection beside the first"
-        self.lines.append(Line(broken, self.unsendable))
+        self.lines.append(RecordingConnection(broken, self.unsendable))
         return self.lines[-1]
 
     def __getattr__(self, name: str) -> Any:
@@ -95,7 +96,7 @@ def call_of(seq: int, joint: bool = False, generation: int = 0, body: bytes = b"
 
 
 def test_a_worker_is_told_which_call_nobody_waits_for() -> None:
-    clock, network = Clock(), Network()
+    clock, network = FakeClock(), Network()
     transport: Any = network
     connection = ReliableConnection(
         WORKER,
@@ -110,7 +111,7 @@ def test_a_worker_is_told_which_call_nobody_waits_for() -> None:
     connection.send(call, 0)
     connection.forget(call, lost=True)
     connection.forget(call)
-    while clock.turn():
+    while clock.run_next():
         pass
     told = [
         decode_giving_up(request.body)
@@ -125,7 +126,7 @@ class Calls(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock, self.network = Clock(), Network()
+        self.clock, self.network = FakeClock(), Network()
         self.answers: list[tuple[int, bytes]] = []
         self.failures: list[int] = []
         self.seq = 0
@@ -149,8 +150,8 @@ class Calls(RuleBasedStateMachine):
         self.failures.append(call.seq)
 
     @property
-    def line(self) -> Line | None:
-        lines = [line for line in self.network.lines if line.open]
+    def connection(self) -> RecordingConnection | None:
+        lines = [connection for connection in self.network.lines if connection.open]
         return lines[-1] if lines else None
 
     def drop_unsendable(self) -> None:
@@ -160,7 +161,7 @@ class Calls(RuleBasedStateMachine):
 
     def settle(self) -> None:
         """Let everything happen that is due."""
-        while self.clock.turn():
+        while self.clock.run_next():
             if not self.network.reachable and self.network.refused > 20:
                 return
 
@@ -174,16 +175,16 @@ class Calls(RuleBasedStateMachine):
         if not self.gone:
             self.open[self.seq] = (call, joint, generation)
 
-    @precondition(lambda self: self.line is not None and self.line.waiting)
+    @precondition(lambda self: self.connection is not None and self.connection.waiting)
     @rule(data=st.data(), large=st.booleans())
     def answer(self, data: st.DataObject, large: bool) -> None:
         """The worker answers one of the calls that it has, known or forgotten."""
-        assert self.line is not None
-        seq = data.draw(st.sampled_from(sorted(self.line.waiting)))
+        assert self.connection is not None
+        seq = data.draw(st.sampled_from(sorted(self.connection.waiting)))
         size = LARGE if large else 1
         parcel = Parcel(bytes([seq % 256]) * size)
         known, before = seq in self.open, len(self.answers)
-        self.line.waiting.pop(seq)(parcel)
+        self.connection.waiting.pop(seq)(parcel)
         assert self.answers[before:] == ([(seq, parcel.head)] if known else [])
         self.open.pop(seq, None)
         self.due.append(seq)
@@ -195,12 +196,12 @@ class Calls(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(sorted(self.open)))
         self.connection.forget(self.open.pop(seq)[0])
 
-    @precondition(lambda self: self.line is not None)
+    @precondition(lambda self: self.connection is not None)
     @rule()
     def breaks(self) -> None:
         """The connection is gone."""
-        assert self.line is not None
-        self.line.cut()
+        assert self.connection is not None
+        self.connection.cut()
 
     @rule(reachable=st.booleans())
     def network_changes(self, reachable: bool) -> None:
@@ -215,9 +216,9 @@ class Calls(RuleBasedStateMachine):
             return
         self.drop_unsendable()
         assert sorted(self.failures) == sorted(self.network.unsendable), "each is told once"
-        assert not self.open or self.line is not None, "nobody connects again"
-        if self.line is not None:
-            sent = [request.seq for request in self.line.requests if request.method == "step"]
+        assert not self.open or self.connection is not None, "nobody connects again"
+        if self.connection is not None:
+            sent = [request.seq for request in self.connection.requests if request.method == "step"]
             assert self.open.keys() <= {*sent}, "a call was not sent again"
         assert not self.connection.reconnecting
 
@@ -229,21 +230,26 @@ class Calls(RuleBasedStateMachine):
         assert [call.seq for call, _ in owed] == sorted(self.open), "what it owes, in order"
         self.open.clear()
         self.gone = True
-        assert self.line is None, "its connection is closed"
+        assert self.connection is None, "its connection is closed"
 
     @invariant()
     def requests_are_what_was_asked_for(self) -> None:
         """Each call once on a connection, with what belongs to it; and as many are open as are."""
         self.drop_unsendable()
-        for line in self.network.lines:
-            steps = [request for request in line.requests if request.method == "step"]
+        for connection in self.network.lines:
+            steps = [request for request in connection.requests if request.method == "step"]
             assert len({request.seq for request in steps}) == len(steps), "a call twice on one connection"
             for request in steps:
                 assert (request.caller, bytes(request.body)) == (ME, str(request.seq).encode())
                 if request.seq in self.open:
                     _, joint, generation = self.open[request.seq]
                     assert (request.joint, request.generation) == (joint, generation)
-        acked = [seq for line in self.network.lines for request in line.requests for seq in request.acks]
+        acked = [
+            seq
+            for connection in self.network.lines
+            for request in connection.requests
+            for seq in request.acks
+        ]
         due = iter(self.due)
         assert all(seq in due for seq in acked), "an ack without an answer, twice, or out of order"
         assert len(self.connection) == len(self.open)
@@ -251,8 +257,8 @@ class Calls(RuleBasedStateMachine):
     @invariant()
     def calls_that_are_sent_again_keep_their_order(self) -> None:
         """The worker runs them as they come."""
-        for line in self.network.lines:
-            sent = [request.seq for request in line.requests if request.method == "step"]
+        for connection in self.network.lines:
+            sent = [request.seq for request in connection.requests if request.method == "step"]
             assert sent == sorted(sent)
 
     def teardown(self) -> None:
@@ -260,7 +266,7 @@ class Calls(RuleBasedStateMachine):
         self.network.reachable = True
         self.time_passes()
         self.connection.close()
-        assert self.line is None
+        assert self.connection is None
 
 
 TestWhateverHappens = Calls.TestCase
@@ -300,25 +306,25 @@ def test_who_cannot_be_reached_is_tried_again_at_growing_intervals() -> None:
     machine.network.reachable = False
     (call,) = calls(1)
     machine.connection.send(call, 0)
-    times = []
+    began, times = machine.clock.now, list[float]()
     for _ in range(9):
         refused = machine.network.refused
         while machine.network.refused == refused:
-            assert machine.clock.turn()
-        times.append(machine.clock.now - 1000.0)
+            assert machine.clock.run_next()
+        times.append(machine.clock.now - began)
     assert times == pytest.approx([0, 0.02, 0.06, 0.14, 0.3, 0.62, 1.26, 2.26, 3.26])
     assert MAX_RECONNECT_DELAY == 1.0
     machine.network.reachable = True
     while not machine.network.lines:
-        machine.clock.turn()
+        machine.clock.run_next()
     machine.network.lines[0].waiting.pop(1)(Parcel(b""))
     machine.network.lines[0].cut()
     machine.network.reachable, machine.network.refused = False, 0
-    machine.clock.turn()
+    machine.clock.run_next()
     before, (call,) = machine.clock.now, calls(2)
     machine.connection.send(call, 0)
     while machine.network.refused < 3:
-        machine.clock.turn()
+        machine.clock.run_next()
     assert machine.clock.now - before == pytest.approx(0.02), "an answer shows that it is well"
 
 
@@ -339,13 +345,13 @@ def test_a_large_result_is_acked_at_once() -> None:
     first, second = calls(1, 2)
     machine.connection.send(first, 0)
     machine.connection.send(second, 0)
-    line = machine.network.lines[0]
-    line.waiting.pop(1)(Parcel(b"x" * (LARGE - 1)))
+    connection = machine.network.lines[0]
+    connection.waiting.pop(1)(Parcel(b"x" * (LARGE - 1)))
     machine.settle()
-    assert len(line.requests) == 2, "a small one waits for the next call"
-    line.waiting.pop(2)(Parcel(b"x" * LARGE))
+    assert len(connection.requests) == 2, "a small one waits for the next call"
+    connection.waiting.pop(2)(Parcel(b"x" * LARGE))
     machine.settle()
-    assert [(request.method, request.acks) for request in line.requests[2:]] == [(ACK.decode(), (1, 2))]
+    assert [(request.method, request.acks) for request in connection.requests[2:]] == [(ACK.decode(), (1, 2))]
 
 
 def test_a_large_result_is_acked_once() -> None:
@@ -353,20 +359,23 @@ def test_a_large_result_is_acked_once() -> None:
     machine = Calls()
     first, second = calls(1, 2)
     machine.connection.send(first, 0)
-    line = machine.network.lines[0]
-    line.waiting.pop(1)(Parcel(b"x" * LARGE))
+    connection = machine.network.lines[0]
+    connection.waiting.pop(1)(Parcel(b"x" * LARGE))
     machine.connection.send(second, 0)
     machine.settle()
-    assert [(request.method, request.acks) for request in line.requests] == [("step", ()), ("step", (1,))]
+    assert [(request.method, request.acks) for request in connection.requests] == [
+        ("step", ()),
+        ("step", (1,)),
+    ]
 
 
 def test_what_was_closed_is_sent_no_acks() -> None:
     machine = Calls()
     (call,) = calls(1)
     machine.connection.send(call, 0)
-    (line,) = machine.network.lines
-    line.waiting.pop(1)(Parcel(b"x" * LARGE))
+    (connection,) = machine.network.lines
+    connection.waiting.pop(1)(Parcel(b"x" * LARGE))
     machine.connection.close()
     machine.settle()
-    assert machine.network.lines == [line]
-    assert len(line.requests) == 1
+    assert machine.network.lines == [connection]
+    assert len(connection.requests) == 1

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.effort import SOON
-from tests.unit.wire.places import credentials_in
+from tests.unit.wire.endpoints import credentials_in
+from tests.waiting import WAIT_TIMEOUT
 from unirun.roles.transport.protocol import Parcel
 from unirun.roles.transport.socket_transport import SocketConnection, SocketTransport
 from unirun.roles.transport.sockets import FrameSocket, Loop
@@ -29,7 +29,7 @@ class Late(FrameSocket):
     def get(self, space: memoryview) -> tuple[int, bool]:
         if threading.current_thread().name == LATE:
             self.entered.set()
-            assert self.let_go.wait(SOON)
+            assert self.let_go.wait(WAIT_TIMEOUT)
             raise BlockingIOError
         return super().get(space)
 
@@ -65,16 +65,16 @@ def test_an_answer_is_read_after_the_loop_was_late_with_an_event_of_the_call_bef
         wait()
 
     for head in (b"the handshake is over", b"this thread has read"):
-        calling = threading.Thread(target=call, args=(head, SOON))
+        calling = threading.Thread(target=call, args=(head, WAIT_TIMEOUT))
         calling.start()
-        replies.get(timeout=SOON)()
-        assert answers.get(timeout=SOON) == head
-        calling.join(SOON)
+        replies.get(timeout=WAIT_TIMEOUT)()
+        assert answers.get(timeout=WAIT_TIMEOUT) == head
+        calling.join(WAIT_TIMEOUT)
     late = threading.Thread(target=connection.ready, args=(select.EPOLLIN,), name=LATE)
     late.start()
-    assert Late.entered.wait(SOON)
-    call(b"meanwhile", SOON)
+    assert Late.entered.wait(WAIT_TIMEOUT)
+    call(b"meanwhile", WAIT_TIMEOUT)
     Late.let_go.set()
-    late.join(SOON)
-    replies.get(timeout=SOON)()
-    assert answers.get(timeout=SOON) == b"meanwhile"
+    late.join(WAIT_TIMEOUT)
+    replies.get(timeout=WAIT_TIMEOUT)()
+    assert answers.get(timeout=WAIT_TIMEOUT) == b"meanwhile"

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.effort import SOON
-from tests.unit.wire.places import credentials_in
+from tests.unit.wire.endpoints import credentials_in
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import FrameError
 from unirun.roles.transport.frames import INLINE, REPLY, REQUEST
 from unirun.roles.transport.protocol import Parcel
@@ -51,7 +51,7 @@ def receive(sender: End, receiver: End, count: int) -> list[tuple[int, Parcel]]:
     while len(found) < count:
         if sender.wants:
             sender.connection.flush()
-        assert poll.poll(SOON * 1000 if not sender.wants else 0) or sender.wants
+        assert poll.poll(WAIT_TIMEOUT * 1000 if not sender.wants else 0) or sender.wants
         found += [(frame.tag, parcel) for frame, parcel in receiver.connection.receive()]
     return found
 
@@ -71,7 +71,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[socket.socket,
     assert server is not None
     with ThreadPoolExecutor() as pool:
         serving = pool.submit(server.wrap_socket, theirs, server_side=True)
-        return client.wrap_socket(ours, server_hostname=server_name("node")), serving.result(SOON)
+        return client.wrap_socket(ours, server_hostname=server_name("node")), serving.result(WAIT_TIMEOUT)
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_a_socket_is_closed_only_after_a_thread_that_reads_it(
     closing = threading.Thread(target=connection.close)
     with pytest.raises(EOFError):
         list(connection.receive())
-    closing.join(SOON)
+    closing.join(WAIT_TIMEOUT)
     assert connection.socket.fileno() < 0
     pair[1].close()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ChannelError
 from unirun.roles import inprocess
 from unirun.roles.inprocess import InprocTransport
@@ -28,7 +28,7 @@ def test_inproc_channels_copy_memory() -> None:
     memory = bytearray(b"abc")
     connection.call(Parcel(b"x", (memoryview(memory),)), answers.put)
     memory[:] = b"zzz"
-    answer = answers.get(timeout=SOON)
+    answer = answers.get(timeout=WAIT_TIMEOUT)
     assert bytes(answer.buffers[0]) == b"abc"
     server.close()
     client.close()
@@ -40,14 +40,14 @@ def test_a_cut_inproc_channel_can_be_opened_again_until_the_worker_ends() -> Non
     connection = client.connect(ME, endpoint, news.put)
     for connection in list(inprocess._servers[endpoint].connections):
         connection.cut("interrupted")
-    assert news.get(timeout=SOON) == "interrupted"
+    assert news.get(timeout=WAIT_TIMEOUT) == "interrupted"
     answers: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
     connection.call(Parcel(b"over a broken connection"), answers.put)
     again = client.connect(ME, endpoint, news.put)
     again.call(Parcel(b"over a new one"), answers.put)
-    assert answers.get(timeout=SOON).head == b"over a new one"
+    assert answers.get(timeout=WAIT_TIMEOUT).head == b"over a new one"
     server.close()
-    assert news.get(timeout=SOON) == "the worker has ended"
+    assert news.get(timeout=WAIT_TIMEOUT) == "the worker has ended"
     with pytest.raises(ChannelError, match="desk:0 is not there"):
         client.connect(ME, endpoint, news.put)
     client.close()

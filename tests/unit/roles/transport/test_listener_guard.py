@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.roles.transport import torch_rpc
 from unirun.roles.transport.torch_rpc import ListenerGuard, listeners
 
@@ -42,7 +42,7 @@ def test_a_closed_listener_is_reported(listener: socket.socket, reused: bool) ->
             os.dup2(other.fileno(), listener.fileno())
     else:
         listener.close()
-    assert lost.wait(SOON)
+    assert lost.wait(WAIT_TIMEOUT)
     guard.close()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ChannelError
 from unirun.roles.transport.sockets import (
     PREEMPTED_SECONDS,
@@ -24,7 +24,7 @@ from unirun.roles.transport.sockets import (
 )
 
 
-class Line:
+class OrderConnection:
     """A connection to the inbox: every byte on it is an order."""
 
     def __init__(self, inbox: RequestInbox) -> None:
@@ -54,7 +54,7 @@ class Line:
 
     def reader(self) -> threading.Thread:
         """The thread that has read next."""
-        return self.readers.get(timeout=SOON)
+        return self.readers.get(timeout=WAIT_TIMEOUT)
 
 
 @pytest.fixture
@@ -75,38 +75,39 @@ def inbox(loop: Loop) -> RequestInbox:
 
 class TestARequestInbox:
     def test_the_thread_that_waits_in_an_inbox_reads(self, inbox: RequestInbox) -> None:
-        line, me = Line(inbox), threading.current_thread()
+        connection, me = OrderConnection(inbox), threading.current_thread()
         for word in "abc":
             # Said while this thread waits, or before.
-            later = threading.Timer(0.05, line.say, [word])
+            later = threading.Timer(0.05, connection.say, [word])
             later.start()
             assert inbox.get() == word
-            assert line.reader() is me
+            assert connection.reader() is me
             later.join()
 
     def test_the_loops_thread_reads_while_nobody_waits(self, inbox: RequestInbox) -> None:
-        line = Line(inbox)
+        connection = OrderConnection(inbox)
         for word in "abc":
-            line.say(word)
-            assert line.reader() is not threading.current_thread()
+            connection.say(word)
+            assert connection.reader() is not threading.current_thread()
         assert [inbox.get() for _ in range(3)] == ["a", "b", "c"]
 
     def test_what_came_on_one_line_stays_in_order_whoever_reads(self, inbox: RequestInbox) -> None:
-        lines = [Line(inbox) for _ in range(4)]
+        lines = [OrderConnection(inbox) for _ in range(4)]
 
-        def talk(line: Line, name: str) -> None:
+        def talk(connection: OrderConnection, name: str) -> None:
             for _ in range(500):
-                line.say(name.lower())
-                line.say(name.upper())
+                connection.say(name.lower())
+                connection.say(name.upper())
 
         threads = [
-            threading.Thread(target=talk, args=(line, name)) for line, name in zip(lines, "abcd", strict=True)
+            threading.Thread(target=talk, args=(connection, name))
+            for connection, name in zip(lines, "abcd", strict=True)
         ]
         for thread in threads:
             thread.start()
         heard = "".join(inbox.get() for _ in range(4000))
         for thread in threads:
-            thread.join(SOON)
+            thread.join(WAIT_TIMEOUT)
         for name in "abcd":
             mine = "".join(word for word in heard if word.lower() == name)
             assert mine == (name + name.upper()) * 500
@@ -129,7 +130,7 @@ class TestARequestInbox:
         for number in range(1000):
             inbox.put(number)
             assert other.get() == number + 1
-        thread.join(SOON)
+        thread.join(WAIT_TIMEOUT)
 
     def test_a_signal_that_ends_the_wait_leaves_the_reading_to_the_thread(self, inbox: RequestInbox) -> None:
         class Alarm(Exception):
@@ -145,15 +146,15 @@ class TestARequestInbox:
                 inbox.get()
         finally:
             signal.signal(signal.SIGALRM, before)
-        line = Line(inbox)
-        line.say("x")
-        assert line.reader() is not threading.current_thread()
+        connection = OrderConnection(inbox)
+        connection.say("x")
+        assert connection.reader() is not threading.current_thread()
         assert inbox.get() == "x"
 
     def test_a_bug_ends_its_own_line_only(
         self, inbox: RequestInbox, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        bad, good = Line(inbox), Line(inbox)
+        bad, good = OrderConnection(inbox), OrderConnection(inbox)
         bad.say("!")
         later = threading.Timer(0.05, good.say, ["a"])
         later.start()
@@ -171,18 +172,18 @@ class TestARequestInbox:
             except ChannelError as error:
                 told.put(error)
 
-        line = Line(inbox)
+        connection = OrderConnection(inbox)
         thread = threading.Thread(target=wait)
         thread.start()
         loop.close()
         inbox.close()
-        assert isinstance(told.get(timeout=SOON), ChannelError)
-        thread.join(SOON)
-        assert line.caller.recv(1) == b""
+        assert isinstance(told.get(timeout=WAIT_TIMEOUT), ChannelError)
+        thread.join(WAIT_TIMEOUT)
+        assert connection.caller.recv(1) == b""
         with pytest.raises(ChannelError, match="closed"):
             inbox.get()
         with pytest.raises(ChannelError, match="closed"):
-            Line(inbox)
+            OrderConnection(inbox)
 
 
 class Arrival:

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.roles.transport.protocol import Scheduler
 
 
@@ -28,7 +28,7 @@ def test_actions_run_in_the_order_of_their_times(scheduler: Scheduler) -> None:
     now = time.monotonic()
     for name, after in (("third", 0.15), ("first", 0.05), ("second", 0.1)):
         scheduler.at(now + after, partial(done.put, name))
-    assert [done.get(timeout=SOON) for _ in range(3)] == ["first", "second", "third"]
+    assert [done.get(timeout=WAIT_TIMEOUT) for _ in range(3)] == ["first", "second", "third"]
     assert time.monotonic() - now >= 0.15
 
 
@@ -36,14 +36,14 @@ def test_actions_of_one_time_run_in_the_order_of_their_submission(scheduler: Sch
     done: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in range(1000):
         scheduler.soon(partial(done.put, number))
-    assert [done.get(timeout=SOON) for _ in range(1000)] == list(range(1000))
+    assert [done.get(timeout=WAIT_TIMEOUT) for _ in range(1000)] == list(range(1000))
 
 
 def test_an_earlier_action_overtakes_the_next_one(scheduler: Scheduler) -> None:
     done: queue.SimpleQueue[str] = queue.SimpleQueue()
     scheduler.at(time.monotonic() + 1000, lambda: done.put("late"))
     scheduler.soon(lambda: done.put("soon"))
-    assert done.get(timeout=SOON) == "soon"
+    assert done.get(timeout=WAIT_TIMEOUT) == "soon"
 
 
 def test_an_action_at_infinity_delays_no_other(scheduler: Scheduler) -> None:
@@ -52,7 +52,7 @@ def test_an_action_at_infinity_delays_no_other(scheduler: Scheduler) -> None:
     scheduler.at(time.monotonic() + 1e12, lambda: None)
     scheduler.soon(lambda: None)
     scheduler.at(time.monotonic() + 0.05, done.set)
-    assert done.wait(SOON)
+    assert done.wait(WAIT_TIMEOUT)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -62,7 +62,7 @@ def test_an_action_that_fails_is_shown_and_the_next_is_done(
     done = threading.Event()
     scheduler.soon(lambda: 1 / 0)  # type: ignore[arg-type]
     scheduler.soon(done.set)
-    assert done.wait(SOON)
+    assert done.wait(WAIT_TIMEOUT)
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
@@ -79,9 +79,9 @@ def test_actions_that_are_due_run_before_the_end_and_none_after_it() -> None:
     scheduler.close()
     scheduler.soon(lambda: pytest.fail("it is closed"))
     assert scheduler._thread is not None
-    scheduler._thread.join(SOON)
+    scheduler._thread.join(WAIT_TIMEOUT)
     assert not scheduler._thread.is_alive()
-    assert [done.get(timeout=SOON) for _ in range(100)] == [(number, "test") for number in range(100)]
+    assert [done.get(timeout=WAIT_TIMEOUT) for _ in range(100)] == [(number, "test") for number in range(100)]
 
 
 def test_a_scheduler_that_was_not_used_has_no_thread_to_end() -> None:
@@ -97,4 +97,4 @@ def test_the_schedulers_thread_is_a_daemon(scheduler: Scheduler) -> None:
 def test_actions_may_order_others(scheduler: Scheduler) -> None:
     done = threading.Event()
     scheduler.soon(lambda: scheduler.soon(lambda: scheduler.soon(done.set)))
-    assert done.wait(SOON)
+    assert done.wait(WAIT_TIMEOUT)

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.effort import examples
-from tests.unit.train.callbacks.values import RESULTS
+from tests.unit.train.callbacks.strategies import RESULTS
 from unirun.errors import UsageError
 from unirun.train.callbacks import CsvLoggerCallback, JsonLoggerCallback, TrainingCallback
 from unirun.train.callbacks.base import flat, plain, readable

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from omegaconf import OmegaConf
 
-from tests.unit.train.callbacks.values import RESULTS, VALUES, Hostile
+from tests.unit.train.callbacks.strategies import RESULTS, VALUES, Hostile
 from unirun.train.callbacks.base import flat, json_of, number, numbers, plain, readable
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.effort import examples
-from tests.unit.train.callbacks.values import RESULTS
+from tests.unit.train.callbacks.strategies import RESULTS
 from unirun.errors import UsageError
 from unirun.train.callbacks import ProgressCallback
 
@@ -43,7 +43,7 @@ class Screen(io.TextIOWrapper):
         return [[row.rstrip() for row in text.splitlines()] for text in texts if text]
 
 
-class Clock:
+class FakeClock:
     def __init__(self) -> None:
         self.now = 0.0
 
@@ -62,8 +62,8 @@ def screen() -> Screen:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 def report(iteration: int, *results: dict[str, Any], seconds: float = 1.25) -> list[dict[str, Any]]:
@@ -133,7 +133,7 @@ def test_a_metric_that_is_not_in_each_report_keeps_its_column(screen: Screen) ->
 
 
 def test_the_table_is_redrawn_in_place_ten_times_a_second_and_at_the_end(
-    screen: Screen, clock: Clock
+    screen: Screen, clock: FakeClock
 ) -> None:
     callback = ProgressCallback(console=console(screen, force_terminal=True), clock=clock)
     callback.start_training("/logs", {})
@@ -169,7 +169,7 @@ def test_a_run_without_a_report_shows_nothing(screen: Screen) -> None:
     assert screen.text == ""
 
 
-def test_a_callback_follows_one_run_after_another(screen: Screen, clock: Clock) -> None:
+def test_a_callback_follows_one_run_after_another(screen: Screen, clock: FakeClock) -> None:
     callback = ProgressCallback(console=console(screen, force_terminal=True), clock=clock)
     for name in ("loss", "reward"):
         callback.start_training("/logs", {})
@@ -250,7 +250,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
     return made
 
 
-def test_in_a_notebook_one_output_is_updated(notebook: Notebook, clock: Clock) -> None:
+def test_in_a_notebook_one_output_is_updated(notebook: Notebook, clock: FakeClock) -> None:
     file = io.StringIO()
     callback = ProgressCallback(console=console(file, force_jupyter=True), clock=clock)
     callback.start_training("/logs", {})

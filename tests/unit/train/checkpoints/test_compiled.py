@@ -14,10 +14,10 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from tests.waiting import WAIT_TIMEOUT
 from unirun.train import unwrap
 from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Manifest, load, plain_state
 
-SOON = 20.0
 NAMES = [
     "0.weight",
     "0.bias",
@@ -70,7 +70,7 @@ def saved(path: Path, state: dict[str, Any]) -> tuple[Folder, Manifest]:
         folder, CheckpointStrategy(), 0, 1, 1, group=lambda: dist.new_group(backend="gloo")
     )
     writer.save(state, {})
-    writer.commit(1).result(SOON)
+    writer.commit(1).result(WAIT_TIMEOUT)
     writer.close()
     return folder, folder.manifest(1)
 

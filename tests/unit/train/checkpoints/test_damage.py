@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import fully_shard
 
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, load
-
-SOON = 20.0
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,7 +33,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         Folder(str(tmp_path)), CheckpointStrategy(), 0, 1, 7, group=lambda: dist.new_group(backend="gloo")
     )
     writer.save({"model": model, "epoch": 3}, {})
-    writer.commit(7).result(SOON)
+    writer.commit(7).result(WAIT_TIMEOUT)
     writer.close()
     return tmp_path / "000007"
 
@@ -148,5 +147,5 @@ def test_a_part_that_cannot_be_written_is_told_with_the_number_and_the_path(tmp_
     )
     writer.save({"model": model}, {})
     with pytest.raises(OSError, match=f"checkpoint 1 is not written: Is a directory: '{tmp_path}/000001'"):
-        writer.commit(1).result(SOON)
+        writer.commit(1).result(WAIT_TIMEOUT)
     writer.close()

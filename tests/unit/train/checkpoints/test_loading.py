@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Manifest, load, put_into
 
@@ -26,7 +26,7 @@ def saved(folder: Folder, state: Mapping[str, Any]) -> Manifest:
     number = (folder.numbers() or [0])[-1] + 1
     writer = CheckpointWriter(folder, CheckpointStrategy(), 0, 1, number)
     writer.save(state, {})
-    writer.commit(number).result(SOON)
+    writer.commit(number).result(WAIT_TIMEOUT)
     writer.close()
     return folder.manifest(number)
 

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import fully_shard
 
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import UsageError
 from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, load
-
-SOON = 20.0
 
 
 class Harm:
@@ -36,7 +35,7 @@ def checkpoint(folder: Folder, state: dict[str, Any]) -> Path:
         folder, CheckpointStrategy(), 0, 1, 1, group=lambda: dist.new_group(backend="gloo")
     )
     writer.save(state, {})
-    writer.commit(1).result(SOON)
+    writer.commit(1).result(WAIT_TIMEOUT)
     writer.close()
     return Path(folder.path(1))
 

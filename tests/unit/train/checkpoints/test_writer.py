@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.effort import SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import TrainingFailed, UsageError
 from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, GivenUp, Info, load
 from unirun.train.checkpoints import writer as module
@@ -41,7 +41,7 @@ def close() -> Iterator[None]:
 
 
 def committed(writer: CheckpointWriter, number: int) -> Info:
-    return writer.commit(number).result(SOON)[-1]
+    return writer.commit(number).result(WAIT_TIMEOUT)[-1]
 
 
 def state(folder: Folder, number: int) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def test_it_counts_by_itself_when_no_report_follows(folder: Folder, monkeypatch:
     monkeypatch.setattr(folder, "commit", committed_now)
     writer = rank(folder)
     writer.save({"epoch": 1}, {})
-    assert counts.wait(SOON)
+    assert counts.wait(WAIT_TIMEOUT)
     assert [info.number for info in folder.infos()] == [1]
 
     # The driver hears of it with the next report, once.
@@ -128,7 +128,7 @@ def test_those_that_were_there_are_kept_with_the_new_ones(folder: Folder) -> Non
     then = CheckpointWriter(folder, CheckpointStrategy(), 0, 1, 2, [info])
     WRITERS.append(then)
     then.save({"epoch": 2}, {})
-    assert [each.number for each in then.commit(2).result(SOON)] == [1, 2]
+    assert [each.number for each in then.commit(2).result(WAIT_TIMEOUT)] == [1, 2]
 
 
 class TestWhatIsInIt:
@@ -249,7 +249,7 @@ def test_one_whose_report_was_made_counts_only_when_the_driver_has_that(folder: 
     assert saved.is_alive()
     assert folder.infos() == []
     committed(writer, 1)
-    saved.join(SOON)
+    saved.join(WAIT_TIMEOUT)
     assert not saved.is_alive()
 
 
@@ -259,5 +259,5 @@ def test_one_that_a_dead_rank_has_not_written_is_given_up_with_its_attempt(folde
     commit = writer.commit(1)
     writer.close()
     with pytest.raises(GivenUp, match="checkpoint 1 was given up, as its attempt is over"):
-        commit.result(SOON)
+        commit.result(WAIT_TIMEOUT)
     assert folder.infos() == []

@@ -18,7 +18,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from tests.unit.train.data.ranks import Stream, in_files, numbers, stored
+from tests.unit.train.data.datasets import NumberStream, in_files, numbers, stored
 from unirun.errors import UsageError
 from unirun.train.data import Shard, sharded
 
@@ -61,7 +61,7 @@ def test_the_dataset_and_the_size_are_named_as_by_the_users_loader(
 
 
 def test_a_stream_is_kept() -> None:
-    assert parts(DataLoader(Stream(9), batch_size=2)) == shards(Stream(9), 2)
+    assert parts(DataLoader(NumberStream(9), batch_size=2)) == shards(NumberStream(9), 2)
 
 
 def test_files_may_be_in_a_dataloader() -> None:
@@ -134,7 +134,7 @@ def with_sampler(sampler: Any) -> DataLoader[Any]:
             loader_of(range(4), batch_sampler=[[0, 1], [2, 3]]),
             "the batch sampler list; pass batch_size",
         ),
-        (DataLoader(Stream(4), num_workers=1, persistent_workers=True), "persistent_workers=True"),
+        (DataLoader(NumberStream(4), num_workers=1, persistent_workers=True), "persistent_workers=True"),
         (loader_of(range(4), in_order=False), "in_order=False"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.train.data.ranks import in_files, stored
+from tests.unit.train.data.datasets import in_files, stored
 from unirun.errors import UsageError
 from unirun.train.data import Files, Shard, sources
 

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.unit.train.data.ranks import Stream, as_processes, in_files, numbers, stored
+from tests.unit.train.data.datasets import NumberStream, as_processes, in_files, numbers, stored
 from unirun.train.data import Progress, Shard
 
 LENGTHS = (3, 0, 1, 4, 0, 0, 2, 5, 0)
@@ -48,7 +48,7 @@ class Histories(RuleBasedStateMachine):
     def dataset_of(self, size: int) -> Any:
         if self.kind == "files":
             return in_files(LENGTHS, "histories")
-        return Stream(size) if self.kind == "streamed" else [*range(size)]
+        return NumberStream(size) if self.kind == "streamed" else [*range(size)]
 
     @rule(world=st.integers(1, 5))
     def lose(self, world: int) -> None:

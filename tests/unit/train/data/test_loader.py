@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 
-from tests.unit.train.data.ranks import Stream, in_files, numbers, stored
+from tests.unit.train.data.datasets import NumberStream, in_files, numbers, stored
 from unirun.errors import UsageError
 from unirun.train.data import Progress, Shard
 
@@ -41,7 +41,7 @@ def test_batches_are_tensors_as_those_of_torch() -> None:
     assert torch.equal(batch[1], torch.tensor([2.0, 4.0], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("dataset", [[1, 2, 3], Stream(3)])
+@pytest.mark.parametrize("dataset", [[1, 2, 3], NumberStream(3)])
 def test_options_go_to_the_dataloader(dataset: Any) -> None:
     assert [*Shard("train", dataset, 0, 1).to_torch(2, collate_fn=tuple)] == [
         tuple([*dataset][:2]),
@@ -50,7 +50,7 @@ def test_options_go_to_the_dataloader(dataset: Any) -> None:
 
 
 def test_items_of_a_stream_go_to_the_ranks_one_by_one_and_fill_batches() -> None:
-    assert [batches(Shard("train", Stream(11), rank, 2).to_torch(2)) for rank in range(2)] == [
+    assert [batches(Shard("train", NumberStream(11), rank, 2).to_torch(2)) for rank in range(2)] == [
         [[0, 2], [4, 6], [8, 10]],
         [[1, 3], [5, 7], [9]],
     ]
@@ -71,7 +71,7 @@ def test_a_batch_is_consumed_in_the_body_of_the_loop() -> None:
         assert stored([shard]).prefix == (4, 7, 10)[number - 1]
 
 
-@pytest.mark.parametrize("dataset", [range(5), Stream(5), in_files([5], "named")])
+@pytest.mark.parametrize("dataset", [range(5), NumberStream(5), in_files([5], "named")])
 def test_it_names_its_dataset_and_the_size_of_its_batches(dataset: Any) -> None:
     loader = Shard("train", dataset, 0, 2).to_torch(4)
     assert loader.dataset is dataset
@@ -90,7 +90,7 @@ class TestLength:
         assert len([*loader]) == 2
         assert len(loader) == 3
 
-    @pytest.mark.parametrize("dataset", [Stream(3), in_files([2], "length")])
+    @pytest.mark.parametrize("dataset", [NumberStream(3), in_files([2], "length")])
     def test_without_a_length_it_is_an_error(self, dataset: Any) -> None:
         with pytest.raises(TypeError, match="dataset 'train' has no length: how many batches"):
             len(Shard("train", dataset, 0, 1).to_torch(2))
@@ -125,7 +125,7 @@ class TestSizes:
         assert batches(shard.to_torch(4)) == [[0, 1, 2, 3]]
 
     def test_a_stream_goes_on_in_batches_of_any_size(self) -> None:
-        shard = Shard("train", Stream(7), 0, 1)
+        shard = Shard("train", NumberStream(7), 0, 1)
         assert numbers(next(iter(shard.to_torch(3)))) == [0, 1, 2]
         assert batches(shard.to_torch(2)) == [[3, 4], [5, 6]]
 
@@ -141,7 +141,7 @@ class TestOptions:
             ("in_order", False),
         ],
     )
-    @pytest.mark.parametrize("dataset", [range(3), Stream(3)])
+    @pytest.mark.parametrize("dataset", [range(3), NumberStream(3)])
     def test_what_the_shard_decides_is_refused(self, dataset: Any, option: str, value: Any) -> None:
         with pytest.raises(UsageError, match=f"dataset 'train': .*{option}.*; (leave it out|pass it)"):
             Shard("train", dataset, 0, 1).to_torch(2, **{option: value})
@@ -150,7 +150,7 @@ class TestOptions:
         with pytest.raises(
             UsageError, match="persistent_workers=True, with a dataset that is not indexed; leave"
         ):
-            Shard("train", Stream(3), 0, 1).to_torch(2, num_workers=1, persistent_workers=True)
+            Shard("train", NumberStream(3), 0, 1).to_torch(2, num_workers=1, persistent_workers=True)
 
     @pytest.mark.parametrize("size", [0, -1, None, 2.0, True])
     def test_a_wrong_size_is_refused(self, size: Any) -> None:
@@ -188,13 +188,13 @@ def test_what_processes_have_read_ahead_is_not_consumed() -> None:
 @pytest.mark.starts_processes
 def test_processes_share_a_stream_and_files_so_that_nothing_is_lost() -> None:
     """Also where the stream would give each process another part."""
-    streams = [Shard("train", Stream(23), rank, 2).to_torch(3, num_workers=2) for rank in range(2)]
+    streams = [Shard("train", NumberStream(23), rank, 2).to_torch(3, num_workers=2) for rank in range(2)]
     first = [batches(itertools.islice(loader, 1)) for loader in streams]
     assert first == [[[0, 2, 4]], [[1, 3, 5]]]
     progress = stored([loader.shard for loader in streams])
     assert progress == Progress(prefix=6)
-    rest = Shard("train", Stream(23), 0, 1, progress=progress).to_torch(3, num_workers=2)
-    assert batches(rest) == batches(Shard("train", Stream(23), 0, 1, progress=progress).to_torch(3))
+    rest = Shard("train", NumberStream(23), 0, 1, progress=progress).to_torch(3, num_workers=2)
+    assert batches(rest) == batches(Shard("train", NumberStream(23), 0, 1, progress=progress).to_torch(3))
 
     dataset = in_files([5, 1, 0, 2, 4], "processes")
     shard = Shard("train", dataset, 0, 1)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.train.data.ranks import Stream, in_files, stored
+from tests.unit.train.data.datasets import NumberStream, in_files, stored
 from unirun.errors import UsageError
 from unirun.train.data import Progress, Shard, merged, sources
 from unirun.train.data.plan import Share, Split
@@ -128,7 +128,7 @@ class TestLength:
         next(iter(shard.to_torch(4)))
         assert len(shard) == 2
 
-    @pytest.mark.parametrize("dataset", [Stream(3), in_files([2], "length")])
+    @pytest.mark.parametrize("dataset", [NumberStream(3), in_files([2], "length")])
     def test_without_a_length_it_is_an_error(self, dataset: Any) -> None:
         with pytest.raises(TypeError, match="dataset 'train' has no length: .* known at its end"):
             len(Shard("train", dataset, 0, 1))
@@ -166,7 +166,7 @@ class TestRestore:
             (range(4), Progress(ahead=(4,)), "of a dataset of another size than 4"),
             (range(4), Progress(share=Share(0, Split(5, 2))), "of a dataset of another size than 4"),
             (range(4), Progress(share=Share(0, Split(None, 2))), "of a dataset of another size than 4"),
-            (Stream(4), Progress(share=Share(0, Split(4, 2))), "of a dataset of another size; pass"),
+            (NumberStream(4), Progress(share=Share(0, Split(4, 2))), "of a dataset of another size; pass"),
         ],
     )
     def test_what_does_not_fit_is_refused(self, dataset: Any, progress: Any, message: str) -> None:

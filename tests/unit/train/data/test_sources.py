@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from tests.unit.train.data.ranks import Skipping, Stream, stored
+from tests.unit.train.data.datasets import NumberStream, SkippingNumbers, stored
 from unirun.errors import UsageError
 from unirun.train.data import Progress, Shard
 
@@ -53,11 +53,11 @@ class Again:
         (np.array([3, 1]), [3, 1]),
         (torch.tensor([3, 1]), [3, 1]),
         (Squares(), [0, 1, 4, 9, 16]),
-        (Stream(3), [0, 1, 2]),
+        (NumberStream(3), [0, 1, 2]),
         (Sized(), [7, 8, 9]),
         (Again(), ["a", "b", "c"]),
         ([], []),
-        (Stream(0), []),
+        (NumberStream(0), []),
     ],
 )
 @pytest.mark.parametrize("world", [1, 2, 5])
@@ -88,31 +88,31 @@ def test_what_is_no_dataset_is_refused_by_name(dataset: Any, message: str) -> No
 
 def test_a_dataset_without_a_length_cannot_be_shuffled() -> None:
     with pytest.raises(UsageError, match="dataset 'train': a Stream has no length.*; pass shuffle=False"):
-        Shard("train", Stream(3), 0, 1, shuffle=True)
+        Shard("train", NumberStream(3), 0, 1, shuffle=True)
 
 
 def test_what_is_consumed_is_skipped_where_a_dataset_can_skip() -> None:
-    dataset = Skipping(10)
+    dataset = SkippingNumbers(10)
     assert [*Shard("train", dataset, 1, 2, progress=Progress(prefix=4, ahead=(6,)))] == [5, 8]
     assert dataset.skipped == [5]
 
 
 def test_what_is_consumed_is_read_again_in_an_epoch_that_skipping_does_not_know() -> None:
-    dataset = Skipping(10)
+    dataset = SkippingNumbers(10)
     assert [*Shard("train", dataset, 1, 2, progress=Progress(3, prefix=4, ahead=(6,)))] == [4, 1]
     assert dataset.skipped == []
 
 
 def test_items_are_read_in_the_order_of_the_epoch() -> None:
-    shard = Shard("train", Skipping(3), 0, 1)
+    shard = Shard("train", SkippingNumbers(3), 0, 1)
     assert [[*shard] for _ in range(3)] == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
 
 
 def test_one_rank_far_ahead_of_the_others_uses_no_item_twice() -> None:
-    shards = [Shard("train", Stream(12), rank, 3) for rank in range(3)]
+    shards = [Shard("train", NumberStream(12), rank, 3) for rank in range(3)]
     loops = [iter(shard) for shard in shards]
     assert [next(loops[rank]) for rank in (1, 1, 1, 0)] == [1, 4, 7, 0]
     progress = stored(shards)
     assert progress == Progress(prefix=2, ahead=(4, 7))
-    again = [[*Shard("train", Stream(12), rank, 2, progress=progress)] for rank in range(2)]
+    again = [[*Shard("train", NumberStream(12), rank, 2, progress=progress)] for rank in range(2)]
     assert again == [[2, 5, 8, 10], [3, 6, 9, 11]]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.effort import SOON
-from tests.unit.weights.integrations import standins
+from tests.unit.weights.integrations import fake_servers
 from tests.unit.weights.test_moving import noise, same
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import PeerLost, WeightsError, WeightsTimeout
 from unirun.weights.companion import Companion, Engine, EnginesInMemory
 from unirun.weights.companion.running import VersionCache
@@ -73,7 +73,7 @@ class Channel:
         return version
 
 
-class Told(EnginesInMemory):
+class RecordingEngines(EnginesInMemory):
     """Engines in memory, and what wakes up at what is told of them."""
 
     def __init__(self) -> None:
@@ -93,21 +93,23 @@ class Told(EnginesInMemory):
     def have(self, versions: dict[tuple[int, int], int | None]) -> None:
         """Wait until exactly these processes serve, with these versions."""
         with self._told:
-            assert self._told.wait_for(lambda: self.versions == versions, SOON), self.versions
+            assert self._told.wait_for(lambda: self.versions == versions, WAIT_TIMEOUT), self.versions
 
 
 class Host:
     """Stand-ins for engines, and the companion beside them."""
 
     def __init__(self) -> None:
-        self.channel, self.engines = Channel(), Told()
-        self.companion = Companion(self.channel, self.engines, timeout=SOON)
-        self.servers: list[standins.Vllm] = []
+        self.channel, self.engines = Channel(), RecordingEngines()
+        self.companion = Companion(self.channel, self.engines, timeout=WAIT_TIMEOUT)
+        self.servers: list[fake_servers.FakeVllm] = []
         self._thread = threading.Thread(target=self.companion.run)
 
-    def server(self, like: Tensors, before: Callable[[str], Any] = lambda path: None) -> standins.Vllm:
+    def server(
+        self, like: Tensors, before: Callable[[str], Any] = lambda path: None
+    ) -> fake_servers.FakeVllm:
         """An engine with tensors like these."""
-        self.servers.append(standins.Vllm(like, before=before))
+        self.servers.append(fake_servers.FakeVllm(like, before=before))
         return self.servers[-1]
 
     def start(self) -> None:
@@ -116,14 +118,14 @@ class Host:
     def close(self) -> None:
         self.companion.stop()
         if self._thread.ident is not None:
-            self._thread.join(SOON)
+            self._thread.join(WAIT_TIMEOUT)
         for server in self.servers:
             server.close()
 
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    for name, module in standins.vllm_modules().items():
+    for name, module in fake_servers.vllm_modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "unirun.weights.integrations.vllm_worker", raising=False)
     made = Host()
@@ -135,11 +137,13 @@ def weights() -> Tensors:
     return {"a": noise(3, 5), "b": noise(7, dtype=torch.bfloat16)}
 
 
-def has(server: standins.Vllm, wanted: Tensors) -> bool:
+def has(server: fake_servers.FakeVllm, wanted: Tensors) -> bool:
     return all(same(server.weights[name], value) for name, value in wanted.items())
 
 
-def engine(server: standins.Vllm, rank: int = 0, incarnation: int = 0, *, alive: bool = True) -> Engine:
+def engine(
+    server: fake_servers.FakeVllm, rank: int = 0, incarnation: int = 0, *, alive: bool = True
+) -> Engine:
     return Engine(rank, incarnation, server.url, alive)
 
 
@@ -223,7 +227,7 @@ def test_a_slow_engine_keeps_its_version_while_others_get_later_ones(host: Host)
     versions = [weights() for _ in range(5)]
 
     def before(path: str) -> Any:
-        return held.wait(SOON) and None if path == "/update_weights" else None
+        return held.wait(WAIT_TIMEOUT) and None if path == "/update_weights" else None
 
     slow, fast = host.server(versions[0], before), host.server(versions[0])
     host.engines.set(engine(slow), engine(fast, 1))
@@ -261,7 +265,7 @@ def test_it_ends_at_once_when_it_is_told(host: Host) -> None:
     host.start()
     began = time.monotonic()
     host.close()
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - began < WAIT_TIMEOUT
 
 
 def test_memory_is_used_again_and_given_back() -> None:
@@ -319,13 +323,13 @@ def test_a_companion_that_is_told_to_end_finishes_what_it_brings(host: Host) -> 
     def slow(path: str) -> None:
         if path == "/update_weights":
             loads.set()
-            assert goes_on.wait(SOON)
+            assert goes_on.wait(WAIT_TIMEOUT)
 
     server = host.server(first, slow)
     host.engines.set(engine(server))
     host.channel.publish(1, first)
     host.start()
-    assert loads.wait(SOON)
+    assert loads.wait(WAIT_TIMEOUT)
     host.companion.stop()
     goes_on.set()
     host.close()

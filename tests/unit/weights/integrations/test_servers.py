@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.effort import SOON
-from tests.unit.weights.integrations import standins
+from tests.unit.weights.integrations import fake_servers
 from tests.unit.weights.test_moving import noise, same
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ServerError, ServerTimeout, UsageError, WeightsError
 from unirun.weights.disk import DTYPES, Param
 from unirun.weights.integrations import sglang, vllm
@@ -25,19 +25,23 @@ from unirun.weights.integrations.sending import Checkpoint, read
 KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 
 
-class Place:
+class ServersHarness:
     """Servers of a kind, and what sends to them; all end with the test."""
 
     def __init__(self) -> None:
         self.opened: list[Callable[[], None]] = []
 
     def server(self, kind: str, like: dict[str, torch.Tensor], **options: Any) -> Any:
-        made = standins.Vllm(like, **options) if kind == "vllm" else standins.Sglang(like, **options)
+        made = (
+            fake_servers.FakeVllm(like, **options)
+            if kind == "vllm"
+            else fake_servers.FakeSglang(like, **options)
+        )
         self.opened.append(made.close)
         return made
 
     def sender(
-        self, kind: str, url: str, weights: Any, timeout: float = SOON
+        self, kind: str, url: str, weights: Any, timeout: float = WAIT_TIMEOUT
     ) -> tuple[Any, AbstractContextManager[None]]:
         """The iterator that sends `weights`, and the pause for one round."""
         if kind == "vllm":
@@ -53,11 +57,11 @@ class Place:
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    for name, module in standins.vllm_modules().items():
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServersHarness]:
+    for name, module in fake_servers.vllm_modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "unirun.weights.integrations.vllm_worker", raising=False)
-    made = Place()
+    made = ServersHarness()
     yield made
     while made.opened:
         made.opened.pop()()
@@ -79,11 +83,13 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @KINDS
-def test_a_round_is_bit_exact_for_each_dtype_and_so_is_the_next_one(kind: str, place: Place) -> None:
+def test_a_round_is_bit_exact_for_each_dtype_and_so_is_the_next_one(
+    kind: str, servers: ServersHarness
+) -> None:
     weights = tensors()
-    server = place.server(kind, weights)
+    server = servers.server(kind, weights)
     for version in ("1", "2"):
-        sender, pause = place.sender(kind, server.url, weights)
+        sender, pause = servers.sender(kind, server.url, weights)
         with pause:
             sender.send_weights(version)
         assert equal(server.weights, weights)
@@ -92,20 +98,20 @@ def test_a_round_is_bit_exact_for_each_dtype_and_so_is_the_next_one(kind: str, p
             weights[name].copy_(value)
 
 
-def test_each_worker_of_a_model_takes_its_part(place: Place) -> None:
+def test_each_worker_of_a_model_takes_its_part(servers: ServersHarness) -> None:
     weights = {"a": noise(4, 3), "b": noise(3, dtype=torch.bfloat16), "c": noise(2, 5)}
-    server = place.server("vllm", weights, workers=2)
-    sender, _ = place.sender("vllm", server.url, weights)
+    server = servers.server("vllm", weights, workers=2)
+    sender, _ = servers.sender("vllm", server.url, weights)
     sender.send_weights()
     assert equal(server.weights, weights)
 
 
 def test_vllm_gets_its_four_phases_in_order_while_it_is_paused_and_has_forgotten_old_keys(
-    place: Place,
+    servers: ServersHarness,
 ) -> None:
     weights = tensors()
-    server = place.server("vllm", weights)
-    client = vllm.Client(server.url, timeout=SOON)
+    server = servers.server("vllm", weights)
+    client = vllm.Client(server.url, timeout=WAIT_TIMEOUT)
     sender = vllm.TrainerEngine(client, vllm.Source(weights))
     for _ in range(2):
         with client.paused("keep"):
@@ -117,10 +123,12 @@ def test_vllm_gets_its_four_phases_in_order_while_it_is_paused_and_has_forgotten
     assert server.transfer.cleared
 
 
-def test_a_server_that_was_started_again_behind_the_same_url_gets_the_next_round(place: Place) -> None:
+def test_a_server_that_was_started_again_behind_the_same_url_gets_the_next_round(
+    servers: ServersHarness,
+) -> None:
     weights = {"a": noise(3)}
-    server = place.server("vllm", weights)
-    client = vllm.Client(server.url, timeout=SOON)
+    server = servers.server("vllm", weights)
+    client = vllm.Client(server.url, timeout=WAIT_TIMEOUT)
     sender = vllm.TrainerEngine(client, vllm.Source(weights))
     for _ in range(2):
         sender.send_weights()
@@ -129,18 +137,18 @@ def test_a_server_that_was_started_again_behind_the_same_url_gets_the_next_round
     sender.shutdown()
 
 
-def test_sglang_is_paused_for_an_update(place: Place) -> None:
-    server = place.server("sglang", tensors())
-    sender, pause = place.sender("sglang", server.url, tensors())
+def test_sglang_is_paused_for_an_update(servers: ServersHarness) -> None:
+    server = servers.server("sglang", tensors())
+    sender, pause = servers.sender("sglang", server.url, tensors())
     with pause:
         sender.send_weights()
     assert server.seen == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
 
 
-def test_other_tensors_of_the_next_round_are_sent_as_they_are(place: Place) -> None:
+def test_other_tensors_of_the_next_round_are_sent_as_they_are(servers: ServersHarness) -> None:
     weights = {"a": noise(3)}
-    server = place.server("vllm", {"a": noise(3), "b": noise(2)})
-    sender, _ = place.sender("vllm", server.url, weights)
+    server = servers.server("vllm", {"a": noise(3), "b": noise(2)})
+    sender, _ = servers.sender("vllm", server.url, weights)
     with pytest.raises(ServerError, match="b: no tensor is for it"):
         sender.send_weights()
     weights["b"] = noise(2)
@@ -156,29 +164,29 @@ def test_other_tensors_of_the_next_round_are_sent_as_they_are(place: Place) -> N
     ],
 )
 def test_a_phase_in_the_wrong_order_is_refused_with_the_words_of_the_server(
-    phase: str, words: str, place: Place
+    phase: str, words: str, servers: ServersHarness
 ) -> None:
-    server = place.server("vllm", tensors())
-    client = vllm.Client(server.url, timeout=SOON)
+    server = servers.server("vllm", tensors())
+    client = vllm.Client(server.url, timeout=WAIT_TIMEOUT)
     args: list[dict[str, object]] = [{}] if phase == "update_weights" else []
     with pytest.raises(ServerError, match=rf"refused \(500\): Call to .*{words}") as caught:
         getattr(client, phase)(*args)
     assert (caught.value.server, caught.value.status) == (server.url, 500)
 
 
-def test_fields_that_the_server_does_not_know_are_refused(place: Place) -> None:
-    server = place.server("vllm", tensors())
-    client = vllm.Client(server.url, timeout=SOON)
+def test_fields_that_the_server_does_not_know_are_refused(servers: ServersHarness) -> None:
+    server = servers.server("vllm", tensors())
+    client = vllm.Client(server.url, timeout=WAIT_TIMEOUT)
     with pytest.raises(
         ServerError, match="Invalid init_info for WorkerEngine.*unexpected keyword argument 'port'"
     ):
         client.init_weight_transfer_engine({"path": "x", "token": "y", "port": 1})
 
 
-def test_all_tensors_that_a_model_in_sglang_does_not_take_are_in_one_error(place: Place) -> None:
-    server = place.server("sglang", {"a": noise(3), "b": noise(3), "c": noise(3), "d": noise(3)})
+def test_all_tensors_that_a_model_in_sglang_does_not_take_are_in_one_error(servers: ServersHarness) -> None:
+    server = servers.server("sglang", {"a": noise(3), "b": noise(3), "c": noise(3), "d": noise(3)})
     weights = {"a": noise(3), "model.b": noise(3), "c": noise(4), "d": noise(3, dtype=torch.bfloat16)}
-    sender, pause = place.sender("sglang", server.url, weights)
+    sender, pause = servers.sender("sglang", server.url, weights)
     with pytest.raises(ServerError) as caught, pause:
         sender.send_weights()
     words = str(caught.value)
@@ -202,11 +210,11 @@ def test_all_tensors_that_a_model_in_sglang_does_not_take_are_in_one_error(place
     ],
 )
 def test_the_first_tensor_that_a_model_in_vllm_does_not_take_is_in_the_error(
-    weights: dict[str, torch.Tensor], words: str, place: Place
+    weights: dict[str, torch.Tensor], words: str, servers: ServersHarness
 ) -> None:
     """Others cannot be tried after it: vLLM's layers are in no state for that."""
-    server = place.server("vllm", {"a": noise(3), "b": noise(3)})
-    client = vllm.Client(server.url, timeout=SOON)
+    server = servers.server("vllm", {"a": noise(3), "b": noise(3)})
+    client = vllm.Client(server.url, timeout=WAIT_TIMEOUT)
     with (
         pytest.raises(ServerError, match=f"(?s)does not take this tensor.*{words}") as caught,
         client.paused("keep"),
@@ -216,9 +224,9 @@ def test_the_first_tensor_that_a_model_in_vllm_does_not_take_is_in_the_error(
     assert server.paused == "keep"
 
 
-def test_what_a_model_misses_is_told_with_all_names(place: Place) -> None:
-    server = place.server("vllm", {"a": noise(3), "b": noise(3), "c": noise(3)})
-    sender, _ = place.sender("vllm", server.url, {"b": noise(3)})
+def test_what_a_model_misses_is_told_with_all_names(servers: ServersHarness) -> None:
+    server = servers.server("vllm", {"a": noise(3), "b": noise(3), "c": noise(3)})
+    sender, _ = servers.sender("vllm", server.url, {"b": noise(3)})
     with pytest.raises(
         ServerError, match="(?s)did not get these parameters.*a: no tensor is for it.*c: no tensor"
     ):
@@ -235,39 +243,41 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_the_words_of_a_refusal_are_found_wherever_a_server_puts_them(answer: str, place: Place) -> None:
-    server = place.server("vllm", tensors(), before=lambda path: (503, json.loads(answer)))
+def test_the_words_of_a_refusal_are_found_wherever_a_server_puts_them(
+    answer: str, servers: ServersHarness
+) -> None:
+    server = servers.server("vllm", tensors(), before=lambda path: (503, json.loads(answer)))
     with pytest.raises(ServerError, match=rf"/start_weight_update refused \(503\): {ANSWERS[answer]};"):
-        vllm.Client(server.url, timeout=SOON).start_weight_update()
+        vllm.Client(server.url, timeout=WAIT_TIMEOUT).start_weight_update()
 
 
-def test_a_success_that_is_none_is_an_error(place: Place) -> None:
-    server = place.server(
+def test_a_success_that_is_none_is_an_error(servers: ServersHarness) -> None:
+    server = servers.server(
         "sglang", tensors(), before=lambda path: (200, {"success": False, "message": "busy"})
     )
     with pytest.raises(ServerError, match="busy"):
-        sglang.Client(server.url, timeout=SOON).update_weights_from_disk("/nowhere")
+        sglang.Client(server.url, timeout=WAIT_TIMEOUT).update_weights_from_disk("/nowhere")
 
 
 @KINDS
-def test_a_server_that_breaks_off_is_told_at_once(kind: str, place: Place) -> None:
+def test_a_server_that_breaks_off_is_told_at_once(kind: str, servers: ServersHarness) -> None:
     def broken(path: str) -> None:
         if path.startswith("/update_weights"):
             raise ConnectionAbortedError
 
     weights = tensors()
-    server = place.server(kind, weights, before=broken)
-    sender, pause = place.sender(kind, server.url, weights)
+    server = servers.server(kind, weights, before=broken)
+    sender, pause = servers.sender(kind, server.url, weights)
     began = time.monotonic()
     with pytest.raises(ServerError, match="did not answer: .*does it still run there") as caught, pause:
         sender.send_weights()
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - began < WAIT_TIMEOUT
     assert caught.value.status == 0
     # With the next one it goes on.
     server.before = lambda path: None
     if kind == "vllm":
         server.transfer.updating = False
-    _, pause = place.sender(kind, server.url, weights)
+    _, pause = servers.sender(kind, server.url, weights)
     with pause:
         sender.send_weights()
     assert equal(server.weights, weights)
@@ -277,12 +287,12 @@ def test_a_server_that_is_not_there_is_told_at_once() -> None:
     with pytest.raises(
         ServerError, match="http://127.0.0.1:1/start_weight_update did not answer: Connection refused"
     ):
-        vllm.Client("http://127.0.0.1:1", timeout=SOON).start_weight_update()
+        vllm.Client("http://127.0.0.1:1", timeout=WAIT_TIMEOUT).start_weight_update()
 
 
-def test_a_server_that_says_nothing_is_waited_for_until_the_deadline(place: Place) -> None:
+def test_a_server_that_says_nothing_is_waited_for_until_the_deadline(servers: ServersHarness) -> None:
     ends = threading.Event()
-    server = place.server("vllm", tensors(), before=lambda path: ends.wait(SOON) and None)
+    server = servers.server("vllm", tensors(), before=lambda path: ends.wait(WAIT_TIMEOUT) and None)
     try:
         with pytest.raises(
             ServerTimeout, match=r"/start_weight_update did not answer within 0.1 s"
@@ -294,9 +304,9 @@ def test_a_server_that_says_nothing_is_waited_for_until_the_deadline(place: Plac
         ends.set()
 
 
-def test_the_key_of_a_server_is_sent(place: Place) -> None:
-    server = place.server("vllm", tensors())
-    vllm.Client(server.url, timeout=SOON, api_key="secret").start_weight_update()
+def test_the_key_of_a_server_is_sent(servers: ServersHarness) -> None:
+    server = servers.server("vllm", tensors())
+    vllm.Client(server.url, timeout=WAIT_TIMEOUT, api_key="secret").start_weight_update()
     assert server.headers["Authorization"] == "Bearer secret"
 
 
@@ -306,7 +316,9 @@ def test_a_url_that_is_no_server_is_refused(url: str) -> None:
         vllm.Client(url)
 
 
-def test_a_source_that_declares_other_tensors_than_it_yields_is_told_with_all_of_them(place: Place) -> None:
+def test_a_source_that_declares_other_tensors_than_it_yields_is_told_with_all_of_them(
+    servers: ServersHarness,
+) -> None:
     class Wrong:
         def metadata(self) -> list[Param]:
             return [
@@ -318,8 +330,8 @@ def test_a_source_that_declares_other_tensors_than_it_yields_is_told_with_all_of
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
             yield from [("a", torch.zeros(3)), ("b", torch.zeros(2))]
 
-    server = place.server("vllm", tensors())
-    sender = vllm.TrainerEngine(vllm.Client(server.url, timeout=SOON), Wrong())
+    server = servers.server("vllm", tensors())
+    sender = vllm.TrainerEngine(vllm.Client(server.url, timeout=WAIT_TIMEOUT), Wrong())
     with pytest.raises(WeightsError) as caught:
         sender.send_weights()
     assert [str(fault) for fault in caught.value.faults] == [
@@ -329,20 +341,20 @@ def test_a_source_that_declares_other_tensors_than_it_yields_is_told_with_all_of
     assert server.seen == []
 
 
-def test_dtypes_that_no_checkpoint_has_are_told_before_anything_is_sent(place: Place) -> None:
+def test_dtypes_that_no_checkpoint_has_are_told_before_anything_is_sent(servers: ServersHarness) -> None:
     weights = {
         "a": torch.zeros(2, dtype=torch.float8_e4m3fnuz),
         "b": torch.zeros(1),
         "c": torch.zeros(2, dtype=torch.complex128),
     }
-    sender, _ = place.sender("vllm", "http://127.0.0.1:1", weights)
+    sender, _ = servers.sender("vllm", "http://127.0.0.1:1", weights)
     with pytest.raises(
         WeightsError, match=r"(?s)a: safetensors has no torch.float8_e4m3fnuz; cast it.*c: .*complex128"
     ):
         sender.send_weights()
 
 
-def test_parts_of_tensors_are_refused_with_all_names(place: Place) -> None:
+def test_parts_of_tensors_are_refused_with_all_names(servers: ServersHarness) -> None:
     from torch.distributed import (  # type: ignore[attr-defined]
         HashStore,
         destroy_process_group,
@@ -374,10 +386,10 @@ def test_memory_of_another_process_than_the_trainer_is_not_taken_for_its_weights
         other.close()
 
 
-def test_a_module_can_be_sent_and_its_parameters_stay_leaves(place: Place) -> None:
+def test_a_module_can_be_sent_and_its_parameters_stay_leaves(servers: ServersHarness) -> None:
     model = torch.nn.Linear(3, 2)
-    server = place.server("vllm", {"weight": model.weight.detach(), "bias": model.bias.detach()})
-    sender, _ = place.sender("vllm", server.url, model)
+    server = servers.server("vllm", {"weight": model.weight.detach(), "bias": model.bias.detach()})
+    sender, _ = servers.sender("vllm", server.url, model)
     sender.send_weights()
     assert equal(server.weights, dict(model.state_dict()))
     assert all(parameter.is_leaf and parameter.requires_grad for parameter in model.parameters())
@@ -386,22 +398,22 @@ def test_a_module_can_be_sent_and_its_parameters_stay_leaves(place: Place) -> No
 @pytest.mark.starts_processes
 @KINDS
 def test_a_server_that_is_killed_in_the_middle_is_told_long_before_the_deadline(
-    kind: str, place: Place
+    kind: str, servers: ServersHarness
 ) -> None:
-    command = [sys.executable, "-m", standins.__name__, kind]
+    command = [sys.executable, "-m", fake_servers.__name__, kind]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             url = process.stdout.readline().strip()
             weights = {"a": torch.ones(4)}
-            sender, pause = place.sender(kind, url, weights, timeout=2 * SOON)
+            sender, pause = servers.sender(kind, url, weights, timeout=2 * WAIT_TIMEOUT)
             with pause:
                 sender.send_weights()
-            _, pause = place.sender(kind, url, weights, timeout=2 * SOON)
+            _, pause = servers.sender(kind, url, weights, timeout=2 * WAIT_TIMEOUT)
             began = time.monotonic()
             with pytest.raises(ServerError, match="did not answer") as caught, pause:
                 sender.send_weights()
-            assert time.monotonic() - began < SOON
+            assert time.monotonic() - began < WAIT_TIMEOUT
             assert not isinstance(caught.value, ServerTimeout)
         finally:
             process.kill()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from unirun.weights.queue import Admission, Admissions
 
 
-class Told:
+class RecordedAdmissions:
     """Admissions, and the number of begun items at each time when one was given back."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Told:
 
 
 def test_an_admission_counts_until_its_item_is_put_or_it_is_given_back() -> None:
-    told = Told()
+    told = RecordedAdmissions()
     first, second = told.admissions.admit(), told.admissions.admit()
     told.admissions.put()
     assert told.state() == (2, 1)
@@ -38,7 +38,7 @@ def test_an_admission_counts_until_its_item_is_put_or_it_is_given_back() -> None
 
 
 def test_a_block_that_puts_nothing_gives_its_admission_back() -> None:
-    told = Told()
+    told = RecordedAdmissions()
     with suppress(ZeroDivisionError), told.admissions.admit():
         raise ZeroDivisionError
     with told.admissions.admit():
@@ -50,7 +50,7 @@ def test_a_block_that_puts_nothing_gives_its_admission_back() -> None:
 
 
 def test_an_item_belongs_to_its_block_and_not_to_another_thread_or_task() -> None:
-    told = Told()
+    told = RecordedAdmissions()
     other = told.admissions.admit()
     with told.admissions.admit(), told.admissions.admit():
         told.admissions.put()
@@ -78,7 +78,7 @@ def test_an_item_belongs_to_its_block_and_not_to_another_thread_or_task() -> Non
 
 
 def test_an_item_of_a_thread_that_does_not_know_its_block_leaves_the_others_theirs() -> None:
-    told = Told()
+    told = RecordedAdmissions()
     with told.admissions.admit():
         with told.admissions.admit():
             # For example a thread of a pool.
@@ -92,7 +92,7 @@ def test_an_item_of_a_thread_that_does_not_know_its_block_leaves_the_others_thei
 
 
 def test_a_block_that_has_its_admission_back_and_puts_nothing_gives_it_back() -> None:
-    told = Told()
+    told = RecordedAdmissions()
     with told.admissions.admit(), told.admissions.admit():
         thread = threading.Thread(target=told.admissions.put)
         thread.start()
@@ -102,7 +102,7 @@ def test_a_block_that_has_its_admission_back_and_puts_nothing_gives_it_back() ->
 
 @given(st.lists(st.sampled_from(["enter", "put", "put elsewhere", "leave"]), max_size=40))
 def test_blocks_that_have_ended_leave_what_was_put_whichever_thread_has(actions: list[str]) -> None:
-    told = Told()
+    told = RecordedAdmissions()
     blocks: list[Admission] = []
     put = 0
     for action in [*actions, *["leave"] * len(actions)]:
@@ -119,13 +119,13 @@ def test_blocks_that_have_ended_leave_what_was_put_whichever_thread_has(actions:
 
 
 def test_an_item_without_an_admission_counts_too() -> None:
-    told = Told()
+    told = RecordedAdmissions()
     told.admissions.put()
     assert told.state() == (1, 0)
 
 
 def test_a_producer_that_is_closed_keeps_what_consumers_have() -> None:
-    told = Told()
+    told = RecordedAdmissions()
     left = told.admissions.admit()
     for _ in range(5):
         told.admissions.put()
@@ -136,7 +136,7 @@ def test_a_producer_that_is_closed_keeps_what_consumers_have() -> None:
 
 @given(st.lists(st.sampled_from(["admit", "put", "reject"]), max_size=60))
 def test_what_was_begun_is_what_was_put_and_what_may_yet_be(actions: list[str]) -> None:
-    told = Told()
+    told = RecordedAdmissions()
     admitted: list[Admission] = []
     put = rejected = 0
     for action in actions:

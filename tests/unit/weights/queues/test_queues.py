@@ -13,7 +13,8 @@ import numpy
 import pytest
 import torch
 
-from tests.unit.weights.pairs import SOON, Place, place
+from tests.unit.weights.harness import WeightsHarness, weights_harness
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import EncodingError, QueueTimeout
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
@@ -25,13 +26,13 @@ MANY = 1000
 """As `maxsize`: no producer waits."""
 
 
-class Taker:
+class ConnectedConsumer:
     """One consumer, its connections to all producers, and who it is."""
 
-    def __init__(self, desk: Desk, rank: int, incarnation: int, bound: Bound | None) -> None:
+    def __init__(self, queue_harness: QueueHarness, rank: int, incarnation: int, bound: Bound | None) -> None:
         self.me = WorkerId("actor", rank, incarnation)
         self.consumer = Consumer("q", bound)
-        self._desk, self._feeds = desk, list[RemoteProducer]()
+        self._queue_harness, self._feeds = queue_harness, list[RemoteProducer]()
         self.connect()
 
     def connect(self) -> None:
@@ -44,9 +45,9 @@ class Taker:
                 line,
                 self.consumer.held(line.who),
                 self.consumer.changed,
-                here=not self._desk.tcp,
+                here=not self._queue_harness.tcp,
             )
-            for line in self._desk.lines()
+            for line in self._queue_harness.lines()
         ]
 
     def cut(self) -> None:
@@ -54,7 +55,7 @@ class Taker:
         for feed in self._feeds:
             feed.line.close()
 
-    def get(self, count: int = 1, within: float = SOON) -> list[Item]:
+    def get(self, count: int = 1, within: float = WAIT_TIMEOUT) -> list[Item]:
         """The next items."""
         return self.consumer.get(count, lambda: self._feeds, time.monotonic() + within)
 
@@ -66,14 +67,14 @@ class Taker:
         """All were used; returns when producers know."""
         self.consumer.done(self._feeds)
         for feed in self._feeds:
-            feed._tell(Hold("q", self.me, tuple(self.consumer.held(feed.line.who)))).result(SOON)
+            feed._tell(Hold("q", self.me, tuple(self.consumer.held(feed.line.who)))).result(WAIT_TIMEOUT)
 
 
-class Desk:
+class QueueHarness:
     """Producers, which listen, and consumers that come."""
 
-    def __init__(self, place: Place, *, tcp: bool) -> None:
-        self._place, self.tcp = place, tcp
+    def __init__(self, weights_harness: WeightsHarness, *, tcp: bool) -> None:
+        self._place, self.tcp = weights_harness, tcp
         self.producers: list[Producer] = []
         self._endpoints: list[tuple[WorkerId, str]] = []
 
@@ -95,22 +96,22 @@ class Desk:
         """New connections to all producers."""
         return (self._place.line(who, endpoint, tcp=self.tcp) for who, endpoint in self._endpoints)
 
-    def taker(self, rank: int = 0, incarnation: int = 0, bound: Bound | None = None) -> Taker:
+    def consumer(self, rank: int = 0, incarnation: int = 0, bound: Bound | None = None) -> ConnectedConsumer:
         """A consumer that is connected to all producers there are."""
-        return Taker(self, rank, incarnation, bound)
+        return ConnectedConsumer(self, rank, incarnation, bound)
 
 
 @pytest.fixture(params=[False, True], ids=["one host", "two hosts"])
-def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Desk]:
-    with place(tmp_path) as found:
-        made = Desk(found, tcp=request.param)
+def queue_harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[QueueHarness]:
+    with weights_harness(tmp_path) as found:
+        made = QueueHarness(found, tcp=request.param)
         yield made
         for producer in made.producers:
             producer.close()
 
 
-def test_items_come_in_order_exactly_as_they_were_put(desk: Desk) -> None:
-    producer, taker = desk.producer(), desk.taker()
+def test_items_come_in_order_exactly_as_they_were_put(queue_harness: QueueHarness) -> None:
+    producer, consumer = queue_harness.producer(), queue_harness.consumer()
     values: list[Any] = [
         {"tokens": torch.arange(5), "reward": 1.5, "text": "a" * 3000},
         torch.randn(300, 7).bfloat16(),
@@ -121,7 +122,7 @@ def test_items_come_in_order_exactly_as_they_were_put(desk: Desk) -> None:
     ]
     for value in values:
         producer.put(value, None, MANY, time.monotonic())
-    found = taker.values(6)
+    found = consumer.values(6)
     assert found[0]["tokens"].equal(values[0]["tokens"])
     assert (found[0]["reward"], found[0]["text"]) == (1.5, "a" * 3000)
     for value, other in zip(values[1:4], found[1:4], strict=True):
@@ -131,69 +132,75 @@ def test_items_come_in_order_exactly_as_they_were_put(desk: Desk) -> None:
     assert found[5] is None
 
 
-def test_an_item_may_be_changed_by_who_has_put_it_and_by_who_has_it(desk: Desk) -> None:
-    producer, taker = desk.producer(), desk.taker()
+def test_an_item_may_be_changed_by_who_has_put_it_and_by_who_has_it(queue_harness: QueueHarness) -> None:
+    producer, consumer = queue_harness.producer(), queue_harness.consumer()
     mine = torch.ones(100_000)
     producer.put(mine, None, MANY, time.monotonic())
     mine.zero_()
-    (value,) = taker.values()
+    (value,) = consumer.values()
     assert value.eq(1).all()
     value.zero_()
-    taker.cut()
+    consumer.cut()
     producer.lost([])
-    (again,) = desk.taker(1).values()
+    (again,) = queue_harness.consumer(1).values()
     assert again.eq(1).all()
 
 
-def test_a_full_queue_makes_its_producer_wait_until_an_item_is_taken(desk: Desk) -> None:
-    producer, taker = desk.producer(), desk.taker()
+def test_a_full_queue_makes_its_producer_wait_until_an_item_is_taken(queue_harness: QueueHarness) -> None:
+    producer, consumer = queue_harness.producer(), queue_harness.consumer()
     for value in range(3):
-        producer.put(value, None, 3, time.monotonic() + SOON)
+        producer.put(value, None, 3, time.monotonic() + WAIT_TIMEOUT)
     with pytest.raises(QueueTimeout, match="queue 'q' was full, with 3 items, until the deadline"):
         producer.put(3, None, 3, time.monotonic())
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(producer.put, 3, None, 3, time.monotonic() + SOON)
+        waiting = pool.submit(producer.put, 3, None, 3, time.monotonic() + WAIT_TIMEOUT)
         assert not waiting.done()
-        assert taker.values() == [0]
-        waiting.result(SOON)
-    assert taker.values(3) == [1, 2, 3]
+        assert consumer.values() == [0]
+        waiting.result(WAIT_TIMEOUT)
+    assert consumer.values(3) == [1, 2, 3]
 
 
-def test_an_empty_queue_makes_its_consumer_wait_and_keeps_what_has_come(desk: Desk) -> None:
-    producer, taker = desk.producer(), desk.taker()
+def test_an_empty_queue_makes_its_consumer_wait_and_keeps_what_has_come(queue_harness: QueueHarness) -> None:
+    producer, consumer = queue_harness.producer(), queue_harness.consumer()
     producer.put("a", None, MANY, time.monotonic())
     with pytest.raises(QueueTimeout, match="queue 'q' had . of 2 items until the deadline"):
-        taker.get(2, within=0.3)
+        consumer.get(2, within=0.3)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(taker.values, 2)
+        waiting = pool.submit(consumer.values, 2)
         producer.put("b", None, MANY, time.monotonic())
-        assert waiting.result(SOON) == ["a", "b"]
+        assert waiting.result(WAIT_TIMEOUT) == ["a", "b"]
 
 
-def test_a_consumer_takes_no_more_than_it_asked_for(desk: Desk) -> None:
-    producers, taker = [desk.producer() for _ in range(3)], desk.taker()
+def test_a_consumer_takes_no_more_than_it_asked_for(queue_harness: QueueHarness) -> None:
+    producers, consumer = [queue_harness.producer() for _ in range(3)], queue_harness.consumer()
     for producer in producers:
         for value in range(4):
             producer.put(value, None, MANY, time.monotonic())
-    taker.get(5)
+    consumer.get(5)
     assert sum(map(len, producers)) == 7
     assert all(len(producer) in (2, 3) for producer in producers)
 
 
-def test_each_of_many_items_goes_to_one_of_many_consumers(desk: Desk) -> None:
-    producers, takers = [desk.producer(), desk.producer()], [desk.taker(rank) for rank in range(3)]
+def test_each_of_many_items_goes_to_one_of_many_consumers(queue_harness: QueueHarness) -> None:
+    producers, consumers = (
+        [queue_harness.producer(), queue_harness.producer()],
+        [queue_harness.consumer(rank) for rank in range(3)],
+    )
 
     def produce(producer: Producer) -> None:
         for value in range(100):
-            producer.put((id(producer), value), None, 4, time.monotonic() + SOON)
+            producer.put((id(producer), value), None, 4, time.monotonic() + WAIT_TIMEOUT)
 
     with ThreadPoolExecutor(5) as pool:
         made = [pool.submit(produce, producer) for producer in producers]
-        got = [pool.submit(lambda taker: [taker.values()[0] for _ in range(60)], taker) for taker in takers]
-        lists = [future.result(SOON) for future in got]
-        rest = takers[0].values(20)
+        got = [
+            pool.submit(lambda consumer: [consumer.values()[0] for _ in range(60)], consumer)
+            for consumer in consumers
+        ]
+        lists = [future.result(WAIT_TIMEOUT) for future in got]
+        rest = consumers[0].values(20)
         for future in made:
-            future.result(SOON)
+            future.result(WAIT_TIMEOUT)
     expected = {(id(producer), value) for producer in producers for value in range(100)}
     assert sorted([*rest, *(each for some in lists for each in some)]) == sorted(expected)
     for some in lists:
@@ -203,8 +210,14 @@ def test_each_of_many_items_goes_to_one_of_many_consumers(desk: Desk) -> None:
 
 
 class TestADeath:
-    def test_what_a_dead_consumer_had_is_taken_again_first_and_has_the_same_id(self, desk: Desk) -> None:
-        producer, first, second = desk.producer(), desk.taker(0), desk.taker(1)
+    def test_what_a_dead_consumer_had_is_taken_again_first_and_has_the_same_id(
+        self, queue_harness: QueueHarness
+    ) -> None:
+        producer, first, second = (
+            queue_harness.producer(),
+            queue_harness.consumer(0),
+            queue_harness.consumer(1),
+        )
         for value in range(5):
             producer.put(value, None, MANY, time.monotonic())
         lost = first.get(3)
@@ -213,8 +226,12 @@ class TestADeath:
         assert [(item.id, item.value) for item in second.get(3)] == [(i.id, i.value) for i in lost]
         assert second.values(2) == [3, 4]
 
-    def test_what_was_done_is_not_taken_again(self, desk: Desk) -> None:
-        producer, first, second = desk.producer(), desk.taker(0), desk.taker(1)
+    def test_what_was_done_is_not_taken_again(self, queue_harness: QueueHarness) -> None:
+        producer, first, second = (
+            queue_harness.producer(),
+            queue_harness.consumer(0),
+            queue_harness.consumer(1),
+        )
         for value in range(3):
             producer.put(value, None, MANY, time.monotonic())
         first.get(2)
@@ -223,17 +240,27 @@ class TestADeath:
         assert second.values() == [2]
         assert (producer.delivered, producer.left) == (2, 1)
 
-    def test_a_waiting_consumer_gets_what_a_dead_one_had(self, desk: Desk) -> None:
-        producer, first, second = desk.producer(), desk.taker(0), desk.taker(1)
+    def test_a_waiting_consumer_gets_what_a_dead_one_had(self, queue_harness: QueueHarness) -> None:
+        producer, first, second = (
+            queue_harness.producer(),
+            queue_harness.consumer(0),
+            queue_harness.consumer(1),
+        )
         producer.put("a", None, MANY, time.monotonic())
         first.get()
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(second.values)
             producer.lost({second.me})
-            assert waiting.result(SOON) == ["a"]
+            assert waiting.result(WAIT_TIMEOUT) == ["a"]
 
-    def test_an_item_that_another_one_has_now_is_not_done_by_the_first(self, desk: Desk) -> None:
-        producer, first, second = desk.producer(), desk.taker(0), desk.taker(1)
+    def test_an_item_that_another_one_has_now_is_not_done_by_the_first(
+        self, queue_harness: QueueHarness
+    ) -> None:
+        producer, first, second = (
+            queue_harness.producer(),
+            queue_harness.consumer(0),
+            queue_harness.consumer(1),
+        )
         producer.put("a", None, MANY, time.monotonic())
         first.get()
         producer.lost({second.me})
@@ -243,73 +270,75 @@ class TestADeath:
         second.done()
         assert (producer.delivered, producer.left) == (1, 0)
 
-    def test_a_connection_that_broke_loses_no_item_and_takes_none_twice(self, desk: Desk) -> None:
-        producer, taker = desk.producer(), desk.taker()
+    def test_a_connection_that_broke_loses_no_item_and_takes_none_twice(
+        self, queue_harness: QueueHarness
+    ) -> None:
+        producer, consumer = queue_harness.producer(), queue_harness.consumer()
         for value in range(4):
             producer.put(value, None, MANY, time.monotonic())
-        held = taker.get()
-        for feed in taker._feeds:
+        held = consumer.get()
+        for feed in consumer._feeds:
             feed.ask()
-            feed._asked[0].exception(SOON)
+            feed._asked[0].exception(WAIT_TIMEOUT)
         # An answer has come that nobody has looked at, and the connection breaks.
-        taker.connect()
-        assert taker.values(3) == [1, 2, 3]
+        consumer.connect()
+        assert consumer.values(3) == [1, 2, 3]
         assert [item.value for item in held] == [0]
 
-    def test_memory_is_given_back_however_a_consumer_ends(self, desk: Desk) -> None:
-        producer = desk.producer()
+    def test_memory_is_given_back_however_a_consumer_ends(self, queue_harness: QueueHarness) -> None:
+        producer = queue_harness.producer()
         for number in range(40):
             producer.put(torch.zeros(1000), None, MANY, time.monotonic())
-            taker = desk.taker(0, number)
-            taker.get()
-            taker.cut()
+            consumer = queue_harness.consumer(0, number)
+            consumer.get()
+            consumer.cut()
             producer.lost([])
-            taker = desk.taker(1, number)
-            assert taker.get()
-            taker.done()
-            taker.cut()
+            consumer = queue_harness.consumer(1, number)
+            assert consumer.get()
+            consumer.done()
+            consumer.cut()
         assert len(producer._blocks._blocks) <= 20
 
 
 class TestJoining:
-    def test_join_returns_when_all_items_were_used(self, desk: Desk) -> None:
-        producer, taker = desk.producer(), desk.taker()
+    def test_join_returns_when_all_items_were_used(self, queue_harness: QueueHarness) -> None:
+        producer, consumer = queue_harness.producer(), queue_harness.consumer()
         producer.put("a", None, MANY, time.monotonic())
-        taker.get()
+        consumer.get()
         with pytest.raises(QueueTimeout, match="1 items of queue 'q' were not used"):
             producer.join(time.monotonic())
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(producer.join, time.monotonic() + SOON)
-            taker.done()
-            waiting.result(SOON)
+            waiting = pool.submit(producer.join, time.monotonic() + WAIT_TIMEOUT)
+            consumer.done()
+            waiting.result(WAIT_TIMEOUT)
 
 
 class TestAge:
-    def test_items_that_are_too_old_are_not_given_out(self, desk: Desk) -> None:
-        producer, taker = desk.producer(), desk.taker(bound=Bound(2, 1))
+    def test_items_that_are_too_old_are_not_given_out(self, queue_harness: QueueHarness) -> None:
+        producer, consumer = queue_harness.producer(), queue_harness.consumer(bound=Bound(2, 1))
         for version in (0, 1, 0, 2):
             producer.put(f"of {version}", version, MANY, time.monotonic())
-        taker.consumer.version = 2
-        assert taker.values(2) == ["of 1", "of 2"]
-        taker.done()
-        assert (producer.dropped, producer.delivered, taker.consumer.dropped) == (2, 2, 2)
+        consumer.consumer.version = 2
+        assert consumer.values(2) == ["of 1", "of 2"]
+        consumer.done()
+        assert (producer.dropped, producer.delivered, consumer.consumer.dropped) == (2, 2, 2)
 
 
 class TestWhatCannotBeSent:
-    def test_a_value_that_cannot_be_pickled_is_told_to_who_puts_it(self, desk: Desk) -> None:
-        producer, taker = desk.producer(), desk.taker()
+    def test_a_value_that_cannot_be_pickled_is_told_to_who_puts_it(self, queue_harness: QueueHarness) -> None:
+        producer, consumer = queue_harness.producer(), queue_harness.consumer()
         with pytest.raises(EncodingError, match="an item of queue 'q' cannot be sent"):
             producer.put(threading.Lock(), None, MANY, time.monotonic())
         producer.put("next", None, MANY, time.monotonic())
-        assert taker.values() == ["next"]
+        assert consumer.values() == ["next"]
 
-    def test_a_value_that_cannot_be_made_again_raises_once(self, desk: Desk) -> None:
-        producer, taker = desk.producer(), desk.taker()
+    def test_a_value_that_cannot_be_made_again_raises_once(self, queue_harness: QueueHarness) -> None:
+        producer, consumer = queue_harness.producer(), queue_harness.consumer()
         producer.put(Broken(), None, MANY, time.monotonic())
         producer.put("next", None, MANY, time.monotonic())
         with pytest.raises(ZeroDivisionError):
-            taker.get()
-        assert taker.values() == ["next"]
+            consumer.get()
+        assert consumer.values() == ["next"]
 
 
 class Broken:

@@ -29,7 +29,7 @@ FACTS = Facts(
 RTT, BANDWIDTH = 100e-6, 1e9
 
 
-def names(count: int) -> list[str]:
+def host_names(count: int) -> list[str]:
     """``h1`` … ``h<count>``."""
     return [f"h{number}" for number in range(1, count + 1)]
 
@@ -40,13 +40,13 @@ def links(hosts: Sequence[str], link: Callable[[str, str], Link] | None = None) 
     return tuple(make(one, other) for one in hosts for other in hosts if one != other)
 
 
-def alike(count: int) -> Examination:
+def healthy_hosts(count: int) -> Examination:
     """Hosts that nothing is wrong with."""
-    reports = tuple(HostReport(name, FACTS, Clock(0.0, 1e-4), ("cwd", "home")) for name in names(count))
-    return Examination(reports, links(names(count)))
+    reports = tuple(HostReport(name, FACTS, Clock(0.0, 1e-4), ("cwd", "home")) for name in host_names(count))
+    return Examination(reports, links(host_names(count)))
 
 
-def but(found: Examination, name: str, **facts: Any) -> Examination:
+def with_facts(found: Examination, name: str, **facts: Any) -> Examination:
     """`found` with other facts of one host."""
     return with_host(found, name, facts=replace(FACTS, **facts))
 

@@ -1,100 +1,27 @@
-"""A world in one process: the real cores of master and agents, a model of everything around them, fake time.
-
-One `random.Random` decides everything, so a seed is a history. Streams deliver in order after a random delay;
-between two streams nothing is ordered. Every message goes through its JSON form on the way.
-"""
+"""The scenario of a seed: the job, the behaviour of its processes, and the accidents that happen to them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import heapq
-import json
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from unirun.collocation import Assignment, Device, Inventory, Node, Placement, place
-from unirun.errors import ConnectionLost, PlacementError
+from unirun.errors import PlacementError
 from unirun.launcher.orders import CALLS
 from unirun.observe.jobdir import JobDir
 from unirun.spec.job import Entry, EntryKind, JobSpec, Probe, Restart, RoleSpec
-from unirun.wire.frames import decode, encode
-from unirun.wire.messages import Message
 
 JOB = JobDir(Path("/jobs/sim"))
 
 
-class Clock:
-    """Fake time: events in order of time, then of their making."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._made = 0
-        self.turns = 0
-
-    def after(self, delay: float, do: Callable[[], None]) -> None:
-        """Call `do` in `delay` seconds."""
-        self._made += 1
-        heapq.heappush(self._queue, (self.now + delay, self._made, do))
-
-    def turn(self) -> bool:
-        """Let the next thing happen; False when nothing is left."""
-        if not self._queue:
-            return False
-        self.now, _, do = heapq.heappop(self._queue)
-        self.turns += 1
-        do()
-        return True
-
-
-class Pipe:
-    """One direction of a stream: in order, delayed; `close` delivers an end after all that was sent."""
-
-    def __init__(
-        self,
-        clock: Clock,
-        rng: random.Random,
-        slow: float,
-        receive: Callable[[Message], None],
-        held: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        """`held` says until when nothing passes. What is sent in that time comes later, as TCP sends it again."""
-        self._clock, self._rng, self._slow, self._receive = clock, rng, slow, receive
-        self._held = held
-        self._last = clock.now
-        self._open = True
-        self.cut = False
-
-    def _at(self) -> float:
-        delay = self._rng.expovariate(1 / self._slow) if self._rng.random() < 0.9 else self._slow * 20
-        if (away := self._held() - self._clock.now) > 0:
-            delay += away + min(away, 5.0) * self._rng.random()
-        self._last = max(self._last, self._clock.now + delay)
-        return self._last - self._clock.now
-
-    def send(self, message: Message) -> None:
-        """Send; what is sent into a closed pipe is lost, as on a socket."""
-        if not self._open:
-            return
-        again = decode(json.loads(json.dumps(encode(message), allow_nan=False)))
-        assert again == message, f"{message} is another after its trip: {again}"
-        self._clock.after(self._at(), lambda: None if self.cut else self._receive(again))
-
-    def close(self, then: Callable[[ConnectionLost], None]) -> None:
-        """The sender is gone; the receiver hears of it after the last message."""
-        if self._open:
-            self._open = False
-            self._clock.after(self._at(), lambda: then(ConnectionLost("the peer closed the stream")))
-
-
 @dataclass(frozen=True)
-class Habits:
-    """The habits of the processes of one role in this history."""
+class Behaviour:
+    """The behaviour of the processes of one role in this history."""
 
     fails: float
     """Chance that a worker fails of itself."""
@@ -108,19 +35,19 @@ class Habits:
     recovers: float
     """Chance that a worker says that it is recoverable."""
 
-    def lasting(self) -> Habits:
+    def lasting(self) -> Behaviour:
         """These, of workers that do not end soon."""
         return dataclasses.replace(self, fails=self.fails / 10, lifetime=20.0, follows=self.follows / 10)
 
 
 @dataclass
-class Plan:
-    """The plan that a seed stands for: the job, the habits of its roles, and the accidents."""
+class Scenario:
+    """The scenario that a seed stands for: the job, the behaviour of its roles, and the accidents."""
 
     spec: JobSpec
     placement: Placement
     inventory: Inventory
-    habits: dict[str, Habits]
+    behaviours: dict[str, Behaviour]
     slow: float
     accidents: list[tuple[float, str]] = field(default_factory=list)
     absent: frozenset[str] = frozenset()
@@ -148,7 +75,7 @@ class Plan:
         name = event if isinstance(event, str) else type(event).__name__
         rank, node = getattr(event, "rank", 0), getattr(event, "node", self.first)
         if name == self.planted and (rank, node) == (0, self.first):
-            raise Planted(f"a bug in {name}")
+            raise PlantedBug(f"a bug in {name}")
 
     @property
     def first(self) -> str:
@@ -156,11 +83,11 @@ class Plan:
         return self.placement.nodes[0]
 
 
-class Planted(Exception):
+class PlantedBug(Exception):
     """A bug in what decides, or in what writes."""
 
 
-PLANTED = (
+BUG_PLACES = (
     "begin",
     "write",
     "Join",
@@ -222,8 +149,8 @@ HOST_ACCIDENTS = (
 """The accidents of nodes that are hosts."""
 
 
-def make_plan(seed: int) -> Plan:
-    """The plan of a seed."""
+def make_scenario(seed: int) -> Scenario:
+    """The scenario of a seed."""
     rng = random.Random(seed)
     names = ("actor", "rollout", "critic")[: rng.randint(1, 3)]
     nodes = tuple(f"n{i}" for i in range(rng.choice((1, 1, 2, 3, 4))))
@@ -252,8 +179,8 @@ def make_plan(seed: int) -> Plan:
     )
     inventory = _inventory(nodes, rng)
     spec, placement = _placed(spec, inventory, nodes, rng)
-    habits = {
-        name: Habits(
+    behaviours = {
+        name: Behaviour(
             fails=rng.choice((0.0, 0.0, 0.1, 0.4, 0.9)),
             finishes=0.05 if spec.role(name).entry.kind == "workload" else rng.choice((0.5, 0.9, 1.0)),
             lifetime=rng.choice((0.01, 0.5, 5.0)),
@@ -275,7 +202,7 @@ def make_plan(seed: int) -> Plan:
     unknown = rng.choice((0.0, 0.0, 0.05, 0.3))
     wanted = {*placement.nodes, *placement.spares}
     inventory = Inventory(tuple(node for node in inventory.nodes if node.name in wanted))
-    plan = Plan(spec, placement, inventory, habits, slow, accidents, absent, crashes, unknown)
+    scenario = Scenario(spec, placement, inventory, behaviours, slow, accidents, absent, crashes, unknown)
     # Of these each history has one at most, so that it is not longer than others.
     match rng.choice(
         (
@@ -293,33 +220,35 @@ def make_plan(seed: int) -> Plan:
         )
     ):
         case "late":
-            plan.late, plan.unknown = True, plan.unknown or 0.05
+            scenario.late, scenario.unknown = True, scenario.unknown or 0.05
         case "pieces":
-            plan.operations = rng.choice((1, 2, 4))
+            scenario.operations = rng.choice((1, 2, 4))
         case "skew":
-            plan.skews = {node: rng.choice((-3600.0, -2.0, 0.0, 0.5, 3600.0)) for node in nodes}
+            scenario.skews = {node: rng.choice((-3600.0, -2.0, 0.0, 0.5, 3600.0)) for node in nodes}
         case "hosts":
-            _make_hosts(plan, rng)
+            _make_hosts(scenario, rng)
         case "disorder":
-            plan.disorder = 0.2
+            scenario.disorder = 0.2
         case "moves":
-            plan.habits = {name: dataclasses.replace(habit, lifetime=5.0) for name, habit in habits.items()}
+            scenario.behaviours = {
+                name: dataclasses.replace(behaviour, lifetime=5.0) for name, behaviour in behaviours.items()
+            }
             moves = (rng.choice(("node_comes", "node_drained")) for _ in range(rng.randint(2, 6)))
-            plan.accidents += [(rng.uniform(0.3, 6.0), move) for move in moves]
+            scenario.accidents += [(rng.uniform(0.3, 6.0), move) for move in moves]
         case "planted":
-            plan.planted = rng.choice(PLANTED)
+            scenario.planted = rng.choice(BUG_PLACES)
     # Drawn apart, so that the rest of a history does not depend on it.
     services = random.Random(f"services {seed}")
     if services.random() < 0.5:
-        _add_services(plan, services)
-        _give_slots(plan, random.Random(f"slots {seed}"))
-    return plan
+        _add_services(scenario, services)
+        _give_slots(scenario, random.Random(f"slots {seed}"))
+    return scenario
 
 
-def _add_services(plan: Plan, rng: random.Random) -> None:
+def _add_services(scenario: Scenario, rng: random.Random) -> None:
     """Servers beside the roles, which start after each other."""
     names = ("engine", "router")[: rng.randint(1, 2)]
-    nodes, added, places = plan.placement.nodes, [], []
+    nodes, added, places = scenario.placement.nodes, [], []
     for name in names:
         after = {"engine": rng.choice((0, 1))} if name == "router" and rng.random() < 0.7 else {}
         ready = Probe("tcp") if rng.random() < 0.8 else None
@@ -352,8 +281,8 @@ def _add_services(plan: Plan, rng: random.Random) -> None:
             local[node] += 1
         added.append(service)
         if ready is not None and service.ports and rng.random() < 0.4:
-            added.append(_companion(plan, service, places))
-        plan.habits[name] = Habits(
+            added.append(_companion(scenario, service, places))
+        scenario.behaviours[name] = Behaviour(
             fails=rng.choice((0.0, 0.1, 0.4)),
             finishes=rng.choice((0.0, 0.05)),
             lifetime=rng.choice((0.5, 5.0, 20.0)),
@@ -362,31 +291,35 @@ def _add_services(plan: Plan, rng: random.Random) -> None:
             recovers=1.0,
         )
     wait = {name: rng.choice((0, 1)) for name in names}
-    roles = [replace(role, after=wait) if rng.random() < 0.5 else role for role in plan.spec.roles]
+    roles = [replace(role, after=wait) if rng.random() < 0.5 else role for role in scenario.spec.roles]
     if rng.random() < 0.3:
         role = rng.choice(roles)
         roles[roles.index(role)] = replace(role, ports=("http",), least=None)
     first = rng.random() < 0.5
-    plan.spec = replace(plan.spec, roles=(*added, *roles) if first else (*roles, *added))
-    before = plan.placement.assignments
-    plan.placement = replace(plan.placement, assignments=(*places, *before) if first else (*before, *places))
+    scenario.spec = replace(scenario.spec, roles=(*added, *roles) if first else (*roles, *added))
+    before = scenario.placement.assignments
+    scenario.placement = replace(
+        scenario.placement, assignments=(*places, *before) if first else (*before, *places)
+    )
 
 
-def _give_slots(plan: Plan, rng: random.Random) -> None:
+def _give_slots(scenario: Scenario, rng: random.Random) -> None:
     """Services take slots of nodes that have hardly more than they need, so that there may be no room for one when a node
     is lost; more of them are optional, and some wait for other roles."""
-    if len(plan.inventory.nodes) < 2 or rng.random() < 0.3:
+    if len(scenario.inventory.nodes) < 2 or rng.random() < 0.3:
         return
-    optional = {role.name: role.optional or rng.random() < 0.6 for role in plan.spec.roles if role.service}
-    waits = {each.name: rng.random() < 0.3 for each in plan.spec.roles}
-    first = next(role.name for role in plan.spec.roles if not role.service)
+    optional = {
+        role.name: role.optional or rng.random() < 0.6 for role in scenario.spec.roles if role.service
+    }
+    waits = {each.name: rng.random() < 0.3 for each in scenario.spec.roles}
+    first = next(role.name for role in scenario.spec.roles if not role.service)
     restarts: tuple[Restart, ...] = ("process", "role")
     roles = []
-    for role in plan.spec.roles:
+    for role in scenario.spec.roles:
         # A companion is as optional as its engine.
         may_go = optional.get(role.beside or role.name, False)
         if role.service and role.beside is None:
-            needed = any(first in other.after or role.name in other.after for other in plan.spec.roles)
+            needed = any(first in other.after or role.name in other.after for other in scenario.spec.roles)
             role = replace(
                 role,
                 slots=1.0,
@@ -394,10 +327,10 @@ def _give_slots(plan: Plan, rng: random.Random) -> None:
                 restart=rng.choice(restarts) if not role.group else role.restart,
             )
         roles.append(replace(role, optional=may_go))
-    spec = replace(plan.spec, roles=tuple(roles), spares=0)
+    spec = replace(scenario.spec, roles=tuple(roles), spares=0)
     for count in range(1, 24):
         devices = tuple(Device(str(number), "") for number in range(count))
-        inventory = Inventory(tuple(replace(node, devices=devices) for node in plan.inventory.nodes))
+        inventory = Inventory(tuple(replace(node, devices=devices) for node in scenario.inventory.nodes))
         with contextlib.suppress(PlacementError):
             spec, found = place(spec, inventory)
             break
@@ -405,18 +338,20 @@ def _give_slots(plan: Plan, rng: random.Random) -> None:
         return
     # In the order of the roles, as job files have companions last.
     ordered = (each for role in spec.roles for each in found.of_role(role.name))
-    plan.spec, plan.inventory = spec, inventory
-    plan.placement = replace(found, assignments=tuple(ordered))
+    scenario.spec, scenario.inventory = spec, inventory
+    scenario.placement = replace(found, assignments=tuple(ordered))
     if rng.random() < 0.7:
-        plan.accidents += ((rng.uniform(0.0, 8.0), "agent_killed") for _ in range(rng.choice((1, 1, 2))))
+        scenario.accidents += ((rng.uniform(0.0, 8.0), "agent_killed") for _ in range(rng.choice((1, 1, 2))))
 
 
-def _companion(plan: Plan, engine: RoleSpec, places: list[Assignment]) -> RoleSpec:
+def _companion(scenario: Scenario, engine: RoleSpec, places: list[Assignment]) -> RoleSpec:
     """The role that brings weights into the engines, on each of their nodes."""
     name = f"{engine.name}-weights"
     nodes = dict.fromkeys(place.node for place in places if place.role == engine.name)
     places += (Assignment(name, rank, node, -1, 0) for rank, node in enumerate(nodes))
-    plan.habits[name] = Habits(fails=0.1, finishes=0.0, lifetime=5.0, stubborn=0.0, follows=0.0, recovers=1.0)
+    scenario.behaviours[name] = Behaviour(
+        fails=0.1, finishes=0.0, lifetime=5.0, stubborn=0.0, follows=0.0, recovers=1.0
+    )
     return RoleSpec(
         name,
         len(nodes),
@@ -431,22 +366,22 @@ def _companion(plan: Plan, engine: RoleSpec, places: list[Assignment]) -> RoleSp
     )
 
 
-def _make_hosts(plan: Plan, rng: random.Random) -> None:
+def _make_hosts(scenario: Scenario, rng: random.Random) -> None:
     """The nodes are hosts. The job is on several of them, may go on without one, and runs for long enough for that."""
-    plan.hosts, nodes = True, tuple(f"n{n}" for n in range(rng.choice((3, 4))))
+    scenario.hosts, nodes = True, tuple(f"n{n}" for n in range(rng.choice((3, 4))))
     devices = Device("0", ""), Device("1", "")
     inventory = Inventory(tuple(Node(name, (0, 1), devices) for name in nodes))
-    plan.rates = {node: rng.choice((0.99, 1.0, 1.01)) for node in nodes}
+    scenario.rates = {node: rng.choice((0.99, 1.0, 1.01)) for node in nodes}
     for _ in range(rng.choice((1, 1, 2, 3))):
-        plan.accidents.append((rng.uniform(3.0, 12.0), rng.choice(HOST_ACCIDENTS)))
+        scenario.accidents.append((rng.uniform(3.0, 12.0), rng.choice(HOST_ACCIDENTS)))
     roles = tuple(
-        replace(role, count=min(role.count, 2), max_restarts=5, least=1) for role in plan.spec.roles
+        replace(role, count=min(role.count, 2), max_restarts=5, least=1) for role in scenario.spec.roles
     )
-    spec = replace(plan.spec, roles=roles, spares=1 if len(nodes) == 4 else 0)
-    plan.spec, plan.placement = place(spec, inventory)
-    wanted = {*plan.placement.nodes, *plan.placement.spares}
-    plan.inventory = Inventory(tuple(node for node in inventory.nodes if node.name in wanted))
-    plan.habits = {name: habits.lasting() for name, habits in plan.habits.items()}
+    spec = replace(scenario.spec, roles=roles, spares=1 if len(nodes) == 4 else 0)
+    scenario.spec, scenario.placement = place(spec, inventory)
+    wanted = {*scenario.placement.nodes, *scenario.placement.spares}
+    scenario.inventory = Inventory(tuple(node for node in inventory.nodes if node.name in wanted))
+    scenario.behaviours = {name: behaviours.lasting() for name, behaviours in scenario.behaviours.items()}
 
 
 def _placed(

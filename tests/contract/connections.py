@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 
-from tests.contract.stage import Cast
+from tests.contract.cluster import Role
 
 
 def open_sockets() -> dict[int, str]:
@@ -20,14 +20,14 @@ def open_sockets() -> dict[int, str]:
     return found
 
 
-class Line:
+class CuttableConnections:
     """The connections to a role that are made while the block runs. They can be cut then; both ends live on."""
 
-    def __init__(self, cast: Cast) -> None:
-        self._cast = cast
+    def __init__(self, role: Role) -> None:
+        self._cast = role
         self._links: dict[int, str] = {}
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> CuttableConnections:
         self._before = open_sockets()
         return self
 
@@ -36,8 +36,8 @@ class Line:
 
     def cut(self) -> None:
         """Break them."""
-        for player in self._cast:
-            player.interrupt()
+        for worker in self._cast:
+            worker.break_connections()
         for number, link in self._links.items():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as sock:
                 # The number may belong to a new connection by now.

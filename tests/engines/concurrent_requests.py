@@ -10,13 +10,13 @@ from transformers import LlamaForCausalLM
 
 from tests.engines.llama import is_greedy, prompts
 from tests.engines.server import Engine
-from tests.integration.harness import eventually
+from tests.waiting import eventually
 
 COUNT = 200
 """Tokens of an answer that is still being made when the weights change."""
 
 
-def explained(
+def tokens_match_versions(
     answer: Mapping[str, Any], prompt: Sequence[int], versions: Mapping[str, LlamaForCausalLM]
 ) -> bool:
     """Return True if all tokens of an answer are what the version of their label generates after those before them."""
@@ -29,18 +29,18 @@ def explained(
     return bool(covered == len(answer["token_ids"]))
 
 
-class Crowd:
+class ConcurrentRequests:
     """64 requests that run at once."""
 
     def __init__(self, *engines: Engine) -> None:
         self.prompts = prompts(64, 40)
         self._engines = engines
 
-    def meanwhile(self, act: Callable[[], object]) -> list[dict[str, Any]]:
+    def answers_during(self, act: Callable[[], object]) -> list[dict[str, Any]]:
         """The answers of requests during which `act` was called."""
         return [future.result() for future in self._asked(act)]
 
-    def meanwhile_killed(self, act: Callable[[], object]) -> list[dict[str, Any] | None]:
+    def answers_during_a_kill(self, act: Callable[[], object]) -> list[dict[str, Any] | None]:
         """The same, with None in place of the answers that have not come, as a server has died."""
         return [future.result() if future.exception() is None else None for future in self._asked(act)]
 

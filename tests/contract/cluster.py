@@ -1,7 +1,7 @@
-"""The stage on which the contract is played: workers, a board that tells where they are, and a caller.
+"""A cluster for the contract of calls: workers, the directory in which a caller finds them, and a caller.
 
 A worker is a process of its own with its transport and its dispatcher, forked from one that has imported torch; for
-`inproc` it is a thread. The test says who lives and who is dead, on the board, as the job's master does otherwise.
+`inproc` it is a thread. The test writes into the directory who lives and who is dead, as the job's master does otherwise.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from typing import Any, cast
 
 import torch
 
-from tests.contract.board import Board
-from tests.contract.desk import Desk, Gates
+from tests.contract.workload import ContractWorkload, Gates
 from tests.effort import CHAOS
-from tests.effort import SOON as SOON
-from tests.unit.wire.places import credentials_in
+from tests.unit.wire.endpoints import credentials_in
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import WorkerLost
 from unirun.roles import inprocess
 from unirun.roles.calls.call import InvocationRef
@@ -43,7 +42,35 @@ from unirun.wire.credentials import Credentials
 from unirun.wire.handshake import Token
 from unirun.wire.reports import CallCount, Calls
 
-KINDS = ("inproc", "socket", "tls", "torch", *(["insecure"] if CHAOS else []))
+
+class FakePeers:
+    """A directory that the test writes. Those who look at it are told of each change."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, int], Peer] = {}
+        self._listeners: list[Callable[[], None]] = []
+
+    def put(self, *peers: Peer) -> None:
+        """Write where workers are now, all at once."""
+        for peer in peers:
+            self._places[peer.address[:2]] = peer
+        for listener in self._listeners:
+            listener()
+
+    def size(self, role: str) -> int:
+        """The number of ranks of a role."""
+        return sum(name == role for name, _ in self._places)
+
+    def find(self, role: str, rank: int) -> Peer:
+        """The peer that has this rank."""
+        return self._places[role, rank]
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Call `listener` at each `put`."""
+        self._listeners.append(listener)
+
+
+TRANSPORTS = ("inproc", "socket", "tls", "torch", *(["insecure"] if CHAOS else []))
 """Over TLS and TCP (``insecure``) every process is on a node of its own."""
 
 
@@ -78,31 +105,22 @@ def open_transport(kind: str, me: WorkerId, folder: Path, token: Token) -> Trans
     return TorchTransport(RpcAgent(me, number, 10_000, polls=False))
 
 
-def eventually(look: Callable[[], Any], what: str, within: float = SOON) -> Any:
-    """The first truthy value of `look()`."""
-    deadline = time.monotonic() + within
-    while not (value := look()):
-        assert time.monotonic() < deadline, f"not within {within:g} s: {what}"
-        time.sleep(0.005)
-    return value
-
-
 def lost_within(ref: InvocationRef[object], seconds: float) -> WorkerLost:
     """The `WorkerLost` with which a call ends, within so many seconds."""
     began = time.monotonic()
-    error = ref.exception(SOON)
+    error = ref.exception(WAIT_TIMEOUT)
     assert isinstance(error, WorkerLost), error
     assert time.monotonic() - began < seconds
     return error
 
 
-class Voice:
-    """The end of a pipe in a worker: several threads talk."""
+class LockedPipe:
+    """The end of a pipe in a worker, on which several threads send."""
 
     def __init__(self, control: Connection) -> None:
         self._control, self._lock = control, threading.Lock()
 
-    def say(self, what: Any) -> None:
+    def send(self, what: Any) -> None:
         """Tell the test; when it has gone, nobody listens."""
         with self._lock, contextlib.suppress(OSError):
             self._control.send(what)
@@ -128,16 +146,16 @@ class Generations:
         """Do nothing, as no peer waits to form a group with this worker."""
 
 
-def work(
+def worker_main(
     kind: str, me: WorkerId, folder: Path, token: Token, control: Connection, generation: int = 0
 ) -> None:
-    """Be a worker, until the test says stop, or is gone."""
-    voice, gates = Voice(control), Gates()
-    generations = Generations(generation, voice.say)
+    """Run a worker until the test says stop, or has ended."""
+    pipe, gates = LockedPipe(control), Gates()
+    generations = Generations(generation, pipe.send)
     transport = open_transport(kind, me, folder, token)
-    desk = Desk(me, voice.say, gates)
-    dispatcher = Dispatcher(desk, me, invocations(desk), generations, transport.inbox())
-    voice.say(("serving", transport.serve(me, dispatcher.handle)))
+    workload = ContractWorkload(me, pipe.send, gates)
+    dispatcher = Dispatcher(workload, me, invocations(workload), generations, transport.inbox())
+    pipe.send(("serving", transport.serve(me, dispatcher.handle)))
 
     def listen() -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -151,13 +169,13 @@ def work(
                         assert isinstance(transport, InprocTransport)
                         for channel in list(inprocess._servers[transport._endpoint].connections):
                             channel.cut("interrupted")
-                        voice.say("interrupted")
+                        pipe.send("interrupted")
                     case "kept":
-                        voice.say(
+                        pipe.send(
                             ("kept", sum(len(caller.runs) for caller in list(dispatcher._callers.values())))
                         )
                     case "files":
-                        voice.say(("files", len(os.listdir("/proc/self/fd"))))
+                        pipe.send(("files", len(os.listdir("/proc/self/fd"))))
         if kind != "inproc":
             os._exit(0)
         transport.close()
@@ -168,26 +186,26 @@ def work(
     dispatcher.close()
 
 
-def call(
+def trainer_main(
     kind: str,
     me: WorkerId,
     folder: Path,
     token: Token,
     control: Connection,
-    places: list[Peer],
+    known: list[Peer],
     script: Script,
 ) -> None:
-    """Be a trainer that runs `script`."""
-    board = Board()
-    board.put(*places)
+    """Run `script` as a trainer."""
+    peers = FakePeers()
+    peers.put(*known)
     transport = open_transport(kind, me, folder, token)
-    caller = Caller(me, cast(Peers, board), transport, call_timeout=SOON)
-    script(role_group(caller, places[0].address.role, len(places)), control)
+    caller = Caller(me, cast(Peers, peers), transport, call_timeout=WAIT_TIMEOUT)
+    script(role_group(caller, known[0].address.role, len(known)), control)
     caller.close()
     transport.close()
 
 
-class Player:
+class WorkerHandle:
     """A worker as the test sees it."""
 
     def __init__(self, kind: str, main: Callable[..., None], me: WorkerId, *arguments: Any) -> None:
@@ -208,7 +226,7 @@ class Player:
         """The process."""
         return self._process.pid if self._process else os.getpid()
 
-    def hear(self, what: Any, within: float = SOON) -> Any:
+    def expect(self, what: Any, within: float = WAIT_TIMEOUT) -> Any:
         """Wait until the worker has said `what`, or a pair that begins with it, whose rest is returned."""
         deadline = time.monotonic() + within
         while True:
@@ -227,26 +245,26 @@ class Player:
         """Tell it of the next generation of its role."""
         self._control.send(("generation", generation))
 
-    def say(self, what: Any) -> None:
+    def send(self, what: Any) -> None:
         """Tell a script."""
         self._control.send(what)
 
-    def interrupt(self) -> None:
+    def break_connections(self) -> None:
         """Break the connections to it, where there are no sockets that could be shut down."""
         if self._kind == "inproc":
             self._control.send("interrupt")
-            self.hear("interrupted")
+            self.expect("interrupted")
 
     def ask(self, what: str) -> int:
         """``kept``: how many results are not acked. ``files``: how many descriptors are open."""
         self._control.send(what)
-        return int(self.hear(what))
+        return int(self.expect(what))
 
     def kill(self) -> None:
         """End it without a word, and wait until it is gone."""
         if self._process is not None:
             self._process.kill()
-            self._process.join(SOON)
+            self._process.join(WAIT_TIMEOUT)
             assert self._process.exitcode is not None
             self._process.close()
             self._process = None
@@ -254,7 +272,7 @@ class Player:
 
     def await_end(self) -> None:
         """Wait until it has ended of itself."""
-        self._process.join(SOON)
+        self._process.join(WAIT_TIMEOUT)
         assert self._process.exitcode is not None
 
     def signal(self, signum: int) -> None:
@@ -262,79 +280,79 @@ class Player:
         os.kill(self._process.pid, signum)
 
 
-class Cast:
-    """The workers of one role, on their places."""
+class Role:
+    """The workers of one role."""
 
-    def __init__(self, stage: Stage, role: str, size: int) -> None:
-        self._stage, self.role = stage, role
-        self.players = [stage.player(work, WorkerId(role, rank, 0)) for rank in range(size)]
-        stage.board.put(*(Peer(player.me) for player in self.players))
-        self.group: RoleGroup = role_group(stage.caller, role, size)
+    def __init__(self, cluster: Cluster, role: str, size: int) -> None:
+        self._cluster, self.name = cluster, role
+        self.workers = [cluster.start(worker_main, WorkerId(role, rank, 0)) for rank in range(size)]
+        cluster.peers.put(*(Peer(worker.me) for worker in self.workers))
+        self.group: RoleGroup = role_group(cluster.caller, role, size)
 
-    def __getitem__(self, rank: int) -> Player:
-        return self.players[rank]
+    def __getitem__(self, rank: int) -> WorkerHandle:
+        return self.workers[rank]
 
-    def __iter__(self) -> Iterator[Player]:
-        return iter(self.players)
+    def __iter__(self) -> Iterator[WorkerHandle]:
+        return iter(self.workers)
 
-    def enter(self) -> None:
-        """Wait for all, and tell where they are."""
-        self._stage.board.put(*(Peer(player.me, player.hear("serving")) for player in self.players))
+    def wait_until_serving(self) -> None:
+        """Wait for all, and write their endpoints into the directory."""
+        self._cluster.peers.put(*(Peer(worker.me, worker.expect("serving")) for worker in self.workers))
 
-    def place(self, rank: int) -> Peer:
-        """The entry of the board for a rank."""
-        return self._stage.board.find(self.role, rank)
+    def peer(self, rank: int) -> Peer:
+        """The entry of the directory for a rank."""
+        return self._cluster.peers.find(self.name, rank)
 
     def kill(self, rank: int) -> None:
-        """End a worker without a word, and let the board say so, as the job's master does."""
-        self.players[rank].kill()
-        self.tell_gone(rank)
+        """Kill a worker, and write that into the directory, as the job's master does."""
+        self.workers[rank].kill()
+        self.report_dead(rank)
 
-    def tell_gone(self, rank: int) -> None:
-        """The board says that it is dead."""
-        others = [self.place(other) for other in range(len(self.players)) if other != rank]
-        gone = replace(self.place(rank), endpoint="", gone=True, whole=False)
-        self._stage.board.put(gone, *(replace(place, whole=False) for place in others))
+    def report_dead(self, rank: int) -> None:
+        """Write into the directory that it is dead."""
+        others = [self.peer(other) for other in range(len(self.workers)) if other != rank]
+        gone = replace(self.peer(rank), endpoint="", gone=True, whole=False)
+        self._cluster.peers.put(gone, *(replace(peer, whole=False) for peer in others))
 
-    def tell_over(self, rank: int) -> None:
-        """The board says that it will not serve any more."""
-        self._stage.board.put(replace(self.place(rank), endpoint="", over=True))
+    def report_over(self, rank: int) -> None:
+        """Write into the directory that it will not serve any more."""
+        self._cluster.peers.put(replace(self.peer(rank), endpoint="", over=True))
 
-    def start_again(self, rank: int) -> None:
-        """Another one takes the place; the role is in its next generation."""
-        self.prepare_again(rank)
-        self.announce_again(rank)
+    def restart(self, rank: int) -> None:
+        """Replace a worker; the role is in its next generation."""
+        self.begin_restart(rank)
+        self.finish_restart(rank)
 
-    def prepare_again(self, rank: int) -> None:
-        """It is on its way."""
-        me = self.players[rank].me
+    def begin_restart(self, rank: int) -> None:
+        """Start the next incarnation of a worker."""
+        me = self.workers[rank].me
         fresh = WorkerId(me.role, me.rank, me.incarnation + 1)
-        others = [other for other in range(len(self.players)) if other != rank]
-        generation = self.place(rank).generation + 1
-        self.players[rank] = self._stage.player(work, fresh, generation)
-        self._stage.board.put(
+        others = [other for other in range(len(self.workers)) if other != rank]
+        generation = self.peer(rank).generation + 1
+        self.workers[rank] = self._cluster.start(worker_main, fresh, generation)
+        self._cluster.peers.put(
             Peer(fresh, generation=generation),
-            *(replace(self.place(other), generation=generation, whole=True) for other in others),
+            *(replace(self.peer(other), generation=generation, whole=True) for other in others),
         )
         for other in others:
-            self.players[other].form(generation)
+            self.workers[other].form(generation)
 
-    def announce_again(self, rank: int) -> None:
-        """It serves."""
-        place = self.place(rank)
-        self._stage.board.put(replace(place, endpoint=self.players[rank].hear("serving")))
+    def finish_restart(self, rank: int) -> None:
+        """Wait until it serves, and write its endpoint into the directory."""
+        peer = self.peer(rank)
+        self._cluster.peers.put(replace(peer, endpoint=self.workers[rank].expect("serving")))
 
     def open(self, gate: str) -> None:
         """Open a gate everywhere."""
-        for player in self.players:
-            player.open(gate)
+        for worker in self.workers:
+            worker.open(gate)
 
     def kept(self) -> list[int]:
         """The number of results that each keeps."""
-        return [player.ask("kept") for player in self.players]
+        return [worker.ask("kept") for worker in self.workers]
 
 
-class Stage:
+class Cluster:
     """One transport, one caller in this process, and as many roles as tests want."""
 
     _numbers = itertools.count(1)
@@ -342,54 +360,58 @@ class Stage:
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind, self._folder = kind, folder
         self.token = Token(os.urandom(32))
-        self.board = Board()
+        self.peers = FakePeers()
         self.me = WorkerId("trainer0", 0, 0)
         self.transport = open_transport(kind, self.me, folder, self.token)
         self.told: list[Calls] = []
         self.caller = Caller(
-            self.me, cast(Peers, self.board), self.transport, call_timeout=2 * SOON, tell=self.told.append
+            self.me,
+            cast(Peers, self.peers),
+            self.transport,
+            call_timeout=2 * WAIT_TIMEOUT,
+            tell=self.told.append,
         )
-        self.players: tuple[Player, ...] = ()
+        self.workers: tuple[WorkerHandle, ...] = ()
 
-    def player(self, main: Callable[..., None], me: WorkerId, *arguments: Any) -> Player:
+    def start(self, main: Callable[..., None], me: WorkerId, *arguments: Any) -> WorkerHandle:
         """Start a worker or a trainer."""
-        player = Player(self.kind, main, me, self._folder, self.token, *arguments)
-        self.players += (player,)
-        return player
+        worker = WorkerHandle(self.kind, main, me, self._folder, self.token, *arguments)
+        self.workers += (worker,)
+        return worker
 
-    def role(self, size: int) -> Cast:
+    def role(self, size: int) -> Role:
         """A role of its own."""
-        cast = self.role_to_come(size)
-        cast.enter()
-        return cast
+        role = self.role_that_starts(size)
+        role.wait_until_serving()
+        return role
 
-    def role_to_come(self, size: int) -> Cast:
-        """The same, not yet on its places."""
-        return Cast(self, f"desk{next(self._numbers)}", size)
+    def role_that_starts(self, size: int) -> Role:
+        """The same, before its workers serve."""
+        return Role(self, f"worker{next(self._numbers)}", size)
 
-    def trainer(self, incarnation: int, script: Script, cast: Cast) -> Player:
+    def trainer(self, incarnation: int, script: Script, role: Role) -> WorkerHandle:
         """Another caller, in a process of its own."""
-        places = [cast.place(rank) for rank in range(len(cast.players))]
-        return self.player(call, WorkerId("other999", 0, incarnation), places, script)
+        peers = [role.peer(rank) for rank in range(len(role.workers))]
+        return self.start(trainer_main, WorkerId("other999", 0, incarnation), peers, script)
 
-    def counted(self, cast: Cast) -> dict[tuple[str, bool], CallCount]:
+    def counts_of(self, role: Role) -> dict[tuple[str, bool], CallCount]:
         """The calls of this caller to a role: by method, and whether the caller does not wait."""
         self.caller.report()
         counts = self.told[-1].counts if self.told else ()
-        return {(each.method, each.asynchronous): each for each in counts if each.role == cast.role}
+        return {(each.method, each.asynchronous): each for each in counts if each.role == role.name}
 
-    def end_players(self, but: Collection[Player] = ()) -> None:
+    def end_workers(self, but: Collection[WorkerHandle] = ()) -> None:
         """End all workers and trainers but these."""
-        for player in self.players:
-            if player not in but:
-                player.kill()
-        self.players = tuple(but)
+        for worker in self.workers:
+            if worker not in but:
+                worker.kill()
+        self.workers = tuple(but)
 
     def close(self) -> None:
-        """Everybody leaves."""
+        """End the workers and the caller."""
         self.caller.close()
-        self.end_players()
+        self.end_workers()
         self.transport.close()
 
 
-STOP, GO_ON = signal.SIGSTOP, signal.SIGCONT
+STOP, CONTINUE = signal.SIGSTOP, signal.SIGCONT

@@ -1,4 +1,4 @@
-"""A master with its sockets, and who speaks with it."""
+"""The harness of a master: the real one with its sockets and store, and the streams of those that speak with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.failover.job import Job
-from tests.unit.failover.persistence.unsteady import UnsteadyStore
+from tests.unit.failover.persistence.faulty_store import FaultyStore
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ConnectionLost
 from unirun.failover.crashes import Crash
 from unirun.failover.persistence.context_store import ContextStore
@@ -26,19 +27,27 @@ from unirun.wire.aio import Stream, connect
 from unirun.wire.certificates import make_tls
 from unirun.wire.credentials import Credentials
 from unirun.wire.handshake import Token, new_token
-from unirun.wire.messages import Appointed, Message, StartRole
-from unirun.wire.reports import WorkerRunning, WorkerStarted
+from unirun.wire.messages import (
+    Appointed,
+    Message,
+    Shutdown,
+    StartRole,
+)
+from unirun.wire.reports import (
+    WorkerExited,
+    WorkerRunning,
+    WorkerStarted,
+)
 from unirun.wire.sockets import listen, listen_tcp, tcp_address
 
-PATIENCE = 120.0
-SEAT = "jobs/job-1/"
+ELECTION_PREFIX = "jobs/job-1/"
 
 
-class Court:
+class MasterHarness:
     """A master in this process, with its job's directory and store."""
 
     def __init__(self, folder: Path, model: Job | None = None, *, tcp: bool = False) -> None:
-        self.store = UnsteadyStore()
+        self.store = FaultyStore()
         self.model = model or Job({"actor": 2})
         self.core = Core(resume, step)
         self.crashes: list[Crash] = []
@@ -55,7 +64,7 @@ class Court:
             make_tls(self.job.path, token, "head")
             self.listeners.append(listen_tcp("127.0.0.1"))
             self.tcp = tcp_address(self.listeners[0], "head")
-        term = campaign(self.store, SEAT, UnixAddress("/x", "host"), 7, ttl=60)
+        term = campaign(self.store, ELECTION_PREFIX, UnixAddress("/x", "host"), 7, ttl=60)
         assert term is not None
         contexts = ContextStore(self.store, "job-1", term)
         contexts.create(self.model.state)
@@ -63,16 +72,16 @@ class Court:
         self.term = term
         self._parts = self.model.state, term, contexts
 
-    def run(self, play: Callable[[], Awaitable[None]]) -> list[Crash]:
-        """Let the master lead, and `play` the others, until both are done. Returns errors of the master's own."""
+    def run(self, others: Callable[[], Awaitable[None]]) -> list[Crash]:
+        """Run the master, and `others` beside it, until both are done. Returns errors of the master's own."""
 
         async def main() -> None:
             state, term, contexts = self._parts
             listeners = [listen(self.path), *self.listeners]
             master = Master(self.job, state, term, contexts, listeners, self.core, self.record_crash)
-            async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(WAIT_TIMEOUT), asyncio.TaskGroup() as group:
                 group.create_task(self._lead(master))
-                await play()
+                await others()
 
         asyncio.run(main())
         return self.crashes
@@ -97,7 +106,7 @@ class Court:
     async def agent(self, elsewhere: Credentials | None = None) -> Stream:
         """The agent of the job, whose workers run."""
         stream = await self.greet(self.model.join("n0"), elsewhere)
-        await until(stream, StartRole)
+        await receive_until(stream, StartRole)
         for rank in (0, 1):
             stream.send(WorkerStarted(WorkerId("actor", rank, 0), 100 + rank))
             stream.send(WorkerRunning(WorkerId("actor", rank, 0), 0))
@@ -113,7 +122,7 @@ class Court:
         return [event.text for event in read_events(self.job.events) if event.kind == kind]
 
 
-async def until(stream: Stream, kind: type[Message]) -> list[Message]:
+async def receive_until(stream: Stream, kind: type[Message]) -> list[Message]:
     """The messages that come, up to the first of a kind."""
     found = [await stream.receive()]
     while not isinstance(found[-1], kind):
@@ -121,7 +130,7 @@ async def until(stream: Stream, kind: type[Message]) -> list[Message]:
     return found
 
 
-async def all_of(stream: Stream) -> list[Message]:
+async def receive_all(stream: Stream) -> list[Message]:
     """The messages that come until the stream ends."""
     found: list[Message] = []
     try:
@@ -132,8 +141,14 @@ async def all_of(stream: Stream) -> list[Message]:
     return found
 
 
-async def eventually(true: Callable[[], bool]) -> None:
-    """Wait until something that no stream tells of is so."""
-    async with asyncio.timeout(PATIENCE):
-        while not true():
-            await asyncio.sleep(0.002)
+def worker_exited(
+    rank: int, code: int | None = 0, by: int | None = None, sent: int | None = None
+) -> WorkerExited:
+    return WorkerExited(WorkerId("actor", rank, 0), 1.0, code, by, "own" if sent is None else "order", sent)
+
+
+async def end_well(agent: Stream) -> None:
+    for rank in (0, 1):
+        agent.send(worker_exited(rank))
+    await receive_until(agent, Shutdown)
+    await agent.close()

@@ -17,7 +17,7 @@ from unirun.weights.layout import Layout, Part, Tensor, pieces_of
 
 
 @dataclass(frozen=True)
-class Cut:
+class Sharding:
     """The division of a tensor over a mesh."""
 
     mesh: tuple[int, ...]
@@ -49,7 +49,7 @@ class Cut:
 
 
 @st.composite
-def cuts(draw: st.DrawFn, dimensions: int = 2) -> Cut:
+def shardings(draw: st.DrawFn, dimensions: int = 2) -> Sharding:
     """Meshes of up to 4 × 4 ranks, and placements of tensors with so many dimensions."""
     mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
     along = st.integers(0, dimensions - 1)
@@ -58,4 +58,4 @@ def cuts(draw: st.DrawFn, dimensions: int = 2) -> Cut:
         st.just(Replicate()),
         st.builds(lambda dim, factor: _StridedShard(dim, split_factor=factor), along, st.integers(1, 3)),
     )
-    return Cut(mesh, tuple(draw(placement) for _ in mesh))
+    return Sharding(mesh, tuple(draw(placement) for _ in mesh))

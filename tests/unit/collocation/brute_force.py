@@ -1,4 +1,4 @@
-"""The conditions of a placement, and a search for one that meets them: said again, rank by rank, without a look at the planner."""
+"""The conditions of a placement, checked rank by rank, and a brute-force search for one; nothing of the planner is used."""
 
 from __future__ import annotations
 

@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import random
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from tests.sim.fake_clock import FakeClock
 from unirun.roles.transport.protocol import Scheduler
 
 
-class Killed(BaseException):
-    """The process of an actor was killed; nothing of it runs any more."""
-
-
-class Clock:
-    """Fake time: actions in order of time, then of their making."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._made = itertools.count()
-
-    def after(self, delay: float, do: Callable[[], None]) -> None:
-        """Call `do` in `delay` seconds."""
-        heapq.heappush(self._heap, (self.now + delay, next(self._made), do))
-
-    def turn(self) -> bool:
-        """Let the next action happen; False when none is left."""
-        if not self._heap:
-            return False
-        when, _, do = heapq.heappop(self._heap)
-        self.now = max(self.now, when)
-        do()
-        return True
+class ThreadKilled(BaseException):
+    """The process of a thread was killed; nothing of it runs any more."""
 
 
 class FakeScheduler(Scheduler):
     """The thread of a caller, as actions of the clock."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: FakeClock) -> None:
         super().__init__("simulated")
         self._clock = clock
 
@@ -55,10 +32,10 @@ class FakeScheduler(Scheduler):
         """Nothing to end."""
 
 
-class Actor:
+class SimulatedThread:
     """A thread that runs between two waits, when the clock says so. It may be killed while it waits."""
 
-    def __init__(self, clock: Clock, rng: random.Random, run: Callable[[], None], name: str) -> None:
+    def __init__(self, clock: FakeClock, rng: random.Random, run: Callable[[], None], name: str) -> None:
         self._clock, self._rng, self._run = clock, rng, run
         self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
         self._until: Callable[[], Any] = lambda: True
@@ -74,7 +51,7 @@ class Actor:
         try:
             if not self.killed:
                 self._run()
-        except Killed:
+        except ThreadKilled:
             pass
         except BaseException as error:  # noqa: BLE001 - the history fails with it
             self.error = error
@@ -82,13 +59,13 @@ class Actor:
         self._theirs.release()
 
     def wait(self, until: Callable[[], Any]) -> Any:
-        """In the actor: go on when `until()` is true."""
+        """In the thread: go on when `until()` is true."""
         while not (value := until()):
             self._until = until
             self._theirs.release()
             self._mine.acquire()
             if self.killed:
-                raise Killed
+                raise ThreadKilled
         return value
 
     def wake(self) -> None:

@@ -26,7 +26,7 @@ def copied(parcel: Parcel) -> Parcel:
     return Parcel(parcel.head, tuple(memoryview(bytearray(buffer)) for buffer in parcel.buffers))
 
 
-class Wire:
+class FakeConnection:
     """A `Line` to the shelf of a process, in memory. It keeps what was asked."""
 
     def __init__(self, shelf: DataStore) -> None:
@@ -49,17 +49,17 @@ class Wire:
         return future
 
 
-class Workers:
+class FakeWorkers:
     """So many processes, each with a shelf; every one can ask every other one."""
 
     def __init__(self, count: int) -> None:
         self.shelves = [DataStore() for _ in range(count)]
-        self.wires = [Wire(shelf) for shelf in self.shelves]
+        self.connections = [FakeConnection(shelf) for shelf in self.shelves]
 
     def getting(self, rank: int) -> DataClient:
-        def line(other: int) -> Wire:
+        def line(other: int) -> FakeConnection:
             assert other != rank, "a process asks itself"
-            return self.wires[other]
+            return self.connections[other]
 
         return DataClient(rank, self.shelves[rank], cast("Lines", line), timeout=1.0)
 
@@ -68,7 +68,7 @@ class Workers:
         """The processes that were asked for data, with the key and ids."""
         return [
             (rank, want["key"], tuple(want["ids"]))
-            for rank, wire in enumerate(self.wires)
+            for rank, wire in enumerate(self.connections)
             for want in wire.asked
         ]
 

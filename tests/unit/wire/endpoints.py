@@ -1,4 +1,4 @@
-"""The places of streams in tests: a unix socket, TCP with TLS, and TCP without it."""
+"""Endpoints of streams: a unix socket, TCP with TLS, and TCP without it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.effort import SOON as SOON
+from tests.waiting import WAIT_TIMEOUT
 from unirun.wire.address import Address, UnixAddress, unix_address
 from unirun.wire.certificates import make_tls
 from unirun.wire.credentials import Credentials, load_credentials, server_name
@@ -35,8 +35,8 @@ def credentials_in(
     return load_credentials(folder)
 
 
-class Place:
-    """One listener of a kind, and who may connect to it."""
+class Endpoint:
+    """A listener of a kind, and the credentials of those that connect."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind, self._folder = kind, folder
@@ -91,21 +91,21 @@ class Place:
         )
 
 
-def unexpected(text: str, count: int) -> None:
+def fail_on_refusal(text: str, count: int) -> None:
     """A server's note about a refused connection where there is none."""
     raise AssertionError(text)
 
 
 @contextmanager
-def serving(place: Place, serve: Callable[[socket.socket], None]) -> Iterator[None]:
+def serve_once(endpoint: Endpoint, serve: Callable[[socket.socket], None]) -> Iterator[None]:
     """A server in a thread: `serve` gets the first connection."""
-    listener = place.listen()
+    listener = endpoint.listen()
     errors: list[BaseException] = []
 
     def run() -> None:
         connection, _ = listener.accept()
-        connection.settimeout(SOON)
-        with place.wrap(connection) as connection:
+        connection.settimeout(WAIT_TIMEOUT)
+        with endpoint.wrap(connection) as connection:
             try:
                 serve(connection)
             except OSError as error:
@@ -114,11 +114,11 @@ def serving(place: Place, serve: Callable[[socket.socket], None]) -> Iterator[No
     thread = threading.Thread(target=run)
     thread.start()
     yield
-    thread.join(SOON)
+    thread.join(WAIT_TIMEOUT)
     listener.close()
     assert not thread.is_alive()
 
 
-def raw(message: Message) -> bytes:
+def encoded(message: Message) -> bytes:
     """The bytes of a message on a stream."""
     return encode_frame(encode(message))

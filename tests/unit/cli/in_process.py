@@ -7,7 +7,7 @@ import pytest
 from unirun.cli import main
 
 
-def call(*argv: str) -> int:
+def run_cli(*argv: str) -> int:
     """The exit code."""
     with pytest.raises(SystemExit) as leave:
         main([*argv])

@@ -31,7 +31,7 @@ from unirun.wire.reports import (
 THREE = Inventory(tuple(Node(f"n{n}", (0,), (Device("0", ""), Device("1", ""))) for n in range(3)))
 
 
-class Walk:
+class RandomWalk:
     """A job to which anything happens that can."""
 
     def __init__(self, seed: int) -> None:

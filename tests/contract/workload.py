@@ -16,23 +16,23 @@ import torch
 from unirun.roles import trainer_invocation
 from unirun.values import WorkerId
 
-PATIENCE = 100.0
+GATE_TIMEOUT = 100.0
 """Seconds after which a gate that nobody opens is given up."""
 
 
 class Gates:
-    """Gates that methods wait for, so that a test decides when they go on."""
+    """Named events that methods wait for, so that a test decides when they go on."""
 
     def __init__(self) -> None:
         self._gates: dict[str, threading.Event] = defaultdict(threading.Event)
 
     def open(self, name: str) -> None:
-        """Let everybody pass who waits here, now and later."""
+        """Let all go on that wait for this gate, now or later."""
         self._gates[name].set()
 
-    def pass_through(self, name: str) -> None:
+    def wait(self, name: str) -> None:
         """Wait until the gate is open."""
-        if not self._gates[name].wait(PATIENCE):
+        if not self._gates[name].wait(GATE_TIMEOUT):
             raise TimeoutError(f"nobody opened {name}")
 
 
@@ -44,7 +44,7 @@ class Refused(Exception):
         self.code, self.where = code, where
 
 
-class Sealed(Exception):
+class ErrorWithLock(Exception):
     """Holds what does not pickle."""
 
     def __init__(self, text: str) -> None:
@@ -52,7 +52,7 @@ class Sealed(Exception):
         self.lock = threading.Lock()
 
 
-class Spiteful(Exception):
+class UnprintableError(Exception):
     """Cannot be shown and does not pickle."""
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Plain:
     """Has neither a text nor a way to compare it."""
 
 
-class Closed:
+class Unpicklable:
     """Does not pickle."""
 
     def __reduce__(self) -> Any:
@@ -84,7 +84,7 @@ class Bomb:
         return _burst, ()
 
 
-class Desk:
+class ContractWorkload:
     """One worker of a role."""
 
     def __init__(self, address: WorkerId, tell: Callable[[str], None], gates: Gates) -> None:
@@ -133,7 +133,7 @@ class Desk:
     def hold(self, gate: str) -> str:
         """Tell the test that it runs, and wait until the test opens the gate."""
         self._tell(f"holding {gate}")
-        self._gates.pass_through(gate)
+        self._gates.wait(gate)
         self._ran.append(gate)
         return gate
 
@@ -243,7 +243,7 @@ class Desk:
         if kind == "refused":
             raise Refused(7, where="the office")
         if kind == "sealed":
-            raise Sealed(text)
+            raise ErrorWithLock(text)
         if kind == "locked":
             raise ValueError(text, threading.Lock())
         if kind == "plain":
@@ -257,9 +257,9 @@ class Desk:
 
             raise Hidden
         if kind == "spiteful":
-            raise Spiteful
+            raise UnprintableError
         if kind == "closed":
-            return Closed()
+            return Unpicklable()
         if kind == "bomb":
             return Bomb()
         if kind == "local":

@@ -8,7 +8,7 @@ from itertools import combinations
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.unit.collocation.checking import component_of, hosts
+from tests.unit.collocation.brute_force import component_of, hosts
 from unirun.collocation.inventory import Inventory, PlacementRequest, RoleRequest, Ties
 from unirun.collocation.planning.problem import problem_of
 from unirun.errors import PlacementError

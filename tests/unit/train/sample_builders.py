@@ -10,7 +10,7 @@ from unirun.errors import Fault, SpecError
 from unirun.train import DLJobBuilder
 
 
-def whole() -> DLJobBuilder:
+def complete_builder() -> DLJobBuilder:
     """A builder that has said all it must, with a workload of two ranks on eight devices."""
     builder = (
         DLJobBuilder()

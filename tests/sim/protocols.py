@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from tests.sim.fake_clock import FakeClock
     from tests.sim.masters import MasterModel
     from tests.sim.network import Network
-    from tests.sim.node import Led, Node
+    from tests.sim.node import MasterProcess, NodeModel
     from tests.sim.processes import Process, StoreModel
-    from tests.sim.store import Client
-    from tests.sim.world import Clock, Plan
+    from tests.sim.scenario import Scenario
+    from tests.sim.store import StoreClient
     from unirun.failover.events import Command, Event
     from unirun.failover.state import JobState
     from unirun.launcher import events
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
     from unirun.rendezvous.store.protocol import Store
 
 
-class Stage(Protocol):
+class SimulationOfMasters(Protocol):
     """The part of the simulation that masters use."""
 
-    clock: Clock
+    clock: FakeClock
     rng: random.Random
-    plan: Plan
-    nodes: dict[str, Node]
+    scenario: Scenario
+    nodes: dict[str, NodeModel]
     waived: bool
     """True if a job has ended without that being written."""
 
@@ -35,7 +36,7 @@ class Stage(Protocol):
     def store(self) -> MemoryStore:
         """The store that all clients lead to."""
 
-    def client(self, host: str) -> Client:
+    def client(self, host: str) -> StoreClient:
         """A way to the store for a new process."""
 
     def given_up_silent(self, node: str) -> None:
@@ -68,12 +69,12 @@ class Stage(Protocol):
         """A master ends a job that none can lead."""
 
 
-class World(Protocol):
+class SimulationOfNodes(Protocol):
     """The part of the simulation that nodes and spawners use."""
 
-    clock: Clock
+    clock: FakeClock
     rng: random.Random
-    plan: Plan
+    scenario: Scenario
     stores: dict[str, StoreModel]
     queues: dict[str, list[Callable[[], None]]]
     """By role, who has connected to its socket while no store is served there."""
@@ -102,7 +103,7 @@ class World(Protocol):
     def size(self, role: str) -> int:
         """The number of ranks of a role."""
 
-    def killed_while_it_ended(self, node: Node, number: int, since: float) -> None:
+    def killed_while_it_ended(self, node: NodeModel, number: int, since: float) -> None:
         """SIGKILL has come for a process whose code has failed at `since`."""
 
     def left(self, process: Process, store: StoreModel) -> None:
@@ -125,11 +126,11 @@ class World(Protocol):
     def broken(self, node: str) -> None:
         """The stream of a node ends though its agent lives."""
 
-    def master_at(self, number: int) -> Led:
+    def master_at(self, number: int) -> MasterProcess:
         """The process of a master, alive or not."""
 
     def start_master(self, deposing: int) -> None:
         """Start the process of a master."""
 
-    def checked_agent(self, node: Node, before: AgentState, event: events.Event) -> None:
+    def checked_agent(self, node: NodeModel, before: AgentState, event: events.Event) -> None:
         """Check what must hold after a step of an agent's core."""

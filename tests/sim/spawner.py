@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tests.sim.network import Pipe
 from tests.sim.processes import Process, StoreModel, rng_delay
-from tests.sim.world import Habits, Pipe
+from tests.sim.scenario import Behaviour
 from unirun.launcher import events
 from unirun.launcher.environment import FRESH, SpawnerKey
 from unirun.roles.formation import LOSS_VIEW_TIMEOUT
@@ -35,19 +36,19 @@ from unirun.wire.reports import (
 )
 
 if TYPE_CHECKING:
-    from tests.sim.node import Node
+    from tests.sim.node import NodeModel
 
 
-class Spawner:
+class SpawnerModel:
     """Forks processes, kills them when told, reports their ends in the order in which they happen."""
 
-    def __init__(self, node: Node, key: SpawnerKey) -> None:
+    def __init__(self, node: NodeModel, key: SpawnerKey) -> None:
         self.node, self.key = node, key
-        self.world = node.world
+        self.simulation = node.simulation
         self.alive = True
         self.ready = False
         self.processes: dict[int, Process] = {}
-        clock, rng, slow = self.world.clock, self.world.rng, self.world.plan.slow
+        clock, rng, slow = self.simulation.clock, self.simulation.rng, self.simulation.scenario.slow
         self.inbox = Pipe(clock, rng, slow, self._receive)
         self.outbox = Pipe(clock, rng, slow, lambda m: node.told_by(key, m))
         self._held: list[Message] = []
@@ -66,13 +67,13 @@ class Spawner:
 
     def hang(self, seconds: float) -> None:
         """SIGSTOP to the spawner, and SIGCONT later; its workers go on."""
-        self._frozen_until = self.world.clock.now + seconds
+        self._frozen_until = self.simulation.clock.now + seconds
 
     def _awake(self, do: Callable[[], None]) -> None:
         """Do something now, or when the spawner does not hang any more."""
-        left = self._frozen_until - self.world.clock.now
+        left = self._frozen_until - self.simulation.clock.now
         if left > 0:
-            self.world.clock.after(left, lambda: self._awake(do))
+            self.simulation.clock.after(left, lambda: self._awake(do))
         elif self.alive:
             do()
 
@@ -98,67 +99,71 @@ class Spawner:
                 raise AssertionError(f"the agent sent a spawner {message}")
 
     def _serve_store(self, request: ServeStore) -> None:
-        role, rng = request.role, self.world.rng
-        before = self.world.stores.get(role)
+        role, rng = request.role, self.simulation.rng
+        before = self.simulation.stores.get(role)
         # Where its node is gone, the store that nobody has met in is served on another.
         newer = before is None or before.generation < request.generation
         if before is not None and before.generation > request.generation:
             # Its node is drained.
             self._tell(StoreOpened(role, request.generation))
             return
-        assert before is None or newer or self.world.lost(before.spawner.node.name), (
+        assert before is None or newer or self.simulation.lost(before.spawner.node.name), (
             f"{role} has {before} already"
         )
         if before is not None:
             before.alive = False
-            self.world.disturb(role)
+            self.simulation.disturb(role)
         store = StoreModel(self, request.generation)
-        self.world.stores[role] = store
+        self.simulation.stores[role] = store
         if rng.random() < 0.01:
             store.alive = False
             self._tell_store_end(role, store, "no process can be forked")
             return
-        for waiting in self.world.queues.pop(role, []):
-            self.world.clock.after(rng.uniform(0.0, 0.02), waiting)
+        for waiting in self.simulation.queues.pop(role, []):
+            self.simulation.clock.after(rng.uniform(0.0, 0.02), waiting)
         self._tell(StoreOpened(role, request.generation))
         if rng.random() < 0.02:
-            self.world.clock.after(rng_delay(rng), lambda: self._store_dies(role, store))
+            self.simulation.clock.after(rng_delay(rng), lambda: self._store_dies(role, store))
 
     def _store_dies(self, role: str, store: StoreModel) -> None:
         if self.alive and store.alive:
             store.alive = False
-            self.world.disturb(role)
+            self.simulation.disturb(role)
             self._tell_store_end(role, store, "its process was killed")
 
     def _tell_store_end(self, role: str, store: StoreModel, why: str) -> None:
-        self._tell(StoreEnded(role, store.generation, self.world.wall(self.node.name), why))
+        self._tell(StoreEnded(role, store.generation, self.simulation.wall(self.node.name), why))
 
     def _spawn(self, request: Spawn) -> None:
-        rng, clock = self.world.rng, self.world.clock
+        rng, clock = self.simulation.rng, self.simulation.clock
         role, _, rank = request.title.partition(":")
         if rng.random() < 0.01:
-            self._tell(SpawnFailed(request.id, self.world.wall(self.node.name), "no process can be forked"))
+            self._tell(
+                SpawnFailed(request.id, self.simulation.wall(self.node.name), "no process can be forked")
+            )
             return
         who = role, int(rank), int(request.env["UNIRUN_INCARNATION"])
         generation = int(request.env["UNIRUN_GENERATION"])
-        process = Process(self.world.next_pid(), who, self.node.name, generation)
-        self.world.born(process)
+        process = Process(self.simulation.next_pid(), who, self.node.name, generation)
+        self.simulation.born(process)
         self.processes[request.id] = process
         self._tell(Forked(request.id, process.pid))
-        habits = self.world.plan.habits[role]
+        behaviours = self.simulation.scenario.behaviours[role]
         if request.kind != "program":
             # The link is another stream: its hello may overtake the news of the fork.
             clock.after(rng.expovariate(200), lambda: self._hello(request, process))
-        clock.after(rng.expovariate(1 / habits.lifetime), lambda: self._live(request.id, process, habits))
+        clock.after(
+            rng.expovariate(1 / behaviours.lifetime), lambda: self._live(request.id, process, behaviours)
+        )
 
     def _hello(self, request: Spawn, process: Process) -> None:
         if not process.alive:
             return
         if self.node.hangs_for > 0:
             # It waits for its welcome.
-            self.world.clock.after(self.node.hangs_for, lambda: self._hello(request, process))
+            self.simulation.clock.after(self.node.hangs_for, lambda: self._hello(request, process))
             return
-        rng = self.world.rng
+        rng = self.simulation.rng
         role, rank, incarnation = process.who
         assert self.node.state.view is not None, f"{process.who} is welcomed without a view"
         self.node.apply(
@@ -168,7 +173,7 @@ class Spawner:
         assert own.generation >= process.generation, f"{process.who} is welcomed in the past"
         process.generation, process.view = own.generation, updated(None, whole(self.node.state.view))
         if role in self.node.state.in_place:
-            self.world.clock.after(rng.uniform(0.0, 0.5), lambda: self._meet(request.id, process))
+            self.simulation.clock.after(rng.uniform(0.0, 0.5), lambda: self._meet(request.id, process))
         if rng.random() < 0.02:
             self.node.apply(events.LinkClosed(request.id))
 
@@ -176,12 +181,12 @@ class Spawner:
         """It goes to the store of its role, and waits there until all ranks have come. Nothing else ends that wait but
         the news that the generation is over, or an error that may come of somebody's death and may not."""
         role, rank, _ = process.who
-        store = self.world.stores.get(role)
+        store = self.simulation.stores.get(role)
         if not process.alive or process.failed is not None or process.waits is not None:
             return
-        elsewhere = store and store.spawner.node is not self.node and self.world.drained(self.node.name)
+        elsewhere = store and store.spawner.node is not self.node and self.simulation.drained(self.node.name)
         if store is None or not store.alive or elsewhere:
-            self.world.queues.setdefault(role, []).append(lambda: self._meet(number, process))
+            self.simulation.queues.setdefault(role, []).append(lambda: self._meet(number, process))
             return
         if store.generation <= process.met:
             # It has heard twice of one generation.
@@ -191,10 +196,10 @@ class Spawner:
         self.node.apply(events.LinkMessage(number, GroupMeets(store.generation)))
         assert rank not in store.present, f"{process.who} finds what {store.present[rank][2].who} has left"
         store.present[rank] = self, number, process
-        if len(store.present) == self.world.size(role):
+        if len(store.present) == self.simulation.size(role):
             for spawner, peer, member in store.present.values():
-                delay = self.world.rng.choice((0.001, 0.05, 0.5))
-                self.world.clock.after(delay, partial(spawner._form, peer, member, store))
+                delay = self.simulation.rng.choice((0.001, 0.05, 0.5))
+                self.simulation.clock.after(delay, partial(spawner._form, peer, member, store))
 
     def _form(self, number: int, process: Process, store: StoreModel) -> None:
         """All have come. It can connect with those that live on."""
@@ -210,15 +215,17 @@ class Spawner:
         if process.alive and process.failed is None and not process.serving:
             role, rank, _ = process.who
             process.serving = True
-            recoverable = self.world.rng.random() < self.world.plan.habits[role].recovers
+            recoverable = self.simulation.rng.random() < self.simulation.scenario.behaviours[role].recovers
             self.node.apply(events.LinkMessage(number, Serving({"torch": f"{role}{rank}"}, recoverable)))
-            self.node.apply(events.LinkMessage(number, Metrics({"loss": 0.5}, self.world.clock.now)))
+            self.node.apply(events.LinkMessage(number, Metrics({"loss": 0.5}, self.simulation.clock.now)))
 
     def told(self, number: int, process: Process, news: View) -> None:
         """A worker gets a view, which has all that its agent knows or what has changed in that."""
         view = updated(process.view, news)
         if view is None:
-            self.world.clock.after(0.001, lambda: self.node.apply(events.LinkMessage(number, ViewWanted())))
+            self.simulation.clock.after(
+                0.001, lambda: self.node.apply(events.LinkMessage(number, ViewWanted()))
+            )
             return
         process.view = view
         assert view == self.node.state.view, f"{process.who} does not see what its agent does"
@@ -231,9 +238,9 @@ class Spawner:
         (seen,) = (role for role in view.roles if role.name == process.who[0])
         if seen.generation <= max(process.generation, process.met):
             return
-        store = self.world.stores[seen.name]
+        store = self.simulation.stores[seen.name]
         assert store.generation >= seen.generation, f"{process.who} would meet in an old store"
-        clock, rng, waited = self.world.clock, self.world.rng, process.waits
+        clock, rng, waited = self.simulation.clock, self.simulation.rng, process.waits
         if waited is not None and rng.random() < 0.03:
             clock.after(STUCK_TIMEOUT, lambda: self._report(number, process, waited))
             return
@@ -251,7 +258,7 @@ class Spawner:
         """Let the wait of the worker fail: a peer or the store has died. It waits for the news of that."""
         if process.alive and process.waits is not None:
             met, process.waits = process.met, None
-            self.world.clock.after(LOSS_VIEW_TIMEOUT, lambda: self._give_up(number, process, met))
+            self.simulation.clock.after(LOSS_VIEW_TIMEOUT, lambda: self._give_up(number, process, met))
 
     def _give_up(self, number: int, process: Process, met: int) -> None:
         """No death explains why it could not meet: it is its own failure."""
@@ -262,32 +269,32 @@ class Spawner:
         ):
             self.follow(number, process)
 
-    def _live(self, number: int, process: Process, habits: Habits) -> None:
+    def _live(self, number: int, process: Process, behaviours: Behaviour) -> None:
         """The process has done what it wanted to: it fails, ends well, or waits to be told."""
         if not process.alive:
             return
         if process.who[0] in self.node.state.in_place and not process.formed:
             # What ends well, or fails of itself, has been set up.
-            self.world.clock.after(habits.lifetime, lambda: self._live(number, process, habits))
+            self.simulation.clock.after(behaviours.lifetime, lambda: self._live(number, process, behaviours))
             return
-        chance = self.world.rng.random()
-        if chance < habits.fails:
+        chance = self.simulation.rng.random()
+        if chance < behaviours.fails:
             self._fail(number, process, "ValueError: of its own")
-        elif self.world.rng.random() < habits.finishes:
+        elif self.simulation.rng.random() < behaviours.finishes:
             self.end(number, 0, None)
 
     def _fail(self, number: int, process: Process, words: str) -> None:
-        rng = self.world.rng
+        rng = self.simulation.rng
         kind = rng.choice(("error", "code", "signal"))
         if kind == "error":
-            error = WorkerError(words, f"Traceback: {words}", self.world.wall(self.node.name))
+            error = WorkerError(words, f"Traceback: {words}", self.simulation.wall(self.node.name))
             self.node.apply(events.LinkMessage(number, error))
-            process.failed = self.world.clock.now
+            process.failed = self.simulation.clock.now
             if rng.random() < 0.2:
                 # A thread or an exit handler keeps it alive, for a while or until SIGKILL.
                 process.deaf = True
                 if rng.random() < 0.7:
-                    self.world.clock.after(
+                    self.simulation.clock.after(
                         rng.choice((1.0, 45.0, 200.0)), lambda: self._exit(number, process)
                     )
                 return
@@ -296,36 +303,36 @@ class Spawner:
             self.end(number, rng.choice((1, 7, 127, 255)), None)
         else:
             self.end(number, None, rng.choice((signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)))
-        self.world.peers_see(process)
+        self.simulation.peers_see(process)
 
     def _exit(self, number: int, process: Process) -> None:
         """Its exit handlers are done."""
         if process.alive:
             self.end(number, 1, None)
-            self.world.peers_see(process)
+            self.simulation.peers_see(process)
 
     def follow(self, number: int, process: Process) -> None:
         """A peer is gone, and this one trips over it."""
         if process.alive:
             words = "RuntimeError: Connection closed by peer"
-            error = WorkerError(words, f"Traceback: {words}", self.world.wall(self.node.name))
+            error = WorkerError(words, f"Traceback: {words}", self.simulation.wall(self.node.name))
             self.node.apply(events.LinkMessage(number, error))
             self.end(number, 1, None)
 
     def _signal(self, number: int, signum: int) -> None:
-        process, rng = self.processes[number], self.world.rng
+        process, rng = self.processes[number], self.simulation.rng
         if not process.alive:
             return
         if signum == signal.SIGKILL:
             if process.failed is not None:
-                self.world.killed_while_it_ended(self.node, number, process.failed)
+                self.simulation.killed_while_it_ended(self.node, number, process.failed)
             self.end(number, None, signum)
             return
-        habits = self.world.plan.habits[process.who[0]]
-        if process.deaf or rng.random() < habits.stubborn:
+        behaviours = self.simulation.scenario.behaviours[process.who[0]]
+        if process.deaf or rng.random() < behaviours.stubborn:
             return
         code, by = rng.choice(((None, signum), (128 + signum, None), (0, None), (1, None)))
-        self.world.clock.after(rng.uniform(0.0, 0.3), lambda: self.end(number, code, by))
+        self.simulation.clock.after(rng.uniform(0.0, 0.3), lambda: self.end(number, code, by))
 
     def end(self, number: int, code: int | None, by: int | None) -> None:
         """The process ends, its link closes, and the spawner collects it."""
@@ -334,9 +341,11 @@ class Spawner:
             return
         process.alive = False
         if process.waits is not None:
-            self.world.left(process, process.waits)
+            self.simulation.left(process, process.waits)
         self.node.apply(events.LinkClosed(number))
-        self._tell(Reaped(number, self.world.wall(self.node.name), code, None if by is None else int(by)))
+        self._tell(
+            Reaped(number, self.simulation.wall(self.node.name), code, None if by is None else int(by))
+        )
 
     def die(self) -> None:
         """SIGKILL: its processes go with it, and the agent sees the end of the stream."""
@@ -345,11 +354,11 @@ class Spawner:
         self.alive = False
         for process in self.processes.values():
             process.alive = False
-        for store in self.world.stores.values():
+        for store in self.simulation.stores.values():
             store.alive = store.alive and store.spawner is not self
         self.outbox.close(lambda _: self._buried())
 
     def _buried(self) -> None:
         if self.node.spawners.get(self.key) is self:
             del self.node.spawners[self.key]
-            self.node.apply(events.SpawnerDown(self.key, "its spawner was killed", self.world.clock.now))
+            self.node.apply(events.SpawnerDown(self.key, "its spawner was killed", self.simulation.clock.now))

@@ -1,4 +1,4 @@
-"""A device of the CPU that notices every misuse of memory that processes share."""
+"""A fake GPU in the memory of the CPU, which notices every misuse of memory that processes share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GARBAGE = 0xA5
 """The content of memory that nothing has been written to."""
 
 
-class Misuse(AssertionError):
+class MemoryMisuse(AssertionError):
     """Something that would be undefined on a device."""
 
 
@@ -29,7 +29,7 @@ class Region:
     freed: bool = False
 
 
-class Machine:
+class FakeMachine:
     """Devices of several processes, which have memory of `room` bytes and can or cannot reach each other."""
 
     def __init__(self, room: int = 1 << 30, *, reaches: bool = True) -> None:
@@ -37,9 +37,9 @@ class Machine:
         self.regions: list[Region] = []
         self.lock = threading.RLock()
 
-    def process(self, number: int) -> Twin:
+    def process(self, number: int) -> FakeDevice:
         """The device as this process uses it."""
-        return Twin(self, number)
+        return FakeDevice(self, number)
 
     @property
     def used(self) -> int:
@@ -52,10 +52,10 @@ class Machine:
         return sum(len(region.borrowers) for region in self.regions)
 
 
-class Twin:
+class FakeDevice:
     """A `Device`. Copies are done in `finish`, so that what is read before has garbage in it."""
 
-    def __init__(self, machine: Machine, process: int) -> None:
+    def __init__(self, machine: FakeMachine, process: int) -> None:
         self._machine, self._process = machine, process
         self._queue: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -75,12 +75,12 @@ class Twin:
                 read, written = self._region(source), self._region(target)
                 if written is not None:
                     if written.owner != self._process:
-                        raise Misuse("memory of another process is written to")
+                        raise MemoryMisuse("memory of another process is written to")
                     if written.borrowers:
-                        raise Misuse("memory is written to while others have borrowed it")
+                        raise MemoryMisuse("memory is written to while others have borrowed it")
                     written.writing += 1
                 if read is not None and read.writing and read.owner != self._process:
-                    raise Misuse("memory is read before it is written")
+                    raise MemoryMisuse("memory is read before it is written")
                 self._queue.append((target, source))
 
     def finish(self) -> None:
@@ -99,9 +99,9 @@ class Twin:
         with self._machine.lock:
             region = self._region(memory)
             if region is None or region.owner != self._process:
-                raise Misuse("memory is lent that is not its own")
+                raise MemoryMisuse("memory is lent that is not its own")
             if region.writing:
-                raise Misuse("memory is lent before it is written")
+                raise MemoryMisuse("memory is lent before it is written")
             return str(self._machine.regions.index(region)).encode()
 
     def borrow(self, handle: bytes) -> torch.Tensor:
@@ -113,9 +113,9 @@ class Twin:
                 raise DeviceError(f"{handle!r} is no handle")
             region = self._machine.regions[int(handle)]
             if region.owner == self._process:
-                raise Misuse("a process opens its own handle")
+                raise MemoryMisuse("a process opens its own handle")
             if region.freed:
-                raise Misuse("a handle of freed memory is opened")
+                raise MemoryMisuse("a handle of freed memory is opened")
             region.borrowers.append(self._process)
             return region.memory
 
@@ -124,15 +124,15 @@ class Twin:
         with self._machine.lock:
             region = self._region(memory)
             if region is None:
-                raise Misuse("memory is given back that is of no device")
+                raise MemoryMisuse("memory is given back that is of no device")
             if any(self._region(tensor) is region for pair in self._queue for tensor in pair):
-                raise Misuse("memory is given back while it is used")
+                raise MemoryMisuse("memory is given back while it is used")
             if region.owner == self._process:
                 if region.borrowers:
-                    raise Misuse("memory is freed while others have borrowed it")
+                    raise MemoryMisuse("memory is freed while others have borrowed it")
                 region.freed = True
             elif self._process not in region.borrowers:
-                raise Misuse("memory is given back twice")
+                raise MemoryMisuse("memory is given back twice")
             else:
                 region.borrowers.remove(self._process)
 
@@ -141,8 +141,8 @@ class Twin:
         for region in self._machine.regions:
             if region.memory.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
                 if region.freed:
-                    raise Misuse("memory is used that was freed")
+                    raise MemoryMisuse("memory is used that was freed")
                 if region.owner != self._process and self._process not in region.borrowers:
-                    raise Misuse("memory of another process is used that is not borrowed")
+                    raise MemoryMisuse("memory of another process is used that is not borrowed")
                 return region
         return None

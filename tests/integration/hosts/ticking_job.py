@@ -10,8 +10,9 @@ from textwrap import dedent
 
 from tests.testbed.host import Host
 from tests.testbed.hosts import Hosts
+from tests.waiting import WAIT_TIMEOUT, eventually
 
-from ..harness import EXEC, SOON, START, UNIRUN, eventually
+from ..harness import EXEC, START_TIMEOUT, UNIRUN
 
 TICKING = """
     import os, pathlib, time
@@ -27,7 +28,7 @@ JOB = "spares: 1\nroles: {actor: {count: 4, script: /tmp/train.py, max_restarts:
 EVENTS = "/run/unirun-testbed/home/.local/state/unirun/jobs/ticking/events.jsonl"
 
 
-class Ticking:
+class TickingJob:
     """A job of four ranks on h1 and h2, with h3 held back, whose ranks write down when they run."""
 
     def __init__(self, hosts: Hosts, *, by_hand: bool = False, store: str = "") -> None:
@@ -74,7 +75,7 @@ class Ticking:
         file = host.path(f"/tmp/ticks/{rank}.{incarnation}")
         return [float(line) for line in file.read_text().splitlines()] if file.exists() else []
 
-    def until_up(self, host: Host, incarnation: int, *ranks: int, within: float = START) -> None:
+    def until_up(self, host: Host, incarnation: int, *ranks: int, within: float = START_TIMEOUT) -> None:
         def up() -> bool:
             assert self.command.poll() is None, self.command.communicate()
             return all(self.ticks(host, rank, incarnation) for rank in ranks)
@@ -90,7 +91,7 @@ class Ticking:
         """Let the job end; it succeeds. Returns what the command has said."""
         for host in self.hosts:
             host.path("/tmp/enough").touch()
-        said = self.command.communicate(timeout=START)[0].decode()
+        said = self.command.communicate(timeout=START_TIMEOUT)[0].decode()
         assert self.command.returncode == 0, said
         return said
 
@@ -118,4 +119,4 @@ class Ticking:
                     found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
             return [line for line in found if not line.startswith("sshd: ")]
 
-        eventually(lambda: not ours(), f"nothing of the job is left on {host.name}", SOON)
+        eventually(lambda: not ours(), f"nothing of the job is left on {host.name}", WAIT_TIMEOUT)

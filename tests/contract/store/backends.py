@@ -1,4 +1,4 @@
-"""Locations of stores for the tests: all clients that a place opens see the same keys."""
+"""The backends of stores: all clients that a backend opens see the same keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.contract.store.etcd_server import Servers
+from tests.contract.store.etcd_server import EtcdCluster
+from tests.waiting import WAIT_TIMEOUT
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.rendezvous.store.protocol import Change, Listing, Store, Watch
 from unirun.rendezvous.store.sqlite import SqliteStore
@@ -15,12 +16,9 @@ from unirun.rendezvous.store.url import open_store
 
 KINDS = ("memory", "sqlite", "etcd")
 
-PATIENCE = 120.0
-"""Deadline of a test's waits in seconds, ample on a busy machine."""
 
-
-class Place:
-    """A place in memory, which has one client only."""
+class StoreBackend:
+    """A store in memory, which has one client only; the base of the others."""
 
     ttl = 0.6
     """The shortest useful lease."""
@@ -50,7 +48,7 @@ class Place:
             store.close()
 
 
-class SqlitePlace(Place):
+class SqliteBackend(StoreBackend):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.path = folder / "store.db"
@@ -65,10 +63,10 @@ class SqlitePlace(Place):
         store.close()
 
 
-class EtcdPlace(Place):
+class EtcdBackend(StoreBackend):
     ttl = 1.0
 
-    def __init__(self, servers: Servers) -> None:
+    def __init__(self, servers: EtcdCluster) -> None:
         super().__init__()
         self._servers = servers
         self.url = servers.url(prefix=f"/{uuid.uuid4().hex}/")
@@ -94,7 +92,7 @@ class EtcdPlace(Place):
 def read(watch: Watch, done: Callable[[list[Change]], bool]) -> list[Change]:
     """Read changes until `done`; a `Listing` is a failure."""
     seen: list[Change] = []
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WAIT_TIMEOUT
     while not done(seen):
         assert time.monotonic() < deadline, f"nothing came after {seen[-3:]}"
         news = watch.changes(0.5)
@@ -105,17 +103,9 @@ def read(watch: Watch, done: Callable[[list[Change]], bool]) -> list[Change]:
 
 def read_batch(watch: Watch) -> tuple[Change, ...] | Listing:
     """The next result of a watch."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WAIT_TIMEOUT
     while True:
         news = watch.changes(0.5)
         if news:
             return news
         assert time.monotonic() < deadline, "nothing came"
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Poll a condition, with a deadline."""
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline, "it did not become so"
-        time.sleep(0.02)

@@ -15,7 +15,7 @@ Fault = Literal["away", "done", "lost", "late"]
 made after two others were."""
 
 
-class UnsteadyStore(MemoryStore):
+class FaultyStore(MemoryStore):
     """`faults` are those of the next transactions and, when `reads` is set, of the next reads; then all is well.
 
     `transactions` counts those that have changed something. Before each one `interfere` is called.

@@ -1,4 +1,4 @@
-"""A stand-in for a master: it listens on a master's socket, leads on request, and records what it receives."""
+"""A fake master: it listens on a master's socket, leads on request, and records what it receives."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from queue import Queue
 
+from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import WireError
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import create_job
@@ -21,13 +22,10 @@ from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake, Token, load_toke
 from unirun.wire.messages import Appointed, Message
 from unirun.wire.sockets import listen
 
-PATIENCE = 20.0
-"""Deadline of a test's waits, in seconds."""
-
 Script = Callable[[BlockingStream], None]
 
 
-class StandIn:
+class FakeMaster:
     """A master of `job`: on each stream it sends `first`, then runs `script`, then receives."""
 
     def __init__(
@@ -66,7 +64,7 @@ class StandIn:
         for stream in self._streams:
             with contextlib.suppress(OSError):
                 stream.socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(PATIENCE)
+        self._thread.join(WAIT_TIMEOUT)
         assert not self._thread.is_alive()
 
     def _serve(self) -> None:
@@ -77,7 +75,7 @@ class StandIn:
                 threads.append(threading.Thread(target=self._converse, args=(sock,)))
                 threads[-1].start()
         for thread in threads:
-            thread.join(PATIENCE)
+            thread.join(WAIT_TIMEOUT)
 
     def _converse(self, sock: socket.socket) -> None:
         with BlockingStream(sock) as stream, contextlib.suppress(WireError, OSError):
@@ -93,14 +91,14 @@ class StandIn:
                 self.heard.put(stream.receive())
 
 
-class Place:
-    """A new job in ``$UNIRUN_HOME``, its store, and the stand-ins for its masters."""
+class FakeJob:
+    """A new job in ``$UNIRUN_HOME``, its store, and the fake masters."""
 
     def __init__(self) -> None:
-        self.job, self.lock = create_job("run-1", new_token())
-        self.token = load_token(self.job.token)
-        self.store = open_store(self.job.store_url)
-        self._masters: list[StandIn] = []
+        self.job_dir, self.lock = create_job("run-1", new_token())
+        self.token = load_token(self.job_dir.token)
+        self.store = open_store(self.job_dir.store_url)
+        self._masters: list[FakeMaster] = []
 
     def master(
         self,
@@ -109,13 +107,13 @@ class Place:
         first: Message | None = None,
         script: Script | None = None,
         token: Token | None = None,
-    ) -> StandIn:
-        """Start a stand-in that listens but does not lead yet."""
-        self._masters.append(StandIn(self.job, name, first=first, script=script, token=token))
+    ) -> FakeMaster:
+        """Start a fake master that listens but does not lead yet."""
+        self._masters.append(FakeMaster(self.job_dir, name, first=first, script=script, token=token))
         return self._masters[-1]
 
-    def leader(self, name: str = "first", *, deposing: int = 0, script: Script | None = None) -> StandIn:
-        """Start a stand-in that leads."""
+    def leader(self, name: str = "first", *, deposing: int = 0, script: Script | None = None) -> FakeMaster:
+        """Start a fake master that leads."""
         master = self.master(name, script=script)
         master.lead(self.store, deposing=deposing)
         return master
@@ -126,7 +124,7 @@ class Place:
             os.close(self.lock)
             self.lock = -1
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> FakeJob:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -14,7 +14,7 @@ from unirun.train.data import Files, Progress, Shard, merged
 from unirun.train.data.sources import LoaderSlice, Marked
 
 
-class Stream(IterableDataset[int]):
+class NumberStream(IterableDataset[int]):
     """The first numbers. It gives each process of a `DataLoader` another part, as torch's documentation proposes."""
 
     def __init__(self, n: int) -> None:
@@ -25,7 +25,7 @@ class Stream(IterableDataset[int]):
         return iter(range(self.n) if info is None else range(info.id, self.n, info.num_workers))
 
 
-class Skipping:
+class SkippingNumbers:
     """The first numbers, backwards in odd epochs. As one of Hugging Face, what it returns from `skip` knows no epoch."""
 
     def __init__(self, n: int) -> None:

@@ -214,7 +214,7 @@ class Server:
         self._http.server_close()
 
 
-class Vllm(Server):
+class FakeVllm(Server):
     """``vllm serve`` with ``VLLM_SERVER_DEV_MODE=1``: the router of weight transfers, and the workers behind it.
 
     Its answers and errors are those that vLLM 0.32.0 gives (``make engines`` has tests of it).
@@ -288,7 +288,7 @@ class Vllm(Server):
                 engine.finish_weight_update()
 
 
-class Sglang(Server):
+class FakeSglang(Server):
     """SGLang's routes for weights from a disk."""
 
     FIELDS: ClassVar[dict[str, type]] = {
@@ -349,7 +349,7 @@ class Sglang(Server):
         return f"Failed to update weights: {', '.join(wrong)}." if wrong else ""
 
 
-class DieIn:
+class KillDuringUpdate:
     """The end of this process in the middle of update number `number`."""
 
     def __init__(self, number: int) -> None:
@@ -364,5 +364,5 @@ class DieIn:
 
 if __name__ == "__main__":
     sys.modules |= vllm_modules()
-    kind = {"vllm": Vllm, "sglang": Sglang}[sys.argv[1]]
-    print(kind({"a": torch.zeros(4)}, before=DieIn(2)).url, flush=True)
+    kind = {"vllm": FakeVllm, "sglang": FakeSglang}[sys.argv[1]]
+    print(kind({"a": torch.zeros(4)}, before=KillDuringUpdate(2)).url, flush=True)

@@ -13,8 +13,9 @@ import yaml
 
 from tests.engines.environment import binaries
 from tests.engines.llama import llama, save
-from tests.engines.server import ENVIRONMENT, OPTIONS, START, Engine, Server
-from tests.integration.harness import Running, Unirun, eventually
+from tests.engines.server import ENVIRONMENT, OPTIONS, START_TIMEOUT, Engine, Server
+from tests.integration.harness import Running, Unirun
+from tests.waiting import eventually
 
 ACTOR = """
 import os
@@ -64,7 +65,7 @@ def started(model: Path, folder: Path) -> Iterator[Callable[..., Server]]:
         yield start
 
 
-class Fleet:
+class EngineJob:
     """The job. `engines` are the engines at their addresses, which stay."""
 
     def __init__(self, models: Callable[[int], Path], unirun: Unirun) -> None:
@@ -84,7 +85,7 @@ class Fleet:
         file = self._folder / "job.yaml"
         file.write_text(yaml.safe_dump({"roles": {"actor": actor, "engine": engine}, "channels": channels}))
         self.job: Running = unirun.start("--config", file)
-        self.job.lines(r"ranks of 3 roles up", within=START)
+        self.job.lines(r"ranks of 3 roles up", within=START_TIMEOUT)
         self.engines = [Engine(f"http://{self._worker(rank)['address']}") for rank in range(COUNT)]
 
     def _worker(self, rank: int) -> dict[str, object]:
@@ -109,7 +110,9 @@ class Fleet:
     def have(self, version: int, *ranks: int) -> None:
         """Wait until all engines, or these, have a version."""
         which = ranks or range(COUNT)
-        eventually(lambda: all(self.has(rank) == version for rank in which), f"version {version}", START)
+        eventually(
+            lambda: all(self.has(rank) == version for rank in which), f"version {version}", START_TIMEOUT
+        )
 
     def took(self, version: int) -> float:
         """Seconds from the publication of a version until all engines served with it."""
@@ -125,7 +128,7 @@ class Fleet:
             ]
             return found if len(found) == COUNT else None
 
-        return max(eventually(served, f"all engines have had version {version}", START)) - began
+        return max(eventually(served, f"all engines have had version {version}", START_TIMEOUT)) - began
 
     def first(self, rank: int, incarnation: int) -> int | None:
         """The first version that this process of an engine has when it is ready."""
@@ -134,7 +137,7 @@ class Fleet:
             worker = self._worker(rank)
             return bool(worker["ready"]) and worker["incarnation"] == incarnation
 
-        eventually(look, f"engine:{rank} is up again", START)
+        eventually(look, f"engine:{rank} is up again", START_TIMEOUT)
         return self.has(rank)
 
     def kill(self, rank: int) -> None:
@@ -152,7 +155,9 @@ class Fleet:
             return self._unirun.log("engine", rank, incarnation)
 
         before = log().count(b"POST /start_weight_update")
-        eventually(lambda: log().count(b"POST /start_weight_update") > before, "an update has begun", START)
+        eventually(
+            lambda: log().count(b"POST /start_weight_update") > before, "an update has begun", START_TIMEOUT
+        )
         self.kill(rank)
         text = log()
         assert text.rindex(b"POST /start_weight_update") > text.rindex(b"POST /finish_weight_update"), (

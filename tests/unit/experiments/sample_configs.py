@@ -60,7 +60,7 @@ def network(place: object, *, layers: int = 2) -> None:
     """A model, which no test of a configuration makes."""
 
 
-class Anything(ModelInterface):
+class AnyInterface(ModelInterface):
     """An interface for each type of call, which no test of a configuration makes."""
 
     def generate(self, *args: Any) -> None:
@@ -82,7 +82,7 @@ register_dataset("tests-prompts", Prompts)
 register_dataset("tests-answers", Answers)
 register_model("tests-network", network)
 register_backend("tests-backend", Backend)
-register_interface("tests-interface", Anything)
+register_interface("tests-interface", AnyInterface)
 
 PROMPTS = DatasetAbstraction("tests-prompts")
 NETWORK, BACKEND = ModelAbstraction("tests-network"), ModelBackendAbstraction("tests-backend")
@@ -137,7 +137,7 @@ def faults_of(config: ExperimentConfig) -> tuple[Fault, ...]:
     return ()
 
 
-def said(faults: Sequence[Fault]) -> list[str]:
+def texts_of(faults: Sequence[Fault]) -> list[str]:
     """The place and the problem of each fault, without its hint."""
     return [f"{fault.where}: {fault.problem}" for fault in faults]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.effort import SOON as SOON
-from tests.unit.wire.places import credentials_in
+from tests.unit.wire.endpoints import credentials_in
+from tests.waiting import WAIT_TIMEOUT
 from unirun.roles.transport.protocol import Handler, Parcel, Reply
 from unirun.roles.transport.socket_transport import SocketTransport
 from unirun.values import WorkerId
@@ -26,7 +26,7 @@ from unirun.wire.handshake import new_token
 _numbers = itertools.count()
 
 
-class Place:
+class WeightsHarness:
     """A folder for the sockets of processes that share a token; publishers listen there."""
 
     def __init__(self, folder: Path) -> None:
@@ -76,13 +76,13 @@ class Place:
         for transport in self._listening:
             transport.close()
 
-    def holders(self, *readers: Reader, tcp: bool = False) -> list[RemoteSource]:
+    def holders(self, *receivers: ReceiverHarness, tcp: bool = False) -> list[RemoteSource]:
         """The readers, as somebody sees them who was started later."""
         found = []
-        for rank, reader in enumerate(readers):
+        for rank, receiver in enumerate(receivers):
             who = WorkerId("rollout", rank, 0)
 
-            def handle(parcel: Parcel, reply: Reply, holder: Holder = reader.holder) -> None:
+            def handle(parcel: Parcel, reply: Reply, holder: Holder = receiver.holder) -> None:
                 request = request_of(parcel.head)
                 assert isinstance(request, Request)
                 holder.handle(request, reply)
@@ -91,16 +91,16 @@ class Place:
             found.append(RemoteSource("policy", line, "rollout:late", holder=True))
         return found
 
-    def neighbours(self, count: int, *endpoints: str) -> list[Reader]:
+    def neighbours(self, count: int, *endpoints: str) -> list[ReceiverHarness]:
         """Receivers on another host than these publishers, who give to each other what they get."""
-        readers = [self.reader(*endpoints, tcp=True, host="h1") for _ in range(count)]
-        for reader in readers:
-            for other, source in zip(readers, self.holders(*readers), strict=True):
-                if other is not reader:
-                    reader.others[other.name] = source
-        return readers
+        receivers = [self.receiver(*endpoints, tcp=True, host="h1") for _ in range(count)]
+        for receiver in receivers:
+            for other, source in zip(receivers, self.holders(*receivers), strict=True):
+                if other is not receiver:
+                    receiver.others[other.name] = source
+        return receivers
 
-    def reader(self, *endpoints: str, tcp: bool = False, host: str = "") -> Reader:
+    def receiver(self, *endpoints: str, tcp: bool = False, host: str = "") -> ReceiverHarness:
         """A receiver that is connected to these publishers."""
         number = next(_numbers)
         transport = self._transport(f"r{number}", tcp=tcp)
@@ -116,14 +116,14 @@ class Place:
         ]
         for source in sources:
             self._stack.callback(source.line.close)
-        return Reader(sources, f"rollout:{number}")
+        return ReceiverHarness(sources, f"rollout:{number}")
 
     def close(self) -> None:
         """End all of it."""
         self._stack.close()
 
 
-class Reader:
+class ReceiverHarness:
     """A receiver and its connections."""
 
     def __init__(self, sources: Sequence[RemoteSource], name: str) -> None:
@@ -137,7 +137,7 @@ class Reader:
         self,
         into: Weights,
         at_least: int = 0,
-        within: float = SOON,
+        within: float = WAIT_TIMEOUT,
         *,
         assign: bool = False,
         eta: float = 1.0,
@@ -148,17 +148,19 @@ class Reader:
 
     def receive_held(self, holders: Sequence[RemoteSource], into: Weights, at_least: int = 0) -> int | None:
         """As `Receiver.receive_held`."""
-        return self._receiver.receive_held(holders, tensors_of(into), at_least, time.monotonic() + SOON)
+        return self._receiver.receive_held(
+            holders, tensors_of(into), at_least, time.monotonic() + WAIT_TIMEOUT
+        )
 
     def latest(self) -> int:
         """As `Receiver.latest`."""
-        return self._receiver.latest(self.sources, time.monotonic() + SOON)
+        return self._receiver.latest(self.sources, time.monotonic() + WAIT_TIMEOUT)
 
 
 @contextmanager
-def place(folder: Path) -> Iterator[Place]:
-    """A place that ends with the block."""
-    made = Place(folder)
+def weights_harness(folder: Path) -> Iterator[WeightsHarness]:
+    """A harness that ends with the block."""
+    made = WeightsHarness(folder)
     try:
         yield made
     finally:
