@@ -195,3 +195,17 @@ def test_the_files_that_the_map_names_are_there() -> None:
     assert {
         name for name in named if not (ROOT / "unirun" / name).exists() and not (ROOT / name).exists()
     } == set()
+
+
+def test_each_helper_of_the_tests_is_in_their_readme_and_exists() -> None:
+    folder = Path(ROOT, "tests")
+    helpers = {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*.py")
+        if not path.name.startswith(("test_", "conftest", "__init__")) and "scripts" not in path.parts
+    }
+    helpers -= {"mutants/run.py", "mutants/plugin.py", "gpu.py"}
+    (_, table) = Path(folder, "README.md").read_text().split("\n## Helpers\n")
+    named = re.findall(r"`([\w/]+\.py)`", "\n".join(re.findall(r"^\|([^|]*)\|", table, re.MULTILINE)))
+    assert len(named) == len({*named})
+    assert helpers == {*named}, "a helper is missing in tests/README.md, or one that it names does not exist"
