@@ -150,8 +150,8 @@ class Calls(RuleBasedStateMachine):
         self.failures.append(call.seq)
 
     @property
-    def connection(self) -> RecordingConnection | None:
-        lines = [connection for connection in self.network.lines if connection.open]
+    def line(self) -> RecordingConnection | None:
+        lines = [line for line in self.network.lines if line.open]
         return lines[-1] if lines else None
 
     def drop_unsendable(self) -> None:
@@ -175,16 +175,16 @@ class Calls(RuleBasedStateMachine):
         if not self.gone:
             self.open[self.seq] = (call, joint, generation)
 
-    @precondition(lambda self: self.connection is not None and self.connection.waiting)
+    @precondition(lambda self: self.line is not None and self.line.waiting)
     @rule(data=st.data(), large=st.booleans())
     def answer(self, data: st.DataObject, large: bool) -> None:
         """The worker answers one of the calls that it has, known or forgotten."""
-        assert self.connection is not None
-        seq = data.draw(st.sampled_from(sorted(self.connection.waiting)))
+        assert self.line is not None
+        seq = data.draw(st.sampled_from(sorted(self.line.waiting)))
         size = LARGE if large else 1
         parcel = Parcel(bytes([seq % 256]) * size)
         known, before = seq in self.open, len(self.answers)
-        self.connection.waiting.pop(seq)(parcel)
+        self.line.waiting.pop(seq)(parcel)
         assert self.answers[before:] == ([(seq, parcel.head)] if known else [])
         self.open.pop(seq, None)
         self.due.append(seq)
@@ -196,12 +196,12 @@ class Calls(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(sorted(self.open)))
         self.connection.forget(self.open.pop(seq)[0])
 
-    @precondition(lambda self: self.connection is not None)
+    @precondition(lambda self: self.line is not None)
     @rule()
     def breaks(self) -> None:
         """The connection is gone."""
-        assert self.connection is not None
-        self.connection.cut()
+        assert self.line is not None
+        self.line.cut()
 
     @rule(reachable=st.booleans())
     def network_changes(self, reachable: bool) -> None:
@@ -216,9 +216,9 @@ class Calls(RuleBasedStateMachine):
             return
         self.drop_unsendable()
         assert sorted(self.failures) == sorted(self.network.unsendable), "each is told once"
-        assert not self.open or self.connection is not None, "nobody connects again"
-        if self.connection is not None:
-            sent = [request.seq for request in self.connection.requests if request.method == "step"]
+        assert not self.open or self.line is not None, "nobody connects again"
+        if self.line is not None:
+            sent = [request.seq for request in self.line.requests if request.method == "step"]
             assert self.open.keys() <= {*sent}, "a call was not sent again"
         assert not self.connection.reconnecting
 
@@ -230,26 +230,21 @@ class Calls(RuleBasedStateMachine):
         assert [call.seq for call, _ in owed] == sorted(self.open), "what it owes, in order"
         self.open.clear()
         self.gone = True
-        assert self.connection is None, "its connection is closed"
+        assert self.line is None, "its connection is closed"
 
     @invariant()
     def requests_are_what_was_asked_for(self) -> None:
         """Each call once on a connection, with what belongs to it; and as many are open as are."""
         self.drop_unsendable()
-        for connection in self.network.lines:
-            steps = [request for request in connection.requests if request.method == "step"]
+        for line in self.network.lines:
+            steps = [request for request in line.requests if request.method == "step"]
             assert len({request.seq for request in steps}) == len(steps), "a call twice on one connection"
             for request in steps:
                 assert (request.caller, bytes(request.body)) == (ME, str(request.seq).encode())
                 if request.seq in self.open:
                     _, joint, generation = self.open[request.seq]
                     assert (request.joint, request.generation) == (joint, generation)
-        acked = [
-            seq
-            for connection in self.network.lines
-            for request in connection.requests
-            for seq in request.acks
-        ]
+        acked = [seq for line in self.network.lines for request in line.requests for seq in request.acks]
         due = iter(self.due)
         assert all(seq in due for seq in acked), "an ack without an answer, twice, or out of order"
         assert len(self.connection) == len(self.open)
@@ -257,8 +252,8 @@ class Calls(RuleBasedStateMachine):
     @invariant()
     def calls_that_are_sent_again_keep_their_order(self) -> None:
         """The worker runs them as they come."""
-        for connection in self.network.lines:
-            sent = [request.seq for request in connection.requests if request.method == "step"]
+        for line in self.network.lines:
+            sent = [request.seq for request in line.requests if request.method == "step"]
             assert sent == sorted(sent)
 
     def teardown(self) -> None:
@@ -266,7 +261,7 @@ class Calls(RuleBasedStateMachine):
         self.network.reachable = True
         self.time_passes()
         self.connection.close()
-        assert self.connection is None
+        assert self.line is None
 
 
 TestWhateverHappens = Calls.TestCase
@@ -345,13 +340,13 @@ def test_a_large_result_is_acked_at_once() -> None:
     first, second = calls(1, 2)
     machine.connection.send(first, 0)
     machine.connection.send(second, 0)
-    connection = machine.network.lines[0]
-    connection.waiting.pop(1)(Parcel(b"x" * (LARGE - 1)))
+    line = machine.network.lines[0]
+    line.waiting.pop(1)(Parcel(b"x" * (LARGE - 1)))
     machine.settle()
-    assert len(connection.requests) == 2, "a small one waits for the next call"
-    connection.waiting.pop(2)(Parcel(b"x" * LARGE))
+    assert len(line.requests) == 2, "a small one waits for the next call"
+    line.waiting.pop(2)(Parcel(b"x" * LARGE))
     machine.settle()
-    assert [(request.method, request.acks) for request in connection.requests[2:]] == [(ACK.decode(), (1, 2))]
+    assert [(request.method, request.acks) for request in line.requests[2:]] == [(ACK.decode(), (1, 2))]
 
 
 def test_a_large_result_is_acked_once() -> None:
@@ -359,23 +354,20 @@ def test_a_large_result_is_acked_once() -> None:
     machine = Calls()
     first, second = calls(1, 2)
     machine.connection.send(first, 0)
-    connection = machine.network.lines[0]
-    connection.waiting.pop(1)(Parcel(b"x" * LARGE))
+    line = machine.network.lines[0]
+    line.waiting.pop(1)(Parcel(b"x" * LARGE))
     machine.connection.send(second, 0)
     machine.settle()
-    assert [(request.method, request.acks) for request in connection.requests] == [
-        ("step", ()),
-        ("step", (1,)),
-    ]
+    assert [(request.method, request.acks) for request in line.requests] == [("step", ()), ("step", (1,))]
 
 
 def test_what_was_closed_is_sent_no_acks() -> None:
     machine = Calls()
     (call,) = calls(1)
     machine.connection.send(call, 0)
-    (connection,) = machine.network.lines
-    connection.waiting.pop(1)(Parcel(b"x" * LARGE))
+    (line,) = machine.network.lines
+    line.waiting.pop(1)(Parcel(b"x" * LARGE))
     machine.connection.close()
     machine.settle()
-    assert machine.network.lines == [connection]
-    assert len(connection.requests) == 1
+    assert machine.network.lines == [line]
+    assert len(line.requests) == 1
