@@ -225,8 +225,10 @@ class TestAGroup:
     ) -> None:
         for _ in range(5):
             formed(Meeting(groups), ranks)
+        # A thread of the pool holds its group for a moment after it has given it away.
+        eventually(lambda: not any(group.open for group in groups._groups), "nobody holds a group")
         formed(Meeting(groups), ranks)
-        assert len(groups._groups) <= 4
+        assert len(groups._groups) == 2
 
     def test_that_failed_to_form_is_forgotten(self, meeting: Meeting, groups: ProcessGroups) -> None:
         meeting.over.set()
