@@ -16,8 +16,7 @@ from torch import nn
 
 from unirun.errors import PeerLost, UsageError, WeightsTimeout, WireError
 from unirun.roles.context import Context, init
-from unirun.weights.holding import Holder
-from unirun.weights.hub import MAX_WAIT_SECONDS, hub_of
+from unirun.weights.hub import MAX_WAIT_SECONDS, Holder, hub_of
 from unirun.weights.messages import Fetched, Peek, answer_of, encode
 from unirun.weights.pairing import BACKENDS, PairGroup, PeerConnection
 from unirun.weights.publishing import Publisher

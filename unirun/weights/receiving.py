@@ -15,7 +15,7 @@ from unirun.errors import FrameError, PeerLost, WeightsError, WeightsTimeout
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import Value
 from unirun.weights.cuda import Finder, device_of
-from unirun.weights.holding import Holder
+from unirun.weights.hub import Holder
 from unirun.weights.layout import Layout, ReadItem, by_source, plan, shared
 from unirun.weights.memory import untied, writing
 from unirun.weights.messages import Answer, Describe, Described, Fetched, Released, answer_of

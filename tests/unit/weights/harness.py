@@ -13,8 +13,7 @@ from tests.waiting import WAIT_TIMEOUT
 from unirun.roles.transport.protocol import Handler, Parcel, Reply
 from unirun.roles.transport.socket_transport import SocketTransport
 from unirun.values import WorkerId
-from unirun.weights.holding import Holder
-from unirun.weights.hub import request_of
+from unirun.weights.hub import Holder, request_of
 from unirun.weights.messages import Request
 from unirun.weights.pairing import PeerConnection
 from unirun.weights.publishing import Publisher

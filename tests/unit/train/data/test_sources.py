@@ -87,7 +87,9 @@ def test_what_is_no_dataset_is_refused_by_name(dataset: Any, message: str) -> No
 
 
 def test_a_dataset_without_a_length_cannot_be_shuffled() -> None:
-    with pytest.raises(UsageError, match="dataset 'train': a NumberStream has no length.*; pass shuffle=False"):
+    with pytest.raises(
+        UsageError, match="dataset 'train': a NumberStream has no length.*; pass shuffle=False"
+    ):
         Shard("train", NumberStream(3), 0, 1, shuffle=True)
 
 
