@@ -42,8 +42,8 @@ from unirun.values import Value
 from unirun.weights.hub import hub_of
 from unirun.weights.layout import Layout, ReadItem, by_source, plan
 from unirun.weights.messages import NamedBox, Query, encode
-from unirun.weights.pairing import PeerConnection
 from unirun.weights.publishing import buffers_of
+from unirun.weights.sources import PeerConnection
 from unirun.weights.tensors import dtype_of, layout_of, local, part_of
 
 # The data that model workers give each other without their master: data of sequences, and parameters.

@@ -18,10 +18,10 @@ from unirun.errors import PeerLost, UsageError, WeightsTimeout, WireError
 from unirun.roles.context import Context, init
 from unirun.weights.hub import MAX_WAIT_SECONDS, Holder, hub_of
 from unirun.weights.messages import Fetched, Peek, answer_of, encode
-from unirun.weights.pairing import BACKENDS, PairGroup, PeerConnection
+from unirun.weights.pairing import BACKENDS, PairGroup
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Fetcher, Receiver
-from unirun.weights.sources import RemoteSource
+from unirun.weights.sources import PeerConnection, RemoteSource
 from unirun.weights.tensors import Piecewise, Weights, assigner, targets_of, tensors_of, unsaved
 from unirun.wire.reporting import report
 from unirun.wire.reports import FROM, VERSION, Metrics

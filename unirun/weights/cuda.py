@@ -11,18 +11,14 @@ one has peer access to, also of one that ``CUDA_VISIBLE_DEVICES`` hides from it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
 from unirun.weights.packing import DeviceError, DeviceInterface
-from unirun.weights.tensors import Piecewise, local
 from unirun.wire.reporting import report
-
-Finder = Callable[[Mapping[str, Piecewise]], DeviceInterface | None]
-"""Finds the device on which tensors are."""
 
 
 class _Raw:
@@ -103,17 +99,9 @@ class CudaDevice:
         return values[0] if values else None
 
 
-def device_of(tensors: Mapping[str, Piecewise]) -> DeviceInterface | None:
-    """The device on which all of `tensors` are. None when they are on the host or on several devices."""
-    places = {local(tensor).device for tensor in tensors.values()}
-    first = next(iter(places), None)
-    if first is None or first.type != "cuda" or len(places) != 1:
-        return None
-    return _cuda(first.index)
-
-
 @cache
-def _cuda(number: int) -> DeviceInterface | None:
+def cuda_device(number: int) -> DeviceInterface | None:
+    """The CUDA device with this number; None without ``cuda.bindings``, which is told once."""
     try:
         return CudaDevice(number)
     except ImportError:

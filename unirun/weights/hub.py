@@ -32,10 +32,10 @@ from unirun.weights.messages import (
     Request,
     encode,
 )
-from unirun.weights.pairing import PairGroup, PeerConnection
+from unirun.weights.pairing import PairGroup
 from unirun.weights.producing import Begun, Demand, Enter, Gate, Producer
 from unirun.weights.publishing import Publisher, buffers_of
-from unirun.weights.sources import Copy, RemoteSource, Sent
+from unirun.weights.sources import Copy, PeerConnection, RemoteSource, Sent
 from unirun.wire.reports import Listening
 
 # `Holder`: a receiver keeps what it has received, so that others get it when its publisher is gone.

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from unirun.errors import GroupError, UsageError
 from unirun.roles.transport.protocol import Lent, Parcel, Reply
 from unirun.values import Value
-from unirun.weights.cuda import Finder, device_of
+from unirun.weights.cuda import cuda_device
 from unirun.weights.messages import (
     Describe,
     Described,
@@ -36,7 +36,7 @@ from unirun.weights.messages import (
 )
 from unirun.weights.packing import Block, Blocks, DeviceError, DeviceInterface, Packing
 from unirun.weights.pairing import PairGroup
-from unirun.weights.tensors import Piecewise, layout_of
+from unirun.weights.tensors import Piecewise, layout_of, local
 from unirun.wire.reporting import report
 
 _numbers = itertools.count(1)
@@ -87,6 +87,19 @@ class _Sending:
 
 Pairing = Callable[[str, str, float], PairGroup]
 """Makes this end of the process group with the reader of this name, for a link, within so many seconds."""
+
+
+Finder = Callable[[Mapping[str, Piecewise]], DeviceInterface | None]
+"""Finds the device on which tensors are."""
+
+
+def device_of(tensors: Mapping[str, Piecewise]) -> DeviceInterface | None:
+    """The device on which all of `tensors` are. None when they are on the host or on several devices."""
+    places = {local(tensor).device for tensor in tensors.values()}
+    first = next(iter(places), None)
+    if first is None or first.type != "cuda" or len(places) != 1:
+        return None
+    return cuda_device(first.index)
 
 
 class Publisher:

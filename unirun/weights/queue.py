@@ -19,7 +19,6 @@ from unirun.roles.transport.frames import offsets
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import Value, WorkerId
 from unirun.weights.hub import MAX_WAIT_SECONDS, hub_of
-from unirun.weights.pairing import PeerConnection
 from unirun.weights.producing import (
     AwaitItem,
     Begun,
@@ -32,6 +31,7 @@ from unirun.weights.producing import (
     encode,
     supply_of,
 )
+from unirun.weights.sources import PeerConnection
 from unirun.wire.reports import Metrics
 
 # The consuming end of a queue: takes items from producers in turn, and says when they were used.

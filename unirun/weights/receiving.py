@@ -14,12 +14,12 @@ import torch
 from unirun.errors import FrameError, PeerLost, WeightsError, WeightsTimeout
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import Value
-from unirun.weights.cuda import Finder, device_of
 from unirun.weights.hub import Holder
 from unirun.weights.layout import Layout, ReadItem, by_source, plan, shared
 from unirun.weights.memory import untied, writing
 from unirun.weights.messages import Answer, Describe, Described, Fetched, Released, answer_of
 from unirun.weights.packing import DeviceError, DeviceInterface, Packing, blend, copy_all
+from unirun.weights.publishing import Finder, device_of
 from unirun.weights.sources import Copy, Mapped, RemoteSource, Sent
 from unirun.weights.tensors import Piecewise, dtype_of, is_dtensor, layout_of, local, part_of
 from unirun.wire.reporting import report

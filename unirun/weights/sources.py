@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from unirun.errors import FrameError, GroupError, PeerLost
-from unirun.roles.transport.protocol import Parcel, writable
+from unirun.roles.transport.protocol import Connection, Parcel, Transport, writable
 from unirun.values import WorkerId
 from unirun.weights.layout import Box, Layout, Part, Piece, ReadItem
 from unirun.weights.messages import Fetch, Fetched, NamedBox, Peek, Release, Request, encode
 from unirun.weights.packing import DeviceError, DeviceInterface, Packing
-from unirun.weights.pairing import PairGroup, PeerConnection
+from unirun.weights.pairing import PairGroup
 from unirun.weights.tensors import dtype_of, part_of
 
 # The tensors that a receiver has of one version: mapped memory of a publisher, or parts that were sent to it.
@@ -314,3 +316,55 @@ class RemoteSource:
         """End the connection."""
         self.unlink()
         self.line.close()
+
+
+class PeerConnection:
+    """A connection to `who`. Thread-safe."""
+
+    def __init__(self, who: WorkerId, transport: Transport, endpoint: str) -> None:
+        """Raises `ChannelError` when nobody answers."""
+        self.who, self.endpoint = who, endpoint
+        self._lock = threading.Lock()
+        self._open: set[Future[Parcel]] = set()
+        self._lost = ""
+        self._channel: Connection = transport.connect(who, endpoint, self._broken)
+
+    @property
+    def lost(self) -> bool:
+        """True if the connection has ended."""
+        return bool(self._lost)
+
+    def _broken(self, reason: str) -> None:
+        with self._lock:
+            self._lost = reason or "the connection has ended"
+            failed, self._open = self._open, set()
+        for future in failed:
+            future.set_exception(self._error())
+
+    def _error(self) -> PeerLost:
+        return PeerLost(
+            f"{self.who} is gone: {self._lost}", "try again when it was started again", worker=str(self.who)
+        )
+
+    def ask(self, head: bytes) -> Future[Parcel]:
+        """Send a request. The future raises `PeerLost` when the connection ends; this does when it has ended."""
+        future: Future[Parcel] = Future()
+        with self._lock:
+            if self._lost:
+                raise self._error()
+            self._open.add(future)
+        self._channel.call(Parcel(head), partial(self._answered, future))
+        return future
+
+    def _answered(self, future: Future[Parcel], parcel: Parcel) -> None:
+        with self._lock:
+            # The connection may be closed in another thread meanwhile.
+            waits = future in self._open
+            self._open.discard(future)
+        if waits:
+            future.set_result(parcel)
+
+    def close(self, reason: str = "it was closed here") -> None:
+        """Close the connection, which the other end sees."""
+        self._channel.close()
+        self._broken(reason)

@@ -15,10 +15,9 @@ from unirun.roles.transport.socket_transport import SocketTransport
 from unirun.values import WorkerId
 from unirun.weights.hub import Holder, request_of
 from unirun.weights.messages import Request
-from unirun.weights.pairing import PeerConnection
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Fetcher, Receiver
-from unirun.weights.sources import RemoteSource
+from unirun.weights.sources import PeerConnection, RemoteSource
 from unirun.weights.tensors import Weights, assigner, targets_of, tensors_of
 from unirun.wire.handshake import new_token
 

@@ -10,7 +10,7 @@ import pytest
 from unirun.errors import PeerLost
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
-from unirun.weights.pairing import PeerConnection
+from unirun.weights.sources import PeerConnection
 
 WHO = WorkerId("actor", 0, 0)
 
