@@ -17,6 +17,7 @@ from tests.sim.store import FencedStore
 from tests.sim.views import ViewChecks, told_view
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, EXIT_RENDEZVOUS
 from unirun.failover.crashes import MOST
+from unirun.failover.draft import VIEW_DELAY
 from unirun.failover.events import (
     Command,
     Event,
@@ -40,7 +41,6 @@ from unirun.failover.state import (
     RoleState,
     WorkerPhase,
 )
-from unirun.failover.transition import VIEW_DELAY
 from unirun.failover.views import leader
 from unirun.launcher import events
 from unirun.launcher.core import WORKER_EXIT_TIMEOUT

@@ -27,11 +27,11 @@ from tests.sim.scenario import make_scenario
 from tests.sim.store import FencedStore, StoreClient
 from tests.sim.views import ViewChecks
 from unirun.failover import silence
+from unirun.failover.draft import JobDraft
 from unirun.failover.events import Command, Event, Finish, ToAgent, ToAgents, ToGuest
 from unirun.failover.persistence import context_store
 from unirun.failover.persistence.context import changed_documents
 from unirun.failover.state import JOB_ENDS, JobState, new_job
-from unirun.failover.transition import Transition
 from unirun.wire.messages import Go, Stop
 from unirun.wire.reports import Join, StoreOpened
 
@@ -286,10 +286,10 @@ class Simulation(Accidents):
                 assert self.clock.steps < 100_000, "the history does not end"
         self._check_end()
 
-    def _handle(self, turn: Transition, event: Event) -> None:
+    def _handle(self, draft: JobDraft, event: Event) -> None:
         """The branch of a step that `event` takes, which may have a bug."""
         self.scenario.break_at(event)
-        handle(turn, event)
+        handle(draft, event)
 
     def _lose_patience(self) -> None:
         """Somebody stops the job, and asks again when that master dies before it has written so.

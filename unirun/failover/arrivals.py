@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from unirun.collocation import Inventory
 from unirun.errors import PlacementError
+from unirun.failover.draft import JobDraft
 from unirun.failover.events import Arrived, ToGuest
 from unirun.failover.moving import Cause, placed_again, relocate, relocation_to
 from unirun.failover.offers import inventory_of, misfits
 from unirun.failover.state import ROLE_ENDS, JobPhase, JobState, RolePhase
-from unirun.failover.transition import Transition
 from unirun.wire.messages import Dismissed, Go, Offer
 
 
@@ -38,47 +38,47 @@ def trouble(state: JobState, offer: Offer, ours: Mapping[str, str]) -> Dismissed
     return None
 
 
-def arrived(transition: Transition, event: Arrived) -> None:
+def arrived(draft: JobDraft, event: Arrived) -> None:
     """A node has bound its endpoints: it is a part of the job, unless another one was faster."""
-    offer, state = event.offer, transition.state
+    offer, state = event.offer, draft.state
     refusal = trouble(state, offer, offer.versions)
     if refusal is not None:
-        transition.send(ToGuest(offer.node, refusal))
+        draft.send(ToGuest(offer.node, refusal))
         return
-    transition.state = replace(
+    draft.state = replace(
         state,
         inventory=Inventory((*state.inventory.nodes, *inventory_of([offer]).nodes)),
         placement=replace(state.placement, spares=(*state.placement.spares, offer.node)),
         newcomers=(*state.newcomers, offer.node),
     )
-    transition.record("arrival", f"{offer.node} comes into the job, from host {offer.host}", offer.node)
-    transition.send(ToGuest(offer.node, Go()))
+    draft.record("arrival", f"{offer.node} comes into the job, from host {offer.host}", offer.node)
+    draft.send(ToGuest(offer.node, Go()))
 
 
-def grow(transition: Transition) -> None:
+def grow(draft: JobDraft) -> None:
     """Give roles more ranks where nodes have come. Waits until every role runs, as one that starts again would have to
     start twice."""
-    state = transition.state
+    state = draft.state
     come = tuple(node for node in state.newcomers if node in state.agents)
     if not come or not _settled(state):
         return
-    transition.state = replace(state, newcomers=tuple(node for node in state.newcomers if node not in come))
+    draft.state = replace(state, newcomers=tuple(node for node in state.newcomers if node not in come))
     # Others call workloads by their number, which stays.
     names = [role.name for role in state.roles.values() if role.restart == "role"]
     _grow(
-        transition,
+        draft,
         state,
         names,
-        Cause(come, f"{', '.join(come)} joined", transition.now, asked=True, come=True),
+        Cause(come, f"{', '.join(come)} joined", draft.now, asked=True, come=True),
     )
 
 
-def grow_elastic(transition: Transition, name: str) -> None:
+def grow_elastic(draft: JobDraft, name: str) -> None:
     """Give an elastic role more ranks, if there is room for some. Otherwise nothing changes; it may be asked again."""
-    state = transition.state
+    state = draft.state
     if name in state.roles and state.role_spec(name).elastic and _settled(state):
-        cause = Cause((), "more ranks were asked for", transition.now, asked=True, come=True)
-        _grow(transition, state, [name], cause)
+        cause = Cause((), "more ranks were asked for", draft.now, asked=True, come=True)
+        _grow(draft, state, [name], cause)
 
 
 def _settled(state: JobState) -> bool:
@@ -88,8 +88,8 @@ def _settled(state: JobState) -> bool:
     return whole and state.phase is JobPhase.RUNNING and not state.away and not state.losses
 
 
-def _grow(transition: Transition, before: JobState, names: Sequence[str], cause: Cause) -> None:
-    state = transition.state
+def _grow(draft: JobDraft, before: JobState, names: Sequence[str], cause: Cause) -> None:
+    state = draft.state
     most = {
         name: most
         for name in names
@@ -106,5 +106,5 @@ def _grow(transition: Transition, before: JobState, names: Sequence[str], cause:
         return
     if all(len(placement.of_role(name)) == len(state.roles[name].workers) for name in most):
         return
-    relocate(transition, before, cause, relocation_to(before, state, placement, cause, (), {}))
-    transition.tell_now()
+    relocate(draft, before, cause, relocation_to(before, state, placement, cause, (), {}))
+    draft.tell_now()

@@ -20,6 +20,7 @@ from msgspec import convert, to_builtins
 from msgspec.structs import replace
 
 from unirun.errors import StoreRefused
+from unirun.failover.draft import JobDraft
 from unirun.failover.events import After, AgentLost, Command, Event, OwnerLost, RejoinTimedOut, ToWatchers
 from unirun.failover.restart_or_end import finish
 from unirun.failover.state import (
@@ -34,7 +35,6 @@ from unirun.failover.state import (
     Verdict,
 )
 from unirun.failover.takeover import REJOIN_TIMEOUT, bare
-from unirun.failover.transition import Transition
 from unirun.rendezvous.election import Term, crashes_key
 from unirun.rendezvous.store.protocol import Put, Store
 from unirun.values import Value
@@ -65,7 +65,7 @@ class Crash(Value):
 
     `cause` tells one exception from another: its class and where it was raised. `message` is its last line. `story` are
     the latest events; the last one could not be handled. `causes` are the entries of
-    the event log that led to an illegal transition, the earliest first.
+    the event log that led to an illegal draft, the earliest first.
     """
 
     epoch: int
@@ -172,47 +172,47 @@ def begin_abort(state: JobState, verdict: Verdict, now: float) -> tuple[JobState
     state = replace(
         state, phase=JobPhase.STOPPING, verdict=verdict, roles=roles, agents=agents, away=away, view_due=False
     )
-    transition = Transition(state, now)
-    transition.record("stopping", verdict.reason)
-    transition.state = replace(transition.state, cause=transition.cause)
-    transition.send(ToWatchers(Notice("master", verdict.reason)), After(REJOIN_TIMEOUT, RejoinTimedOut()))
-    return _ended_if_over(transition)
+    draft = JobDraft(state, now)
+    draft.record("stopping", verdict.reason)
+    draft.state = replace(draft.state, cause=draft.cause)
+    draft.send(ToWatchers(Notice("master", verdict.reason)), After(REJOIN_TIMEOUT, RejoinTimedOut()))
+    return _ended_if_over(draft)
 
 
 def abort_step(state: JobState, event: Event, now: float) -> tuple[JobState, list[Command]]:
     """The state after `event`, and what is to be done. The job ends when no agent is left."""
     if state.phase in JOB_ENDS:
         return state, []
-    transition = Transition(state, now)
-    transition.cause = state.cause
+    draft = JobDraft(state, now)
+    draft.cause = state.cause
     grace = state.spec.shutdown_timeout
     match event:
         case Join(node):
             agents = {**state.agents, node: bare(event)}
-            transition.state = replace(state, agents=agents, away=state.away - {node})
+            draft.state = replace(state, agents=agents, away=state.away - {node})
             late = AgentLost(node, "it has not ended in time")
-            transition.order(node, Shutdown(grace))
-            transition.send(After(grace + REJOIN_TIMEOUT, late))
+            draft.order(node, Shutdown(grace))
+            draft.send(After(grace + REJOIN_TIMEOUT, late))
         case AgentLost(node, reason):
-            transition.state = _without(state, node)
-            transition.record("agent_lost", f"{node}: {reason}", node)
+            draft.state = _without(state, node)
+            draft.record("agent_lost", f"{node}: {reason}", node)
         case RejoinTimedOut():
             for node in state.away:
-                transition.state = _without(transition.state, node)
+                draft.state = _without(draft.state, node)
         case WorkerExited():
-            transition.state = _with_exit(state, event)
+            draft.state = _with_exit(state, event)
         case Stop() | OwnerLost():
             # As in `step`, the first request to stop a job that is ending changes nothing unless it has a grace period.
             patient = (
                 isinstance(event, Stop) and event.grace is None and not event.hurries(state.asked_to_stop)
             )
-            transition.state = replace(state, asked_to_stop=True)
+            draft.state = replace(state, asked_to_stop=True)
             for node in () if patient else sorted(state.agents.keys() - state.away):
-                transition.order(node, Shutdown())
+                draft.order(node, Shutdown())
         case Notice():
-            transition.record("notice", f"{event.source}: {event.text}", event.source)
-            transition.send(ToWatchers(event))
-    return _ended_if_over(transition)
+            draft.record("notice", f"{event.source}: {event.text}", event.source)
+            draft.send(ToWatchers(event))
+    return _ended_if_over(draft)
 
 
 def _without(state: JobState, node: str) -> JobState:
@@ -233,20 +233,20 @@ def _with_exit(state: JobState, event: WorkerExited) -> JobState:
     return state
 
 
-def _ended_if_over(transition: Transition) -> tuple[JobState, list[Command]]:
-    state = transition.state
+def _ended_if_over(draft: JobDraft) -> tuple[JobState, list[Command]]:
+    state = draft.state
     verdict = state.verdict
     if state.agents or state.away or verdict is None:
-        return transition.done()
+        return draft.done()
     roles = {
         name: role
         if role.phase in ROLE_ENDS
         else replace(_killed(role, state.nodes), phase=RolePhase.STOPPED)
         for name, role in state.roles.items()
     }
-    transition.state = replace(state, roles=roles)
-    finish(transition, verdict)
-    return transition.done()
+    draft.state = replace(state, roles=roles)
+    finish(draft, verdict)
+    return draft.done()
 
 
 def _killed(role: RoleState, nodes: Collection[str]) -> RoleState:

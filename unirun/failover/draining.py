@@ -5,11 +5,11 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unirun.errors import PlacementError
+from unirun.failover.draft import JobDraft
 from unirun.failover.events import ToWatchers
 from unirun.failover.moving import Cause, begin, decide_missing, placed_again, relocate, relocation_to
 from unirun.failover.node_loss import without
 from unirun.failover.state import ROLE_ENDS, JobPhase, JobState
-from unirun.failover.transition import Transition
 from unirun.wire.messages import Drained, Shutdown
 
 ON_ITS_WAY = (JobPhase.LAUNCHING, JobPhase.RUNNING)
@@ -22,18 +22,18 @@ def has_left(node: str) -> str:
     return f"{node} has left the job already"
 
 
-def drain(transition: Transition, node: str) -> None:
+def drain(draft: JobDraft, node: str) -> None:
     """Move what runs on `node`. Where that cannot be, whoever has asked is told why, and nothing changes."""
-    if node in transition.state.draining:
+    if node in draft.state.draining:
         return
-    refusal = _why_not(transition.state, node) or _move(transition, node)
+    refusal = _why_not(draft.state, node) or _move(draft, node)
     if refusal is not None:
-        transition.send(ToWatchers(refusal))
+        draft.send(ToWatchers(refusal))
 
 
-def leave_when_empty(transition: Transition) -> None:
+def leave_when_empty(draft: JobDraft) -> None:
     """Let the agents of draining nodes leave on which nothing runs any more."""
-    state = transition.state
+    state = draft.state
     if not state.draining or state.away or state.phase not in ON_ITS_WAY:
         return
     # Until its role meets elsewhere, a node may serve the store in which those that live on have met.
@@ -42,10 +42,10 @@ def leave_when_empty(transition: Transition) -> None:
     busy = {worker.node for role in state.roles.values() for worker in role.live}
     for node in state.draining:
         if node not in busy:
-            transition.record("drain", f"{node} leaves, as nothing runs there any more", node)
-            transition.order(node, Shutdown())
-            transition.state = without(transition.state, {node})
-            transition.send(ToWatchers(Drained(node)))
+            draft.record("drain", f"{node} leaves, as nothing runs there any more", node)
+            draft.order(node, Shutdown())
+            draft.state = without(draft.state, {node})
+            draft.send(ToWatchers(Drained(node)))
 
 
 def _why_not(state: JobState, node: str) -> Drained | None:
@@ -72,11 +72,11 @@ def _why_not(state: JobState, node: str) -> Drained | None:
     return None
 
 
-def _move(transition: Transition, node: str) -> Drained | None:
+def _move(draft: JobDraft, node: str) -> Drained | None:
     """Move what runs on `node`. Returns why that is impossible, having changed nothing."""
-    before = transition.state
+    before = draft.state
     after = replace(before, draining=(*before.draining, node))
-    cause = Cause((node,), f"node {node} is drained", transition.now, asked=True)
+    cause = Cause((node,), f"node {node} is drained", draft.now, asked=True)
     missing, decisions = decide_missing(before, after, cause)
     try:
         placement = placed_again(after, ()) if _has_ranks(before, node) else before.placement
@@ -86,13 +86,13 @@ def _move(transition: Transition, node: str) -> Drained | None:
     found = relocation_to(before, after, placement, cause, missing, decisions)
     if found.end is not None:
         return Drained(node, f"its ranks cannot move: {found.end.reason}")
-    transition.record("drain", f"{node} is to leave the job", node)
-    transition.state = after
+    draft.record("drain", f"{node} is to leave the job", node)
+    draft.state = after
     if before.phase is JobPhase.LAUNCHING:
-        begin(transition, placement, cause)
+        begin(draft, placement, cause)
     else:
-        relocate(transition, before, cause, found)
-    transition.tell_now()
+        relocate(draft, before, cause, found)
+    draft.tell_now()
     return None
 
 

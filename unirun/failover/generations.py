@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from msgspec.structs import replace
 
 from unirun.collocation import Assignment
+from unirun.failover.draft import JobDraft
 from unirun.failover.state import (
     NEVER,
     ROLE_ENDS,
@@ -25,54 +26,53 @@ from unirun.failover.state import (
     WorkerState,
     waiting,
 )
-from unirun.failover.transition import Transition
 from unirun.failover.views import endpoint, leader
 from unirun.values import RankAddress
 from unirun.wire.messages import OpenStore, StartRole, StartWorker
 
 
-def form_first(transition: Transition, names: Collection[str]) -> None:
+def form_first(draft: JobDraft, names: Collection[str]) -> None:
     """Order every worker of these roles, as generation 0."""
-    wave = 1 + max(role.wave for role in transition.state.roles.values())
-    for role in [transition.state.roles[name] for name in names]:
+    wave = 1 + max(role.wave for role in draft.state.roles.values())
+    for role in [draft.state.roles[name] for name in names]:
         # While it waited, the role may have got other places.
         workers = Ranks(
             worker if worker.due == NEVER else worker.ordered(0, 0, worker.node, worker.own)
-            for worker in waiting(transition.state.placement, role.name, role.workers)
+            for worker in waiting(draft.state.placement, role.name, role.workers)
         )
-        transition.put(replace(role, phase=RolePhase.STARTING, workers=workers, wave=wave))
-    transition.tell_now()
-    for role in [transition.state.roles[name] for name in names]:
-        order_store(transition, role)
-        _start(transition, role, [worker.rank for worker in role.live])
+        draft.put(replace(role, phase=RolePhase.STARTING, workers=workers, wave=wave))
+    draft.tell_now()
+    for role in [draft.state.roles[name] for name in names]:
+        order_store(draft, role)
+        _start(draft, role, [worker.rank for worker in role.live])
 
 
-def form_if_all_are_there(transition: Transition) -> None:
+def form_if_all_are_there(draft: JobDraft) -> None:
     """The job runs once every node with ranks has joined, and every node that had joined an earlier master; what starts
     then follows from `unirun.failover.readiness`."""
-    state = transition.state
+    state = draft.state
     # Ranks that are given up keep their places on lost nodes.
     lost, wanted = state.placement.lost, state.placement.nodes
     waits = bool(state.away) or len(state.agents) + len(lost) < len(wanted)
     if not waits and state.agents.keys() >= {*wanted} - {*lost}:
-        transition.state = replace(state, phase=JobPhase.RUNNING)
+        draft.state = replace(state, phase=JobPhase.RUNNING)
         nodes = ", ".join(state.placement.nodes) if len(state.placement.nodes) <= 4 else "all nodes"
-        transition.record("start", f"the job starts, as {nodes} joined", *state.roles)
+        draft.record("start", f"the job starts, as {nodes} joined", *state.roles)
 
 
-def form_next(transition: Transition, role: RoleState) -> None:
+def form_next(draft: JobDraft, role: RoleState) -> None:
     """Order the store of the next generation; `opened` continues when it is there, for programs when they are due."""
     role = replace(role, generation=role.generation + 1)
-    transition.put(role)
-    order_store(transition, role)
+    draft.put(role)
+    order_store(draft, role)
 
 
-def opened(transition: Transition, role: RoleState) -> None:
+def opened(draft: JobDraft, role: RoleState) -> None:
     """The store of the current generation is there: start the missing workers and send the view."""
     role = replace(role, opened=role.generation)
     if role.phase is RolePhase.RESTARTING:
         # The role may have shrunk; the surplus workers have ended by now.
-        places = transition.state.placement.of_role(role.name)
+        places = draft.state.placement.of_role(role.name)
         surplus = [worker.incarnation for worker in role.workers[len(places) :]]
         role = replace(
             role,
@@ -81,53 +81,51 @@ def opened(transition: Transition, role: RoleState) -> None:
             orderly=False,
             dropped=max(role.dropped, *surplus, -1),
         )
-        transition.record("restart", f"role {role.name} starts as generation {role.generation}", role.name)
+        draft.record("restart", f"role {role.name} starts as generation {role.generation}", role.name)
     # A rank that had succeeded is started again, because the others wait for it; except when it was in this generation
     # already: `WorkerFormed` may arrive before `StoreOpened`.
     missing = [w for w in role.workers if not w.live and w.generation < role.generation and w.due != NEVER]
-    _complete(transition, role, missing)
+    _complete(draft, role, missing)
 
 
-def start_missing(transition: Transition, role: RoleState) -> None:
+def start_missing(draft: JobDraft, role: RoleState) -> None:
     """Start the missing workers of the generation that is being formed, now or when its store is there.
 
     While nodes are away after a takeover, no view is sent and no worker is started (`takeover.all_back`).
     """
-    transition.put(role)
-    if role.opened == role.generation and not transition.state.away:
-        transition.tell_now()
-        complete(transition, role)
+    draft.put(role)
+    if role.opened == role.generation and not draft.state.away:
+        draft.tell_now()
+        complete(draft, role)
 
 
-def complete(transition: Transition, role: RoleState) -> None:
+def complete(draft: JobDraft, role: RoleState) -> None:
     """Start the missing workers of a generation whose store is there."""
-    _complete(
-        transition, role, [worker for worker in role.workers if not worker.live and not worker.ended_well]
-    )
+    _complete(draft, role, [worker for worker in role.workers if not worker.live and not worker.ended_well])
 
 
-def start_again(transition: Transition, role: RoleState, workers: Sequence[WorkerState]) -> None:
+def start_again(draft: JobDraft, role: RoleState, workers: Sequence[WorkerState]) -> None:
     """Start these ranks of a role of programs."""
     names = [f"{role.name}:{worker.rank}" for worker in workers]
-    transition.cause = role.cause
-    transition.record("restart", f"{', '.join(names)} starts again", *names)
-    _complete(transition, role, workers)
+    draft.cause = role.cause
+    draft.record("restart", f"{', '.join(names)} starts again", *names)
+    _complete(draft, role, workers)
 
 
-def _complete(transition: Transition, role: RoleState, newcomers: Sequence[WorkerState]) -> None:
+def _complete(draft: JobDraft, role: RoleState, newcomers: Sequence[WorkerState]) -> None:
     if newcomers and role.phase is RolePhase.REFORMING:
         names = [f"{role.name}:{worker.rank}" for worker in newcomers]
         joins = f"joins generation {role.generation} of role {role.name}"
-        transition.record("restart", f"{', '.join(names)} {joins}", *names)
-    places = transition.state.placement.of_role(role.name)
+        draft.record("restart", f"{', '.join(names)} {joins}", *names)
+    places = draft.state.placement.of_role(role.name)
     for worker in newcomers:
         # A rank that the role had before it became smaller has had workers.
         before = role.dropped if worker.phase is WorkerPhase.WAITING else worker.incarnation
         place = places[worker.rank]
         role = role.with_worker(worker.ordered(before + 1, role.generation, place.node, place.own))
-    transition.put(role)
-    transition.tell_now()
-    _start(transition, role, [worker.rank for worker in newcomers])
+    draft.put(role)
+    draft.tell_now()
+    _start(draft, role, [worker.rank for worker in newcomers])
 
 
 def obstructed(state: JobState, role: RoleState) -> bool:
@@ -146,19 +144,19 @@ def obstructed(state: JobState, role: RoleState) -> bool:
     )
 
 
-def clear_the_way(transition: Transition) -> None:
+def clear_the_way(draft: JobDraft) -> None:
     """A worker that had to leave has ended: order the stores of the roles that waited for its slot again."""
-    for role in list(transition.state.roles.values()):
+    for role in list(draft.state.roles.values()):
         forms = role.phase in (RolePhase.RESTARTING, RolePhase.REFORMING)
-        if forms and role.generation > role.opened and not obstructed(transition.state, role):
-            order_store(transition, role)
+        if forms and role.generation > role.opened and not obstructed(draft.state, role):
+            order_store(draft, role)
 
 
-def order_store(transition: Transition, role: RoleState) -> None:
+def order_store(draft: JobDraft, role: RoleState) -> None:
     """Order the store of the role's current generation, if it has stores."""
     if role.is_program:
         return
-    transition.order(leader(transition.state, role.name), OpenStore(role.name, role.generation))
+    draft.order(leader(draft.state, role.name), OpenStore(role.name, role.generation))
 
 
 def places_of(state: JobState) -> dict[str, tuple[RankAddress, ...]]:
@@ -173,12 +171,12 @@ def places_of(state: JobState) -> dict[str, tuple[RankAddress, ...]]:
     return found
 
 
-def _start(transition: Transition, role: RoleState, ranks: Collection[int]) -> None:
+def _start(draft: JobDraft, role: RoleState, ranks: Collection[int]) -> None:
     nodes: dict[str, list[Assignment]] = {}
-    for place in transition.state.placement.of_role(role.name):
+    for place in draft.state.placement.of_role(role.name):
         nodes.setdefault(place.node, []).append(place)
-    address, wanted = endpoint(transition.state, role.name), frozenset(ranks)
-    addresses = places_of(transition.state)
+    address, wanted = endpoint(draft.state, role.name), frozenset(ranks)
+    addresses = places_of(draft.state)
     for group_rank, (node, here) in enumerate(nodes.items()):
         members = tuple(
             StartWorker(
@@ -204,7 +202,7 @@ def _start(transition: Transition, role: RoleState, ranks: Collection[int]) -> N
             group_world_size=len(nodes),
             endpoint=address,
             members=members,
-            mask=transition.state.placement.masks.get(role.name, ""),
+            mask=draft.state.placement.masks.get(role.name, ""),
             places=addresses,
         )
-        transition.order(node, order)
+        draft.order(node, order)

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from unirun.collocation import Assignment, Inventory, Placement, place_again
 from unirun.collocation.graph import show_ranks
 from unirun.errors import PlacementError
+from unirun.failover.draft import JobDraft
 from unirun.failover.events import ToAgent, ToWatchers
 from unirun.failover.generations import form_if_all_are_there, obstructed, order_store
 from unirun.failover.policy import Decision, Loss, consequences, decide, seen_graph, unit_of
@@ -33,7 +34,6 @@ from unirun.failover.state import (
     ties_of,
     waiting,
 )
-from unirun.failover.transition import Transition
 from unirun.failover.views import leader
 from unirun.spec.job import RoleSpec
 from unirun.values import Value
@@ -323,44 +323,44 @@ def relocation_to(
     return Relocation(placement, decisions, whole, tuple(told), missing)
 
 
-def relocate(transition: Transition, before: JobState, cause: Cause, found: Relocation) -> None:
+def relocate(draft: JobDraft, before: JobState, cause: Cause, found: Relocation) -> None:
     """Take over the new placement, and do what each role does about it."""
     decisions, whole = found.decisions, found.whole
-    transition.state = replace(transition.state, placement=found.placement)
+    draft.state = replace(draft.state, placement=found.placement)
     gone = any(worker.node in cause.gone for role in before.roles.values() for worker in role.live)
     unaffected = f"{cause.reason}; the job goes on without it{'' if gone else ', as no rank ran there'}"
     told = found.told or [("", unaffected)]
-    lost, causes = transition.cause, _tell(transition, before.placement, cause, told)
+    lost, causes = draft.cause, _tell(draft, before.placement, cause, told)
     moved = [name for name in decisions if whole[name]]
-    if waits := consequences(unit_of(transition.state, [*found.missing, *moved])):
-        transition.record("affected", waits)
-    for name, role in list(transition.state.roles.items()):
-        transition.cause = causes.get(name, lost)
+    if waits := consequences(unit_of(draft.state, [*found.missing, *moved])):
+        draft.record("affected", waits)
+    for name, role in list(draft.state.roles.items()):
+        draft.cause = causes.get(name, lost)
         if name in decisions:
             action = "restart_role" if whole[name] else decisions[name].action
-            restart(transition, _grown(role, found.placement), replace(decisions[name], action=action))
+            restart(draft, _grown(role, found.placement), replace(decisions[name], action=action))
         else:
             grown = _grown(role, found.placement)
             if grown is not role:
                 # It is about to start again as a whole, and starts the new ranks with that.
-                transition.put(grown)
-            _go_on_without_decision(transition, before, grown)
-        _let_go(transition, name)
+                draft.put(grown)
+            _go_on_without_decision(draft, before, grown)
+        _let_go(draft, name)
 
 
-def begin(transition: Transition, placement: Placement, cause: Cause) -> None:
+def begin(draft: JobDraft, placement: Placement, cause: Cause) -> None:
     """Take over the new placement of a job that has not started yet."""
-    before = transition.state
+    before = draft.state
     roles = {
         name: replace(role, workers=waiting(placement, name, role.workers))
         if role.phase is RolePhase.WAITING
         else role
         for name, role in before.roles.items()
     }
-    transition.state = replace(before, placement=placement, roles=roles)
+    draft.state = replace(before, placement=placement, roles=roles)
     reason = f"{cause.reason}; the job goes on without it, as no rank ran there"
-    _tell(transition, before.placement, cause, [("", reason)])
-    form_if_all_are_there(transition)
+    _tell(draft, before.placement, cause, [("", reason)])
+    form_if_all_are_there(draft)
 
 
 def _missing(before: JobState, after: JobState, gone: Collection[str]) -> Iterator[tuple[str, int]]:
@@ -438,45 +438,45 @@ def _grown(role: RoleState, placement: Placement) -> RoleState:
     return replace(role, workers=Ranks((*role.workers, *workers)))
 
 
-def _let_go(transition: Transition, name: str) -> None:
+def _let_go(draft: JobDraft, name: str) -> None:
     """Order the end of workers whose ranks go elsewhere while their role lives on."""
-    role = transition.state.roles[name]
+    role = draft.state.roles[name]
     if role.phase not in ROLE_WORKS:
         return
     leaving: dict[str, list[int]] = {}
     for worker in role.live:
-        if transition.state.misplaced(role, worker):
+        if draft.state.misplaced(role, worker):
             leaving.setdefault(worker.node, []).append(worker.rank)
-    grace = transition.state.spec.shutdown_timeout
+    grace = draft.state.spec.shutdown_timeout
     for node, ranks in leaving.items():
         order = StopWorkers(name, tuple(ranks), int(signal.SIGTERM), grace)
-        transition.send(ToAgent(node, order, transition.cause))
+        draft.send(ToAgent(node, order, draft.cause))
 
 
-def _go_on_without_decision(transition: Transition, before: JobState, role: RoleState) -> None:
+def _go_on_without_decision(draft: JobDraft, before: JobState, role: RoleState) -> None:
     """Do what is due in a role that has lost nothing, or that forms a generation anyhow."""
     if role.forming:
-        moved = leader(before, role.name) != leader(transition.state, role.name)
+        moved = leader(before, role.name) != leader(draft.state, role.name)
         if moved or obstructed(before, before.roles[role.name]):
             # Its store was ordered on a lost node, or had to wait for a misplaced worker that is gone now.
-            order_store(transition, role)
+            order_store(draft, role)
     elif before.roles[role.name].living and (role.phase not in ROLE_WORKS or role.has_done_its_work):
         # The last of its workers is gone; of a role that works, one that the job goes on without.
-        advance(transition, role)
+        advance(draft, role)
 
 
 def _tell(
-    transition: Transition, before: Placement, cause: Cause, decisions: Sequence[tuple[str, str]]
+    draft: JobDraft, before: Placement, cause: Cause, decisions: Sequence[tuple[str, str]]
 ) -> dict[str, str]:
     """Report what was decided about each role. Returns the ids of these events by role."""
-    lost, events = transition.cause, {}
+    lost, events = draft.cause, {}
     for name, text in decisions:
-        transition.cause = lost
-        transition.record("decision", text, *filter(None, [name]))
-        transition.send(ToWatchers(Notice(named(cause.nodes), text)))
-        events[name] = transition.cause
-    for who, text in moves(before, transition.state.placement):
-        transition.cause = events.get(who.partition(":")[0], lost)
-        transition.record("move", text, who)
-        transition.send(ToWatchers(Notice("placement", text)))
+        draft.cause = lost
+        draft.record("decision", text, *filter(None, [name]))
+        draft.send(ToWatchers(Notice(named(cause.nodes), text)))
+        events[name] = draft.cause
+    for who, text in moves(before, draft.state.placement):
+        draft.cause = events.get(who.partition(":")[0], lost)
+        draft.record("move", text, who)
+        draft.send(ToWatchers(Notice("placement", text)))
     return events

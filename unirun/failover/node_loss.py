@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_PLACEMENT, PlacementError
+from unirun.failover.draft import JobDraft
 from unirun.failover.events import After, LossesDue
 from unirun.failover.moving import (
     Cause,
@@ -25,7 +26,6 @@ from unirun.failover.moving import (
 from unirun.failover.policy import Decision
 from unirun.failover.restart_or_end import advance, end_job, give_up, starting_again
 from unirun.failover.state import Exit, Failure, JobPhase, JobState
-from unirun.failover.transition import Transition
 from unirun.failover.worker_failure import failure_of
 from unirun.values import WorkerId
 from unirun.wire.reports import WorkerExited
@@ -37,50 +37,50 @@ KILLED = 128 + signal.SIGKILL
 """The exit code of a job whose nodes are gone."""
 
 
-def agent_lost(transition: Transition, node: str, reason: str) -> None:
+def agent_lost(draft: JobDraft, node: str, reason: str) -> None:
     """The agent of `node` is gone. When a rack loses its power, many are: one decision is made for all of them."""
-    if not transition.state.losses:
-        transition.send(After(LOSS_DELAY, LossesDue()))
-    transition.state = replace(transition.state, losses={**transition.state.losses, node: reason})
+    if not draft.state.losses:
+        draft.send(After(LOSS_DELAY, LossesDue()))
+    draft.state = replace(draft.state, losses={**draft.state.losses, node: reason})
 
 
-def nodes_lost(transition: Transition, nodes: Mapping[str, str]) -> None:
+def nodes_lost(draft: JobDraft, nodes: Mapping[str, str]) -> None:
     """Handle the loss of `nodes` (node → reason). Workers never outlive their agent, so theirs are lost too."""
-    nodes = {node: why for node, why in nodes.items() if not transition.state.given_up(node)}
+    nodes = {node: why for node, why in nodes.items() if not draft.state.given_up(node)}
     if not nodes:
         return
     for node, why in nodes.items():
-        transition.record("agent_lost", f"{node}: {why}", node, *_workers_on(transition.state, node))
-    before = transition.state
-    cause = Cause(tuple(nodes), _reason(nodes), transition.now)
-    failures = _fall(transition, nodes, cause.reason)
-    transition.state = without(transition.state, nodes.keys())
-    transition.tell_now()
-    if transition.state.phase is JobPhase.STOPPING:
-        for role in list(transition.state.roles.values()):
-            advance(transition, role)
-    elif transition.state.without(nodes):
-        _go_on(transition, before, cause, failures)
+        draft.record("agent_lost", f"{node}: {why}", node, *_workers_on(draft.state, node))
+    before = draft.state
+    cause = Cause(tuple(nodes), _reason(nodes), draft.now)
+    failures = _fall(draft, nodes, cause.reason)
+    draft.state = without(draft.state, nodes.keys())
+    draft.tell_now()
+    if draft.state.phase is JobPhase.STOPPING:
+        for role in list(draft.state.roles.values()):
+            advance(draft, role)
+    elif draft.state.without(nodes):
+        _go_on(draft, before, cause, failures)
     else:
-        transition.state = transition.state.with_failures(
+        draft.state = draft.state.with_failures(
             *(replace(each, decision="the job ends") for each in failures)
         )
-        end_job(transition, Decision("end_job", cause.reason), KILLED, by_failure=bool(failures))
+        end_job(draft, Decision("end_job", cause.reason), KILLED, by_failure=bool(failures))
 
 
-def begin_without(transition: Transition, gone: Collection[str], reason: str) -> bool:
+def begin_without(draft: JobDraft, gone: Collection[str], reason: str) -> bool:
     """Start the job on the nodes that have joined, without `gone`. Returns False when the ranks do not fit there."""
-    state = without(transition.state, gone)
+    state = without(draft.state, gone)
     if not state.without(gone):
         return False
-    cause = Cause(tuple(gone), reason, transition.now)
-    before, transition.state = transition.state, state
+    cause = Cause(tuple(gone), reason, draft.now)
+    before, draft.state = draft.state, state
     try:
-        found = _relocation(transition, before, cause)
+        found = _relocation(draft, before, cause)
     except PlacementError:
-        transition.state = before
+        draft.state = before
         return False
-    begin(transition, found.placement, cause)
+    begin(draft, found.placement, cause)
     return True
 
 
@@ -106,37 +106,37 @@ def _reason(nodes: Mapping[str, str]) -> str:
     return f"the agents of {named(list(nodes))} are gone: {nodes[first]}"
 
 
-def _fall(transition: Transition, nodes: Collection[str], reason: str) -> list[Failure]:
+def _fall(draft: JobDraft, nodes: Collection[str], reason: str) -> list[Failure]:
     """Mark the workers of `nodes` as killed. Returns their failures."""
     killed = Exit(signal=signal.SIGKILL)
     failures: list[Failure] = []
-    for role in list(transition.state.roles.values()):
+    for role in list(draft.state.roles.values()):
         fallen = [worker for worker in role.live if worker.node in nodes]
         for worker in fallen:
             who = WorkerId(role.name, worker.rank, worker.incarnation)
-            end = WorkerExited(who, transition.now, None, killed.signal, note=reason)
-            failures.append(failure_of(transition.state, role, worker, end, killed))
+            end = WorkerExited(who, draft.now, None, killed.signal, note=reason)
+            failures.append(failure_of(draft.state, role, worker, end, killed))
             role = role.with_worker(worker.ended(killed))
         if fallen:
-            transition.put(starting_again(role) if role.is_program else role)
+            draft.put(starting_again(role) if role.is_program else role)
     return failures
 
 
-def _go_on(transition: Transition, before: JobState, cause: Cause, failures: Sequence[Failure]) -> None:
+def _go_on(draft: JobDraft, before: JobState, cause: Cause, failures: Sequence[Failure]) -> None:
     """Place what was on lost nodes elsewhere, or end the job."""
-    missing, decisions = decide_missing(before, transition.state, cause)
+    missing, decisions = decide_missing(before, draft.state, cause)
     for name, decision in decisions.items():
-        if decision.action == "end_job" and transition.state.role_spec(name).optional:
-            give_up(transition, transition.role(name), _ranks(missing, name), decision.reason)
-    _, decisions = decide_missing(before, transition.state, cause)
+        if decision.action == "end_job" and draft.state.role_spec(name).optional:
+            give_up(draft, draft.role(name), _ranks(missing, name), decision.reason)
+    _, decisions = decide_missing(before, draft.state, cause)
     no_room: PlacementError | None = None
     if not _end_of(decisions):
         try:
-            found = _relocation(transition, before, cause)
+            found = _relocation(draft, before, cause)
             decisions = dict(found.decisions)
         except PlacementError as error:
             no_room = error
-    transition.state = transition.state.with_failures(
+    draft.state = draft.state.with_failures(
         *(
             replace(
                 each,
@@ -147,19 +147,19 @@ def _go_on(transition: Transition, before: JobState, cause: Cause, failures: Seq
             for each in failures
         )
     )
-    if _ends(transition, decisions, by_failure=bool(failures)):
+    if _ends(draft, decisions, by_failure=bool(failures)):
         return
     if no_room is not None:
         end = Decision("end_job", f"{cause.reason}; its ranks fit nowhere else: {no_room}")
-        end_job(transition, end, EXIT_PLACEMENT, by_failure=False)
+        end_job(draft, end, EXIT_PLACEMENT, by_failure=False)
         return
-    if transition.state.phase is JobPhase.LAUNCHING:
-        begin(transition, found.placement, cause)
+    if draft.state.phase is JobPhase.LAUNCHING:
+        begin(draft, found.placement, cause)
     else:
-        relocate(transition, before, cause, found)
+        relocate(draft, before, cause, found)
 
 
-def _relocation(transition: Transition, before: JobState, cause: Cause) -> Relocation:
+def _relocation(draft: JobDraft, before: JobState, cause: Cause) -> Relocation:
     """The next placement, and what follows from it. Where optional services have no room, or others cannot restart to
     make room for them, these services are given up: as few as are enough.
 
@@ -167,22 +167,22 @@ def _relocation(transition: Transition, before: JobState, cause: Cause) -> Reloc
     """
     error: PlacementError | None = None
     try:
-        found = _relocated(transition.state, before, cause)
+        found = _relocated(draft.state, before, cause)
         if found.end is None:
             return found
         reason = f"with a place for it the job would end: {found.end.reason}"
     except PlacementError as no_room:
         error, reason = no_room, f"{cause.reason}; it fits nowhere else: {no_room}"
-    optional = without_room(transition.state, cause.gone)
+    optional = without_room(draft.state, cause.gone)
     for chosen in _choices([*optional]):
-        trial = Transition(transition.state, transition.now)
+        trial = JobDraft(draft.state, draft.now)
         for name in chosen:
             give_up(trial, trial.role(name), optional[name], reason)
         with suppress(PlacementError):
             without_it = _relocated(trial.state, before, cause)
             if without_it.end is None:
                 for name in chosen:
-                    give_up(transition, transition.role(name), optional[name], reason)
+                    give_up(draft, draft.role(name), optional[name], reason)
                 return without_it
     if error is not None:
         raise error
@@ -211,11 +211,11 @@ def _end_of(decisions: Mapping[str, Decision]) -> Decision | None:
     return next((each for each in decisions.values() if each.action == "end_job"), None)
 
 
-def _ends(transition: Transition, decisions: Mapping[str, Decision], *, by_failure: bool) -> bool:
+def _ends(draft: JobDraft, decisions: Mapping[str, Decision], *, by_failure: bool) -> bool:
     """End the job if one of the decisions says so. Returns whether it did."""
     decision = _end_of(decisions)
     if decision is not None:
-        end_job(transition, decision, KILLED, by_failure=by_failure)
+        end_job(draft, decision, KILLED, by_failure=by_failure)
     return decision is not None
 
 

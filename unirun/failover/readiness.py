@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_PLACEMENT, Refused
+from unirun.failover.draft import JobDraft, output_of
 from unirun.failover.events import After, StartDue, ToWatchers
 from unirun.failover.generations import form_first, obstructed, opened, start_again
 from unirun.failover.policy import LONGEST_DELAY, Decision
@@ -39,28 +40,27 @@ from unirun.failover.state import (
     WorkerPhase,
     WorkerState,
 )
-from unirun.failover.transition import Transition, output_of
 from unirun.spec.job import RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import Reserve
 from unirun.wire.reports import Health, Placed
 
 
-def start_due(transition: Transition) -> None:
+def start_due(draft: JobDraft) -> None:
     """Start the roles and programs that are due. While nodes are away after a takeover, none is."""
-    state = transition.state
+    state = draft.state
     if state.phase is not JobPhase.RUNNING or state.away or not any(map(_has_to_start, state.roles.values())):
         return
-    _look(transition)
-    state = transition.state
+    _look(draft)
+    state = draft.state
     if any(state.looked[role.name].portless for role in _with_ports(state)):
         return
     names = [name for name, role in state.roles.items() if _may_begin(state, role)]
     if names:
-        form_first(transition, names)
+        form_first(draft, names)
     for role in state.roles.values():
         if role.is_program and role.phase is not RolePhase.WAITING:
-            _start_programs(transition, role, state.looked[role.name].missing)
+            _start_programs(draft, role, state.looked[role.name].missing)
 
 
 def _has_to_start(role: RoleState) -> bool:
@@ -69,20 +69,20 @@ def _has_to_start(role: RoleState) -> bool:
     return role.phase is RolePhase.WAITING or starts_again
 
 
-def _look(transition: Transition) -> None:
+def _look(draft: JobDraft) -> None:
     """Count what decides about starts, and ask agents for the ports of ranks that have none there, once."""
-    state = transition.state
+    state = draft.state
     looked = {
-        spec.name: _look_at(transition, state.roles[spec.name], spec)
+        spec.name: _look_at(draft, state.roles[spec.name], spec)
         for spec in state.spec.roles
         if spec.is_program or spec.ports or spec.group
     }
-    transition.state = replace(transition.state, looked=looked)
+    draft.state = replace(draft.state, looked=looked)
 
 
-def _look_at(transition: Transition, role: RoleState, spec: RoleSpec) -> Looked:
-    placement = transition.state.placement
-    before = transition.state.looked.get(role.name)
+def _look_at(draft: JobDraft, role: RoleState, spec: RoleSpec) -> Looked:
+    placement = draft.state.placement
+    before = draft.state.looked.get(role.name)
     if before is None or before.placement is not placement or len(before.workers) != len(role.workers):
         before = Looked(placement, Ranks())
     if before.workers is role.workers:
@@ -105,9 +105,9 @@ def _look_at(transition: Transition, role: RoleState, spec: RoleSpec) -> Looked:
         else:
             missing.add(rank)
     if asked:
-        transition.put(role)
+        draft.put(role)
         for node, ranks in asked.items():
-            transition.order(node, Reserve(role.name, tuple(ranks)))
+            draft.order(node, Reserve(role.name, tuple(ranks)))
     return Looked(placement, role.workers, portless, ready, frozenset(missing))
 
 
@@ -165,30 +165,30 @@ def waiting_to_start(state: JobState) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _start_programs(transition: Transition, role: RoleState, missing: Collection[int]) -> None:
+def _start_programs(draft: JobDraft, role: RoleState, missing: Collection[int]) -> None:
     if role.phase is RolePhase.RESTARTING:
-        whole = not role.living and role.generation > role.opened and not obstructed(transition.state, role)
-        if whole and all(worker.due == NEVER or _is_due(transition, worker) for worker in role.workers):
-            opened(transition, role)
-            settle(transition, transition.role(role.name))
+        whole = not role.living and role.generation > role.opened and not obstructed(draft.state, role)
+        if whole and all(worker.due == NEVER or _is_due(draft, worker) for worker in role.workers):
+            opened(draft, role)
+            settle(draft, draft.role(role.name))
         return
-    spec = transition.state.role_spec(role.name)
+    spec = draft.state.role_spec(role.name)
     due = [
         role.workers[rank]
         for rank in sorted(missing)
-        if all(_may_start(transition, role.workers[member]) for member in spec.members(rank))
+        if all(_may_start(draft, role.workers[member]) for member in spec.members(rank))
     ]
-    if due and role.phase in ROLE_WORKS and not obstructed(transition.state, role):
-        start_again(transition, role, due)
+    if due and role.phase in ROLE_WORKS and not obstructed(draft.state, role):
+        start_again(draft, role, due)
 
 
-def _may_start(transition: Transition, worker: WorkerState) -> bool:
-    return not worker.live and _is_due(transition, worker)
+def _may_start(draft: JobDraft, worker: WorkerState) -> bool:
+    return not worker.live and _is_due(draft, worker)
 
 
-def _is_due(transition: Transition, worker: WorkerState) -> bool:
+def _is_due(draft: JobDraft, worker: WorkerState) -> bool:
     """Return True if the back-off of `worker` is over; also when the clock was set back."""
-    return worker.due != NEVER and not transition.now < worker.due <= transition.now + LONGEST_DELAY
+    return worker.due != NEVER and not draft.now < worker.due <= draft.now + LONGEST_DELAY
 
 
 def _with_ports(state: JobState) -> list[RoleState]:
@@ -197,18 +197,18 @@ def _with_ports(state: JobState) -> list[RoleState]:
     return [role for role in roles if role.phase not in ROLE_ENDS]
 
 
-def reserve_again(transition: Transition, node: str) -> None:
+def reserve_again(draft: JobDraft, node: str) -> None:
     """Repeat the orders for ports that the agent of `node` has not answered: it may have got none of them."""
-    for role in _with_ports(transition.state):
+    for role in _with_ports(draft.state):
         asked = [w.rank for w in role.workers if w.ports is not None and w.ports.node == node and not w.place]
         if asked:
-            transition.order(node, Reserve(role.name, tuple(asked)))
+            draft.order(node, Reserve(role.name, tuple(asked)))
 
 
-def placed(transition: Transition, event: Placed) -> None:
+def placed(draft: JobDraft, event: Placed) -> None:
     """Ranks have got their ports. Where there are none for them the job ends, or goes on without an optional service.
     Ranks that have moved since they were asked for wait for those of another node."""
-    role = transition.role(event.role)
+    role = draft.role(event.role)
     if role.phase in ROLE_ENDS:
         return
     if event.problem:
@@ -217,59 +217,57 @@ def placed(transition: Transition, event: Placed) -> None:
         if not waiting:
             return
         reason = f"{role.name}:{show_ranks(waiting)} cannot start on {event.node}: {event.problem}"
-        if transition.state.role_spec(role.name).optional:
-            give_up(transition, role, waiting, reason)
-            transition.tell_soon()
+        if draft.state.role_spec(role.name).optional:
+            give_up(draft, role, waiting, reason)
+            draft.tell_soon()
             return
-        end_job(transition, Decision("end_job", reason), EXIT_PLACEMENT, by_failure=False)
+        end_job(draft, Decision("end_job", reason), EXIT_PLACEMENT, by_failure=False)
         return
-    count = len(transition.state.role_spec(event.role).ports)
+    count = len(draft.state.role_spec(event.role).ports)
     for rank, place in zip(event.ranks, event.places, strict=False):
         if not 0 <= rank < len(role.workers) or len(place.ports) != count:
             raise Refused(f"{event.node} has other ports than {event.role}:{rank} has asked for")
         worker = role.workers[rank]
         if worker.ports == Ports(event.node):
             role = role.with_worker(replace(worker, ports=Ports(event.node, place)))
-    transition.put(role)
-    transition.tell_soon()
+    draft.put(role)
+    draft.tell_soon()
 
 
-def health_changed(transition: Transition, who: WorkerId, health: Health) -> None:
+def health_changed(draft: JobDraft, who: WorkerId, health: Health) -> None:
     """A program has become ready, or is not any more."""
-    found = transition.find(who)
+    found = draft.find(who)
     if found is None or not found[0].probed:
         return
     role, worker = found
     phase = WorkerPhase.SERVING if health.ready else WorkerPhase.RUNNING
     changed = phase is not worker.phase
     role = role.with_worker(replace(worker, phase=phase, health=health))
-    settle(transition, starting_again(role))
+    settle(draft, starting_again(role))
     if changed:
         text = "is ready" if health.ready else f"is not ready: {health.why}"
-        transition.record("ready" if health.ready else "unready", f"{who} {text}", str(who))
-        transition.send(ToWatchers(output_of(transition.state, role.name, worker.rank)))
-        if transition.role(role.name).serves:
-            transition.tell_now()
+        draft.record("ready" if health.ready else "unready", f"{who} {text}", str(who))
+        draft.send(ToWatchers(output_of(draft.state, role.name, worker.rank)))
+        if draft.role(role.name).serves:
+            draft.tell_now()
         else:
-            transition.tell_soon()
+            draft.tell_soon()
 
 
-def wait_again(transition: Transition) -> None:
+def wait_again(draft: JobDraft) -> None:
     """Wait for the back-offs that an earlier master has begun, and end the groups that it wanted to end."""
-    for role in list(transition.state.roles.values()):
+    for role in list(draft.state.roles.values()):
         if role.phase in ROLE_WORKS:
-            stop_groups(transition, role)
-    workers = (
-        worker for role in transition.state.roles.values() if role.is_program for worker in role.workers
-    )
-    dues = {worker.due for worker in workers if not worker.live and worker.due > transition.now}
+            stop_groups(draft, role)
+    workers = (worker for role in draft.state.roles.values() if role.is_program for worker in role.workers)
+    dues = {worker.due for worker in workers if not worker.live and worker.due > draft.now}
     for due in dues:
-        transition.send(After(min(due - transition.now, LONGEST_DELAY), StartDue()))
+        draft.send(After(min(due - draft.now, LONGEST_DELAY), StartDue()))
 
 
-def stop_due(transition: Transition) -> None:
+def stop_due(draft: JobDraft) -> None:
     """Tell the services to end that are next: those of the latest start, once all that ended before are gone."""
-    state = transition.state
+    state = draft.state
     if state.phase is not JobPhase.STOPPING or state.verdict is None:
         return
     live = [role for role in state.roles.values() if role.living]
@@ -279,5 +277,5 @@ def stop_due(transition: Transition) -> None:
     latest = max(role.wave for role in waiting)
     for role in waiting:
         if role.wave == latest:
-            stop_role(transition, role, state.verdict)
-            advance(transition, transition.role(role.name))
+            stop_role(draft, role, state.verdict)
+            advance(draft, draft.role(role.name))

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, IllegalTransition
+from unirun.failover.draft import JobDraft
 from unirun.failover.events import After, Finish, StartDue, ToWatchers
 from unirun.failover.generations import form_next, start_missing
 from unirun.failover.policy import Budget, Decision, History
@@ -32,7 +33,6 @@ from unirun.failover.state import (
     RoleState,
     Verdict,
 )
-from unirun.failover.transition import Transition
 from unirun.spec.job import RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import Shutdown, StopWorkers
@@ -44,76 +44,74 @@ neither is the cause. A hang has lasted longer by then; when a peer is gone, all
 milliseconds, and there is no wait."""
 
 
-def advance(transition: Transition, role: RoleState) -> None:
+def advance(draft: JobDraft, role: RoleState) -> None:
     """Advance `role` after a worker ended without a new failure."""
     if role.phase in ROLE_WORKS:
         if role.has_done_its_work and role.workers[0].due == NEVER:
-            transition.put(replace(role, phase=RolePhase.FAILED))
+            draft.put(replace(role, phase=RolePhase.FAILED))
         elif role.has_done_its_work:
-            transition.put(replace(role, phase=RolePhase.SUCCEEDED))
-            transition.record("role", f"role {role.name} succeeded", role.name)
+            draft.put(replace(role, phase=RolePhase.SUCCEEDED))
+            draft.record("role", f"role {role.name} succeeded", role.name)
         else:
-            settle(transition, role)
+            settle(draft, role)
         return
     if role.living:
         return
     if role.phase is RolePhase.RESTARTING and len(role.given_up) == len(role.workers):
-        transition.put(replace(role, phase=RolePhase.FAILED))
+        draft.put(replace(role, phase=RolePhase.FAILED))
     elif role.phase is RolePhase.RESTARTING:
-        _tell_cause(transition, role)
-        form_anew(transition, role)
+        _tell_cause(draft, role)
+        form_anew(draft, role)
     elif role.phase is RolePhase.STOPPING:
         last = {WorkerId(role.name, worker.rank, worker.incarnation) for worker in role.workers}
-        failed = any(each.worker in last for each in transition.state.failures)
-        transition.put(replace(role, phase=RolePhase.FAILED if failed else RolePhase.STOPPED))
+        failed = any(each.worker in last for each in draft.state.failures)
+        draft.put(replace(role, phase=RolePhase.FAILED if failed else RolePhase.STOPPED))
 
 
-def _tell_cause(transition: Transition, role: RoleState) -> None:
+def _tell_cause(draft: JobDraft, role: RoleState) -> None:
     """Report the cause of a restart of `role` if it is a rank that has not failed, which is known only once
     all failures are."""
-    failures = [
-        each for each in transition.state.failures if each.worker.role == role.name and not each.inferred
-    ]
+    failures = [each for each in draft.state.failures if each.worker.role == role.name and not each.inferred]
     if role.orderly or not failures or failures[-1].generation != role.generation:
         return
     found = [each for each in failures if each.generation == role.generation]
-    diagnosis = diagnose(found, bystanders(transition.state, found))
+    diagnosis = diagnose(found, bystanders(draft.state, found))
     if diagnosis.inferred:
-        _keep_cause(transition, diagnosis)
-        transition.send(ToWatchers(Notice(role.name, f"the cause of its restart: {diagnosis}")))
+        _keep_cause(draft, diagnosis)
+        draft.send(ToWatchers(Notice(role.name, f"the cause of its restart: {diagnosis}")))
 
 
-def _keep_cause(transition: Transition, diagnosis: Diagnosis) -> None:
+def _keep_cause(draft: JobDraft, diagnosis: Diagnosis) -> None:
     """Remember a rank that has not failed itself as the cause of other failures."""
-    transition.state = transition.state.with_failures(diagnosis.cause)
-    transition.record("cause", str(diagnosis), str(diagnosis.cause.worker))
+    draft.state = draft.state.with_failures(diagnosis.cause)
+    draft.record("cause", str(diagnosis), str(diagnosis.cause.worker))
 
 
-def form_anew(transition: Transition, role: RoleState) -> None:
+def form_anew(draft: JobDraft, role: RoleState) -> None:
     """Form the next generation of `role`; end the job when some of its ranks have no place.
 
     That is so for ranks that had succeeded before their node was lost, when they did not fit on another node.
     """
-    places = transition.state.placement.of_role(role.name)
-    gone, given_up = transition.state.placement.lost, role.given_up
+    places = draft.state.placement.of_role(role.name)
+    gone, given_up = draft.state.placement.lost, role.given_up
     lost = [place.rank for place in places if place.node in gone and place.rank not in given_up]
     if not lost:
-        form_next(transition, role)
+        form_next(draft, role)
         return
-    transition.put(replace(role, phase=RolePhase.STOPPING))
+    draft.put(replace(role, phase=RolePhase.STOPPING))
     who = f"{role.name}:{show_ranks(lost)}"
     reason = f"role {role.name} cannot start again: the node of {who} is gone, and they fit nowhere else"
-    stop_all(transition, Verdict(JobPhase.FAILED, EXIT_PLACEMENT, reason), signal.SIGTERM, None)
+    stop_all(draft, Verdict(JobPhase.FAILED, EXIT_PLACEMENT, reason), signal.SIGTERM, None)
 
 
-def settle(transition: Transition, role: RoleState) -> None:
+def settle(draft: JobDraft, role: RoleState) -> None:
     """Put `role`; it is running as soon as all of its ranks are."""
     if role.phase in (RolePhase.STARTING, RolePhase.REFORMING) and role.settled:
         role = replace(role, phase=RolePhase.RUNNING)
-        transition.record("running", f"role {role.name}: every rank runs", role.name)
-        transition.tell_soon()
-        transition.grow_soon()
-    transition.put(role)
+        draft.record("running", f"role {role.name}: every rank runs", role.name)
+        draft.tell_soon()
+        draft.grow_soon()
+    draft.put(role)
 
 
 def starting_again(role: RoleState) -> RoleState:
@@ -126,32 +124,32 @@ def starting_again(role: RoleState) -> RoleState:
 
 
 def stop_all(
-    transition: Transition, verdict: Verdict, signum: int, grace: float | None, *, together: bool = False
+    draft: JobDraft, verdict: Verdict, signum: int, grace: float | None, *, together: bool = False
 ) -> None:
     """Stop every role; the job ends with `verdict` when the last worker is gone. The role that has failed may have some
     time before that (`_patience`). Unless all stop `together`, services are told later, when others have ended
     (`unirun.failover.readiness.stop_due`)."""
-    if transition.state.verdict is not None:
+    if draft.state.verdict is not None:
         return
-    grace = transition.state.spec.shutdown_timeout if grace is None else grace
+    grace = draft.state.spec.shutdown_timeout if grace is None else grace
     verdict = replace(verdict, signal=int(signum), grace=grace)
-    transition.state = replace(transition.state, phase=JobPhase.STOPPING, verdict=verdict)
-    transition.record("stopping", verdict.reason)
-    transition.state = replace(transition.state, cause=transition.cause)
-    for role in list(transition.state.roles.values()):
-        service = transition.state.role_spec(role.name).service and role.phase in ROLE_WORKS
+    draft.state = replace(draft.state, phase=JobPhase.STOPPING, verdict=verdict)
+    draft.record("stopping", verdict.reason)
+    draft.state = replace(draft.state, cause=draft.cause)
+    for role in list(draft.state.roles.values()):
+        service = draft.state.role_spec(role.name).service and role.phase in ROLE_WORKS
         later = service and role.living and not together
         if role.phase not in ROLE_ENDS and not later:
-            stop_role(transition, role, verdict)
-            advance(transition, transition.role(role.name))
+            stop_role(draft, role, verdict)
+            advance(draft, draft.role(role.name))
 
 
-def stop_role(transition: Transition, role: RoleState, verdict: Verdict) -> None:
+def stop_role(draft: JobDraft, role: RoleState, verdict: Verdict) -> None:
     """Tell the workers of `role` to end, as the job ends with `verdict`."""
     role = replace(role, phase=RolePhase.STOPPING)
-    transition.put(role)
-    after = _patience(transition.state, role.name) if verdict.by_failure else 0.0
-    transition.stop(role, verdict.signal, verdict.grace, after)
+    draft.put(role)
+    after = _patience(draft.state, role.name) if verdict.by_failure else 0.0
+    draft.stop(role, verdict.signal, verdict.grace, after)
 
 
 def shutdown_order(state: JobState, verdict: Verdict) -> Shutdown:
@@ -161,34 +159,34 @@ def shutdown_order(state: JobState, verdict: Verdict) -> Shutdown:
     return Shutdown(state.spec.shutdown_timeout, ending)
 
 
-def end_as_told(transition: Transition, ending: Ending) -> None:
+def end_as_told(draft: JobDraft, ending: Ending) -> None:
     """End the job with the verdict of an earlier master, which could not write it."""
     verdict = Verdict(JobPhase(ending.phase), ending.code, ending.reason, ending.by_failure)
     if verdict.phase is JobPhase.SUCCEEDED:
         # That master saw them succeed; agents that have left since cannot report it again.
-        for name in transition.state.spec.primary:
-            role = transition.state.roles[name]
+        for name in draft.state.spec.primary:
+            role = draft.state.roles[name]
             workers = Ranks(w.ended(Exit(code=0)) for w in role.workers)
-            transition.put(replace(role, phase=RolePhase.SUCCEEDED, workers=workers))
-    stop_all(transition, verdict, signal.SIGTERM, None)
+            draft.put(replace(role, phase=RolePhase.SUCCEEDED, workers=workers))
+    stop_all(draft, verdict, signal.SIGTERM, None)
 
 
-def end_if_over(transition: Transition) -> None:
+def end_if_over(draft: JobDraft) -> None:
     """Stop the job when its primary roles have succeeded; end it when it is stopping and no worker is left. A job of
     services alone goes on until it is stopped, or none of them is left."""
-    state = transition.state
+    state = draft.state
     if state.phase is JobPhase.RUNNING and (verdict := _verdict(state)) is not None:
-        stop_all(transition, verdict, signal.SIGTERM, None)
-        state = transition.state
+        stop_all(draft, verdict, signal.SIGTERM, None)
+        state = draft.state
     if state.phase is not JobPhase.STOPPING:
         return
     for role in state.roles.values():
         # A service that was not told to end yet may have lost a rank, which does not start again.
         if (now := starting_again(role)) is not role:
-            transition.put(now)
+            draft.put(now)
     if state.live:
         return
-    state = transition.state
+    state = draft.state
     verdict = state.verdict
     if verdict is None:
         raise IllegalTransition("the job is stopping without a verdict")
@@ -197,11 +195,11 @@ def end_if_over(transition: Transition) -> None:
         diagnosis = diagnose(found, bystanders(state, found))
         report = failure_report(verdict.reason, diagnosis)
         if diagnosis.inferred:
-            _keep_cause(transition, diagnosis)
+            _keep_cause(draft, diagnosis)
             verdict = replace(verdict, reason=f"{diagnosis}; {verdict.reason}")
         code = verdict.code if verdict.code == EXIT_BUDGET else diagnosis.code
         verdict = replace(verdict, code=code, report=report, error_file=f"{diagnosis.failure.log}/error.json")
-    finish(transition, verdict)
+    finish(draft, verdict)
 
 
 def _verdict(state: JobState) -> Verdict | None:
@@ -214,12 +212,12 @@ def _verdict(state: JobState) -> Verdict | None:
     return None
 
 
-def finish(transition: Transition, verdict: Verdict) -> None:
+def finish(draft: JobDraft, verdict: Verdict) -> None:
     """The job is over, with this verdict."""
-    transition.state = replace(transition.state, phase=verdict.phase, verdict=verdict, ended=transition.now)
-    transition.cause = transition.state.cause
-    transition.record("end", f"{verdict.phase}: {verdict.reason} (exit code {verdict.code})")
-    transition.send(Finish(verdict))
+    draft.state = replace(draft.state, phase=verdict.phase, verdict=verdict, ended=draft.now)
+    draft.cause = draft.state.cause
+    draft.record("end", f"{verdict.phase}: {verdict.reason} (exit code {verdict.code})")
+    draft.send(Finish(verdict))
 
 
 def history_of(state: JobState, role: RoleState, now: float, ranks: Collection[int] = ()) -> History:
@@ -241,32 +239,32 @@ def budget_of(spec: RoleSpec, restarts: int, paid: Sequence[float], now: float) 
     return Budget(spec.max_restarts, restarts, spec.restart_window, spec.restart_delay)
 
 
-def restart(transition: Transition, role: RoleState, decision: Decision) -> None:
+def restart(draft: JobDraft, role: RoleState, decision: Decision) -> None:
     """Restart the whole `role`, or start its lost ranks again, as was decided."""
     if decision.action == "join":
-        start_missing(transition, role)
+        start_missing(draft, role)
         return
     if role.is_program:
-        role = _backing_off(transition, role, decision)
+        role = _backing_off(draft, role, decision)
     if not decision.free:
-        role = replace(role, restarts=role.restarts + 1, paid=_paid(transition, role, role.paid))
+        role = replace(role, restarts=role.restarts + 1, paid=_paid(draft, role, role.paid))
     if decision.action == "restart_worker" and role.is_program:
-        transition.put(replace(role, phase=RolePhase.STARTING))
-        stop_groups(transition, transition.role(role.name))
+        draft.put(replace(role, phase=RolePhase.STARTING))
+        stop_groups(draft, draft.role(role.name))
         return
     if decision.action == "restart_worker":
-        form_anew(transition, replace(role, phase=RolePhase.REFORMING))
+        form_anew(draft, replace(role, phase=RolePhase.REFORMING))
         return
     role = replace(role, phase=RolePhase.RESTARTING, orderly=decision.free)
-    transition.put(role)
-    grace = transition.state.spec.shutdown_timeout
-    transition.stop(role, signal.SIGTERM, grace, _patience(transition.state, role.name))
-    advance(transition, role)
+    draft.put(role)
+    grace = draft.state.spec.shutdown_timeout
+    draft.stop(role, signal.SIGTERM, grace, _patience(draft.state, role.name))
+    advance(draft, role)
 
 
-def stop_groups(transition: Transition, role: RoleState) -> None:
+def stop_groups(draft: JobDraft, role: RoleState) -> None:
     """Tell the live ranks of groups to end of which a rank has ended: a group starts again as a whole."""
-    spec, ranks = transition.state.role_spec(role.name), set[int]()
+    spec, ranks = draft.state.role_spec(role.name), set[int]()
     for worker in role.workers if spec.group else ():
         if not worker.live and not worker.ended_well:
             ranks.update(spec.members(worker.rank))
@@ -275,60 +273,58 @@ def stop_groups(transition: Transition, role: RoleState) -> None:
         if worker.rank in ranks:
             nodes.setdefault(worker.node, []).append(worker.rank)
     for node, there in nodes.items():
-        grace = transition.state.spec.shutdown_timeout
-        transition.order(node, StopWorkers(role.name, tuple(there), int(signal.SIGTERM), grace))
+        grace = draft.state.spec.shutdown_timeout
+        draft.order(node, StopWorkers(role.name, tuple(there), int(signal.SIGTERM), grace))
 
 
-def give_up(
-    transition: Transition, role: RoleState, ranks: Collection[int], reason: str, *, tail: str = ""
-) -> None:
+def give_up(draft: JobDraft, role: RoleState, ranks: Collection[int], reason: str, *, tail: str = "") -> None:
     """Go on without these ranks of an optional service, and those that are one server with them, and tell the `reason`.
     A role that restarts as a whole is given up as a whole. `tail` are its last lines."""
     who, text = f"{role.name}:{show_ranks(ranks)}", f"{reason}; the job goes on without it"
-    transition.record("decision", text, who)
-    transition.send(ToWatchers(Notice(who, f"{text}{tail}")))
-    spec, grace = transition.state.role_spec(role.name), transition.state.spec.shutdown_timeout
+    draft.record("decision", text, who)
+    draft.send(ToWatchers(Notice(who, f"{text}{tail}")))
+    spec, grace = draft.state.role_spec(role.name), draft.state.spec.shutdown_timeout
     if role.restart == "role":
-        transition.put(replace(role, phase=RolePhase.STOPPING))
-        transition.stop(role, signal.SIGTERM, grace)
-        advance(transition, transition.role(role.name))
+        draft.put(replace(role, phase=RolePhase.STOPPING))
+        draft.stop(role, signal.SIGTERM, grace)
+        advance(draft, draft.role(role.name))
         return
     left = {member for rank in ranks for member in spec.members(rank)}
     for rank in left:
         worker = role.workers[rank]
         role = role.with_worker(replace(worker, due=NEVER))
         if worker.live and role.phase in ROLE_WORKS:
-            transition.order(worker.node, StopWorkers(role.name, (rank,), int(signal.SIGTERM), grace))
+            draft.order(worker.node, StopWorkers(role.name, (rank,), int(signal.SIGTERM), grace))
     all_gone = all(worker.due == NEVER and not worker.live for worker in role.workers)
-    transition.put(replace(role, phase=RolePhase.FAILED) if all_gone else starting_again(role))
+    draft.put(replace(role, phase=RolePhase.FAILED) if all_gone else starting_again(role))
     if not all_gone:
-        settle(transition, transition.role(role.name))
+        settle(draft, draft.role(role.name))
 
 
-def _backing_off(transition: Transition, role: RoleState, decision: Decision) -> RoleState:
+def _backing_off(draft: JobDraft, role: RoleState, decision: Decision) -> RoleState:
     """`role`, of which the ranks that have just ended start again after the back-off of their budget. A rank that has a
     time for its start already has paid."""
-    now = transition.now
+    now = draft.now
     for worker in role.workers:
         if worker.live or worker.ended_well or worker.due or worker.exit is None:
             continue
-        delay = history_of(transition.state, role, now, [worker.rank]).budget.back_off
-        paid = worker.paid if decision.free else _paid(transition, role, worker.paid)
+        delay = history_of(draft.state, role, now, [worker.rank]).budget.back_off
+        paid = worker.paid if decision.free else _paid(draft, role, worker.paid)
         role = role.with_worker(replace(worker, due=now + delay, paid=paid))
         if delay:
-            transition.send(After(delay, StartDue()))
+            draft.send(After(delay, StartDue()))
     return role
 
 
-def _paid(transition: Transition, role: RoleState, before: Sequence[float]) -> tuple[float, ...]:
+def _paid(draft: JobDraft, role: RoleState, before: Sequence[float]) -> tuple[float, ...]:
     """The times of the latest restarts, with this one; as many as the budget has."""
-    return (*before, transition.now)[-transition.state.role_spec(role.name).max_restarts :]
+    return (*before, draft.now)[-draft.state.role_spec(role.name).max_restarts :]
 
 
-def end_job(transition: Transition, decision: Decision, code: int, *, by_failure: bool) -> None:
+def end_job(draft: JobDraft, decision: Decision, code: int, *, by_failure: bool) -> None:
     """End the job as was decided, with exit code `code` unless a budget is spent."""
     code = EXIT_BUDGET if decision.budget_spent else code
-    stop_all(transition, Verdict(JobPhase.FAILED, code, decision.reason, by_failure), signal.SIGTERM, None)
+    stop_all(draft, Verdict(JobPhase.FAILED, code, decision.reason, by_failure), signal.SIGTERM, None)
 
 
 def _patience(state: JobState, role: str) -> float:

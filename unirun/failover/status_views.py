@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from unirun.failover.draft import output_of, role_changed
 from unirun.failover.policy import learned, waiting
 from unirun.failover.readiness import waiting_to_start
 from unirun.failover.state import JOB_ENDS, Failure, JobState
-from unirun.failover.transition import output_of, role_changed
 from unirun.observe.status import (
     FAILURES,
     CallStatus,

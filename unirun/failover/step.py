@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from unirun.collocation.graph import sound
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
 from unirun.failover.arrivals import arrived, grow, grow_elastic
+from unirun.failover.draft import JobDraft, is_member, output_of
 from unirun.failover.draining import drain, leave_when_empty
 from unirun.failover.events import (
     AgentLost,
@@ -42,7 +43,6 @@ from unirun.failover.state import (
     WorkerPhase,
 )
 from unirun.failover.takeover import REJOIN_TIMEOUT, all_back, bare, take_up
-from unirun.failover.transition import Transition, is_member, output_of
 from unirun.failover.worker_failure import exited, store_ended
 from unirun.values import WorkerId
 from unirun.wire.messages import Drain, Grow, PassOn, Stop
@@ -75,89 +75,89 @@ def step(state: JobState, event: Event, now: float) -> tuple[JobState, list[Comm
     """
     if state.phase in JOB_ENDS:
         return state, []
-    transition = Transition(state, now)
+    draft = JobDraft(state, now)
     try:
-        _handle(transition, event)
-        leave_when_empty(transition)
-        end_if_over(transition)
-        start_due(transition)
-        stop_due(transition)
+        _handle(draft, event)
+        leave_when_empty(draft)
+        end_if_over(draft)
+        start_due(draft)
+        stop_due(draft)
     except IllegalTransition as error:
-        error.cause = transition.cause
+        error.cause = draft.cause
         raise
-    return transition.done()
+    return draft.done()
 
 
-def _handle(transition: Transition, event: Event) -> None:
-    transition.cause = _cause(transition.state, event)
+def _handle(draft: JobDraft, event: Event) -> None:
+    draft.cause = _cause(draft.state, event)
     match event:
         case Join():
-            _join(transition, event)
+            _join(draft, event)
         case SpawnerReady():
-            transition.record(
+            draft.record(
                 "spawner", f"{event.node}: torch is imported after {event.seconds:.2f} s", event.node
             )
-            transition.send(ToWatchers(Notice(event.node, f"spawner ready in {event.seconds:.1f} s")))
+            draft.send(ToWatchers(Notice(event.node, f"spawner ready in {event.seconds:.1f} s")))
         case ViewWanted(node):
-            transition.state = replace(transition.state, uninformed=transition.state.uninformed | {node})
-            transition.tell_now()
+            draft.state = replace(draft.state, uninformed=draft.state.uninformed | {node})
+            draft.tell_now()
         case WorkerStarted():
-            _started(transition, event)
+            _started(draft, event)
         case WorkerRunning():
-            _running(transition, event)
+            _running(draft, event)
         case FromWorker(who, Listening(addresses)):
-            _listening(transition, who, addresses)
+            _listening(draft, who, addresses)
         case FromWorker(who, Serving() as said):
-            _serving(transition, who, said)
+            _serving(draft, who, said)
         case FromWorker(who, GroupFormed() as said):
-            _formed(transition, who, said)
+            _formed(draft, who, said)
         case FromWorker(who, Metrics() as said):
-            _metrics(transition, who, said)
+            _metrics(draft, who, said)
         case FromWorker(who, Calls() as said):
-            _calls(transition, who, said)
+            _calls(draft, who, said)
         case FromWorker(who, Health() as said):
-            health_changed(transition, who, said)
+            health_changed(draft, who, said)
         case Placed():
-            placed(transition, event)
+            placed(draft, event)
         case StartDue():
             # What is due is started after every event.
             pass
         case WorkerExited():
-            exited(transition, event)
+            exited(draft, event)
         case StoreOpened():
-            _store_opened(transition, event)
+            _store_opened(draft, event)
         case StoreEnded():
-            store_ended(transition, event)
+            store_ended(draft, event)
         case Notice():
-            transition.record(event.kind, f"{event.source}: {event.text}", event.source)
-            transition.send(ToWatchers(event))
+            draft.record(event.kind, f"{event.source}: {event.text}", event.source)
+            draft.send(ToWatchers(event))
         case Stop():
-            _stop(transition, event)
+            _stop(draft, event)
         case PassOn():
-            _pass_on(transition, event)
+            _pass_on(draft, event)
         case Drain(node):
-            drain(transition, node)
+            drain(draft, node)
         case Grow(role):
-            grow_elastic(transition, role)
+            grow_elastic(draft, role)
         case Arrived():
-            arrived(transition, event)
+            arrived(draft, event)
         case GrowthDue():
-            grow(transition)
+            grow(draft)
         case OwnerLost():
             lost = Stop(signal.SIGTERM, "the unirun command was killed", OWNER_LOST_GRACE_SECONDS)
-            _stop(transition, lost, together=True)
+            _stop(draft, lost, together=True)
         case AgentLost(node, reason):
-            agent_lost(transition, node, reason)
+            agent_lost(draft, node, reason)
         case LossesDue():
-            losses, transition.state = transition.state.losses, replace(transition.state, losses={})
-            nodes_lost(transition, losses)
+            losses, draft.state = draft.state.losses, replace(draft.state, losses={})
+            nodes_lost(draft, losses)
         case JoinTimedOut():
-            _join_timed_out(transition)
+            _join_timed_out(draft)
         case RejoinTimedOut():
-            _rejoin_timed_out(transition)
+            _rejoin_timed_out(draft)
         case ViewDue():
-            if transition.state.view_due:
-                transition.tell_now()
+            if draft.state.view_due:
+                draft.tell_now()
 
 
 def _cause(state: JobState, event: Event) -> str:
@@ -172,99 +172,99 @@ def _cause(state: JobState, event: Event) -> str:
     return state.roles[name].cause if name in state.roles else ""
 
 
-def _join(transition: Transition, event: Join) -> None:
-    state = transition.state
+def _join(draft: JobDraft, event: Join) -> None:
+    state = draft.state
     known = state.agents.get(event.node)
     again = known is not None and (event.node in state.away or known.pid == event.pid)
     if state.given_up(event.node) or event.node in state.losses or (known is not None and not again):
         raise Refused(f"node {event.node} joined twice, or has no place in this job")
-    transition.state = replace(
+    draft.state = replace(
         state,
         agents={**state.agents, event.node: bare(event)},
         away=state.away - {event.node},
         uninformed=state.uninformed | {event.node},
     )
-    transition.record("join", f"{event.node} joined (pid {event.pid})", event.node)
+    draft.record("join", f"{event.node} joined (pid {event.pid})", event.node)
     if event.ending is not None and state.verdict is None:
-        end_as_told(transition, event.ending)
+        end_as_told(draft, event.ending)
     if event.node in state.newcomers:
-        transition.grow_soon()
-    if transition.state.phase is JobPhase.LAUNCHING:
-        form_if_all_are_there(transition)
+        draft.grow_soon()
+    if draft.state.phase is JobPhase.LAUNCHING:
+        form_if_all_are_there(draft)
     else:
-        _rejoined(transition, event)
+        _rejoined(draft, event)
 
 
-def _rejoined(transition: Transition, event: Join) -> None:
-    for news in take_up(transition, event):
-        _handle(transition, news)
-    for role in list(transition.state.roles.values()):
+def _rejoined(draft: JobDraft, event: Join) -> None:
+    for news in take_up(draft, event):
+        _handle(draft, news)
+    for role in list(draft.state.roles.values()):
         if role.phase in ROLE_WORKS:
-            settle(transition, role)
-    reserve_again(transition, event.node)
-    if not transition.state.away:
-        all_back(transition)
-        wait_again(transition)
+            settle(draft, role)
+    reserve_again(draft, event.node)
+    if not draft.state.away:
+        all_back(draft)
+        wait_again(draft)
 
 
-def _started(transition: Transition, event: WorkerStarted) -> None:
-    found = transition.find(event.worker)
+def _started(draft: JobDraft, event: WorkerStarted) -> None:
+    found = draft.find(event.worker)
     if found is None:
         return
     role, worker = found
     # `Hello` comes on another stream and may have arrived before.
     phase = WorkerPhase.ALIVE if worker.phase is WorkerPhase.STARTING else worker.phase
-    transition.put(role.with_worker(replace(worker, phase=phase, pid=event.pid)))
-    transition.send(ToWatchers(output_of(transition.state, role.name, worker.rank)))
+    draft.put(role.with_worker(replace(worker, phase=phase, pid=event.pid)))
+    draft.send(ToWatchers(output_of(draft.state, role.name, worker.rank)))
 
 
-def _running(transition: Transition, event: WorkerRunning) -> None:
-    found = transition.find(event.worker)
+def _running(draft: JobDraft, event: WorkerRunning) -> None:
+    found = draft.find(event.worker)
     if found is None or found[1].phase is WorkerPhase.SERVING:
         return
     role, worker = found
     _refuse_later(role, event.generation)
     generation = max(worker.generation, event.generation)
-    member = is_member(transition.state, role, worker)
+    member = is_member(draft.state, role, worker)
     phase = WorkerPhase.SERVING if member else WorkerPhase.RUNNING
-    settle(transition, role.with_worker(replace(worker, phase=phase, generation=generation)))
-    transition.tell_soon()
+    settle(draft, role.with_worker(replace(worker, phase=phase, generation=generation)))
+    draft.tell_soon()
 
 
-def _serving(transition: Transition, who: WorkerId, event: Serving) -> None:
-    found = transition.find(who)
+def _serving(draft: JobDraft, who: WorkerId, event: Serving) -> None:
+    found = draft.find(who)
     if found is None:
         return
     role, worker = found
     addresses = {**worker.addresses, **event.addresses}
     worker = replace(worker, phase=WorkerPhase.SERVING, addresses=addresses, recoverable=event.recoverable)
     role = role.with_worker(worker)
-    settle(transition, role)
+    settle(draft, role)
     if role.serves:
-        transition.tell_now()
+        draft.tell_now()
     else:
-        transition.tell_soon()
+        draft.tell_soon()
 
 
-def _listening(transition: Transition, who: WorkerId, addresses: Mapping[str, str]) -> None:
-    found = transition.find(who)
+def _listening(draft: JobDraft, who: WorkerId, addresses: Mapping[str, str]) -> None:
+    found = draft.find(who)
     if found is None:
         return
     role, worker = found
-    transition.put(role.with_worker(replace(worker, addresses={**worker.addresses, **addresses})))
-    transition.tell_soon()
+    draft.put(role.with_worker(replace(worker, addresses={**worker.addresses, **addresses})))
+    draft.tell_soon()
 
 
-def _formed(transition: Transition, who: WorkerId, event: GroupFormed) -> None:
-    found = transition.find(who)
+def _formed(draft: JobDraft, who: WorkerId, event: GroupFormed) -> None:
+    found = draft.find(who)
     if found is None:
         return
     role, worker = found
     # It may arrive before the `StoreOpened` of the agent that serves the store.
     _refuse_later(role, event.generation)
     if event.generation > worker.generation:
-        transition.record("formed", f"{who} is in generation {event.generation}", str(who))
-        settle(transition, role.with_worker(replace(worker, generation=event.generation)))
+        draft.record("formed", f"{who} is in generation {event.generation}", str(who))
+        settle(draft, role.with_worker(replace(worker, generation=event.generation)))
 
 
 def _refuse_later(role: RoleState, generation: int) -> None:
@@ -273,34 +273,30 @@ def _refuse_later(role: RoleState, generation: int) -> None:
         raise Refused(f"{role.name} has no generation {generation} yet")
 
 
-def _metrics(transition: Transition, who: WorkerId, event: Metrics) -> None:
-    transition.send(KeepMetrics(who.role, who.rank, event.time, event.values))
-    found = transition.find(who)
+def _metrics(draft: JobDraft, who: WorkerId, event: Metrics) -> None:
+    draft.send(KeepMetrics(who.role, who.rank, event.time, event.values))
+    found = draft.find(who)
     if found is not None:
         role, worker = found
-        transition.put(role.with_worker(replace(worker, metrics={**worker.metrics, **event.values})))
+        draft.put(role.with_worker(replace(worker, metrics={**worker.metrics, **event.values})))
 
 
-def _calls(transition: Transition, who: WorkerId, event: Calls) -> None:
+def _calls(draft: JobDraft, who: WorkerId, event: Calls) -> None:
     """Counts are cumulative. A worker that has ended may have sent them last."""
-    role = transition.role(who.role)
+    role = draft.role(who.role)
     worker = role.workers[who.rank] if 0 <= who.rank < len(role.workers) else None
     if worker is not None and worker.incarnation == who.incarnation:
-        transition.put(role.with_worker(replace(worker, calls=sound(event.counts, transition.state.sizes))))
+        draft.put(role.with_worker(replace(worker, calls=sound(event.counts, draft.state.sizes))))
 
 
-def _store_opened(transition: Transition, event: StoreOpened) -> None:
-    role = transition.role(event.role)
-    running = transition.state.phase is JobPhase.RUNNING and not transition.state.away
+def _store_opened(draft: JobDraft, event: StoreOpened) -> None:
+    role = draft.role(event.role)
+    running = draft.state.phase is JobPhase.RUNNING and not draft.state.away
     awaited = running and role.phase in (RolePhase.RESTARTING, RolePhase.REFORMING)
     # While a misplaced worker is in the way the event is ignored; the store is asked for again when that one is gone.
-    if (
-        awaited
-        and event.generation == role.generation > role.opened
-        and not obstructed(transition.state, role)
-    ):
-        opened(transition, role)
-        settle(transition, transition.role(role.name))
+    if awaited and event.generation == role.generation > role.opened and not obstructed(draft.state, role):
+        opened(draft, role)
+        settle(draft, draft.role(role.name))
 
 
 def _refuse_unknown(signum: int) -> None:
@@ -308,57 +304,57 @@ def _refuse_unknown(signum: int) -> None:
         raise Refused(f"there is no signal {signum}")
 
 
-def _pass_on(transition: Transition, event: PassOn) -> None:
+def _pass_on(draft: JobDraft, event: PassOn) -> None:
     """Pass a signal on to the workers. It is not repeated when this master dies: they get it once or not at all."""
     _refuse_unknown(event.signal)
     where = f" of {event.node}" if event.node else ""
-    transition.record("signal", f"signal {event.signal} is passed on to the workers{where}")
-    for node in transition.state.agents:
+    draft.record("signal", f"signal {event.signal} is passed on to the workers{where}")
+    for node in draft.state.agents:
         if event.node in ("", node):
-            transition.order(node, event)
+            draft.order(node, event)
 
 
-def _stop(transition: Transition, event: Stop, *, together: bool = False) -> None:
+def _stop(draft: JobDraft, event: Stop, *, together: bool = False) -> None:
     _refuse_unknown(event.signal)
     if not 1 <= event.exit_code <= 255:
         raise Refused(f"a job that is stopped does not end with {event.exit_code}")
-    transition.record("stop", event.reason)
-    again = event.hurries(transition.state.asked_to_stop)
-    transition.state = replace(transition.state, asked_to_stop=True)
-    if transition.state.phase is JobPhase.STOPPING:
+    draft.record("stop", event.reason)
+    again = event.hurries(draft.state.asked_to_stop)
+    draft.state = replace(draft.state, asked_to_stop=True)
+    if draft.state.phase is JobPhase.STOPPING:
         # A second request means "now": it ends the grace period. A first request for a job that is ending by itself
         # counts only when it has a grace period of its own.
-        for role in transition.state.roles.values():
+        for role in draft.state.roles.values():
             if again:
-                transition.stop(role, signal.SIGKILL, 0.0)
+                draft.stop(role, signal.SIGKILL, 0.0)
             elif event.grace is not None and role.phase is RolePhase.STOPPING:
-                transition.stop(role, event.signal, event.grace)
+                draft.stop(role, event.signal, event.grace)
         return
     verdict = Verdict(JobPhase.STOPPED, event.exit_code, event.reason)
-    stop_all(transition, verdict, event.signal, event.grace, together=together)
+    stop_all(draft, verdict, event.signal, event.grace, together=together)
 
 
-def _rejoin_timed_out(transition: Transition) -> None:
-    if not transition.state.away:
+def _rejoin_timed_out(draft: JobDraft) -> None:
+    if not draft.state.away:
         return
     reason = f"it did not join the new master within {REJOIN_TIMEOUT:g} s"
-    nodes_lost(transition, dict.fromkeys(sorted(transition.state.away), reason))
-    if transition.state.phase is JobPhase.RUNNING:
-        all_back(transition)
-        wait_again(transition)
+    nodes_lost(draft, dict.fromkeys(sorted(draft.state.away), reason))
+    if draft.state.phase is JobPhase.RUNNING:
+        all_back(draft)
+        wait_again(draft)
 
 
-def _join_timed_out(transition: Transition) -> None:
-    state = transition.state
+def _join_timed_out(draft: JobDraft) -> None:
+    state = draft.state
     here = state.agents.keys() - state.away
     if state.phase is JobPhase.RUNNING:
         # Spare nodes that have not joined are lost.
         late = [node for node in state.nodes if node not in state.agents]
-        nodes_lost(transition, dict.fromkeys(late, f"it did not join within {state.spec.join_timeout:g} s"))
+        nodes_lost(draft, dict.fromkeys(late, f"it did not join within {state.spec.join_timeout:g} s"))
     if state.phase is not JobPhase.LAUNCHING:
         return
     late = [node for node in state.nodes if node not in here]
     missing = [node for node in state.placement.nodes if node not in here]
     reason = f"{', '.join(missing)} did not join within {state.spec.join_timeout:g} s"
-    if not begin_without(transition, late, reason):
-        stop_all(transition, Verdict(JobPhase.FAILED, EXIT_RENDEZVOUS, reason), signal.SIGTERM, 0.0)
+    if not begin_without(draft, late, reason):
+        stop_all(draft, Verdict(JobPhase.FAILED, EXIT_RENDEZVOUS, reason), signal.SIGTERM, 0.0)

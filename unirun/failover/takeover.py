@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from unirun.failover.draft import JobDraft, is_member, output_of
 from unirun.failover.events import After, Command, JoinTimedOut, RejoinTimedOut, ToAgent, ToWatchers
 from unirun.failover.generations import complete, order_store
 from unirun.failover.restart_or_end import advance
@@ -28,7 +29,6 @@ from unirun.failover.state import (
     WorkerPhase,
     WorkerState,
 )
-from unirun.failover.transition import Transition, is_member, output_of
 from unirun.failover.views import leader
 from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, StopWorkers
@@ -49,17 +49,17 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
     state = replace(
         state, roles=roles, away=frozenset(state.agents), view_due=False, told=None, losses={}, looked={}
     )
-    transition = Transition(state, now)
+    draft = JobDraft(state, now)
     if state.away or state.phase is not JobPhase.LAUNCHING:
-        transition.record("master", "another master goes on with the job")
+        draft.record("master", "another master goes on with the job")
     if state.away:
-        transition.send(After(REJOIN_TIMEOUT, RejoinTimedOut()))
+        draft.send(After(REJOIN_TIMEOUT, RejoinTimedOut()))
     if state.phase is JobPhase.LAUNCHING:
         # No agent could join while there was no master; and the clock may have been set in the meantime.
         limit = state.spec.join_timeout
         left = min(state.started + limit - now, limit)
-        transition.send(After(max(left, min(REJOIN_TIMEOUT, limit)), JoinTimedOut()))
-    return transition.done()
+        draft.send(After(max(left, min(REJOIN_TIMEOUT, limit)), JoinTimedOut()))
+    return draft.done()
 
 
 def _unseen(role: RoleState) -> RoleState:
@@ -79,28 +79,26 @@ def bare(event: Join) -> Join:
     return replace(event, workers=(), stores=(), ending=None)
 
 
-def take_up(
-    transition: Transition, event: Join
-) -> Iterator[FromWorker | WorkerExited | StoreOpened | StoreEnded]:
+def take_up(draft: JobDraft, event: Join) -> Iterator[FromWorker | WorkerExited | StoreOpened | StoreEnded]:
     """Merge what an agent holds into the state and order what is missing there. Yields the events that it reports."""
-    for role in list(transition.state.roles.values()):
-        _take_up_role(transition, role, event)
+    for role in list(draft.state.roles.values()):
+        _take_up_role(draft, role, event)
     for each in event.workers:
         if each.calls:
             yield FromWorker(each.worker, Calls(each.calls))
     for each in event.workers:
         if each.exit is None:
             continue
-        if transition.find(each.worker) is None:
-            transition.order(event.node, ExitAck(each.worker))
+        if draft.find(each.worker) is None:
+            draft.order(event.node, ExitAck(each.worker))
         else:
             yield each.exit
     stores = {store.role: store for store in event.stores}
-    for role in list(transition.state.roles.values()):
+    for role in list(draft.state.roles.values()):
         if (
             role.is_program
             or role.phase in (*ROLE_ENDS, RolePhase.WAITING)
-            or leader(transition.state, role.name) != event.node
+            or leader(draft.state, role.name) != event.node
         ):
             continue
         if role.phase is RolePhase.RESTARTING and role.opened == role.generation:
@@ -108,29 +106,29 @@ def take_up(
             continue
         store = stores.get(role.name)
         if store is None or store.generation < role.generation:
-            order_store(transition, role)
+            order_store(draft, role)
         elif store.ended is not None:
             yield store.ended
 
 
-def all_back(transition: Transition) -> None:
+def all_back(draft: JobDraft) -> None:
     """Every node has joined the new master: send the view and start the missing workers."""
-    transition.tell_now()
-    for role in list(transition.state.roles.values()):
+    draft.tell_now()
+    for role in list(draft.state.roles.values()):
         if role.forming:
             # `StoreOpened` may have come while nodes were away, and was ignored: the agent repeats it.
-            order_store(transition, role)
+            order_store(draft, role)
         elif (
             # While the job ends, a service that was not told to end yet starts no more workers.
-            transition.state.phase is JobPhase.RUNNING
+            draft.state.phase is JobPhase.RUNNING
             and not role.is_program
             and role.phase in ROLE_WORKS
             and any(not w.live and not w.ended_well for w in role.workers)
         ):
-            complete(transition, role)
+            complete(draft, role)
 
 
-def _take_up_role(transition: Transition, role: RoleState, event: Join) -> None:
+def _take_up_role(draft: JobDraft, role: RoleState, event: Join) -> None:
     held = {each.worker: each for each in event.workers}
     living: list[int] = []
     before = role.living
@@ -141,22 +139,20 @@ def _take_up_role(transition: Transition, role: RoleState, event: Join) -> None:
         if known is None:
             role = role.with_worker(_never_started(role, worker))
             continue
-        member = is_member(transition.state, role, worker)
+        member = is_member(draft.state, role, worker)
         role = role.with_worker(_as_held(role, worker, known, member=member))
         if known.exit is None:
             living.append(worker.rank)
         if known.pid is not None:
-            transition.send(ToWatchers(output_of(transition.state, role.name, worker.rank)))
-    transition.put(role)
+            draft.send(ToWatchers(output_of(draft.state, role.name, worker.rank)))
+    draft.put(role)
     if role.phase not in ROLE_WORKS and role.living < before:
-        advance(transition, role)
+        advance(draft, role)
     if role.phase not in (RolePhase.RESTARTING, RolePhase.STOPPING):
-        living = [rank for rank in living if transition.state.misplaced(role, role.workers[rank])]
+        living = [rank for rank in living if draft.state.misplaced(role, role.workers[rank])]
     if living:
-        grace = transition.state.spec.shutdown_timeout
-        transition.send(
-            ToAgent(event.node, StopWorkers(role.name, tuple(living), int(signal.SIGTERM), grace))
-        )
+        grace = draft.state.spec.shutdown_timeout
+        draft.send(ToAgent(event.node, StopWorkers(role.name, tuple(living), int(signal.SIGTERM), grace)))
 
 
 def _as_held(role: RoleState, worker: WorkerState, known: HeldWorker, *, member: bool) -> WorkerState:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
+from unirun.failover.draft import JobDraft
 from unirun.failover.events import ToWatchers
 from unirun.failover.generations import clear_the_way
 from unirun.failover.policy import Decision, Loss, consequences, decide, unit_of
@@ -28,7 +29,6 @@ from unirun.failover.state import (
     RoleState,
     WorkerState,
 )
-from unirun.failover.transition import Transition
 from unirun.wire.messages import ExitAck
 from unirun.wire.reports import Notice, StoreEnded, WorkerExited
 
@@ -39,33 +39,33 @@ NOT_EXECUTED = (126, 127)
 """Exit codes of shells, and of unirun, for a program that cannot be executed or is not found."""
 
 
-def exited(transition: Transition, event: WorkerExited) -> None:
+def exited(draft: JobDraft, event: WorkerExited) -> None:
     """Handle the end of a worker: success, an exit on request, or a failure. It is acknowledged once it is stored."""
-    if _leaves_with_its_agent(transition, event):
-        transition.record("exit", f"{event.worker} has ended, as its agent leaves", str(event.worker))
+    if _leaves_with_its_agent(draft, event):
+        draft.record("exit", f"{event.worker} has ended, as its agent leaves", str(event.worker))
         return
-    found = transition.find(event.worker)
-    obstructs = found is not None and transition.state.has_to_leave(*found)
+    found = draft.find(event.worker)
+    obstructs = found is not None and draft.state.has_to_leave(*found)
     rank = event.worker.rank
-    for known in transition.role(event.worker.role).workers[rank : rank + 1]:
-        transition.order(known.node, ExitAck(event.worker))
+    for known in draft.role(event.worker.role).workers[rank : rank + 1]:
+        draft.order(known.node, ExitAck(event.worker))
     if found is None:
         return
     role, worker = found
-    works = role.phase in ROLE_WORKS and transition.state.phase is not JobPhase.STOPPING
-    spec = transition.state.role_spec(role.name)
+    works = role.phase in ROLE_WORKS and draft.state.phase is not JobPhase.STOPPING
+    spec = draft.state.role_spec(role.name)
     needed = works and spec.service and event.cause != "order"
     end = Exit(event.code, event.signal, early=needed and event.code == 0)
     # Its rank goes to another node: it was told to end, whatever its own reason is.
-    moves = works and transition.state.misplaced(role, worker)
+    moves = works and draft.state.misplaced(role, worker)
     regroups = spec.group is not None and event.cause == "order"
     if works and (moves or regroups) and end.ok and event.cause == "order":
         # A clean exit on request is not success.
         end = Exit(signal=event.sent)
     text = f"{event.worker} ended: {end}{', ' + event.note if event.note else ''}"
     if event.cause != "own" or not works:
-        transition.cause = role.cause
-    transition.record("exit", text, str(event.worker))
+        draft.cause = role.cause
+    draft.record("exit", text, str(event.worker))
     left = event.time if end.ok and event.sent is None else 0.0
     role = role.with_worker(replace(worker.ended(end), left=left))
     if works and event.cause == "order" and not moves and not regroups:
@@ -75,42 +75,42 @@ def exited(transition: Transition, event: WorkerExited) -> None:
         role = replace(role, phase=RolePhase.STOPPING)
     if role.is_program:
         role = starting_again(role)
-    transition.put(role)
+    draft.put(role)
     if obstructs:
-        clear_the_way(transition)
+        clear_the_way(draft)
     if end.ok or moves or regroups or role.orderly or _obeyed(event):
-        advance(transition, transition.role(role.name))
+        advance(draft, draft.role(role.name))
         if works and role.is_program:
-            stop_groups(transition, transition.role(role.name))
+            stop_groups(draft, draft.role(role.name))
         if end.ok or event.sent is not None:
-            transition.tell_soon()
+            draft.tell_soon()
         else:
-            transition.tell_now()
+            draft.tell_now()
         return
-    failure = failure_of(transition.state, role, worker, event, end)
+    failure = failure_of(draft.state, role, worker, event, end)
     if works:
-        history = history_of(transition.state, role, transition.now, [worker.rank])
+        history = history_of(draft.state, role, draft.now, [worker.rank])
         decision = decide(_loss(role, worker, event, end), history)
-        transition.state = transition.state.with_failures(replace(failure, decision=decision.reason))
+        draft.state = draft.state.with_failures(replace(failure, decision=decision.reason))
         if event.taken and decision.action != "end_job":
             # Its successor gets other ports. Without one it keeps them, as other roles may name them.
             ended = role.workers[rank]
             role = role.with_worker(replace(ended, ports=None, new_ports=ended.new_ports + 1))
         code = EXIT_RENDEZVOUS if event.cause == "unready" else EXIT_FAILURE
         tail = f"\n{event.tail}" if role.is_program and event.tail else ""
-        _carry_out(transition, role, decision, code, rank=worker.rank, tail=tail)
+        _carry_out(draft, role, decision, code, rank=worker.rank, tail=tail)
     else:
-        transition.state = transition.state.with_failures(failure)
-        advance(transition, transition.role(role.name))
-    transition.tell_now()
+        draft.state = draft.state.with_failures(failure)
+        advance(draft, draft.role(role.name))
+    draft.tell_now()
 
 
-def _leaves_with_its_agent(transition: Transition, event: WorkerExited) -> bool:
+def _leaves_with_its_agent(draft: JobDraft, event: WorkerExited) -> bool:
     """Return True if the worker was ended because its agent leaves. What follows is decided once for all
     workers of the node, when the agent is gone. A clean exit on request is not success."""
-    found = transition.find(event.worker)
+    found = draft.find(event.worker)
     works = found is not None and found[0].phase in ROLE_WORKS
-    return works and event.cause == "leaving" and len(transition.state.nodes) > 1
+    return works and event.cause == "leaving" and len(draft.state.nodes) > 1
 
 
 def _obeyed(event: WorkerExited) -> bool:
@@ -162,7 +162,7 @@ def _loss(role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit) 
 
 
 def _carry_out(
-    transition: Transition,
+    draft: JobDraft,
     role: RoleState,
     decision: Decision,
     code: int,
@@ -173,23 +173,23 @@ def _carry_out(
     """Report and carry out the decision about `role`, or one of its ranks. `tail` are its last lines, for a program,
     whose output may be in its log only."""
     source = role.name if rank is None else f"{role.name}:{rank}"
-    if decision.action == "end_job" and transition.state.role_spec(role.name).optional:
+    if decision.action == "end_job" and draft.state.role_spec(role.name).optional:
         ranks = [rank] if rank is not None else range(len(role.workers))
-        give_up(transition, role, ranks, decision.reason, tail=tail)
+        give_up(draft, role, ranks, decision.reason, tail=tail)
         return
-    transition.record("decision", decision.reason, source)
+    draft.record("decision", decision.reason, source)
     if decision.action == "end_job":
-        end_job(transition, decision, code, by_failure=code == EXIT_FAILURE)
+        end_job(draft, decision, code, by_failure=code == EXIT_FAILURE)
         return
-    transition.send(ToWatchers(Notice(source, f"{decision.reason}{tail}")))
+    draft.send(ToWatchers(Notice(source, f"{decision.reason}{tail}")))
     # When many fail at once, only the consequences of the first one are reported.
     failed = role.name if decision.action == "restart_role" else source
-    if role.phase is RolePhase.RUNNING and (waiting := consequences(unit_of(transition.state, [failed]))):
-        transition.record("affected", waiting, source)
-    restart(transition, role, decision)
+    if role.phase is RolePhase.RUNNING and (waiting := consequences(unit_of(draft.state, [failed]))):
+        draft.record("affected", waiting, source)
+    restart(draft, role, decision)
 
 
-def store_ended(transition: Transition, event: StoreEnded) -> None:
+def store_ended(draft: JobDraft, event: StoreEnded) -> None:
     """Handle the end of a role's rendezvous store.
 
     In a role that restarts as a whole, the agent kills the workers, and their exits fail the role; here the end is only
@@ -197,10 +197,10 @@ def store_ended(transition: Transition, event: StoreEnded) -> None:
     succeeded: the others could not form it without them, and keep their group. A store that ends before the workers
     have met costs a restart.
     """
-    role = transition.role(event.role)
+    role = draft.role(event.role)
     if event.generation != role.generation:
         return
-    transition.record(
+    draft.record(
         "store", f"the store of role {role.name}, generation {role.generation}: {event.reason}", role.name
     )
     in_place = role.restart == "process" and role.phase in ROLE_WORKS
@@ -210,10 +210,10 @@ def store_ended(transition: Transition, event: StoreEnded) -> None:
         reason = (
             f"role {role.name} forms generation {role.generation + 1}, as its store is gone: {event.reason}"
         )
-        transition.record("decision", reason, role.name)
-        transition.send(ToWatchers(Notice(role.name, reason)))
-        form_anew(transition, replace(role, phase=RolePhase.REFORMING))
+        draft.record("decision", reason, role.name)
+        draft.send(ToWatchers(Notice(role.name, reason)))
+        form_anew(draft, replace(role, phase=RolePhase.REFORMING))
     elif in_place or (role.phase is RolePhase.RESTARTING and not role.living):
         what = f"the store of role {role.name} is gone before its workers have met: {event.reason}"
-        decision = decide(Loss(what, role.name), history_of(transition.state, role, transition.now))
-        _carry_out(transition, role, decision, EXIT_RENDEZVOUS)
+        decision = decide(Loss(what, role.name), history_of(draft.state, role, draft.now))
+        _carry_out(draft, role, decision, EXIT_RENDEZVOUS)

@@ -24,7 +24,7 @@ from unirun.failover.crashes import (
     report_of,
     with_crash,
 )
-from unirun.failover.transition import Transition
+from unirun.failover.draft import JobDraft
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.store.protocol import Put
 from unirun.values import WorkerId
@@ -38,7 +38,7 @@ EXIT = WorkerExited(WorkerId("actor", 7, 2), 1.0, 1, None)
 def error(text: str = "nobody") -> Exception:
     """The error that the core raises, through some of its frames."""
     with pytest.raises(IllegalTransition) as caught:
-        Transition(Job({"actor": 1}).state, 1.0).role(text)
+        JobDraft(Job({"actor": 1}).state, 1.0).role(text)
     return caught.value
 
 
@@ -55,10 +55,10 @@ def term(store: FaultyStore, deposing: int = 0) -> Term:
 class TestACrash:
     def test_a_crash_is_known_by_its_class_and_the_line_of_unirun_that_it_comes_from(self) -> None:
         found = crash()
-        assert re.fullmatch(r"IllegalTransition in \w*role\w* \(transition\.py:\d+\)", found.cause)
+        assert re.fullmatch(r"IllegalTransition in \w*role\w* \(draft\.py:\d+\)", found.cause)
         assert found.cause == crash(by=error("somebody")).cause
         assert found.message.endswith("there is no role nobody")
-        assert "Transition(" in found.traceback
+        assert "JobDraft(" in found.traceback
 
     def test_a_crash_of_other_code_is_known_by_its_line(self) -> None:
         with pytest.raises(ZeroDivisionError) as caught:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tests.effort import examples
 from tests.unit.failover.job import KILL, TERM
-from tests.unit.failover.random_walk import RandomWalk
+from unirun.failover.draft import VIEW_DELAY
 from unirun.failover.events import (
     After,
     AgentLost,
@@ -24,7 +24,6 @@ from unirun.failover.events import (
     ViewDue,
 )
 from unirun.failover.state import JOB_ENDS, ROLE_WORKS, Exit, JobState, RoleState, WorkerPhase, WorkerState
-from unirun.failover.transition import VIEW_DELAY
 from unirun.wire.messages import (
     ExitAck,
     OpenStore,

@@ -33,7 +33,7 @@ CAUSES = frozenset(
 """The kinds of events that others follow from."""
 
 
-class Transition:
+class JobDraft:
     """The state so far and the commands collected.
 
     `cause` is the id of the event that what comes next follows from. A role and the job keep the id of the event that
