@@ -87,9 +87,10 @@ check: $(VENV)/.dev
 	$(BIN)/mypy tests
 	for example in $$(dirname examples/*/*.py | sort -u); do $(BIN)/mypy $$example || exit 1; done
 
-# The API reference, from the docstrings; a test tells when it is out of date.
+# The API reference, from the docstrings, and the tables of phases; tests tell when they are out of date.
 docs: $(VENV)/.dev
 	$(BIN)/python docs/reference.py docs/api.md
+	$(BIN)/python docs/phases.py docs/phases.md
 
 # On a bare machine with a GPU: all tests that need one, the contract of devices, NCCL and the figures of the channel of
 # weights, in eight minutes. It needs no network, and installs only into a temporary environment: PYTHON=… has torch 2.11 or

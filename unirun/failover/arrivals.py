@@ -45,11 +45,13 @@ def arrived(draft: JobDraft, event: Arrived) -> None:
     if refusal is not None:
         draft.send(ToGuest(offer.node, refusal))
         return
-    draft.state = replace(
-        state,
-        inventory=Inventory((*state.inventory.nodes, *inventory_of([offer]).nodes)),
-        placement=replace(state.placement, spares=(*state.placement.spares, offer.node)),
-        newcomers=(*state.newcomers, offer.node),
+    draft.put(
+        replace(
+            state,
+            inventory=Inventory((*state.inventory.nodes, *inventory_of([offer]).nodes)),
+            placement=replace(state.placement, spares=(*state.placement.spares, offer.node)),
+            newcomers=(*state.newcomers, offer.node),
+        )
     )
     draft.record("arrival", f"{offer.node} comes into the job, from host {offer.host}", offer.node)
     draft.send(ToGuest(offer.node, Go()))
@@ -62,7 +64,7 @@ def grow(draft: JobDraft) -> None:
     come = tuple(node for node in state.newcomers if node in state.agents)
     if not come or not _settled(state):
         return
-    draft.state = replace(state, newcomers=tuple(node for node in state.newcomers if node not in come))
+    draft.put(replace(state, newcomers=tuple(node for node in state.newcomers if node not in come)))
     # Others call workloads by their number, which stays.
     names = [role.name for role in state.roles.values() if role.restart == "role"]
     _grow(

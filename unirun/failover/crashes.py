@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from unirun.errors import StoreRefused
 from unirun.failover.draft import JobDraft
 from unirun.failover.events import After, AgentLost, Command, Event, OwnerLost, RejoinTimedOut, ToWatchers
+from unirun.failover.phases import PhaseEvent
 from unirun.failover.restart_or_end import finish
 from unirun.failover.state import (
     JOB_ENDS,
@@ -169,12 +170,10 @@ def begin_abort(state: JobState, verdict: Verdict, now: float) -> tuple[JobState
         for name, role in state.roles.items()
     }
     agents = {node: agent for node, agent in state.agents.items() if node in away}
-    state = replace(
-        state, phase=JobPhase.STOPPING, verdict=verdict, roles=roles, agents=agents, away=away, view_due=False
-    )
     draft = JobDraft(state, now)
     draft.record("stopping", verdict.reason)
-    draft.state = replace(draft.state, cause=draft.cause)
+    stopping = replace(state, phase=JobPhase.STOPPING, verdict=verdict, roles=roles, cause=draft.cause)
+    draft.put(replace(stopping, agents=agents, away=away, view_due=False), PhaseEvent.ABORTED)
     draft.send(ToWatchers(Notice("master", verdict.reason)), After(REJOIN_TIMEOUT, RejoinTimedOut()))
     return _ended_if_over(draft)
 
@@ -189,24 +188,24 @@ def abort_step(state: JobState, event: Event, now: float) -> tuple[JobState, lis
     match event:
         case Join(node):
             agents = {**state.agents, node: bare(event)}
-            draft.state = replace(state, agents=agents, away=state.away - {node})
+            draft.put(replace(state, agents=agents, away=state.away - {node}))
             late = AgentLost(node, "it has not ended in time")
             draft.order(node, Shutdown(grace))
             draft.send(After(grace + REJOIN_TIMEOUT, late))
         case AgentLost(node, reason):
-            draft.state = _without(state, node)
+            draft.put(_without(state, node), PhaseEvent.NODE_LOST)
             draft.record("agent_lost", f"{node}: {reason}", node)
         case RejoinTimedOut():
             for node in state.away:
-                draft.state = _without(draft.state, node)
+                draft.put(_without(draft.state, node), PhaseEvent.NODE_LOST)
         case WorkerExited():
-            draft.state = _with_exit(state, event)
+            draft.put(_with_exit(state, event), PhaseEvent.ENDED)
         case Stop() | OwnerLost():
             # As in `step`, the first request to stop a job that is ending changes nothing unless it has a grace period.
             patient = (
                 isinstance(event, Stop) and event.grace is None and not event.hurries(state.asked_to_stop)
             )
-            draft.state = replace(state, asked_to_stop=True)
+            draft.put(replace(state, asked_to_stop=True))
             for node in () if patient else sorted(state.agents.keys() - state.away):
                 draft.order(node, Shutdown())
         case Notice():
@@ -244,7 +243,7 @@ def _ended_if_over(draft: JobDraft) -> tuple[JobState, list[Command]]:
         else replace(_killed(role, state.nodes), phase=RolePhase.STOPPED)
         for name, role in state.roles.items()
     }
-    draft.state = replace(state, roles=roles)
+    draft.put(replace(state, roles=roles), PhaseEvent.ABORTED)
     finish(draft, verdict)
     return draft.done()
 

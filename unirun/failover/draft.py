@@ -1,6 +1,8 @@
-"""One step of the master in progress: the state so far, the commands collected, and the views that are sent."""
+"""One step of the master in progress: the job as a draft, the commands collected, and the views that are sent."""
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -16,6 +18,7 @@ from unirun.failover.events import (
     ToWatchers,
     ViewDue,
 )
+from unirun.failover.phases import PhaseEvent, is_allowed
 from unirun.failover.state import JobState, RoleState, SentView, WorkerPhase, WorkerState
 from unirun.failover.views import endpoints_of, news_of, whole_view
 from unirun.values import WorkerId
@@ -27,6 +30,9 @@ VIEW_DELAY, VIEW_DELAY_PER_AGENT = 0.1, 0.0002
 GROWTH_DELAY = 1.0
 """Seconds in which nodes that have come are gathered into one decision: roles that grow start again."""
 
+FIRST = WorkerState(0, "")
+"""The worker before the first one of a rank."""
+
 CAUSES = frozenset(
     {"start", "ready", "exit", "agent_lost", "drain", "store", "stop", "decision", "restart", "stopping"}
 )
@@ -34,35 +40,69 @@ CAUSES = frozenset(
 
 
 class JobDraft:
-    """The state so far and the commands collected.
+    """The job as the functions of a step change it, and the commands that they ask for.
+
+    Functions are given names and ranks, and read from the draft how these stand: a value that was read before a `put`
+    may be out of date after it. `state` changes by `put` alone, which lets no phase change that
+    `unirun.failover.phases` does not allow.
 
     `cause` is the id of the event that what comes next follows from. A role and the job keep the id of the event that
     has brought them into their phase: what their workers and agents say later follows from that.
     """
 
     def __init__(self, state: JobState, now: float) -> None:
-        self.state = state
+        self._state = state
+        self._replaced: dict[str, RoleState] = {}
         self.now = now
         self.commands: list[Command] = []
         self.cause = ""
         self._recorded = state.recorded
 
+    @property
+    def state(self) -> JobState:
+        """The job as it is now."""
+        return self._state
+
     def done(self) -> tuple[JobState, list[Command]]:
-        """The state after this step, and what is to be done."""
-        return replace(self.state, recorded=self._recorded), self.commands
+        """The state after this step, and what is to be done. Watchers are told of the roles that were put, where the
+        phase, the generation or the number of running workers has changed."""
+        for name, before in self._replaced.items():
+            role = self._state.roles[name]
+            same = before.phase is role.phase and before.generation == role.generation
+            if not same or before.running != role.running:
+                self.send(ToWatchers(role_changed(role)))
+        return replace(self._state, recorded=self._recorded), self.commands
+
+    def put(self, new: JobState | RoleState, event: PhaseEvent | None = None) -> None:
+        """Replace the job, or one of its roles with its workers. Raises `IllegalTransition` if a phase changes for
+        which no row of `unirun.failover.phases` has this `event`."""
+        if isinstance(new, RoleState):
+            before = self._state.roles[new.name]
+            _check_role(before, new, event)
+            self._put_role(before, new)
+            return
+        _check(self._state, new, event, "the job")
+        if new.roles is not self._state.roles:
+            for name, role in new.roles.items():
+                _check_role(self._state.roles[name], role, event)
+        self._state = new
+
+    def put_worker(self, role: str, worker: WorkerState, event: PhaseEvent | None = None) -> None:
+        """Replace one worker of `role`. As `put`, which has to look for the workers that have changed."""
+        before = self._state.roles[role]
+        _check(before.workers[worker.rank], worker, event, role, worker.rank)
+        self._put_role(before, before.with_worker(worker))
+
+    def _put_role(self, before: RoleState, role: RoleState) -> None:
+        turned = before.phase is not role.phase or before.generation != role.generation
+        if turned and self.cause:
+            role = replace(role, cause=self.cause)
+        self._replaced.setdefault(role.name, before)
+        self._state = self._state.with_role(role)
 
     def send(self, *commands: Command) -> None:
         """Ask for `commands`, after those that were asked for before."""
         self.commands.extend(commands)
-
-    def put(self, role: RoleState) -> None:
-        """Replace a role. Watchers are told when its phase, generation or number of running workers has changed."""
-        before = self.state.roles[role.name]
-        turned = (before.phase, before.generation) != (role.phase, role.generation)
-        role = replace(role, cause=self.cause if turned and self.cause else before.cause)
-        self.state = self.state.with_role(role)
-        if (before.phase, before.running, before.generation) != (role.phase, role.running, role.generation):
-            self.send(ToWatchers(role_changed(role)))
 
     def tell_now(self) -> None:
         """Send the changes since the last view to the agents and to visitors, and a whole view to the agents that have
@@ -88,12 +128,12 @@ class JobDraft:
             if not told:
                 self.send(ToVisitors(view))
         told = SentView(number, state.roles, endpoints_of(state))
-        self.state = replace(state, view_due=False, told=told, uninformed=frozenset())
+        self.put(replace(state, view_due=False, told=told, uninformed=frozenset()))
 
     def tell_soon(self) -> None:
         """As `tell_now`, after a delay in which more changes are gathered."""
         if not self.state.view_due:
-            self.state = replace(self.state, view_due=True)
+            self.put(replace(self.state, view_due=True))
             delay = max(VIEW_DELAY, VIEW_DELAY_PER_AGENT * len(self.state.agents))
             self.send(After(delay, ViewDue()))
 
@@ -102,13 +142,13 @@ class JobDraft:
         if self.state.newcomers:
             self.send(After(GROWTH_DELAY, GrowthDue()))
 
-    def stop(self, role: RoleState, signum: int, grace: float, after: float = 0.0) -> None:
+    def stop(self, role: str, signum: int, grace: float, after: float = 0.0) -> None:
         """Order the end of all live workers of `role`, in `after` seconds."""
         ranks: dict[str, list[int]] = {}
-        for worker in role.live:
+        for worker in self.role(role).live:
             ranks.setdefault(worker.node, []).append(worker.rank)
         for node, there in ranks.items():
-            self.order(node, StopWorkers(role.name, tuple(there), int(signum), grace, after))
+            self.order(node, StopWorkers(role, tuple(there), int(signum), grace, after))
 
     def order(self, node: str, message: Message) -> None:
         """Ask an agent for something that follows from the present cause."""
@@ -116,25 +156,24 @@ class JobDraft:
 
     def role(self, name: str) -> RoleState:
         """The role called `name`."""
-        if name not in self.state.roles:
+        if name not in self._state.roles:
             raise IllegalTransition(f"there is no role {name}")
-        return self.state.roles[name]
+        return self._state.roles[name]
 
-    def find(self, who: WorkerId) -> tuple[RoleState, WorkerState] | None:
+    def find(self, who: WorkerId) -> WorkerState | None:
         """The live worker that is meant, or None when the message is about one that has ended."""
         role, rank, incarnation = who
         found = self.role(role)
-        spec = self.state.role_spec(role)
-        # A companion gets a rank on each node that its engines move to.
-        if not 0 <= rank < max(spec.count, spec.most or 0, len(found.workers)):
-            raise IllegalTransition(f"there is no worker {who}")
-        if rank >= len(found.workers):
+        if not 0 <= rank < len(found.workers):
+            spec = self._state.role_spec(role)
+            if not 0 <= rank < max(spec.count, spec.most or 0):
+                raise IllegalTransition(f"there is no worker {who}")
             # The role has become smaller.
             return None
         worker = found.workers[rank]
         if incarnation > worker.incarnation:
             raise IllegalTransition(f"{who} has no incarnation {incarnation} yet")
-        return (found, worker) if incarnation == worker.incarnation and worker.live else None
+        return worker if incarnation == worker.incarnation and worker.live else None
 
     def record(self, kind: str, text: str, *about: str) -> None:
         """Write an event about these workers, roles and nodes to the event log."""
@@ -143,6 +182,26 @@ class JobDraft:
         self.send(Record(kind, text, event, self.cause, about))
         if kind in CAUSES:
             self.cause = event
+
+
+Phased = TypeVar("Phased", JobState, RoleState, WorkerState)
+"""One that has a phase."""
+
+
+def _check_role(before: RoleState, role: RoleState, event: PhaseEvent | None) -> None:
+    _check(before, role, event, role.name)
+    if role.workers is not before.workers:
+        for was, worker in role.workers.since(before.workers):
+            _check(was or FIRST, worker, event, role.name, worker.rank)
+
+
+def _check(before: Phased, new: Phased, event: PhaseEvent | None, name: str, *rank: int) -> None:
+    """Raise `IllegalTransition` if the phase of `name`, or of one of its ranks, must not change so."""
+    if new.phase is not before.phase and not is_allowed(before.phase, event, new.phase):
+        who = ":".join(map(str, (name, *rank)))
+        raise IllegalTransition(
+            f"{who} is {before.phase}, and must not become {new.phase}: {event or 'for no reason'}"
+        )
 
 
 def role_changed(role: RoleState) -> RoleChanged:

@@ -44,7 +44,7 @@ def leave_when_empty(draft: JobDraft) -> None:
         if node not in busy:
             draft.record("drain", f"{node} leaves, as nothing runs there any more", node)
             draft.order(node, Shutdown())
-            draft.state = without(draft.state, {node})
+            draft.put(without(draft.state, {node}))
             draft.send(ToWatchers(Drained(node)))
 
 
@@ -87,7 +87,7 @@ def _move(draft: JobDraft, node: str) -> Drained | None:
     if found.end is not None:
         return Drained(node, f"its ranks cannot move: {found.end.reason}")
     draft.record("drain", f"{node} is to leave the job", node)
-    draft.state = after
+    draft.put(after)
     if before.phase is JobPhase.LAUNCHING:
         begin(draft, placement, cause)
     else:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from unirun.collocation import Assignment
 from unirun.failover.draft import JobDraft
+from unirun.failover.phases import PhaseEvent
 from unirun.failover.state import (
     NEVER,
     ROLE_ENDS,
@@ -34,17 +35,18 @@ from unirun.wire.messages import OpenStore, StartRole, StartWorker
 def form_first(draft: JobDraft, names: Collection[str]) -> None:
     """Order every worker of these roles, as generation 0."""
     wave = 1 + max(role.wave for role in draft.state.roles.values())
-    for role in [draft.state.roles[name] for name in names]:
+    for role in map(draft.role, names):
         # While it waited, the role may have got other places.
         workers = Ranks(
             worker if worker.due == NEVER else worker.ordered(0, 0, worker.node, worker.own)
             for worker in waiting(draft.state.placement, role.name, role.workers)
         )
-        draft.put(replace(role, phase=RolePhase.STARTING, workers=workers, wave=wave))
+        started = replace(role, phase=RolePhase.STARTING, workers=workers, wave=wave)
+        draft.put(started, PhaseEvent.TURN_COMES)
     draft.tell_now()
-    for role in [draft.state.roles[name] for name in names]:
-        order_store(draft, role)
-        _start(draft, role, [worker.rank for worker in role.live])
+    for name in names:
+        order_store(draft, name)
+        _start(draft, name, [worker.rank for worker in draft.role(name).live])
 
 
 def form_if_all_are_there(draft: JobDraft) -> None:
@@ -55,24 +57,25 @@ def form_if_all_are_there(draft: JobDraft) -> None:
     lost, wanted = state.placement.lost, state.placement.nodes
     waits = bool(state.away) or len(state.agents) + len(lost) < len(wanted)
     if not waits and state.agents.keys() >= {*wanted} - {*lost}:
-        draft.state = replace(state, phase=JobPhase.RUNNING)
+        draft.put(replace(state, phase=JobPhase.RUNNING), PhaseEvent.NODES_JOINED)
         nodes = ", ".join(state.placement.nodes) if len(state.placement.nodes) <= 4 else "all nodes"
         draft.record("start", f"the job starts, as {nodes} joined", *state.roles)
 
 
-def form_next(draft: JobDraft, role: RoleState) -> None:
+def form_next(draft: JobDraft, name: str) -> None:
     """Order the store of the next generation; `opened` continues when it is there, for programs when they are due."""
-    role = replace(role, generation=role.generation + 1)
-    draft.put(role)
-    order_store(draft, role)
+    role = draft.role(name)
+    draft.put(replace(role, generation=role.generation + 1))
+    order_store(draft, name)
 
 
-def opened(draft: JobDraft, role: RoleState) -> None:
+def opened(draft: JobDraft, name: str) -> None:
     """The store of the current generation is there: start the missing workers and send the view."""
+    role = draft.role(name)
     role = replace(role, opened=role.generation)
     if role.phase is RolePhase.RESTARTING:
         # The role may have shrunk; the surplus workers have ended by now.
-        places = draft.state.placement.of_role(role.name)
+        places = draft.state.placement.of_role(name)
         surplus = [worker.incarnation for worker in role.workers[len(places) :]]
         role = replace(
             role,
@@ -81,51 +84,54 @@ def opened(draft: JobDraft, role: RoleState) -> None:
             orderly=False,
             dropped=max(role.dropped, *surplus, -1),
         )
-        draft.record("restart", f"role {role.name} starts as generation {role.generation}", role.name)
+        draft.record("restart", f"role {name} starts as generation {role.generation}", name)
+    draft.put(role, PhaseEvent.STORE_OPENED)
     # A rank that had succeeded is started again, because the others wait for it; except when it was in this generation
     # already: `WorkerFormed` may arrive before `StoreOpened`.
     missing = [w for w in role.workers if not w.live and w.generation < role.generation and w.due != NEVER]
-    _complete(draft, role, missing)
+    _complete(draft, name, missing)
 
 
-def start_missing(draft: JobDraft, role: RoleState) -> None:
+def start_missing(draft: JobDraft, name: str) -> None:
     """Start the missing workers of the generation that is being formed, now or when its store is there.
 
     While nodes are away after a takeover, no view is sent and no worker is started (`takeover.all_back`).
     """
-    draft.put(role)
+    role = draft.role(name)
     if role.opened == role.generation and not draft.state.away:
         draft.tell_now()
-        complete(draft, role)
+        complete(draft, name)
 
 
-def complete(draft: JobDraft, role: RoleState) -> None:
+def complete(draft: JobDraft, name: str) -> None:
     """Start the missing workers of a generation whose store is there."""
-    _complete(draft, role, [worker for worker in role.workers if not worker.live and not worker.ended_well])
+    workers = draft.role(name).workers
+    _complete(draft, name, [worker for worker in workers if not worker.live and not worker.ended_well])
 
 
-def start_again(draft: JobDraft, role: RoleState, workers: Sequence[WorkerState]) -> None:
+def start_again(draft: JobDraft, name: str, workers: Sequence[WorkerState]) -> None:
     """Start these ranks of a role of programs."""
-    names = [f"{role.name}:{worker.rank}" for worker in workers]
-    draft.cause = role.cause
+    names = [f"{name}:{worker.rank}" for worker in workers]
+    draft.cause = draft.role(name).cause
     draft.record("restart", f"{', '.join(names)} starts again", *names)
-    _complete(draft, role, workers)
+    _complete(draft, name, workers)
 
 
-def _complete(draft: JobDraft, role: RoleState, newcomers: Sequence[WorkerState]) -> None:
+def _complete(draft: JobDraft, name: str, newcomers: Sequence[WorkerState]) -> None:
+    role = draft.role(name)
     if newcomers and role.phase is RolePhase.REFORMING:
-        names = [f"{role.name}:{worker.rank}" for worker in newcomers]
-        joins = f"joins generation {role.generation} of role {role.name}"
+        names = [f"{name}:{worker.rank}" for worker in newcomers]
+        joins = f"joins generation {role.generation} of role {name}"
         draft.record("restart", f"{', '.join(names)} {joins}", *names)
-    places = draft.state.placement.of_role(role.name)
+    places = draft.state.placement.of_role(name)
     for worker in newcomers:
         # A rank that the role had before it became smaller has had workers.
         before = role.dropped if worker.phase is WorkerPhase.WAITING else worker.incarnation
         place = places[worker.rank]
         role = role.with_worker(worker.ordered(before + 1, role.generation, place.node, place.own))
-    draft.put(role)
+    draft.put(role, PhaseEvent.ORDERED)
     draft.tell_now()
-    _start(draft, role, [worker.rank for worker in newcomers])
+    _start(draft, name, [worker.rank for worker in newcomers])
 
 
 def obstructed(state: JobState, role: RoleState) -> bool:
@@ -146,17 +152,17 @@ def obstructed(state: JobState, role: RoleState) -> bool:
 
 def clear_the_way(draft: JobDraft) -> None:
     """A worker that had to leave has ended: order the stores of the roles that waited for its slot again."""
-    for role in list(draft.state.roles.values()):
+    for role in draft.state.roles.values():
         forms = role.phase in (RolePhase.RESTARTING, RolePhase.REFORMING)
         if forms and role.generation > role.opened and not obstructed(draft.state, role):
-            order_store(draft, role)
+            order_store(draft, role.name)
 
 
-def order_store(draft: JobDraft, role: RoleState) -> None:
+def order_store(draft: JobDraft, name: str) -> None:
     """Order the store of the role's current generation, if it has stores."""
-    if role.is_program:
-        return
-    draft.order(leader(draft.state, role.name), OpenStore(role.name, role.generation))
+    role = draft.role(name)
+    if not role.is_program:
+        draft.order(leader(draft.state, name), OpenStore(name, role.generation))
 
 
 def places_of(state: JobState) -> dict[str, tuple[RankAddress, ...]]:
@@ -171,11 +177,12 @@ def places_of(state: JobState) -> dict[str, tuple[RankAddress, ...]]:
     return found
 
 
-def _start(draft: JobDraft, role: RoleState, ranks: Collection[int]) -> None:
+def _start(draft: JobDraft, name: str, ranks: Collection[int]) -> None:
+    role = draft.role(name)
     nodes: dict[str, list[Assignment]] = {}
-    for place in draft.state.placement.of_role(role.name):
+    for place in draft.state.placement.of_role(name):
         nodes.setdefault(place.node, []).append(place)
-    address, wanted = endpoint(draft.state, role.name), frozenset(ranks)
+    address, wanted = endpoint(draft.state, name), frozenset(ranks)
     addresses = places_of(draft.state)
     for group_rank, (node, here) in enumerate(nodes.items()):
         members = tuple(
@@ -193,7 +200,7 @@ def _start(draft: JobDraft, role: RoleState, ranks: Collection[int]) -> None:
         if not members:
             continue
         order = StartRole(
-            role=role.name,
+            role=name,
             generation=role.opened,
             restarts=role.restarts,
             world_size=len(role.workers),
@@ -202,7 +209,7 @@ def _start(draft: JobDraft, role: RoleState, ranks: Collection[int]) -> None:
             group_world_size=len(nodes),
             endpoint=address,
             members=members,
-            mask=draft.state.placement.masks.get(role.name, ""),
+            mask=draft.state.placement.masks.get(name, ""),
             places=addresses,
         )
         draft.order(node, order)

@@ -326,7 +326,7 @@ def relocation_to(
 def relocate(draft: JobDraft, before: JobState, cause: Cause, found: Relocation) -> None:
     """Take over the new placement, and do what each role does about it."""
     decisions, whole = found.decisions, found.whole
-    draft.state = replace(draft.state, placement=found.placement)
+    draft.put(replace(draft.state, placement=found.placement))
     gone = any(worker.node in cause.gone for role in before.roles.values() for worker in role.live)
     unaffected = f"{cause.reason}; the job goes on without it{'' if gone else ', as no rank ran there'}"
     told = found.told or [("", unaffected)]
@@ -334,17 +334,15 @@ def relocate(draft: JobDraft, before: JobState, cause: Cause, found: Relocation)
     moved = [name for name in decisions if whole[name]]
     if waits := consequences(unit_of(draft.state, [*found.missing, *moved])):
         draft.record("affected", waits)
-    for name, role in list(draft.state.roles.items()):
+    for name in draft.state.roles:
         draft.cause = causes.get(name, lost)
+        # A role that grows is about to start again as a whole, and starts the new ranks with that.
+        draft.put(_grown(draft.role(name), found.placement))
         if name in decisions:
             action = "restart_role" if whole[name] else decisions[name].action
-            restart(draft, _grown(role, found.placement), replace(decisions[name], action=action))
+            restart(draft, name, replace(decisions[name], action=action))
         else:
-            grown = _grown(role, found.placement)
-            if grown is not role:
-                # It is about to start again as a whole, and starts the new ranks with that.
-                draft.put(grown)
-            _go_on_without_decision(draft, before, grown)
+            _go_on_without_decision(draft, before, name)
         _let_go(draft, name)
 
 
@@ -357,7 +355,7 @@ def begin(draft: JobDraft, placement: Placement, cause: Cause) -> None:
         else role
         for name, role in before.roles.items()
     }
-    draft.state = replace(before, placement=placement, roles=roles)
+    draft.put(replace(before, placement=placement, roles=roles))
     reason = f"{cause.reason}; the job goes on without it, as no rank ran there"
     _tell(draft, before.placement, cause, [("", reason)])
     form_if_all_are_there(draft)
@@ -453,16 +451,17 @@ def _let_go(draft: JobDraft, name: str) -> None:
         draft.send(ToAgent(node, order, draft.cause))
 
 
-def _go_on_without_decision(draft: JobDraft, before: JobState, role: RoleState) -> None:
+def _go_on_without_decision(draft: JobDraft, before: JobState, name: str) -> None:
     """Do what is due in a role that has lost nothing, or that forms a generation anyhow."""
+    role = draft.role(name)
     if role.forming:
-        moved = leader(before, role.name) != leader(draft.state, role.name)
-        if moved or obstructed(before, before.roles[role.name]):
+        moved = leader(before, name) != leader(draft.state, name)
+        if moved or obstructed(before, before.roles[name]):
             # Its store was ordered on a lost node, or had to wait for a misplaced worker that is gone now.
-            order_store(draft, role)
-    elif before.roles[role.name].living and (role.phase not in ROLE_WORKS or role.has_done_its_work):
+            order_store(draft, name)
+    elif before.roles[name].living and (role.phase not in ROLE_WORKS or role.has_done_its_work):
         # The last of its workers is gone; of a role that works, one that the job goes on without.
-        advance(draft, role)
+        advance(draft, name)
 
 
 def _tell(

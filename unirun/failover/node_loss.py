@@ -23,8 +23,9 @@ from unirun.failover.moving import (
     relocation_to,
     without_room,
 )
+from unirun.failover.phases import PhaseEvent
 from unirun.failover.policy import Decision
-from unirun.failover.restart_or_end import advance, end_job, give_up, starting_again
+from unirun.failover.restart_or_end import advance, end_job, give_up, unsettle
 from unirun.failover.state import Exit, Failure, JobPhase, JobState
 from unirun.failover.worker_failure import failure_of
 from unirun.values import WorkerId
@@ -41,7 +42,7 @@ def agent_lost(draft: JobDraft, node: str, reason: str) -> None:
     """The agent of `node` is gone. When a rack loses its power, many are: one decision is made for all of them."""
     if not draft.state.losses:
         draft.send(After(LOSS_DELAY, LossesDue()))
-    draft.state = replace(draft.state, losses={**draft.state.losses, node: reason})
+    draft.put(replace(draft.state, losses={**draft.state.losses, node: reason}))
 
 
 def nodes_lost(draft: JobDraft, nodes: Mapping[str, str]) -> None:
@@ -54,17 +55,16 @@ def nodes_lost(draft: JobDraft, nodes: Mapping[str, str]) -> None:
     before = draft.state
     cause = Cause(tuple(nodes), _reason(nodes), draft.now)
     failures = _fall(draft, nodes, cause.reason)
-    draft.state = without(draft.state, nodes.keys())
+    draft.put(without(draft.state, nodes.keys()))
     draft.tell_now()
     if draft.state.phase is JobPhase.STOPPING:
-        for role in list(draft.state.roles.values()):
-            advance(draft, role)
+        for name in draft.state.roles:
+            advance(draft, name)
     elif draft.state.without(nodes):
         _go_on(draft, before, cause, failures)
     else:
-        draft.state = draft.state.with_failures(
-            *(replace(each, decision="the job ends") for each in failures)
-        )
+        ending = [replace(each, decision="the job ends") for each in failures]
+        draft.put(draft.state.with_failures(*ending))
         end_job(draft, Decision("end_job", cause.reason), KILLED, by_failure=bool(failures))
 
 
@@ -74,11 +74,12 @@ def begin_without(draft: JobDraft, gone: Collection[str], reason: str) -> bool:
     if not state.without(gone):
         return False
     cause = Cause(tuple(gone), reason, draft.now)
-    before, draft.state = draft.state, state
+    before = draft.state
+    draft.put(state)
     try:
         found = _relocation(draft, before, cause)
     except PlacementError:
-        draft.state = before
+        draft.put(before)
         return False
     begin(draft, found.placement, cause)
     return True
@@ -110,15 +111,15 @@ def _fall(draft: JobDraft, nodes: Collection[str], reason: str) -> list[Failure]
     """Mark the workers of `nodes` as killed. Returns their failures."""
     killed = Exit(signal=signal.SIGKILL)
     failures: list[Failure] = []
-    for role in list(draft.state.roles.values()):
-        fallen = [worker for worker in role.live if worker.node in nodes]
-        for worker in fallen:
-            who = WorkerId(role.name, worker.rank, worker.incarnation)
-            end = WorkerExited(who, draft.now, None, killed.signal, note=reason)
-            failures.append(failure_of(draft.state, role, worker, end, killed))
-            role = role.with_worker(worker.ended(killed))
-        if fallen:
-            draft.put(starting_again(role) if role.is_program else role)
+    for role in draft.state.roles.values():
+        for worker in role.live:
+            if worker.node in nodes:
+                who = WorkerId(role.name, worker.rank, worker.incarnation)
+                end = WorkerExited(who, draft.now, None, killed.signal, note=reason)
+                failures.append(failure_of(draft.state, worker, end, killed))
+                draft.put_worker(role.name, worker.ended(killed), PhaseEvent.NODE_LOST)
+        if role.is_program:
+            unsettle(draft, role.name)
     return failures
 
 
@@ -127,7 +128,7 @@ def _go_on(draft: JobDraft, before: JobState, cause: Cause, failures: Sequence[F
     missing, decisions = decide_missing(before, draft.state, cause)
     for name, decision in decisions.items():
         if decision.action == "end_job" and draft.state.role_spec(name).optional:
-            give_up(draft, draft.role(name), _ranks(missing, name), decision.reason)
+            give_up(draft, name, _ranks(missing, name), decision.reason)
     _, decisions = decide_missing(before, draft.state, cause)
     no_room: PlacementError | None = None
     if not _end_of(decisions):
@@ -136,17 +137,9 @@ def _go_on(draft: JobDraft, before: JobState, cause: Cause, failures: Sequence[F
             decisions = dict(found.decisions)
         except PlacementError as error:
             no_room = error
-    draft.state = draft.state.with_failures(
-        *(
-            replace(
-                each,
-                decision=decisions[each.worker.role].reason
-                if each.worker.role in decisions
-                else cause.reason,
-            )
-            for each in failures
-        )
-    )
+    reasons = {name: decision.reason for name, decision in decisions.items()}
+    decided = [replace(each, decision=reasons.get(each.worker.role, cause.reason)) for each in failures]
+    draft.put(draft.state.with_failures(*decided))
     if _ends(draft, decisions, by_failure=bool(failures)):
         return
     if no_room is not None:
@@ -177,12 +170,12 @@ def _relocation(draft: JobDraft, before: JobState, cause: Cause) -> Relocation:
     for chosen in _choices([*optional]):
         trial = JobDraft(draft.state, draft.now)
         for name in chosen:
-            give_up(trial, trial.role(name), optional[name], reason)
+            give_up(trial, name, optional[name], reason)
         with suppress(PlacementError):
             without_it = _relocated(trial.state, before, cause)
             if without_it.end is None:
                 for name in chosen:
-                    give_up(draft, draft.role(name), optional[name], reason)
+                    give_up(draft, name, optional[name], reason)
                 return without_it
     if error is not None:
         raise error

@@ -16,15 +16,15 @@ from unirun.errors import EXIT_PLACEMENT, Refused
 from unirun.failover.draft import JobDraft, output_of
 from unirun.failover.events import After, StartDue, ToWatchers
 from unirun.failover.generations import form_first, obstructed, opened, start_again
+from unirun.failover.phases import PhaseEvent
 from unirun.failover.policy import LONGEST_DELAY, Decision
 from unirun.failover.restart_or_end import (
-    advance,
     end_job,
     give_up,
     settle,
-    starting_again,
     stop_groups,
     stop_role,
+    unsettle,
 )
 from unirun.failover.state import (
     NEVER,
@@ -58,9 +58,9 @@ def start_due(draft: JobDraft) -> None:
     names = [name for name, role in state.roles.items() if _may_begin(state, role)]
     if names:
         form_first(draft, names)
-    for role in state.roles.values():
+    for name, role in state.roles.items():
         if role.is_program and role.phase is not RolePhase.WAITING:
-            _start_programs(draft, role, state.looked[role.name].missing)
+            _start_programs(draft, name, state.looked[name].missing)
 
 
 def _has_to_start(role: RoleState) -> bool:
@@ -73,15 +73,15 @@ def _look(draft: JobDraft) -> None:
     """Count what decides about starts, and ask agents for the ports of ranks that have none there, once."""
     state = draft.state
     looked = {
-        spec.name: _look_at(draft, state.roles[spec.name], spec)
+        spec.name: _look_at(draft, spec)
         for spec in state.spec.roles
         if spec.is_program or spec.ports or spec.group
     }
-    draft.state = replace(draft.state, looked=looked)
+    draft.put(replace(draft.state, looked=looked))
 
 
-def _look_at(draft: JobDraft, role: RoleState, spec: RoleSpec) -> Looked:
-    placement = draft.state.placement
+def _look_at(draft: JobDraft, spec: RoleSpec) -> Looked:
+    role, placement = draft.role(spec.name), draft.state.placement
     before = draft.state.looked.get(role.name)
     if before is None or before.placement is not placement or len(before.workers) != len(role.workers):
         before = Looked(placement, Ranks())
@@ -108,7 +108,7 @@ def _look_at(draft: JobDraft, role: RoleState, spec: RoleSpec) -> Looked:
         draft.put(role)
         for node, ranks in asked.items():
             draft.order(node, Reserve(role.name, tuple(ranks)))
-    return Looked(placement, role.workers, portless, ready, frozenset(missing))
+    return Looked(placement, draft.role(spec.name).workers, portless, ready, frozenset(missing))
 
 
 def _needs_ports(worker: WorkerState, node: str) -> bool:
@@ -165,21 +165,22 @@ def waiting_to_start(state: JobState) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _start_programs(draft: JobDraft, role: RoleState, missing: Collection[int]) -> None:
+def _start_programs(draft: JobDraft, name: str, missing: Collection[int]) -> None:
+    role = draft.role(name)
     if role.phase is RolePhase.RESTARTING:
         whole = not role.living and role.generation > role.opened and not obstructed(draft.state, role)
         if whole and all(worker.due == NEVER or _is_due(draft, worker) for worker in role.workers):
-            opened(draft, role)
-            settle(draft, draft.role(role.name))
+            opened(draft, name)
+            settle(draft, name)
         return
-    spec = draft.state.role_spec(role.name)
+    spec = draft.state.role_spec(name)
     due = [
         role.workers[rank]
         for rank in sorted(missing)
         if all(_may_start(draft, role.workers[member]) for member in spec.members(rank))
     ]
     if due and role.phase in ROLE_WORKS and not obstructed(draft.state, role):
-        start_again(draft, role, due)
+        start_again(draft, name, due)
 
 
 def _may_start(draft: JobDraft, worker: WorkerState) -> bool:
@@ -218,7 +219,7 @@ def placed(draft: JobDraft, event: Placed) -> None:
             return
         reason = f"{role.name}:{show_ranks(waiting)} cannot start on {event.node}: {event.problem}"
         if draft.state.role_spec(role.name).optional:
-            give_up(draft, role, waiting, reason)
+            give_up(draft, event.role, waiting, reason)
             draft.tell_soon()
             return
         end_job(draft, Decision("end_job", reason), EXIT_PLACEMENT, by_failure=False)
@@ -236,19 +237,19 @@ def placed(draft: JobDraft, event: Placed) -> None:
 
 def health_changed(draft: JobDraft, who: WorkerId, health: Health) -> None:
     """A program has become ready, or is not any more."""
-    found = draft.find(who)
-    if found is None or not found[0].probed:
+    worker, name = draft.find(who), who.role
+    if worker is None or not draft.role(name).probed:
         return
-    role, worker = found
     phase = WorkerPhase.SERVING if health.ready else WorkerPhase.RUNNING
-    changed = phase is not worker.phase
-    role = role.with_worker(replace(worker, phase=phase, health=health))
-    settle(draft, starting_again(role))
-    if changed:
+    reason = PhaseEvent.READY if health.ready else PhaseEvent.UNREADY
+    draft.put_worker(name, replace(worker, phase=phase, health=health), reason)
+    unsettle(draft, name)
+    settle(draft, name)
+    if phase is not worker.phase:
         text = "is ready" if health.ready else f"is not ready: {health.why}"
         draft.record("ready" if health.ready else "unready", f"{who} {text}", str(who))
-        draft.send(ToWatchers(output_of(draft.state, role.name, worker.rank)))
-        if draft.role(role.name).serves:
+        draft.send(ToWatchers(output_of(draft.state, name, worker.rank)))
+        if draft.role(name).serves:
             draft.tell_now()
         else:
             draft.tell_soon()
@@ -256,9 +257,9 @@ def health_changed(draft: JobDraft, who: WorkerId, health: Health) -> None:
 
 def wait_again(draft: JobDraft) -> None:
     """Wait for the back-offs that an earlier master has begun, and end the groups that it wanted to end."""
-    for role in list(draft.state.roles.values()):
+    for role in draft.state.roles.values():
         if role.phase in ROLE_WORKS:
-            stop_groups(draft, role)
+            stop_groups(draft, role.name)
     workers = (worker for role in draft.state.roles.values() if role.is_program for worker in role.workers)
     dues = {worker.due for worker in workers if not worker.live and worker.due > draft.now}
     for due in dues:
@@ -277,5 +278,4 @@ def stop_due(draft: JobDraft) -> None:
     latest = max(role.wave for role in waiting)
     for role in waiting:
         if role.wave == latest:
-            stop_role(draft, role, state.verdict)
-            advance(draft, draft.role(role.name))
+            stop_role(draft, role.name, state.verdict)

@@ -12,6 +12,7 @@ from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, IllegalTran
 from unirun.failover.draft import JobDraft
 from unirun.failover.events import After, Finish, StartDue, ToWatchers
 from unirun.failover.generations import form_next, start_missing
+from unirun.failover.phases import PhaseEvent
 from unirun.failover.policy import Budget, Decision, History
 from unirun.failover.root_cause import (
     Diagnosis,
@@ -44,28 +45,31 @@ neither is the cause. A hang has lasted longer by then; when a peer is gone, all
 milliseconds, and there is no wait."""
 
 
-def advance(draft: JobDraft, role: RoleState) -> None:
-    """Advance `role` after a worker ended without a new failure."""
+def advance(draft: JobDraft, name: str) -> None:
+    """Advance a role after a worker ended without a new failure."""
+    role = draft.role(name)
     if role.phase in ROLE_WORKS:
         if role.has_done_its_work and role.workers[0].due == NEVER:
-            draft.put(replace(role, phase=RolePhase.FAILED))
+            draft.put(replace(role, phase=RolePhase.FAILED), PhaseEvent.NONE_WANTED)
         elif role.has_done_its_work:
-            draft.put(replace(role, phase=RolePhase.SUCCEEDED))
-            draft.record("role", f"role {role.name} succeeded", role.name)
+            draft.put(replace(role, phase=RolePhase.SUCCEEDED), PhaseEvent.ALL_SUCCEEDED)
+            draft.record("role", f"role {name} succeeded", name)
         else:
-            settle(draft, role)
+            settle(draft, name)
         return
     if role.living:
         return
     if role.phase is RolePhase.RESTARTING and len(role.given_up) == len(role.workers):
-        draft.put(replace(role, phase=RolePhase.FAILED))
+        draft.put(replace(role, phase=RolePhase.FAILED), PhaseEvent.NONE_WANTED)
     elif role.phase is RolePhase.RESTARTING:
         _tell_cause(draft, role)
-        form_anew(draft, role)
+        form_anew(draft, name)
     elif role.phase is RolePhase.STOPPING:
-        last = {WorkerId(role.name, worker.rank, worker.incarnation) for worker in role.workers}
-        failed = any(each.worker in last for each in draft.state.failures)
-        draft.put(replace(role, phase=RolePhase.FAILED if failed else RolePhase.STOPPED))
+        last = {WorkerId(name, worker.rank, worker.incarnation) for worker in role.workers}
+        if any(each.worker in last for each in draft.state.failures):
+            draft.put(replace(role, phase=RolePhase.FAILED), PhaseEvent.WORKERS_GONE_BY_FAILURE)
+        else:
+            draft.put(replace(role, phase=RolePhase.STOPPED), PhaseEvent.WORKERS_GONE)
 
 
 def _tell_cause(draft: JobDraft, role: RoleState) -> None:
@@ -83,44 +87,43 @@ def _tell_cause(draft: JobDraft, role: RoleState) -> None:
 
 def _keep_cause(draft: JobDraft, diagnosis: Diagnosis) -> None:
     """Remember a rank that has not failed itself as the cause of other failures."""
-    draft.state = draft.state.with_failures(diagnosis.cause)
+    draft.put(draft.state.with_failures(diagnosis.cause))
     draft.record("cause", str(diagnosis), str(diagnosis.cause.worker))
 
 
-def form_anew(draft: JobDraft, role: RoleState) -> None:
-    """Form the next generation of `role`; end the job when some of its ranks have no place.
+def form_anew(draft: JobDraft, name: str) -> None:
+    """Form the next generation of a role; end the job when some of its ranks have no place.
 
     That is so for ranks that had succeeded before their node was lost, when they did not fit on another node.
     """
-    places = draft.state.placement.of_role(role.name)
+    role = draft.role(name)
+    places = draft.state.placement.of_role(name)
     gone, given_up = draft.state.placement.lost, role.given_up
     lost = [place.rank for place in places if place.node in gone and place.rank not in given_up]
     if not lost:
-        form_next(draft, role)
+        form_next(draft, name)
         return
-    draft.put(replace(role, phase=RolePhase.STOPPING))
-    who = f"{role.name}:{show_ranks(lost)}"
-    reason = f"role {role.name} cannot start again: the node of {who} is gone, and they fit nowhere else"
+    draft.put(replace(role, phase=RolePhase.STOPPING), PhaseEvent.NO_PLACE)
+    who = f"{name}:{show_ranks(lost)}"
+    reason = f"role {name} cannot start again: the node of {who} is gone, and they fit nowhere else"
     stop_all(draft, Verdict(JobPhase.FAILED, EXIT_PLACEMENT, reason), signal.SIGTERM, None)
 
 
-def settle(draft: JobDraft, role: RoleState) -> None:
-    """Put `role`; it is running as soon as all of its ranks are."""
+def settle(draft: JobDraft, name: str) -> None:
+    """A role is running as soon as all of its ranks are."""
+    role = draft.role(name)
     if role.phase in (RolePhase.STARTING, RolePhase.REFORMING) and role.settled:
-        role = replace(role, phase=RolePhase.RUNNING)
-        draft.record("running", f"role {role.name}: every rank runs", role.name)
+        draft.put(replace(role, phase=RolePhase.RUNNING), PhaseEvent.ALL_UP)
+        draft.record("running", f"role {name}: every rank runs", name)
         draft.tell_soon()
         draft.grow_soon()
-    draft.put(role)
 
 
-def starting_again(role: RoleState) -> RoleState:
-    """`role`, which does not run as a whole any more if a rank of it is not up."""
-    return (
-        replace(role, phase=RolePhase.STARTING)
-        if role.phase is RolePhase.RUNNING and not role.settled
-        else role
-    )
+def unsettle(draft: JobDraft, name: str) -> None:
+    """A role does not run as a whole any more if a rank of it is not up."""
+    role = draft.role(name)
+    if role.phase is RolePhase.RUNNING and not role.settled:
+        draft.put(replace(role, phase=RolePhase.STARTING), PhaseEvent.NOT_ALL_UP)
 
 
 def stop_all(
@@ -133,23 +136,23 @@ def stop_all(
         return
     grace = draft.state.spec.shutdown_timeout if grace is None else grace
     verdict = replace(verdict, signal=int(signum), grace=grace)
-    draft.state = replace(draft.state, phase=JobPhase.STOPPING, verdict=verdict)
     draft.record("stopping", verdict.reason)
-    draft.state = replace(draft.state, cause=draft.cause)
-    for role in list(draft.state.roles.values()):
-        service = draft.state.role_spec(role.name).service and role.phase in ROLE_WORKS
+    stopping = replace(draft.state, phase=JobPhase.STOPPING, verdict=verdict, cause=draft.cause)
+    draft.put(stopping, PhaseEvent.END_DECIDED)
+    for name in draft.state.roles:
+        role = draft.role(name)
+        service = draft.state.role_spec(name).service and role.phase in ROLE_WORKS
         later = service and role.living and not together
         if role.phase not in ROLE_ENDS and not later:
-            stop_role(draft, role, verdict)
-            advance(draft, draft.role(role.name))
+            stop_role(draft, name, verdict)
 
 
-def stop_role(draft: JobDraft, role: RoleState, verdict: Verdict) -> None:
-    """Tell the workers of `role` to end, as the job ends with `verdict`."""
-    role = replace(role, phase=RolePhase.STOPPING)
-    draft.put(role)
-    after = _patience(draft.state, role.name) if verdict.by_failure else 0.0
-    draft.stop(role, verdict.signal, verdict.grace, after)
+def stop_role(draft: JobDraft, name: str, verdict: Verdict) -> None:
+    """Tell the workers of a role to end, as the job ends with `verdict`."""
+    draft.put(replace(draft.role(name), phase=RolePhase.STOPPING), PhaseEvent.TOLD_TO_END)
+    after = _patience(draft.state, name) if verdict.by_failure else 0.0
+    draft.stop(name, verdict.signal, verdict.grace, after)
+    advance(draft, name)
 
 
 def shutdown_order(state: JobState, verdict: Verdict) -> Shutdown:
@@ -164,10 +167,11 @@ def end_as_told(draft: JobDraft, ending: Ending) -> None:
     verdict = Verdict(JobPhase(ending.phase), ending.code, ending.reason, ending.by_failure)
     if verdict.phase is JobPhase.SUCCEEDED:
         # That master saw them succeed; agents that have left since cannot report it again.
-        for name in draft.state.spec.primary:
-            role = draft.state.roles[name]
-            workers = Ranks(w.ended(Exit(code=0)) for w in role.workers)
-            draft.put(replace(role, phase=RolePhase.SUCCEEDED, workers=workers))
+        for role in map(draft.role, draft.state.spec.primary):
+            if role.phase in ROLE_WORKS:
+                workers = Ranks(w.ended(Exit(code=0)) for w in role.workers)
+                seen = replace(role, phase=RolePhase.SUCCEEDED, workers=workers)
+                draft.put(seen, PhaseEvent.SEEN_TO_SUCCEED)
     stop_all(draft, verdict, signal.SIGTERM, None)
 
 
@@ -180,13 +184,12 @@ def end_if_over(draft: JobDraft) -> None:
         state = draft.state
     if state.phase is not JobPhase.STOPPING:
         return
-    for role in state.roles.values():
+    for name in state.roles:
         # A service that was not told to end yet may have lost a rank, which does not start again.
-        if (now := starting_again(role)) is not role:
-            draft.put(now)
+        unsettle(draft, name)
+    state = draft.state
     if state.live:
         return
-    state = draft.state
     verdict = state.verdict
     if verdict is None:
         raise IllegalTransition("the job is stopping without a verdict")
@@ -214,7 +217,8 @@ def _verdict(state: JobState) -> Verdict | None:
 
 def finish(draft: JobDraft, verdict: Verdict) -> None:
     """The job is over, with this verdict."""
-    draft.state = replace(draft.state, phase=verdict.phase, verdict=verdict, ended=draft.now)
+    ended = replace(draft.state, phase=verdict.phase, verdict=verdict, ended=draft.now)
+    draft.put(ended, PhaseEvent.JOB_OVER)
     draft.cause = draft.state.cause
     draft.record("end", f"{verdict.phase}: {verdict.reason} (exit code {verdict.code})")
     draft.send(Finish(verdict))
@@ -239,32 +243,34 @@ def budget_of(spec: RoleSpec, restarts: int, paid: Sequence[float], now: float) 
     return Budget(spec.max_restarts, restarts, spec.restart_window, spec.restart_delay)
 
 
-def restart(draft: JobDraft, role: RoleState, decision: Decision) -> None:
-    """Restart the whole `role`, or start its lost ranks again, as was decided."""
+def restart(draft: JobDraft, name: str, decision: Decision) -> None:
+    """Restart a whole role, or start its lost ranks again, as was decided."""
     if decision.action == "join":
-        start_missing(draft, role)
+        start_missing(draft, name)
         return
-    if role.is_program:
-        role = _backing_off(draft, role, decision)
+    if draft.role(name).is_program:
+        _back_off(draft, name, decision)
+    role = draft.role(name)
     if not decision.free:
-        role = replace(role, restarts=role.restarts + 1, paid=_paid(draft, role, role.paid))
+        role = replace(role, restarts=role.restarts + 1, paid=_paid(draft, name, role.paid))
     if decision.action == "restart_worker" and role.is_program:
-        draft.put(replace(role, phase=RolePhase.STARTING))
-        stop_groups(draft, draft.role(role.name))
+        draft.put(replace(role, phase=RolePhase.STARTING), PhaseEvent.PROGRAMS_RESTART)
+        stop_groups(draft, name)
         return
     if decision.action == "restart_worker":
-        form_anew(draft, replace(role, phase=RolePhase.REFORMING))
+        draft.put(replace(role, phase=RolePhase.REFORMING), PhaseEvent.RANKS_RESTART)
+        form_anew(draft, name)
         return
-    role = replace(role, phase=RolePhase.RESTARTING, orderly=decision.free)
-    draft.put(role)
+    restarting = replace(role, phase=RolePhase.RESTARTING, orderly=decision.free)
+    draft.put(restarting, PhaseEvent.ROLE_RESTARTS)
     grace = draft.state.spec.shutdown_timeout
-    draft.stop(role, signal.SIGTERM, grace, _patience(draft.state, role.name))
-    advance(draft, role)
+    draft.stop(name, signal.SIGTERM, grace, _patience(draft.state, name))
+    advance(draft, name)
 
 
-def stop_groups(draft: JobDraft, role: RoleState) -> None:
+def stop_groups(draft: JobDraft, name: str) -> None:
     """Tell the live ranks of groups to end of which a rank has ended: a group starts again as a whole."""
-    spec, ranks = draft.state.role_spec(role.name), set[int]()
+    spec, role, ranks = draft.state.role_spec(name), draft.role(name), set[int]()
     for worker in role.workers if spec.group else ():
         if not worker.live and not worker.ended_well:
             ranks.update(spec.members(worker.rank))
@@ -274,51 +280,53 @@ def stop_groups(draft: JobDraft, role: RoleState) -> None:
             nodes.setdefault(worker.node, []).append(worker.rank)
     for node, there in nodes.items():
         grace = draft.state.spec.shutdown_timeout
-        draft.order(node, StopWorkers(role.name, tuple(there), int(signal.SIGTERM), grace))
+        draft.order(node, StopWorkers(name, tuple(there), int(signal.SIGTERM), grace))
 
 
-def give_up(draft: JobDraft, role: RoleState, ranks: Collection[int], reason: str, *, tail: str = "") -> None:
+def give_up(draft: JobDraft, name: str, ranks: Collection[int], reason: str, *, tail: str = "") -> None:
     """Go on without these ranks of an optional service, and those that are one server with them, and tell the `reason`.
     A role that restarts as a whole is given up as a whole. `tail` are its last lines."""
-    who, text = f"{role.name}:{show_ranks(ranks)}", f"{reason}; the job goes on without it"
+    who, text = f"{name}:{show_ranks(ranks)}", f"{reason}; the job goes on without it"
     draft.record("decision", text, who)
     draft.send(ToWatchers(Notice(who, f"{text}{tail}")))
-    spec, grace = draft.state.role_spec(role.name), draft.state.spec.shutdown_timeout
+    role = draft.role(name)
+    spec, grace = draft.state.role_spec(name), draft.state.spec.shutdown_timeout
     if role.restart == "role":
-        draft.put(replace(role, phase=RolePhase.STOPPING))
-        draft.stop(role, signal.SIGTERM, grace)
-        advance(draft, draft.role(role.name))
+        draft.put(replace(role, phase=RolePhase.STOPPING), PhaseEvent.GIVEN_UP)
+        draft.stop(name, signal.SIGTERM, grace)
+        advance(draft, name)
         return
     left = {member for rank in ranks for member in spec.members(rank)}
     for rank in left:
         worker = role.workers[rank]
         role = role.with_worker(replace(worker, due=NEVER))
         if worker.live and role.phase in ROLE_WORKS:
-            draft.order(worker.node, StopWorkers(role.name, (rank,), int(signal.SIGTERM), grace))
-    all_gone = all(worker.due == NEVER and not worker.live for worker in role.workers)
-    draft.put(replace(role, phase=RolePhase.FAILED) if all_gone else starting_again(role))
-    if not all_gone:
-        settle(draft, draft.role(role.name))
+            draft.order(worker.node, StopWorkers(name, (rank,), int(signal.SIGTERM), grace))
+    if all(worker.due == NEVER and not worker.live for worker in role.workers):
+        draft.put(replace(role, phase=RolePhase.FAILED), PhaseEvent.GIVEN_UP)
+    else:
+        draft.put(role)
+        unsettle(draft, name)
+        settle(draft, name)
 
 
-def _backing_off(draft: JobDraft, role: RoleState, decision: Decision) -> RoleState:
-    """`role`, of which the ranks that have just ended start again after the back-off of their budget. A rank that has a
-    time for its start already has paid."""
+def _back_off(draft: JobDraft, name: str, decision: Decision) -> None:
+    """The ranks that have just ended start again after the back-off of their budget. A rank that has a time for its
+    start already has paid."""
     now = draft.now
-    for worker in role.workers:
+    for worker in draft.role(name).workers:
         if worker.live or worker.ended_well or worker.due or worker.exit is None:
             continue
-        delay = history_of(draft.state, role, now, [worker.rank]).budget.back_off
-        paid = worker.paid if decision.free else _paid(draft, role, worker.paid)
-        role = role.with_worker(replace(worker, due=now + delay, paid=paid))
+        delay = history_of(draft.state, draft.role(name), now, [worker.rank]).budget.back_off
+        paid = worker.paid if decision.free else _paid(draft, name, worker.paid)
+        draft.put_worker(name, replace(worker, due=now + delay, paid=paid))
         if delay:
             draft.send(After(delay, StartDue()))
-    return role
 
 
-def _paid(draft: JobDraft, role: RoleState, before: Sequence[float]) -> tuple[float, ...]:
+def _paid(draft: JobDraft, name: str, before: Sequence[float]) -> tuple[float, ...]:
     """The times of the latest restarts, with this one; as many as the budget has."""
-    return (*before, draft.now)[-draft.state.role_spec(role.name).max_restarts :]
+    return (*before, draft.now)[-draft.state.role_spec(name).max_restarts :]
 
 
 def end_job(draft: JobDraft, decision: Decision, code: int, *, by_failure: bool) -> None:

@@ -29,12 +29,12 @@ from unirun.failover.events import (
 )
 from unirun.failover.generations import form_if_all_are_there, obstructed, opened
 from unirun.failover.node_loss import agent_lost, begin_without, nodes_lost
+from unirun.failover.phases import PhaseEvent
 from unirun.failover.readiness import health_changed, placed, reserve_again, start_due, stop_due, wait_again
 from unirun.failover.restart_or_end import end_as_told, end_if_over, settle, stop_all
 from unirun.failover.state import (
     JOB_ENDS,
     OWNER_LOST_GRACE_SECONDS,
-    ROLE_WORKS,
     JobPhase,
     JobState,
     RolePhase,
@@ -99,7 +99,7 @@ def _handle(draft: JobDraft, event: Event) -> None:
             )
             draft.send(ToWatchers(Notice(event.node, f"spawner ready in {event.seconds:.1f} s")))
         case ViewWanted(node):
-            draft.state = replace(draft.state, uninformed=draft.state.uninformed | {node})
+            draft.put(replace(draft.state, uninformed=draft.state.uninformed | {node}))
             draft.tell_now()
         case WorkerStarted():
             _started(draft, event)
@@ -149,7 +149,8 @@ def _handle(draft: JobDraft, event: Event) -> None:
         case AgentLost(node, reason):
             agent_lost(draft, node, reason)
         case LossesDue():
-            losses, draft.state = draft.state.losses, replace(draft.state, losses={})
+            losses = draft.state.losses
+            draft.put(replace(draft.state, losses={}))
             nodes_lost(draft, losses)
         case JoinTimedOut():
             _join_timed_out(draft)
@@ -178,11 +179,13 @@ def _join(draft: JobDraft, event: Join) -> None:
     again = known is not None and (event.node in state.away or known.pid == event.pid)
     if state.given_up(event.node) or event.node in state.losses or (known is not None and not again):
         raise Refused(f"node {event.node} joined twice, or has no place in this job")
-    draft.state = replace(
-        state,
-        agents={**state.agents, event.node: bare(event)},
-        away=state.away - {event.node},
-        uninformed=state.uninformed | {event.node},
+    draft.put(
+        replace(
+            state,
+            agents={**state.agents, event.node: bare(event)},
+            away=state.away - {event.node},
+            uninformed=state.uninformed | {event.node},
+        )
     )
     draft.record("join", f"{event.node} joined (pid {event.pid})", event.node)
     if event.ending is not None and state.verdict is None:
@@ -198,9 +201,8 @@ def _join(draft: JobDraft, event: Join) -> None:
 def _rejoined(draft: JobDraft, event: Join) -> None:
     for news in take_up(draft, event):
         _handle(draft, news)
-    for role in list(draft.state.roles.values()):
-        if role.phase in ROLE_WORKS:
-            settle(draft, role)
+    for name in draft.state.roles:
+        settle(draft, name)
     reserve_again(draft, event.node)
     if not draft.state.away:
         all_back(draft)
@@ -208,63 +210,62 @@ def _rejoined(draft: JobDraft, event: Join) -> None:
 
 
 def _started(draft: JobDraft, event: WorkerStarted) -> None:
-    found = draft.find(event.worker)
-    if found is None:
+    worker, name = draft.find(event.worker), event.worker.role
+    if worker is None:
         return
-    role, worker = found
     # `Hello` comes on another stream and may have arrived before.
     phase = WorkerPhase.ALIVE if worker.phase is WorkerPhase.STARTING else worker.phase
-    draft.put(role.with_worker(replace(worker, phase=phase, pid=event.pid)))
-    draft.send(ToWatchers(output_of(draft.state, role.name, worker.rank)))
+    draft.put_worker(name, replace(worker, phase=phase, pid=event.pid), PhaseEvent.FORKED)
+    draft.send(ToWatchers(output_of(draft.state, name, worker.rank)))
 
 
 def _running(draft: JobDraft, event: WorkerRunning) -> None:
-    found = draft.find(event.worker)
-    if found is None or found[1].phase is WorkerPhase.SERVING:
+    worker, name = draft.find(event.worker), event.worker.role
+    if worker is None or worker.phase is WorkerPhase.SERVING:
         return
-    role, worker = found
+    role = draft.role(name)
     _refuse_later(role, event.generation)
     generation = max(worker.generation, event.generation)
     member = is_member(draft.state, role, worker)
     phase = WorkerPhase.SERVING if member else WorkerPhase.RUNNING
-    settle(draft, role.with_worker(replace(worker, phase=phase, generation=generation)))
+    reason = PhaseEvent.MEMBER_RUNS if member else PhaseEvent.RUNS
+    draft.put_worker(name, replace(worker, phase=phase, generation=generation), reason)
+    settle(draft, name)
     draft.tell_soon()
 
 
 def _serving(draft: JobDraft, who: WorkerId, event: Serving) -> None:
-    found = draft.find(who)
-    if found is None:
+    worker = draft.find(who)
+    if worker is None:
         return
-    role, worker = found
     addresses = {**worker.addresses, **event.addresses}
-    worker = replace(worker, phase=WorkerPhase.SERVING, addresses=addresses, recoverable=event.recoverable)
-    role = role.with_worker(worker)
-    settle(draft, role)
-    if role.serves:
+    serving = replace(worker, phase=WorkerPhase.SERVING, addresses=addresses, recoverable=event.recoverable)
+    draft.put_worker(who.role, serving, PhaseEvent.SERVES)
+    settle(draft, who.role)
+    if draft.role(who.role).serves:
         draft.tell_now()
     else:
         draft.tell_soon()
 
 
 def _listening(draft: JobDraft, who: WorkerId, addresses: Mapping[str, str]) -> None:
-    found = draft.find(who)
-    if found is None:
+    worker = draft.find(who)
+    if worker is None:
         return
-    role, worker = found
-    draft.put(role.with_worker(replace(worker, addresses={**worker.addresses, **addresses})))
+    draft.put_worker(who.role, replace(worker, addresses={**worker.addresses, **addresses}))
     draft.tell_soon()
 
 
 def _formed(draft: JobDraft, who: WorkerId, event: GroupFormed) -> None:
-    found = draft.find(who)
-    if found is None:
+    worker = draft.find(who)
+    if worker is None:
         return
-    role, worker = found
     # It may arrive before the `StoreOpened` of the agent that serves the store.
-    _refuse_later(role, event.generation)
+    _refuse_later(draft.role(who.role), event.generation)
     if event.generation > worker.generation:
         draft.record("formed", f"{who} is in generation {event.generation}", str(who))
-        settle(draft, role.with_worker(replace(worker, generation=event.generation)))
+        draft.put_worker(who.role, replace(worker, generation=event.generation))
+        settle(draft, who.role)
 
 
 def _refuse_later(role: RoleState, generation: int) -> None:
@@ -275,10 +276,9 @@ def _refuse_later(role: RoleState, generation: int) -> None:
 
 def _metrics(draft: JobDraft, who: WorkerId, event: Metrics) -> None:
     draft.send(KeepMetrics(who.role, who.rank, event.time, event.values))
-    found = draft.find(who)
-    if found is not None:
-        role, worker = found
-        draft.put(role.with_worker(replace(worker, metrics={**worker.metrics, **event.values})))
+    worker = draft.find(who)
+    if worker is not None:
+        draft.put_worker(who.role, replace(worker, metrics={**worker.metrics, **event.values}))
 
 
 def _calls(draft: JobDraft, who: WorkerId, event: Calls) -> None:
@@ -286,7 +286,7 @@ def _calls(draft: JobDraft, who: WorkerId, event: Calls) -> None:
     role = draft.role(who.role)
     worker = role.workers[who.rank] if 0 <= who.rank < len(role.workers) else None
     if worker is not None and worker.incarnation == who.incarnation:
-        draft.put(role.with_worker(replace(worker, calls=sound(event.counts, draft.state.sizes))))
+        draft.put_worker(who.role, replace(worker, calls=sound(event.counts, draft.state.sizes)))
 
 
 def _store_opened(draft: JobDraft, event: StoreOpened) -> None:
@@ -295,8 +295,8 @@ def _store_opened(draft: JobDraft, event: StoreOpened) -> None:
     awaited = running and role.phase in (RolePhase.RESTARTING, RolePhase.REFORMING)
     # While a misplaced worker is in the way the event is ignored; the store is asked for again when that one is gone.
     if awaited and event.generation == role.generation > role.opened and not obstructed(draft.state, role):
-        opened(draft, role)
-        settle(draft, draft.role(role.name))
+        opened(draft, event.role)
+        settle(draft, event.role)
 
 
 def _refuse_unknown(signum: int) -> None:
@@ -320,15 +320,15 @@ def _stop(draft: JobDraft, event: Stop, *, together: bool = False) -> None:
         raise Refused(f"a job that is stopped does not end with {event.exit_code}")
     draft.record("stop", event.reason)
     again = event.hurries(draft.state.asked_to_stop)
-    draft.state = replace(draft.state, asked_to_stop=True)
+    draft.put(replace(draft.state, asked_to_stop=True))
     if draft.state.phase is JobPhase.STOPPING:
         # A second request means "now": it ends the grace period. A first request for a job that is ending by itself
         # counts only when it has a grace period of its own.
         for role in draft.state.roles.values():
             if again:
-                draft.stop(role, signal.SIGKILL, 0.0)
+                draft.stop(role.name, signal.SIGKILL, 0.0)
             elif event.grace is not None and role.phase is RolePhase.STOPPING:
-                draft.stop(role, event.signal, event.grace)
+                draft.stop(role.name, event.signal, event.grace)
         return
     verdict = Verdict(JobPhase.STOPPED, event.exit_code, event.reason)
     stop_all(draft, verdict, event.signal, event.grace, together=together)

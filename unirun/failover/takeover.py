@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from unirun.failover.draft import JobDraft, is_member, output_of
 from unirun.failover.events import After, Command, JoinTimedOut, RejoinTimedOut, ToAgent, ToWatchers
 from unirun.failover.generations import complete, order_store
-from unirun.failover.restart_or_end import advance
+from unirun.failover.phases import PhaseEvent
+from unirun.failover.restart_or_end import advance, unsettle
 from unirun.failover.state import (
     JOB_ENDS,
     NEVER,
@@ -45,11 +46,12 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
     """The `state` of the master before, as this one takes it over, and the commands that follow."""
     if state.phase in JOB_ENDS:
         return state, []
-    roles = {name: _unseen(role) for name, role in state.roles.items()}
-    state = replace(
-        state, roles=roles, away=frozenset(state.agents), view_due=False, told=None, losses={}, looked={}
-    )
     draft = JobDraft(state, now)
+    roles = {name: _unseen(role) for name, role in state.roles.items()}
+    away = frozenset(state.agents)
+    unseen = replace(state, roles=roles, away=away, view_due=False, told=None, losses={}, looked={})
+    draft.put(unseen, PhaseEvent.TAKEN_OVER)
+    state = draft.state
     if state.away or state.phase is not JobPhase.LAUNCHING:
         draft.record("master", "another master goes on with the job")
     if state.away:
@@ -81,8 +83,8 @@ def bare(event: Join) -> Join:
 
 def take_up(draft: JobDraft, event: Join) -> Iterator[FromWorker | WorkerExited | StoreOpened | StoreEnded]:
     """Merge what an agent holds into the state and order what is missing there. Yields the events that it reports."""
-    for role in list(draft.state.roles.values()):
-        _take_up_role(draft, role, event)
+    for name in draft.state.roles:
+        _take_up_role(draft, name, event)
     for each in event.workers:
         if each.calls:
             yield FromWorker(each.worker, Calls(each.calls))
@@ -94,19 +96,20 @@ def take_up(draft: JobDraft, event: Join) -> Iterator[FromWorker | WorkerExited 
         else:
             yield each.exit
     stores = {store.role: store for store in event.stores}
-    for role in list(draft.state.roles.values()):
+    for name in draft.state.roles:
+        role = draft.role(name)
         if (
             role.is_program
             or role.phase in (*ROLE_ENDS, RolePhase.WAITING)
-            or leader(draft.state, role.name) != event.node
+            or leader(draft.state, name) != event.node
         ):
             continue
         if role.phase is RolePhase.RESTARTING and role.opened == role.generation:
             # Its workers are about to end: the next store is opened after that, on another node perhaps.
             continue
-        store = stores.get(role.name)
+        store = stores.get(name)
         if store is None or store.generation < role.generation:
-            order_store(draft, role)
+            order_store(draft, name)
         elif store.ended is not None:
             yield store.ended
 
@@ -114,10 +117,10 @@ def take_up(draft: JobDraft, event: Join) -> Iterator[FromWorker | WorkerExited 
 def all_back(draft: JobDraft) -> None:
     """Every node has joined the new master: send the view and start the missing workers."""
     draft.tell_now()
-    for role in list(draft.state.roles.values()):
+    for name, role in draft.state.roles.items():
         if role.forming:
             # `StoreOpened` may have come while nodes were away, and was ignored: the agent repeats it.
-            order_store(draft, role)
+            order_store(draft, name)
         elif (
             # While the job ends, a service that was not told to end yet starts no more workers.
             draft.state.phase is JobPhase.RUNNING
@@ -125,34 +128,35 @@ def all_back(draft: JobDraft) -> None:
             and role.phase in ROLE_WORKS
             and any(not w.live and not w.ended_well for w in role.workers)
         ):
-            complete(draft, role)
+            complete(draft, name)
 
 
-def _take_up_role(draft: JobDraft, role: RoleState, event: Join) -> None:
+def _take_up_role(draft: JobDraft, name: str, event: Join) -> None:
     held = {each.worker: each for each in event.workers}
     living: list[int] = []
-    before = role.living
-    for worker in role.live:
+    before = draft.role(name)
+    for worker in before.live:
         if worker.node != event.node:
             continue
-        known = held.get(WorkerId(role.name, worker.rank, worker.incarnation))
+        known = held.get(WorkerId(name, worker.rank, worker.incarnation))
         if known is None:
-            role = role.with_worker(_never_started(role, worker))
+            draft.put_worker(name, _never_started(before, worker), PhaseEvent.NOT_HELD)
             continue
-        member = is_member(draft.state, role, worker)
-        role = role.with_worker(_as_held(role, worker, known, member=member))
+        member = is_member(draft.state, before, worker)
+        draft.put_worker(name, _as_held(before, worker, known, member=member), PhaseEvent.HELD)
         if known.exit is None:
             living.append(worker.rank)
         if known.pid is not None:
-            draft.send(ToWatchers(output_of(draft.state, role.name, worker.rank)))
-    draft.put(role)
-    if role.phase not in ROLE_WORKS and role.living < before:
-        advance(draft, role)
+            draft.send(ToWatchers(output_of(draft.state, name, worker.rank)))
+    unsettle(draft, name)
+    role = draft.role(name)
     if role.phase not in (RolePhase.RESTARTING, RolePhase.STOPPING):
         living = [rank for rank in living if draft.state.misplaced(role, role.workers[rank])]
+    if role.phase not in ROLE_WORKS and role.living < before.living:
+        advance(draft, name)
     if living:
         grace = draft.state.spec.shutdown_timeout
-        draft.send(ToAgent(event.node, StopWorkers(role.name, tuple(living), int(signal.SIGTERM), grace)))
+        draft.send(ToAgent(event.node, StopWorkers(name, tuple(living), int(signal.SIGTERM), grace)))
 
 
 def _as_held(role: RoleState, worker: WorkerState, known: HeldWorker, *, member: bool) -> WorkerState:

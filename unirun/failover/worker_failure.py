@@ -8,6 +8,7 @@ from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
 from unirun.failover.draft import JobDraft
 from unirun.failover.events import ToWatchers
 from unirun.failover.generations import clear_the_way
+from unirun.failover.phases import PhaseEvent
 from unirun.failover.policy import Decision, Loss, consequences, decide, unit_of
 from unirun.failover.restart_or_end import (
     advance,
@@ -16,8 +17,8 @@ from unirun.failover.restart_or_end import (
     give_up,
     history_of,
     restart,
-    starting_again,
     stop_groups,
+    unsettle,
 )
 from unirun.failover.state import (
     ROLE_WORKS,
@@ -44,16 +45,16 @@ def exited(draft: JobDraft, event: WorkerExited) -> None:
     if _leaves_with_its_agent(draft, event):
         draft.record("exit", f"{event.worker} has ended, as its agent leaves", str(event.worker))
         return
-    found = draft.find(event.worker)
-    obstructs = found is not None and draft.state.has_to_leave(*found)
-    rank = event.worker.rank
-    for known in draft.role(event.worker.role).workers[rank : rank + 1]:
+    worker = draft.find(event.worker)
+    name, rank = event.worker.role, event.worker.rank
+    role = draft.role(name)
+    obstructs = worker is not None and draft.state.has_to_leave(role, worker)
+    for known in role.workers[rank : rank + 1]:
         draft.order(known.node, ExitAck(event.worker))
-    if found is None:
+    if worker is None:
         return
-    role, worker = found
     works = role.phase in ROLE_WORKS and draft.state.phase is not JobPhase.STOPPING
-    spec = draft.state.role_spec(role.name)
+    spec = draft.state.role_spec(name)
     needed = works and spec.service and event.cause != "order"
     end = Exit(event.code, event.signal, early=needed and event.code == 0)
     # Its rank goes to another node: it was told to end, whatever its own reason is.
@@ -66,50 +67,54 @@ def exited(draft: JobDraft, event: WorkerExited) -> None:
     if event.cause != "own" or not works:
         draft.cause = role.cause
     draft.record("exit", text, str(event.worker))
-    left = event.time if end.ok and event.sent is None else 0.0
-    role = role.with_worker(replace(worker.ended(end), left=left))
     if works and event.cause == "order" and not moves and not regroups:
         raise IllegalTransition(f"{text}, by an order that no master has written")
-    if works and event.cause == "leaving":
-        # Its agent has ended it; AgentLost or OwnerLost follows with the reason.
-        role = replace(role, phase=RolePhase.STOPPING)
+    left = event.time if end.ok and event.sent is None else 0.0
+    draft.put_worker(name, replace(worker.ended(end), left=left), PhaseEvent.ENDED)
     if role.is_program:
-        role = starting_again(role)
-    draft.put(role)
+        unsettle(draft, name)
     if obstructs:
         clear_the_way(draft)
     if end.ok or moves or regroups or role.orderly or _obeyed(event):
-        advance(draft, draft.role(role.name))
+        if works and event.cause == "leaving":
+            # Its agent has ended it; AgentLost or OwnerLost follows with the reason.
+            draft.put(replace(draft.role(name), phase=RolePhase.STOPPING), PhaseEvent.AGENT_LEAVES)
+        advance(draft, name)
         if works and role.is_program:
-            stop_groups(draft, draft.role(role.name))
+            stop_groups(draft, name)
         if end.ok or event.sent is not None:
             draft.tell_soon()
         else:
             draft.tell_now()
         return
-    failure = failure_of(draft.state, role, worker, event, end)
     if works:
-        history = history_of(draft.state, role, draft.now, [worker.rank])
-        decision = decide(_loss(role, worker, event, end), history)
-        draft.state = draft.state.with_failures(replace(failure, decision=decision.reason))
-        if event.taken and decision.action != "end_job":
-            # Its successor gets other ports. Without one it keeps them, as other roles may name them.
-            ended = role.workers[rank]
-            role = role.with_worker(replace(ended, ports=None, new_ports=ended.new_ports + 1))
-        code = EXIT_RENDEZVOUS if event.cause == "unready" else EXIT_FAILURE
-        tail = f"\n{event.tail}" if role.is_program and event.tail else ""
-        _carry_out(draft, role, decision, code, rank=worker.rank, tail=tail)
+        _fail(draft, worker, event, end)
     else:
-        draft.state = draft.state.with_failures(failure)
-        advance(draft, draft.role(role.name))
+        draft.put(draft.state.with_failures(failure_of(draft.state, worker, event, end)))
+        advance(draft, name)
     draft.tell_now()
+
+
+def _fail(draft: JobDraft, worker: WorkerState, event: WorkerExited, end: Exit) -> None:
+    """Decide what follows from the failure of `worker` (its state before it ended), and carry it out."""
+    name, rank = event.worker.role, event.worker.rank
+    role = draft.role(name)
+    decision = decide(_loss(role, worker, event, end), history_of(draft.state, role, draft.now, [rank]))
+    failure = failure_of(draft.state, worker, event, end)
+    draft.put(draft.state.with_failures(replace(failure, decision=decision.reason)))
+    if event.taken and decision.action != "end_job":
+        # Its successor gets other ports. Without one it keeps them, as other roles may name them.
+        ended = role.workers[rank]
+        draft.put_worker(name, replace(ended, ports=None, new_ports=ended.new_ports + 1))
+    code = EXIT_RENDEZVOUS if event.cause == "unready" else EXIT_FAILURE
+    tail = f"\n{event.tail}" if role.is_program and event.tail else ""
+    _carry_out(draft, name, decision, code, rank=rank, tail=tail)
 
 
 def _leaves_with_its_agent(draft: JobDraft, event: WorkerExited) -> bool:
     """Return True if the worker was ended because its agent leaves. What follows is decided once for all
     workers of the node, when the agent is gone. A clean exit on request is not success."""
-    found = draft.find(event.worker)
-    works = found is not None and found[0].phase in ROLE_WORKS
+    works = draft.find(event.worker) is not None and draft.role(event.worker.role).phase in ROLE_WORKS
     return works and event.cause == "leaving" and len(draft.state.nodes) > 1
 
 
@@ -120,9 +125,7 @@ def _obeyed(event: WorkerExited) -> bool:
     return event.error is None or event.signal == event.sent or event.code == 128 + event.sent
 
 
-def failure_of(
-    state: JobState, role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit
-) -> Failure:
+def failure_of(state: JobState, worker: WorkerState, event: WorkerExited, end: Exit) -> Failure:
     """The record of a failure."""
     error = event.error
     return Failure(
@@ -135,7 +138,7 @@ def failure_of(
         traceback=error.traceback if error else "",
         note=event.note,
         tail=event.tail,
-        log=f"{state.logs}/{role.name}/{worker.rank}/{worker.incarnation}",
+        log=f"{state.logs}/{event.worker.role}/{worker.rank}/{worker.incarnation}",
     )
 
 
@@ -163,19 +166,19 @@ def _loss(role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit) 
 
 def _carry_out(
     draft: JobDraft,
-    role: RoleState,
+    name: str,
     decision: Decision,
     code: int,
     *,
     rank: int | None = None,
     tail: str = "",
 ) -> None:
-    """Report and carry out the decision about `role`, or one of its ranks. `tail` are its last lines, for a program,
+    """Report and carry out the decision about a role, or one of its ranks. `tail` are its last lines, for a program,
     whose output may be in its log only."""
-    source = role.name if rank is None else f"{role.name}:{rank}"
-    if decision.action == "end_job" and draft.state.role_spec(role.name).optional:
-        ranks = [rank] if rank is not None else range(len(role.workers))
-        give_up(draft, role, ranks, decision.reason, tail=tail)
+    source = name if rank is None else f"{name}:{rank}"
+    if decision.action == "end_job" and draft.state.role_spec(name).optional:
+        ranks = [rank] if rank is not None else range(len(draft.role(name).workers))
+        give_up(draft, name, ranks, decision.reason, tail=tail)
         return
     draft.record("decision", decision.reason, source)
     if decision.action == "end_job":
@@ -183,10 +186,11 @@ def _carry_out(
         return
     draft.send(ToWatchers(Notice(source, f"{decision.reason}{tail}")))
     # When many fail at once, only the consequences of the first one are reported.
-    failed = role.name if decision.action == "restart_role" else source
-    if role.phase is RolePhase.RUNNING and (waiting := consequences(unit_of(draft.state, [failed]))):
+    failed = name if decision.action == "restart_role" else source
+    runs = draft.role(name).phase is RolePhase.RUNNING
+    if runs and (waiting := consequences(unit_of(draft.state, [failed]))):
         draft.record("affected", waiting, source)
-    restart(draft, role, decision)
+    restart(draft, name, decision)
 
 
 def store_ended(draft: JobDraft, event: StoreEnded) -> None:
@@ -212,8 +216,11 @@ def store_ended(draft: JobDraft, event: StoreEnded) -> None:
         )
         draft.record("decision", reason, role.name)
         draft.send(ToWatchers(Notice(role.name, reason)))
-        form_anew(draft, replace(role, phase=RolePhase.REFORMING))
+        draft.put(replace(role, phase=RolePhase.REFORMING), PhaseEvent.STORE_ENDED)
+        form_anew(draft, role.name)
     elif in_place or (role.phase is RolePhase.RESTARTING and not role.living):
         what = f"the store of role {role.name} is gone before its workers have met: {event.reason}"
-        decision = decide(Loss(what, role.name), history_of(draft.state, role, draft.now))
-        _carry_out(draft, role, decision, EXIT_RENDEZVOUS)
+        # When all ranks of it are about to start, there is none that could keep what it has.
+        loss = Loss(what, role.name, together=role.phase is RolePhase.RESTARTING)
+        decision = decide(loss, history_of(draft.state, role, draft.now))
+        _carry_out(draft, role.name, decision, EXIT_RENDEZVOUS)

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from tests.unit.failover.job import KILL, TERM, Job, plain
 from tests.unit.failover.persistence.documents import written
+from tests.unit.failover.services import Services, program, service
 from tests.unit.failover.takeover import TWO, end, join, kinds, rejoin, starts, take_over
 from unirun.errors import IllegalTransition, Refused
 from unirun.failover.events import After, JoinTimedOut, Record, RejoinTimedOut, ToAgent
@@ -32,6 +33,7 @@ from unirun.wire.reports import (
     Calls,
     Ending,
     FromWorker,
+    Health,
     HeldStore,
     HeldWorker,
     Join,
@@ -179,6 +181,21 @@ class TestAWorkerThatAnAgentHolds:
         job.on(job.join("n0"))
         ended = WorkerState(0, "n0", 0, WorkerPhase.EXITED, exit=Exit(signal=TERM), called=told)
         assert job.state.roles["actor"].workers[0] == (ended if incarnation else WorkerState(0, "n0"))
+
+    def test_a_service_that_is_ready_stays_quiet(self) -> None:
+        """Watchers are told how its agent says that it stands, not what the store knows of it."""
+        job = rejoin(Services(service(count=2), program()).up())
+        quiet = {output.worker.role: output.quiet for output in job.told(WorkerOutput)}
+        assert quiet == {"engine": True, "train": False}
+
+    def test_a_service_that_is_not_ready_any_more_does_not_run_as_a_whole(self) -> None:
+        """Its agent comes back on another stream, to the same master."""
+        job = Services(service(), program()).up()
+        before = job.state
+        held = job.state.roles["engine"].workers[0]
+        unready = replace(held, health=Health(False, 5.0, "no answer"), phase=WorkerPhase.RUNNING)
+        told = before.with_role(before.roles["engine"].with_worker(unready))
+        assert join(job, told).phases() == {"engine": "starting", "train": "running"}
 
 
 class TestAnOrderThatWasLost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.failover.job import KILL, TERM, Job
+from tests.unit.failover.phase_rows import shrinks
 from tests.unit.failover.workloads import reformed, seen, serving, up, workload
 from unirun.errors import EXIT_BUDGET, EXIT_RENDEZVOUS, IllegalTransition
 from unirun.failover.draft import VIEW_DELAY
@@ -284,6 +285,18 @@ class TestAStore:
         job.on(StoreEnded("actor", 2, 5.0, "x")).obey()
         assert job.finish is not None
         assert job.finish.verdict.code == EXIT_BUDGET
+
+    def test_a_store_that_dies_before_the_ranks_of_a_smaller_role_have_met_is_replaced_for_those(
+        self,
+    ) -> None:
+        job = shrinks(restarts=3)
+        job.stores_open = False
+        job.obey()
+        generation = job.state.roles["actor"].generation
+        assert job.on(StoreEnded("actor", generation, 5.0, "x")).phases()["actor"] == "restarting"
+        job.on(StoreOpened("actor", generation + 1))
+        (order,) = job.orders(StartRole)
+        assert ([member.rank for member in order.members], order.world_size) == ([0, 1], 2)
 
     def test_a_store_that_cannot_be_served_at_all_ends_the_job(self) -> None:
         job = (
