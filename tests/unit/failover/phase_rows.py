@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.failover.job import KILL, TERM, Job
-from tests.unit.failover.losses import gone, nodes, workloads
+from tests.unit.failover.multi_node import gone, nodes, workloads
 from tests.unit.failover.services import Services, program, service
 from unirun.failover import draft, phases
 from unirun.failover.crashes import abort_step, begin_abort
@@ -38,10 +38,10 @@ from unirun.wire.reports import (
     Join,
     Placed,
     Serving,
+    StoreEnded,
     WorkerRunning,
     WorkerStarted,
 )
-from unirun.wire.spawning import StoreEnded
 
 Row = tuple[str, Phase, PhaseEvent | None, Phase]
 """The kind of phase, the phase before, the event, and the phase that follows."""

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from tests.effort import examples
 from tests.unit.failover.job import KILL, TERM
+from tests.unit.failover.random_walk import RandomWalk
 from unirun.failover.draft import VIEW_DELAY
 from unirun.failover.events import (
     After,
