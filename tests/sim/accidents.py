@@ -17,7 +17,7 @@ from tests.sim.scenario import HOST_ACCIDENTS
 from tests.sim.store import StoreClient
 from unirun.collocation import Device
 from unirun.collocation import Node as InventoryNode
-from unirun.failover.events import Arrived, Event, OwnerLost
+from unirun.failover.draft import Arrived, Event, OwnerLost
 from unirun.launcher import events
 from unirun.wire.messages import Drain, Offer, Stop
 

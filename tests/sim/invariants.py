@@ -17,8 +17,8 @@ from tests.sim.store import FencedStore
 from tests.sim.views import ViewChecks, told_view
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, EXIT_RENDEZVOUS
 from unirun.failover.crashes import MOST
-from unirun.failover.draft import VIEW_DELAY
-from unirun.failover.events import (
+from unirun.failover.draft import (
+    VIEW_DELAY,
     Command,
     Event,
     Finish,

@@ -24,7 +24,7 @@ from unirun.failover.crashes import (
     record_crash,
     report_of,
 )
-from unirun.failover.events import After, AgentLost, Command, Event, Finish, ToAgent, ToAgents
+from unirun.failover.draft import After, AgentLost, Command, Event, Finish, ToAgent, ToAgents
 from unirun.failover.persistence.context import changed_documents, restore, urgent
 from unirun.failover.persistence.context_store import ContextStore, Ledger, read_context
 from unirun.failover.restart_or_end import shutdown_order

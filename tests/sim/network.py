@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tests.sim.fake_clock import FakeClock
 from tests.sim.store import RUN, ProcessKilled
 from unirun.errors import ConnectionLost, Fenced, StoreError
-from unirun.failover.events import AgentLost, Event, JoinTimedOut, RejoinTimedOut
+from unirun.failover.draft import AgentLost, Event, JoinTimedOut, RejoinTimedOut
 from unirun.failover.silence import GIVE_UP_DELAY, HEARTBEAT_INTERVAL, Silence, may_answer
 from unirun.launcher.contact import KERNEL_KILL_DELAY, MASTER_RECEIVE_TIMEOUT, RECONNECT_TIMEOUT, Fence
 from unirun.rendezvous.election import is_marked

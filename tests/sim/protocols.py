@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.sim.processes import Process, StoreModel
     from tests.sim.scenario import Scenario
     from tests.sim.store import StoreClient
-    from unirun.failover.events import Command, Event
+    from unirun.failover.draft import Command, Event
     from unirun.failover.state import JobState
     from unirun.launcher import events
     from unirun.launcher.events import AgentState

@@ -27,8 +27,7 @@ from tests.sim.scenario import make_scenario
 from tests.sim.store import FencedStore, StoreClient
 from tests.sim.views import ViewChecks
 from unirun.failover import silence
-from unirun.failover.draft import JobDraft
-from unirun.failover.events import Command, Event, Finish, ToAgent, ToAgents, ToGuest
+from unirun.failover.draft import Command, Event, Finish, JobDraft, ToAgent, ToAgents, ToGuest
 from unirun.failover.persistence import context_store
 from unirun.failover.persistence.context import changed_documents
 from unirun.failover.state import JOB_ENDS, JobState, new_job

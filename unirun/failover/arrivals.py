@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from unirun.collocation import Inventory
 from unirun.errors import PlacementError
-from unirun.failover.draft import JobDraft
-from unirun.failover.events import Arrived, ToGuest
+from unirun.failover.draft import Arrived, JobDraft, ToGuest
 from unirun.failover.moving import Cause, placed_again, relocate, relocation_to
 from unirun.failover.offers import inventory_of, misfits
 from unirun.failover.state import ROLE_ENDS, JobPhase, JobState, RolePhase

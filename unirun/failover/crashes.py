@@ -20,8 +20,16 @@ from msgspec import convert, to_builtins
 from msgspec.structs import replace
 
 from unirun.errors import StoreRefused
-from unirun.failover.draft import JobDraft
-from unirun.failover.events import After, AgentLost, Command, Event, OwnerLost, RejoinTimedOut, ToWatchers
+from unirun.failover.draft import (
+    After,
+    AgentLost,
+    Command,
+    Event,
+    JobDraft,
+    OwnerLost,
+    RejoinTimedOut,
+    ToWatchers,
+)
 from unirun.failover.phases import PhaseEvent
 from unirun.failover.restart_or_end import finish
 from unirun.failover.state import (

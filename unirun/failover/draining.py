@@ -5,8 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unirun.errors import PlacementError
-from unirun.failover.draft import JobDraft
-from unirun.failover.events import ToWatchers
+from unirun.failover.draft import JobDraft, ToWatchers
 from unirun.failover.moving import Cause, begin, decide_missing, placed_again, relocate, relocation_to
 from unirun.failover.node_loss import without
 from unirun.failover.state import ROLE_ENDS, JobPhase, JobState

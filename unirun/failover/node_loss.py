@@ -10,8 +10,7 @@ from msgspec.structs import replace
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_PLACEMENT, PlacementError
-from unirun.failover.draft import JobDraft
-from unirun.failover.events import After, LossesDue
+from unirun.failover.draft import After, JobDraft, LossesDue
 from unirun.failover.moving import (
     Cause,
     Relocation,

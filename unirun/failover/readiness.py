@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_PLACEMENT, Refused
-from unirun.failover.draft import JobDraft, output_of
-from unirun.failover.events import After, StartDue, ToWatchers
+from unirun.failover.draft import After, JobDraft, StartDue, ToWatchers, output_of
 from unirun.failover.generations import form_first, obstructed, opened, start_again
 from unirun.failover.phases import PhaseEvent
 from unirun.failover.policy import LONGEST_DELAY, Decision

@@ -9,8 +9,7 @@ from msgspec.structs import replace
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, IllegalTransition
-from unirun.failover.draft import JobDraft
-from unirun.failover.events import After, Finish, StartDue, ToWatchers
+from unirun.failover.draft import After, Finish, JobDraft, StartDue, ToWatchers
 from unirun.failover.generations import form_next, start_missing
 from unirun.failover.phases import PhaseEvent
 from unirun.failover.policy import Budget, Decision, History

@@ -10,14 +10,13 @@ from msgspec.structs import replace
 from unirun.collocation.graph import sound
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
 from unirun.failover.arrivals import arrived, grow, grow_elastic
-from unirun.failover.draft import JobDraft, is_member, output_of
-from unirun.failover.draining import drain, leave_when_empty
-from unirun.failover.events import (
+from unirun.failover.draft import (
     AgentLost,
     Arrived,
     Command,
     Event,
     GrowthDue,
+    JobDraft,
     JoinTimedOut,
     KeepMetrics,
     LossesDue,
@@ -26,7 +25,10 @@ from unirun.failover.events import (
     StartDue,
     ToWatchers,
     ViewDue,
+    is_member,
+    output_of,
 )
+from unirun.failover.draining import drain, leave_when_empty
 from unirun.failover.generations import form_if_all_are_there, obstructed, opened
 from unirun.failover.node_loss import agent_lost, begin_without, nodes_lost
 from unirun.failover.phases import PhaseEvent

@@ -11,8 +11,17 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from unirun.failover.draft import JobDraft, is_member, output_of
-from unirun.failover.events import After, Command, JoinTimedOut, RejoinTimedOut, ToAgent, ToWatchers
+from unirun.failover.draft import (
+    After,
+    Command,
+    JobDraft,
+    JoinTimedOut,
+    RejoinTimedOut,
+    ToAgent,
+    ToWatchers,
+    is_member,
+    output_of,
+)
 from unirun.failover.generations import complete, order_store
 from unirun.failover.phases import PhaseEvent
 from unirun.failover.restart_or_end import advance, unsettle

@@ -5,8 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
-from unirun.failover.draft import JobDraft
-from unirun.failover.events import ToWatchers
+from unirun.failover.draft import JobDraft, ToWatchers
 from unirun.failover.generations import clear_the_way
 from unirun.failover.phases import PhaseEvent
 from unirun.failover.policy import Decision, Loss, consequences, decide, unit_of

@@ -9,7 +9,7 @@ from tests.sim.views import told_view
 from tests.unit.failover.invariants import check_job
 from unirun.collocation import Assignment, Inventory, Placement, place
 from unirun.collocation.graph import declared
-from unirun.failover.events import (
+from unirun.failover.draft import (
     After,
     Command,
     Event,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.failover.job import Job
 from unirun.collocation import Device, Inventory, Node
-from unirun.failover.events import AgentLost, ToAgent, ToGuest
+from unirun.failover.draft import AgentLost, ToAgent, ToGuest
 from unirun.values import WorkerId
 from unirun.wire.messages import StartRole
 from unirun.wire.reports import FromWorker, Serving

@@ -15,7 +15,7 @@ from tests.unit.failover.multi_node import gone, nodes, workloads
 from tests.unit.failover.services import Services, program, service
 from unirun.failover import draft, phases
 from unirun.failover.crashes import abort_step, begin_abort
-from unirun.failover.events import Event
+from unirun.failover.draft import Event
 from unirun.failover.phases import (
     JOB_CHANGES,
     LIVE,

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tests.unit.failover.job import KILL, TERM, Job
 from unirun.collocation import Device, Inventory, Node
-from unirun.failover.events import AgentLost, Event, ViewDue
+from unirun.failover.draft import AgentLost, Event, ViewDue
 from unirun.failover.state import JOB_ENDS, JobState
 from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, Stop

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from tests.unit.failover.job import Job
 from unirun.collocation import Inventory
-from unirun.failover.events import After, StartDue, ToAgent
+from unirun.failover.draft import After, StartDue, ToAgent
 from unirun.failover.state import WorkerState, new_job
 from unirun.spec.job import Entry, Probe, RoleSpec
 from unirun.values import RankAddress, WorkerId

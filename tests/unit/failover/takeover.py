@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from tests.unit.failover.invariants import check_job
 from tests.unit.failover.job import Job
 from tests.unit.failover.persistence.documents import written
-from unirun.failover.events import Command, ToAgent
+from unirun.failover.draft import Command, ToAgent
 from unirun.failover.persistence.context import restore
 from unirun.failover.state import JobState, WorkerPhase, WorkerState
 from unirun.failover.takeover import resume

@@ -12,7 +12,7 @@ from tests.unit.failover.multi_node import gone, nodes
 from tests.unit.failover.takeover import TWO
 from unirun.errors import EXIT_FAILURE
 from unirun.failover.crashes import abort_step, begin_abort
-from unirun.failover.events import (
+from unirun.failover.draft import (
     After,
     AgentLost,
     Command,

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.failover.job import TERM, Job
 from unirun.errors import IllegalTransition
-from unirun.failover.events import Record, ToAgent
+from unirun.failover.draft import Record, ToAgent
 from unirun.values import WorkerId
 from unirun.wire.messages import Stop, StopWorkers
 from unirun.wire.reports import StoreOpened, WorkerExited, WorkerRunning, WorkerStarted

@@ -9,8 +9,8 @@ from tests.unit.failover.job import KILL, TERM, Job
 from tests.unit.failover.multi_node import gone, places, ranks, scripts, workloads
 from tests.unit.failover.persistence.documents import kept, written
 from tests.unit.failover.takeover import join, take_over
+from unirun.failover.draft import ToAgent
 from unirun.failover.draining import AGAIN
-from unirun.failover.events import ToAgent
 from unirun.failover.persistence.context import restore, urgent
 from unirun.failover.state import RolePhase
 from unirun.values import WorkerId

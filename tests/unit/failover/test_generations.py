@@ -10,7 +10,7 @@ from tests.unit.failover.job import Job
 from tests.unit.failover.takeover import held, take_over
 from tests.unit.failover.workloads import serving, workload
 from unirun.errors import Refused
-from unirun.failover.events import Event
+from unirun.failover.draft import Event
 from unirun.values import WorkerId
 from unirun.wire.reports import (
     FromWorker,

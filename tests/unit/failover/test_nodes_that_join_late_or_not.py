@@ -9,7 +9,7 @@ from tests.unit.failover.multi_node import gone, nodes, places, ranks, scripts
 from tests.unit.failover.persistence.documents import kept, written
 from tests.unit.failover.takeover import join, take_over
 from unirun.errors import EXIT_PLACEMENT, EXIT_RENDEZVOUS, Refused
-from unirun.failover.events import JoinTimedOut, RejoinTimedOut
+from unirun.failover.draft import JoinTimedOut, RejoinTimedOut
 from unirun.failover.persistence.context import restore
 from unirun.failover.state import JobPhase
 from unirun.values import WorkerId

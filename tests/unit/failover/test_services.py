@@ -13,7 +13,7 @@ from tests.unit.failover.services import Services, program, service
 from tests.unit.failover.takeover import rejoin
 from unirun.collocation import Device, Inventory, Node, place
 from unirun.errors import EXIT_PLACEMENT
-from unirun.failover.events import AgentLost, JoinTimedOut, LossesDue, ToAgent
+from unirun.failover.draft import AgentLost, JoinTimedOut, LossesDue, ToAgent
 from unirun.failover.state import NEVER, ROLE_ENDS, JobPhase, RolePhase, new_job
 from unirun.spec.job import Entry, RoleSpec
 from unirun.wire.messages import Drain, Drained, Reserve, StartRole, StopWorkers

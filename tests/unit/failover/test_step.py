@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.failover.job import TERM, Job
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
-from unirun.failover.events import AgentLost, Event, JoinTimedOut, OwnerLost, ToAgent
+from unirun.failover.draft import AgentLost, Event, JoinTimedOut, OwnerLost, ToAgent
 from unirun.failover.state import JobPhase, WorkerPhase
 from unirun.failover.status_views import present, status_of
 from unirun.values import WorkerId

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.failover.job import TERM, Job
-from unirun.failover.events import ToWatchers
+from unirun.failover.draft import ToWatchers
 from unirun.failover.restart_or_end import EVIDENCE_DELAY
 from unirun.wire.messages import StopWorkers
 from unirun.wire.reports import Notice, WorkerError

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.failover.job import KILL, TERM, Job
 from unirun.errors import Refused
-from unirun.failover.events import OwnerLost
+from unirun.failover.draft import OwnerLost
 from unirun.failover.state import OWNER_LOST_GRACE_SECONDS, JobPhase
 from unirun.wire.messages import PassOn, StartRole, Stop, StopWorkers
 from unirun.wire.reports import (

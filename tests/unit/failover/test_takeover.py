@@ -12,7 +12,7 @@ from tests.unit.failover.persistence.documents import written
 from tests.unit.failover.services import Services, program, service
 from tests.unit.failover.takeover import TWO, end, join, kinds, rejoin, starts, take_over
 from unirun.errors import IllegalTransition, Refused
-from unirun.failover.events import After, JoinTimedOut, Record, RejoinTimedOut, ToAgent
+from unirun.failover.draft import After, JoinTimedOut, Record, RejoinTimedOut, ToAgent
 from unirun.failover.persistence.context import restore
 from unirun.failover.restart_or_end import shutdown_order
 from unirun.failover.state import Exit, JobPhase, Verdict, WorkerPhase, WorkerState

@@ -11,7 +11,7 @@ from tests.unit.failover.job import TERM, Job
 from tests.unit.failover.random_walk import RandomWalk
 from tests.unit.failover.takeover import TWO, Who, end, join, kinds, starts, take_over
 from unirun.errors import EXIT_RENDEZVOUS
-from unirun.failover.events import JoinTimedOut, RejoinTimedOut
+from unirun.failover.draft import JoinTimedOut, RejoinTimedOut
 from unirun.failover.state import JOB_ENDS, ROLE_ENDS, ROLE_WORKS, JobPhase, WorkerPhase
 from unirun.wire.messages import StartRole, Stop, StopWorkers, View
 from unirun.wire.reports import Join

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from tests.unit.failover.job import KILL, TERM, Job
 from unirun.errors import EXIT_BUDGET
-from unirun.failover.events import AgentLost, OwnerLost
+from unirun.failover.draft import AgentLost, OwnerLost
 from unirun.failover.state import Exit, Failure, JobPhase, RolePhase
 from unirun.values import WorkerId
 from unirun.wire.messages import StartRole, Stop, StopWorkers, View

@@ -8,8 +8,7 @@ from tests.unit.failover.job import KILL, TERM, Job
 from tests.unit.failover.phase_rows import shrinks
 from tests.unit.failover.workloads import reformed, seen, serving, up, workload
 from unirun.errors import EXIT_BUDGET, EXIT_RENDEZVOUS, IllegalTransition
-from unirun.failover.draft import VIEW_DELAY
-from unirun.failover.events import After, KeepMetrics, ToAgent, ViewDue
+from unirun.failover.draft import VIEW_DELAY, After, KeepMetrics, ToAgent, ViewDue
 from unirun.failover.state import JobPhase, RolePhase, WorkerPhase
 from unirun.failover.status_views import status_of
 from unirun.values import WorkerId

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from unirun.errors import Fenced, OutcomeUnknown
-from unirun.failover.events import Command, ToAgent, ToAgents
+from unirun.failover.draft import Command, ToAgent, ToAgents
 from unirun.failover.persistence.context import Changes, changed_documents, restore, urgent
 from unirun.failover.state import JobState
 from unirun.failover.status_views import summary_of

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from unirun.errors import WireError
-from unirun.failover.events import AgentLost, Event, JoinTimedOut, RejoinTimedOut
+from unirun.failover.draft import AgentLost, Event, JoinTimedOut, RejoinTimedOut
 from unirun.failover.silence import (
     GIVE_UP_DELAY,
     HEARTBEAT_INTERVAL,

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from unirun.errors import IllegalTransition, Refused, StoreError, WireError
 from unirun.failover.arrivals import trouble
 from unirun.failover.crashes import STORY, Crash, crash_of
-from unirun.failover.events import (
+from unirun.failover.draft import (
     After,
     AgentLost,
     Arrived,

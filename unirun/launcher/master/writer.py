@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from unirun.errors import Fenced, StoreError
-from unirun.failover.events import Command
+from unirun.failover.draft import Command
 from unirun.failover.persistence.context_store import ContextStore, Ledger
 from unirun.failover.state import JobState, Verdict
 from unirun.rendezvous.election import Term

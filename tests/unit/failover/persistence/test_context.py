@@ -19,7 +19,7 @@ from tests.unit.failover.job import TERM, Job
 from tests.unit.failover.persistence.documents import Documents, applied, kept, written
 from tests.unit.failover.random_walk import RandomWalk
 from unirun.errors import StoreRefused
-from unirun.failover.events import Event, JoinTimedOut, ViewDue
+from unirun.failover.draft import Event, JoinTimedOut, ViewDue
 from unirun.failover.persistence import context as documents
 from unirun.failover.persistence.context import SCHEMA, changed_documents, restore, unpacked, urgent
 from unirun.failover.state import JobState

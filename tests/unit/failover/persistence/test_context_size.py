@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.failover.job import Job
 from tests.unit.failover.persistence.documents import applied, kept, many, written
-from unirun.failover.events import Event
+from unirun.failover.draft import Event
 from unirun.failover.persistence.context import changed_documents, restore
 from unirun.failover.state import Exit, Failure, JobState, WorkerPhase
 from unirun.failover.step import step

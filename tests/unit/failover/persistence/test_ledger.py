@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from tests.effort import examples
 from tests.unit.failover.job import TERM, Job
 from tests.unit.failover.random_walk import RandomWalk
-from unirun.failover.events import Command, Record, ToAgent
+from unirun.failover.draft import Command, Record, ToAgent
 from unirun.failover.persistence.context import urgent
 from unirun.failover.persistence.context_store import Ledger
 from unirun.failover.state import JobState

@@ -13,7 +13,7 @@ from msgspec.json import encode as to_json
 from tests.unit.failover.multi_node import scripts
 from tests.waiting import WAIT_TIMEOUT
 from unirun.collocation import Node
-from unirun.failover.events import Arrived, Event
+from unirun.failover.draft import Arrived, Event
 from unirun.failover.offers import AgentTask, versions
 from unirun.launcher.master.shell import NodeAdmission
 from unirun.observe.jobdir import JobDir

@@ -16,7 +16,7 @@ from tests.waiting import eventually_async
 from unirun.collocation import Device, Inventory, Node
 from unirun.errors import ConnectionLost
 from unirun.failover import silence
-from unirun.failover.events import RejoinTimedOut
+from unirun.failover.draft import RejoinTimedOut
 from unirun.failover.takeover import resume
 from unirun.launcher.master import beats
 from unirun.launcher.master.beats import unheard

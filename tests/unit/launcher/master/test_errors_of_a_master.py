@@ -15,7 +15,7 @@ from tests.unit.launcher.master.harness import (
 from tests.waiting import eventually_async
 from unirun.errors import Fenced, StoreAway
 from unirun.failover.crashes import STORY, abort_step, begin_abort
-from unirun.failover.events import Command, Event
+from unirun.failover.draft import Command, Event
 from unirun.failover.state import JobPhase, JobState, Verdict
 from unirun.failover.step import step
 from unirun.launcher.master.shell import Core

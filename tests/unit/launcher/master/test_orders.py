@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from tests.effort import examples
 from tests.unit.failover.job import KILL, TERM
 from tests.unit.failover.random_walk import RandomWalk
-from unirun.failover.draft import VIEW_DELAY
-from unirun.failover.events import (
+from unirun.failover.draft import (
+    VIEW_DELAY,
     After,
     AgentLost,
     Command,
