@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unirun.failover.root_cause import diagnose, failure_report
+from unirun.failover.restart_or_end import diagnose, failure_report
 from unirun.failover.state import Exit, Failure
 from unirun.values import WorkerId
 

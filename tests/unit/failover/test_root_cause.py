@@ -8,7 +8,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.failover.root_cause import Bystander, diagnose, episode, is_consequence
+from unirun.failover.restart_or_end import Bystander, diagnose, episode, is_consequence
 from unirun.failover.state import Exit, Failure
 from unirun.values import WorkerId
 
