@@ -8,9 +8,10 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
+from unirun.collocation import Inventory
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_PLACEMENT, PlacementError
-from unirun.failover.draft import After, JobDraft, LossesDue
+from unirun.failover.draft import After, Arrived, JobDraft, LossesDue, ToGuest, ToWatchers
 from unirun.failover.moving import (
     Cause,
     Relocation,
@@ -18,16 +19,19 @@ from unirun.failover.moving import (
     decide_missing,
     named,
     place_without,
+    placed_again,
     relocate,
     relocation_to,
     without_room,
 )
+from unirun.failover.offers import inventory_of, misfits
 from unirun.failover.phases import PhaseEvent
 from unirun.failover.policy import Decision
 from unirun.failover.restart_or_end import advance, end_job, give_up, unsettle
-from unirun.failover.state import Exit, Failure, JobPhase, JobState
+from unirun.failover.state import ROLE_ENDS, Exit, Failure, JobPhase, JobState, RolePhase
 from unirun.failover.worker_failure import failure_of
 from unirun.values import WorkerId
+from unirun.wire.messages import Dismissed, Drained, Go, Offer, Shutdown
 from unirun.wire.reports import WorkerExited
 
 LOSS_DELAY = 0.005
@@ -215,3 +219,195 @@ def _workers_on(state: JobState, node: str) -> list[str]:
     """The workers that live on `node`: ``actor:0-3``."""
     here = {role.name: [w.rank for w in role.live if w.node == node] for role in state.roles.values()}
     return [f"{name}:{show_ranks(ranks)}" for name, ranks in here.items() if ranks]
+
+
+# The removal of a node from a running job: its ranks go elsewhere, nothing fails, then its agent leaves.
+
+ON_ITS_WAY = (JobPhase.LAUNCHING, JobPhase.RUNNING)
+
+AGAIN = "try again in a moment"
+
+
+def has_left(node: str) -> str:
+    """The answer to who wants a node drained that was."""
+    return f"{node} has left the job already"
+
+
+def drain(draft: JobDraft, node: str) -> None:
+    """Move what runs on `node`. Where that cannot be, whoever has asked is told why, and nothing changes."""
+    if node in draft.state.draining:
+        return
+    refusal = _why_not(draft.state, node) or _move(draft, node)
+    if refusal is not None:
+        draft.send(ToWatchers(refusal))
+
+
+def leave_when_empty(draft: JobDraft) -> None:
+    """Let the agents of draining nodes leave on which nothing runs any more."""
+    state = draft.state
+    if not state.draining or state.away or state.phase not in ON_ITS_WAY:
+        return
+    # Until its role meets elsewhere, a node may serve the store in which those that live on have met.
+    if any(role.living and role.forming for role in state.roles.values()):
+        return
+    busy = {worker.node for role in state.roles.values() for worker in role.live}
+    for node in state.draining:
+        if node not in busy:
+            draft.record("drain", f"{node} leaves, as nothing runs there any more", node)
+            draft.order(node, Shutdown())
+            draft.put(without(draft.state, {node}))
+            draft.send(ToWatchers(Drained(node)))
+
+
+def _why_not(state: JobState, node: str) -> Drained | None:
+    if state.phase not in ON_ITS_WAY:
+        return Drained(node, "the job is ending")
+    if node not in state.nodes:
+        return Drained(node, f"the job has no node {node}", f"its nodes are {', '.join(state.nodes)}")
+    if state.given_up(node):
+        return Drained(node, has_left(node))
+    if node in state.keepers:
+        return Drained(
+            node,
+            f"{node} keeps the job's store",
+            "start jobs with a store elsewhere if every node may leave: --store etcd://…",
+        )
+    if state.away or state.losses:
+        return Drained(node, "the job is recovering from a loss", AGAIN)
+    if any(role.forming for role in state.roles.values()):
+        return Drained(node, "a role is being formed anew", AGAIN)
+    if node not in state.agents:
+        return Drained(node, f"{node} has not joined yet", AGAIN)
+    if not state.without({node}):
+        return Drained(node, f"{node} is the job's only node", "add one first: unirun agent join")
+    return None
+
+
+def _move(draft: JobDraft, node: str) -> Drained | None:
+    """Move what runs on `node`. Returns why that is impossible, having changed nothing."""
+    before = draft.state
+    after = replace(before, draining=(*before.draining, node))
+    cause = Cause((node,), f"node {node} is drained", draft.now, asked=True)
+    missing, decisions = decide_missing(before, after, cause)
+    try:
+        placement = placed_again(after, ()) if _has_ranks(before, node) else before.placement
+    except PlacementError as error:
+        return Drained(node, f"its ranks fit nowhere else: {error.problem}", error.remedy)
+    placement = replace(placement, spares=tuple(name for name in placement.spares if name != node))
+    found = relocation_to(before, after, placement, cause, missing, decisions)
+    if found.end is not None:
+        return Drained(node, f"its ranks cannot move: {found.end.reason}")
+    draft.record("drain", f"{node} is to leave the job", node)
+    draft.put(after)
+    if before.phase is JobPhase.LAUNCHING:
+        begin(draft, placement, cause)
+    else:
+        relocate(draft, before, cause, found)
+    draft.tell_now()
+    return None
+
+
+def _has_ranks(state: JobState, node: str) -> bool:
+    """Return True if ranks of roles that have not ended are, or shall be, on `node`."""
+    return any(
+        place.node == node and state.roles[place.role].phase not in ROLE_ENDS
+        for place in state.placement.assignments
+    )
+
+
+# Nodes that join a running job: who is let in, and which roles grow.
+#
+# A node that has come is a spare. When all roles run, those that have fewer ranks than they may have get more, and
+# start again as a whole: nodes that come within `GATHER` seconds are one such restart. Elastic workloads grow when a
+# visitor asks for it, as that knows when it loses least.
+
+
+def trouble(state: JobState, offer: Offer, ours: Mapping[str, str]) -> Dismissed | None:
+    """The reason why a node is not let in, None if it is. `ours` are the versions that it must have."""
+    if state.phase not in (JobPhase.LAUNCHING, JobPhase.RUNNING):
+        return Dismissed("the job is ending")
+    if not state.inventory.nodes:
+        return Dismissed("its ranks can be nowhere but where they are")
+    if offer.node in state.nodes:
+        had = "had" if state.given_up(offer.node) else "has"
+        return Dismissed(f"the job {had} a node called {offer.node}", "give it another name: --node-name")
+    most = state.spec.most_nodes
+    if most is not None and len(set(state.nodes) - {*state.placement.lost}) >= most:
+        return Dismissed(f"the job has {most} nodes, the most that it may have", "see --nnodes")
+    for unfit in misfits([offer], ours):
+        return Dismissed(unfit.problem, unfit.remedy)
+    return None
+
+
+def arrived(draft: JobDraft, event: Arrived) -> None:
+    """A node has bound its endpoints: it is a part of the job, unless another one was faster."""
+    offer, state = event.offer, draft.state
+    refusal = trouble(state, offer, offer.versions)
+    if refusal is not None:
+        draft.send(ToGuest(offer.node, refusal))
+        return
+    draft.put(
+        replace(
+            state,
+            inventory=Inventory((*state.inventory.nodes, *inventory_of([offer]).nodes)),
+            placement=replace(state.placement, spares=(*state.placement.spares, offer.node)),
+            newcomers=(*state.newcomers, offer.node),
+        )
+    )
+    draft.record("arrival", f"{offer.node} comes into the job, from host {offer.host}", offer.node)
+    draft.send(ToGuest(offer.node, Go()))
+
+
+def grow(draft: JobDraft) -> None:
+    """Give roles more ranks where nodes have come. Waits until every role runs, as one that starts again would have to
+    start twice."""
+    state = draft.state
+    come = tuple(node for node in state.newcomers if node in state.agents)
+    if not come or not _settled(state):
+        return
+    draft.put(replace(state, newcomers=tuple(node for node in state.newcomers if node not in come)))
+    # Others call workloads by their number, which stays.
+    names = [role.name for role in state.roles.values() if role.restart == "role"]
+    _grow(
+        draft,
+        state,
+        names,
+        Cause(come, f"{', '.join(come)} joined", draft.now, asked=True, come=True),
+    )
+
+
+def grow_elastic(draft: JobDraft, name: str) -> None:
+    """Give an elastic role more ranks, if there is room for some. Otherwise nothing changes; it may be asked again."""
+    state = draft.state
+    if name in state.roles and state.role_spec(name).elastic and _settled(state):
+        cause = Cause((), "more ranks were asked for", draft.now, asked=True, come=True)
+        _grow(draft, state, [name], cause)
+
+
+def _settled(state: JobState) -> bool:
+    """Return True if every role runs or has ended, and no worker is waited for."""
+    phases = {role.phase for role in state.roles.values()}
+    whole = phases <= {RolePhase.RUNNING, *ROLE_ENDS}
+    return whole and state.phase is JobPhase.RUNNING and not state.away and not state.losses
+
+
+def _grow(draft: JobDraft, before: JobState, names: Sequence[str], cause: Cause) -> None:
+    state = draft.state
+    most = {
+        name: most
+        for name in names
+        if state.roles[name].phase is RolePhase.RUNNING
+        and (most := state.role_spec(name).most or 0) > len(state.roles[name].workers)
+    }
+    if not most:
+        return
+    busy = {place.node for place in state.placement.assignments}
+    idle = [node for node in state.without(()) if node not in busy]
+    try:
+        placement = placed_again(state, (), aside=idle[max(len(idle) - state.spec.spares, 0) :], most=most)
+    except PlacementError:
+        return
+    if all(len(placement.of_role(name)) == len(state.roles[name].workers) for name in most):
+        return
+    relocate(draft, before, cause, relocation_to(before, state, placement, cause, (), {}))
+    draft.tell_now()

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from unirun.collocation.graph import sound
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
-from unirun.failover.arrivals import arrived, grow, grow_elastic
 from unirun.failover.draft import (
     AgentLost,
     Arrived,
@@ -28,9 +27,17 @@ from unirun.failover.draft import (
     is_member,
     output_of,
 )
-from unirun.failover.draining import drain, leave_when_empty
 from unirun.failover.generations import form_if_all_are_there, obstructed, opened
-from unirun.failover.node_loss import agent_lost, begin_without, nodes_lost
+from unirun.failover.node_loss import (
+    agent_lost,
+    arrived,
+    begin_without,
+    drain,
+    grow,
+    grow_elastic,
+    leave_when_empty,
+    nodes_lost,
+)
 from unirun.failover.phases import PhaseEvent
 from unirun.failover.readiness import health_changed, placed, reserve_again, start_due, stop_due, wait_again
 from unirun.failover.restart_or_end import end_as_told, end_if_over, settle, stop_all

@@ -15,7 +15,6 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from unirun.errors import IllegalTransition, Refused, StoreError, WireError
-from unirun.failover.arrivals import trouble
 from unirun.failover.crashes import STORY, Crash, crash_of
 from unirun.failover.draft import (
     After,
@@ -34,6 +33,7 @@ from unirun.failover.draft import (
     ToWatchers,
     order_text,
 )
+from unirun.failover.node_loss import trouble
 from unirun.failover.offers import AgentTask, versions
 from unirun.failover.persistence.context_store import ContextStore
 from unirun.failover.restart_or_end import shutdown_order
