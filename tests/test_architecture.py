@@ -79,9 +79,9 @@ TWICE = {
 SMALL = {
     "experiments.builtin": "what is registered, imported by name",
     "experiments.evaluator": "a process of its own, started by its name",
-    "failover.permanent": "a decision, which a worker takes",
     "launcher.doctor.collective": "imports torch",
     "launcher.forked": "another kind of spawner",
+    "weights.cuda": "another kind of memory, imported where there is a GPU",
     "weights.dtensors": "imports DTensor, which takes long",
 }
 """Modules of fewer than 110 lines that one other module imports."""

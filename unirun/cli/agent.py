@@ -11,7 +11,7 @@ from unirun.cli.commandline import Parser
 from unirun.cli.run import endpoint
 from unirun.cli.stored import STORE_HELP, find_here, find_job, only_one, opened, refuse_elsewhere
 from unirun.errors import JobError, RendezvousError, StoreError, UsageError, WireError
-from unirun.failover.node_loss import AGAIN, has_left
+from unirun.failover.nodes import AGAIN, has_left
 from unirun.launcher.foreground.terminal import say
 from unirun.launcher.hostlist import parse_hosts
 from unirun.launcher.hosts.byhand import Meeting, run_member

@@ -1,4 +1,4 @@
-"""One step of the master in progress: the job as a draft, the commands collected, and the views that are sent."""
+"""A step of the master: the events that come in, the draft of the job that they change, the commands that go out."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ WORKER_CHANGES = (
     PhaseChange((W.STARTING, W.ALIVE, W.RUNNING), E.READY, W.SERVING, "readiness.health_changed"),
     PhaseChange((W.STARTING, W.ALIVE, W.SERVING), E.UNREADY, W.RUNNING, "readiness.health_changed"),
     PhaseChange(LIVE, E.ENDED, W.EXITED, "worker_failure.exited, crashes.abort_step"),
-    PhaseChange(LIVE, E.NODE_LOST, W.EXITED, "node_loss._fall, crashes.abort_step"),
+    PhaseChange(LIVE, E.NODE_LOST, W.EXITED, "nodes._fall, crashes.abort_step"),
     PhaseChange((W.ALIVE, W.RUNNING, W.SERVING), E.TAKEN_OVER, W.STARTING, "takeover.resume"),
     PhaseChange((W.STARTING,), E.HELD, W.ALIVE, "takeover._take_up_role"),
     PhaseChange((W.STARTING, W.ALIVE, W.SERVING), E.HELD, W.RUNNING, "takeover._take_up_role"),

@@ -1,4 +1,4 @@
-"""Restarts and ends of roles, and the end of the job."""
+"""Restarts, the end of roles and of the job, and the root cause that its report names."""
 
 from __future__ import annotations
 

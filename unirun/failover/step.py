@@ -28,7 +28,7 @@ from unirun.failover.draft import (
     output_of,
 )
 from unirun.failover.generations import form_if_all_are_there, obstructed, opened
-from unirun.failover.node_loss import (
+from unirun.failover.nodes import (
     agent_lost,
     arrived,
     begin_without,

@@ -1,4 +1,4 @@
-"""`Hub`: what the channels and queues of one worker share: the listener for others, and the lines to others."""
+"""`Hub`: what one worker has for others: its listener, its lines to them, and the versions that it holds."""
 
 from __future__ import annotations
 

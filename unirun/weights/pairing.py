@@ -1,4 +1,4 @@
-"""Links between two processes: `PeerConnection` for requests, and `PairGroup`, a process group of two.
+"""`PairGroup`: a process group of one publisher and one receiver, of any backend that sends tensors.
 
 What is sent is one run of bytes, in buckets. While one is under way, the next one is packed: there are two. A bucket
 that lies within one tensor is sent from there. The receiver has memory for all of it, as it may not touch its tensors

@@ -1,4 +1,4 @@
-"""`RemoteSource`: one process that has weights, as a receiver sees it, and the tensors that have come from it."""
+"""`RemoteSource`: one process that has weights, as a receiver sees it; its connection, and the tensors from it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.unit.failover.persistence.documents import kept, written
 from tests.unit.failover.takeover import join, take_over
 from unirun.collocation import Device, Node
 from unirun.failover.draft import GROWTH_DELAY, After, Arrived, GrowthDue, ToGuest
-from unirun.failover.node_loss import trouble
+from unirun.failover.nodes import trouble
 from unirun.failover.persistence.context import restore, urgent
 from unirun.values import WorkerId
 from unirun.wire.messages import Dismissed, Go, Grow, Offer, StartRole, StopWorkers

@@ -10,7 +10,7 @@ from tests.unit.failover.multi_node import gone, places, ranks, scripts, workloa
 from tests.unit.failover.persistence.documents import kept, written
 from tests.unit.failover.takeover import join, take_over
 from unirun.failover.draft import ToAgent
-from unirun.failover.node_loss import AGAIN
+from unirun.failover.nodes import AGAIN
 from unirun.failover.persistence.context import restore, urgent
 from unirun.failover.state import RolePhase
 from unirun.values import WorkerId

@@ -11,7 +11,7 @@ from tests.unit.failover.takeover import join, take_over
 from unirun.collocation import Device, Inventory, Node
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, IllegalTransition, Refused
 from unirun.failover.draft import After, LossesDue, RejoinTimedOut
-from unirun.failover.node_loss import LOSS_DELAY
+from unirun.failover.nodes import LOSS_DELAY
 from unirun.failover.persistence.context import restore
 from unirun.failover.state import JobPhase, RolePhase
 from unirun.failover.status_views import status_of

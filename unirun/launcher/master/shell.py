@@ -33,7 +33,7 @@ from unirun.failover.draft import (
     ToWatchers,
     order_text,
 )
-from unirun.failover.node_loss import trouble
+from unirun.failover.nodes import trouble
 from unirun.failover.offers import AgentTask, versions
 from unirun.failover.persistence.context_store import ContextStore
 from unirun.failover.restart_or_end import shutdown_order

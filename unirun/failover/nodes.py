@@ -1,4 +1,4 @@
-"""The consequences of lost nodes: their ranks are placed again; ranks that need not move stay where they are."""
+"""Changes of the nodes of a job: they come, are drained, or are lost, and ranks are placed again."""
 
 from __future__ import annotations
 

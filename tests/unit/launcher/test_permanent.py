@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from unirun.errors import GroupError, StoreAway, UsageError, WireError
-from unirun.failover.permanent import is_permanent
+from unirun.launcher.worker import is_permanent
 
 
 @pytest.mark.parametrize(
