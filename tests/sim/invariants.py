@@ -244,7 +244,7 @@ class Invariants:
         if event.cause == "leaving" and before.without({worker.node}):
             # It is told with all that its agent takes with it.
             return
-        if event.cause in ("own", "doom"):
+        if event.cause in ("own", "lost_dependency"):
             roles = [role for role in views[0].roles if role.name == event.worker.role]
             seen = [w for role in roles for w in role.workers if w.rank == event.worker.rank]
             lost = [("lost", event.worker.incarnation)]

@@ -274,9 +274,9 @@ class NodeModel:
                 there.close(lambda error, m=master, b=back: m.stream_ended(self.name, b, f"{error}"))  # type: ignore[misc]
             self._silent.clear()
             self.contact.heard(message)
-            self._obey(epoch, message)
+            self._handle(epoch, message)
 
-    def _obey(self, epoch: int, message: Message) -> None:
+    def _handle(self, epoch: int, message: Message) -> None:
         match message:
             case StartRole():
                 self.apply(events.Order(epoch, self.orders.launch(message)))

@@ -63,7 +63,7 @@ class SpawnerModel:
         self.ready = True
         self._tell(Preloaded(seconds))
         for message in self._held:
-            self._obey(message)
+            self._handle(message)
 
     def hang(self, seconds: float) -> None:
         """SIGSTOP to the spawner, and SIGCONT later; its workers go on."""
@@ -81,9 +81,9 @@ class SpawnerModel:
         self._awake(lambda: self.outbox.send(message))
 
     def _receive(self, message: Message) -> None:
-        self._awake(lambda: self._obey(message))
+        self._awake(lambda: self._handle(message))
 
-    def _obey(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         if not self.ready:
             self._held.append(message)
             return

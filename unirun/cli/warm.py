@@ -15,7 +15,16 @@ from unirun.errors import JobError
 from unirun.launcher.environment import for_workers
 from unirun.launcher.foreground.terminal import say
 from unirun.launcher.orders import PRELOAD
-from unirun.launcher.warm.borrowing import LOG, Warm, abandon_starting, choose, is_alive, running, start, wish
+from unirun.launcher.warm.borrowing import (
+    LOG,
+    Warm,
+    abandon_starting,
+    choose,
+    is_alive,
+    running,
+    spawner_request,
+    start,
+)
 
 WARM_START_TIMEOUT = 300.0
 """Seconds that `start` waits for the imports."""
@@ -57,7 +66,7 @@ def _start(preload: tuple[str, ...], idle: float, until: int) -> int:
     several = {"OMP_NUM_THREADS": "1"} | alone
     folders = []
     for env in [alone] if alone == several else [several, alone]:
-        warm = choose(wish(env, modules, os.getcwd())).warm
+        warm = choose(spawner_request(env, modules, os.getcwd())).warm
         if warm is not None and set(warm.description.modules) == set(modules):
             say(f"process {warm.description.pid} is there")
         else:

@@ -515,7 +515,7 @@ class ModelWorkerProcess(BaseWorkload):
         for hook in definition.post_hooks:
             self._run_hook(hook, shard)
         traffic = self._getting.traffic - before
-        return MFCReply(meta, figures, traffic) if place.speaks else MFCReply(None, {}, traffic)
+        return MFCReply(meta, figures, traffic) if place.is_dp_head else MFCReply(None, {}, traffic)
 
     def _run(self, definition: MFCDef, model: Model, sample: SequenceSample) -> Any:
         interface = self._interface(definition)
@@ -583,7 +583,7 @@ class ModelWorkerProcess(BaseWorkload):
 
     @trainer_invocation(target="ALL")
     def evaluate(self, attempt: int, call: str) -> dict[str, float] | None:
-        """Sums over the held-out data of the model of a call. None unless `Place.speaks`."""
+        """Sums over the held-out data of the model of a call. None unless `Place.is_dp_head`."""
         self._check(attempt)
         definition = self._resolved.graph.calls[call]
         shard = self._shards.get(definition.model_name)
@@ -592,7 +592,7 @@ class ModelWorkerProcess(BaseWorkload):
         place = shard.model.place
         self._fetch(shard)
         found = self._interface(definition).evaluate(shard.model, self._held_out[definition.model_name])
-        return found if place.speaks else None
+        return found if place.is_dp_head else None
 
     def _check(self, attempt: int) -> None:
         if attempt != self._attempt:

@@ -53,7 +53,7 @@ class Traffic(Value):
 @dataclass(frozen=True)
 class MFCReply:
     """The result of a call: `meta` of new data, which stays on its worker; or the `figures` of a train step. Only ranks
-    with `Place.speaks` send them; other ranks send their traffic only."""
+    with `Place.is_dp_head` send them; other ranks send their traffic only."""
 
     meta: SequenceSample | None
     figures: Mapping[str, float]

@@ -137,21 +137,21 @@ BLOCK = 100
 
 
 class Ranks(Sequence["WorkerState"]):
-    """Workers in rank order. `standings` has how many of them have each `WorkerState.standing`."""
+    """Workers in rank order. `counts` has how many of them have each `WorkerState.count_key`."""
 
-    __slots__ = ("_blocks", "_size", "standings")
+    __slots__ = ("_blocks", "_size", "counts")
 
     def __init__(self, workers: Iterable[WorkerState] = ()) -> None:
         every = tuple(workers)
         self._size = len(every)
         self._blocks = tuple(every[at : at + BLOCK] for at in range(0, len(every), BLOCK))
-        self.standings: Mapping[Standing, int] = Counter(worker.standing for worker in every)
+        self.counts: Mapping[CountKey, int] = Counter(worker.count_key for worker in every)
 
     def with_one(self, rank: int, worker: WorkerState) -> Ranks:
         """The same with another worker at `rank`."""
         at, within = divmod(rank, BLOCK)
         block = self._blocks[at]
-        before, after = block[within].standing, worker.standing
+        before, after = block[within].count_key, worker.count_key
         changed = Ranks.__new__(Ranks)
         changed._size = self._size
         changed._blocks = (
@@ -159,14 +159,14 @@ class Ranks(Sequence["WorkerState"]):
             (*block[:within], worker, *block[within + 1 :]),
             *self._blocks[at + 1 :],
         )
-        changed.standings = self.standings
+        changed.counts = self.counts
         if before != after:
-            counts = dict(self.standings)
+            counts = dict(self.counts)
             counts[after] = counts.get(after, 0) + 1
             counts[before] -= 1
             if not counts[before]:
                 del counts[before]
-            changed.standings = counts
+            changed.counts = counts
         return changed
 
     def since(self, before: Ranks) -> Iterator[tuple[WorkerState | None, WorkerState]]:
@@ -263,7 +263,7 @@ NEVER = -1.0
 
 NOT_LIVE = (WorkerPhase.WAITING, WorkerPhase.EXITED)
 
-Standing = tuple[WorkerPhase, int, bool]
+CountKey = tuple[WorkerPhase, int, bool]
 """The facts that decide how far a role is: a worker's phase, its generation, and whether it has ended well."""
 
 
@@ -319,7 +319,7 @@ class WorkerState(Value, omit_defaults=True):
         return self.phase not in NOT_LIVE
 
     @property
-    def standing(self) -> Standing:
+    def count_key(self) -> CountKey:
         """The key under which it is counted."""
         return self.phase, self.generation, self.ended_well
 
@@ -389,13 +389,13 @@ class RoleState(Value):
     @property
     def living(self) -> int:
         """The number of workers that have a process."""
-        counts = self.workers.standings.items()
+        counts = self.workers.counts.items()
         return sum(count for (phase, _, _), count in counts if phase not in NOT_LIVE)
 
     @property
     def incomplete(self) -> bool:
         """True if a worker has no process, and has not ended well."""
-        return any(phase in NOT_LIVE and not well for phase, _, well in self.workers.standings)
+        return any(phase in NOT_LIVE and not well for phase, _, well in self.workers.counts)
 
     @property
     def forming(self) -> bool:
@@ -410,13 +410,13 @@ class RoleState(Value):
     @property
     def serves(self) -> bool:
         """True if every worker with a process takes calls."""
-        phases = {phase for phase, _, _ in self.workers.standings}
+        phases = {phase for phase, _, _ in self.workers.counts}
         return phases.isdisjoint((WorkerPhase.STARTING, WorkerPhase.ALIVE, WorkerPhase.RUNNING))
 
     @property
     def running(self) -> int:
         """The number of workers that are up or have succeeded."""
-        counts = self.workers.standings.items()
+        counts = self.workers.counts.items()
         return sum(count for (phase, _, well), count in counts if well or self._is_up(phase))
 
     @property
@@ -424,13 +424,13 @@ class RoleState(Value):
         """True if every rank is up and, where there are any, in the current generation; or has succeeded."""
         return self.opened == self.generation and all(
             well or (self._is_up(phase) and (self.is_program or generation == self.generation))
-            for phase, generation, well in self.workers.standings
+            for phase, generation, well in self.workers.counts
         )
 
     @property
     def has_done_its_work(self) -> bool:
         """True if every rank has succeeded."""
-        return all(well for _, _, well in self.workers.standings)
+        return all(well for _, _, well in self.workers.counts)
 
     def up(self, worker: WorkerState) -> bool:
         """Return True if `worker` is in the user's code and, if it is a workload, takes calls."""

@@ -230,7 +230,9 @@ class Agent:
         if FRESH in self._orders.spawners:
             from unirun.launcher.forked import fork_spawner
 
-            self._forked = fork_spawner(self._orders.wish(FRESH, inherited=self._handles()).inherited)
+            self._forked = fork_spawner(
+                self._orders.spawner_request(FRESH, inherited=self._handles()).inherited
+            )
 
     def _handles(self) -> list[int]:
         """The sockets of the endpoints, for stores."""
@@ -255,7 +257,7 @@ class Agent:
             TimerPipe(self._job.timer_pipe(self._state.node), self._late) if self._orders.timers else None
         )
         try:
-            self._background(self._be_led())
+            self._background(self._follow_masters())
             self._background(self._sample())
             if self._witness is not None:
                 self._background(self._witness.watch())
@@ -374,7 +376,7 @@ class Agent:
             # A new master gets everything else with `Join`.
             self._unsent.add(frame_of(message))
 
-    async def _be_led(self) -> None:
+    async def _follow_masters(self) -> None:
         """Follow one master after another; workers are not affected."""
         again: tuple[int, Stream] | None = None
         while True:
@@ -398,17 +400,17 @@ class Agent:
     async def _until_another_leads(self, epoch: int, stream: Stream) -> tuple[int, Stream] | None:
         """Obey this master until its stream ends, or another one leads; or until it was silent on this stream and
         answers on another one, which is returned."""
-        obeying = asyncio.ensure_future(self._obey(epoch, stream))
+        handling = asyncio.ensure_future(self._handle_messages(epoch, stream))
         looking = asyncio.ensure_future(self._masters.another(epoch))
         keeping = asyncio.ensure_future(self._contact.keep(epoch, stream))
-        tasks = {obeying, looking, keeping}
+        tasks = {handling, looking, keeping}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
-        if obeying.done() and not obeying.cancelled():
-            obeying.result()
+        if handling.done() and not handling.cancelled():
+            handling.result()
             self._master = None
             await stream.close()
         if keeping.done() and not keeping.cancelled():
@@ -417,7 +419,7 @@ class Agent:
             return keeping.result()
         return None
 
-    async def _obey(self, epoch: int, master: Stream) -> None:
+    async def _handle_messages(self, epoch: int, master: Stream) -> None:
         try:
             while True:
                 message = await master.receive()
@@ -447,7 +449,7 @@ class Agent:
             self._children.add(forked)
             self._background(self._follow_spawner(key, forked.socket, forked))
             return
-        want = self._orders.wish(key, self._descriptors, self._handles())
+        want = self._orders.spawner_request(key, self._descriptors, self._handles())
         warm = None if key == FRESH else choose(want).warm
         if warm is not None:
             self._background(self._borrow(key, warm, want))

@@ -174,7 +174,7 @@ def tell_companions(before: AgentState, state: AgentState) -> list[Command]:
 
 
 def _kill(state: AgentState, worker: Worker, cause: Cause, why: str) -> tuple[AgentState, list[Command]]:
-    state = state.with_worker(replace(worker, cause=cause, doom=why))
+    state = state.with_worker(replace(worker, cause=cause, kill_reason=why))
     return state, [ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL)))]
 
 
@@ -282,7 +282,7 @@ def _end_stuck(state: AgentState, worker: Worker, told: Stuck) -> tuple[AgentSta
     """Kill a worker that waits and keeps its role from being formed; the master restarts it."""
     if worker.sent is not None or worker.cause != "own":
         return state, []
-    state = state.with_worker(replace(worker, cause="stuck", doom=told.why))
+    state = state.with_worker(replace(worker, cause="stuck", kill_reason=told.why))
     text = f"is killed: {told.why}; it was at\n{told.stack[-MAX_STACK:]}"
     return state, [
         ToMaster(Notice(str(worker.who), text)),
@@ -360,7 +360,7 @@ def _step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
             return replace(state, epoch=max(epoch, state.epoch)), []
         case Order(epoch, what):
             # The last orders of an earlier term may arrive late; they are ignored.
-            return _obey(state, what) if epoch >= state.epoch else (state, [])
+            return _carry_out(state, what) if epoch >= state.epoch else (state, [])
         case Abandon(grace=grace, signal=signum):
             return _leave(state, state.workers.values(), signum if grace else signal.SIGKILL, grace)
         case FromSpawner():
@@ -390,7 +390,7 @@ def _step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
             return ready_due(state, event)
 
 
-def _obey(state: AgentState, what: Instruction) -> tuple[AgentState, list[Command]]:
+def _carry_out(state: AgentState, what: Instruction) -> tuple[AgentState, list[Command]]:
     match what:
         case Launch():
             return _launch(state, what)
@@ -628,7 +628,7 @@ def _lose_store(state: AgentState, worker: Worker, end: StoreEnded) -> tuple[Age
     why = f"the store of its role is gone: {end.reason}"
     if worker.phase is Phase.QUEUED:
         return _ended(state, worker, end.time, 1, None, why)
-    state = state.with_worker(replace(worker, cause="doom", doom=why))
+    state = state.with_worker(replace(worker, cause="lost_dependency", kill_reason=why))
     return state, [ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL)))]
 
 
@@ -652,7 +652,7 @@ def _ended(
         cause=worker.cause,
         sent=worker.sent,
         error=worker.error,
-        note=worker.doom or (worker.expired if code != 0 else "") or note,
+        note=worker.kill_reason or (worker.expired if code != 0 else "") or note,
         met=worker.met,
         tail="" if worker.error else tail,
         taken=taken,

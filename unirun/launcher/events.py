@@ -50,12 +50,12 @@ class Worker(Value):
     """A worker that has not ended. `grace` is the job's `shutdown_timeout` in seconds.
 
     `cause` is the reason for its end, ``own`` until there is another; `sent` is the last signal that it was sent by
-    order or because the agent leaves. `doom` explains the causes ``doom`` and ``stuck``. The worker itself reports
-    `generation` (which it has formed), `met` (whose store it has used), `serving`, `calls`, and the `addresses` at
-    which it listens. `expired` names a timer that it has not released in time. `ready` and `alive` are the probes of a
-    program, `health` is what they say, and `was_ready` whether it was ever ready; `misses` counts answers in a row that
-    did not come. An engine has a `url`, and a `companion`, the role that brings weights into it; it is ready when it is
-    `current` besides, as its companion says.
+    order or because the agent leaves. `kill_reason` explains the causes ``lost_dependency`` and ``stuck``. The worker
+    itself reports `generation` (which it has formed), `met` (whose store it has used), `serving`, `calls`, and the
+    `addresses` at which it listens. `expired` names a timer that it has not released in time. `ready` and `alive` are
+    the probes of a program, `health` is what they say, and `was_ready` whether it was ever ready; `misses` counts
+    answers in a row that did not come. An engine has a `url`, and a `companion`, the role that brings weights into it;
+    it is ready when it is `current` besides, as its companion says.
     """
 
     id: int
@@ -74,7 +74,7 @@ class Worker(Value):
     addresses: Mapping[str, str] = field(default_factory=dict)
     calls: tuple[CallCount, ...] = ()
     grace: float = 30.0
-    doom: str = ""
+    kill_reason: str = ""
     expired: str = ""
     ready: Probe | None = None
     ready_timeout: float = 0.0
@@ -403,7 +403,7 @@ def _when(end: WorkerExited) -> float:
     return end.error.time if end.error is not None else end.time
 
 
-def last_words(stderr: str) -> str:
+def error_tail(stderr: str) -> str:
     """The last lines of the text, or the stack that faulthandler left; without those that are written after it."""
     lines = _TRACKERS.sub("", stderr).splitlines()
     for at in reversed(range(len(lines))):

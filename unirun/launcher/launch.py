@@ -17,7 +17,7 @@ from unirun.failover.persistence.context import changed_documents
 from unirun.failover.state import new_job
 from unirun.failover.status_views import status_of
 from unirun.launcher.foreground.terminal import drop_input, warn
-from unirun.launcher.local import RunningJob, first_words, start_processes
+from unirun.launcher.local import RunningJob, output_of_first_master, start_processes
 from unirun.launcher.orders import on_host
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import adopt_orphans, check_host, spare_descriptors
@@ -186,7 +186,7 @@ def leave(running: RunningJob) -> int:
     if running.processes.taken_up(running.job):
         return 0
     code = running.processes.end(led=False) or EXIT_FAILURE
-    warn(first_words(running.job) or "the job's processes are gone")
+    warn(output_of_first_master(running.job) or "the job's processes are gone")
     return code
 
 

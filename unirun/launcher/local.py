@@ -415,7 +415,7 @@ class RunningJob(Value):
     copied: bool = False
 
 
-def last_words(job: JobDir) -> str:
+def last_line_of_masters(job: JobDir) -> str:
     """The line that a master has written last."""
     try:
         lines = job.master_log.read_text(errors="backslashreplace").splitlines()
@@ -424,7 +424,7 @@ def last_words(job: JobDir) -> str:
     return next((line.removeprefix(_SAYS) for line in reversed(lines) if line.startswith(_SAYS)), "")
 
 
-def first_words(job: JobDir) -> str:
+def output_of_first_master(job: JobDir) -> str:
     """The output of the first master before it ended."""
     try:
         text = job.master_log.read_text()

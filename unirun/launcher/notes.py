@@ -8,7 +8,7 @@ import re
 import signal
 from pathlib import Path
 
-from unirun.launcher.events import TAIL_BYTES, AgentState, last_words
+from unirun.launcher.events import TAIL_BYTES, AgentState, error_tail
 from unirun.values import Value
 from unirun.wire.messages import Message
 from unirun.wire.reports import Reaped
@@ -122,6 +122,6 @@ def tail(state: AgentState, message: Message) -> str:
             max(paths, key=lambda path: (os.path.getsize(path) > 0, os.path.getmtime(path))), "rb"
         ) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            return last_words(file.read().decode(errors="replace"))
+            return error_tail(file.read().decode(errors="replace"))
     except OSError:
         return ""

@@ -25,7 +25,7 @@ from unirun.launcher.environment import (
 )
 from unirun.launcher.events import Launch, RendezvousStore, Worker
 from unirun.launcher.timers import ENABLE
-from unirun.launcher.warm.borrowing import wish
+from unirun.launcher.warm.borrowing import spawner_request
 from unirun.observe.jobdir import JobDir
 from unirun.spec.job import Probe
 from unirun.spec.programs import Own, fill, fill_roles
@@ -187,10 +187,12 @@ class Orders:
         calls = PRELOAD_CALLS if any(role.entry.kind in CALLS for role in roles) else ()
         return (*PRELOAD, *calls, *(self._spec.preload if roles else ()))
 
-    def wish(self, key: SpawnerKey, descriptors: int = 0, inherited: Sequence[int] = ()) -> Borrow:
+    def spawner_request(self, key: SpawnerKey, descriptors: int = 0, inherited: Sequence[int] = ()) -> Borrow:
         """The parameters of the spawner with this key."""
         env = spawner_env(key, self._inherited)
-        return wish(env, self.modules(key), self._task.cwd, descriptors, (*inherited, *self.stdin_for(key)))
+        return spawner_request(
+            env, self.modules(key), self._task.cwd, descriptors, (*inherited, *self.stdin_for(key))
+        )
 
     def launch(self, order: StartRole) -> Launch:
         """The workers to start, each with a new id."""

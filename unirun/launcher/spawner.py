@@ -116,7 +116,7 @@ class Spawner:
                         if self._stores.get(key.data.role) is key.data:
                             self._store_ended(key.data)
                         continue
-                    task = self._obey()
+                    task = self._handle_messages()
                 except ConnectionLost:
                     self._kill_all()
                     return None
@@ -136,7 +136,7 @@ class Spawner:
             store.pid for store in self._stores.values()
         }
 
-    def _obey(self) -> child.Task | None:
+    def _handle_messages(self) -> child.Task | None:
         """Carry out the agent's requests that have arrived. In a new child, return its task."""
         for message in self._stream.drain():
             match message:

@@ -20,7 +20,7 @@ from unirun.errors import FrameError, JobError, StoreAway, UsageError, WireError
 from unirun.values import Engine, WorkerId
 from unirun.wire.blocking import BlockingStream, open_link, out_of_the_way
 from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome, updated
-from unirun.wire.reports import LocalEngines, MasterReply, MasterRequest, ViewWanted, Wish
+from unirun.wire.reports import LocalEngines, MasterReply, MasterRequest, MasterRequestKind, ViewWanted
 
 WELCOME_TIMEOUT = 30.0
 """Seconds in which the agent must answer."""
@@ -181,22 +181,22 @@ class Peers:
             )
         return link
 
-    def ask(self, wish: Wish, name: str = "", data: str = "", *, timeout: float) -> str | None:
+    def ask(self, kind: MasterRequestKind, name: str = "", data: str = "", *, timeout: float) -> str | None:
         """Ask the master that leads now, or the next one. Raises `JobError` if it cannot do it, `StoreAway` if there
         is no answer within `timeout` seconds, `ConnectionLost`."""
         if self._link is None:
             raise UsageError(
-                f"{wish} asks the job's master, and this process has none", "start it with unirun"
+                f"{kind} asks the job's master, and this process has none", "start it with unirun"
             )
         number = next(self._numbers)
         deadline = time.monotonic() + timeout
-        self._own(self._link).send(MasterRequest(number, wish, name, data))
+        self._own(self._link).send(MasterRequest(number, kind, name, data))
         with self._changed:
             while number not in self._answers:
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._changed.wait(left):
                     raise StoreAway(
-                        f"{wish} was not answered within {timeout:g} s", "see the store in unirun status"
+                        f"{kind} was not answered within {timeout:g} s", "see the store in unirun status"
                     )
             answer = self._answers.pop(number)
         if answer.problem:

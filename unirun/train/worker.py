@@ -73,13 +73,13 @@ class Stopped(Value):
 class Attempt(Value):
     """One attempt: a function that all ranks call. Attempts of one trainer have ascending numbers.
 
-    `spoilt` counts the attempts that have failed in this `generation` of the process group, so that the group has to be
-    formed again after each.
+    `failed_attempts` counts the attempts that have failed in this `generation` of the process group, so that the group
+    has to be formed again after each.
     """
 
     attempt: int
     generation: int
-    spoilt: int
+    failed_attempts: int
 
 
 class RunTask(Value):
@@ -353,10 +353,10 @@ class TrainWorker(BaseWorkload):
 
     def _meet(self, turn: Attempt) -> None:
         """Form the process group again, if something has failed in it since it was formed."""
-        if turn.spoilt and self._met != (turn.generation, turn.spoilt):
-            self._anew(f"again/{turn.spoilt}")
+        if turn.failed_attempts and self._met != (turn.generation, turn.failed_attempts):
+            self._anew(f"again/{turn.failed_attempts}")
             self._backend.on_failure(self.rank, self.world_size)
-        self._met = turn.generation, turn.spoilt
+        self._met = turn.generation, turn.failed_attempts
 
     def _look(self) -> None:
         """The job has changed: if another rank was lost, the run is over here."""

@@ -124,7 +124,7 @@ class Reaped(Value, tag=True):
 #
 # An unanswered request is sent again to the next master, so every request must be idempotent.
 
-Wish = Literal["save_state", "load_state", "commit_version", "version"]
+MasterRequestKind = Literal["save_state", "load_state", "commit_version", "version"]
 """Save bytes for the next incarnation; load them; commit a version of a channel (the highest is kept); get it."""
 
 
@@ -132,7 +132,7 @@ class MasterRequest(Value, tag=True):
     """A request. `name` is the channel for versions; `data` is a state in base64, or a version."""
 
     number: int
-    wish: Wish
+    kind: MasterRequestKind
     name: str = ""
     data: str = ""
 
@@ -152,9 +152,9 @@ class ToWorker(Value, tag=True):
     message: MasterReply
 
 
-Cause = Literal["own", "order", "leaving", "doom", "stuck", "unready", "silent", "torn"]
+Cause = Literal["own", "order", "leaving", "lost_dependency", "stuck", "unready", "silent", "torn"]
 """The reason why a worker has ended: by itself (``own``), by the master's order, because its agent leaves,
-because something it depends on is gone (``doom``), because it was blocked in an abandoned process group
+because something it depends on is gone (``lost_dependency``), because it was blocked in an abandoned process group
 (``stuck``), because it was not ready in time (``unready``), because it did not answer any more (``silent``), or because
 it could not be given weights, which may be half new (``torn``)."""
 

@@ -23,7 +23,7 @@ from tests.integration.test_orphans import (
 )
 from tests.integration.warm import ONE_THREAD, Warm, WarmUnirun, end, ready
 from tests.waiting import eventually
-from unirun.launcher.warm.borrowing import Borrowed, borrow, wish
+from unirun.launcher.warm.borrowing import Borrowed, borrow, spawner_request
 
 SEED = int(os.environ.get("UNIRUN_WARM_SEED", "20260101"))
 
@@ -44,7 +44,7 @@ class TestAtEachMomentOfAStart:
             pid = warm.description.pid
             code = f"import os, time; time.sleep({rng.uniform(0.0, 0.05)}); os.kill({pid}, {int(signum)})"
             killer = subprocess.Popen([sys.executable, "-S", "-E", "-c", code])
-            borrowed = borrow(warm, wish(light, (), "/"))
+            borrowed = borrow(warm, spawner_request(light, (), "/"))
             if isinstance(borrowed, Borrowed):
                 lent += 1
                 end(borrowed)
@@ -72,7 +72,7 @@ class TestAtEachMomentOfAStart:
         for _ in range(MOMENTS):
             command = [sys.executable, "-S", "-E", "-c", code, children, str(rng.uniform(0.0, 0.03))]
             killer = subprocess.Popen(command)
-            borrowed = borrow(warm, wish(light, (), "/"))
+            borrowed = borrow(warm, spawner_request(light, (), "/"))
             assert killer.wait(START_TIMEOUT) == 0
             if isinstance(borrowed, Borrowed):
                 end(borrowed)
@@ -83,8 +83,8 @@ class TestAtEachMomentOfAStart:
         """The fork notices it, and exits without output."""
         rng = random.Random(SEED)
         warm = ready(light)
-        code = "import sys; from unirun.launcher.warm.borrowing import borrow, running, wish; import os; "
-        code += "print(flush=True); borrow(running()[0], wish(dict(os.environ), (), '/')); input()"
+        code = "import sys; from unirun.launcher.warm.borrowing import borrow, running, spawner_request; import os; "
+        code += "print(flush=True); borrow(running()[0], spawner_request(dict(os.environ), (), '/')); input()"
         for _ in range(3):
             borrower = subprocess.Popen(
                 [sys.executable, "-c", code],

@@ -25,8 +25,8 @@ from unirun.launcher.warm.borrowing import (
     choose,
     is_alive,
     running,
+    spawner_request,
     start,
-    wish,
 )
 
 CREW = """
@@ -207,9 +207,12 @@ class TestAModuleOfTheUsers:
     ) -> None:
         env = write("import os; copy = os.environ.copy()")
         warm = ready(env, modules=("mine",))
-        assert choose(wish(env, ("mine",), "/")).warm == warm
-        assert choose(wish({**env, "PWD": "/x", "_": "/bin/x"}, ("mine",), "/")).warm == warm
-        assert "NEW is '1', there not set" in choose(wish({**env, "NEW": "1"}, ("mine",), "/")).against[0]
+        assert choose(spawner_request(env, ("mine",), "/")).warm == warm
+        assert choose(spawner_request({**env, "PWD": "/x", "_": "/bin/x"}, ("mine",), "/")).warm == warm
+        assert (
+            "NEW is '1', there not set"
+            in choose(spawner_request({**env, "NEW": "1"}, ("mine",), "/")).against[0]
+        )
         os.kill(warm.description.pid, signal.SIGTERM)
 
     def test_variables_set_by_a_user_module_are_not_compared(
@@ -219,8 +222,8 @@ class TestAModuleOfTheUsers:
             "import os; os.environ.setdefault('MINE', 'x'); os.environ['OMP_MINE'] = os.environ['MINE']"
         )
         warm = ready(env, modules=("mine",))
-        assert choose(wish(env, ("mine",), "/")).warm == warm
-        assert "MINE is 'y'" in choose(wish({**env, "MINE": "y"}, ("mine",), "/")).against[0]
+        assert choose(spawner_request(env, ("mine",), "/")).warm == warm
+        assert "MINE is 'y'" in choose(spawner_request({**env, "MINE": "y"}, ("mine",), "/")).against[0]
         os.kill(warm.description.pid, signal.SIGTERM)
 
     @pytest.mark.parametrize(
@@ -274,7 +277,7 @@ class TestItEnds:
 
     def test_a_warm_process_does_not_end_while_a_job_runs(self, light: dict[str, str]) -> None:
         warm = ready(light, idle=0.5)
-        borrowed = borrow(warm, wish(light, (), "/"))
+        borrowed = borrow(warm, spawner_request(light, (), "/"))
         assert isinstance(borrowed, Borrowed), borrowed
         assert not gone(warm.description.pid, 1.5)
         end(borrowed)
@@ -283,9 +286,9 @@ class TestItEnds:
     def test_a_warm_fork_ends_at_once_for_an_unusable_working_directory(self, light: dict[str, str]) -> None:
         """The fork ends, not the warm process."""
         warm = ready(light)
-        told = borrow(warm, wish(light, (), "/nowhere"))
+        told = borrow(warm, spawner_request(light, (), "/nowhere"))
         assert "it has ended meanwhile" in str(told)
-        borrowed = borrow(warm, wish(light, (), "/"))
+        borrowed = borrow(warm, spawner_request(light, (), "/"))
         assert isinstance(borrowed, Borrowed)
         end(borrowed)
         os.kill(warm.description.pid, signal.SIGTERM)

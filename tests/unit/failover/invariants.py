@@ -15,8 +15,8 @@ def check_role(role: RoleState, max_restarts: int, *, has_window: bool = False) 
         if not true:
             raise IllegalTransition(f"role {role.name} {otherwise}")
 
-    counted = Counter(worker.standing for worker in role.workers)
-    hold(role.workers.standings == counted, f"has {counted} and counts {role.workers.standings}")
+    counted = Counter(worker.count_key for worker in role.workers)
+    hold(role.workers.counts == counted, f"has {counted} and counts {role.workers.counts}")
     ranks = [worker.rank for worker in role.workers]
     hold(ranks == list(range(len(ranks))), "has ranks that are not 0..n-1")
     hold(role.phase not in ROLE_ENDS or not role.living, f"is {role.phase} and has live workers")

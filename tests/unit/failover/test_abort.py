@@ -154,7 +154,7 @@ def test_what_agents_say_of_others_is_passed_on() -> None:
 
 
 def test_who_is_not_there_is_told_nothing_and_was_wished_the_same() -> None:
-    """The second wish comes while one of two agents has not come back."""
+    """The second kind comes while one of two agents has not come back."""
     ending = Ending(Job({"actor": 2}, nodes=TWO).running())
     ending.join("n0")
     ending.on(Stop(signal.SIGINT, "got SIGINT"))

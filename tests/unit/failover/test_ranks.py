@@ -20,7 +20,7 @@ def many(count: int) -> tuple[WorkerState, ...]:
 
 
 def counted(workers: Iterable[WorkerState]) -> Counter[object]:
-    return Counter(worker.standing for worker in workers)
+    return Counter(worker.count_key for worker in workers)
 
 
 @given(
@@ -38,7 +38,7 @@ def test_a_changed_copy_is_what_a_changed_tuple_is_and_is_counted_as_one(
         ranks = ranks.with_one(rank % size, plain[rank % size])
         assert tuple(ranks) == tuple(plain)
         assert ranks == Ranks(plain)
-        assert ranks.standings == counted(plain)
+        assert ranks.counts == counted(plain)
     assert tuple(first) == many(size), "a changed copy has changed what it was made of"
     changed = {now.rank: (was, now) for was, now in ranks.since(first)}
     assert changed == {n: (first[n], now) for n, now in enumerate(plain) if now is not first[n]}

@@ -235,7 +235,7 @@ class TestAStoreThatDies:
         agent = Agent().alive().spawner(StoreEnded("actor", 0, 5.0, "its process was killed"))
         assert agent.sent(Kill) == [Kill(1, KILL), Kill(2, KILL)]
         (end,) = agent.spawner(Reaped(1, 6.0, None, KILL)).told(WorkerExited)
-        assert (end.cause, end.sent) == ("doom", None)
+        assert (end.cause, end.sent) == ("lost_dependency", None)
         assert end.note == "the store of its role is gone: its process was killed"
 
     def test_a_store_that_dies_spares_stopped_workers_and_other_roles(self) -> None:
@@ -247,7 +247,7 @@ class TestAStoreThatDies:
         agent = Agent(spawners={TORCH: True}).on(store()).spawner(StoreEnded("actor", 0, 5.0, "x"))
         agent.on(launch(count=1))
         assert [type(c.message) for c in agent.commands if isinstance(c, ToSpawner)] == [Spawn, Kill]
-        assert agent.state.workers[1].cause == "doom"
+        assert agent.state.workers[1].cause == "lost_dependency"
         agent = Agent(spawners={TORCH: True, OTHER: False}).on(store())
         agent.spawner(StoreEnded("actor", 0, 5.0, "x")).on(launch(count=1, key=OTHER))
         (end,) = agent.told(WorkerExited)
@@ -313,7 +313,7 @@ class TestASpawnerThatDies:
         agent.on(SpawnerDown(TORCH, "it was killed", 5.0))
         assert agent.sent(Kill, FRESH) == [Kill(1, KILL), Kill(2, KILL)]
         (end,) = agent.spawner(Reaped(1, 6.0, None, 9), key=FRESH).told(WorkerExited)
-        assert end.cause == "doom"
+        assert end.cause == "lost_dependency"
         assert end.note == "the store of its role is gone: it was killed"
 
     def test_a_spawner_that_dies_fails_the_roles_whose_store_it_should_have_opened(self) -> None:

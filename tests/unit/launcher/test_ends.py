@@ -12,9 +12,9 @@ from unirun.launcher.events import (
     AgentState,
     FromSpawner,
     LinkMessage,
+    error_tail,
     fitting,
     holdings,
-    last_words,
     short_error,
 )
 from unirun.values import WorkerId
@@ -101,7 +101,7 @@ def test_a_join_keeps_live_and_successful_workers_unchanged() -> None:
 
 def test_the_last_words_of_a_stderr_are_its_last_lines_or_the_stack_of_faulthandler() -> None:
     lines = [f"line {n}" for n in range(100)]
-    assert last_words("\n".join(lines)) == "\n".join(lines[-TAIL_LINES:])
+    assert error_tail("\n".join(lines)) == "\n".join(lines[-TAIL_LINES:])
     crash = [
         "Fatal Python error: Aborted",
         "",
@@ -112,8 +112,8 @@ def test_the_last_words_of_a_stderr_are_its_last_lines_or_the_stack_of_faulthand
         "  inner",
         "  outer",
     ]
-    assert last_words("\n".join([*lines, *crash])).splitlines() == [crash[0], *crash[-3:]]
-    assert last_words("") == ""
+    assert error_tail("\n".join([*lines, *crash])).splitlines() == [crash[0], *crash[-3:]]
+    assert error_tail("") == ""
 
 
 def test_the_last_words_are_not_those_of_the_resource_tracker_that_cleans_up() -> None:
@@ -125,8 +125,8 @@ def test_the_last_words_are_not_those_of_the_resource_tracker_that_cleans_up() -
         "  warnings.warn('resource_tracker: %r: %s' % (name, e))",
     ]
     told = ["step 7", "step 8", left[0], code, left[1], code, *gone]
-    assert last_words("\n".join(told)) == "step 7\nstep 8"
-    assert last_words("\n".join(told[2:])) == ""
-    assert last_words(f"50% 3.2it/s]{left[0]}\n{code}") == "50% 3.2it/s]"
+    assert error_tail("\n".join(told)) == "step 7\nstep 8"
+    assert error_tail("\n".join(told[2:])) == ""
+    assert error_tail(f"50% 3.2it/s]{left[0]}\n{code}") == "50% 3.2it/s]"
     died = f"{about} process died unexpectedly, relaunching"
-    assert last_words(f"{died}\n{left[0]}\n  warnings.warn(\n") == died
+    assert error_tail(f"{died}\n{left[0]}\n  warnings.warn(\n") == died

@@ -118,9 +118,9 @@ class Master(Peers):
         self.asked: list[tuple[str, str]] = []
         self.kept: str | None = None
 
-    def ask(self, wish: str, name: str = "", data: str = "", *, timeout: float) -> str | None:
-        self.asked.append((wish, name))
-        if wish == "save_state":
+    def ask(self, kind: str, name: str = "", data: str = "", *, timeout: float) -> str | None:
+        self.asked.append((kind, name))
+        if kind == "save_state":
             self.kept = data
             return None
         return self.kept

@@ -55,7 +55,7 @@ class Place:
         return self.pipe == self.topo.get_dim("pipe") - 1
 
     @property
-    def speaks(self) -> bool:
+    def is_dp_head(self) -> bool:
         """True if the metrics of this rank are used: it is tensor-parallel rank 0 of the last pipeline stage."""
         return self.last_stage and self.tensor == 0
 
@@ -252,8 +252,8 @@ class ModelInterface:
     methods that the algorithm needs.
 
     Each method is called in all ranks of the model, with the sequences of its data-parallel rank. All tensor-parallel
-    ranks of the last stage must return the same sample. Metrics are taken from ranks with `Place.speaks`: the mean over
-    data-parallel ranks, weighted by samples, unless `reductions` says ``sum``, ``max`` or ``min`` for a name.
+    ranks of the last stage must return the same sample. Metrics are taken from ranks with `Place.is_dp_head`: the mean
+    over data-parallel ranks, weighted by samples, unless `reductions` says ``sum``, ``max`` or ``min`` for a name.
     """
 
     reductions: ClassVar[Mapping[str, str]] = {}
@@ -312,7 +312,7 @@ def save_whole(model: Model, path: Path) -> None:
         stages: list[Any] = [None] * place.topo.get_dim("pipe")
         dist.all_gather_object(stages, whole, group=group)
         whole = {name: tensor for stage in stages for name, tensor in stage.items()}
-    if place.speaks and place.data == 0:
+    if place.is_dp_head and place.data == 0:
         part = path / f"{FILE}.partial"
         torch.save(whole, part)
         part.rename(path / FILE)

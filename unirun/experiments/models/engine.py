@@ -220,7 +220,7 @@ class TorchEngine:
             self._optimizer.zero_grad()
             if self._error_if_nonfinite:
                 raise TrainingFailed(wrong, "error_if_nonfinite=False of its backend skips such steps")
-            if self._place.speaks and self._place.data == 0:
+            if self._place.is_dp_head and self._place.data == 0:
                 report(f"unirun: {wrong}: the step is skipped")
             self._skipped += 1
         else:

@@ -28,7 +28,7 @@ from unirun.failover.silence import SILENCE_TIMEOUT
 from unirun.failover.status_views import farewell
 from unirun.launcher.foreground.console import Console, Prefixer, shown
 from unirun.launcher.foreground.terminal import warn
-from unirun.launcher.local import JOB_EXIT_TIMEOUT, RunningJob, first_words, last_words
+from unirun.launcher.local import JOB_EXIT_TIMEOUT, RunningJob, last_line_of_masters, output_of_first_master
 from unirun.launcher.logs import LogFollower
 from unirun.rendezvous.election import Leader
 from unirun.rendezvous.masters import Masters, Vacant
@@ -393,7 +393,7 @@ class JobFollower:
         if time.monotonic() < self._alone_since + NO_MASTER_NOTICE_DELAY:
             return
         self._alone_since = time.monotonic()
-        words = last_words(self._job)
+        words = last_line_of_masters(self._job)
         if words and words != self._told:
             self._told = words
             self._console.note(f"nobody leads the job: {words}")
@@ -481,7 +481,7 @@ class JobFollower:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         code = await asyncio.to_thread(self._processes.end, self._led, farewell)
         self._display.finish(JOB_EXIT_TIMEOUT)
-        words = first_words(self._job)
+        words = output_of_first_master(self._job)
         if refused is not None and words:
             # The first master could not lead, and has logged why.
             self._console.error(words)

@@ -16,7 +16,7 @@ from unirun.errors import RendezvousError, UnirunError, WireError
 from unirun.launcher.hosts.feed import feed, over_stdio
 from unirun.launcher.hosts.lobby import LAUNCHER_ANSWER_TIMEOUT, await_go, missing, offer, take_part
 from unirun.launcher.interfaces import choose, reachable_address
-from unirun.launcher.local import first_words, start_agent
+from unirun.launcher.local import output_of_first_master, start_agent
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import ignore_signals
 from unirun.observe.jobdir import JobDir, job_at
@@ -109,7 +109,7 @@ def _lead(
         running.processes.end(led=False)
         raise
     if invite.detach and not running.processes.taken_up(running.job):
-        raise RendezvousError(first_words(running.job) or "the job's processes are gone")
+        raise RendezvousError(output_of_first_master(running.job) or "the job's processes are gone")
     return running.job
 
 

@@ -67,7 +67,7 @@ class HeartbeatMonitor:
         """Return True if the agent of `node` beats."""
         return self._silence.watches(node)
 
-    def knocked(self, node: str, origin: str) -> None:
+    def token_proved(self, node: str, origin: str) -> None:
         """Take the proof of the token by `node` for a message from it: it may send no other before it is
         given up. Without TLS only its address `origin` is known."""
         for each, known in self._origins.items():

@@ -503,7 +503,7 @@ class Master:
 
     def _knocked(self, stream: Stream) -> None:
         if stream.remote:
-            self._beats.knocked(stream.peer, stream.origin)
+            self._beats.token_proved(stream.peer, stream.origin)
 
     def _refused(self, text: str, count: int) -> None:
         self._log.write("refused", text, count=count)
@@ -581,7 +581,7 @@ class Master:
                     self._cpu.update(message.cpu)
                     self._status_file.write_soon()
                 elif isinstance(message, Knock):
-                    self._beats.knocked(message.node, message.origin)
+                    self._beats.token_proved(message.node, message.origin)
                 elif isinstance(message, FromWorker) and isinstance(message.message, MasterRequest):
                     self._writer.ask(message.worker, message.message, stream.send)
                 elif isinstance(message, Event):

@@ -124,7 +124,7 @@ def is_alive(folder: Path) -> bool:
     return False
 
 
-def wish(
+def spawner_request(
     env: Mapping[str, str],
     modules: Sequence[str],
     cwd: str,

@@ -21,7 +21,7 @@ MOST = 4
 def choices(job: JobDir, spec: JobSpec) -> list[WarmMatch]:
     """For each forking spawner of a job, the warm process that lends it, or why none does."""
     orders = Orders(job, AgentTask(spec, "", (), os.getcwd(), spec.master_addr), for_workers(os.environ))
-    return [choose(orders.wish(key)) for key in orders.spawners if key != FRESH]
+    return [choose(orders.spawner_request(key)) for key in orders.spawners if key != FRESH]
 
 
 def starts(choice: WarmMatch) -> str:

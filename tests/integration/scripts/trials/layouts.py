@@ -123,7 +123,7 @@ def main(folder: Path, data: int, tensor: int, pipe: int, backend: str, tied: st
     engine.load_state(state)
     refused(engine, place, mine)
     save_whole(model, folder)
-    if outputs is not None and made is not None and place.speaks:
+    if outputs is not None and made is not None and place.is_dp_head:
         parts = outputs.split(mine.sizes("tokens"))
         found = {
             each: (part, made.tokens[at][0])

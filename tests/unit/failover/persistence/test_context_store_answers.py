@@ -9,7 +9,7 @@ from unirun.rendezvous.election import campaign, job_prefix
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
-from unirun.wire.reports import MasterReply, MasterRequest, Wish
+from unirun.wire.reports import MasterReply, MasterRequest, MasterRequestKind
 
 
 @pytest.fixture
@@ -26,8 +26,10 @@ def contexts(store: MemoryStore, run_id: str = "run1", deposing: int = 0) -> Con
 Asked = tuple[WorkerId, MasterRequest]
 
 
-def ask(wish: Wish, name: str = "", data: str = "", *, rank: int = 0, incarnation: int = 0) -> Asked:
-    return WorkerId("actor", rank, incarnation), MasterRequest(7, wish, name, data)
+def ask(
+    kind: MasterRequestKind, name: str = "", data: str = "", *, rank: int = 0, incarnation: int = 0
+) -> Asked:
+    return WorkerId("actor", rank, incarnation), MasterRequest(7, kind, name, data)
 
 
 def test_a_state_is_found_by_the_next_incarnation_and_the_next_master(store: MemoryStore) -> None:
@@ -76,12 +78,12 @@ def test_what_is_no_version_is_told_to_who_asked(store: MemoryStore) -> None:
     assert contexts(store).answer(*ask("commit_version", "w", "-1")).problem == "'-1' is no version"
 
 
-@pytest.mark.parametrize("wish", ["commit_version", "version"])
+@pytest.mark.parametrize("kind", ["commit_version", "version"])
 @pytest.mark.parametrize("channel", ["", "x" * 201, "\udc80" * 300])
 def test_a_channel_that_no_store_takes_is_told_to_who_asked(
-    store: MemoryStore, wish: Wish, channel: str
+    store: MemoryStore, kind: MasterRequestKind, channel: str
 ) -> None:
-    problem = contexts(store).answer(*ask(wish, channel, "1")).problem
+    problem = contexts(store).answer(*ask(kind, channel, "1")).problem
     assert "is no channel: 1 to 200 characters" in problem
 
 

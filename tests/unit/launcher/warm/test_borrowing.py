@@ -22,14 +22,23 @@ from msgspec.structs import replace
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import JobError
 from unirun.launcher.warm import borrowing
-from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose, run_root, running, some_start, wish
+from unirun.launcher.warm.borrowing import (
+    Borrowed,
+    Warm,
+    borrow,
+    choose,
+    run_root,
+    running,
+    some_start,
+    spawner_request,
+)
 from unirun.launcher.warm.likeness import DESCRIPTION, SOCKET, Description, state_of
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.reports import Borrow, Declined
 
 NOBODY = 65534
 
-WANT = wish({"HOME": "/h"}, ("torch",), "/")
+WANT = spawner_request({"HOME": "/h"}, ("torch",), "/")
 
 
 def described(**other: object) -> Description:
@@ -106,7 +115,7 @@ class TestTheDirectory:
     def test_an_unreadable_warm_directory_is_refused(self, root: Path) -> None:
         """For a process that cannot read its own state, as it has changed its user."""
         script = "import os; from unirun.launcher.warm.borrowing import *; "
-        script += "os.setresuid(65534, 65534, 65534); print(choose(wish({}, (), '/')).against)"
+        script += "os.setresuid(65534, 65534, 65534); print(choose(spawner_request({}, (), '/')).against)"
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
         assert "cannot be used: Permission denied" in done.stdout
 
