@@ -16,7 +16,7 @@ from tests.sim.scenario import Scenario
 from tests.sim.store import FencedStore
 from tests.sim.views import ViewChecks, told_view
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, EXIT_RENDEZVOUS
-from unirun.failover.crashes import MOST
+from unirun.failover.crashes import MAX_MASTERS_PER_ERROR
 from unirun.failover.draft import (
     VIEW_DELAY,
     Command,
@@ -422,7 +422,9 @@ class Invariants:
         self._check_history()
         # Without other trouble each crash is kept, and so many are enough; the first one may have come another way.
         quiet = not (self.scenario.crashes or self.scenario.unknown or self.scenario.accidents)
-        assert self.bugs <= (MOST + 1 if quiet else 4 * MOST), f"{self.bugs} masters have crashed"
+        assert self.bugs <= (MAX_MASTERS_PER_ERROR + 1 if quiet else 4 * MAX_MASTERS_PER_ERROR), (
+            f"{self.bugs} masters have crashed"
+        )
         if self.finish is not None:
             self._check_verdict(self.finish)
 

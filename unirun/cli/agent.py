@@ -11,7 +11,7 @@ from unirun.cli.commandline import Parser
 from unirun.cli.run import endpoint
 from unirun.cli.stored import STORE_HELP, find_here, find_job, only_one, opened, refuse_elsewhere
 from unirun.errors import JobError, RendezvousError, StoreError, UsageError, WireError
-from unirun.failover.nodes import AGAIN, has_left
+from unirun.failover.nodes import RETRY_REMEDY, has_left
 from unirun.launcher.foreground.terminal import say
 from unirun.launcher.hostlist import parse_hosts
 from unirun.launcher.hosts.byhand import Meeting, run_member
@@ -135,7 +135,7 @@ def _leader(url: str, run_id: str) -> TcpAddress:
     with opened(url) as store:
         leader = leader_of(store, job_prefix(run_id))
     if leader is None:
-        raise JobError(f"job {run_id} has no master now", AGAIN)
+        raise JobError(f"job {run_id} has no master now", RETRY_REMEDY)
     if not isinstance(leader.address, TcpAddress):
         raise JobError(f"job {run_id} runs on one host", "start it with --hosts or --nnodes")
     return leader.address
@@ -162,7 +162,7 @@ def _drain(options: Any) -> int:
         if not answer.problem or (asked and answer.problem == has_left(node)):
             say(f"{node} has left job {job.run_id}")
             return 0
-        if answer.remedy != AGAIN:
+        if answer.remedy != RETRY_REMEDY:
             raise JobError(answer.problem, answer.remedy)
         time.sleep(DRAIN_RETRY_INTERVAL)
     raise JobError(f"{node} has not left within {DRAIN_TIMEOUT:g} s", "see unirun status")

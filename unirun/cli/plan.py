@@ -42,7 +42,7 @@ from unirun.wire.messages import StartRole, StartWorker
 
 WHOLE = 8
 """Up to so many nodes, each has a row of its own."""
-MOST = 40
+MAX_ROWS = 40
 """The most rows; the other nodes are summed up in one line."""
 ASIDE = ("spare", "excluded", "lost")
 """The reasons why a node has no ranks."""
@@ -165,7 +165,7 @@ def grid(
         "no slot" if column == _NOWHERE else f"{column[0]} {_clip(column[1], 12)}" for column in columns
     )
     roles = tuple(dict.fromkeys(each.role for each in placement.assignments))
-    return Grid(names, tuple(rows[:MOST]), roles, _rest(rows[MOST:]), programs)
+    return Grid(names, tuple(rows[:MAX_ROWS]), roles, _rest(rows[MAX_ROWS:]), programs)
 
 
 def _columns_of(rank: Assignment, kind: str, given: bool) -> list[Column]:

@@ -46,11 +46,11 @@ RESOURCES: tuple[Resource, ...] = ("cpus", "memory")
 Place = Callable[[JobSpec], Placement | None]
 """A function that gives the planner's placement of a job, None when it does not fit."""
 
-OFFERS = 4
+MAX_OFFERS = 4
 """At most so many changes that fit are named."""
 MAX_NAMES_SHOWN = 6
 """At most so many roles are named, those that need most."""
-NODES = 3
+MAX_NODES_SHOWN = 3
 """At most so many nodes with a shortage are named."""
 
 
@@ -76,10 +76,10 @@ def check_needs(spec: JobSpec, placement: Placement, inventory: Inventory, place
 
     `place` finds out whether a change of the job fits.
     """
-    found = list(islice(shortages(spec, placement, inventory), NODES))
+    found = list(islice(shortages(spec, placement, inventory), MAX_NODES_SHOWN))
     if not found:
         return
-    offers = list(islice(_offers(spec, placement, inventory, place), OFFERS))
+    offers = list(islice(_offers(spec, placement, inventory, place), MAX_OFFERS))
     texts = tuple(offer.text for offer in offers)
     remedy = ", or ".join([f"{texts[0]} fits", *texts[1:]]) if texts else "use larger nodes"
     first = found[0]
@@ -182,7 +182,7 @@ def _offers(
     role = spec.role(_largest(spec, short))
     if len(inventory.nodes) > 1:
         found = (offer for offer in _spread(spec, role, short.counts) if fits(offer.spec))
-        yield from islice(found, OFFERS // 2)
+        yield from islice(found, MAX_OFFERS // 2)
     smaller = _smaller(spec, placement, inventory)
     if smaller is not None:
         yield smaller
@@ -207,12 +207,12 @@ def _spread(spec: JobSpec, role: RoleSpec, counts: Mapping[str, int]) -> Iterato
 
 
 def _divisors(count: int, below: int) -> list[int]:
-    return [size for size in range(below - 1, 0, -1) if count % size == 0][:OFFERS]
+    return [size for size in range(below - 1, 0, -1) if count % size == 0][:MAX_OFFERS]
 
 
 def _fewer(count: int, step: int) -> Sequence[int]:
     """Smaller counts: those just below `count`, then half of it, a quarter and so on."""
-    near = [count - number * step for number in range(1, 2 * OFFERS + 1)]
+    near = [count - number * step for number in range(1, 2 * MAX_OFFERS + 1)]
     halves = [(count >> power) // step * step for power in range(1, count.bit_length())]
     return [each for each in dict.fromkeys([*near, *halves]) if each > 0]
 

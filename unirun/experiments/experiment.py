@@ -119,7 +119,7 @@ class Trial(Value):
     accept: tuple[str, ...] = ()
 
 
-LONGEST = 55
+MAX_NAME_CHARACTERS = 55
 """Characters of both names together: a job's id has eight more, and 63 at most."""
 
 
@@ -156,10 +156,10 @@ def make_experiment(name: str) -> Experiment:
 
 def check_names(experiment: str, trial: str) -> None:
     """Raise `UsageError` for names that a path or a key cannot have."""
-    if len(experiment) + len(trial) > LONGEST:
+    if len(experiment) + len(trial) > MAX_NAME_CHARACTERS:
         raise UsageError(
             f"{experiment!r} and {trial!r} have {len(experiment) + len(trial)} characters",
-            f"use {LONGEST} at most for both",
+            f"use {MAX_NAME_CHARACTERS} at most for both",
         )
     for what, name in (("experiment", experiment), ("trial", trial)):
         if not is_name(name):

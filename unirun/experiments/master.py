@@ -47,7 +47,7 @@ from unirun.wire.reporting import report
 WORKERS = "model_worker"
 """The role of the model workers."""
 
-MOST = 10
+MAX_LOSSES_WITHOUT_STEP = 10
 """Losses of workers that a trial survives without a new step."""
 
 
@@ -74,7 +74,9 @@ class Losses(Value):
         """The reason to end the trial; empty if it goes on."""
         if self.repeats.hopeless:
             return f"that is the same end {self.repeats.count} times, without a new step between them"
-        return f"that is loss {self.number} without a new step" if self.number > MOST else ""
+        return (
+            f"that is loss {self.number} without a new step" if self.number > MAX_LOSSES_WITHOUT_STEP else ""
+        )
 
 
 class MasterWorkerProcess(BaseTrainer):

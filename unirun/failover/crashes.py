@@ -1,10 +1,10 @@
 """Masters that were ended by an exception of their own: how they are counted, and how the job is aborted then.
 
 Agents report to the next master again what no master has written. An event that raises would therefore end one master
-after another. The store has how many were ended, and by which exceptions. When the same exception has ended `MOST` of
-them, or any exceptions `IN_ALL` of them, the next one does not lead the job but aborts it: `begin_abort` and
-`abort_step` replace `resume` and `step`, one of which has raised. They tell the agents to end their workers and to
-leave; the only state that they use is which agents are left.
+after another. The store has how many were ended, and by which exceptions. When the same exception has ended
+`MAX_MASTERS_PER_ERROR` of them, or any exceptions `MAX_MASTERS_IN_ALL` of them, the next one does not lead the job but
+aborts it: `begin_abort` and `abort_step` replace `resume` and `step`, one of which has raised. They tell the agents to
+end their workers and to leave; the only state that they use is which agents are left.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from unirun.values import Value
 from unirun.wire.messages import Shutdown, Stop
 from unirun.wire.reports import Join, Notice, WorkerExited
 
-MOST = 3
+MAX_MASTERS_PER_ERROR = 3
 """Masters that the same error may end."""
 
-IN_ALL = 2 * MOST
+MAX_MASTERS_IN_ALL = 2 * MAX_MASTERS_PER_ERROR
 """Masters that errors may end, the same or not: one that depends on timing may come from another place each time."""
 
 CRASH_RESET_SECONDS = 300.0
@@ -112,12 +112,13 @@ def _place(error: BaseException) -> str:
 
 
 def fatal(crashes: Iterable[Crash]) -> Crash | None:
-    """The latest crash by an exception that has ended `MOST` masters, else the latest of `IN_ALL`; None when there is
+    """The latest crash by an exception that has ended `MAX_MASTERS_PER_ERROR` masters, else the latest of
+    `MAX_MASTERS_IN_ALL`; None when there is
     none."""
     known = [*crashes]
     counts = Counter(crash.cause for crash in known)
-    again = next((crash for crash in reversed(known) if counts[crash.cause] >= MOST), None)
-    return again or (known[-1] if len(known) >= IN_ALL else None)
+    again = next((crash for crash in reversed(known) if counts[crash.cause] >= MAX_MASTERS_PER_ERROR), None)
+    return again or (known[-1] if len(known) >= MAX_MASTERS_IN_ALL else None)
 
 
 def with_crash(crashes: Iterable[Crash], crash: Crash) -> tuple[Crash, ...]:
@@ -160,7 +161,7 @@ def read_crashes(store: Store, run_id: str) -> tuple[Crash, ...]:
 def record_crash(store: Store, run_id: str, term: Term, crash: Crash) -> None:
     """Write a crash, unless another master leads by now. Raises `StoreError`."""
     crashes = with_crash(read_crashes(store, run_id), crash)
-    text = json.dumps(to_builtins(crashes[-IN_ALL:]))
+    text = json.dumps(to_builtins(crashes[-MAX_MASTERS_IN_ALL:]))
     store.txn([term.fence], [Put(crashes_key(run_id), text)])
 
 

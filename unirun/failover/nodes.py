@@ -225,7 +225,7 @@ def _workers_on(state: JobState, node: str) -> list[str]:
 
 ON_ITS_WAY = (JobPhase.LAUNCHING, JobPhase.RUNNING)
 
-AGAIN = "try again in a moment"
+RETRY_REMEDY = "try again in a moment"
 
 
 def has_left(node: str) -> str:
@@ -273,11 +273,11 @@ def _why_not(state: JobState, node: str) -> Drained | None:
             "start jobs with a store elsewhere if every node may leave: --store etcd://…",
         )
     if state.away or state.losses:
-        return Drained(node, "the job is recovering from a loss", AGAIN)
+        return Drained(node, "the job is recovering from a loss", RETRY_REMEDY)
     if any(role.forming for role in state.roles.values()):
-        return Drained(node, "a role is being formed anew", AGAIN)
+        return Drained(node, "a role is being formed anew", RETRY_REMEDY)
     if node not in state.agents:
-        return Drained(node, f"{node} has not joined yet", AGAIN)
+        return Drained(node, f"{node} has not joined yet", RETRY_REMEDY)
     if not state.without({node}):
         return Drained(node, f"{node} is the job's only node", "add one first: unirun agent join")
     return None

@@ -300,7 +300,7 @@ BACKLOG_POLL_INTERVAL = 0.1
 BACKLOG_POLLS = 5
 """Looks. No master accepts connections when one waits at each look and is as old as all of them take."""
 
-MOST = 0.8
+MIN_WAITING_FRACTION = 0.8
 """Fraction of that time that is enough: the first bytes of a peer may come a little later."""
 
 ACCEPT_SECONDS = 1.0
@@ -358,7 +358,7 @@ class Witness:
         except OSError:
             # Another process has been faster, or the peer has gone.
             return None
-        if _age(sock) >= (time.monotonic() - began) * MOST:
+        if _age(sock) >= (time.monotonic() - began) * MIN_WAITING_FRACTION:
             return sock, place
         sock.close()
         return None

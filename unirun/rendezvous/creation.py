@@ -330,7 +330,7 @@ def clear_in(store: Store, run_id: str, *, ended: bool) -> int:
 # enough. Members are processes of the nodes' agents, and end with them. Both ends of each connection have certificates
 # of the job (`unirun.wire.certificates`).
 
-OWN = "etcd"
+OWN_ETCD = "etcd"
 """The value of ``--store`` that stands for this."""
 
 MEMBERS = 3
@@ -365,7 +365,7 @@ def store_for(
 ) -> tuple[str | None, tuple[EtcdMember, ...]]:
     """The URL of the store that ``--store`` means for a job on hosts with these `offers`, and the members to start.
     Raises `UsageError`."""
-    if store != OWN:
+    if store != OWN_ETCD:
         return (anchored(store) if store is not None else None), ()
     members = choose_members([each.etcd for each in offers if each.etcd is not None])
     return url_of(members, insecure=insecure), members

@@ -24,7 +24,7 @@ dist: Any = torch.distributed
 c10d: Any = distributed_c10d
 """torch's modules of process groups; much that is used of them has no types."""
 
-SHORTEST, LONGEST = 0.001, 0.1
+MIN_ADDRESS_POLL_INTERVAL, MAX_ADDRESS_POLL_INTERVAL = 0.001, 0.1
 """Seconds between two looks whether another rank's address is in the store: they grow from one to the other."""
 
 
@@ -220,7 +220,7 @@ def _watched_store(store: Any, group: GlooGroup) -> Any:
             # `store.wait` cannot be ended, and with a short timeout it warns of each.
             patience = timeout or store.timeout
             deadline = time.monotonic() + patience.total_seconds()
-            pause = SHORTEST
+            pause = MIN_ADDRESS_POLL_INTERVAL
             while True:
                 if group.ended:
                     raise GroupError(
@@ -231,7 +231,7 @@ def _watched_store(store: Any, group: GlooGroup) -> Any:
                 if time.monotonic() >= deadline:
                     raise dist.DistStoreError(f"{', '.join(keys)} not there after {patience}")
                 time.sleep(pause)
-                pause = min(pause * 1.25, LONGEST)
+                pause = min(pause * 1.25, MAX_ADDRESS_POLL_INTERVAL)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(store, name)

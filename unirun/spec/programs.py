@@ -28,7 +28,7 @@ from unirun.values import RankAddress, Value
 # is, as JSON does, except a single word that is nearly one of these names; ``{{port}}`` stands for the text ``{port}``.
 # They are not OmegaConf's ``${…}``, which are resolved when a job file is read.
 
-OWN = ("rank", "count", "host", "port", "addr", "node_rank", "nodes", "head", "group.head")
+OWN_NAMES = ("rank", "count", "host", "port", "addr", "node_rank", "nodes", "head", "group.head")
 OF_ROLE = ("host", "port", "addr", "hosts", "addrs")
 
 _NAME = re.compile(r"(?<!\$)(\{\{|\{)([A-Za-z_][\w-]*(?:\.[\w-]+)*)(\}\}|\})", re.ASCII)
@@ -76,7 +76,7 @@ def _is_name(role: RoleSpec, name: str) -> bool:
     head = name.partition(".")[0]
     if head == "roles":
         return name.count(".") >= 2
-    own = name in OWN or (head == "ports" and "." in name)
+    own = name in OWN_NAMES or (head == "ports" and "." in name)
     return own and (role.is_program or bool(role.ports))
 
 
@@ -188,7 +188,7 @@ def _port_fault(port: str, role: RoleSpec) -> tuple[str, str] | None:
 
 def _nearly(name: str, role: RoleSpec) -> tuple[str, str] | None:
     """The fault of a word in the arguments of a program that is nearly a name."""
-    known = [*OWN, *(f"ports.{port}" for port in role.ports)]
+    known = [*OWN_NAMES, *(f"ports.{port}" for port in role.ports)]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.75) if role.is_program else ()
     if not close:
         return None

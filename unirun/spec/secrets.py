@@ -15,7 +15,7 @@ from unirun.spec.read import ENV_NAME, RESERVED_ENV, Section
 
 MASK = "***"
 
-SHORTEST = 6
+MIN_SECRET_CHARACTERS = 6
 """Characters of a value that is masked: ``1`` or ``true`` would hide parts of other words."""
 
 
@@ -83,7 +83,9 @@ class Mask:
     """Replaces secret values in texts."""
 
     def __init__(self, values: Iterable[str]) -> None:
-        long = sorted({value for value in values if len(value) >= SHORTEST}, key=len, reverse=True)
+        long = sorted(
+            {value for value in values if len(value) >= MIN_SECRET_CHARACTERS}, key=len, reverse=True
+        )
         self._pattern = re.compile("|".join(map(re.escape, long))) if long else None
 
     def __bool__(self) -> bool:

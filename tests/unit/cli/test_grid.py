@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from unirun.cli.plan import MOST, WHOLE, Grid, Tenant, grid, svg, text
+from unirun.cli.plan import MAX_ROWS, WHOLE, Grid, Tenant, grid, svg, text
 from unirun.collocation import Assignment, Device, Inventory, Node, Placement, parse_fake
 
 FOLDER = Path(__file__).with_name("pictures")
@@ -130,11 +130,11 @@ def test_few_nodes_are_all_drawn() -> None:
 
 def test_nodes_beyond_the_most_are_summed_up() -> None:
     """Each node differs from the one before: nothing can be folded."""
-    count = MOST + 6
+    count = MAX_ROWS + 6
     ranks = [on("ab"[n % 2], n // 2, f"node{n:02}", "0") for n in range(count - 2)]
     placement = placed(*ranks, spares=(f"node{count - 1}",), excluded=(f"node{count - 2}",))
     lines = drawn(placement, f"fake:nodes={count},devices=2").splitlines()
-    assert len(lines) == 1 + MOST + 1
+    assert len(lines) == 1 + MAX_ROWS + 1
     assert lines[-2].startswith("node39")
     assert lines[-1] == "… 6 more nodes: a:20-21, b:20-21, 4 free slots, 1 spare, 1 excluded"
 

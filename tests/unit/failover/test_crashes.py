@@ -13,8 +13,8 @@ from tests.unit.failover.persistence.faulty_store import FaultyStore
 from unirun.errors import IllegalTransition, StoreRefused
 from unirun.failover.crashes import (
     CRASH_RESET_SECONDS,
-    IN_ALL,
-    MOST,
+    MAX_MASTERS_IN_ALL,
+    MAX_MASTERS_PER_ERROR,
     Crash,
     crash_of,
     fatal,
@@ -77,12 +77,12 @@ class TestACrash:
 class TestAnErrorIsFatal:
     def test_an_error_is_fatal_when_it_has_ended_three_masters(self) -> None:
         crashes: tuple[Crash, ...] = ()
-        for epoch in range(1, MOST + 1):
+        for epoch in range(1, MAX_MASTERS_PER_ERROR + 1):
             assert fatal(crashes) is None
             crashes = with_crash(crashes, crash(epoch))
         found = fatal(crashes)
         assert found is not None
-        assert found.epoch == MOST
+        assert found.epoch == MAX_MASTERS_PER_ERROR
 
     def test_an_error_is_fatal_whatever_else_has_ended_masters_meanwhile(self) -> None:
         other = crash(by=ValueError("x"))
@@ -94,7 +94,7 @@ class TestAnErrorIsFatal:
 
     def test_an_error_is_fatal_when_it_is_the_last_of_six_that_are_not_the_same(self) -> None:
         crashes: tuple[Crash, ...] = ()
-        for epoch in range(IN_ALL):
+        for epoch in range(MAX_MASTERS_IN_ALL):
             assert fatal(crashes) is None
             crashes = with_crash(crashes, replace(crash(epoch), cause=f"number {epoch % 3}"))
         assert fatal(crashes) == crashes[-1]
@@ -106,7 +106,7 @@ class TestAnErrorIsFatal:
         assert fatal(crashes) is None
 
     def test_an_error_is_fatal_and_stays_so(self) -> None:
-        crashes = tuple(crash(n) for n in range(MOST))
+        crashes = tuple(crash(n) for n in range(MAX_MASTERS_PER_ERROR))
         assert fatal(with_crash(crashes, crash(9, lasted=2 * CRASH_RESET_SECONDS))) is not None
 
     def test_an_error_is_fatal_and_what_is_told_of_it_has_the_event_its_story_and_the_traceback(self) -> None:
@@ -137,7 +137,7 @@ class TestInTheStore:
         now = term(store)
         for epoch in range(50):
             record_crash(store, "job-1", now, crash(epoch))
-        assert len(read_crashes(store, "job-1")) == IN_ALL
+        assert len(read_crashes(store, "job-1")) == MAX_MASTERS_IN_ALL
 
     def test_crashes_in_the_store_one_of_a_term_that_is_over_does_not_count(self) -> None:
         store = FaultyStore()

@@ -10,7 +10,7 @@ from tests.unit.failover.multi_node import gone, places, ranks, scripts, workloa
 from tests.unit.failover.persistence.documents import kept, written
 from tests.unit.failover.takeover import join, take_over
 from unirun.failover.draft import ToAgent
-from unirun.failover.nodes import AGAIN
+from unirun.failover.nodes import RETRY_REMEDY
 from unirun.failover.persistence.context import restore, urgent
 from unirun.failover.state import RolePhase
 from unirun.values import WorkerId
@@ -200,7 +200,7 @@ def test_who_asks_while_a_store_is_being_opened_has_to_ask_again() -> None:
     job = scripts(stores_open=False).running().exits("actor", 2, 1)
     for rank in (0, 1, 3):
         job.exits("actor", rank, by=TERM, asked=TERM)
-    assert job.on(Drain("n0")).told(Drained) == [Drained("n0", "a role is being formed anew", AGAIN)]
+    assert job.on(Drain("n0")).told(Drained) == [Drained("n0", "a role is being formed anew", RETRY_REMEDY)]
     job.on(StoreOpened("actor", 1)).all_run("actor")
     assert job.on(Drain("n0")).told(Drained) == []
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from unirun.spec.job import Entry, Probe, RoleSpec
 from unirun.spec.programs import (
-    OWN,
+    OWN_NAMES,
     Own,
     Places,
     faults_of,
@@ -113,7 +113,7 @@ class TestBraces:
         assert filled("{{port}} {{roles.engine.addr}}") == "{port} {roles.engine.addr}"
         assert faults("{{port}} {{prot}} {{roles.nobody.addr}}") == []
 
-    @given(st.sampled_from([*OWN, "ports.dist", "roles.engine.addrs"]))
+    @given(st.sampled_from([*OWN_NAMES, "ports.dist", "roles.engine.addrs"]))
     def test_braces_twice_are_the_text_of_any_name(self, name: str) -> None:
         assert filled(f"{{{{{name}}}}}") == f"{{{name}}}"
 
@@ -139,12 +139,12 @@ class TestBraces:
     @example('{"tensor":{"size":{}}}')
     @example("{port:1}")
     def test_braces_of_json_without_a_known_name_stay_as_they_are(self, text: str) -> None:
-        if not any(f"{{{name}}}" in text for name in OWN):
+        if not any(f"{{{name}}}" in text for name in OWN_NAMES):
             assert filled(text) == text
             assert faults(text) == []
 
     pieces = st.sampled_from(
-        [*(f"{{{name}}}" for name in (*OWN, "ports.dist", "roles.engine.addr")), "x", "{}", " "]
+        [*(f"{{{name}}}" for name in (*OWN_NAMES, "ports.dist", "roles.engine.addr")), "x", "{}", " "]
     )
 
     @given(st.lists(pieces, max_size=6))

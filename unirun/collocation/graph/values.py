@@ -433,7 +433,7 @@ def show_ranks(ranks: Iterable[int]) -> str:
 
 Counts = tuple[CallCount, ...]
 
-MOST = 1 << 62
+MAX_PLAUSIBLE_COUNT = 1 << 62
 """A greater count is not plausible, and is dropped."""
 
 MOST_COUNTS, MOST_SPANS, MOST_LETTERS = 100, 16, 200
@@ -468,7 +468,7 @@ def sound(counts: Iterable[CallCount], ranks: Mapping[str, int]) -> Counts:
 def _sound(count: CallCount, ranks: int) -> bool:
     figures = (count.calls, count.bytes, count.returned, count.seconds)
     return (
-        all(0 <= each < MOST for each in figures)
+        all(0 <= each < MAX_PLAUSIBLE_COUNT for each in figures)
         and count.calls > 0 < len(count.ranks)
         and len(count.method) <= MOST_LETTERS
         and all(0 <= span.first <= span.last < ranks for span in count.ranks)

@@ -36,7 +36,7 @@ TRIES = 8
 SHARES = (Fraction(1, 2), Fraction("0.333"), Fraction("0.25"), Fraction("0.1"))
 """The shares of a slot that are tried, as they are written in a job file."""
 
-NAMES = 3
+MAX_NODES_SHOWN = 3
 """At most so many nodes are named."""
 
 MANY = 1_000_000
@@ -359,9 +359,9 @@ def differences(before: PlacementRequest, after: PlacementRequest) -> list[Diffe
     if before.spares != after.spares:
         found.append(Difference(f"spares {after.spares}", f"spares {before.spares}"))
     if back := sorted(before.tainted - after.tainted):
-        text = f"not excluding {both(back) if len(back) <= NAMES else f'{len(back)} of the nodes'}"
+        text = f"not excluding {both(back) if len(back) <= MAX_NODES_SHOWN else f'{len(back)} of the nodes'}"
         names = sorted(before.tainted)
-        few = join([*names[:NAMES], *(["…"] if len(names) > NAMES else [])])
+        few = join([*names[:MAX_NODES_SHOWN], *(["…"] if len(names) > MAX_NODES_SHOWN else [])])
         found.append(Difference(text, f"excluded {few}"))
     return found
 
@@ -385,7 +385,7 @@ def _differences_of_role(one: RoleRequest, other: RoleRequest) -> Iterator[Diffe
 
 # The reasons why a request does not fit, and similar requests that do, in words.
 
-OFFERS = 4
+MAX_REQUESTS_SHOWN = 4
 """At most so many requests that fit are named."""
 
 
@@ -436,7 +436,7 @@ def shortages(request: PlacementRequest, trials: Trials) -> list[Shortage]:
         whole = replace(first, offers=tuple(_several(request, trials, alone)))
     more = trials.more(request)
     if more is not None:
-        whole = replace(whole, offers=(*whole.offers[: OFFERS - 1], more))
+        whole = replace(whole, offers=(*whole.offers[: MAX_REQUESTS_SHOWN - 1], more))
     return [whole, *(each for _, each in alone if len(alone) > 1)]
 
 
@@ -446,11 +446,11 @@ def _shortage(request: PlacementRequest, trials: Trials) -> Shortage:
     lacking = any(need > there for _, need, there in _slots(request, problem, trials))
     ways = [
         trials.loosened(request),
-        islice(trials.fewer(request, counts), OFFERS // 2 if lacking else OFFERS),
+        islice(trials.fewer(request, counts), MAX_REQUESTS_SHOWN // 2 if lacking else MAX_REQUESTS_SHOWN),
     ]
     # Where slots are lacking, constraints are rarely the reason.
     found = chain(trials.room(request), *(reversed(ways) if lacking else ways))
-    offers = tuple(islice(found, OFFERS))
+    offers = tuple(islice(found, MAX_REQUESTS_SHOWN))
     constraint = "slots" if lacking else _binding_groups(request, trials)
     if offers and offers[0].binds:
         constraint = offers[0].binds

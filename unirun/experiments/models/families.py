@@ -73,7 +73,7 @@ def partial_names(layer: nn.Module) -> set[str]:
 HEADS, LAYERS, WIDTH, EXPERTS, VOCABULARY = 4, 4, 32, 32, 64
 """The sizes of a small network; `WIDTH` is that of intermediate layers."""
 
-MOST = 200_000_000
+MAX_PARAMETERS = 200_000_000
 """Maximum number of parameters of a network that is tried."""
 
 LENGTHS = (12, 7, 9)
@@ -233,7 +233,7 @@ def _network(config: Any, build: Build, critic: bool) -> Any:
     count = sum(parameter.numel() for parameter in shape.parameters())
     # Raises `SpecError` when it has no layers that stages can have.
     build(shape, 0, 1)
-    if count > MOST:
+    if count > MAX_PARAMETERS:
         raise ValueError(f"it still has {count} parameters")
     whole = made()
     if critic:

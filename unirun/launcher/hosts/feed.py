@@ -23,7 +23,7 @@ from unirun.wire.messages import Chunk, Complete, Current, Heartbeat
 FILE_POLL_INTERVAL = 0.05
 """Seconds between two looks at the files: it bounds how late a line is shown. One look at 100 files takes 0.3 ms."""
 
-MOST = 1 << 18
+MAX_CHUNK_BYTES = 1 << 18
 """Bytes of one chunk."""
 
 GROWING = ("events.jsonl", "metrics.jsonl", "master.log")
@@ -75,7 +75,7 @@ def _news(job: JobDir, name: str, offset: int) -> Iterator[Chunk]:
     try:
         with open(job.path / name, "rb") as file:
             file.seek(offset)
-            while data := file.read(MOST):
+            while data := file.read(MAX_CHUNK_BYTES):
                 yield Chunk(name, offset, base64.b64encode(data).decode())
                 offset += len(data)
     except FileNotFoundError:

@@ -14,7 +14,7 @@ from unirun.spec.job import JobSpec
 WARM_IDLE_TIMEOUT = 1800.0
 """Seconds without a job after which a warm process ends."""
 
-MOST = 4
+MAX_LEFT_PROCESSES = 4
 """Maximum number of warm processes left by a user's jobs; each has 200 MB."""
 
 
@@ -42,5 +42,5 @@ def leave_behind(found: list[WarmMatch]) -> None:
         # Of many jobs that start together, only one does it.
         return
     for choice in found:
-        if choice.warm is None and len(running()) < MOST:
+        if choice.warm is None and len(running()) < MAX_LEFT_PROCESSES:
             start(choice.want.env, choice.want.modules, WARM_IDLE_TIMEOUT)

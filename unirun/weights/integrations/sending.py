@@ -197,7 +197,7 @@ class Sender(ABC):
 
 # `HttpEndpoint`: requests to an HTTP server that answers JSON, each with a deadline and typed errors.
 
-LONGEST = 1 << 20
+MAX_ANSWER_BYTES = 1 << 20
 """Bytes of an answer that are read."""
 
 LONGEST_WORDS = 4000
@@ -252,7 +252,7 @@ class HttpEndpoint:
                 try:
                     connection.request("POST", path, body, self._headers)
                     answer = connection.getresponse()
-                    found = answer.status, answer.read(LONGEST)
+                    found = answer.status, answer.read(MAX_ANSWER_BYTES)
                 finally:
                     watch.cancel()
             except (OSError, HTTPException) as error:

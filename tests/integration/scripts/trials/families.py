@@ -35,7 +35,7 @@ from unirun.experiments import (
 )
 from unirun.experiments.models.api import save_whole
 from unirun.experiments.models.backends import ShardedBackend, TrainBackend, causal_lm
-from unirun.experiments.models.families import MOST, doubles, small
+from unirun.experiments.models.families import MAX_PARAMETERS, doubles, small
 
 LAYOUTS = {"tensor": topology(tensor=2), "pipe": topology(pipe=2), "fsdp2": topology(data=2)}
 
@@ -103,7 +103,7 @@ def config_of(kind: str) -> dict[str, Any]:
             network = transformers.AutoConfig.for_model(**found)
             with torch.device("meta"):
                 made = transformers.AutoModelForCausalLM.from_config(network)
-            if sum(parameter.numel() for parameter in made.parameters()) < MOST:
+            if sum(parameter.numel() for parameter in made.parameters()) < MAX_PARAMETERS:
                 transformers.AutoModelForCausalLM.from_config(network)(torch.zeros(1, 3, dtype=torch.long))
                 return found
         except Exception:  # noqa: BLE001 - causal_lm refuses it and says why

@@ -21,7 +21,7 @@ from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts import copying as mirror
 from unirun.launcher.hosts.connection import RemoteNode
 from unirun.launcher.hosts.copying import Mirror, write
-from unirun.launcher.hosts.feed import MOST, feed
+from unirun.launcher.hosts.feed import MAX_CHUNK_BYTES, feed
 from unirun.observe.jobdir import JobDir
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Chunk, Complete, Current, Heartbeat
@@ -69,7 +69,7 @@ LOG = "logs/actor/0/0/stdout.log"
 
 
 def test_files_are_copied_and_after_a_reconnect_only_what_is_new(job: JobDir, copy: Path) -> None:
-    text = b"x" * (MOST + 5)
+    text = b"x" * (MAX_CHUNK_BYTES + 5)
     (job.path / LOG).write_bytes(text)
     (job.path / "agent.h1.log").write_bytes(b"")
     (job.path / "state.json").write_bytes(b"{}")

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from tests.unit.failover.job import TERM, Job
 from tests.unit.failover.persistence.documents import kept, written
 from unirun.errors import EXIT_FAILURE, JobError
-from unirun.failover.crashes import MOST, Crash, record_crash
+from unirun.failover.crashes import MAX_MASTERS_PER_ERROR, Crash, record_crash
 from unirun.failover.persistence.context_store import ContextStore, load
 from unirun.failover.state import JobPhase, JobState
 from unirun.failover.step import step
@@ -224,10 +224,10 @@ class TestALaterMaster:
     def test_a_later_master_ends_a_job_that_has_ended_too_many_masters(self, job_on_disk: JobOnDisk) -> None:
         term = job_on_disk.has(replace(a_job().state, phase=JobPhase.RUNNING))
         crash = Crash(1, 0.5, "KeyError in step", "KeyError: 'x'", ("Join",), "Traceback")
-        assert not leading._core((crash,) * MOST, job_on_disk.job).writes_first, (
+        assert not leading._core((crash,) * MAX_MASTERS_PER_ERROR, job_on_disk.job).writes_first, (
             "the error may be one of writing"
         )
-        for _ in range(MOST):
+        for _ in range(MAX_MASTERS_PER_ERROR):
             record_crash(job_on_disk.store, "job-1", term, crash)
         job_on_disk.lead(deposing=1)
         state = load(job_on_disk.store, "job-1")
