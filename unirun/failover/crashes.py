@@ -113,8 +113,7 @@ def _place(error: BaseException) -> str:
 
 def fatal(crashes: Iterable[Crash]) -> Crash | None:
     """The latest crash by an exception that has ended `MAX_MASTERS_PER_ERROR` masters, else the latest of
-    `MAX_MASTERS_IN_ALL`; None when there is
-    none."""
+    `MAX_MASTERS_IN_ALL`; None when there is none."""
     known = [*crashes]
     counts = Counter(crash.cause for crash in known)
     again = next((crash for crash in reversed(known) if counts[crash.cause] >= MAX_MASTERS_PER_ERROR), None)
