@@ -519,5 +519,6 @@ class Receiver:
         if self._plan is None or self._plan[0] != key:
             layouts = [packing.layout for _, packing in known]
             near = [n for n, source in enumerate(sources) if source.here]
-            self._plan = key, by_source(plan(layouts, mine, near, self._turn))
+            # A rank whose parts are empty takes nothing, and waits for the version of the first publisher.
+            self._plan = key, by_source(plan(layouts, mine, near, self._turn)) or {0: ()}
         return self._plan[1]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given
+from torch.distributed.tensor import Shard
 
 from tests.effort import examples
 from tests.unit.weights.harness import WeightsHarness, weights_harness
@@ -125,6 +126,20 @@ class TestEverything:
                 )
                 harness.receiver(*endpoints, tcp=tcp).receive({"w": got})
             assert same(got, target.local(whole, at))
+
+    def test_a_receiver_of_empty_parts_waits_for_the_version_all_the_same(
+        self, harness: WeightsHarness, monkeypatch: pytest.MonkeyPatch, tcp: bool
+    ) -> None:
+        whole, few = noise(3), Sharding((4,), (Shard(0),))
+        publisher, endpoint = harness.publisher(tcp=tcp)
+        publisher.publish({"w": whole}, 5)
+        got = few.local(whole, (3,))
+        with monkeypatch.context() as patch:
+            patch.setattr("unirun.weights.receiving.layout_of", lambda _: {"w": few.part(whole, (3,))})
+            receiver = harness.receiver(endpoint, tcp=tcp)
+            assert (receiver.receive({"w": got}), got.numel()) == (5, 0)
+            with pytest.raises(WeightsTimeout):
+                receiver.receive({"w": got}, at_least=6, within=0.05)
 
 
 def _publish_as(
