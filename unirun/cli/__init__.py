@@ -67,7 +67,7 @@ def _dispatch_and_flush(argv: list[str]) -> int:
     except FileNotFoundError as error:
         # An error of os.getcwd() has no file name.
         if str(error.filename).startswith("/proc/") and not os.path.exists("/proc/self"):
-            from unirun.launcher.process import no_proc
+            from unirun.launcher.launch import no_proc
 
             raise no_proc() from error
         if error.filename is not None or _cwd_is_there():

@@ -20,10 +20,10 @@ from unirun.launcher.foreground.terminal import drop_input, warn
 from unirun.launcher.local import RunningJob, output_of_first_master, start_processes
 from unirun.launcher.orders import on_host
 from unirun.launcher.planned import PlannedJob
-from unirun.launcher.process import adopt_orphans, check_host, spare_descriptors
+from unirun.launcher.process import adopt_orphans, spare_descriptors
 from unirun.launcher.warm.leaving import choices, leave_behind, leaves_behind, starts
 from unirun.observe.batchjob import is_active, own_batch
-from unirun.observe.jobdir import JobDir, job_at
+from unirun.observe.jobdir import JobDir, job_at, may_write
 from unirun.observe.status import write_status
 from unirun.rendezvous.creation import create_job, discard_job, wait_until_up
 from unirun.rendezvous.store.url import anchored
@@ -247,3 +247,34 @@ def _write_first_state(
     )
     job.write_first_context(changed_documents(None, state))
     write_status(job, status_of(state, {}, {}))
+
+
+TEMPORARY = ("TMPDIR", "TEMP", "TMP")
+"""Variables that name a temporary directory, as `tempfile` has them."""
+
+
+def check_host(spec: JobSpec) -> None:
+    """Raise `JobError` when this host lacks what the job's processes need.
+
+    Processes are watched through ``/proc``. torch needs a temporary directory: `DistributedDataParallel`,
+    `torch.compile` and torchrun fail without one, some only after the job has run for a while.
+    """
+    if not os.path.exists("/proc/self/stat"):
+        raise no_proc()
+    for role in spec.roles:
+        env = {**os.environ, **spec.env, **role.env}
+        named = [env[name] for name in TEMPORARY if env.get(name)]
+        places = (*named, "/tmp", "/var/tmp", "/usr/tmp", role.cwd or os.getcwd())
+        if role.entry.kind != "program" and not any(map(may_write, places)):
+            raise JobError(
+                f"role {role.name} has no temporary directory, which torch needs: {', '.join(places)}"
+                " cannot be written",
+                "set TMPDIR to a directory that you may write",
+            )
+
+
+def no_proc() -> JobError:
+    """The error of a host on which the state of processes cannot be read."""
+    return JobError(
+        "/proc is not mounted, and unirun watches processes there", "mount it: mount -t proc proc /proc"
+    )

@@ -1,4 +1,4 @@
-"""Linux process control: parent-death signals, subreapers, process groups, pidfds, limits; needs of a host."""
+"""Linux process control: parent-death signals, subreapers, process groups, pidfds, limits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ import signal
 import time
 from collections.abc import Collection
 from pathlib import Path
-
-from unirun.errors import JobError
-from unirun.observe.jobdir import may_write
-from unirun.spec.job import JobSpec
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -249,36 +245,3 @@ def spare_descriptors() -> int:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return soft
-
-
-# Requirements that every host of a job has to meet, checked before it starts a process.
-
-TEMPORARY = ("TMPDIR", "TEMP", "TMP")
-"""Variables that name a temporary directory, as `tempfile` has them."""
-
-
-def check_host(spec: JobSpec) -> None:
-    """Raise `JobError` when this host lacks what the job's processes need.
-
-    Processes are watched through ``/proc``. torch needs a temporary directory: `DistributedDataParallel`,
-    `torch.compile` and torchrun fail without one, some only after the job has run for a while.
-    """
-    if not os.path.exists("/proc/self/stat"):
-        raise no_proc()
-    for role in spec.roles:
-        env = {**os.environ, **spec.env, **role.env}
-        named = [env[name] for name in TEMPORARY if env.get(name)]
-        places = (*named, "/tmp", "/var/tmp", "/usr/tmp", role.cwd or os.getcwd())
-        if role.entry.kind != "program" and not any(map(may_write, places)):
-            raise JobError(
-                f"role {role.name} has no temporary directory, which torch needs: {', '.join(places)}"
-                " cannot be written",
-                "set TMPDIR to a directory that you may write",
-            )
-
-
-def no_proc() -> JobError:
-    """The error of a host on which the state of processes cannot be read."""
-    return JobError(
-        "/proc is not mounted, and unirun watches processes there", "mount it: mount -t proc proc /proc"
-    )

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from unirun.errors import JobError
-from unirun.launcher.process import TEMPORARY, check_host
+from unirun.launcher.launch import TEMPORARY, check_host
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 
 SCRIPT = RoleSpec("actor", 1, Entry("script", "a.py"))

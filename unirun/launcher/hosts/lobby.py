@@ -20,9 +20,9 @@ from unirun.collocation import local_inventory
 from unirun.errors import RendezvousError, UnirunError, WireError
 from unirun.failover.offers import AgentTask, NodeFault, versions
 from unirun.launcher.interfaces import choose, route_to
+from unirun.launcher.launch import check_host
 from unirun.launcher.local import JoinedNode
 from unirun.launcher.orders import on_host
-from unirun.launcher.process import check_host
 from unirun.launcher.slurm.allocation import component_here
 from unirun.observe.batchjob import own_batch
 from unirun.rendezvous.creation import create_job, discard_job, possible_member
