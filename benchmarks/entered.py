@@ -7,6 +7,7 @@ processes. Any process that has inherited them can set the marks.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ import unirun
 HOOK = Path(__file__).with_name("hook")
 VARIABLE = "BENCHMARK_ENTERED"
 """The variable of a process that records, as in `HOOK`."""
+
+BEGIN_TIMEOUT = 60.0
+"""Seconds in which another process must begin."""
 
 PACKAGE = Path(unirun.__file__).parent
 
@@ -56,6 +60,14 @@ class Entered:
     def begin(self) -> None:
         """Record from now on, in all processes."""
         self._set(b"\1")
+
+    def await_begin(self) -> None:
+        """Wait until another process has begun. Raises TimeoutError."""
+        deadline = time.monotonic() + BEGIN_TIMEOUT
+        while (self.folder / "mark").read_bytes() != b"\1":
+            if time.monotonic() > deadline:
+                raise TimeoutError("no process has begun to record")
+            time.sleep(0.001)
 
     def end(self) -> None:
         """Record no more."""
