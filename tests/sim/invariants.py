@@ -27,6 +27,7 @@ from unirun.failover.draft import (
     LossesDue,
     RejoinTimedOut,
     ToAgents,
+    leader,
 )
 from unirun.failover.persistence.context import changed_documents, restore
 from unirun.failover.persistence.context_store import read_context
@@ -41,7 +42,6 @@ from unirun.failover.state import (
     RoleState,
     WorkerPhase,
 )
-from unirun.failover.views import leader
 from unirun.launcher import events
 from unirun.launcher.core import WORKER_EXIT_TIMEOUT
 from unirun.launcher.events import AgentState

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from unirun.failover.draft import whole_view
 from unirun.failover.state import JobState
-from unirun.failover.views import whole_view
 from unirun.wire.messages import View, updated
 
 

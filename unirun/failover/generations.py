@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from msgspec.structs import replace
 
 from unirun.collocation import Assignment
-from unirun.failover.draft import JobDraft
+from unirun.failover.draft import JobDraft, endpoint, leader
 from unirun.failover.phases import PhaseEvent
 from unirun.failover.state import (
     NEVER,
@@ -27,7 +27,6 @@ from unirun.failover.state import (
     WorkerState,
     waiting,
 )
-from unirun.failover.views import endpoint, leader
 from unirun.values import RankAddress
 from unirun.wire.messages import OpenStore, StartRole, StartWorker
 

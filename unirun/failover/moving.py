@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from unirun.collocation import Assignment, Inventory, Placement, place_again
 from unirun.collocation.graph import show_ranks
 from unirun.errors import PlacementError
-from unirun.failover.draft import JobDraft, ToAgent, ToWatchers
+from unirun.failover.draft import JobDraft, ToAgent, ToWatchers, leader
 from unirun.failover.generations import form_if_all_are_there, obstructed, order_store
 from unirun.failover.policy import Decision, Loss, consequences, decide, seen_graph, unit_of
 from unirun.failover.restart_or_end import advance, history_of, restart
@@ -33,7 +33,6 @@ from unirun.failover.state import (
     ties_of,
     waiting,
 )
-from unirun.failover.views import leader
 from unirun.spec.job import RoleSpec
 from unirun.values import Value
 from unirun.wire.messages import StopWorkers

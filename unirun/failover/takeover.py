@@ -20,6 +20,7 @@ from unirun.failover.draft import (
     ToAgent,
     ToWatchers,
     is_member,
+    leader,
     output_of,
 )
 from unirun.failover.generations import complete, order_store
@@ -39,7 +40,6 @@ from unirun.failover.state import (
     WorkerPhase,
     WorkerState,
 )
-from unirun.failover.views import leader
 from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, StopWorkers
 from unirun.wire.reports import Calls, FromWorker, HeldWorker, Join, StoreEnded, StoreOpened, WorkerExited

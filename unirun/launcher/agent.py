@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from unirun.errors import Refused, RendezvousError, WireError
+from unirun.failover.draft import addresses_of, welcome
 from unirun.failover.offers import AgentTask
 from unirun.failover.silence import FENCE_TIMEOUT
-from unirun.failover.views import addresses_of, welcome
 from unirun.launcher import core, events
 from unirun.launcher.contact import Contact, Witness
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers, mask_of

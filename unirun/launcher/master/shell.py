@@ -32,6 +32,8 @@ from unirun.failover.draft import (
     ToVisitors,
     ToWatchers,
     order_text,
+    welcome,
+    whole_view,
 )
 from unirun.failover.nodes import trouble
 from unirun.failover.offers import AgentTask, versions
@@ -39,7 +41,6 @@ from unirun.failover.persistence.context_store import ContextStore
 from unirun.failover.restart_or_end import shutdown_order
 from unirun.failover.state import JOB_ENDS, JobState, Verdict
 from unirun.failover.status_views import farewell, present, status_of
-from unirun.failover.views import welcome, whole_view
 from unirun.launcher.master.beats import OWNER_TIMEOUT, HeartbeatMonitor, unheard
 from unirun.launcher.master.writer import StateWriter
 from unirun.observe.events import EventLog, LineLog, led_to
