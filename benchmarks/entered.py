@@ -19,8 +19,8 @@ HOOK = Path(__file__).with_name("hook")
 VARIABLE = "BENCHMARK_ENTERED"
 """The variable of a process that records, as in `HOOK`."""
 
-BEGIN_TIMEOUT = 60.0
-"""Seconds in which another process must begin."""
+MARK_TIMEOUT = 60.0
+"""Seconds in which another process must set the mark."""
 
 PACKAGE = Path(unirun.__file__).parent
 
@@ -63,10 +63,17 @@ class Entered:
 
     def await_begin(self) -> None:
         """Wait until another process has begun. Raises TimeoutError."""
-        deadline = time.monotonic() + BEGIN_TIMEOUT
-        while (self.folder / "mark").read_bytes() != b"\1":
+        self._await(b"\1")
+
+    def await_end(self) -> None:
+        """Wait until another process has ended the record. Raises TimeoutError."""
+        self._await(b"\0")
+
+    def _await(self, mark: bytes) -> None:
+        deadline = time.monotonic() + MARK_TIMEOUT
+        while (self.folder / "mark").read_bytes() != mark:
             if time.monotonic() > deadline:
-                raise TimeoutError("no process has begun to record")
+                raise TimeoutError("no other process has set the mark")
             time.sleep(0.001)
 
     def end(self) -> None:

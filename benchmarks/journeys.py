@@ -91,7 +91,7 @@ def move_weights(result: str) -> None:
     entered = Entered.inherited()
     for version in range(1, VERSIONS + 1):
         last = version == VERSIONS
-        # Before the mark, as unirun has wrapped it.
+        # Not while files are recorded, as unirun has wrapped it.
         dist.barrier(group=together)
         if last:
             if context.role == "actor":
@@ -100,6 +100,8 @@ def move_weights(result: str) -> None:
                 entered.await_begin()
         if context.role == "actor":
             channel.publish(tensors, version)
+            if last:
+                entered.await_end()
         else:
             channel.receive(tensors, min_version=version)
             if last:

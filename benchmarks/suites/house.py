@@ -7,7 +7,8 @@ between two marks, in the processes that the figure names (`benchmarks.entered`)
 (`benchmarks.journeys`), and what decides on a restart also in the simulation, without the shells of the processes and
 what they do meanwhile (`benchmarks.simulated`).
 
-`benchmarks/house_first.json` is the first run, before rooms were moved and modules were merged.
+`benchmarks/house_first.json` is the first run, before rooms were moved and modules were merged, and
+`benchmarks/house_last.json` the one after.
 """
 
 from __future__ import annotations
