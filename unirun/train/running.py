@@ -131,7 +131,7 @@ class Attempts:
             called = [group] if together else [group[rank] for rank in fresh]
             self._finish(
                 turn,
-                [
+                lambda: [
                     each.prepare.call_async(turn, self._hook, self._kind, fresh, alone=not together)
                     for each in called
                 ],
@@ -159,7 +159,7 @@ class Attempts:
     def execute(self, function: Program, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Call a function in all ranks. It is interrupted in the others when one fails, and by Ctrl-C."""
         group, turn = self.ready(idle=False), self.next()
-        (results,) = self._told(turn, [_called(group, turn, function, args, kwargs)])
+        (results,) = self._told(turn, lambda: [_called(group, turn, function, args, kwargs)])
         return list(results)
 
     def execute_single(
@@ -167,7 +167,7 @@ class Attempts:
     ) -> Any:
         """Call a function in one rank."""
         worker, turn = self.ready(idle=False)[rank], self.next()
-        return self._told(turn, [_called(worker, turn, function, args, kwargs, alone=True)])[0]
+        return self._told(turn, lambda: [_called(worker, turn, function, args, kwargs, alone=True)])[0]
 
     def execute_async(
         self, function: Program, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -196,10 +196,10 @@ class Attempts:
                 self._over(turn, ref)
         return [ref for _, ref in self._open.values()]
 
-    def _told(self, turn: Attempt, refs: Sequence[InvocationRef[Any]]) -> list[Any]:
+    def _told(self, turn: Attempt, begin: Callable[[], Sequence[InvocationRef[Any]]]) -> list[Any]:
         """Finish as `_finish` does; the error of a lost worker says how its process ended."""
         try:
-            return self._finish(turn, refs)
+            return self._finish(turn, begin)
         except WorkerLost as error:
             if not is_loss(error):
                 raise
@@ -207,19 +207,21 @@ class Attempts:
                 str(self.loss(error)), f"see unirun logs {self.workers.name}", worker=error.worker
             ) from error
 
-    def _finish(self, turn: Attempt, refs: Sequence[InvocationRef[Any]]) -> list[Any]:
-        """The results of all of `refs`, or the first error. Ctrl-C ends this also when another thread has received the
-        signal."""
-        left = [*refs]
+    def _finish(self, turn: Attempt, begin: Callable[[], Sequence[InvocationRef[Any]]]) -> list[Any]:
+        """Begin calls, and return the results of all, or raise the first error. Ctrl-C ends them also when another
+        thread has received the signal, and when it comes before `begin` has returned."""
+        refs: Sequence[InvocationRef[Any]] = ()
         try:
+            refs = left = [*begin()]
             while left:
                 done, left = wait(left, timeout=INTERRUPT_POLL_INTERVAL)
                 for ref in done:
                     ref.result()
+            return [ref.result() for ref in refs]
         except BaseException as error:
-            self.end(turn, f"the call has ended: {type(error).__name__}")
+            if refs or not isinstance(error, Exception):
+                self.end(turn, f"the call has ended: {type(error).__name__}")
             raise
-        return [ref.result() for ref in refs]
 
 
 def _called(
@@ -468,15 +470,18 @@ class TrainingIterator:
                 request.strategy,
             )
             turn = self._attempts.next()
+            run: InvocationRef[Any] | None = None
             try:
-                run: InvocationRef[Any] = group.run.call_async(turn, order)
-            except EncodingError as error:
-                raise unsendable(_parts(request), error) from error
-            try:
+                try:
+                    run = group.run.call_async(turn, order)
+                except EncodingError as error:
+                    raise unsendable(_parts(request), error) from error
                 yield from self._follow(group, run, turn.attempt)
                 self._results = [self._decode(each) for each in run.result()]
             except BaseException as error:
-                self._attempts.end(turn, f"the run has ended: {type(error).__name__}")
+                # Ctrl-C may come before the call has returned, and after workers have begun.
+                if run is not None or not isinstance(error, Exception):
+                    self._attempts.end(turn, f"the run has ended: {type(error).__name__}")
                 raise
         except Exception as error:
             retried = isinstance(error, request.retry) and error is not self._of_callback
