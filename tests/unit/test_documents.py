@@ -197,6 +197,19 @@ def test_the_files_that_the_map_names_are_there() -> None:
     } == set()
 
 
+def test_the_files_that_the_architecture_names_are_there() -> None:
+    """Some by their bare names, where the room is plain from the text."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = {name.rpartition("/")[2] for name in re.findall(r"`([\w/]+\.py)`", text)}
+    there = {
+        path.name
+        for folder in ("unirun", "tests", "benchmarks", "docs")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert len(named) > 50
+    assert named - there == set()
+
+
 def test_each_helper_of_the_tests_is_in_their_readme_and_exists() -> None:
     folder = Path(ROOT, "tests")
     helpers = {

@@ -234,7 +234,7 @@ def has_left(node: str) -> str:
 
 
 def drain(draft: JobDraft, node: str) -> None:
-    """Move what runs on `node`. Where that cannot be, whoever has asked is told why, and nothing changes."""
+    """Move the ranks of `node`. If they fit nowhere, the command that asked gets the reason, and nothing changes."""
     if node in draft.state.draining:
         return
     refusal = _why_not(draft.state, node) or _move(draft, node)
