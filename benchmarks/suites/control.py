@@ -27,7 +27,7 @@ from benchmarks.job import DEADLINE, environment, program
 from benchmarks.suites.rpc import BARS as CALL_BARS
 from benchmarks.suites.rpc import figure, foreign, rounds
 from unirun.collocation import Device, Inventory, Node, place
-from unirun.failover.persistence.context import changed_documents
+from unirun.failover.context import encode
 from unirun.failover.state import new_job
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import read_status
@@ -144,7 +144,7 @@ def large(
         spec = JobSpec("large", "large", (role,), ("rollout",), join_timeout=120.0, spares=spares)
         spec, placement = place(spec, inventory)
         state = new_job(spec, placement, started=time.time(), logs="/logs", inventory=inventory, uid=job.uid)
-        job.write_first_context(changed_documents(None, state))
+        job.write_first_context(encode(state))
         plan = home / "plan.json"
         plan.write_text(json.dumps({"nodes": nodes, "role": role.name, "ranks": role.count}))
         for module, *more in (("benchmarks.clocked",), ("benchmarks.fleet", str(plan))):

@@ -27,8 +27,8 @@ from benchmarks.etcd import etcd
 from benchmarks.figure import Bar, BenchmarkError, Figure, ProgramMissing, measured
 from benchmarks.job import UNIRUN, Job, Launcher, environment, started
 from unirun.collocation import Assignment, Placement
-from unirun.failover.persistence.context import changed_documents
-from unirun.failover.persistence.context_store import ContextStore, load
+from unirun.failover.context import encode
+from unirun.failover.context_store import ContextStore, load
 from unirun.failover.state import JobState, Ranks, RolePhase, WorkerPhase, new_job
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import create_job
@@ -131,7 +131,7 @@ def large_context() -> float:
         ContextStore(store, "large", term).create(state)
         loaded = load(store, "large")
         seconds = time.monotonic() - began
-        if loaded is None or changed_documents(None, loaded) != changed_documents(None, state):
+        if loaded is None or encode(loaded) != encode(state):
             raise BenchmarkError("what was loaded is not what was written")
         return seconds
     finally:
@@ -148,7 +148,7 @@ def crowd_costs() -> tuple[float, float]:
     try:
         job, lock = create_job("crowd", new_token())
         os.close(lock)
-        job.write_first_context(changed_documents(None, replace(_large_job(AGENTS, 1), uid=job.uid)))
+        job.write_first_context(encode(replace(_large_job(AGENTS, 1), uid=job.uid)))
         env = environment(home)
         command = (sys.executable, "-m", "unirun.launcher.master", str(job.path), "0")
         master = subprocess.Popen(command, env=env, text=True)

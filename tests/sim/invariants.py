@@ -15,7 +15,9 @@ from tests.sim.processes import Process, StoreModel
 from tests.sim.scenario import Scenario
 from tests.sim.store import FencedStore
 from tests.sim.views import ViewChecks, told_view
+from tests.unit.failover.context.states import kept
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, EXIT_RENDEZVOUS
+from unirun.failover.context_store import load
 from unirun.failover.crashes import MAX_MASTERS_PER_ERROR
 from unirun.failover.draft import (
     VIEW_DELAY,
@@ -29,8 +31,6 @@ from unirun.failover.draft import (
     ToAgents,
     leader,
 )
-from unirun.failover.persistence.context import changed_documents, restore
-from unirun.failover.persistence.context_store import read_context
 from unirun.failover.state import (
     JOB_ENDS,
     NEVER,
@@ -440,10 +440,7 @@ class Invariants:
                 del there[change.key]
         assert there == {item.key: item.value for item in self.store.get_prefix("").items}
         if self.end is not None:
-            end = restore(read_context(self.store, "sim"))
-            assert changed_documents(self.end, end) == {} or changed_documents(
-                None, self.end
-            ) == changed_documents(None, end)
+            assert load(self.store, "sim") == kept(self.end)
 
     def _check_verdict(self, finish: Finish) -> None:
         phase, code = finish.verdict.phase, finish.verdict.code

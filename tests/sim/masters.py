@@ -11,9 +11,11 @@ from tests.sim.network import BeatsModel, Pipe
 from tests.sim.protocols import SimulationOfMasters
 from tests.sim.scenario import PlantedBug
 from tests.sim.store import RUN, ProcessKilled
+from tests.unit.failover.context.states import kept
 from tests.unit.failover.invariants import check_job
-from tests.unit.failover.persistence.documents import kept
 from unirun.errors import EXIT_FAILURE, Fenced, StoreError
+from unirun.failover.context import Ledger, encode, urgent
+from unirun.failover.context_store import ContextStore, load
 from unirun.failover.crashes import (
     abort_step,
     begin_abort,
@@ -25,8 +27,6 @@ from unirun.failover.crashes import (
     report_of,
 )
 from unirun.failover.draft import After, AgentLost, Command, Event, Finish, ToAgent, ToAgents
-from unirun.failover.persistence.context import changed_documents, restore, urgent
-from unirun.failover.persistence.context_store import ContextStore, Ledger, read_context
 from unirun.failover.restart_or_end import shutdown_order
 from unirun.failover.state import JOB_ENDS, JobPhase, JobState, Verdict
 from unirun.failover.step import step
@@ -81,7 +81,7 @@ class MasterModel:
             return
         self.contexts = ContextStore(self.client, RUN, term)
         self._crash("before it has loaded the context", 0.01)
-        state = self.contexts.take_over()
+        state = load(self.client, RUN)
         if state is None:
             state = simulation.first_state()
             self.contexts.create(state)
@@ -285,7 +285,7 @@ class MasterModel:
             return
         try:
             self.simulation.scenario.break_at("write")
-            self.contexts.write(self.ledger.kept, target)
+            self.contexts.write(target)
         except ProcessKilled:
             return
         except Fenced as error:
@@ -302,7 +302,7 @@ class MasterModel:
             self.simulation.clock.after(0.4, lambda: self.awake(lambda: self._write(target)))
             return
         self.simulation.trace(f"master {self.number} has written")
-        if changed_documents(self.ledger.kept, target):
+        if encode(self.ledger.kept) != encode(target):
             self._check_kept(target)
         self._crash("after a write", 0.02)
         if not self.alive:
@@ -326,7 +326,8 @@ class MasterModel:
 
     def _check_kept(self, target: JobState) -> None:
         """Check that the content of the store is the state."""
-        found = restore(read_context(self.simulation.store, RUN))
+        found = load(self.simulation.store, RUN)
+        assert found is not None
         assert found == kept(target), "the store holds another state"
         assert not urgent(found, target)
         self.simulation.kept(target)

@@ -57,8 +57,8 @@ class Scenario:
     """Chance that the answer of the store to a write gets lost."""
     late: bool = False
     """True if such a write may be done much later."""
-    operations: int = 100
-    """Documents in one transaction at most: what is more is written in pieces."""
+    piece_bytes: int = 1_000_000
+    """Bytes in one transaction at most: a longer context is written in pieces."""
     skews: dict[str, float] = field(default_factory=dict)
     """Seconds by which the wall clock of each node is off."""
     disorder: float = 0.0
@@ -222,7 +222,7 @@ def make_scenario(seed: int) -> Scenario:
         case "late":
             scenario.late, scenario.unknown = True, scenario.unknown or 0.05
         case "pieces":
-            scenario.operations = rng.choice((1, 2, 4))
+            scenario.piece_bytes = rng.choice((100, 500, 2000))
         case "skew":
             scenario.skews = {node: rng.choice((-3600.0, -2.0, 0.0, 0.5, 3600.0)) for node in nodes}
         case "hosts":

@@ -155,19 +155,17 @@ class StoredJob(Value):
 def read_stored(store: Store, run_id: str) -> StoredJob:
     """Raises `JobError` when the job has no context (any more), `StoreError`."""
     # Imported here: listing jobs needs no spec.
-    from unirun.failover.persistence.context import restore
-    from unirun.failover.persistence.context_store import read_context
+    from unirun.failover.context_store import load
     from unirun.failover.status_views import status_of
 
     prefix = job_prefix(run_id)
-    documents = read_context(store, run_id)
-    if "job" not in documents:
+    state = load(store, run_id)
+    if state is None:
         raise JobError(
             f"the store has no context of job {run_id}", "it was removed, or is being written anew"
         )
     head = store.get(f"{prefix}head")
     try:
-        state = restore(documents)
         epoch = json.loads(head.value)["epoch"] if head else 0
         hosts = tuple(dict.fromkeys(agent.host for agent in state.agents.values())) or state.placement.nodes
         status = status_of(state, {}, {}, epoch=epoch)

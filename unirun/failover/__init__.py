@@ -2,5 +2,5 @@
 
 `step` takes an event to the function for it. `worker_failure`, `node_loss` and `takeover` say what is lost; `policy`
 decides; `restart_or_end` carries the decision out. All of them change a `draft` of the job, and no phase but as the
-tables of `phases` allow. `persistence` is the form of the state in the store.
+tables of `phases` allow. `context` is the form of the state in the store.
 """

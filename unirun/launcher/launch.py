@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from unirun.collocation import Inventory
 from unirun.collocation.limits import host_ceilings, refuse_impossible
 from unirun.errors import EXIT_FAILURE, JobError, PlacementError, RendezvousError
+from unirun.failover.context import encode
 from unirun.failover.offers import AgentTask
-from unirun.failover.persistence.context import changed_documents
 from unirun.failover.state import new_job
 from unirun.failover.status_views import status_of
 from unirun.launcher.foreground.terminal import drop_input, warn
@@ -245,7 +245,7 @@ def _write_first_state(
         owned=owned,
         keepers=keepers,
     )
-    job.write_first_context(changed_documents(None, state))
+    job.write_first_context(encode(state))
     write_status(job, status_of(state, {}, {}))
 
 

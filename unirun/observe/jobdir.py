@@ -363,10 +363,10 @@ class JobDir(Value):
         """The directory with the output of one worker."""
         return self.logs / worker.role / str(worker.rank) / str(worker.incarnation)
 
-    def first_context(self) -> dict[str, Any] | None:
+    def first_context(self) -> str | None:
         """Read the context of a job that no master has led yet; None after that. Raises `JobError`."""
         try:
-            return self.read_json(_FIRST)
+            return str(self.read_json(_FIRST).get("context", ""))
         except JobError:
             # Another master may be deleting it now.
             if (self.path / _FIRST).exists():
@@ -377,9 +377,9 @@ class JobDir(Value):
         """Delete the first context, which is in the store now."""
         (self.path / _FIRST).unlink(missing_ok=True)
 
-    def write_first_context(self, documents: Mapping[str, Any]) -> None:
+    def write_first_context(self, context: str) -> None:
         """Write the context for the job's first master."""
-        self.write_json(_FIRST, documents)
+        self.write_json(_FIRST, {"context": context})
 
     def own_logs(self) -> Path | None:
         """Directory of this job below ``--log-dir``; None without one, or when another job has replaced it."""

@@ -336,6 +336,9 @@ OWN_ETCD = "etcd"
 MEMBERS = 3
 """With an even number as many would be lost as with one less."""
 
+ETCD_HISTORY_TIME = "10m"
+"""The age at which etcd forgets values that are replaced: whoever watches reads them within seconds."""
+
 ETCD_START_TIMEOUT = 30.0
 """Seconds in which the members must have found each other."""
 
@@ -403,6 +406,7 @@ def command_of(members: Sequence[EtcdMember], me: EtcdMember, job: JobDir, *, in
         f"--initial-advertise-peer-urls={peer}",
         "--initial-cluster=" + ",".join(f"{each.node}={url(each.addr, each.peer)}" for each in members),
         f"--initial-cluster-token={job.uid}",
+        f"--auto-compaction-retention={ETCD_HISTORY_TIME}",
         *([] if insecure else [*secure, "--client-cert-auth", "--peer-client-cert-auth"]),
     ]
 

@@ -315,7 +315,7 @@ JOBS = "jobs/"
 INDEX = "index/"
 
 CONTEXT, STATES, VERSIONS = "context/", "states/", "versions/"
-"""The parts of a job: its context (`unirun.failover.persistence`), workers' saved states, committed versions."""
+"""The parts of a job: its context (`unirun.failover.context`), workers' saved states, committed versions."""
 
 
 def job_prefix(run_id: str) -> str:
@@ -324,7 +324,7 @@ def job_prefix(run_id: str) -> str:
 
 
 def context_prefix(run_id: str) -> str:
-    """Prefix of the documents of `unirun.failover.persistence.context`."""
+    """Prefix of the context of a job (`unirun.failover.context_store`)."""
     return f"{JOBS}{run_id}/{CONTEXT}"
 
 

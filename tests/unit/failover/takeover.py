@@ -8,9 +8,8 @@ from msgspec.structs import replace
 
 from tests.unit.failover.invariants import check_job
 from tests.unit.failover.job import Job
-from tests.unit.failover.persistence.documents import written
+from unirun.failover.context import decode, encode
 from unirun.failover.draft import Command, ToAgent
-from unirun.failover.persistence.context import restore
 from unirun.failover.state import JobState, WorkerPhase, WorkerState
 from unirun.failover.takeover import resume
 from unirun.values import WorkerId
@@ -26,7 +25,7 @@ TWO = ("n0", "n1")
 def take_over(job: Job) -> list[Command]:
     """The job's master dies, and another loads what is in the store. Returns what is done at once."""
     job.now += 2.0
-    job.state, commands = resume(restore(written(job.state)), job.now)
+    job.state, commands = resume(decode(encode(job.state)), job.now)
     check_job(job.state)
     return commands
 

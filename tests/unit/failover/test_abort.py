@@ -11,6 +11,7 @@ from tests.unit.failover.job import Job, plain
 from tests.unit.failover.multi_node import gone, nodes
 from tests.unit.failover.takeover import TWO
 from unirun.errors import EXIT_FAILURE
+from unirun.failover.context import decode, encode
 from unirun.failover.crashes import abort_step, begin_abort
 from unirun.failover.draft import (
     After,
@@ -24,7 +25,6 @@ from unirun.failover.draft import (
     ToAgent,
     ToWatchers,
 )
-from unirun.failover.persistence.context import changed_documents, restore
 from unirun.failover.state import JOB_ENDS, JobPhase, JobState, RolePhase, Verdict, WorkerPhase
 from unirun.failover.takeover import REJOIN_TIMEOUT
 from unirun.values import WorkerId
@@ -86,10 +86,7 @@ def test_agents_are_told_to_end_what_they_have_and_then_it_is_over() -> None:
     assert (ending.state.phase, ending.state.ended) == (JobPhase.FAILED, 201.0)
     assert ending.state.roles["actor"].phase is RolePhase.STOPPED
     assert exits(ending.state) == ["exit code 0", "killed by SIGKILL"]
-    documents = {
-        name: text for name, text in changed_documents(None, ending.state).items() if text is not None
-    }
-    assert restore(documents).verdict == VERDICT
+    assert decode(encode(ending.state)).verdict == VERDICT
 
 
 def test_whoever_does_not_come_is_gone() -> None:

@@ -7,14 +7,14 @@ from msgspec import to_builtins
 from msgspec.json import encode as to_json
 from msgspec.structs import replace
 
+from tests.unit.failover.context.states import kept
 from tests.unit.failover.job import TERM, Job
 from tests.unit.failover.multi_node import gone, nodes, places, ranks, scripts
-from tests.unit.failover.persistence.documents import kept, written
 from tests.unit.failover.takeover import join, take_over
 from unirun.collocation import Device, Node
+from unirun.failover.context import decode, encode, urgent
 from unirun.failover.draft import GROWTH_DELAY, After, Arrived, GrowthDue, ToGuest
 from unirun.failover.nodes import trouble
-from unirun.failover.persistence.context import restore, urgent
 from unirun.values import WorkerId
 from unirun.wire.messages import Dismissed, Go, Grow, Offer, StartRole, StopWorkers
 from unirun.wire.reports import FromWorker, GroupFormed, Serving
@@ -111,7 +111,7 @@ class TestANodeThatHasCome:
         before = job.state
         job.on(Arrived(offer("n2")))
         assert urgent(before, job.state)
-        assert kept(job.state) == restore(written(job.state))
+        assert kept(job.state) == decode(encode(job.state))
         assert job.state.nodes == ("n0", "n1", "n2")
 
     def test_it_is_a_spare_for_a_job_that_does_not_grow(self) -> None:
@@ -132,7 +132,7 @@ class TestGrowth:
             StopWorkers("actor", (2, 3), TERM, 30.0),
         ]
         assert "n2 joined; actor grows from 4 to 6 ranks" in job.records
-        assert kept(job.state) == restore(written(job.state))
+        assert kept(job.state) == decode(encode(job.state))
         job.obey()
         assert ranks(job) == {"n0": [0, 1], "n1": [2, 3], "n2": [4, 5]}
         (order, *_) = job.orders(StartRole)

@@ -8,8 +8,8 @@ import re
 import pytest
 from msgspec.structs import replace
 
+from tests.unit.failover.context.faulty_store import FaultyStore
 from tests.unit.failover.job import Job
-from tests.unit.failover.persistence.faulty_store import FaultyStore
 from unirun.errors import IllegalTransition, StoreRefused
 from unirun.failover.crashes import (
     CRASH_RESET_SECONDS,

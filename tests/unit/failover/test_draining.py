@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from tests.unit.failover.context.states import kept
 from tests.unit.failover.job import KILL, TERM, Job
 from tests.unit.failover.multi_node import gone, places, ranks, scripts, workloads
-from tests.unit.failover.persistence.documents import kept, written
 from tests.unit.failover.takeover import join, take_over
+from unirun.failover.context import decode, encode, urgent
 from unirun.failover.draft import ToAgent
 from unirun.failover.nodes import RETRY_REMEDY
-from unirun.failover.persistence.context import restore, urgent
 from unirun.failover.state import RolePhase
 from unirun.values import WorkerId
 from unirun.wire.messages import Drain, Drained, OpenStore, Shutdown, StartRole, StopWorkers
@@ -42,7 +42,7 @@ class TestARoleThatRestartsAsAWhole:
         before = job.state
         job.on(Drain("n1"))
         assert urgent(before, job.state)
-        assert kept(job.state) == restore(written(job.state))
+        assert kept(job.state) == decode(encode(job.state))
         assert job.state.draining == ("n1",)
 
     def test_errors_of_workers_that_were_told_to_end_are_no_failures(self) -> None:

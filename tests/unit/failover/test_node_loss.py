@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit.failover.context.states import kept
 from tests.unit.failover.job import TERM, Job
 from tests.unit.failover.multi_node import gone, nodes, places, ranks, scripts, workloads
-from tests.unit.failover.persistence.documents import kept, written
 from tests.unit.failover.takeover import join, take_over
 from unirun.collocation import Device, Inventory, Node
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, IllegalTransition, Refused
+from unirun.failover.context import decode, encode
 from unirun.failover.draft import After, LossesDue, RejoinTimedOut
 from unirun.failover.nodes import LOSS_DELAY
-from unirun.failover.persistence.context import restore
 from unirun.failover.state import JobPhase, RolePhase
 from unirun.failover.status_views import status_of
 from unirun.failover.step import step
@@ -129,13 +129,13 @@ class TestARoleOfScripts:
     def test_a_script_role_becomes_smaller_where_it_may(self) -> None:
         job = scripts(of=2, least={"actor": 2}).running().on(gone("n0"))
         assert len(job.state.roles["actor"].workers) == 4, "as long as some of them live"
-        assert kept(job.state) == restore(written(job.state))
+        assert kept(job.state) == decode(encode(job.state))
         for rank in (2, 3):
             job.exits("actor", rank, by=TERM, asked=TERM)
         (order,) = job.orders(StartRole)
         assert (order.world_size, [m.rank for m in order.members], order.restarts) == (2, [0, 1], 1)
         assert job.all_run("actor").phases() == {"actor": "running"}
-        assert kept(job.state) == restore(written(job.state))
+        assert kept(job.state) == decode(encode(job.state))
 
     def test_a_script_role_that_has_become_smaller_takes_late_news_of_who_is_not_needed(self) -> None:
         job = scripts(of=2, least={"actor": 2}).running().on(gone("n0"))

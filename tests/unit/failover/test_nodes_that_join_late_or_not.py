@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit.failover.context.states import kept
 from tests.unit.failover.job import TERM, Job
 from tests.unit.failover.multi_node import gone, nodes, places, ranks, scripts
-from tests.unit.failover.persistence.documents import kept, written
 from tests.unit.failover.takeover import join, take_over
 from unirun.errors import EXIT_PLACEMENT, EXIT_RENDEZVOUS, Refused
+from unirun.failover.context import decode, encode
 from unirun.failover.draft import JoinTimedOut, RejoinTimedOut
-from unirun.failover.persistence.context import restore
 from unirun.failover.state import JobPhase
 from unirun.values import WorkerId
 from unirun.wire.messages import StartRole, Stop, View
@@ -153,7 +153,7 @@ class TestANode:
 
     def test_a_node_is_lost_for_the_next_master_too(self) -> None:
         job = scripts().running().on(gone("n1"))
-        found = restore(written(job.state))
+        found = decode(encode(job.state))
         assert found == kept(job.state)
         assert found.placement.lost == ("n1",)
         assert found.inventory.names == ("n0", "n1", "n2")

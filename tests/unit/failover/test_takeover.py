@@ -8,12 +8,11 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.failover.job import KILL, TERM, Job, plain
-from tests.unit.failover.persistence.documents import written
 from tests.unit.failover.services import Services, program, service
 from tests.unit.failover.takeover import TWO, end, join, kinds, rejoin, starts, take_over
 from unirun.errors import IllegalTransition, Refused
+from unirun.failover.context import decode, encode
 from unirun.failover.draft import After, JoinTimedOut, Record, RejoinTimedOut, ToAgent
-from unirun.failover.persistence.context import restore
 from unirun.failover.restart_or_end import shutdown_order
 from unirun.failover.state import Exit, JobPhase, Verdict, WorkerPhase, WorkerState
 from unirun.failover.takeover import REJOIN_TIMEOUT, resume
@@ -47,7 +46,7 @@ from unirun.wire.reports import (
 class TestTakingOver:
     def test_taking_over_makes_no_difference_to_a_job_that_has_ended(self) -> None:
         job = Job({"actor": 1}).running().exits("actor", 0)
-        state = restore(written(job.state))
+        state = decode(encode(job.state))
         assert resume(state, 9.0) == (state, [])
 
     def test_taking_over_knows_of_workers_only_what_was_ordered(self) -> None:

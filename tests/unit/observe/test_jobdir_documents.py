@@ -55,16 +55,18 @@ def test_the_first_context_exists_until_a_master_deletes_it(create: Create) -> N
     job = create(running=False)
     assert job.first_context() is None
     job.forget_first_context()
-    job.write_first_context({"job": "{}"})
-    assert job.first_context() == {"job": "{}"}
+    job.write_first_context("state")
+    assert job.first_context() == "state"
     job.forget_first_context()
     assert job.first_context() is None
 
 
 def test_an_unreadable_first_context_is_an_error(create: Create) -> None:
     job = create(running=False)
-    job.write_first_context({})
-    (name,) = [path for path in job.path.iterdir() if path.is_file() and path.read_bytes() == b"{}"]
+    job.write_first_context("")
+    (name,) = [
+        path for path in job.path.iterdir() if path.is_file() and path.read_bytes() == b'{"context":""}'
+    ]
     name.write_text("[")
     with pytest.raises(JobError, match="cannot be read"):
         job.first_context()

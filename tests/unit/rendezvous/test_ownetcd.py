@@ -60,6 +60,9 @@ def test_a_member_lets_in_only_who_has_a_certificate_of_the_job(tmp_path: Path) 
     command = command_of(NODES[:3], NODES[1], job, insecure=False)
     assert {"--client-cert-auth", "--peer-client-cert-auth", "--name=n2"} <= {*command}
     assert "--listen-client-urls=https://10.0.0.2:2381" in command
+    assert "--auto-compaction-retention=10m" in command, (
+        "else a long job fills the quota with values that are replaced"
+    )
     assert all("http://" not in word for word in command)
     insecure = command_of(NODES[:1], NODES[0], job, insecure=True)
     assert not any("cert" in word or "https" in word for word in insecure)

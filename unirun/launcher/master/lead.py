@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from unirun.errors import EXIT_FAILURE, JobError
+from unirun.failover.context import decode
+from unirun.failover.context_store import ContextStore, load
 from unirun.failover.crashes import (
     Crash,
     abort_step,
@@ -22,8 +24,6 @@ from unirun.failover.crashes import (
     record_crash,
     report_of,
 )
-from unirun.failover.persistence.context import restore
-from unirun.failover.persistence.context_store import ContextStore, load
 from unirun.failover.silence import AUTHORITY_SECONDS
 from unirun.failover.state import JOB_ENDS, JobPhase, Verdict
 from unirun.failover.step import step
@@ -66,12 +66,12 @@ def lead(
         if term is None:
             return
         contexts = ContextStore(store, job.run_id, term)
-        state = contexts.take_over()
+        state = load(store, job.run_id)
         requeued = state is not None and state.uid == job.uid_before
         if state is not None and state.uid != job.uid:
             state = None
         if state is None and first is not None:
-            state = restore(first)
+            state = decode(first)
             contexts.create(state, keep_saved=requeued)
         if state is None:
             term.resign()

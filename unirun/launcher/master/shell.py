@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from unirun.errors import IllegalTransition, Refused, StoreError, WireError
+from unirun.failover.context_store import ContextStore
 from unirun.failover.crashes import STORY, Crash, crash_of
 from unirun.failover.draft import (
     After,
@@ -37,7 +38,6 @@ from unirun.failover.draft import (
 )
 from unirun.failover.nodes import trouble
 from unirun.failover.offers import AgentTask, versions
-from unirun.failover.persistence.context_store import ContextStore
 from unirun.failover.restart_or_end import shutdown_order
 from unirun.failover.state import JOB_ENDS, JobState, Verdict
 from unirun.failover.status_views import farewell, present, status_of

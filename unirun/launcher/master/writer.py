@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from unirun.errors import Fenced, StoreError
+from unirun.failover.context import Ledger
+from unirun.failover.context_store import ContextStore
 from unirun.failover.draft import Command
-from unirun.failover.persistence.context_store import ContextStore, Ledger
 from unirun.failover.state import JobState, Verdict
 from unirun.rendezvous.election import Term
 from unirun.values import WorkerId
@@ -24,7 +25,11 @@ from unirun.wire.reports import MasterRequest, ToWorker
 T = TypeVar("T")
 
 NOTE_DELAY = 0.5
-"""Seconds in which changes that no command waits for are gathered into one write."""
+"""Seconds, at least, in which changes that no command waits for are gathered into one write."""
+
+NOTE_BYTES_PER_SECOND = 20_000
+"""The most that such writes take of a store, which keeps every value until it is compacted: the context of a large job
+is written less often."""
 
 RETRY_DELAY = 0.2
 MAX_RETRY_DELAY = 1.0
@@ -173,12 +178,12 @@ class StateWriter:
         """Seconds until what can wait is written; None when there is nothing."""
         if self._news_since is None:
             return None
-        return max(0.0, self._news_since + NOTE_DELAY - time.monotonic())
+        delay = max(NOTE_DELAY, self._contexts.size / NOTE_BYTES_PER_SECOND)
+        return max(0.0, self._news_since + delay - time.monotonic())
 
     async def _bring_to(self, target: JobState) -> None:
         """Write `target`, however long that takes."""
-        before = self._ledger.kept
-        await self._persistently("write", lambda: self._contexts.write(before, target))
+        await self._persistently("write", lambda: self._contexts.write(target))
         self._waits_since = time.monotonic()
         self._carry_out(self._ledger.written(target))
         self._changed()
@@ -235,7 +240,7 @@ class StateWriter:
 
     def _finish(self) -> None:
         try:
-            self._contexts.write(self._ledger.kept, self._latest)
+            self._contexts.write(self._latest)
             self._term.resign()
         except StoreError as error:
             report(f"unirun-master: the end is not in the store: {error}")

@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from tests.unit.failover.context.faulty_store import FaultyStore
 from tests.unit.failover.job import Job
-from tests.unit.failover.persistence.faulty_store import FaultyStore
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ConnectionLost
+from unirun.failover.context_store import ContextStore
 from unirun.failover.crashes import Crash
-from unirun.failover.persistence.context_store import ContextStore
 from unirun.failover.step import step
 from unirun.failover.takeover import resume
 from unirun.launcher.master.shell import Core, Master

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from tests.unit.failover.context.states import kept
 from tests.unit.failover.job import TERM, Job
-from tests.unit.failover.persistence.documents import kept, written
 from unirun.errors import EXIT_FAILURE, JobError
+from unirun.failover.context import encode
+from unirun.failover.context_store import ContextStore, load
 from unirun.failover.crashes import MAX_MASTERS_PER_ERROR, Crash, record_crash
-from unirun.failover.persistence.context_store import ContextStore, load
 from unirun.failover.state import JobPhase, JobState
 from unirun.failover.step import step
 from unirun.failover.takeover import resume
@@ -73,7 +74,7 @@ class JobOnDisk:
         self.path.unlink()
 
     def first(self, state: JobState) -> None:
-        self.job.write_first_context(written(state))
+        self.job.write_first_context(encode(state))
 
     def has(self, state: JobState) -> Term:
         """Another master has led, has written `state`, and still holds the term."""

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from tests.unit.failover.context.faulty_store import FaultyStore
 from tests.unit.failover.job import TERM, Job
-from tests.unit.failover.persistence.faulty_store import FaultyStore
 from tests.waiting import WAIT_TIMEOUT, eventually_async
+from unirun.failover.context_store import ContextStore, load
 from unirun.failover.draft import Command, Record
-from unirun.failover.persistence.context_store import ContextStore, load
 from unirun.failover.state import JobPhase, JobState, Verdict
 from unirun.launcher.master import writer as writing
 from unirun.launcher.master.writer import StateWriter
@@ -150,9 +150,23 @@ def test_a_master_that_finds_the_job_ended_has_nothing_to_do(harness: WriterHarn
     assert leader_of(harness.store, ELECTION_PREFIX) is None
 
 
-def test_news_that_can_wait_is_written_without_what_is_there(
-    harness: WriterHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_news_of_a_large_job_waits_longer(harness: WriterHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "NOTE_BYTES_PER_SECOND", harness.contexts.size / 100)
+
+    async def go() -> None:
+        async with harness.writer.working(harness.over):
+            harness.steps("news", harness.job.on(WorkerStarted(WorkerId("actor", 0, 0), 7)).state)
+            left = harness.writer._until_note()
+            assert left is not None
+            assert 90 < left <= 100
+            record = harness.decides("one")
+            await eventually_async(lambda: harness.done[-1:] == [record])
+            assert stored(harness).roles["actor"].workers[0].pid == 7
+
+    run(go())
+
+
+def test_news_that_can_wait_is_written_soon(harness: WriterHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "NOTE_DELAY", 0.01)
 
     async def go() -> None:
@@ -161,9 +175,8 @@ def test_news_that_can_wait_is_written_without_what_is_there(
                 harness.store.written.clear()
                 harness.steps("news", harness.job.on(WorkerStarted(WorkerId("actor", 0, 0), pid)).state)
                 await eventually_async(lambda: harness.store.written != [])
-                ((puts, _),) = harness.store.written
-                assert "jobs/job-1/context/ranks/actor/0" in puts
-                assert "jobs/job-1/context/spec/0" not in puts
+                assert len(harness.store.written) == 1
+                assert stored(harness).roles["actor"].workers[0].pid == pid
 
     run(go())
 

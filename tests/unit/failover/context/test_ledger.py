@@ -9,9 +9,8 @@ from msgspec.structs import replace
 from tests.effort import examples
 from tests.unit.failover.job import TERM, Job
 from tests.unit.failover.random_walk import RandomWalk
+from unirun.failover.context import Ledger, urgent
 from unirun.failover.draft import Command, Record, ToAgent
-from unirun.failover.persistence.context import urgent
-from unirun.failover.persistence.context_store import Ledger
 from unirun.failover.state import JobState
 from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, OpenStore, Shutdown, Stop, StopWorkers

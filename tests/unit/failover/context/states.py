@@ -1,19 +1,16 @@
-"""A job's state and the documents that hold it."""
+"""States of jobs, and the part of them that is kept in a store."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
 from unirun.collocation import Assignment, Placement
-from unirun.failover.persistence.context import changed_documents
 from unirun.failover.state import JobState, Ranks, new_job
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 
-Documents = dict[str, str]
-
 
 def kept(state: JobState) -> JobState:
-    """The part of `state` that the documents hold: all but metrics, and what a new master sets itself."""
+    """The part of `state` that is kept: all but metrics, and what a new master sets itself."""
     roles = {
         name: replace(
             role,
@@ -32,15 +29,6 @@ def kept(state: JobState) -> JobState:
         recorded=0,
         losses={},
     )
-
-
-def applied(documents: Documents, news: dict[str, str | None]) -> Documents:
-    together = {**documents, **news}
-    return {name: text for name, text in together.items() if text is not None}
-
-
-def written(state: JobState) -> Documents:
-    return applied({}, changed_documents(None, state))
 
 
 def many(ranks: int, nodes: int, roles: int = 1, cpus: tuple[int, ...] | None = None) -> JobState:

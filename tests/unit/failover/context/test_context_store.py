@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -11,19 +11,17 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.effort import examples
+from tests.unit.failover.context.context_stores import RUN, contexts, term, until_done
+from tests.unit.failover.context.faulty_store import Fault, FaultyStore
+from tests.unit.failover.context.states import kept, many
 from tests.unit.failover.job import Job
-from tests.unit.failover.persistence.context_stores import RUN, contexts, term, until_done
-from tests.unit.failover.persistence.documents import applied, kept, many
-from tests.unit.failover.persistence.faulty_store import Fault, FaultyStore
 from tests.unit.failover.random_walk import RandomWalk
 from unirun.errors import Fenced, OutcomeUnknown, StoreAway, StoreError, StoreRefused
-from unirun.failover.persistence import context_store as store_module
-from unirun.failover.persistence.context import changed_documents
-from unirun.failover.persistence.context_store import MAX_BYTES, MAX_OPERATIONS, load, read_context
-from unirun.failover.state import Exit, Failure, JobState
+from unirun.failover import context_store as store_module
+from unirun.failover.context_store import MAX_BYTES, MAX_OPERATIONS, load
+from unirun.failover.state import Exit, Failure
 from unirun.rendezvous.store.protocol import MAX_CHANGES, MAX_SIZE, Put, ValueIs
 from unirun.values import WorkerId
-from unirun.wire.reports import Join
 
 
 class TestANewContext:
@@ -40,10 +38,11 @@ class TestANewContext:
             old = old.with_failures(
                 Failure(WorkerId("role0", failed, 0), 0, "n", float(number), Exit(code=1))
             )
-        first.write(many(600, 1), old)
-        assert len(read_context(store, RUN)) > 10
+        first.write(old)
+        assert load(store, RUN) == kept(old)
         contexts(store, deposing=1).create(job.state)
-        assert read_context(store, RUN) == applied({}, changed_documents(None, job.state))
+        assert load(store, RUN) == kept(job.state)
+        assert len(store.get_prefix(f"jobs/{RUN}/context/").items) == 2
 
     def test_a_new_context_touches_no_job_whose_id_begins_alike(self, store: FaultyStore, job: Job) -> None:
         other = Job({"actor": 2}).running()
@@ -55,11 +54,14 @@ class TestANewContext:
         assert store.get_prefix("jobs/run10/").items == before
         assert load(store, "run10") == kept(other.state)
 
-    def test_a_new_context_is_not_there_before_it_is_whole(self, store: FaultyStore, job: Job) -> None:
+    def test_a_new_context_is_not_there_before_it_is_whole(
+        self, store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(store_module, "MAX_BYTES", 300)
         contexts(store).create(many(600, 1))
         writer = contexts(store, deposing=1)
         found: list[bool] = []
-        store.interfere = lambda: found.append("job" in read_context(store, RUN))
+        store.interfere = lambda: found.append(load(store, RUN) is not None)
         writer.create(many(5000, 700))
         assert len(found) > 2
         assert found == [True, *[False] * (len(found) - 1)], "the first write deletes the old one"
@@ -68,7 +70,7 @@ class TestANewContext:
     def test_a_new_context_that_is_begun_and_not_finished_is_begun_anew(
         self, store: FaultyStore, job: Job
     ) -> None:
-        store.faults.extend([None, None, None, "away"])
+        store.faults.extend([None, "away"])
         with pytest.raises(StoreAway):
             contexts(store).create(job.state)
         assert load(store, RUN) is None
@@ -77,16 +79,15 @@ class TestANewContext:
 
 
 class TestAWrite:
-    def test_a_write_is_one_transaction_with_only_what_has_changed(
-        self, store: FaultyStore, job: Job
-    ) -> None:
+    def test_a_write_is_one_transaction(self, store: FaultyStore, job: Job) -> None:
         hand, before = contexts(store), job.state
         hand.create(before)
         store.written.clear()
-        hand.write(before, job.exits("actor", 0).state)
+        hand.write(job.exits("actor", 0).state)
         ((puts, deletes),) = store.written
-        assert puts == ["jobs/job-1/head", "jobs/job-1/context/ranks/actor/0"]
-        assert deletes == []
+        name = "jobs/job-1/context/state"
+        assert puts == ["jobs/job-1/head", f"{name}/2/0", name, "index/job-1"]
+        assert deletes == [f"{name}/1/"]
         assert load(store, RUN) == kept(job.state)
 
     def test_a_write_of_the_jobs_phase_has_the_line_that_ls_reads(self, store: FaultyStore, job: Job) -> None:
@@ -97,7 +98,7 @@ class TestAWrite:
         assert json.loads(line.value)["phase"] == "running"
         for rank in range(4):
             job.exits("actor", rank)
-        hand.write(before, job.state)
+        hand.write(job.state)
         line = store.get("index/job-1")
         assert line is not None
         assert (json.loads(line.value)["phase"], json.loads(line.value)["code"]) == ("succeeded", 0)
@@ -106,29 +107,18 @@ class TestAWrite:
         hand = contexts(store)
         hand.create(job.state)
         asked = store.asked
-        hand.write(job.state, job.state)
+        hand.write(job.state)
         assert store.asked == asked
-
-    def test_a_write_of_thousands_of_nodes_is_whole_though_it_takes_several_transactions(
-        self, store: FaultyStore
-    ) -> None:
-        before = many(10_000, 10_000)
-        endpoints = {"role0": "[2001:db8::1]:54321"}
-        agents = {node: Join(node, 1, node, endpoints) for node in before.placement.nodes}
-        after = replace(before, agents=agents, asked_to_stop=True)
-        hand = contexts(store)
-        hand.create(before)
-        store.written.clear()
-        hand.write(before, after)
-        assert len(store.written) > 2
-        assert all(len(puts) <= MAX_OPERATIONS + 2 for puts, _ in store.written)
-        assert load(store, RUN) == kept(after)
 
     def test_a_write_never_is_more_than_a_store_takes(self, store: FaultyStore) -> None:
         assert MAX_OPERATIONS + 4 < MAX_CHANGES, "the head, the index, and what is deleted besides"
         assert MAX_BYTES < MAX_SIZE
-        contexts(store).create(many(10_000, 1250))
-        assert all(len(puts) <= MAX_OPERATIONS + 2 for puts, _ in store.written)
+        text = "é" * MAX_BYTES
+        hand = contexts(store)
+        store.written.clear()
+        hand.save_state("actor", 0, text)
+        assert len(store.written) == 4
+        assert hand.load_state("actor", 0) == text
 
 
 class TestAStoreThatFails:
@@ -140,7 +130,7 @@ class TestAStoreThatFails:
         hand.create(before)
         after = job.exits("actor", 0).state
         store.faults.extend([fault] * 3)
-        until_done(lambda: hand.write(before, after))
+        until_done(lambda: hand.write(after))
         assert load(store, RUN) == kept(after)
 
     def test_a_failing_store_after_having_done_it_is_not_asked_again(
@@ -150,7 +140,7 @@ class TestAStoreThatFails:
         hand.create(before)
         store.faults.append("done")
         asked = store.asked
-        hand.write(before, job.exits("actor", 0).state)
+        hand.write(job.exits("actor", 0).state)
         assert store.asked == asked + 1, "it has looked before it would write again"
 
     def test_a_failing_store_that_does_it_when_it_was_made_again_has_done_it_once(
@@ -162,9 +152,9 @@ class TestAStoreThatFails:
         after = job.exits("actor", 0).state
         last = job.exits("actor", 1).state
         store.faults.extend([None, "late"])
-        hand.write(before, after)
-        hand.write(after, before)
-        hand.write(before, last)
+        hand.write(after)
+        hand.write(before)
+        hand.write(last)
         assert load(store, RUN) == kept(last)
 
     def test_a_failing_store_and_cannot_say_whether_it_has_done_it_is_asked_later(
@@ -175,11 +165,11 @@ class TestAStoreThatFails:
         after = job.exits("actor", 0).state
         store.written.clear()
         store.faults.append("done")
-        store.reads.append("away")
+        store.reads.extend([None, "away"])
         with pytest.raises(StoreAway):
-            hand.write(before, after)
+            hand.write(after)
         assert len(store.written) == 1
-        until_done(lambda: hand.write(before, after))
+        until_done(lambda: hand.write(after))
         assert load(store, RUN) == kept(after)
 
     def test_a_failing_store_twice_raises_and_the_same_call_goes_on(
@@ -190,8 +180,8 @@ class TestAStoreThatFails:
         after = job.exits("actor", 0).state
         store.faults.extend(["lost", "done"])
         with pytest.raises(OutcomeUnknown):
-            hand.write(before, after)
-        hand.write(before, after)
+            hand.write(after)
+        hand.write(after)
         assert load(store, RUN) == kept(after)
 
     @examples(60)
@@ -199,27 +189,23 @@ class TestAStoreThatFails:
         st.integers(0, 2**32),
         st.lists(st.sampled_from([None, "away", "done", "lost", "late"]), max_size=40),
         st.lists(st.sampled_from([None, "away"]), max_size=40),
-        st.sampled_from([1, 2, MAX_OPERATIONS]),
+        st.sampled_from([200, 1000, MAX_BYTES]),
     )
     def test_a_failing_store_in_any_way_ends_with_what_was_to_be_written(
-        self, seed: int, faults: list[Fault | None], reads: list[Fault | None], operations: int
+        self, seed: int, faults: list[Fault | None], reads: list[Fault | None], size: int
     ) -> None:
         states = RandomWalk(seed).states(30)
         store = FaultyStore()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(store_module, "MAX_OPERATIONS", operations)
+            patch.setattr(store_module, "MAX_BYTES", size)
             hand = contexts(store)
             hand.create(states[0])
             store.faults.extend(faults)
             store.reads.extend(reads)
-            for before, after in pairwise(states):
-
-                def write(before: JobState = before, after: JobState = after) -> None:
-                    hand.write(before, after)
-
-                until_done(write, 100)
+            for state in states:
+                until_done(partial(hand.write, state), 100)
         store.reads.clear()
-        assert read_context(store, RUN) == applied({}, changed_documents(None, states[-1]))
+        assert load(store, RUN) == kept(states[-1])
 
     def test_a_failing_store_as_no_store_takes_such_a_write_is_not_asked_for_it_again(
         self, store: FaultyStore, job: Job
@@ -235,7 +221,7 @@ class TestAStoreThatFails:
             hand.commit_version("weights", 7)
         store.interfere = lambda: None
         after = job.exits("actor", 0).state
-        hand.write(before, after)
+        hand.write(after)
         assert load(store, RUN) == kept(after)
         assert hand.version("weights") is None
 
@@ -247,11 +233,11 @@ class TestAMasterWhoseTermIsOver:
         second = contexts(store, deposing=1)
         after = job.exits("actor", 0).state
         with pytest.raises(Fenced, match="the term 1 of job job-1 is over"):
-            first.write(before, after)
+            first.write(after)
         with pytest.raises(Fenced):
-            first.write(before, replace(before, asked_to_stop=True))
+            first.write(replace(before, asked_to_stop=True))
         assert load(store, RUN) == kept(before)
-        second.write(before, after)
+        second.write(after)
 
     @pytest.mark.parametrize("faults", [["lost", "lost"], ["away"]])
     def test_a_deposed_master_learns_it_though_its_write_was_on_the_way(
@@ -262,12 +248,12 @@ class TestAMasterWhoseTermIsOver:
         store.faults.extend(faults)
         after = job.exits("actor", 0).state
         with pytest.raises(StoreError):
-            first.write(before, after)
+            first.write(after)
         second = contexts(store, deposing=1)
         with pytest.raises(Fenced):
-            until_done(lambda: first.write(before, after))
+            until_done(lambda: first.write(after))
         assert load(store, RUN) == kept(before)
-        second.write(before, after)
+        second.write(after)
 
     def test_a_deposed_master_whose_write_was_done_before_has_done_it_and_writes_no_more(
         self, store: FaultyStore, job: Job
@@ -276,12 +262,12 @@ class TestAMasterWhoseTermIsOver:
         first.create(before)
         after = job.exits("actor", 0).state
         store.faults.append("done")
-        store.reads.append("away")
+        store.reads.extend([None, "away"])
         with pytest.raises(StoreAway):
-            first.write(before, after)
+            first.write(after)
         term(store, deposing=1)
         with pytest.raises(Fenced):
-            until_done(lambda: first.write(before, after))
+            until_done(lambda: first.write(after))
         assert load(store, RUN) == kept(after), "the next master has found it"
 
     def test_a_deposed_master_of_which_a_write_arrives_late_has_written_nothing(
@@ -291,15 +277,17 @@ class TestAMasterWhoseTermIsOver:
         hand, before = contexts(store), job.state
         hand.create(before)
         after = job.exits("actor", 0).state
-        late = [Put("jobs/job-1/context/ranks/actor/0", "late")]
+        late = [Put("jobs/job-1/context/state", "late")]
         head = store.get("jobs/job-1/head")
         assert head is not None
-        hand.write(before, after)
+        hand.write(after)
         assert not store.txn([ValueIs(head.key, head.value)], late).succeeded
         assert load(store, RUN) == kept(after)
 
 
-def test_a_context_of_somebody_else_is_refused(store: FaultyStore) -> None:
-    store.txn([], [Put("jobs/job-1/context/job", "[]")])
+@pytest.mark.parametrize("head", ["", "[]", "7", '{"save": 1, "pieces": 2}', '{"save": 1, "pieces": 1}'])
+def test_a_context_of_somebody_else_is_refused(store: FaultyStore, head: str) -> None:
+    name = "jobs/job-1/context/state"
+    store.txn([], [Put(name, head), Put(f"{name}/1/0", "no context")])
     with pytest.raises(StoreRefused):
         load(store, RUN)

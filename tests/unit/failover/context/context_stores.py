@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.unit.failover.persistence.faulty_store import FaultyStore
+from tests.unit.failover.context.faulty_store import FaultyStore
 from unirun.errors import Fenced, StoreError
-from unirun.failover.persistence.context_store import ContextStore
+from unirun.failover.context_store import ContextStore
 from unirun.rendezvous.election import Term, campaign
 from unirun.wire.address import UnixAddress
 

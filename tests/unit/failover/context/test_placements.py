@@ -1,15 +1,14 @@
-"""The nodes of a job and the places of its ranks in the documents: all that a planner and an agent need comes back."""
+"""The nodes of a job and the places of its ranks in the context: all that a planner and an agent need comes back."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
-from tests.unit.failover.persistence.documents import applied, kept, many, written
+from tests.unit.failover.context.states import kept, many
 from unirun.collocation import Assignment, Device, Inventory, Node, Placement
 from unirun.collocation.inventory import NumaNode
-from unirun.failover.persistence.context import changed_documents, restore
+from unirun.failover.context import decode, encode
 from unirun.failover.state import JobState, new_job
 
 ROLES = ("role0", "role1")
@@ -78,22 +77,4 @@ def job(placement: Placement, inventory: Inventory) -> JobState:
 @given(placements, inventories)
 def test_a_placement_and_an_inventory_are_restored(placement: Placement, inventory: Inventory) -> None:
     state = job(placement, inventory)
-    assert restore(written(state)) == kept(state)
-
-
-@given(placements, placements, inventories)
-def test_another_placement_is_restored_from_what_has_changed(
-    first: Placement, then: Placement, inventory: Inventory
-) -> None:
-    before = job(first, inventory)
-    after = replace(before, placement=then)
-    documents = applied(written(before), changed_documents(before, after))
-    assert restore(documents) == kept(after)
-
-
-def test_a_rank_that_moves_is_written_with_few_others() -> None:
-    nodes = Inventory((Node("n0", ()), Node("n1", ())))
-    before = replace(many(500, 1), inventory=nodes)
-    *others, last = before.placement.assignments
-    moved = replace(before.placement, assignments=(*others, replace(last, node="n1")))
-    assert list(changed_documents(before, replace(before, placement=moved))) == ["placement/role0/9"]
+    assert decode(encode(state)) == kept(state)

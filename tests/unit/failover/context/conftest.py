@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit.failover.context.faulty_store import FaultyStore
 from tests.unit.failover.job import Job
-from tests.unit.failover.persistence.faulty_store import FaultyStore
 
 
 @pytest.fixture
