@@ -180,8 +180,11 @@ class Invariants:
                 if role.is_program or role.phase is not before.roles[name].phase:
                     continue
                 if gone and told and was == places and leader(before, name) not in gone:
-                    assert not any(worker.node in gone for worker in before.roles[name].live)
-                    assert role == before.roles[name], f"{event} changes {name}, which had nothing there"
+                    old = before.roles[name]
+                    here = [worker for worker in old.live if worker.node in gone]
+                    # Only those were there whose ranks have another place already; they were told to end.
+                    assert all(before.misplaced(old, worker) for worker in here)
+                    assert here or role == old, f"{event} changes {name}, which had nothing there"
         assert not state.away & {*state.placement.lost}, "somebody is waited for who was given up"
         if state.phase is JobPhase.RUNNING and len(state.nodes) > 1:
             ended = [name for name in state.spec.primary if state.roles[name].phase in DEAD]
