@@ -89,7 +89,7 @@ check: $(VENV)/.dev
 
 # The API reference, from the docstrings, and the tables of phases; tests tell when they are out of date.
 docs: $(VENV)/.dev
-	$(BIN)/python docs/reference.py docs/api.md
+	$(BIN)/python docs/reference.py docs/api
 	$(BIN)/python docs/phases.py docs/phases.md
 
 # On a bare machine with a GPU: all tests that need one, the contract of devices, NCCL and the figures of the channel of

@@ -1,4 +1,4 @@
-"""Writes api.md, the reference of the public API, from signatures and docstrings (``make docs``)."""
+"""Writes the pages below api, the reference of the public API, from signatures and docstrings (``make docs``)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,39 @@ ROOT = Path(__file__).parents[1]
 INTRODUCTION = """\
 # API reference
 
-Everything that `import unirun`, `from unirun import train` and `from unirun import experiments` offer, and what it
-hands out. This page is made from the docstrings by `docs/reference.py`; do not edit it. How the parts work together is
-in the [tutorial](tutorial.md), in [calls.md](calls.md), in [train.md](train.md), in [experiments.md](experiments.md).
+Everything that `import unirun`, `from unirun import train` and `from unirun import experiments` offer, and the
+objects that they return. These pages are made from the docstrings by `docs/reference.py`; do not edit them. How the
+parts work together is in the [tutorial](../tutorial.md), in [calls.md](../calls.md), in [train.md](../train.md), in
+[experiments.md](../experiments.md).
 """
 
+PAGES = {
+    "calls": (
+        "Workers, groups and calls",
+        ["Context of a worker", "Workloads", "Trainers", "Role groups and their results"],
+    ),
+    "weights": ("Weights and queues", ["Weights", "Queues"]),
+    "engines": ("Engines", ["Engines"]),
+    "jobs": ("Jobs from Python", ["Jobs from Python"]),
+    "train": (
+        "A training function on many ranks",
+        [
+            "A function on many ranks",
+            "In a training function",
+            "Datasets of a training run",
+            "Callbacks of a training run",
+        ],
+    ),
+    "experiments": (
+        "Experiments",
+        ["Experiments", "Graphs of model function calls", "Models of an experiment", "Data of an experiment"],
+    ),
+    "errors": ("Errors", ["Errors"]),
+}
+"""The title of each page and its sections."""
+
 SECTIONS = {
-    "Who am I, who are the others": [
+    "Context of a worker": [
         "init",
         "Context",
         "Member",
@@ -206,26 +232,50 @@ _ENVIRONMENT = prepare_env()
 """One for all objects, so that it compiles each template once."""
 
 
-def reference() -> str:
-    """The text of api.md."""
+def reference() -> dict[str, str]:
+    """The text of each page, by the name of its file."""
     package = GriffeLoader(search_paths=[str(ROOT)], allow_inspection=False).load("unirun")
     assert isinstance(package, Object)
-    return "\n".join([INTRODUCTION, *_contents(), *_sections(package)]).rstrip() + "\n"
+    found = {"index.md": "\n".join([INTRODUCTION, *_contents(), *_index()]).rstrip() + "\n"}
+    for page, (title, headings) in PAGES.items():
+        found[f"{page}.md"] = "\n".join([f"# {title}\n", *_sections(package, headings)]).rstrip() + "\n"
+    return found
 
 
 def _contents() -> Iterator[str]:
-    for heading, names in SECTIONS.items():
-        short = [name.rpartition(".")[2] for name in names]
-        yield f"- {heading}: " + ", ".join(f"[`{name}`](#{name.lower()})" for name in short)
-    yield ""
+    for page, (title, headings) in PAGES.items():
+        yield f"## [{title}]({page}.md)\n"
+        for heading in headings:
+            yield f"- {heading}: " + ", ".join(_link(page, name) for name in SECTIONS[heading])
+        yield ""
 
 
-def _sections(package: Object) -> Iterator[str]:
-    for heading, names in SECTIONS.items():
+def _index() -> Iterator[str]:
+    """All names in alphabetical order, a line for each letter."""
+    links: dict[str, list[str]] = {}
+    pages = {
+        name: page for page, (_, headings) in PAGES.items() for head in headings for name in SECTIONS[head]
+    }
+    for name in sorted(pages, key=lambda name: _short(name).lower()):
+        links.setdefault(_short(name)[0].upper(), []).append(_link(pages[name], name))
+    yield "## Index\n"
+    yield from (f"- {letter}: " + ", ".join(names) for letter, names in links.items())
+
+
+def _link(page: str, name: str) -> str:
+    return f"[`{_short(name)}`]({page}.md#{_short(name).lower()})"
+
+
+def _short(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _sections(package: Object, headings: list[str]) -> Iterator[str]:
+    for heading in headings:
         yield f"## {heading}\n"
         if heading == "Errors":
             yield f"```text\n{_tree()}\n```\n"
-        for name in names:
+        for name in SECTIONS[heading]:
             yield _rendered(package, name)
 
 
@@ -289,4 +339,7 @@ def _tree() -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(reference())
+    folder = Path(sys.argv[1])
+    folder.mkdir(exist_ok=True)
+    for file, text in reference().items():
+        (folder / file).write_text(text)

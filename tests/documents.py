@@ -8,7 +8,7 @@ console        ``$ command`` and what it prints; run, in a folder with the files
 sh             commands that are not run: those of unirun are parsed, and the jobs among them planned
 diff           what ``diff -u`` says of two files in the folder of the page
 text, none     a picture, or output of something that is not run
-py             a signature in api.md, which `docs/reference.py` writes
+py             a signature below docs/api, which `docs/reference.py` writes
 =============  ==================================================================================================
 """
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 PAGES = tuple(
     str(path.relative_to(ROOT))
-    for pattern in ("*.md", "docs/*.md", "examples/*/README.md")
+    for pattern in ("*.md", "docs/*.md", "docs/api/*.md", "examples/*/README.md")
     for path in sorted(ROOT.glob(pattern))
 )
 
