@@ -27,7 +27,7 @@ from unirun.launcher.environment import worker_env
 from unirun.launcher.foreground.console import COLOURS
 from unirun.launcher.foreground.terminal import columns, in_colour, say
 from unirun.launcher.planned import PlannedJob, plan_without
-from unirun.launcher.warm.leaving import choices, starts
+from unirun.launcher.warm.borrowing import choices, starts
 from unirun.observe.jobdir import job_at
 from unirun.spec.job import JobSpec, RoleSpec
 from unirun.spec.read import nearest

@@ -14,7 +14,7 @@ from unirun.cli.output import age, duration, megabytes, print_table
 from unirun.errors import JobError
 from unirun.launcher.environment import for_workers
 from unirun.launcher.foreground.terminal import say
-from unirun.launcher.orders import PRELOAD
+from unirun.launcher.orders import PRELOAD, spawner_request
 from unirun.launcher.warm.borrowing import (
     LOG,
     Warm,
@@ -22,7 +22,6 @@ from unirun.launcher.warm.borrowing import (
     choose,
     is_alive,
     running,
-    spawner_request,
     start,
 )
 

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -467,7 +468,7 @@ class Agent:
     def _start_cold(self, key: SpawnerKey, want: Borrow) -> None:
         ours, theirs = socket.socketpair()
         about = map(str, (theirs.fileno(), os.getpid(), want.descriptors, ",".join(map(str, want.inherited))))
-        command = [want.executable, "-u", BOOT, "spawner", *about, *want.modules]
+        command = [sys.executable, "-u", BOOT, "spawner", *about, *want.modules]
         handles = [theirs.fileno(), *want.inherited]
         popen = subprocess.Popen(command, pass_fds=handles, env=want.env, stdin=subprocess.DEVNULL)
         self._children.add(popen)

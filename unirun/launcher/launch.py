@@ -21,7 +21,7 @@ from unirun.launcher.local import RunningJob, output_of_first_master, start_proc
 from unirun.launcher.orders import on_host
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import adopt_orphans, spare_descriptors
-from unirun.launcher.warm.leaving import choices, leave_behind, leaves_behind, starts
+from unirun.launcher.warm.borrowing import choices, leave_behind, leaves_behind, starts
 from unirun.observe.batchjob import is_active, own_batch
 from unirun.observe.jobdir import JobDir, job_at, may_write
 from unirun.observe.status import write_status

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -25,7 +26,6 @@ from unirun.launcher.environment import (
 )
 from unirun.launcher.events import Launch, RendezvousStore, Worker
 from unirun.launcher.timers import ENABLE
-from unirun.launcher.warm.borrowing import spawner_request
 from unirun.observe.jobdir import JobDir
 from unirun.spec.job import Probe
 from unirun.spec.programs import Own, fill, fill_roles
@@ -143,6 +143,29 @@ def on_host(task: AgentTask, addr: str, cwd: str) -> AgentTask:
     """The task of an agent on one of several hosts: there stores, process groups and calls are at `addr`."""
     env = {**bound_to(addr, os.environ), **task.spec.env}
     return replace(task, cwd=cwd, addr=addr, spec=replace(task.spec, master_addr=addr, env=env))
+
+
+def spawner_request(
+    env: Mapping[str, str],
+    modules: Sequence[str],
+    cwd: str,
+    descriptors: int = 0,
+    inherited: Sequence[int] = (),
+) -> Borrow:
+    """The parameters of a spawner as this process would start it."""
+    umask = next(
+        line.split()[1]
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("Umask")
+    )
+    return Borrow(
+        cwd=cwd,
+        modules=tuple(modules),
+        env=dict(env),
+        umask=int(umask, 8),
+        descriptors=descriptors,
+        inherited=tuple(inherited),
+    )
 
 
 class Orders:

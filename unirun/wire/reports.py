@@ -15,20 +15,16 @@ class Borrow(Value, tag=True):
     """Asks a fork of a warm process to become a spawner. Descriptors are passed with it: the agent's output, a pipe,
     and those that the agent has at the numbers `inherited`.
 
-    The other fields are those of a new spawner: interpreter, location of the package unirun, working directory,
-    environment, umask, modules to import. `descriptors` is the workers' limit on open files; `state` is the state of
-    the agent's process in the kernel (limits, namespaces, ...).
+    The other fields are those of a new spawner: working directory, environment, umask, modules to import.
+    `descriptors` is the workers' limit on open files.
     """
 
-    executable: str
-    unirun: str
     cwd: str
     modules: tuple[str, ...]
     env: dict[str, str]
     umask: int
     descriptors: int
     inherited: tuple[int, ...]
-    state: dict[str, str]
 
 
 class Declined(Value, tag=True):

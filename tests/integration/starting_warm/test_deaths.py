@@ -23,7 +23,8 @@ from tests.integration.test_orphans import (
 )
 from tests.integration.warm import ONE_THREAD, Warm, WarmUnirun, end, ready
 from tests.waiting import eventually
-from unirun.launcher.warm.borrowing import Borrowed, borrow, spawner_request
+from unirun.launcher.orders import spawner_request
+from unirun.launcher.warm.borrowing import Borrowed, borrow
 
 SEED = int(os.environ.get("UNIRUN_WARM_SEED", "20260101"))
 
@@ -83,7 +84,8 @@ class TestAtEachMomentOfAStart:
         """The fork notices it, and exits without output."""
         rng = random.Random(SEED)
         warm = ready(light)
-        code = "import sys; from unirun.launcher.warm.borrowing import borrow, running, spawner_request; import os; "
+        code = "import sys; from unirun.launcher.orders import spawner_request; import os; "
+        code += "from unirun.launcher.warm.borrowing import borrow, running; "
         code += "print(flush=True); borrow(running()[0], spawner_request(dict(os.environ), (), '/')); input()"
         for _ in range(3):
             borrower = subprocess.Popen(

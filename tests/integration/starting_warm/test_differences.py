@@ -108,10 +108,7 @@ class TestAJobStartsColdWhen:
         self, unirun: Unirun, script: Script, name: str
     ) -> None:
         told = self.planned(unirun, script, WRAPPED_BY_ROOT[name])
-        # A process with less rights may not look at all at one with more.
-        assert re.match(rf"start: cold: process \d+ differs: (.*{name} is |it cannot be looked at)", told), (
-            told
-        )
+        assert re.match(rf"start: cold: process \d+ differs: .*{name} is ", told), told
 
     @AS_ROOT
     def test_a_job_starts_cold_when_the_control_group_differs(self, unirun: Unirun, script: Script) -> None:
@@ -129,9 +126,7 @@ class TestAJobStartsColdWhen:
             command = [*OTHER_USER.split(), UNIRUN, "-v", str(path)]
             result = unirun.start_program(command, env={"HOME": name}).end()
             assert (result.code, result.out) == (0, "user 65534\n"), result.err
-            assert re.search(r"start: cold: process \d+ differs: it cannot be looked at", result.err), (
-                result.err
-            )
+            assert re.search(r"start: cold: process \d+ differs: .*Uid is ", result.err), result.err
             unirun.assert_nothing_left()
 
     def test_a_job_starts_cold_when_its_limits_differ_and_succeeds(
@@ -216,7 +211,7 @@ class TestAnOldUnirun:
             unirun = WarmUnirun(tmp_path, warm)
             assert "start: warm" in unirun("plan", path, env=env).out
             other = unirun("plan", path, env={**ONE_THREAD, "PYTHONPATH": ""}).out
-            assert f"unirun is {Path(__file__).parents[3] / 'unirun'}, there {package}" in other
+            assert f"unirun is '{Path(__file__).parents[3] / 'unirun'}', there '{package}'" in other
             process = package / "launcher" / "warm" / "process.py"
             os.replace(shutil.copy(process, root / "new"), process)
             result = unirun("-v", path, env=env)

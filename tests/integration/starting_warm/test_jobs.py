@@ -17,6 +17,7 @@ import pytest
 from tests.integration.harness import START_TIMEOUT, Script, Unirun, alive, gone
 from tests.integration.warm import ONE_THREAD, Warm, WarmUnirun, end, ready
 from tests.waiting import eventually
+from unirun.launcher.orders import spawner_request
 from unirun.launcher.warm.borrowing import (
     LOG,
     Borrowed,
@@ -25,7 +26,6 @@ from unirun.launcher.warm.borrowing import (
     choose,
     is_alive,
     running,
-    spawner_request,
     start,
 )
 
@@ -281,6 +281,14 @@ class TestItEnds:
         assert isinstance(borrowed, Borrowed), borrowed
         assert not gone(warm.description.pid, 1.5)
         end(borrowed)
+        assert gone(warm.description.pid, START_TIMEOUT)
+
+    def test_a_warm_process_ends_when_its_state_has_changed(self, light: dict[str, str]) -> None:
+        """Jobs choose it by the state that it had when it was ready."""
+        warm = ready(light)
+        os.setpriority(os.PRIO_PROCESS, warm.description.pid, os.getpriority(os.PRIO_PROCESS, 0) + 1)
+        told = borrow(warm, spawner_request(light, (), "/"))
+        assert "declines: nice is " in str(told)
         assert gone(warm.description.pid, START_TIMEOUT)
 
     def test_a_warm_fork_ends_at_once_for_an_unusable_working_directory(self, light: dict[str, str]) -> None:

@@ -22,7 +22,7 @@ from tests.integration.warm import Warm, WarmUnirun
 LOOKS = """
     import json, logging, os, sys, time
     import probe_process
-    from unirun.launcher.warm.likeness import state_of
+    from unirun.launcher.warm.key import state_of
 
     def parent():
         with open(f"/proc/{os.getppid()}/comm") as file:

@@ -1,4 +1,4 @@
-"""The side of the jobs: find a warm process that fits, start one, and borrow a spawner."""
+"""The side of the jobs: find a warm process that fits, start one, borrow a spawner, and leave one behind."""
 
 from __future__ import annotations
 
@@ -16,21 +16,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from unirun.errors import JobError, UnirunError
+from unirun.failover.offers import AgentTask
+from unirun.launcher.environment import FRESH, for_workers
+from unirun.launcher.orders import Orders
 from unirun.launcher.process import BOOT
-from unirun.launcher.warm.likeness import (
-    DESCRIPTION,
-    SOCKET,
-    Description,
-    differences,
-    peer_of,
-    state_of,
-    unlike,
-)
-from unirun.observe.jobdir import temporary
+from unirun.launcher.warm.key import DESCRIPTION, SOCKET, Description, peer_of, state_of, unlike
+from unirun.observe.jobdir import JobDir, temporary
 from unirun.observe.ownership import exposure, make_private
+from unirun.spec.job import JobSpec
 from unirun.values import Value
 from unirun.wire.address import unix_address
 from unirun.wire.blocking import BlockingStream
@@ -124,32 +118,6 @@ def is_alive(folder: Path) -> bool:
     return False
 
 
-def spawner_request(
-    env: Mapping[str, str],
-    modules: Sequence[str],
-    cwd: str,
-    descriptors: int = 0,
-    inherited: Sequence[int] = (),
-) -> Borrow:
-    """The parameters of a spawner as this process would start it."""
-    umask = next(
-        line.split()[1]
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("Umask")
-    )
-    return Borrow(
-        executable=sys.executable,
-        unirun=str(Path(__file__).parents[2]),
-        cwd=cwd,
-        modules=tuple(modules),
-        env=dict(env),
-        umask=int(umask, 8),
-        descriptors=descriptors,
-        inherited=tuple(inherited),
-        state={},
-    )
-
-
 class WarmMatch(Value):
     """The warm process that fits `want`, or the reasons `against` the nearest one."""
 
@@ -168,25 +136,14 @@ def choose(want: Borrow) -> WarmMatch:
         return WarmMatch(want, None, (str(error),))
     if not there:
         return WarmMatch(want, None, ("no warm process runs (unirun warm)",))
-    nearest: list[str] | None = None
+    state, nearest = state_of(), None
     for warm in sorted(there, key=lambda each: -len(each.description.modules)):
-        why = reasons_against(warm, want)
+        why = unlike(warm.description, want, state)
         if not why:
             return WarmMatch(want, warm)
         if nearest is None or len(why) < len(nearest):
             nearest = [f"process {warm.description.pid} differs: {why[0]}", *why[1:]]
     return WarmMatch(want, None, tuple(nearest or ()))
-
-
-def reasons_against(warm: Warm, want: Borrow) -> list[str]:
-    """The reasons why `warm` cannot lend `want`, as far as this process can see."""
-    try:
-        there = state_of(warm.description.pid)
-        # State that Yama hides is compared by the warm process.
-        here = {name: value for name, value in state_of().items() if name in there}
-    except OSError as error:
-        return [f"it cannot be looked at: {error.strerror}"]
-    return [*unlike(warm.description, want), *differences(here, there)]
 
 
 class Borrowed:
@@ -233,7 +190,7 @@ def borrow(warm: Warm, want: Borrow) -> Borrowed | str:
             raise ConnectionRefusedError("another process has its socket")
         socket.send_fds(sock, [b"?"], [1, tells, *want.inherited])
         stream = BlockingStream(sock)
-        stream.send(replace(want, state=state_of()))
+        stream.send(want)
         answer, handles, _, _ = socket.recv_fds(sock, 1, 1)
         if answer == b"y":
             sock.settimeout(None)
@@ -278,3 +235,40 @@ def start(env: Mapping[str, str], modules: Sequence[str], idle: float, until: in
     os.close(log)
     os.waitpid(pid, 0)
     return folder
+
+
+# The warm processes that a job uses, and those that it leaves behind with ``UNIRUN_WARM=1``.
+
+WARM_IDLE_TIMEOUT = 1800.0
+"""Seconds without a job after which a warm process ends."""
+
+MAX_LEFT_PROCESSES = 4
+"""Maximum number of warm processes left by a user's jobs; each has 200 MB."""
+
+
+def choices(job: JobDir, spec: JobSpec) -> list[WarmMatch]:
+    """For each forking spawner of a job, the warm process that lends it, or why none does."""
+    orders = Orders(job, AgentTask(spec, "", (), os.getcwd(), spec.master_addr), for_workers(os.environ))
+    return [choose(orders.spawner_request(key)) for key in orders.spawners if key != FRESH]
+
+
+def starts(choice: WarmMatch) -> str:
+    """Describe how a spawner starts."""
+    if choice.warm is not None:
+        return f"start: warm, from process {choice.warm.description.pid}"
+    return f"start: cold: {'; '.join(choice.against)}"
+
+
+def leaves_behind() -> bool:
+    """Return True if jobs should leave warm processes behind."""
+    return os.environ.get(VARIABLE) == "1"
+
+
+def leave_behind(found: list[WarmMatch]) -> None:
+    """Start the warm processes that were missing, if enabled. Raises `JobError`."""
+    if not leaves_behind() or some_start():
+        # Of many jobs that start together, only one does it.
+        return
+    for choice in found:
+        if choice.warm is None and len(running()) < MAX_LEFT_PROCESSES:
+            start(choice.want.env, choice.want.modules, WARM_IDLE_TIMEOUT)

@@ -32,28 +32,26 @@ from unirun.launcher.process import adopt_orphans, ignore_signals, kill_children
 from unirun.launcher.spawner import work
 from unirun.launcher.warm import files as searchpath
 from unirun.launcher.warm.files import VARIABLE, LoadedFiles, folders_of, imported, take_over
-from unirun.launcher.warm.likeness import (
+from unirun.launcher.warm.key import (
     DESCRIPTION,
-    OF_SHELLS,
     SOCKET,
     Description,
-    counts_in_warm,
     differences,
     peer_of,
     state_of,
-    unlike,
+    variables_that_count,
 )
 from unirun.wire.address import unix_address
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.reports import Borrow, Declined
 
-# A fork of the warm process: checks whether it fits, then becomes a job's spawner and its guard.
+# A fork of the warm process: checks that it is as described, then becomes a job's spawner and its guard.
 #
 # The job's agent cannot be the spawner's parent. So the guard does what an agent does for other spawners: it adopts and
 # kills the descendants of a killed spawner, and reports its exit code to the agent.
 
 STALE = 3
-"""Exit code of a fork that found loaded files replaced."""
+"""Exit code of a fork that found loaded files replaced, or itself changed."""
 
 BORROW_REQUEST_TIMEOUT = 5.0
 """Seconds to wait for the request of an agent that has connected."""
@@ -77,14 +75,13 @@ def lend(
         wanted = stream.receive(BORROW_REQUEST_TIMEOUT)
         if not isinstance(wanted, Borrow) or len(handles) != 2 + len(wanted.inherited):
             os._exit(1)
-        if why := _why_not(description, files, wanted):
+        if why := _changes(description, files):
             connection.sendall(b"n")
             stream.send(Declined(why))
+            os._exit(STALE)
     except (OSError, UnirunError):
         # The agent is gone or has stopped waiting.
         os._exit(1)
-    if why:
-        os._exit(STALE if files.replaced() else 0)
     output, told, *inherited = handles
     # Close the log of the warm process, as it carries the lock.
     for number in (1, 2):
@@ -109,10 +106,11 @@ def lend(
     work(stream, wanted.descriptors, numbers, modules, wanted.modules, began)
 
 
-def _why_not(description: Description, files: LoadedFiles, wanted: Borrow) -> str:
+def _changes(description: Description, files: LoadedFiles) -> str:
+    """The changes since the process was described, by which jobs have chosen it; empty: none."""
     if path := files.replaced():
         return f"{path} was replaced since it was loaded"
-    return "; ".join([*unlike(description, wanted), *differences(wanted.state, state_of())])
+    return "; ".join(differences(state_of(), description.state))
 
 
 def _become(wanted: Borrow, description: Description) -> None:
@@ -298,20 +296,17 @@ def main(argv: list[str]) -> None:
     env.__class__ = os._Environ
     if modules.threads:
         raise SystemExit(f"unirun: {', '.join(modules.threads)} starts threads, which a fork would lack")
-    # A copy of the environment reads each variable.
-    asked = (_Noting.names | set(before)) - OF_SHELLS if every else _Noting.names
-    names = {"HOME", *asked, *filter(counts_in_warm, before)}
+    names = None if every else tuple(sorted(_Noting.names))
     description = Description(
         pid=os.getpid(),
         began=began,
         idle=idle,
-        executable=sys.executable,
-        unirun=str(Path(__file__).parents[2]),
-        path=folders_of(before.get(searchpath.VARIABLE), os.getcwd()),
         modules=tuple(argv[4:]),
+        path=folders_of(before.get(searchpath.VARIABLE), os.getcwd()),
         imported=imported(),
-        every_variable=every,
-        variables={name: before.get(name) for name in sorted(names)},
+        names=names,
+        variables=variables_that_count(before, names),
+        state=state_of(),
     )
     os.chdir("/")
     files = LoadedFiles()

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import JobError
+from unirun.launcher.orders import spawner_request
 from unirun.launcher.warm import borrowing
 from unirun.launcher.warm.borrowing import (
     Borrowed,
@@ -30,9 +31,8 @@ from unirun.launcher.warm.borrowing import (
     run_root,
     running,
     some_start,
-    spawner_request,
 )
-from unirun.launcher.warm.likeness import DESCRIPTION, SOCKET, Description, state_of
+from unirun.launcher.warm.key import DESCRIPTION, SOCKET, Description, state_of
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.reports import Borrow, Declined
 
@@ -48,13 +48,12 @@ def described(**other: object) -> Description:
             pid=os.getpid(),
             began=1.0,
             idle=1.0,
-            executable=sys.executable,
-            unirun=WANT.unirun,
-            path=(),
             modules=("torch",),
+            path=(),
             imported={"torch": "/torch/__init__.py"},
-            every_variable=False,
+            names=("X", "Y"),
             variables={"HOME": "/h"},
+            state=state_of(),
         ),
         **other,
     )
@@ -115,6 +114,7 @@ class TestTheDirectory:
     def test_an_unreadable_warm_directory_is_refused(self, root: Path) -> None:
         """For a process that cannot read its own state, as it has changed its user."""
         script = "import os; from unirun.launcher.warm.borrowing import *; "
+        script += "from unirun.launcher.orders import spawner_request; "
         script += "os.setresuid(65534, 65534, 65534); print(choose(spawner_request({}, (), '/')).against)"
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
         assert "cannot be used: Permission denied" in done.stdout
@@ -186,13 +186,6 @@ class TestOfSeveral:
         monkeypatch.setenv("UNIRUN_WARM", "0")
         assert choose(WANT).against == ("UNIRUN_WARM=0",)
 
-    @pytest.mark.starts_processes
-    def test_a_dead_warm_process_is_not_chosen(self, lives: Callable[..., Path]) -> None:
-        gone = subprocess.Popen(["true"])
-        gone.wait()
-        lives("a", described(pid=gone.pid))
-        assert "it cannot be looked at: No such file or directory" in choose(WANT).against[0]
-
 
 def accept(listener: socket.socket) -> tuple[socket.socket, list[int], object]:
     connection, _ = listener.accept()
@@ -223,7 +216,7 @@ class TestAJobThatBorrows:
             for handle in handles:
                 os.close(handle)
             assert isinstance(wanted, Borrow)
-            assert wanted == replace(WANT, state=state_of())
+            assert wanted == WANT
             connection.sendall(b"n")
             BlockingStream(connection).send(Declined("of the weather"))
             connection.close()

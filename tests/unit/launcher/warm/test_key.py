@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from unirun.launcher.orders import PRELOAD, PRELOAD_CALLS
-from unirun.launcher.warm.likeness import (
+from unirun.launcher.warm.key import (
     OF_SHELLS,
     Description,
     counts_in_warm,
     differences,
-    state_of,
     unlike,
+    variables_that_count,
 )
 from unirun.wire.reports import Borrow
 
@@ -32,26 +32,30 @@ THERE = Description(
     pid=1,
     began=0.0,
     idle=1.0,
-    executable="/venv/bin/python",
-    unirun="/venv/unirun",
-    path=("/lib",),
     modules=("torch", "journal"),
+    path=("/lib",),
     imported={"torch": "/venv/torch/__init__.py"},
-    every_variable=False,
-    variables={"HOME": "/home/me", "OMP_NUM_THREADS": "1", "ASKED": None, "PYTHONPATH": "/lib"},
+    names=("ASKED", "HOME"),
+    variables={"HOME": "/home/me", "OMP_NUM_THREADS": "1"},
+    state={"Python": "/venv/bin/python", "nice": "0"},
 )
 
 WANTED = Borrow(
-    executable="/venv/bin/python",
-    unirun="/venv/unirun",
     cwd="/home/me",
     modules=("torch", "journal", "more"),
     env={"HOME": "/home/me", "OMP_NUM_THREADS": "1", "MINE": "x", "TORCH_LOGS": "all", "PYTHONPATH": "/lib"},
     umask=0o22,
     descriptors=1024,
     inherited=(),
-    state={},
 )
+
+
+ALL_NAMES = replace(THERE, names=None, variables=variables_that_count(WANTED.env, None))
+
+
+def why_not(there: Description, wanted: Borrow) -> list[str]:
+    """Compare for a job whose process has the same state."""
+    return unlike(there, wanted, THERE.state)
 
 
 def with_env(**env: str) -> Borrow:
@@ -60,33 +64,26 @@ def with_env(**env: str) -> Borrow:
 
 class TestAForkFits:
     def test_a_fork_fits_when_nothing_relevant_differs(self) -> None:
-        assert unlike(THERE, WANTED) == []
+        assert why_not(THERE, WANTED) == []
 
     @pytest.mark.parametrize("name", ["MINE", "TORCH_NCCL_TRACE", "TORCH_DISTRIBUTED_DEBUG", "UNIRUN_HOME"])
     def test_a_fork_fits_whatever_the_variables_that_are_read_later(self, name: str) -> None:
-        assert unlike(THERE, with_env(**{name: "another"})) == []
+        assert why_not(THERE, with_env(**{name: "another"})) == []
 
     @pytest.mark.parametrize(
         "what", [{"umask": 0o77}, {"cwd": "/tmp"}, {"descriptors": 9}, {"inherited": (4, 5)}]
     )
     def test_a_fork_fits_whatever_it_takes_over_afterwards(self, what: dict[str, object]) -> None:
-        assert unlike(THERE, replace(WANTED, **what)) == []
+        assert why_not(THERE, replace(WANTED, **what)) == []
 
     def test_a_fork_fits_in_another_shell(self) -> None:
-        there = replace(THERE, every_variable=True, variables={**WANTED.env})
-        assert unlike(there, with_env(**dict.fromkeys(OF_SHELLS, "another"))) == []
+        assert why_not(ALL_NAMES, with_env(**dict.fromkeys(OF_SHELLS, "another"))) == []
 
 
 class TestAForkDoesNotFit:
     @pytest.mark.parametrize(
         ("there", "wanted", "reason"),
         [
-            (
-                THERE,
-                replace(WANTED, executable="/bin/python"),
-                "Python is /bin/python, there /venv/bin/python",
-            ),
-            (THERE, replace(WANTED, unirun="/src/unirun"), "unirun is /src/unirun, there /venv/unirun"),
             (
                 THERE,
                 replace(WANTED, modules=("torch",)),
@@ -103,24 +100,33 @@ class TestAForkDoesNotFit:
                 with_env(OMPI_COMM_WORLD_LOCAL_SIZE="4"),
                 "OMPI_COMM_WORLD_LOCAL_SIZE is '4', there not set",
             ),
-            (
-                replace(THERE, every_variable=True, variables={**WANTED.env}),
-                with_env(NEW="1"),
-                "NEW is '1', there not set",
-            ),
+            (ALL_NAMES, with_env(NEW="1"), "NEW is '1', there not set"),
         ],
     )
     def test_a_fork_that_does_not_fit_gives_the_reason(
         self, there: Description, wanted: Borrow, reason: str
     ) -> None:
-        assert unlike(there, wanted) == [reason]
+        assert why_not(there, wanted) == [reason]
+
+    @pytest.mark.parametrize(
+        ("state", "reason"),
+        [
+            ({"Python": "/bin/python", "nice": "0"}, "Python is '/bin/python', there '/venv/bin/python'"),
+            ({"Python": "/venv/bin/python", "nice": "3"}, "nice is '3', there '0'"),
+            ({"Python": "/venv/bin/python"}, "nice is not set, there '0'"),
+        ],
+    )
+    def test_a_fork_of_a_process_in_another_state_does_not_fit(
+        self, state: dict[str, str], reason: str
+    ) -> None:
+        assert unlike(THERE, WANTED, state) == [reason]
 
     def test_a_fork_does_not_fit_when_a_variable_is_unset(self) -> None:
         env = {name: value for name, value in WANTED.env.items() if name != "OMP_NUM_THREADS"}
-        assert unlike(THERE, replace(WANTED, env=env)) == ["OMP_NUM_THREADS is not set, there '1'"]
+        assert why_not(THERE, replace(WANTED, env=env)) == ["OMP_NUM_THREADS is not set, there '1'"]
 
     def test_the_reason_that_a_fork_does_not_fit_cuts_a_long_value(self) -> None:
-        (reason,) = unlike(THERE, with_env(ASKED="x" * 10_000))
+        (reason,) = why_not(THERE, with_env(ASKED="x" * 10_000))
         assert len(reason) < 200
 
 
@@ -133,14 +139,12 @@ def test_a_fork_fits_exactly_when_the_relevant_variables_are_equal(
     started: dict[str, str], asked: frozenset[str], env: dict[str, str], every: bool
 ) -> None:
     """By the description of a warm process: variables read by imports, those read at import; or all."""
-    told = {"HOME", *asked, *filter(counts_in_warm, started), *(set(started) - OF_SHELLS if every else ())}
-    there = replace(
-        THERE, path=(), every_variable=every, variables={name: started.get(name) for name in told}
-    )
+    names = None if every else tuple(asked)
+    there = replace(THERE, path=(), names=names, variables=variables_that_count(started, names))
     counting = {"HOME", *asked, *filter(counts_in_warm, {**started, **env})}
     counting |= {*started, *env} - OF_SHELLS if every else set()
     same = all(started.get(name) == env.get(name) for name in counting)
-    assert (not unlike(there, replace(WANTED, env=env))) == same
+    assert (not why_not(there, replace(WANTED, env=env))) == same
 
 
 @given(here=ENVS, there=ENVS)
@@ -184,7 +188,7 @@ OF_ROOT = {
 LOOK = """
 import ctypes, json, os, resource, signal, struct, sys, textwrap
 from pathlib import Path
-from unirun.launcher.warm.likeness import differences, state_of
+from unirun.launcher.warm.key import differences, state_of
 libc = ctypes.CDLL(None)
 for line in sys.stdin:
     if os.fork() == 0:
@@ -252,38 +256,6 @@ class TestTheStateOfAProcess:
     )
     def test_process_state_omits_what_a_fork_sets_itself(self, change: str, changed_by: ChangedBy) -> None:
         assert changed_by(change) == []
-
-    @pytest.mark.starts_processes
-    def test_process_state_of_another_process_is_read_as_far_as_permitted(self) -> None:
-        child = subprocess.Popen(
-            [sys.executable, "-S", "-E", "-c", "print(flush=True); input()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert child.stdout is not None
-        child.stdout.readline()
-        seen, own = state_of(child.pid), state_of()
-        child.communicate(b"\n")
-        assert {name: own[name] for name in seen} == seen
-        with pytest.raises(OSError, match=str(child.pid)):
-            state_of(child.pid)
-
-    @pytest.mark.starts_processes
-    @pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
-    def test_process_states_are_compared_without_what_the_kernel_hides(self) -> None:
-        """Timer slack, without CAP_SYS_NICE; with Yama also the personality."""
-        look = "import sys; from unirun.launcher.warm.likeness import state_of; print(*state_of(sys.argv[1]), sep='\\n')"
-        done = subprocess.run(
-            ["setpriv", "--bounding-set=-sys_nice", "--", sys.executable, "-c", look, str(os.getpid())],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if "setpriv" in done.stderr:
-            pytest.skip("no setpriv")
-        # A process with less rights may not look at one with more at all.
-        assert done.returncode != 0 or "timerslack_ns" not in done.stdout.splitlines()
 
 
 HOOK = """

@@ -1,7 +1,8 @@
-"""Compare the properties of two processes that are inherited at start and cannot be changed in a fork.
+"""The key of a warm process: all that a fork of it has from its start and cannot change.
 
-The umask, the working directory, the environment and the session are set in the fork, so they are not compared. Nor are
-the session keyring and the audit session, which do not affect a program.
+A job and a warm process have the same key, or the job starts cold. The umask, the working directory, the environment
+and the session are set in the fork, so they are not part of it. Nor are the session keyring and the audit session,
+which do not affect a program.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import ctypes
 import os
 import socket
 import struct
-from collections.abc import Mapping
+import sys
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 from unirun.launcher.environment import counts_at_import
@@ -38,7 +40,7 @@ _FILES = (
     *("cgroup", "oom_score_adj", "personality", "coredump_filter", "timerslack_ns"),
     *("attr/current", "loginuid"),
 )
-"""Files of ``/proc/PID``. A kernel may lack the last two, and Yama hides some of other processes."""
+"""Files of ``/proc/self``. A kernel may lack the last two."""
 
 _IOPRIO_GET = {"x86_64": 252, "aarch64": 31, "riscv64": 31, "ppc64le": 274, "s390x": 283}
 """Number of the system call, for which libc has no function."""
@@ -68,15 +70,12 @@ DESCRIPTION, SOCKET = "warm.json", "socket"
 
 _libc = ctypes.CDLL(None)
 
-State = dict[str, str]
-"""Properties by name, as text for users."""
 
-
-def state_of(pid: int | str = "self") -> State:
-    """Read the state of process `pid` from the kernel, as far as this process may see it. Raises OSError when the
-    process is gone or belongs to another user."""
-    place = Path(f"/proc/{pid}")
-    state = {f"namespace {each.name}": os.readlink(each) for each in sorted((place / "ns").iterdir())}
+def state_of() -> dict[str, str]:
+    """The properties of this process, by name, as text for users: its program, and what the kernel has of it."""
+    place = Path("/proc/self")
+    state = {"Python": sys.executable, "unirun": str(Path(__file__).parents[2])}
+    state |= {f"namespace {each.name}": os.readlink(each) for each in sorted((place / "ns").iterdir())}
     state["root directory"] = os.readlink(place / "root")
     for line in (place / "status").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -85,16 +84,13 @@ def state_of(pid: int | str = "self") -> State:
         elif name == "SigIgn":
             state["ignored signals"] = f"{int(value, 16) & ~_OWN_SIGNALS:016x}"
     for name in _FILES:
-        try:
+        with contextlib.suppress(OSError):
             state[name] = (place / name).read_text().rstrip("\0\n")
-        except OSError:
-            if not place.exists():
-                raise
     with contextlib.suppress(OSError), (place / "numa_maps").open(buffering=256) as maps:
         # The process's policy, as numactl sets it: the first mapping, the executable's, has no other policy.
         state["memory policy"] = maps.readline().split()[1]
     if number := _IOPRIO_GET.get(os.uname().machine):
-        state["I/O priority"] = str(_libc.syscall(number, 1, 0 if pid == "self" else pid))
+        state["I/O priority"] = str(_libc.syscall(number, 1, 0))
     fields = (place / "stat").read_text().rpartition(")")[2].split()
     state |= {name: fields[index] for name, index in _STAT.items()}
     for line in (place / "limits").read_text().splitlines()[1:]:
@@ -127,47 +123,49 @@ def _shown(values: Mapping[str, str], name: str) -> str:
 class Description(Value):
     """The description of a warm process in a file beside its socket.
 
-    `unirun`: location of this package. `path`: the folders of its PYTHONPATH. `imported`: its top-level modules and
-    their files. `variables`: those that its imports have read or that are read when libraries are loaded, None when
-    unset; with `every_variable`, some import has read all of them.
+    `modules`: those to preload. `path`: the folders of its PYTHONPATH. `imported`: its top-level modules and their
+    files. `names`: the variables that its imports have read, None when some import has read all of them. Its key is
+    `variables` (`variables_that_count`) and `state` (`state_of`).
     """
 
     pid: int
     began: float
     idle: float
-    executable: str
-    unirun: str
-    path: tuple[str, ...]
     modules: tuple[str, ...]
+    path: tuple[str, ...]
     imported: dict[str, str]
-    every_variable: bool
-    variables: dict[str, str | None]
+    names: tuple[str, ...] | None
+    variables: dict[str, str]
+    state: dict[str, str]
 
 
 def counts_in_warm(name: str) -> bool:
     """Return True if a variable must be equal for a fork to be like a new process."""
-    return counts_at_import(name) or name.startswith(_OF_LIBRARIES)
+    return name == "HOME" or counts_at_import(name) or name.startswith(_OF_LIBRARIES)
 
 
-def unlike(there: Description, wanted: Borrow) -> list[str]:
-    """Describe why a fork of that process cannot be the wanted spawner; empty when it can."""
+def variables_that_count(env: Mapping[str, str], names: Container[str] | None) -> dict[str, str]:
+    """The part of `env` that is in the key: what libraries read when they are loaded, and `names`; all with None.
+    PYTHONPATH is compared by itself (`found_elsewhere`)."""
+    return {
+        name: value
+        for name, value in env.items()
+        if (counts_in_warm(name) or (name not in OF_SHELLS if names is None else name in names))
+        and name != files.VARIABLE
+    }
+
+
+def unlike(there: Description, wanted: Borrow, state: Mapping[str, str]) -> list[str]:
+    """Describe why a fork of that process cannot be the spawner that a process with `state` wants; empty when it
+    can."""
     reasons = []
-    if wanted.executable != there.executable:
-        reasons.append(f"Python is {wanted.executable}, there {there.executable}")
-    if wanted.unirun != there.unirun:
-        reasons.append(f"unirun is {wanted.unirun}, there {there.unirun}")
     path = folders_of(wanted.env.get(files.VARIABLE), wanted.cwd)
     if why := found_elsewhere(there.path, path, there.imported):
         reasons.append(why)
     if more := [name for name in there.modules if name not in wanted.modules]:
         reasons.append(f"it has imported {', '.join(more)}, which this job does not --preload")
-    names = {*there.variables, *filter(counts_in_warm, wanted.env)}
-    if there.every_variable:
-        names |= set(wanted.env) - OF_SHELLS
-    names.discard(files.VARIABLE)
-    here = {name: wanted.env[name] for name in names if name in wanted.env}
-    known = {name: value for name, value in there.variables.items() if value is not None and name in names}
-    return reasons + differences(here, known)
+    variables = variables_that_count(wanted.env, there.names)
+    return [*reasons, *differences(variables, there.variables), *differences(state, there.state)]
 
 
 OF_SHELLS = frozenset(("_", "OLDPWD", "PWD", "SHLVL"))
