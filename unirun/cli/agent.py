@@ -102,7 +102,7 @@ def _join(options: Any) -> int:
         interface=options.interface or "",
         insecure=insecure,
     )
-    return run_member(meeting, quiet=options.quiet, detach=options.detach)
+    return run_member(meeting, None, quiet=options.quiet, detach=options.detach)
 
 
 def _place(options: Any) -> tuple[TcpAddress, Token, bool]:

@@ -153,18 +153,18 @@ def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
     if step is not None and step.index > 0:
         with outliving_the_script(spec.run_id, os.environ):
             # srun shows the output of all nodes together, so that the head's notes are enough.
-            return run_member(step_meeting(options, spec, step), quiet=True)
+            return run_member(step_meeting(options, spec, step), spec, quiet=True)
     meeting = meeting_of(options, spec, count) if step is None else step_meeting(options, spec, step)
     if not meeting.head:
-        return run_member(meeting, quiet=quiet, detach=detach)
+        return run_member(meeting, spec, quiet=quiet, detach=detach)
     if step is None:
-        code = run_head(meeting, make_plan, store=store, quiet=quiet, detach=detach)
+        code = run_head(meeting, spec, make_plan, store=store, quiet=quiet, detach=detach)
         return _left(code, spec.run_id) if detach else code
 
     def publish(address: TcpAddress) -> AbstractContextManager[None]:
         return published(step, HeadAddress(address.addr, address.port, meeting.token.hex()))
 
-    return run_head(meeting, make_plan, store=store, quiet=quiet, publish=publish)
+    return run_head(meeting, spec, make_plan, store=store, quiet=quiet, publish=publish)
 
 
 def _left(code: int, run_id: str) -> int:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,6 +175,65 @@ def _sink(handle: int, prefix: bytes, words: tuple[bytes, ...]) -> Callable[[byt
     return put
 
 
+# The start of spawners, also before the agent has a task.
+
+
+def start_spawner(want: Borrow) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start a spawner that is a child of this process. Returns the stream to it, and the process."""
+    ours, theirs = socket.socketpair()
+    about = map(str, (theirs.fileno(), os.getpid(), want.descriptors, ",".join(map(str, want.inherited))))
+    command = [sys.executable, "-u", BOOT, "spawner", *about, *want.modules]
+    handles = [theirs.fileno(), *want.inherited]
+    popen = subprocess.Popen(command, pass_fds=handles, env=want.env, stdin=subprocess.DEVNULL)
+    theirs.close()
+    return ours, popen
+
+
+class EarlySpawners:
+    """The spawners of an agent that has no task yet: they import what its workers most likely need.
+
+    `sockets` will be those of the endpoints: a spawner can only serve a store on a socket that it has inherited.
+    """
+
+    def __init__(self, task: AgentTask | None = None) -> None:
+        """`task` is what is known of the agent's task; None for nothing."""
+        self.descriptors = spare_descriptors()
+        self.sockets: dict[str, socket.socket] = {}
+        self._started: dict[SpawnerKey, tuple[Borrow, socket.socket, subprocess.Popen[bytes]]] = {}
+        # An env file may be missing here, which is told when the task has come.
+        with contextlib.suppress(RendezvousError):
+            if task is not None:
+                self._start(task, Orders(JobDir(Path()), task, for_workers(os.environ)))
+
+    def _start(self, task: AgentTask, orders: Orders) -> None:
+        family = socket.AF_INET6 if ":" in task.addr else socket.AF_INET
+        self.sockets = {role.name: socket.socket(family) for role in task.spec.roles if not role.is_program}
+        for key in orders.spawners:
+            want = orders.spawner_request(key, self.descriptors, handles_of(self.sockets.values()))
+            if key != FRESH and choose(want).warm is None:
+                self._started[key] = (want, *start_spawner(want))
+
+    def take(self, key: SpawnerKey, want: Borrow) -> tuple[socket.socket, subprocess.Popen[bytes]] | None:
+        """The spawner with this key, if there is one that is as the task wants it."""
+        if key not in self._started or self._started[key][0] != want:
+            return None
+        _, stream, popen = self._started.pop(key)
+        return stream, popen
+
+    def close(self) -> None:
+        """End the spawners that the task has no use for."""
+        while self._started:
+            _, (_, stream, popen) = self._started.popitem()
+            popen.kill()
+            popen.wait()
+            stream.close()
+
+
+def handles_of(sockets: Iterable[socket.socket]) -> list[int]:
+    """The descriptors of `sockets`."""
+    return [each.fileno() for each in sockets]
+
+
 SPAWNER_EXIT_TIMEOUT = 2.0
 """Seconds for a spawner to exit after its stream was closed."""
 
@@ -191,9 +250,11 @@ class Agent:
         stdin: int | None = None,
         tcp: socket.socket | None = None,
         kept: frozenset[int] = frozenset(),
+        early: EarlySpawners | None = None,
     ) -> None:
         """`endpoints` are the bound endpoints of the roles' rendezvous stores; `stdin` is a descriptor for the job's
         reader (`JobSpec.reader`); `tcp` is as for `Standby`; the processes `kept` are no workers'."""
+        self._early = early or EarlySpawners()
         self._job, self._spec, self._kept = job, task.spec, kept
         self._orders = Orders(job, task, for_workers(os.environ), stdin)
         self._endpoints = endpoints
@@ -217,7 +278,6 @@ class Agent:
         self._children: set[subprocess.Popen[bytes] | ForkedSpawner] = set()
         self._left = asyncio.Event()
         self._notes = Notes()
-        self._descriptors = 0
         self._filters = LineFilters(job, task.spec.log)
         self._addr = task.addr
         self._mask = mask_of(task.spec, for_workers(os.environ))
@@ -237,12 +297,11 @@ class Agent:
 
     def _handles(self) -> list[int]:
         """The sockets of the endpoints, for stores."""
-        return [endpoint.socket.fileno() for endpoint in self._endpoints.values()]
+        return handles_of(endpoint.socket for endpoint in self._endpoints.values())
 
     async def run(self, owner_pid: int | None) -> None:
         """Serve one master after another, until `Shutdown` or the end of the process `owner_pid`."""
         adopt_orphans()
-        self._descriptors = spare_descriptors()
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             told = events.Abandon("the agent got a signal", self._spec.shutdown_timeout, signum)
@@ -317,6 +376,7 @@ class Agent:
         self._state = replace(self._state, spawners=dict.fromkeys(keys, False))
         for key in keys:
             self._start_spawner(key)
+        self._early.close()
 
     def _apply(self, event: events.Event) -> None:
         try:
@@ -447,10 +507,12 @@ class Agent:
         """Borrow the spawner from a warm process that fits, else start it; the first one of programs was forked."""
         if key == FRESH and (forked := self._forked) is not None:
             self._forked = None
-            self._children.add(forked)
-            self._background(self._follow_spawner(key, forked.socket, forked))
+            self._follow_child(key, forked.socket, forked)
             return
-        want = self._orders.spawner_request(key, self._descriptors, self._handles())
+        want = self._orders.spawner_request(key, self._early.descriptors, self._handles())
+        if (early := self._early.take(key, want)) is not None:
+            self._follow_child(key, *early)
+            return
         warm = None if key == FRESH else choose(want).warm
         if warm is not None:
             self._background(self._borrow(key, warm, want))
@@ -466,14 +528,13 @@ class Agent:
             self._start_cold(key, want)
 
     def _start_cold(self, key: SpawnerKey, want: Borrow) -> None:
-        ours, theirs = socket.socketpair()
-        about = map(str, (theirs.fileno(), os.getpid(), want.descriptors, ",".join(map(str, want.inherited))))
-        command = [sys.executable, "-u", BOOT, "spawner", *about, *want.modules]
-        handles = [theirs.fileno(), *want.inherited]
-        popen = subprocess.Popen(command, pass_fds=handles, env=want.env, stdin=subprocess.DEVNULL)
-        self._children.add(popen)
-        theirs.close()
-        self._background(self._follow_spawner(key, ours, popen))
+        self._follow_child(key, *start_spawner(want))
+
+    def _follow_child(
+        self, key: SpawnerKey, stream: socket.socket, child: subprocess.Popen[bytes] | ForkedSpawner
+    ) -> None:
+        self._children.add(child)
+        self._background(self._follow_spawner(key, stream, child))
 
     async def _follow_spawner(
         self,

@@ -17,7 +17,7 @@ from unirun.failover.offers import AgentTask
 from unirun.failover.state import new_job
 from unirun.failover.status_views import status_of
 from unirun.launcher.foreground.terminal import drop_input, warn
-from unirun.launcher.local import RunningJob, output_of_first_master, start_processes
+from unirun.launcher.local import AgentProcess, RunningJob, output_of_first_master, start_processes
 from unirun.launcher.orders import on_host
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import adopt_orphans, spare_descriptors
@@ -67,14 +67,15 @@ def run(
 
 class Head(Value):
     """This host as the first one of a job on several: its name as a `node`, the job's token and uid, and where masters
-    listen. `folder` is the node in whose name it keeps its files, when the command is elsewhere. `etcd` are the members
-    of the job's own etcd."""
+    listen. Its `agent` waits for its task. `folder` is the node in whose name it keeps its files, when the command is
+    elsewhere. `etcd` are the members of the job's own etcd."""
 
     node: str
     token: Token
     uid: str
     listener: socket.socket
     address: TcpAddress
+    agent: AgentProcess
     insecure: bool = False
     folder: str = ""
     etcd: tuple[EtcdMember, ...] = ()
@@ -105,11 +106,24 @@ def launch(
     check_host(spec)
     refuse_impossible(spec, ((each.role, each.node) for each in here), host_ceilings())
     job, lock = _create(spec, url, head)
+    try:
+        tasks = _tasks(planned, inventory, head, alone=url is None)
+    except RendezvousError:
+        discard_job(job, lock)
+        raise
+    reader = _reading_node(planned) if stdin and not detach else None
+    agents = (
+        {task.node: AgentProcess(job.agent_log(task.node), task, stdin=task.node == reader) for task in tasks}
+        if head is None
+        else {head.node: head.agent}
+    )
     socket_path = job.master_socket(os.getpid())
     try:
         _write_first_state(job, planned, inventory, _keepers(head, url), owned=not detach)
         listener = listen(socket_path)
     except OSError as error:
+        for agent in agents.values():
+            agent.end()
         raise JobError(
             f"the job's directory {job.path} cannot be written: {error.strerror}",
             "free some space, or set UNIRUN_HOME to another directory",
@@ -128,12 +142,12 @@ def launch(
     try:
         processes = start_processes(
             job,
-            _tasks(planned, inventory, head, alone=url is None),
+            agents,
+            tasks,
             run_master,
             listener=listener,
             lock=lock,
             owner=None if detach or (head is not None and head.folder) else os.getpid(),
-            reader=_reading_node(planned) if stdin and not detach else None,
             tcp=head.listener if head is not None else None,
         )
     except RendezvousError:

@@ -19,15 +19,16 @@ from typing import NoReturn, Protocol
 
 from unirun.errors import RendezvousError, StoreError, UnirunError
 from unirun.failover.offers import AgentTask
-from unirun.launcher.agent import Agent
+from unirun.launcher.agent import Agent, EarlySpawners
 from unirun.launcher.process import collect_orphans, die_with_parent, ignore_signals, kill_children, set_title
 from unirun.observe.jobdir import JobDir
-from unirun.rendezvous.creation import command_of, discard_job
+from unirun.rendezvous.creation import command_of
 from unirun.rendezvous.election import job_prefix, leader_of
-from unirun.rendezvous.endpoints import BIND_TIMEOUT, Endpoint, hold_endpoints
+from unirun.rendezvous.endpoints import BIND_TIMEOUT, hold_endpoints
 from unirun.rendezvous.store.url import open_store
 from unirun.spec.job import JobSpec
 from unirun.values import Value
+from unirun.wire.frames import from_json
 from unirun.wire.reporting import NO_THREAD, flush, lacks_threads, report, report_error
 
 # The member of a job's own etcd on this node: a process that lives as long as the node's agent.
@@ -94,136 +95,146 @@ TAKE_UP_POLL_INTERVAL = 0.01
 _SAYS = "unirun-master: "
 
 
+class AgentProcess:
+    """The process of an agent, from before it has a task: it waits for one, and imports meanwhile what its workers most
+    likely need. As a context it is ended unless it has begun.
+    """
+
+    def __init__(self, log: Path, early: AgentTask | None = None, *, stdin: bool = False) -> None:
+        """Fork it. Call it before any thread is started. It writes to the file `log`, and with `stdin` alone keeps this
+        process's stdin, for a worker. `early` is what is known of its task; None for nothing."""
+        self._log = self._final_log = log
+        self._node = ""
+        self._stream, theirs = socket.socketpair()
+
+        def run(stdin: int | None) -> None:
+            self._stream.close()
+            _be_agent(theirs, early, stdin)
+
+        self.pid = _fork("unirun-agent", log, run, stdin=stdin)
+        theirs.close()
+
+    def __enter__(self) -> AgentProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def assign(
+        self, job: JobDir, task: AgentTask, lock: int, owner: int | None, tcp: socket.socket | None = None
+    ) -> None:
+        """Give it its task in `job`: it binds its endpoints, and waits (`begin`). It has the environment of this
+        process then, and ends with the process `owner`; without one, with its job. Masters that it starts listen on
+        `tcp`."""
+        self._node, self._final_log = task.node, job.agent_log(task.node)
+        told = {"job": str(job.path), "task": task.to_json(), "owner": owner, "environ": dict(os.environ)}
+        handles = [lock] if tcp is None else [lock, tcp.fileno()]
+        try:
+            socket.send_fds(self._stream, [b"!"], handles)
+            self._stream.sendall(json.dumps(told).encode() + b"\n")
+        except OSError as error:
+            raise self._gone() from error
+
+    def wait_until_bound(self, deadline: float) -> None:
+        """Wait until it has bound its endpoints. Raises `RendezvousError` when it cannot, or has not by `deadline`."""
+        poll = select.poll()
+        poll.register(self._stream, select.POLLIN)
+        if not poll.poll(1000 * max(deadline - time.monotonic(), 0.0)):
+            problem = f"the agent of node {self._node} has not bound its endpoints within {BIND_TIMEOUT:g} s"
+            raise RendezvousError(problem, "does a name server answer? see --master-addr")
+        with suppress(OSError):
+            if answer := self._stream.recv(select.PIPE_BUF):
+                if refusal := json.loads(answer):
+                    raise RendezvousError(*refusal)
+                return
+        raise self._gone()
+
+    def begin(self) -> None:
+        """Let it begin."""
+        with suppress(OSError):
+            if self._log != self._final_log:
+                self._log.rename(self._final_log)
+            self._stream.sendall(b"\n")
+        self._stream.close()
+
+    def end(self) -> None:
+        """End it, unless it has begun: the job starts without it, or not at all."""
+        if self._stream.fileno() < 0:
+            return
+        self._stream.close()
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self._log.unlink(missing_ok=True)
+
+    def _gone(self) -> RendezvousError:
+        return RendezvousError(f"the agent of node {self._node} has ended before it began")
+
+
+def _be_agent(stream: socket.socket, early: AgentTask | None, stdin: int | None) -> None:
+    """Run in the process of an agent: wait for the task, bind the endpoints, and begin when told; end without a task
+    when the other end is gone."""
+    spawners = EarlySpawners(early)
+    with stream, stream.makefile("r") as lines:
+        _, handles, _, _ = socket.recv_fds(stream, 1, 2, socket.MSG_CMSG_CLOEXEC)
+        if not (line := lines.readline()):
+            return
+        told = json.loads(line)
+        os.environ.clear()
+        os.environ.update(told["environ"])
+        job, task = JobDir(Path(told["job"])), from_json(AgentTask, told["task"])
+        try:
+            endpoints = hold_endpoints(task.spec, task.addr, task.port, spawners.sockets)
+        except RendezvousError as error:
+            stream.sendall(json.dumps([error.problem, error.remedy]).encode())
+            raise
+        stream.sendall(b"[]")
+        if not lines.readline():
+            return
+    tcp = socket.socket(fileno=handles[1]) if len(handles) > 1 else None
+    with running_member(job, task) as kept:
+        agent = Agent(job, task, endpoints, handles[0], stdin, tcp, kept, spawners)
+        agent.fork_spawner()
+        asyncio.run(agent.run(told["owner"]))
+
+
 def start_processes(
     job: JobDir,
+    agents: Mapping[str, AgentProcess],
     tasks: Sequence[AgentTask],
     run_master: Callable[[Mapping[str, int]], None],
     *,
     listener: socket.socket,
     lock: int,
     owner: int | None,
-    reader: str | None = None,
     tcp: socket.socket | None = None,
 ) -> Processes:
-    """Fork an agent for each of `tasks`, and the first master of `job`; they end with the process `owner`, if there is
-    one.
+    """Give `agents`, by node, their `tasks`, and fork the first master of `job`; they end with the process `owner`, if
+    there is one.
 
     `run_master` is called in the master's process with the pids of the agents, whose end it must notice even before
     they have joined. `listener` stays open there only: what listens ends with its owner. All hold the `lock`, as long
-    as one of them lives. The agent of the node `reader` alone keeps this process's stdin, for a worker. `tcp` is
-    where masters of a job on several hosts listen; master and agents hold it. Forking shares what is imported already.
-    Call it before any thread is started.
+    as one of them lives. `tcp` is where masters of a job on several hosts listen; master and agents hold it. Forking
+    shares what is imported already. Call it before any thread is started.
 
     Raises `RendezvousError`, and leaves no process, when an agent cannot bind its endpoints.
     """
-    refusals: dict[str, int] = {}
-
-    def run_agent(task: AgentTask, refusal: int, stdin: int | None) -> None:
-        listener.close()
-        for other in refusals.values():
-            os.close(other)
-        try:
-            endpoints = hold_endpoints(task.spec, task.addr, task.port)
-        except RendezvousError as error:
-            os.write(refusal, json.dumps([error.problem, error.remedy]).encode())
-            raise
-        os.close(refusal)
-        try:
-            with running_member(job, task) as kept:
-                agent = Agent(job, task, endpoints, lock, stdin, tcp, kept)
-                agent.fork_spawner()
-                asyncio.run(agent.run(owner))
-        finally:
-            for endpoint in endpoints.values():
-                endpoint.close()
-
-    agents: dict[str, int] = {}
-    for task in tasks:
-        ours, theirs = os.pipe()
-        refusals[task.node] = ours
-        run = partial(run_agent, task, theirs)
-        log = job.agent_log(task.node)
-        agents[task.node] = _fork("unirun-agent", log, run, stdin=task.node == reader)
-        os.close(theirs)
     try:
-        _await_endpoints(refusals)
+        deadline = time.monotonic() + BIND_TIMEOUT
+        for task in tasks:
+            agents[task.node].assign(job, task, lock, owner, tcp)
+        for agent in agents.values():
+            agent.wait_until_bound(deadline)
     except BaseException:
-        for pid in agents.values():
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        for agent in agents.values():
+            agent.end()
         raise
-    master = _fork("unirun-master", job.master_log, lambda _: run_master(agents))
+    for agent in agents.values():
+        agent.begin()
+    pids = {node: agent.pid for node, agent in agents.items()}
+    master = _fork("unirun-master", job.master_log, lambda _: run_master(pids))
     listener.close()
     os.close(lock)
-    return Processes(master, tuple(agents.values()))
-
-
-class JoinedNode(Value):
-    """A node that takes part in a job: its directory of the job with the lock, its task, what it has bound.
-
-    Masters that its agent starts listen on `listener`; without one, they run on another host only.
-    """
-
-    job: JobDir
-    lock: int
-    task: AgentTask
-    endpoints: Mapping[str, Endpoint]
-    listener: socket.socket | None = None
-
-    def close(self) -> None:
-        """Close what is bound."""
-        self._release()
-        os.close(self.lock)
-
-    def discard(self) -> None:
-        """Close what is bound and remove the directory: the job starts without this node, or not at all."""
-        self._release()
-        discard_job(self.job, self.lock)
-
-    def _release(self) -> None:
-        for endpoint in self.endpoints.values():
-            endpoint.close()
-        if self.listener is not None:
-            self.listener.close()
-
-
-def start_agent(member: JoinedNode, *, owner: int | None) -> Processes:
-    """Fork the agent of a node that has bound its endpoints already; masters run elsewhere.
-
-    It ends with the process `owner`; without one, with its job. Call it before any thread is started.
-    """
-
-    def run_agent(_: int | None) -> None:
-        with running_member(member.job, member.task) as kept:
-            agent = Agent(
-                member.job, member.task, member.endpoints, member.lock, tcp=member.listener, kept=kept
-            )
-            agent.fork_spawner()
-            asyncio.run(agent.run(owner))
-
-    pid = _fork("unirun-agent", member.job.agent_log(member.task.node), run_agent)
-    member.close()
-    return Processes(None, (pid,))
-
-
-def _await_endpoints(refusals: Mapping[str, int]) -> None:
-    """Wait until the agent of each node has bound its endpoints, which closes its pipe.
-
-    Raises `RendezvousError`: the error that an agent has written instead, or that one has done neither in time.
-    """
-    deadline = time.monotonic() + BIND_TIMEOUT
-    try:
-        for node, pipe in refusals.items():
-            poll = select.poll()
-            poll.register(pipe, select.POLLIN)
-            if not poll.poll(1000 * max(deadline - time.monotonic(), 0.0)):
-                problem = f"the agent of node {node} has not bound its endpoints within {BIND_TIMEOUT:g} s"
-                raise RendezvousError(problem, "does a name server answer? see --master-addr")
-            if text := os.read(pipe, select.PIPE_BUF):
-                raise RendezvousError(*json.loads(text))
-    finally:
-        for pipe in refusals.values():
-            os.close(pipe)
+    return Processes(master, tuple(pids.values()))
 
 
 def _fork(title: str, log: Path, run: Callable[[int | None], None], *, stdin: bool = False) -> int:

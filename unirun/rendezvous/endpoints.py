@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from unirun.errors import RendezvousError
 from unirun.spec.job import JobSpec
@@ -47,14 +49,15 @@ def split_endpoint(text: str) -> tuple[str, int]:
     return addr.removeprefix("[").removesuffix("]"), int(port)
 
 
-def hold_endpoint(addr: str, port: int = 0) -> Endpoint:
-    """Bind `addr`:`port` (0: any free port) and listen. Raises `RendezvousError`."""
+def hold_endpoint(addr: str, port: int = 0, given: socket.socket | None = None) -> Endpoint:
+    """Bind `addr`:`port` (0: any free port) and listen, on the socket `given` if its family fits. Raises
+    `RendezvousError`."""
     try:
         family = socket.getaddrinfo(addr, None)[0][0]
     except OSError as error:
         raise RendezvousError(f"{addr!r} is no address of this host: {error}", "see --master-addr") from error
     try:
-        sock = socket.socket(family)
+        sock = given if given is not None and given.family == family else socket.socket(family)
     except OSError as error:
         problem = f"no socket can be opened for a store: {error.strerror}".lower()
         remedy = "each role has one on each node; raise the limit: ulimit -n NUMBER"
@@ -89,9 +92,12 @@ def _check_reachable(addr: str) -> None:
         endpoint.close()
 
 
-def hold_endpoints(spec: JobSpec, addr: str, port: int) -> dict[str, Endpoint]:
-    """Bind one listening socket per role with a rendezvous store at `addr`; that of the first one gets `port`, unless
-    it is 0. Raises `RendezvousError` when the port is taken, or this host cannot connect to its own address."""
+def hold_endpoints(
+    spec: JobSpec, addr: str, port: int, given: Mapping[str, socket.socket] = MappingProxyType({})
+) -> dict[str, Endpoint]:
+    """Bind one listening socket per role with a rendezvous store at `addr`, where it is `given` that one; that of the
+    first role gets `port`, unless it is 0. Raises `RendezvousError` when the port is taken, or this host cannot connect
+    to its own address."""
     held: dict[str, Endpoint] = {}
     try:
         if any(role.entry.kind != "program" for role in spec.roles):
@@ -99,7 +105,7 @@ def hold_endpoints(spec: JobSpec, addr: str, port: int) -> dict[str, Endpoint]:
         for role in spec.roles:
             if role.is_program:
                 continue
-            held[role.name] = hold_endpoint(addr, 0 if held else port)
+            held[role.name] = hold_endpoint(addr, 0 if held else port, given.get(role.name))
     except RendezvousError:
         for endpoint in held.values():
             endpoint.close()

@@ -80,17 +80,17 @@ class Invite(Value, tag=True):
     """Asks the host on which the receiver was started to take part in a job as `node`.
 
     `token` is the job's, in hex; the stream must be one that nobody else reads, as that of ssh. `env` comes on top of
-    the receiver's environment. `needs` are files, directories, and names of programs that every host of the job must
-    have. A node that is to be the `head` binds the address of the masters at once. `interface` is the user's choice,
-    empty for none. When the job has begun, its `masters` are asked instead of the sender. A job that is to `detach`
-    does not end with the command.
+    the receiver's environment. `spec` is the job's in JSON as far as it is known without the hosts, empty when they
+    join later. A node that is to be the `head` binds the address of the masters at once. `interface` is the user's
+    choice, empty for none. When the job has begun, its `masters` are asked instead of the sender. A job that is to
+    `detach` does not end with the command.
     """
 
     token: str
     node: str
     cwd: str
     env: dict[str, str]
-    needs: tuple[str, ...] = ()
+    spec: str = ""
     head: bool = False
     masters: TcpAddress | None = None
     detach: bool = False

@@ -15,9 +15,11 @@ from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import Refused
 from unirun.failover.offers import AgentTask
 from unirun.launcher import core, events
-from unirun.launcher.agent import Agent
-from unirun.launcher.environment import SpawnerKey
+from unirun.launcher.agent import Agent, EarlySpawners, handles_of
+from unirun.launcher.environment import SpawnerKey, for_workers
 from unirun.launcher.events import AgentState, Command, Event, Phase, Worker
+from unirun.launcher.orders import Orders
+from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import create_job
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.values import WorkerId
@@ -98,3 +100,29 @@ def test_an_event_that_the_agent_refuses_changes_nothing(
     assert not agent._left.is_set()
     (told,) = agent._unsent.take()
     assert b"refused Led: no" in told
+
+
+@pytest.mark.starts_processes
+def test_an_agent_without_a_task_starts_the_spawner_that_it_most_likely_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIRUN_WARM", "0")
+    spec = JobSpec("job", "run-1", (RoleSpec("actor", 1, Entry("script", "a.py")),), ("actor",))
+    task = AgentTask(spec, "n0", (), str(tmp_path), "127.0.0.1")
+    early = EarlySpawners(task)
+    orders = Orders(JobDir(tmp_path), task, for_workers(os.environ))
+    (key,) = orders.spawners
+    want = orders.spawner_request(key, early.descriptors, handles_of(early.sockets.values()))
+    assert early.take(key, replace(want, modules=("json",))) is None
+    taken = early.take(key, want)
+    assert taken is not None
+    stream, popen = taken
+    assert popen.poll() is None
+    popen.kill()
+    popen.wait()
+    stream.close()
+    other = EarlySpawners(task)
+    other.close()
+    assert other.take(key, want) is None
+    for each in (*early.sockets.values(), *other.sockets.values()):
+        each.close()

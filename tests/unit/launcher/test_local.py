@@ -5,7 +5,6 @@ Each test is a process of its own, as `Processes.end` kills every child that the
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -14,8 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import WAIT_TIMEOUT
-from unirun.errors import RendezvousError
-from unirun.launcher import local
 
 PRELUDE = """
 import os, signal, sys, time
@@ -179,11 +176,74 @@ def test_ending_the_processes_does_not_wait_for_a_stranger() -> None:
     """)
 
 
-def test_an_agent_that_has_not_bound_its_endpoints_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "BIND_TIMEOUT", 0.01)
-    done, ended = os.pipe()
-    os.close(ended)
-    ours, theirs = os.pipe()
-    with pytest.raises(RendezvousError, match=r"agent of node n1 has not bound its endpoints within 0.01 s"):
-        local._await_endpoints({"n0": done, "n1": ours})
-    os.close(theirs)
+AGENT = """
+from pathlib import Path
+from unirun.errors import RendezvousError
+from unirun.failover.offers import AgentTask
+from unirun.launcher.local import AgentProcess
+from unirun.observe.jobdir import JobDir
+from unirun.spec.job import Entry, JobSpec, RoleSpec
+
+spec = JobSpec("job", "run-1", (RoleSpec("actor", 1, Entry("script", "a.py")),), ("actor",))
+folder = Path({folder!r})
+agent = AgentProcess(folder / "new.log")
+
+def assign(addr="127.0.0.1"):
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+    agent.assign(JobDir(folder), AgentTask(spec, "n1", ("n1",), "/", addr), lock, None)
+"""
+
+
+@pytest.mark.starts_processes
+def test_an_agent_that_has_not_bound_its_endpoints_in_time_is_named_and_ended(tmp_path: Path) -> None:
+    run(
+        AGENT.format(folder=str(tmp_path))
+        + textwrap.dedent("""
+        os.kill(agent.pid, signal.SIGSTOP)
+        assign()
+        try:
+            with agent:
+                agent.wait_until_bound(time.monotonic() + 0.01)
+            raise AssertionError
+        except RendezvousError as error:
+            assert "agent of node n1 has not bound its endpoints" in str(error)
+        assert children() == []
+        """)
+    )
+
+
+@pytest.mark.starts_processes
+def test_an_agent_tells_why_it_cannot_bind_its_endpoints(tmp_path: Path) -> None:
+    run(
+        AGENT.format(folder=str(tmp_path))
+        + textwrap.dedent("""
+        assign("192.0.2.1")
+        try:
+            with agent:
+                agent.wait_until_bound(time.monotonic() + 120)
+            raise AssertionError
+        except RendezvousError as error:
+            assert "192.0.2.1" in error.problem
+        assert children() == []
+        assert not (folder / "new.log").exists()
+        """)
+    )
+
+
+@pytest.mark.starts_processes
+def test_an_agent_that_waits_for_a_task_ends_with_the_process_that_has_started_it(tmp_path: Path) -> None:
+    run(
+        AGENT.format(folder=str(tmp_path))
+        + textwrap.dedent("""
+        adopt_orphans()
+        reader, writer = os.pipe()
+        if (starter := os.fork()) == 0:
+            os.write(writer, b"%d" % AgentProcess(folder / "other.log").pid)
+            os._exit(0)
+        other = int(os.read(reader, 20))
+        os.waitpid(starter, 0)
+        assert os.waitpid(other, 0) == (other, 0)
+        agent.end()
+        assert children() == []
+        """)
+    )

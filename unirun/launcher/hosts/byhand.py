@@ -19,19 +19,20 @@ from msgspec.structs import replace
 
 from unirun.collocation import Inventory
 from unirun.errors import AuthError, JobError, RendezvousError, UnirunError, WireError
-from unirun.failover.offers import NodeFault, inventory_of, misfits, versions
+from unirun.failover.offers import AgentTask, NodeFault, inventory_of, misfits, versions
 from unirun.launcher.foreground.terminal import drop_input, warn
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts.connection import carried, reach
-from unirun.launcher.hosts.lobby import Lobby, assign, offer, part, refusal, take_part
+from unirun.launcher.hosts.lobby import Lobby, assign, early_agent, offer, part, refusal, take_part
 from unirun.launcher.interfaces import choose, is_own, resolve, route_to
 from unirun.launcher.launch import Head, launch, leave, task_of
-from unirun.launcher.local import RunningJob, start_agent
+from unirun.launcher.local import RunningJob
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import adopt_orphans, spare_descriptors
 from unirun.observe.jobdir import unirun_home
 from unirun.observe.ownership import make_private
 from unirun.rendezvous.creation import new_uid, store_for
+from unirun.spec.job import JobSpec
 from unirun.values import Value
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import StreamServer
@@ -72,6 +73,7 @@ class Meeting(Value):
 
 def run_head(
     meeting: Meeting,
+    spec: JobSpec,
     make_plan: Callable[[Inventory], PlannedJob],
     *,
     store: str | None,
@@ -79,19 +81,21 @@ def run_head(
     detach: bool = False,
     publish: Callable[[TcpAddress], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> int:
-    """Run the job of all nodes as their head. `make_plan` plans it for the nodes that have come; `publish` tells the
-    others where they meet, if they cannot know. Returns its exit code, with `detach` 0 when it has begun.
+    """Run the job of all nodes as their head. `spec` is the job as far as it is known without them; `make_plan` plans
+    it for those that have come; `publish` tells the others where they meet, if they cannot know. Returns its exit
+    code, with `detach` 0 when it has begun.
 
     Raises `RendezvousError`, also with all nodes that cannot take part, and what `make_plan` raises.
     """
     addr = choose(meeting.interface) if meeting.interface else resolve(meeting.host)
-    listener = listen_tcp(addr, meeting.port)
-    address = TcpAddress(addr, listener.getsockname()[1], meeting.node)
-    here = offer(meeting.node, meeting.rank, addr=addr)
     with (
+        listen_tcp(addr, meeting.port) as listener,
+        early_agent(AgentTask(spec, meeting.node, (), os.getcwd(), addr)) as agent,
         temporary(meeting.token, meeting.node, insecure=meeting.insecure) as credentials,
         asyncio.Runner() as runner,
     ):
+        address = TcpAddress(addr, listener.getsockname()[1], meeting.node)
+        here = offer(meeting.node, meeting.rank, addr=addr)
         lobby = Lobby(meeting.most, here, meeting.names)
         try:
             with publish(address):
@@ -102,7 +106,9 @@ def run_head(
             planned = make_plan(inventory_of(offers))
             url, members = store_for(store, offers, insecure=meeting.insecure)
             head = Head(
-                meeting.node, meeting.token, new_uid(), listener, address, meeting.insecure, etcd=members
+                *(meeting.node, meeting.token, new_uid(), listener, address, agent),
+                insecure=meeting.insecure,
+                etcd=members,
             )
             named = tasks(planned, head, url)
             unwanted = [guest for guest in lobby.guests if guest.node not in named]
@@ -114,34 +120,33 @@ def run_head(
         except BaseException as error:
             runner.run(part(lobby.guests, Dismissed(f"the job was not started: {error}")))
             raise
-        finally:
-            listener.close()
     if detach:
         return leave(running)
     return _follow(replace(running, node=meeting.node), quiet=quiet)
 
 
-def run_member(meeting: Meeting, *, quiet: bool, detach: bool = False) -> int:
-    """Take part in the job of the head at `meeting`, which may have begun. Returns the job's exit code, and 0 at once
-    with `detach`. Raises `RendezvousError`."""
-    with temporary(meeting.token, meeting.node, insecure=meeting.insecure) as credentials:
-        stream = _reach_head(meeting, credentials)
-        with stream:
-            addr = choose(meeting.interface) if meeting.interface else route_to(resolve(meeting.host))
-            member = take_part(
-                stream,
-                offer(meeting.node, meeting.rank, addr=addr),
-                meeting.token,
-                insecure=meeting.insecure,
-                interface=meeting.interface,
-            )
+def run_member(meeting: Meeting, spec: JobSpec | None, *, quiet: bool, detach: bool = False) -> int:
+    """Take part in the job of the head at `meeting`, which may have begun. `spec` is the job as far as it is known
+    here. Returns the job's exit code, and 0 at once with `detach`. Raises `RendezvousError`."""
+    early = AgentTask(spec, meeting.node, (), os.getcwd(), meeting.host) if spec is not None else None
+    with (
+        early_agent(early) as agent,
+        temporary(meeting.token, meeting.node, insecure=meeting.insecure) as credentials,
+        _reach_head(meeting, credentials) as stream,
+    ):
+        addr = choose(meeting.interface) if meeting.interface else route_to(resolve(meeting.host))
+        running = take_part(
+            stream,
+            offer(meeting.node, meeting.rank, addr=addr),
+            agent,
+            meeting.token,
+            insecure=meeting.insecure,
+            interface=meeting.interface,
+            owner=None if detach else os.getpid(),
+        )
     if detach:
-        start_agent(member, owner=None)
         return 0
     adopt_orphans()
-    running = RunningJob(
-        member.job, member.task.spec, start_agent(member, owner=os.getpid()), meeting.node, member=True
-    )
     return _follow(running, quiet=quiet)
 
 

@@ -9,7 +9,9 @@ import asyncio
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,18 @@ from msgspec.json import encode as to_json
 from msgspec.structs import replace
 
 from unirun.collocation import local_inventory
-from unirun.errors import RendezvousError, UnirunError, WireError
+from unirun.errors import JobError, RendezvousError, UnirunError, WireError
 from unirun.failover.offers import AgentTask, NodeFault, versions
 from unirun.launcher.interfaces import choose, route_to
 from unirun.launcher.launch import check_host
-from unirun.launcher.local import JoinedNode
+from unirun.launcher.local import AgentProcess, Processes, RunningJob
 from unirun.launcher.orders import on_host
 from unirun.launcher.slurm.allocation import component_here
 from unirun.observe.batchjob import own_batch
+from unirun.observe.jobdir import JobDir, unirun_home
+from unirun.observe.ownership import make_private
 from unirun.rendezvous.creation import create_job, discard_job, possible_member
-from unirun.rendezvous.endpoints import BIND_TIMEOUT, hold_endpoints
+from unirun.rendezvous.endpoints import BIND_TIMEOUT
 from unirun.spec.job import JobSpec, RoleSpec
 from unirun.spec.programs import variables_of
 from unirun.values import Value
@@ -205,10 +209,32 @@ def offer(
     return Offer(node, socket.gethostname(), rank, *about, masters, faults, possible_member(node, addr))
 
 
+def early_agent(task: AgentTask | None) -> AgentProcess:
+    """Fork the agent of this host; `task` is what is known of its task. Call it before any thread is started. Raises
+    `JobError`."""
+    home = unirun_home()
+    try:
+        make_private(home)
+    except OSError as error:
+        raise JobError(
+            f"{home} cannot be made: {(error.strerror or str(error)).lower()}",
+            "set UNIRUN_HOME to a directory that you may write",
+        ) from error
+    return AgentProcess(home / f".agent.{os.getpid()}.log", task)
+
+
 def take_part(
-    stream: BlockingStream, offered: Offer, token: Token, *, insecure: bool = False, interface: str = ""
-) -> JoinedNode:
-    """Make the offer, take the task, and be ready. Returns when the launcher says that the job starts.
+    stream: BlockingStream,
+    offered: Offer,
+    agent: AgentProcess,
+    token: Token,
+    *,
+    insecure: bool = False,
+    interface: str = "",
+    owner: int | None = None,
+) -> RunningJob:
+    """Make the offer, take the task, and be ready. Returns when the launcher says that the job starts, and `agent` has
+    begun; it ends with the process `owner`, without one with its job.
 
     Raises `RendezvousError` when this node is dismissed or its endpoints cannot be bound, `JobError`, `WireError`.
     """
@@ -219,7 +245,9 @@ def take_part(
         word = stream.receive(LAUNCHER_ANSWER_TIMEOUT)
     assigned = expected(word, Assigned)
     try:
-        member = settle(assigned, offered.node, token, insecure=insecure, interface=interface)
+        job, lock, spec = settle(
+            assigned, offered.node, agent, token, insecure=insecure, interface=interface, owner=owner
+        )
     except UnirunError as error:
         stream.send(Dismissed(error.problem, error.remedy))
         raise
@@ -227,9 +255,11 @@ def take_part(
     try:
         await_go(stream)
     except BaseException:
-        member.discard()
+        discard_job(job, lock)
         raise
-    return member
+    agent.begin()
+    os.close(lock)
+    return RunningJob(job, spec, Processes(None, (agent.pid,)), offered.node, member=True)
 
 
 def await_go(stream: BlockingStream) -> None:
@@ -237,8 +267,18 @@ def await_go(stream: BlockingStream) -> None:
     expected(stream.receive(LAUNCHER_ANSWER_TIMEOUT), Go)
 
 
-def settle(assigned: Assigned, node: str, token: Token, *, insecure: bool, interface: str) -> JoinedNode:
-    """Make this node's directory of the job and bind its endpoints. Raises `RendezvousError`, `JobError`."""
+def settle(
+    assigned: Assigned,
+    node: str,
+    agent: AgentProcess,
+    token: Token,
+    *,
+    insecure: bool,
+    interface: str,
+    owner: int | None,
+) -> tuple[JobDir, int, JobSpec]:
+    """Make this node's directory of the job, and let `agent` bind its endpoints. Returns the directory with its lock,
+    and the job's spec. Raises `RendezvousError`, `JobError`."""
     task = from_json(AgentTask, assigned.task)
     addr = choose(interface) if interface else route_to(assigned.head.addr)
     cwd = task.cwd or os.getcwd()
@@ -255,15 +295,16 @@ def settle(assigned: Assigned, node: str, token: Token, *, insecure: bool, inter
         restarts=own_batch(assigned.run_id, os.environ)[1],
         head=None if assigned.store else assigned.head,
     )
-    task = on_host(task, addr, cwd)
     try:
+        task = on_host(task, addr, cwd)
         make_tls(job.path, token, node, insecure=insecure, addrs=certified(task, addr))
-        endpoints = hold_endpoints(task.spec, addr, task.port)
-        listener = listen_tcp(addr) if assigned.store else None
+        with listen_tcp(addr) if assigned.store else nullcontext() as listener:
+            agent.assign(job, task, lock, owner, listener)
+        agent.wait_until_bound(time.monotonic() + BIND_TIMEOUT)
     except BaseException:
         discard_job(job, lock)
         raise
-    return JoinedNode(job, lock, task, endpoints, listener)
+    return job, lock, task.spec
 
 
 def certified(task: AgentTask, addr: str) -> tuple[str, ...]:

@@ -13,16 +13,27 @@ import sys
 from contextlib import ExitStack, suppress
 
 from unirun.errors import RendezvousError, UnirunError, WireError
+from unirun.failover.offers import AgentTask
 from unirun.launcher.hosts.feed import feed, over_stdio
-from unirun.launcher.hosts.lobby import LAUNCHER_ANSWER_TIMEOUT, await_go, missing, offer, take_part
+from unirun.launcher.hosts.lobby import (
+    LAUNCHER_ANSWER_TIMEOUT,
+    await_go,
+    early_agent,
+    missing,
+    needs,
+    offer,
+    take_part,
+)
 from unirun.launcher.interfaces import choose, reachable_address
-from unirun.launcher.local import output_of_first_master, start_agent
+from unirun.launcher.local import AgentProcess, output_of_first_master
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import ignore_signals
 from unirun.observe.jobdir import JobDir, job_at
+from unirun.spec.job import JobSpec
 from unirun.wire.address import TcpAddress
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.certificates import temporary
+from unirun.wire.frames import from_json
 from unirun.wire.handshake import Token
 from unirun.wire.messages import Assigned, Dismissed, Invite, Ready, Resume, expected
 from unirun.wire.sockets import listen_tcp
@@ -64,30 +75,40 @@ def _resumed(resume: Resume) -> JobDir:
 def _take_part(invite: Invite, stream: BlockingStream) -> JobDir:
     """Take part in a job. Returns its directory here, with the agent running."""
     os.environ.update(invite.env)
-    token = Token(bytes.fromhex(invite.token))
-    faults = missing(invite.needs)
-    if not faults:
+    with suppress(OSError):
+        # Told with all that is missing.
         os.chdir(invite.cwd)
-    if invite.head:
-        return _lead(invite, stream, token, faults)
-    offered = offer(invite.node, faults=faults, addr=_own_address(invite))
-    with ExitStack() as stack:
-        asked = stream
-        if invite.masters is not None:
-            credentials = stack.enter_context(temporary(token, invite.node, insecure=invite.insecure))
-            asked = stack.enter_context(BlockingStream.connect(invite.masters, credentials))
-        member = take_part(asked, offered, token, insecure=invite.insecure, interface=invite.interface)
-    start_agent(member, owner=None)
+    addr = _own_address(invite)
+    spec = from_json(JobSpec, invite.spec) if invite.spec else None
+    early = AgentTask(spec, invite.node, (), invite.cwd, addr) if spec is not None else None
+    with early_agent(early) as agent:
+        token = Token(bytes.fromhex(invite.token))
+        faults = missing([invite.cwd] if spec is None else needs(spec, invite.cwd))
+        if invite.head:
+            return _lead(invite, stream, agent, token, addr, faults)
+        offered = offer(invite.node, faults=faults, addr=addr)
+        with ExitStack() as stack:
+            asked = stream
+            if invite.masters is not None:
+                credentials = stack.enter_context(temporary(token, invite.node, insecure=invite.insecure))
+                asked = stack.enter_context(BlockingStream.connect(invite.masters, credentials))
+            running = take_part(
+                asked, offered, agent, token, insecure=invite.insecure, interface=invite.interface
+            )
     if invite.masters is not None:
         stream.send(Ready())
-    return member.job
+    return running.job
 
 
 def _lead(
-    invite: Invite, stream: BlockingStream, token: Token, faults: tuple[tuple[str, str], ...]
+    invite: Invite,
+    stream: BlockingStream,
+    agent: AgentProcess,
+    token: Token,
+    addr: str,
+    faults: tuple[tuple[str, str], ...],
 ) -> JobDir:
     """Take part as the head, which starts the first master."""
-    addr = _own_address(invite)
     listener = listen_tcp(addr)
     address = TcpAddress(addr, listener.getsockname()[1], invite.node)
     stream.send(offer(invite.node, masters=address, faults=faults, addr=addr))
@@ -97,7 +118,10 @@ def _lead(
 
     planned = PlannedJob.from_json(assigned.planned)
     head = Head(
-        invite.node, token, assigned.uid, listener, address, invite.insecure, invite.node, assigned.etcd
+        *(invite.node, token, assigned.uid, listener, address, agent),
+        insecure=invite.insecure,
+        folder=invite.node,
+        etcd=assigned.etcd,
     )
     running = launch(planned, store=assigned.store or None, head=head, detach=invite.detach)
     listener.close()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from msgspec.json import encode as to_json
 from msgspec.structs import replace
 
 from unirun.collocation import Inventory
@@ -167,7 +168,7 @@ class _SshJob:
             node=host.name,
             cwd=os.getcwd(),
             env=carried(os.environ),
-            needs=tuple(needs(self._spec, os.getcwd())),
+            spec=to_json(self._spec).decode(),
             head=host is self._hosts[0],
             detach=self._detach,
             interface=self._interface,

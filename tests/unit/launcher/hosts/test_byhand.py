@@ -21,7 +21,7 @@ from unirun.errors import RendezvousError, WireError
 from unirun.failover.offers import AgentTask
 from unirun.launcher.hosts import ssh
 from unirun.launcher.hosts.byhand import Meeting, run_head, run_member
-from unirun.launcher.hosts.lobby import offer, take_part
+from unirun.launcher.hosts.lobby import early_agent, offer, take_part
 from unirun.launcher.planned import PlannedJob
 from unirun.observe.jobdir import job_at
 from unirun.rendezvous.creation import create_job
@@ -32,6 +32,10 @@ from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import new_token
 from unirun.wire.messages import Assigned, Dismissed, Offer, Ready
 
+SPEC = JobSpec(
+    "mine", "mine", (RoleSpec("actor", 1, Entry("program", "sleep"), contract="none"),), ("actor",)
+)
+
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -40,6 +44,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
+@pytest.mark.starts_processes
 def test_nodes_that_have_come_are_told_why_the_head_gives_up(home: Path) -> None:
     told: SimpleQueue[TcpAddress] = SimpleQueue()
 
@@ -54,19 +59,20 @@ def test_nodes_that_have_come_are_told_why_the_head_gives_up(home: Path) -> None
 
     head = Meeting("n0", 0, True, "127.0.0.1", 0, 2, 2, WAIT_TIMEOUT, WAIT_TIMEOUT, new_token())
     with ThreadPoolExecutor() as pool:
-        leading = pool.submit(run_head, head, never, store=None, quiet=True, publish=withdrawn)
+        leading = pool.submit(run_head, head, SPEC, never, store=None, quiet=True, publish=withdrawn)
         endpoint = told.get(timeout=WAIT_TIMEOUT)
         node = Meeting(
             "n1", 1, False, endpoint.addr, endpoint.port, 2, 2, WAIT_TIMEOUT, WAIT_TIMEOUT, head.token
         )
         with pytest.raises(RendezvousError, match="the job was not started: the note where the head is"):
-            run_member(node, quiet=True)
+            run_member(node, None, quiet=True)
         with pytest.raises(RendezvousError, match="cannot be removed"):
             leading.result(WAIT_TIMEOUT)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((endpoint.addr, endpoint.port))
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("insecure", [False, True])
 def test_a_node_with_another_secret_fails_at_once(tmp_path: Path, insecure: bool) -> None:
     endpoint = Endpoint("insecure" if insecure else "tls", tmp_path)
@@ -89,7 +95,7 @@ def test_a_node_with_another_secret_fails_at_once(tmp_path: Path, insecure: bool
         )
         try:
             with pytest.raises(WireError, match="is not node|is the token right"):
-                run_member(node, quiet=True)
+                run_member(node, None, quiet=True)
         finally:
             over.set()
         leading.result(WAIT_TIMEOUT)
@@ -109,6 +115,7 @@ def test_a_command_waits_long_for_a_master_whose_host_takes_connections(
     assert processes.given_up(True, busy=True)
 
 
+@pytest.mark.starts_processes
 def test_a_node_that_is_ready_and_then_dismissed_keeps_no_directory_of_the_job(tmp_path: Path) -> None:
     ours, theirs = map(BlockingStream, socket.socketpair())
     script = tmp_path / "train.py"
@@ -116,9 +123,9 @@ def test_a_node_that_is_ready_and_then_dismissed_keeps_no_directory_of_the_job(t
     roles = (RoleSpec("actor", 1, Entry("script", str(script))),)
     spec = JobSpec("mine", "mine", roles, ("actor",))
     task = AgentTask(spec, "n1", ("n0", "n1"), "", str(tmp_path))
-    with ThreadPoolExecutor() as pool:
+    with early_agent(None) as agent, ThreadPoolExecutor() as pool:
         offered = offer("n1", addr="127.0.0.1")
-        joining = pool.submit(take_part, theirs, offered, new_token(), insecure=True)
+        joining = pool.submit(take_part, theirs, offered, agent, new_token(), insecure=True)
         assert isinstance(ours.receive(WAIT_TIMEOUT), Offer)
         head = TcpAddress("127.0.0.1", 1, "n0")
         ours.send(Assigned("mine", "u1", task.to_json(), head, ""))
@@ -129,5 +136,7 @@ def test_a_node_that_is_ready_and_then_dismissed_keeps_no_directory_of_the_job(t
         with pytest.raises(RendezvousError, match="another node cannot take part"):
             joining.result(WAIT_TIMEOUT)
     assert not folder.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(agent.pid, 0)
     for stream in (ours, theirs):
         stream.close()
