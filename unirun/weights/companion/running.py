@@ -30,8 +30,7 @@ from unirun.weights.companion.deciding import (
     VersionPolled,
     step,
 )
-from unirun.weights.disk import Param
-from unirun.weights.integrations.sending import Checkpoint
+from unirun.weights.integrations.sending import Checkpoint, Param
 from unirun.weights.integrations.vllm import Client
 from unirun.weights.tensors import Weights
 from unirun.wire.reporting import report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 import socket
@@ -13,14 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 import torch
+from safetensors import SafetensorError, safe_open
 
-from unirun.errors import Fault, FrameError, ServerError, ServerTimeout, UnirunError, UsageError, WeightsError
-from unirun.weights.disk import Param, header_of, length_of, read_header
+from unirun.errors import Fault, ServerError, ServerTimeout, UnirunError, UsageError, WeightsError
+from unirun.weights.disk import format_code, unsaveable
 from unirun.weights.memory import unreadable
 from unirun.weights.packing import copy_all
 from unirun.weights.tensors import Weights, is_dtensor, tensors_of
@@ -33,6 +33,49 @@ from unirun.weights.tensors import Weights, is_dtensor, tensors_of
 TOKEN = "unirun"
 """The key of the header's metadata under which a file says which one it is."""
 
+ALIGN = 64
+"""Bytes; where the data begins. torch copies aligned memory with vector instructions."""
+
+
+class Param(NamedTuple):
+    """One tensor: its name, dtype and shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name}: {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+def header_of(params: Sequence[Param], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
+    """The beginning of a file, where each tensor begins in it, and the size of the file, in bytes. Raises
+    `WeightsError` for dtypes that a file cannot have.
+
+    The safetensors package writes files, but none into memory that is there. They are eight bytes with the length of
+    the header, the header as JSON, and the data without holes.
+    """
+    if faults := unsaveable({param.name: param.dtype for param in params}):
+        raise WeightsError("these tensors cannot be in a safetensors file", faults=faults)
+    offsets: dict[str, int] = {}
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    # Those of larger elements come first, so that all are aligned.
+    for param in sorted(params, key=lambda param: -param.dtype.itemsize):
+        offsets[param.name], end = end, end + param.size
+        place = {"shape": param.shape, "data_offsets": (offsets[param.name], end)}
+        header[param.name] = {"dtype": format_code(param.dtype), **place}
+    text = msgspec.json.encode(header)
+    text += b" " * (-(8 + len(text)) % ALIGN)
+    start = 8 + len(text)
+    begins = {name: start + offset for name, offset in offsets.items()}
+    return len(text).to_bytes(8, "little") + text, begins, start + end
+
 
 class Checkpoint:
     """Memory for tensors as `params` say, in a file at `path`. `token` is in the file, and in no other."""
@@ -40,7 +83,7 @@ class Checkpoint:
     def __init__(self, params: Sequence[Param]) -> None:
         """Raises `WeightsError` for dtypes that a file cannot have, `UnirunError` when there is no memory."""
         self.params, self.token = tuple(params), secrets.token_hex(16)
-        head, header, size = header_of(self.params, {"format": "pt", TOKEN: self.token})
+        head, begins, size = header_of(self.params, {"format": "pt", TOKEN: self.token})
         try:
             self._handle, memory = _memory(size)
         except OSError as error:
@@ -50,7 +93,10 @@ class Checkpoint:
             ) from error
         self.path = f"/proc/{os.getpid()}/fd/{self._handle}"
         memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        self._views = [header.view(memory, number) for number in range(len(self.params))]
+        self._views = [
+            memory.narrow(0, begins[param.name], param.size).view(param.dtype).view(param.shape)
+            for param in self.params
+        ]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -86,15 +132,12 @@ def read(path: str, token: str) -> dict[str, torch.Tensor]:
     Writing to one changes this process's copy of it alone. Raises `UsageError` when the file is not there, or another.
     """
     try:
-        with open(path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        header = read_header(mapped[: length_of(mapped[:8])])
-    except (OSError, ValueError, FrameError) as error:
+        with safe_open(path, framework="pt") as file:
+            if (file.metadata() or {}).get(TOKEN) != token:
+                raise UsageError(f"there are other weights at {path}", SAME_HOST)
+            return {name: file.get_tensor(name) for name in file.offset_keys()}
+    except (OSError, SafetensorError) as error:
         raise UsageError(f"there are no weights at {path} ({error})", SAME_HOST) from error
-    if header.metadata.get(TOKEN) != token:
-        raise UsageError(f"there are other weights at {path}", SAME_HOST)
-    memory = torch.frombuffer(mapped, dtype=torch.uint8)
-    return {param.name: header.view(memory, number) for number, param in enumerate(header.params)}
 
 
 SAME_HOST = "run the server on the host of the worker that sends, in the same container, as the same user"

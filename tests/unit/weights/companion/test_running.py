@@ -17,7 +17,7 @@ from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import PeerLost, WeightsError, WeightsTimeout
 from unirun.weights.companion import Companion, Engine, EnginesInMemory
 from unirun.weights.companion.running import VersionCache
-from unirun.weights.disk import Param
+from unirun.weights.integrations.sending import Param
 
 Tensors = dict[str, torch.Tensor]
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from tests.unit.weights.integrations import fake_servers
+from tests.unit.weights.test_disk import DTYPES
 from tests.unit.weights.test_moving import noise, same
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ServerError, ServerTimeout, UsageError, WeightsError
-from unirun.weights.disk import DTYPES, Param
 from unirun.weights.integrations import sglang, vllm
-from unirun.weights.integrations.sending import Checkpoint, read
+from unirun.weights.integrations.sending import Checkpoint, Param, read
 
 KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 
@@ -70,7 +70,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServersHarness]:
 def tensors() -> dict[str, torch.Tensor]:
     """One of each dtype, of odd sizes first, and shapes that are easily forgotten."""
     found = {
-        f"layers.{n}.{name}": noise(3, n + 1, dtype=dtype) for n, (dtype, name) in enumerate(DTYPES.items())
+        f"layers.{n}.{name}": noise(3, n + 1, dtype=dtype) for n, (name, dtype) in enumerate(DTYPES.items())
     }
     return found | {"even": noise(4, 3), "scalar": noise(dtype=torch.bfloat16), "empty": torch.empty(0, 5)}
 
@@ -343,13 +343,13 @@ def test_a_source_that_declares_other_tensors_than_it_yields_is_told_with_all_of
 
 def test_dtypes_that_no_checkpoint_has_are_told_before_anything_is_sent(servers: ServersHarness) -> None:
     weights = {
-        "a": torch.zeros(2, dtype=torch.float8_e4m3fnuz),
+        "a": torch.zeros(2, dtype=torch.complex32),
         "b": torch.zeros(1),
         "c": torch.zeros(2, dtype=torch.complex128),
     }
     sender, _ = servers.sender("vllm", "http://127.0.0.1:1", weights)
     with pytest.raises(
-        WeightsError, match=r"(?s)a: safetensors has no torch.float8_e4m3fnuz; cast it.*c: .*complex128"
+        WeightsError, match=r"(?s)a: safetensors has no torch.complex32; cast it.*c: .*complex128"
     ):
         sender.send_weights()
 
