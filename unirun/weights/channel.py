@@ -105,18 +105,16 @@ class WeightsChannel:
         self._about: dict[str, torch.Tensor] | None = None
         self._noted = False
 
-    def publish(self, weights: Weights, version: int, *, delta: bool = False) -> None:
+    def publish(self, weights: Weights, version: int) -> None:
         """Make `weights` the version that receivers get from now on. Every rank of the publisher calls it.
 
-        `weights` may be changed when it returns. Versions ascend. With `delta`, receivers on other hosts are sent only
-        the tensors that differ, in any bit, from the version that they have; publishing takes half as long again, as
-        each tensor is compared. Raises `UsageError`, `WeightsError`.
+        `weights` may be changed when it returns. Versions ascend. Raises `UsageError`, `WeightsError`.
         """
         if self._publisher is None:
             raise UsageError(
                 f"{self._context.role} receives channel {self.name!r}", "publish in its publisher"
             )
-        self._publisher.publish(tensors_of(weights), version, delta=delta)
+        self._publisher.publish(tensors_of(weights), version)
         self._has(version)
 
     def receive(

@@ -45,8 +45,6 @@ class Fetch(Value, tag=True):
     Without, the block is lent, unless it is one of `mapped`, and is not written again before `reader` says `Release`,
     or frees what was lent with this answer.
 
-    Parts that have not changed since the version that the reader has, `have`, are left out, too.
-
     With a `link`, as ``gloo 3``, the parts are sent through the process group with this backend and this number, in
     place of buffers; `checked`: with checksums. With `device`, memory of the publisher's device is lent or sent, if the
     version is there.
@@ -62,7 +60,6 @@ class Fetch(Value, tag=True):
     mapped: tuple[int, ...] = ()
     parts: tuple[NamedBox, ...] | None = None
     host: str = ""
-    have: int | None = None
     link: str = ""
     checked: bool = True
     device: bool = False
@@ -80,15 +77,14 @@ class Fetched(Value, tag=True):
     """The `version`, which is in the block with this number; `layout` is that of the version. If it is not the one that
     was asked for, there is nothing with it. Number 0: it is in no shared memory, and has to be asked for by parts.
 
-    `elsewhere` are the readers that have got some parts already, and which ones: their places in the request. `same`
-    are the places of the parts that have not changed. `handle` is that of memory of a device, which is lent.
+    `elsewhere` are the readers that have got some parts already, and which ones: their places in the request.
+    `handle` is that of memory of a device, which is lent.
     """
 
     version: int
     layout: int
     block: int
     elsewhere: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
-    same: tuple[int, ...] = ()
     handle: bytes = b""
 
 

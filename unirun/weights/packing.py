@@ -13,7 +13,7 @@ import torch
 
 from unirun.errors import UnirunError
 from unirun.weights.layout import Box, Layout
-from unirun.weights.memory import geometry, same_bits, writing
+from unirun.weights.memory import geometry, writing
 from unirun.weights.tensors import Piecewise, dtype_of, local, part_of
 from unirun.wire.reporting import report
 
@@ -206,17 +206,6 @@ class Packing:
         else:
             block.device.copy(self._views[block.number], pieces)
             block.device.finish()
-
-    def changed(self, tensors: Mapping[str, Piecewise], block: Block) -> set[str]:
-        """The names of `tensors` of which this rank's pieces differ from those in `block`, in any bit."""
-        found = set()
-        for name, part in self.layout.items():
-            for piece in part.pieces:
-                mine = part_of(_resolved(tensors[name]), part, piece.box)
-                if not same_bits(mine, self.view(block.memory, name, piece.box)):
-                    found.add(name)
-                    break
-        return found
 
     def view(self, memory: torch.Tensor, name: str, box: Box) -> torch.Tensor:
         """The elements of `box`, which are in one piece, in the memory of a block."""

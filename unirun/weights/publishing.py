@@ -123,13 +123,9 @@ class Publisher:
         self._sent = 0
         # By host and part, who was the first to get it of the current version.
         self._first: dict[tuple[str, NamedBox], str] = {}
-        # The versions in which tensors have changed; all others in `_all`.
-        self._changed: dict[str, int] = {}
-        self._all = 0
 
-    def publish(self, tensors: Mapping[str, Piecewise], version: int, *, delta: bool = False) -> None:
-        """Make `tensors` the current version. They may be changed when this returns. `delta`: find out which of them
-        have changed.
+    def publish(self, tensors: Mapping[str, Piecewise], version: int) -> None:
+        """Make `tensors` the current version. They may be changed when this returns.
 
         Raises `UsageError` for a version that is not after the current one.
         """
@@ -143,15 +139,10 @@ class Publisher:
         same = before is not None and before.packing.layout == layout
         packing = before.packing if before is not None and same else Packing(layout, next(_numbers))
         block = self._packed(packing, tensors)
-        changed = packing.changed(tensors, before.block) if delta and same and before is not None else None
         with self._lock:
             self._current = _Version(version, packing, block)
             if before is not None:
                 before.end()
-            if changed is None:
-                self._changed, self._all = {}, version
-            else:
-                self._changed |= dict.fromkeys(changed, version)
             self._first.clear()
             self._expire()
             ready = [each for each in self._waiting if self._can_answer(each.request)]
@@ -293,8 +284,8 @@ class Publisher:
                 reply(Parcel(encode(fetched), lent=Lent(block.handle, block.size, release)))
             return
         with self._lock:
-            parts, elsewhere, unchanged = self._divided(request)
-        head = encode(replace(fetched, elsewhere=elsewhere, same=unchanged))
+            parts, elsewhere = self._divided(request)
+        head = encode(replace(fetched, elsewhere=elsewhere))
         views = [packing.view(block.memory, part.name, part.box) for part in parts]
         if not request.link:
             reply(Parcel(head, buffers_of(views, release)))
@@ -325,22 +316,17 @@ class Publisher:
                 sending.close()
                 report(f"unirun: {error}")
 
-    def _divided(self, request: Fetch) -> tuple[list[NamedBox], dict[str, tuple[int, ...]], tuple[int, ...]]:
-        """The parts that the reader gets from here, and the places of those that it gets from others on its host, and
-        of those that have not changed."""
+    def _divided(self, request: Fetch) -> tuple[list[NamedBox], dict[str, tuple[int, ...]]]:
+        """The parts that the reader gets from here, and the places of those that it gets from others on its host."""
         here: list[NamedBox] = []
         others: dict[str, list[int]] = {}
-        same: list[int] = []
         for place, part in enumerate(request.parts or ()):
-            if request.have is not None and self._changed.get(part.name, self._all) <= request.have:
-                same.append(place)
-                continue
             first = self._first.setdefault((request.host, part), request.reader) if request.host else ""
             if first in ("", request.reader):
                 here.append(part)
             else:
                 others.setdefault(first, []).append(place)
-        return here, {reader: tuple(places) for reader, places in others.items()}, tuple(same)
+        return here, {reader: tuple(places) for reader, places in others.items()}
 
     def _reads(self, number: int, reader: str) -> bool:
         """Return True if no process has written to the block since the reader has asked for it."""

@@ -51,8 +51,6 @@ class FetchResult(Value):
             return self.link
         if self.source is not self.origin:
             return "neighbour"
-        if isinstance(self.copy, Sent) and self.copy.own:
-            return "unchanged"
         return "another receiver" if self.source.holder else "socket"
 
 
@@ -74,25 +72,6 @@ def lasts(got: FetchResult) -> bool:
     That of a device is needed for other things.
     """
     return not got.fetched.handle and all(view.is_cpu for view in got.views)
-
-
-def _unchanged(
-    source: RemoteSource, takes: Sequence[ReadItem], fetched: Fetched, wanted: Layout
-) -> FetchResult:
-    """The tensors that this process has already."""
-    if source.had is None:
-        raise FrameError(f"{source.who} says that parts have not changed, and this process has none")
-    views = [source.had[1].kept(take) for take in takes]
-    return FetchResult(source, source, takes, fetched, Sent(wanted, takes, views, takes), views)
-
-
-def remember(version: int, found: Sequence[FetchResult], wanted: Layout) -> None:
-    """All of `version` is here: publishers on other hosts need to send only what has changed since."""
-    for origin in {got.origin for got in found if not got.source.here and lasts(got)}:
-        mine = [got for got in found if got.origin is origin]
-        takes = [take for got in mine for take in got.takes]
-        own = [take for got in mine if isinstance(got.copy, Sent) for take in got.copy.own]
-        origin.had = version, Sent(wanted, takes, [view for got in mine for view in got.views], own)
 
 
 class Fetcher:
@@ -148,7 +127,7 @@ class Fetcher:
                         continue
                     found.append(FetchResult(source, source, takes[n], said, mapped, mapped.views(takes[n])))
                 else:
-                    away = {place for places in said.elsewhere.values() for place in places} | {*said.same}
+                    away = {place for places in said.elsewhere.values() for place in places}
                     sent = [take for place, take in enumerate(takes[n]) if place not in away]
                     if source.link:
                         views = source.linked(sent, wanted, deadline, place)
@@ -156,10 +135,6 @@ class Fetcher:
                         found.append(FetchResult(source, source, sent, said, copy, views, source.link))
                     else:
                         found.append(self._sent(source, source, sent, said, parcel, wanted))
-                    if said.same:
-                        found.append(
-                            _unchanged(source, [takes[n][place] for place in said.same], said, wanted)
-                        )
                     later += [
                         (source, said, who, [takes[n][i] for i in places])
                         for who, places in said.elsewhere.items()
@@ -468,7 +443,6 @@ class Receiver:
             for name, view in assigned:
                 target.assign(name, view)
         self.last = found
-        remember(version, found, target.layout)
         lasting = [got for got in found if lasts(got)]
         lent = [(source, None if keep else block) for source, block in leases(lasting)]
         answers = self._holder.hold(version, [got.copy for got in lasting], lent)

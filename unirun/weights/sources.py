@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Protocol
@@ -75,16 +75,9 @@ class Mapped:
 class Sent:
     """Parts in memory of this process."""
 
-    def __init__(
-        self,
-        wanted: Layout,
-        takes: Sequence[ReadItem],
-        tensors: Sequence[torch.Tensor],
-        own: Collection[ReadItem] = (),
-    ) -> None:
-        """`takes` of `wanted`, and the `tensors` that came. Those of `own` have memory of their own; the others came in
-        frames, and each keeps all of its frame."""
-        self._wanted, self.own = wanted, frozenset(own)
+    def __init__(self, wanted: Layout, takes: Sequence[ReadItem], tensors: Sequence[torch.Tensor]) -> None:
+        """`takes` of `wanted`, and the `tensors` that came."""
+        self._wanted = wanted
         self._parts: dict[str, list[tuple[Box, torch.Tensor]]] = {}
         for take, tensor in zip(takes, tensors, strict=True):
             self._parts.setdefault(take.name, []).append((take.box, tensor))
@@ -96,11 +89,6 @@ class Sent:
             name: Part(self._wanted[name].tensor, tuple(_piece(box) for box, _ in parts))
             for name, parts in self._parts.items()
         }
-
-    def kept(self, take: ReadItem) -> torch.Tensor:
-        """The same elements, without the frame that they came in."""
-        found = self.view(take.name, take.box)
-        return found if take in self.own else found.clone()
 
     def view(self, name: str, box: Box) -> torch.Tensor:
         """The elements of `box`."""
@@ -155,8 +143,6 @@ class RemoteSource:
         self._channel, self._reader, self._host = channel, reader, host
         self._mapped: dict[int, Mapped] = {}
         self._kept = 0
-        self.had: tuple[int, Sent] | None = None
-        """The last version that came from here, of a publisher on another host: its number and all parts."""
 
     @property
     def who(self) -> WorkerId:
@@ -188,7 +174,6 @@ class RemoteSource:
             self._kept += 1
             reader, mapped = f"{reader} {self._kept}", ()
         parts = None if self.here else tuple(NamedBox(take.name, take.box) for take in takes)
-        have = self.had[0] if self.had is not None else None
         # Each device has its own way into the network; what one gets is not given to others.
         host = "" if device else self._host
         return self.ask(
@@ -201,7 +186,6 @@ class RemoteSource:
                 mapped,
                 parts,
                 host,
-                have,
                 self._link,
                 self._checked,
                 device,
@@ -309,7 +293,6 @@ class RemoteSource:
     def describe(self, packing: Packing | None, *, on_device: bool = False) -> None:
         """Set where tensors are in the publisher's memory; None when that is not known any more."""
         self.packing, self.on_device = packing, on_device
-        self.had = None
         self._mapped.clear()
 
     def close(self) -> None:

@@ -124,7 +124,6 @@ def test_what_cannot_be_written_is_refused_by_name_and_can_be_published(kind: st
     assert [fault.where for fault in caught.value.faults] == ["bad"]
     publisher = Publisher("policy")
     publisher.publish(tensors_of(weights), 1)
-    publisher.publish(tensors_of(weights), 2, delta=True)
     publisher.close()
 
 
