@@ -77,7 +77,6 @@ TWICE = {
 """Names of classes that two modules define."""
 
 SMALL = {
-    "experiments.builtin": "what is registered, imported by name",
     "experiments.evaluator": "a process of its own, started by its name",
     "launcher.doctor.collective": "imports torch",
     "launcher.forked": "another kind of spawner",

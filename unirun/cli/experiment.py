@@ -205,7 +205,7 @@ def _refuse_options(options: Any) -> None:
 
 def _check_networks(config: Any, mode: str) -> None:
     """Raise `SpecError` for networks that cannot have their layout, or cannot be read."""
-    from unirun.experiments.checks_of_arguments import network_faults
+    from unirun.experiments.checks import network_faults
 
     faults, absent = network_faults(config)
     if faults:
@@ -215,7 +215,7 @@ def _check_networks(config: Any, mode: str) -> None:
 
 def _check_files(config: Any, mode: str) -> None:
     """Raise `SpecError` for missing files; print a warning for sequences that may be too long."""
-    from unirun.experiments.checks_of_arguments import file_faults, length_warnings
+    from unirun.experiments.checks import file_faults, length_warnings
 
     _refuse_or_tell(file_faults(config), mode)
     for each in length_warnings(config):

@@ -139,88 +139,17 @@ __all__ = [
     "topology",
 ]
 
-_HOMES = {
-    "config": (
-        "ExperimentSaveEvalControl",
-        "Allocation",
-        "model_workers",
-        "AgentAbstraction",
-        "AutomaticEvaluator",
-        "DatasetAbstraction",
-        "EnvServiceAbstraction",
-        "ExperimentScheduling",
-        "GenerationServer",
-        "GserverManager",
-        "MasterWorker",
-        "ModelAbstraction",
-        "ModelBackendAbstraction",
-        "ModelWorker",
-        "Resolved",
-        "RolloutWorker",
-        "Scheduling",
-        "StandaloneModelShardAbstraction",
-        "TasksGroup",
-        "WorkerInformation",
-    ),
-    "datasets": (
-        "DatasetUtility",
-        "PairedDataset",
-        "PromptAnswerDataset",
-        "PromptDataset",
-        "register_tokenizer",
-    ),
-    "sample": (
-        "NamedArray",
-        "SequenceSample",
-    ),
-    "experiment": (
-        "ExperimentConfig",
-        "Experiment",
-        "make_experiment",
-        "register_experiment",
-    ),
-    "graph": (
-        "ModelName",
-        "ModelShardID",
-        "ProcessTopology",
-        "topology",
-        "Graph",
-        "MFCDef",
-        "MicroBatchSpec",
-        "ModelInterfaceAbstraction",
-        "ModelInterfaceType",
-        "OffloadHook",
-        "ParamReallocHook",
-        "build_graph",
-    ),
-    "models.api": (
-        "Engine",
-        "FinetuneSpec",
-        "Generated",
-        "GenerationConfig",
-        "Model",
-        "ModelBackend",
-        "ModelInterface",
-        "Place",
-    ),
-    "recovery": ("RecoverInfo",),
-    "registry": (
-        "register_backend",
-        "register_dataset",
-        "register_interface",
-        "register_model",
-    ),
-}
-
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_HOMES = ("graph", "config", "registry", "experiment", "sample", "models.api", "datasets", "recovery")
+"""The modules that have these names. Those that import torch come after the others."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'unirun.experiments' has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"unirun.experiments.{_HOME[name]}"), name)
-    globals()[name] = found
-    return found
+    for home in _HOMES if name in __all__ else ():
+        module = importlib.import_module(f"unirun.experiments.{home}")
+        if hasattr(module, name):
+            found = globals()[name] = getattr(module, name)
+            return found
+    raise AttributeError(f"module 'unirun.experiments' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -7,25 +7,20 @@ The names are those of AReaL's system API. What users write are dataclasses that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from msgspec.structs import replace
 
 from unirun.errors import Fault
 from unirun.experiments.graph import (
     Abstraction,
     Graph,
     MFCDef,
-    ModelInterfaceType,
     ModelName,
     ModelShardID,
-    ParamReallocHook,
     ProcessTopology,
     with_hooks,
 )
-from unirun.values import Value
 
 # The times at which an experiment saves, checkpoints, evaluates and ends.
 
@@ -52,101 +47,73 @@ class ExperimentSaveEvalControl:
     eval_freq_secs: float | None = None
     benchmark_steps: int | None = None
 
-    def every(self, what: str) -> Every:
-        """The interval at which it does `what`: ``save``, ``ckpt`` or ``eval``."""
-        return Every(*(getattr(self, f"{what}_freq_{unit}") for unit in ("epochs", "steps", "secs")))
+    def every(self, what: str) -> dict[str, float]:
+        """The interval at which it does `what`, one of `PERIODIC`, by unit; a unit that does not trigger it is
+        absent."""
+        limits = {unit: getattr(self, f"{what}_freq_{unit}") for unit in UNITS}
+        return {unit: limit for unit, limit in limits.items() if limit is not None}
+
+    def due(self, since: Since) -> list[str]:
+        """Those of `PERIODIC` that are to be done now."""
+        return [
+            what
+            for what in PERIODIC
+            if any(since.get(what, {}).get(unit, 0) >= limit for unit, limit in self.every(what).items())
+        ]
 
     def faults(self) -> list[Fault]:
         """Settings that are not positive numbers of the right type."""
         found = []
         for name, value in vars(self).items():
-            whole = not name.endswith("secs")
-            wrong = (
-                isinstance(value, bool)
-                or not isinstance(value, int if whole else int | float)
-                or not value > 0
-            )
             if value is None and name != "total_train_epochs":
                 continue
-            if wrong:
+            whole = not name.endswith("secs")
+            right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+            if not right or not value > 0:
                 kind = "a whole number" if whole else "a number of seconds"
                 found.append(Fault(f"exp_ctrl.{name}", f"{value!r} is not {kind} above 0", "None: never"))
         return found
 
 
-class Every(Value):
-    """Every so many epochs, steps or seconds; None: this unit does not trigger it."""
+PERIODIC = ("save", "ckpt", "eval")
+"""Tasks that an experiment repeats."""
 
-    epochs: int | None = None
-    steps: int | None = None
-    secs: float | None = None
+UNITS = ("epochs", "steps", "secs")
 
-
-class Since(Value):
-    """The steps, epochs and seconds since something was last done. It is part of `RecoverInfo`. Seconds are
-    those spent in the calls of steps: evaluations, saves, checkpoints, and times when the job does not run,
-    do not count."""
-
-    epochs: int = 0
-    steps: int = 0
-    secs: float = 0.0
-
-    def passed(self, *, epochs: int = 0, steps: int = 0, secs: float = 0.0) -> Since:
-        """So much more has passed."""
-        return Since(self.epochs + epochs, self.steps + steps, self.secs + secs)
-
-    def due(self, every: Every) -> bool:
-        """Return True if it is time to do it again."""
-        return (
-            (every.epochs is not None and self.epochs >= every.epochs)
-            or (every.steps is not None and self.steps >= every.steps)
-            or (every.secs is not None and self.secs >= every.secs)
-        )
+Since = Mapping[str, Mapping[str, float]]
+"""By task, the epochs, steps and seconds since it was last done; 0 where it is absent. Seconds are those spent in the
+calls of steps: evaluations, saves, checkpoints, and times when the job does not run, do not count."""
 
 
-class Frequencies(Value):
-    """The steps, epochs and seconds since each thing was last done."""
-
-    save: Since = Since()
-    ckpt: Since = Since()
-    eval: Since = Since()
-
-    def passed(self, *, epochs: int = 0, steps: int = 0, secs: float = 0.0) -> Frequencies:
-        """So much more has passed."""
-        return Frequencies(
-            *(
-                since.passed(epochs=epochs, steps=steps, secs=secs)
-                for since in (self.save, self.ckpt, self.eval)
-            )
-        )
-
-    def due(self, control: ExperimentSaveEvalControl) -> list[str]:
-        """Those of ``save``, ``ckpt`` and ``eval`` that are to be done now."""
-        return [what for what in ("save", "ckpt", "eval") if getattr(self, what).due(control.every(what))]
-
-    def done(self, *what: str) -> Frequencies:
-        """These were done now."""
-        return replace(self, **{name: Since() for name in what})
+def passed(since: Since, **more: float) -> Since:
+    """`since` after so many more ``epochs``, ``steps`` and ``secs``."""
+    return {
+        what: {unit: since.get(what, {}).get(unit, 0) + more.get(unit, 0) for unit in UNITS}
+        for what in PERIODIC
+    }
 
 
-class ModelAbstraction(Abstraction):
-    """A network (`register_model`)."""
+def done(since: Since, what: Collection[str]) -> Since:
+    """`since` after these tasks were done now."""
+    return {**since, **{name: {} for name in what}}
 
 
-class ModelBackendAbstraction(Abstraction):
-    """The backend that trains a network, or only runs it (`register_backend`)."""
+# One value under the names that ReaLHF and AReaL have for each use.
 
+ModelAbstraction = Abstraction
+"""A network (`register_model`)."""
 
-class DatasetAbstraction(Abstraction):
-    """A dataset (`register_dataset`)."""
+ModelBackendAbstraction = Abstraction
+"""The backend that trains a network, or only runs it (`register_backend`)."""
 
+DatasetAbstraction = Abstraction
+"""A dataset (`register_dataset`)."""
 
-class AgentAbstraction(Abstraction):
-    """The agent that turns a prompt into a trajectory, in a rollout worker."""
+AgentAbstraction = Abstraction
+"""The agent that turns a prompt into a trajectory, in a rollout worker."""
 
-
-class EnvServiceAbstraction(Abstraction):
-    """The environment service that judges trajectories, in a rollout worker."""
+EnvServiceAbstraction = Abstraction
+"""The environment service that judges trajectories, in a rollout worker."""
 
 
 @dataclass
@@ -172,28 +139,17 @@ class Scheduling:
 
     @staticmethod
     def master_worker_default(**kwargs: Any) -> Scheduling:
-        """For the master: one processor, no device."""
+        """For the master, the manager of generation servers, or a rollout worker: one processor."""
         return Scheduling(**{"cpu": 1, "gpu": 0, **kwargs})
 
     @staticmethod
     def model_worker_default(**kwargs: Any) -> Scheduling:
-        """For a model worker: one processor and one device."""
+        """For a model worker or a generation server: one processor and one device."""
         return Scheduling(**{"cpu": 1, "gpu": 1, **kwargs})
 
-    @staticmethod
-    def generation_server_default(**kwargs: Any) -> Scheduling:
-        """For a generation server: one processor and one device."""
-        return Scheduling(**{"cpu": 1, "gpu": 1, **kwargs})
-
-    @staticmethod
-    def gserver_manager_default(**kwargs: Any) -> Scheduling:
-        """For the manager of the generation servers: one processor."""
-        return Scheduling(**{"cpu": 1, "gpu": 0, **kwargs})
-
-    @staticmethod
-    def rollout_worker_default(**kwargs: Any) -> Scheduling:
-        """For a rollout worker: one processor."""
-        return Scheduling(**{"cpu": 1, "gpu": 0, **kwargs})
+    generation_server_default = model_worker_default
+    gserver_manager_default = master_worker_default
+    rollout_worker_default = master_worker_default
 
 
 @dataclass
@@ -365,6 +321,11 @@ class ExperimentDescription:
                 MasterWorker(first.base_seed, self.exp_ctrl, len(self.model_worker), first.shuffle_dataset)
             ]
 
+    def models(self) -> dict[ModelName, StandaloneModelShardAbstraction]:
+        """A shard of each model, sorted by the names of the models; all shards of a model are alike."""
+        found = {shard.id.model_name: shard for worker in self.model_worker for shard in worker.shards}
+        return {name: found[name] for name in sorted(found)}
+
 
 # `model_workers` makes the list of model workers from an `Allocation` for each model, instead of shard by shard.
 
@@ -414,31 +375,6 @@ def model_workers(
 Pair = tuple[ModelName, ModelName]
 
 
-def model_names(config: ExperimentDescription) -> list[ModelName]:
-    """All models, sorted."""
-    return sorted({shard.id.model_name for worker in config.model_worker for shard in worker.shards})
-
-
-def topologies(config: ExperimentDescription) -> dict[ModelName, ProcessTopology]:
-    """The topology of each model."""
-    found = {shard.id.model_name: shard.id.topo for worker in config.model_worker for shard in worker.shards}
-    return dict(sorted(found.items()))
-
-
-def model_types(config: ExperimentDescription) -> dict[ModelName, tuple[str, str]]:
-    """The registered names of the network and the backend of each model."""
-    return {
-        shard.id.model_name: (shard.model.type_, shard.backend.type_)
-        for worker in config.model_worker
-        for shard in worker.shards
-    }
-
-
-def shard_workers(config: ExperimentDescription) -> dict[ModelShardID, int]:
-    """The model worker of each shard."""
-    return {shard.id: index for index, worker in enumerate(config.model_worker) for shard in worker.shards}
-
-
 def shared_models(config: ExperimentDescription) -> set[ModelName]:
     """The models that share a worker with another model."""
     return {
@@ -467,9 +403,7 @@ def sync_param_pairs(calls: Sequence[MFCDef]) -> list[Pair]:
     """The models between which parameters go, source first, each pair once, in the order of the calls."""
     found: list[Pair] = []
     for call in calls:
-        for hook in (*call.pre_hooks, *call.post_hooks):
-            if not isinstance(hook, ParamReallocHook):
-                continue
+        for hook in call.reallocs:
             if hook.target is not None:
                 found.append((call.model_name, hook.target))
             elif hook.source is not None:
@@ -482,10 +416,8 @@ def instantiated(calls: Sequence[MFCDef]) -> frozenset[ModelName]:
 
     Replicas that are updated as a moving average (`eta`) own parameters too.
     """
-    trained = {c.role: c.model_name for c in calls if c.interface_type is ModelInterfaceType.TRAIN_STEP}
+    trained = {call.role: call.model_name for call in calls if call.trains}
     found = {call.model_name for call in calls if trained.get(call.role, call.model_name) == call.model_name}
     for call in calls:
-        for hook in (*call.pre_hooks, *call.post_hooks):
-            if isinstance(hook, ParamReallocHook) and hook.eta < 1.0:
-                found.add(hook.target or call.model_name)
+        found.update(hook.target or call.model_name for hook in call.reallocs if hook.eta < 1.0)
     return frozenset(found)

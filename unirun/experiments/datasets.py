@@ -17,27 +17,12 @@ from unirun.errors import Fault, SpecError
 from unirun.experiments.registry import Registry, register_dataset
 from unirun.experiments.sample import SequenceSample
 
-
-class Tokenizer(Protocol):
-    """The part of a tokenizer that is used here; those of transformers are such."""
-
-    eos_token_id: int
-    pad_token_id: int
-
-    def encode(self, text: str, /) -> list[int]:
-        """Tokens."""
-        ...
-
-    def decode(self, tokens: Sequence[int], /) -> str:
-        """Text."""
-        ...
+TOKENIZERS: Registry[Callable[[], Any]] = Registry("tokenizer")
 
 
-TOKENIZERS: Registry[Callable[[], Tokenizer]] = Registry("tokenizer")
-
-
-def register_tokenizer(name: str, make: Callable[[], Tokenizer]) -> None:
-    """``tokenizer_name_or_path=name`` is ``make()``."""
+def register_tokenizer(name: str, make: Callable[[], Any]) -> None:
+    """``tokenizer_name_or_path=name`` is ``make()``: an object with ``eos_token_id``, ``pad_token_id``, ``encode`` and
+    ``decode``, as those of transformers have."""
     TOKENIZERS.register(name, make)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from unirun.experiments.datasets import DatasetUtility, load_tokenizer
-from unirun.experiments.experiment import import_modules, resolve, trial_of
-from unirun.experiments.graph import MFCDef, ModelInterfaceType, topology
+from unirun.experiments.experiment import ExperimentConfig, import_modules, resolve, trial_of
+from unirun.experiments.graph import MFCDef, topology
 from unirun.experiments.models.api import FinetuneSpec, Model, Place, load_whole
 from unirun.experiments.orders import means, reductions_of
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
@@ -31,9 +31,9 @@ class EvaluatorProcess(BaseWorkload):
         import_modules(trial.modules, trial.folder)
         config = resolve(trial.experiment, trial.overrides)
         assert config.resolved is not None
-        self._call = call = trained(config.evaluator.role, [*config.resolved.graph.calls.values()])
+        self._call = call = evaluated(config)
         worker = config.model_worker[config.resolved.workers_of(call.model_name)[0]]
-        shard = next(each for each in worker.shards if each.id.model_name == call.model_name)
+        shard = config.models()[call.model_name]
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         place = Place(call.model_name, topology(), 0, device)
         tokenizer = load_tokenizer(worker.tokenizer_name_or_path)
@@ -57,10 +57,7 @@ class EvaluatorProcess(BaseWorkload):
         return means([found], reductions_of(self._call))
 
 
-def trained(role: str, calls: list[MFCDef]) -> MFCDef:
-    """The call that trains `role`, or the only one that trains."""
-    return next(
-        call
-        for call in calls
-        if call.interface_type is ModelInterfaceType.TRAIN_STEP and role in ("", call.role)
-    )
+def evaluated(config: ExperimentConfig) -> MFCDef:
+    """The call whose model the evaluator evaluates: the one that trains its role, or the only one that trains."""
+    role = config.evaluator.role
+    return next(call for call in config.model_rpcs if call.trains and role in ("", call.role))

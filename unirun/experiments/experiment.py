@@ -26,9 +26,7 @@ from unirun.experiments.config import (
     calls_with_hooks,
     data_transfer_pairs,
     instantiated,
-    shard_workers,
     sync_param_pairs,
-    topologies,
 )
 from unirun.experiments.graph import NAME_RULE, build_graph, is_name
 from unirun.experiments.registry import Registry
@@ -47,25 +45,24 @@ class ExperimentConfig(ExperimentDescription):
 
     def lazy_init(self) -> Resolved:
         """Check everything, and derive what follows. Raises `SpecError` with all that is wrong."""
-        from unirun.experiments import checks
+        from unirun.experiments.checks import dataset_keys, faults
 
-        faults = checks.faults(self)
-        if faults:
-            raise SpecError(faults)
-        layouts = topologies(self)
+        found = faults(self)
+        if found:
+            raise SpecError(found)
         calls = calls_with_hooks(self)
-        graph = build_graph(calls, checks.dataset_keys(self))
+        graph = build_graph(calls, dataset_keys(self))
         owners = instantiated(calls)
         for worker in self.model_worker:
             for shard in worker.shards:
                 shard.should_instantiate = shard.id.model_name in owners
         self.resolved = Resolved(
             graph,
-            layouts,
+            {name: shard.id.topo for name, shard in self.models().items()},
             tuple(data_transfer_pairs(graph)),
             tuple(sync_param_pairs(calls)),
             owners,
-            shard_workers(self),
+            {shard.id: index for index, worker in enumerate(self.model_worker) for shard in worker.shards},
         )
         return self.resolved
 
@@ -175,7 +172,6 @@ def import_modules(modules: Sequence[str], folder: str = "") -> None:
     top = Path(folder or ".").resolve()
     if folder and str(top) not in sys.path:
         sys.path.insert(0, str(top))
-    importlib.import_module("unirun.experiments.builtin")
     files = sorted((top / "experiments").glob("*.py")) if not modules else ()
     for name in (*modules, *(str(path) for path in files if path.stem != "__init__")):
         if name.endswith(".py") or "/" in name:

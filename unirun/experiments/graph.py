@@ -13,8 +13,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -173,8 +175,8 @@ class Abstraction(Value):
     args: dict[str, Any] = {}  # noqa: RUF012 (msgspec gives each value its own)
 
 
-class ModelInterfaceAbstraction(Abstraction):
-    """A `ModelInterface`."""
+ModelInterfaceAbstraction = Abstraction
+"""A `ModelInterface` (`register_interface`)."""
 
 
 class MicroBatchSpec(Value):
@@ -236,26 +238,37 @@ class MFCDef(Value):
 
     def hooked(self, pre: Hook | None = None, post: Hook | None = None) -> MFCDef:
         """The same call with one more hook before or after it, unless it has that already."""
-        before = (*self.pre_hooks, pre) if pre is not None and pre not in self.pre_hooks else self.pre_hooks
-        after = (
-            (*self.post_hooks, post) if post is not None and post not in self.post_hooks else self.post_hooks
-        )
-        return replace(self, pre_hooks=before, post_hooks=after)
+        both = ((self.pre_hooks, pre), (self.post_hooks, post))
+        found = [hooks if more is None or more in hooks else (*hooks, more) for hooks, more in both]
+        return replace(self, pre_hooks=found[0], post_hooks=found[1])
+
+    @property
+    def trains(self) -> bool:
+        """True if it trains its model."""
+        return self.interface_type is ModelInterfaceType.TRAIN_STEP
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """All hooks."""
+        return (*self.pre_hooks, *self.post_hooks)
+
+    @property
+    def reallocs(self) -> list[ParamReallocHook]:
+        """The hooks that copy parameters."""
+        return [hook for hook in self.hooks if isinstance(hook, ParamReallocHook)]
 
     @property
     def reads(self) -> frozenset[ModelName]:
         """The models of which it reads the parameters."""
-        hooks = (*self.pre_hooks, *self.post_hooks)
-        sources = {h.source for h in hooks if isinstance(h, ParamReallocHook) and h.source is not None}
-        return frozenset({self.model_name, *sources})
+        return frozenset(
+            {self.model_name, *(hook.source for hook in self.reallocs if hook.source is not None)}
+        )
 
     @property
     def writes(self) -> frozenset[ModelName]:
         """The models of which it changes the parameters."""
-        hooks = (*self.pre_hooks, *self.post_hooks)
-        found = {h.target for h in hooks if isinstance(h, ParamReallocHook) and h.target is not None}
-        found |= {self.model_name for h in hooks if isinstance(h, ParamReallocHook) and h.source is not None}
-        if self.interface_type is ModelInterfaceType.TRAIN_STEP:
+        found = {hook.target for hook in self.reallocs if hook.target is not None}
+        if self.trains or any(hook.source is not None for hook in self.reallocs):
             found.add(self.model_name)
         return frozenset(found)
 
@@ -286,6 +299,11 @@ class Graph(Value):
     def sources(self) -> list[str]:
         """The calls that need nothing from others: they begin with data."""
         return [name for name, needs in self.needs.items() if not needs]
+
+    @property
+    def trained(self) -> list[MFCDef]:
+        """The calls that train."""
+        return [call for call in self.calls.values() if call.trains]
 
     def levels(self) -> list[list[str]]:
         """The calls in an order in which they may run; those of one level do not wait for each other."""
@@ -318,134 +336,97 @@ def _graph(calls: Sequence[MFCDef]) -> Graph:
 
 def graph_faults(calls: Sequence[MFCDef], dataset_keys: Collection[str]) -> list[Fault]:
     """All that is wrong with a graph: duplicate names, keys that no call or several calls make, cycles, …"""
-    where = "model_rpcs"
     if not calls:
-        return [Fault(where, "there are no model function calls", "an experiment has one at least")]
-    faults = [
-        Fault(where, f"{count} calls have the name {name!r}", "give each call a name of its own")
-        for name, count in _counts(call.name for call in calls).items()
-        if count > 1
-    ]
+        problem = "there are no model function calls"
+        return [Fault("model_rpcs", problem, "an experiment has one at least")]
+    return [*_faults(calls, dataset_keys)]
+
+
+def _faults(calls: Sequence[MFCDef], dataset_keys: Collection[str]) -> Iterator[Fault]:
+    where = "model_rpcs"
+    for name, count in Counter(call.name for call in calls).items():
+        if count > 1:
+            yield Fault(where, f"{count} calls have the name {name!r}", "give each call a name of its own")
     makers: dict[str, list[str]] = {}
     for call in calls:
         for key in dict.fromkeys(call.output_keys):
             makers.setdefault(key, []).append(call.name)
     for key, names in makers.items():
         if len(names) > 1:
-            faults.append(
-                Fault(where, f"{_and(names)} both make {key!r}", "rename one with output_key_remap")
-            )
+            yield Fault(where, f"{_and(names)} both make {key!r}", "rename one with output_key_remap")
         elif key in dataset_keys:
-            faults.append(
-                Fault(
-                    f"{where}.{names[0]}",
-                    f"it makes {key!r}, which the dataset has",
-                    "rename it with output_key_remap",
-                )
-            )
+            problem = f"it makes {key!r}, which the dataset has"
+            yield Fault(f"{where}.{names[0]}", problem, "rename it with output_key_remap")
     for call in calls:
-        faults += _call_faults(call, makers, dataset_keys)
-    if len({call.name for call in calls}) == len(calls):
-        faults += [
-            Fault(
-                where, f"the calls {' → '.join([*circle, circle[0]])} wait for each other", "cut the circle"
-            )
-            for circle in _circles(_graph(calls))
-        ]
+        yield from _call_faults(call, makers, dataset_keys)
+    if len({call.name for call in calls}) == len(calls) and (circle := _circle(_graph(calls))):
+        problem = f"the calls {' → '.join([*circle, circle[0]])} wait for each other"
+        yield Fault(where, problem, "cut the circle")
     if len({call.n_seqs for call in calls}) > 1:
         sizes = ", ".join(f"{call.name} {call.n_seqs}" for call in calls)
-        faults.append(Fault(where, f"calls differ in n_seqs: {sizes}", "a step has as many for each of them"))
-    return faults
+        yield Fault(where, f"calls differ in n_seqs: {sizes}", "a step has as many for each of them")
 
 
 def _call_faults(
     call: MFCDef, makers: Mapping[str, Sequence[str]], dataset_keys: Collection[str]
-) -> list[Fault]:
+) -> Iterator[Fault]:
     where = f"model_rpcs.{call.name}"
-    faults = []
     if call.n_seqs < 1:
-        faults.append(Fault(where, f"n_seqs={call.n_seqs}", "it is 1 or more"))
+        yield Fault(where, f"n_seqs={call.n_seqs}", "it is 1 or more")
     if call.mb_spec.n_mbs < 1 or call.mb_spec.max_tokens_per_mb < 1:
-        faults.append(Fault(where, f"mb_spec is {call.mb_spec}", "both are 1 or more"))
+        yield Fault(where, f"mb_spec is {call.mb_spec}", "both are 1 or more")
     if not call.input_keys:
-        faults.append(Fault(where, "it needs no data", "name the keys that it needs in input_keys"))
+        yield Fault(where, "it needs no data", "name the keys that it needs in input_keys")
     for key in call.input_keys:
         if key in call.output_keys:
-            faults.append(
-                Fault(where, f"it needs {key!r}, which it makes itself", "rename one with a key remap")
-            )
+            problem = f"it needs {key!r}, which it makes itself"
+            yield Fault(where, problem, "rename one with a key remap")
         elif key not in makers and key not in dataset_keys:
             there = ", ".join(sorted({*makers, *dataset_keys})) or "none"
-            faults.append(
-                Fault(where, f"nothing makes {key!r}: neither a call nor the dataset", f"there are: {there}")
-            )
+            problem = f"nothing makes {key!r}: neither a call nor the dataset"
+            yield Fault(where, problem, f"there are: {there}")
+    renamed = call.output_key_remap.values()
     for kind, mapping, keys in (
         ("input_key_remap", call.input_key_remap, call.input_keys),
-        ("output_key_remap", call.output_key_remap.values(), call.output_keys),
+        ("output_key_remap", renamed, call.output_keys),
     ):
-        faults += [
-            Fault(where, f"{kind} names {key!r}, which is no such key of it", f"it has {_and(keys)}")
-            for key in mapping
-            if key not in keys
-        ]
+        for key in mapping:
+            if key not in keys:
+                yield Fault(
+                    where, f"{kind} names {key!r}, which is no such key of it", f"it has {_and(keys)}"
+                )
     for kind, names in (
         ("input_key_remap", [call.input_key_remap.get(key, key) for key in call.input_keys]),
-        ("output_key_remap", [*call.output_key_remap.values()]),
+        ("output_key_remap", [*renamed]),
     ):
-        faults += [
-            Fault(where, f"{kind} gives {count} keys the name {name!r}", "give each its own")
-            for name, count in _counts(names).items()
-            if count > 1
-        ]
+        for name, count in Counter(names).items():
+            if count > 1:
+                yield Fault(where, f"{kind} gives {count} keys the name {name!r}", "give each its own")
     if any(isinstance(hook, OffloadHook) for hook in call.pre_hooks):
         problem = "an OffloadHook is in its pre_hooks: the call would fetch the parameters again at once"
-        faults.append(Fault(where, problem, "put it into post_hooks"))
-    for hook in (*call.pre_hooks, *call.post_hooks):
-        if isinstance(hook, ParamReallocHook):
-            faults += _hook_faults(call, hook)
-    return faults
+        yield Fault(where, problem, "put it into post_hooks")
+    for realloc in call.reallocs:
+        if (realloc.source is None) == (realloc.target is None):
+            problem = "a ParamReallocHook has both source and target, or neither"
+            yield Fault(where, problem, "give one of them")
+            continue
+        if call.model_name in (realloc.source, realloc.target):
+            problem = f"a ParamReallocHook of {call.model_name} with itself"
+            yield Fault(where, problem, "it is between two replicas")
+        if not 0.0 < realloc.eta <= 1.0:
+            problem = f"a ParamReallocHook with eta={realloc.eta:g}"
+            yield Fault(where, problem, "it is above 0, and 1 at most")
 
 
-def _hook_faults(call: MFCDef, hook: ParamReallocHook) -> list[Fault]:
-    where = f"model_rpcs.{call.name}"
-    if (hook.source is None) == (hook.target is None):
-        return [Fault(where, "a ParamReallocHook has both source and target, or neither", "give one of them")]
-    other = hook.source or hook.target
-    faults = []
-    if other == call.model_name:
-        faults.append(
-            Fault(where, f"a ParamReallocHook of {other} with itself", "it is between two replicas")
-        )
-    if not 0.0 < hook.eta <= 1.0:
-        faults.append(
-            Fault(where, f"a ParamReallocHook with eta={hook.eta:g}", "it is above 0, and 1 at most")
-        )
-    return faults
-
-
-def _circles(graph: Graph) -> list[list[str]]:
-    """One circle, if there is any: the calls in the order in which each waits for the one before."""
-    left = {name: set(needs) for name, needs in graph.needs.items()}
-    while free := [name for name, needs in left.items() if not needs]:
-        for name in free:
-            del left[name]
-        for needs in left.values():
-            needs.difference_update(free)
-    if not left:
-        return []
-    path = [next(iter(left))]
-    while True:
-        following = min(left[path[-1]])
-        if following in path:
-            return [list(reversed(path[path.index(following) :]))]
-        path.append(following)
-
-
-def _counts(names: Iterable[str]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for name in names:
-        found[name] = found.get(name, 0) + 1
-    return found
+def _circle(graph: Graph) -> list[str]:
+    """One circle: the calls in the order in which each waits for the one before. Empty if there is none."""
+    try:
+        # Of the circle that is found, the last one is the first, and each is followed by one that waits for it.
+        TopologicalSorter(graph.needs).prepare()
+    except CycleError as error:
+        circle: list[str] = error.args[1]
+        return circle[:-1]
+    return []
 
 
 def _and(names: Collection[str]) -> str:
@@ -456,11 +437,8 @@ def with_hooks(calls: Sequence[MFCDef], shared: Collection[ModelName]) -> list[M
     """The calls, with automatic hooks. If a role is trained, each other replica gets the parameters before each of
     its calls, unless it is a moving average. If that replica is in `shared` (models that share workers with other
     models), it is offloaded after each call."""
-    trained = {
-        call.role: call.model_name for call in calls if call.interface_type is ModelInterfaceType.TRAIN_STEP
-    }
-    hooks = [hook for call in calls for hook in (*call.pre_hooks, *call.post_hooks)]
-    averages = {hook.target for hook in hooks if isinstance(hook, ParamReallocHook) and hook.eta < 1.0}
+    trained = {call.role: call.model_name for call in calls if call.trains}
+    averages = {hook.target for call in calls for hook in call.reallocs if hook.eta < 1.0}
     found = []
     for call in calls:
         source = trained.get(call.role)

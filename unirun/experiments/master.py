@@ -20,10 +20,9 @@ from unirun.errors import (
     UsageError,
     WorkerLost,
 )
-from unirun.experiments.config import Every
-from unirun.experiments.evaluator import trained
+from unirun.experiments.config import done, passed
+from unirun.experiments.evaluator import evaluated
 from unirun.experiments.experiment import import_modules, resolve, trial_of
-from unirun.experiments.graph import ModelInterfaceType
 from unirun.experiments.models.api import FinetuneSpec
 from unirun.experiments.orders import LOST, DatasetInfo, Step, means, reductions_of
 from unirun.experiments.recovery import (
@@ -118,9 +117,7 @@ class MasterWorkerProcess(BaseTrainer):
         self._group: Any = self.RG_MODEL_WORKER
         self._attempt = int(time.time() * 1000)
         self._records = Records(self._root)
-        self._saved = (
-            trained(config.evaluator.role, [*self._graph.calls.values()]).role if config.auto_eval else ""
-        )
+        self._saved = evaluated(config).role if config.auto_eval else ""
 
     def fit(self) -> dict[str, float]:
         """Train to the end. Returns the figures of the last step."""
@@ -137,7 +134,7 @@ class MasterWorkerProcess(BaseTrainer):
             try:
                 if info is None:
                     info = self._begin()
-                    if not info.step and self._control.every("eval") != Every():
+                    if not info.step and self._control.every("eval"):
                         self._evaluate(info)
                 while not self._over(info):
                     info, figures = self._step(info)
@@ -299,11 +296,7 @@ class MasterWorkerProcess(BaseTrainer):
         seconds = time.perf_counter() - began
         epoch_step = info.epoch_step + 1
         ended = epoch_step >= self._steps
-        trained = {
-            str(call.model_name)
-            for call in self._graph.calls.values()
-            if call.interface_type is ModelInterfaceType.TRAIN_STEP
-        }
+        trained = {str(call.model_name) for call in self._graph.trained}
         self._used.extend(ids)
         if ended:
             self._used.clear()
@@ -312,15 +305,15 @@ class MasterWorkerProcess(BaseTrainer):
             info.epoch + ended,
             0 if ended else epoch_step,
             (),
-            info.frequencies.passed(epochs=int(ended), steps=1, secs=seconds),
+            passed(info.frequencies, epochs=int(ended), steps=1, secs=seconds),
             {name: version + (name in trained) for name, version in info.versions.items()},
         )
         figures |= {"seconds": seconds, "master_seconds": time.process_time() - used}
         self._write_figures(info.step, figures)
-        due = info.frequencies.due(self._control)
+        due = self._control.due(info.frequencies)
         self._saves.follow(to_end=False)
         if due:
-            info = replace(info, frequencies=info.frequencies.done(*due))
+            info = replace(info, frequencies=done(info.frequencies, due))
             if "eval" in due:
                 self._evaluate(info)
             if "save" in due:
@@ -331,11 +324,7 @@ class MasterWorkerProcess(BaseTrainer):
 
     def _refuse_not_finite(self, info: RecoverInfo) -> None:
         """Raise `TrainingFailed` for a model that has diverged, so that no checkpoint and no saved model has it."""
-        names = [
-            call.model_name
-            for call in self._graph.calls.values()
-            if call.interface_type is ModelInterfaceType.TRAIN_STEP
-        ]
+        names = [call.model_name for call in self._graph.trained]
         found = self._group.not_finite.call(self._attempt, names)
         wrong = [f"{each} in {WORKERS}:{rank}" for rank, some in enumerate(found) for each in some]
         if wrong:
@@ -358,16 +347,15 @@ class MasterWorkerProcess(BaseTrainer):
         """Write all models that are trained, for others to use."""
         self._doing = f"in the save after step {info.step}"
         self._refuse_not_finite(info)
-        for call in self._graph.calls.values():
-            if call.interface_type is ModelInterfaceType.TRAIN_STEP:
-                path = self._root / CHECKPOINTS / call.role / f"step{info.step:06}"
-                if path.exists():
-                    continue
-                part = path.with_name(f".{path.name}.partial")
-                shutil.rmtree(part, ignore_errors=True)
-                part.mkdir(parents=True)
-                self._group.save.call(self._attempt, call.name, str(part))
-                part.rename(path)
+        for call in self._graph.trained:
+            path = self._root / CHECKPOINTS / call.role / f"step{info.step:06}"
+            if path.exists():
+                continue
+            part = path.with_name(f".{path.name}.partial")
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            self._group.save.call(self._attempt, call.name, str(part))
+            part.rename(path)
 
     def _evaluate(self, info: RecoverInfo) -> dict[str, float]:
         """The figures of all models that are trained, of their held-out data. A step is evaluated once."""
@@ -375,9 +363,7 @@ class MasterWorkerProcess(BaseTrainer):
         if figures:
             return figures
         self._doing = f"in the evaluation after step {info.step}"
-        for call in self._graph.calls.values():
-            if call.interface_type is not ModelInterfaceType.TRAIN_STEP:
-                continue
+        for call in self._graph.trained:
             found = self._group.evaluate.call(self._attempt, call.name)
             told = means([*filter(None, found)], reductions_of(call))
             figures |= {f"{call.name}/eval_{key}": value for key, value in told.items()}

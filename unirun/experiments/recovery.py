@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from unirun.errors import CheckpointDamaged, TrainingFailed, UsageError, WorkerLost
-from unirun.experiments.config import DatasetAbstraction, Frequencies
+from unirun.experiments.config import DatasetAbstraction, Since
 from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import Abstraction
 from unirun.experiments.registry import INTERFACES
@@ -165,7 +165,7 @@ class RecoverInfo(Value):
     epoch: int = 0
     epoch_step: int = 0
     used_ids: tuple[str, ...] = ()
-    frequencies: Frequencies = Frequencies()
+    frequencies: Since = {}  # noqa: RUF012
     versions: dict[str, int] = {}  # noqa: RUF012
     settings: Settings | None = None
 

@@ -79,6 +79,13 @@ MODELS: Registry[Any] = Registry("model")
 BACKENDS: Registry[Any] = Registry("backend")
 INTERFACES: Registry[Any] = Registry("interface")
 
+# What is built in is registered as strings: the command that starts a trial needs only the names. Datasets register
+# themselves, and interfaces come with the algorithms.
+for _name, _class in (("ddp", "Train"), ("fsdp2", "Sharded"), ("inference", "Inference"), ("null", "Null")):
+    BACKENDS.register(_name, f"unirun.experiments.models.backends:{_class}Backend")
+MODELS.register("causal_lm", "unirun.experiments.models.backends:causal_lm")
+MODELS.register("null", "unirun.experiments.models.backends:no_model")
+
 
 def register_dataset(name: str, cls: Any) -> None:
     """`DatasetAbstraction(name, args)` makes ``cls(util, **args)``; ``cls.keys`` are the keys of its samples."""

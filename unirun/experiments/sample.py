@@ -36,33 +36,17 @@ def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Split the indices of `sizes` by that rule (Johnson 1973: at most 11/9 of the fewest lists, plus 1), each list
     with a sum of at most `capacity`; a larger size is in a list of its own. Each list ascends.
-
-    A tree over the room that is left finds the first list with room, so it takes n·log n.
     """
-    order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
-    leaves = 1
-    while leaves < max(len(sizes), 1):
-        leaves *= 2
-    room = [capacity] * (2 * leaves)
+    room = np.full(len(sizes), capacity)
     found: list[list[int]] = []
-    for index in order:
-        size = sizes[index]
-        if size > capacity:
-            # No list has room for it: it opens the next one, which is full then.
-            number = len(found)
-        else:
-            node = 1
-            while node < leaves:
-                node = 2 * node if room[2 * node] >= size else 2 * node + 1
-            number = node - leaves
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        fits = room[: len(found) + 1] >= sizes[index]
+        # No list has room for a size above the capacity: it opens the next one.
+        number = int(fits.argmax()) if fits.any() else len(found)
         if number == len(found):
             found.append([])
         found[number].append(index)
-        node = leaves + number
-        room[node] = max(room[node] - size, 0) if size <= capacity else -1
-        while node > 1:
-            node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
+        room[number] -= sizes[index]
     return [sorted(part) for part in found]
 
 
@@ -80,13 +64,6 @@ def micro_batches(sizes: Sequence[int], least: int, capacity: int) -> list[list[
         # Balance needs more room than the rule for the fewest lists.
         found = first_fit_decreasing(sizes, capacity)
     return found
-
-
-def imbalance(sizes: Sequence[int], parts: Sequence[Sequence[int]]) -> float:
-    """The largest part divided by the mean one; 1 is perfect, also of nothing."""
-    sums = [sum(sizes[index] for index in part) for part in parts]
-    total = sum(sums)
-    return max(sums) * len(sums) / total if total else 1.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,6 @@ from tests.unit.experiments.sample_configs import (
     texts_of,
 )
 from unirun.errors import SpecError
-from unirun.experiments import builtin as builtin
 from unirun.experiments.checks import dataset_keys, faults
 from unirun.experiments.config import (
     AutomaticEvaluator,

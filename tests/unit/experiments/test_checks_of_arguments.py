@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from unirun.experiments import builtin as builtin
-from unirun.experiments.checks_of_arguments import file_faults, length_warnings
+from unirun.experiments.checks import file_faults, length_warnings
 from unirun.experiments.config import (
     Allocation,
     AutomaticEvaluator,

@@ -25,7 +25,6 @@ from tests.unit.experiments.sample_configs import (
     realloc,
     texts_of,
 )
-from unirun.experiments import builtin as builtin
 from unirun.experiments.config import (
     Allocation,
     ExperimentSaveEvalControl,

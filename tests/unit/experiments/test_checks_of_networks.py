@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.experiments.models.test_stage import CONFIG
 from unirun.errors import Fault
-from unirun.experiments.checks_of_arguments import network_faults
+from unirun.experiments.checks import network_faults
 from unirun.experiments.config import (
     Allocation,
     ExperimentSaveEvalControl,

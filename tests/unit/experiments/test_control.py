@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.experiments.config import Every, ExperimentSaveEvalControl, Frequencies, Since
+from unirun.experiments.config import UNITS, ExperimentSaveEvalControl, Since, done, passed
 
 maybe = st.none() | st.integers(1, 9)
 counts = st.integers(0, 9)
@@ -17,38 +17,41 @@ counts = st.integers(0, 9)
 class TestFrequencies:
     @given(st.tuples(maybe, maybe, maybe), st.tuples(counts, counts, counts))
     def test_it_is_time_when_any_of_them_has_come(
-        self, limits: tuple[int | None, ...], passed: tuple[int, ...]
+        self, limits: tuple[int | None, ...], so_far: tuple[int, ...]
     ) -> None:
-        assert Since(*passed).due(Every(*limits)) == any(
-            limit is not None and so_far >= limit for limit, so_far in zip(limits, passed, strict=True)
+        control = ExperimentSaveEvalControl(1, *limits)
+        since = {"save": dict(zip(UNITS, so_far, strict=True))}
+        assert (control.due(since) == ["save"]) == any(
+            limit is not None and number >= limit for limit, number in zip(limits, so_far, strict=True)
         )
 
     def test_without_any_it_is_never_time(self) -> None:
-        assert not Since(10**9, 10**9, 1e9).due(Every())
+        assert ExperimentSaveEvalControl().due(passed({}, epochs=10**9, steps=10**9, secs=1e9)) == []
 
     @given(st.lists(st.tuples(counts, counts, counts)))
     def test_what_has_passed_adds_up(self, parts: list[tuple[int, int, int]]) -> None:
-        since = Since()
-        for epochs, steps, secs in parts:
-            since = since.passed(epochs=epochs, steps=steps, secs=secs)
-        assert since == Since(*(sum(part[at] for part in parts) for at in range(3)))
+        since: Since = passed({})
+        for part in parts:
+            since = passed(since, **dict(zip(UNITS, part, strict=True)))
+        sums = {unit: sum(part[at] for part in parts) for at, unit in enumerate(UNITS)}
+        assert since == {"save": sums, "ckpt": sums, "eval": sums}
 
     def test_each_thing_has_its_own(self) -> None:
         control = ExperimentSaveEvalControl(save_freq_steps=3, ckpt_freq_secs=1.5, eval_freq_epochs=1)
-        passed = Frequencies().passed(steps=1, secs=2.0)
-        assert passed.due(control) == ["ckpt"]
-        assert passed.passed(steps=2).due(control) == ["save", "ckpt"]
-        assert passed.passed(epochs=1, steps=2).due(control) == ["save", "ckpt", "eval"]
+        since = passed({}, steps=1, secs=2.0)
+        assert control.due(since) == ["ckpt"]
+        assert control.due(passed(since, steps=2)) == ["save", "ckpt"]
+        assert control.due(passed(since, epochs=1, steps=2)) == ["save", "ckpt", "eval"]
 
     def test_what_is_done_begins_anew_and_the_others_go_on(self) -> None:
         control = ExperimentSaveEvalControl(save_freq_steps=2, ckpt_freq_steps=3)
-        done = []
-        frequencies = Frequencies()
+        found = []
+        since: Since = {}
         for _ in range(6):
-            frequencies = frequencies.passed(steps=1)
-            done.append(frequencies.due(control))
-            frequencies = frequencies.done(*done[-1])
-        assert done == [[], ["save"], ["ckpt"], ["save"], [], ["save", "ckpt"]]
+            since = passed(since, steps=1)
+            found.append(control.due(since))
+            since = done(since, found[-1])
+        assert found == [[], ["save"], ["ckpt"], ["save"], [], ["save", "ckpt"]]
 
 
 class TestNumbers:

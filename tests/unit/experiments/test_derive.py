@@ -23,7 +23,6 @@ from unirun.experiments.config import (
     Resolved,
     WorkerInformation,
     instantiated,
-    model_names,
     shared_models,
     sync_param_pairs,
 )
@@ -200,7 +199,7 @@ class TestSharedWorkers:
         assert hooks(beside.lazy_init()) == {"generate": ((realloc(ACTOR),), (OffloadHook(),))}
 
     def test_models_are_sorted(self) -> None:
-        assert model_names(ppo(separate=True)) == [ACTOR, COPY, CRITIC, REF, REWARD]
+        assert [*ppo(separate=True).models()] == [ACTOR, COPY, CRITIC, REF, REWARD]
 
 
 class TestWorkersOfAConfiguration:

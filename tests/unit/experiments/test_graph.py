@@ -147,7 +147,7 @@ class TestCircles:
 
     def test_what_waits_for_a_circle_is_not_in_it(self) -> None:
         calls = [call("late", ["a"]), call("x", ["b"], ["a"]), call("y", ["a"], ["b"])]
-        assert only(calls) == "model_rpcs: the calls y → x → y wait for each other"
+        assert only(calls) == "model_rpcs: the calls x → y → x wait for each other"
 
 
 class TestWhatIsWrong:

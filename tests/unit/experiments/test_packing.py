@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.experiments.sample import balanced, first_fit_decreasing, imbalance, micro_batches
+from unirun.experiments.sample import balanced, first_fit_decreasing, micro_batches
 
 sizes = st.lists(st.integers(0, 60), max_size=40)
 parts = st.integers(1, 9)
@@ -66,6 +66,15 @@ class TestBalanced:
 
     def test_equal_sizes_are_dealt_out(self) -> None:
         assert balanced([5] * 7, 3) == [[0, 3, 6], [1, 4], [2, 5]]
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_ten_thousand_sequences_are_balanced_over_eight_ranks(self, seed: int) -> None:
+        chance = random.Random(seed)
+        sizes = [min(int(chance.lognormvariate(6.0, 1.0)) + 1, 32_768) for _ in range(10_000)]
+        found = balanced(sizes, 8)
+        check_partition(sizes, found)
+        assert max(sums(sizes, found)) >= least_possible(sizes, 8)
+        assert max(sums(sizes, found)) <= 1.02 * sum(sizes) / 8
 
 
 class TestFirstFitDecreasing:
@@ -145,25 +154,3 @@ class TestMicroBatches:
 
     def test_a_sequence_above_the_capacity_gives_the_others_no_more_room(self) -> None:
         assert micro_batches([100, 3, 3, 2, 2, 2], 1, 6) == [[0], [1, 2], [3, 4, 5]]
-
-
-class TestImbalance:
-    def test_it_is_the_largest_part_divided_by_the_mean(self) -> None:
-        assert imbalance([6, 2, 1], [[0], [1, 2]]) == pytest.approx(6 / 4.5)
-        assert imbalance([1, 1], [[0], [1]]) == 1.0
-
-    def test_of_nothing_it_is_perfect(self) -> None:
-        assert imbalance([], [[], []]) == imbalance([0, 0], [[0], [1]]) == 1.0
-
-    @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), parts)
-    def test_it_is_at_least_1(self, sizes: list[int], parts: int) -> None:
-        assert imbalance(sizes, balanced(sizes, parts)) >= 1.0 - 1e-12
-
-    @pytest.mark.parametrize("seed", range(3))
-    def test_ten_thousand_sequences_are_balanced_over_eight_ranks(self, seed: int) -> None:
-        chance = random.Random(seed)
-        sizes = [min(int(chance.lognormvariate(6.0, 1.0)) + 1, 32_768) for _ in range(10_000)]
-        found = balanced(sizes, 8)
-        check_partition(sizes, found)
-        assert max(sums(sizes, found)) >= least_possible(sizes, 8)
-        assert imbalance(sizes, found) <= 1.02

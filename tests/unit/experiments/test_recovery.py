@@ -16,9 +16,7 @@ from unirun.experiments.config import (
     Allocation,
     DatasetAbstraction,
     ExperimentSaveEvalControl,
-    Frequencies,
     ModelBackendAbstraction,
-    Since,
     model_workers,
 )
 from unirun.experiments.graph import MicroBatchSpec, topology
@@ -33,7 +31,7 @@ INFO = RecoverInfo(
     2,
     3,
     ("7", "id of a row", "ü"),
-    Frequencies(Since(1, 2, 3.5), eval=Since(0, 4)),
+    {"save": {"epochs": 1, "steps": 2, "secs": 3.5}, "eval": {"steps": 4}},
     {"actor@0": 12},
     SETTINGS,
 )

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from unirun.errors import UsageError
-from unirun.experiments import builtin
+from unirun.experiments.datasets import PromptDataset
 from unirun.experiments.experiment import make_experiment
 from unirun.experiments.registry import (
     BACKENDS,
@@ -94,11 +94,9 @@ class TestThingsThatAreImportedLater:
             animals.find("cow")
 
     def test_models_and_backends_are_there_from_the_beginning(self) -> None:
-        assert builtin.__doc__
-        for registry in (MODELS, BACKENDS, DATASETS):
-            assert registry.names()
         assert {"ddp", "fsdp2", "inference", "null"} <= {*BACKENDS.names()}
         assert {"causal_lm", "null"} <= {*MODELS.names()}
+        assert DATASETS.find("prompt") is PromptDataset
         assert {"prompt", "prompt_answer", "rw_pair"} <= {*DATASETS.names()}
 
 

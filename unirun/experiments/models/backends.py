@@ -145,7 +145,7 @@ def causal_lm(
     """
     from transformers import AutoModelForCausalLM
 
-    from unirun.experiments.checks_of_arguments import faults_of
+    from unirun.experiments.checks import faults_of
     from unirun.experiments.models.stage import Stage, configuration
 
     whole: Any
@@ -181,17 +181,13 @@ def causal_lm(
     return Stage(whole, place)
 
 
-class NoModel(nn.Module):
+def no_model(place: Place) -> nn.Module:
     """A model without a network: for calls that need no more than a program, as a verifier of answers."""
-
-
-def no_model(place: Place) -> NoModel:
-    """A model without a network."""
-    return NoModel()
+    return nn.Identity()
 
 
 class NullBackend(ModelBackend):
-    """For `NoModel`. It runs and saves nothing."""
+    """For `no_model`. It runs and saves nothing."""
 
     def initialize(self, model: Model, spec: FinetuneSpec) -> Model:
         """There is nothing to do."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -144,7 +143,13 @@ def small(config: Any) -> Any:
 def refusal(config: Any, build: Build, layout: str, *, critic: bool) -> str:
     """The reason to refuse networks of this configuration at all (`layout` is ``""``), in stages (``pipe``), or cut by
     tensor parallelism (``tensor``); empty if they run. It is found once in a process for each configuration."""
-    return _refusal(_Key(config), build, layout, critic)
+    key = type(config), config.to_json_string(use_diff=False), build, layout, critic
+    if key not in _REFUSALS:
+        _REFUSALS[key] = _refusal(config, build, layout, critic)
+    return _REFUSALS[key]
+
+
+_REFUSALS: dict[Any, str] = {}
 
 
 @contextlib.contextmanager
@@ -179,21 +184,7 @@ class _Doubles(TorchFunctionMode):
         return function(*args, **more)
 
 
-class _Key:
-    """A configuration, equal to others with the same settings."""
-
-    def __init__(self, config: Any) -> None:
-        self.config, self._text = config, f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._text == other._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
-
-
-@functools.lru_cache(maxsize=64)
-def _refusal(key: _Key, build: Build, layout: str, critic: bool) -> str:
+def _refusal(config: Any, build: Build, layout: str, critic: bool) -> str:
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -202,7 +193,7 @@ def _refusal(key: _Key, build: Build, layout: str, critic: bool) -> str:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         try:
-            whole = _network(key.config, build, critic)
+            whole = _network(config, build, critic)
         except SpecError as error:
             return error.faults[0].problem
         except Exception as error:  # noqa: BLE001 - whatever a network of another family raises
