@@ -28,8 +28,9 @@ from tests.documents import (
 from unirun import experiments, train
 from unirun.cli import main, run
 from unirun.cli.commandline import Parser, parse
+from unirun.cli.commands import SUBCOMMANDS
 from unirun.cli.compose import job_spec, plan_job, several_nodes
-from unirun.cli.options import PLAN_OPTIONS, SUBCOMMANDS
+from unirun.cli.options import PLAN_OPTIONS
 from unirun.collocation import local_inventory
 from unirun.launcher.hostlist import parse_hosts
 

@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 
-from unirun.cli.options import SUBCOMMANDS
+from unirun.cli.commandline import parser_of_job
+from unirun.cli.commands import SUBCOMMANDS, call
 from unirun.errors import EXIT_FAILURE, UnirunError, UsageError
 from unirun.launcher.foreground.terminal import (
     drop_output,
@@ -91,20 +92,14 @@ def _cwd_is_there() -> bool:
 
 def _dispatch(argv: list[str]) -> int:
     if argv and argv[0] in SUBCOMMANDS:
-        import importlib
-
-        module, function = SUBCOMMANDS[argv[0]].split(":")
-        code: int = getattr(importlib.import_module(f"unirun.cli.{module}"), function)(argv[1:])
-        return code
+        return call(argv[0], argv[1:])
     if argv and argv[0] in ("-V", "--version"):
         from importlib.metadata import version
 
         say(f"unirun {version('torch-unirun')}")
         return 0
     if not argv or argv[0] in ("-h", "--help"):
-        from unirun.cli.commandline import print_help
-
-        print_help("unirun")
+        parser_of_job("unirun").print_help()
         return 0
     from unirun.cli import run
 

@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from unirun.cli.commandline import Parser
 from unirun.cli.run import endpoint
-from unirun.cli.stored import STORE_HELP, find_here, find_job, only_one, opened, refuse_elsewhere
+from unirun.cli.stored import find_here, find_job, only_one, opened, refuse_elsewhere
 from unirun.errors import JobError, RendezvousError, StoreError, UsageError, WireError
 from unirun.failover.nodes import RETRY_REMEDY, has_left
 from unirun.launcher.foreground.terminal import say
@@ -40,34 +39,8 @@ DRAIN_ANSWER_TIMEOUT = 3.0
 """Seconds after which a master that says nothing is asked again."""
 
 
-def main(argv: list[str]) -> int:
-    """Add a node to a running job, or take one out. Returns the exit code."""
-    parser = Parser(prog="unirun agent", description="Nodes that come into a running job, and leave it.")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="join|drain")
-    join = actions.add_parser("join", help="make this host, or hosts that ssh reaches, nodes of a job")
-    join.add_argument(
-        "job", nargs="?", help="the job's id; its directory, or the store, says where the master is"
-    )
-    join.add_argument("--rdzv-endpoint", help="where masters of the job listen", metavar="HOST:PORT")
-    join.add_argument("--token-file", help="the job's token, if its directory is not here", metavar="FILE")
-    join.add_argument("--hosts", help="hosts to add by ssh instead of this one", metavar="HOST[,HOST]")
-    join.add_argument("--node-name", help="the node's name (default: the host's)", metavar="NAME")
-    join.add_argument("--interface", help="the interface or address to use", metavar="NAME")
-    join.add_argument("--insecure", action="store_true", help="the job has no TLS")
-    join.add_argument("--quiet", action="store_true", help="leave out unirun's own notes")
-    join.add_argument("-d", "--detach", action="store_true", help="return when the node has joined")
-    join.add_argument("--store", help=STORE_HELP, metavar="URL")
-    drain = actions.add_parser("drain", help="move what runs on a node elsewhere, and let it go")
-    drain.add_argument("node", help="the node; unirun status shows them")
-    drain.add_argument(
-        "job", nargs="?", help="the job's id, or the beginning of it (default: the one that runs)"
-    )
-    drain.add_argument("--store", help=STORE_HELP, metavar="URL")
-    options = parser.parse_args(argv)
-    return _join(options) if options.action == "join" else _drain(options)
-
-
-def _join(options: Any) -> int:
+def join(options: Any) -> int:
+    """Add a node to a running job. Returns the exit code."""
     address, token, insecure = _place(options)
     if options.hosts is not None:
         # Imported here: asyncio's subprocesses are needed for nothing else.
@@ -141,7 +114,8 @@ def _leader(url: str, run_id: str) -> TcpAddress:
     return leader.address
 
 
-def _drain(options: Any) -> int:
+def drain(options: Any) -> int:
+    """Take a node out of a running job. Returns the exit code."""
     node = options.node
     job = find_here(options.store, options.job or only_one(options.store, "agent drain"), "agent drain")
     refuse_elsewhere(job, f"agent drain {node}")

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import functools
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from unirun.cli.options import GROUPS, OPTIONS, TORCHRUN, WITHOUT_VARIABLE, Option
@@ -38,7 +38,7 @@ USAGE = """unirun [options] [--] script.py [args]
        unirun doctor          what is wrong with this host, or with --hosts h1,h2,…
        unirun experiment start -e NAME -f TRIAL    a trial of a registered experiment
        unirun render …        a batch script, a JobSet or a compose file for the same job
-       unirun completion bash|zsh"""
+       unirun completion SHELL    for bash, zsh, fish or tcsh"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,8 +78,8 @@ class RoleItem(Value):
     target: str | None
 
 
-def print_help(prog: str, extra: Sequence[Option] = ()) -> None:
-    """Print every option in its group, with `extra` ones."""
+def parser_of_job(prog: str, extra: Sequence[Option] = ()) -> Parser:
+    """A parser with every option in its group, and `extra` ones: for the help and for completions."""
     parser = Parser(
         prog=prog,
         usage=USAGE,
@@ -90,16 +90,19 @@ def print_help(prog: str, extra: Sequence[Option] = ()) -> None:
     )
     for name in GROUPS:
         group = parser.add_argument_group(name)
-        for option in (*OPTIONS, *extra):
-            if option.group != name:
-                continue
-            text = option.help.replace("%", "%%")
-            if option.metavar:
-                choices = option.choices or None
-                group.add_argument(*option.names, help=text, metavar=option.metavar, choices=choices)
-            else:
-                group.add_argument(*option.names, help=text, action="store_true")
-    parser.print_help()
+        add_options(group.add_argument, [each for each in (*OPTIONS, *extra) if each.group == name])
+    return parser
+
+
+def add_options(add: Callable[..., argparse.Action], options: Iterable[Option]) -> None:
+    """Add `options` to a parser, of which `add` is the method `add_argument`."""
+    for option in options:
+        more = {"metavar": option.metavar, "choices": option.choices or None}
+        add(
+            *option.names,
+            help=option.help.replace("%", "%%"),
+            **more if option.metavar else {"action": "store_true"},
+        )
 
 
 def parse(argv: Sequence[str], prog: str = "unirun", extra: tuple[Option, ...] = ()) -> CommandLine:
@@ -129,7 +132,7 @@ def _read_options(words: list[str], options: dict[str, Any], prog: str, extra: S
     while words and words[0].startswith("-") and words[0] not in ("-", "--"):
         word = words.pop(0)
         if word in ("-h", "--help"):
-            print_help(prog, extra)
+            parser_of_job(prog, extra).print_help()
             raise SystemExit(0)
         option, value = _named_by(word, words, known)
         if not option.metavar:

@@ -1,124 +1,95 @@
-"""``unirun completion bash|zsh``: completions, made from the table of options.
+"""``unirun completion SHELL``: completions, which shtab makes of the parsers of all commands.
 
-Jobs are completed from the directories of this host only: a completion must not wait for a store.
+Jobs are completed from the directories of this host only: a completion must not wait for a store. Names with characters
+that mean something to a shell are left out.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+from typing import Any
 
-from unirun.cli.commandline import Parser
-from unirun.cli.options import GRAPH_OPTIONS, OPTIONS, PLAN_OPTIONS, SUBCOMMANDS
+import shtab
 
-EVERY = (*OPTIONS, *PLAN_OPTIONS, *GRAPH_OPTIONS)
+from unirun.cli.commandline import add_options, parser_of_job
+from unirun.cli.commands import COMMANDS, FAMILIES, SUBCOMMANDS, filled
+from unirun.cli.options import OPTIONS
 
-_BASH = """# unirun completion for bash: source <(unirun completion bash)
-# compgen -W expands its words as the shell does, so it gets words of this script only, no names of jobs or files.
-_unirun_jobs() {{
+_LIST = r'env UNIRUN_STORE= unirun ls | tail -n +2 | tr " " "\t" | cut -f1'
+_JOBS = f"{_LIST} | grep -x '[A-Za-z0-9._-]*'"
+
+_OF_JOBS = {
+    "bash": "_unirun_jobs",
+    "zsh": "_unirun_jobs",
+    "fish": "(_unirun_jobs)",
+    "tcsh": f"`{_LIST}`",
+}
+
+_KINDS = {
+    **dict.fromkeys(("job", "JOB"), _OF_JOBS),
+    **dict.fromkeys(("FILE", "JOBFILE", "SCRIPT"), shtab.FILE),
+    "DIR": shtab.DIRECTORY,
+}
+"""The candidates for an argument, by its metavar or else its name."""
+
+_BASH = f"""_unirun_jobs() {{
   local job
-  while IFS= read -r job; do
-    [[ $job == "$1"* && $job != *[!A-Za-z0-9._-]* ]] && COMPREPLY+=("$job")
-  done < <(UNIRUN_STORE= unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)
+  {_JOBS} | while IFS= read -r job; do [[ $job == "$1"* ]] && echo "$job"; done
 }}
-_unirun_files() {{
-  local file
-  while IFS= read -r file; do COMPREPLY+=("$file"); done < <(compgen -f -- "$1")
-}}
-_unirun() {{
-  local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}}
-  COMPREPLY=()
-  case ${{COMP_WORDS[1]}} in
-    status|logs|events|stop|gc|weights)
-      [[ $COMP_CWORD -eq 2 ]] && _unirun_jobs "$cur"
-      return ;;
-    agent)
-      if [[ $COMP_CWORD -eq 2 ]]; then
-        COMPREPLY=($(compgen -W "join drain" -- "$cur"))
-      elif [[ $COMP_CWORD -ge 3 && $cur != -* ]]; then
-        _unirun_jobs "$cur"
-      fi
-      return ;;
-    graph)
-      if [[ $COMP_CWORD -eq 2 && $cur != -* ]]; then
-        _unirun_jobs "$cur"
-        _unirun_files "$cur"
-        return
-      fi ;;
-  esac
-  case $prev in
-{choices}
-  esac
-  if [[ $cur == -* ]]; then
-    COMPREPLY=($(compgen -W "{options}" -- "$cur"))
-  elif [[ $COMP_CWORD -eq 1 ]]; then
-    COMPREPLY=($(compgen -W "{commands}" -- "$cur"))
-    _unirun_files "$cur"
-  else
-    _unirun_files "$cur"
-  fi
-}}
-complete -o filenames -F _unirun unirun
-"""
+# The first word is a command or a script; only arguments follow a script.
+_shtab_unirun_pos_0_COMPGEN=_shtab_compgen_files
+_shtab_unirun_pos_0_nargs=1"""
 
-_ZSH = """#compdef unirun
-# unirun completion for zsh: source <(unirun completion zsh)
-_unirun_jobs() {{
-  local -a jobs
-  jobs=(${{(f)"$(UNIRUN_STORE= unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)"}})
-  jobs=(${{jobs:#*[^A-Za-z0-9._-]*}})
-  compadd -a jobs
+_ZSH = f"""_unirun_jobs() {{ compadd "$@" -- ${{(f)"$({_JOBS})"}} }}
+# The first word is a command or a script; files follow a script.
+functions[_unirun_commands]=$functions[_shtab_unirun]
+_shtab_unirun() {{
+  local first=$(( CURRENT == 2 )) prefix=$PREFIX
+  _unirun_commands "$@"
+  [[ $prefix == -* ]] || (( ! first && compstate[nmatches] )) || _files
 }}
-_unirun() {{
-  local -a commands options
-  commands=({commands})
-  options=(
-{options}
-  )
-  case $words[2] in
-    status|logs|events|stop|gc|weights)
-      _unirun_jobs
-      return ;;
-    agent)
-      (( CURRENT == 3 )) && compadd join drain || _unirun_jobs
-      return ;;
-    graph)
-      (( CURRENT == 3 )) && _unirun_jobs ;;
-  esac
-  if [[ $PREFIX == -* ]]; then
-    _describe option options
-  else
-    (( CURRENT == 2 )) && compadd -a commands
-    _files
-  fi
-}}
-compdef _unirun unirun
-"""
+# Of shtab's two ways to load it, neither is `source`.
+[[ $zsh_eval_context[-1] == file ]] && {{ compdef _shtab_unirun unirun; return }}"""
+
+_PREAMBLES = {"bash": _BASH, "zsh": _ZSH, "fish": f"function _unirun_jobs; {_JOBS}; end"}
+
+_FILES_IN_FISH = 'complete -c unirun -n "_shtab_unirun_using; and test \\$_shtab_unirun_npos -eq 0" -F'
+"""The first word may be a script."""
 
 
-def main(argv: list[str]) -> int:
-    """Print the completion script for a shell. Returns 0."""
-    parser = Parser(prog="unirun completion", description="Print completions for a shell.")
-    parser.add_argument("shell", choices=("bash", "zsh"))
-    shell = parser.parse_args(argv).shell
-    sys.stdout.write(bash() if shell == "bash" else zsh())
+def main(options: Any) -> int:
+    """Print the completions for a shell. Returns 0."""
+    sys.stdout.write(script(options.shell))
     return 0
 
 
-def bash() -> str:
-    """The script for bash."""
-    choices = "\n".join(
-        f'    {"|".join(o.names)}) COMPREPLY=($(compgen -W "{" ".join(o.choices)}" -- "$cur")); return ;;'
-        for o in EVERY
-        if o.choices
-    )
-    names = " ".join(name for option in EVERY for name in option.names)
-    return _BASH.format(choices=choices, options=f"{names} --help", commands=" ".join(SUBCOMMANDS))
+def script(shell: str) -> str:
+    """The completions for a shell."""
+    parser = parser_of_job("unirun")
+    commands = parser.add_subparsers(prog="unirun")
+    for name in SUBCOMMANDS:
+        about = FAMILIES.get(name) or COMMANDS[name].description
+        command = filled(commands.add_parser(name, help=about, conflict_handler="resolve"), name)
+        if name in COMMANDS and COMMANDS[name].describes:
+            add_options(command.add_argument, OPTIONS)
+            _add_script(command)
+    if shell != "zsh":
+        # In zsh, what follows commands would be hidden by it.
+        _add_script(parser)
+    _hint(parser)
+    text: str = shtab.complete(parser, shell, preamble=_PREAMBLES.get(shell, ""))
+    return f"{text}\n{_FILES_IN_FISH}\n" if shell == "fish" else f"{text}\n"
 
 
-def zsh() -> str:
-    """The script for zsh."""
-    rows = []
-    for option in EVERY:
-        text = option.help.replace("'", "").replace(":", "\\:")
-        rows.append(f"    '{option.name}:{text}'")
-    return _ZSH.format(options="\n".join(rows), commands=" ".join(SUBCOMMANDS))
+def _add_script(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT")
+
+
+def _hint(parser: argparse.ArgumentParser) -> None:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                _hint(inner)
+        elif kind := _KINDS.get(str(action.metavar or action.dest)):
+            action.complete = kind  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from unirun.cli.commandline import (
     role_items,
     service_items,
 )
-from unirun.cli.options import SUBCOMMANDS
+from unirun.cli.commands import SUBCOMMANDS
 from unirun.collocation import (
     Inventory,
     count_slots,

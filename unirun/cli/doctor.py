@@ -8,10 +8,10 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from msgspec import to_builtins
 
-from unirun.cli.commandline import Parser
 from unirun.errors import EXIT_FAILURE, UsageError
 from unirun.launcher.doctor.examine import Way, by_srun, by_ssh, examine, here
 from unirun.launcher.doctor.judge import findings, lines
@@ -20,20 +20,10 @@ from unirun.launcher.hostlist import Host, expand_nodelist, parse_hosts, read_ho
 from unirun.launcher.slurm.allocation import component_lists
 
 
-def main(argv: list[str]) -> int:
+def main(options: Any) -> int:
     """Examine hosts and print what was found. Returns 0 when nothing is wrong, else 1. Raises `UsageError`."""
-    parser = Parser(
-        prog="unirun doctor",
-        description="Examine this host; those of --hosts or --hostfile, over ssh; "
-        "or, in a Slurm allocation, its nodes.",
-        epilog="Exit codes: 0 nothing is wrong; 1 something is; 2 usage.",
-    )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--hosts", help="h1,h2,user@h3,n[01-16]", metavar="LIST")
-    which.add_argument("--hostfile", help="a file with a host on each line", metavar="FILE")
-    parser.add_argument("--interface", help="the network interface that is examined", metavar="NAME")
-    parser.add_argument("--json", action="store_true", help="one object, for programs")
-    options = parser.parse_args(argv)
+    if options.hosts is not None and options.hostfile is not None:
+        raise UsageError("--hosts and --hostfile exclude each other", "leave out one of them")
     hosts, way = _hosts(options.hosts, options.hostfile, os.environ)
     found = asyncio.run(examine(hosts, way, interface=options.interface))
     wrong = findings(found)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import secrets
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unirun.cli.commandline import Parser
+from unirun.cli.commands import call
 from unirun.cli.output import print_table
 from unirun.errors import EXIT_USAGE, Fault, SpecError, UsageError
 from unirun.launcher.foreground.terminal import say, warn
@@ -22,110 +21,8 @@ FINAL = (EXIT_USAGE, 130, 143)
 """Exit codes after which a trial is not started again: a usage error, or a user's SIGINT or SIGTERM."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run a subcommand. Returns the exit code."""
-    parser = Parser(prog="unirun experiment", description="Trials of registered experiments.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="start|stop|list|find-config")
-    start = commands.add_parser("start", help="start a trial, and follow it to its end")
-    stop = commands.add_parser("stop", help="end a trial")
-    for each in (start, stop):
-        each.add_argument(
-            *("-e", "--experiment_name", "--experiment-name"),
-            required=True,
-            metavar="NAME",
-            help="a registered experiment: unirun experiment find-config shows their names",
-        )
-        each.add_argument(
-            *("-f", "--trial_name", "--trial-name"),
-            required=True,
-            metavar="TRIAL",
-            help="the name of the trial; you choose it",
-        )
-    _start_options(start)
-    shown = commands.add_parser("list", help="show all trials and their states")
-    for each in (start, stop, shown):
-        each.add_argument(
-            "--root",
-            default="",
-            metavar="DIR",
-            help="the directory of all trials ($UNIRUN_HOME/experiments); all hosts must share it",
-        )
-    find = commands.add_parser("find-config", help="the names of registered experiments")
-    find.add_argument("-r", "--regex", default="", help="show only names that match this regular expression")
-    _module_option(find)
-    options = parser.parse_args([*argv])
-    return _COMMANDS[options.command](options)
-
-
-def _module_option(parser: Any) -> None:
-    parser.add_argument(
-        "--module",
-        action="append",
-        default=[],
-        help="a module or a file that registers experiments, as seen from the working directory; by default all of "
-        "./experiments",
-    )
-
-
-def _start_options(parser: Any) -> None:
-    _module_option(parser)
-    parser.add_argument(
-        "--mode", choices=("local", "slurm", "ssh"), default="local", help="where it runs (local)"
-    )
-    parser.add_argument("--partition", help="with --mode slurm: the partition")
-    parser.add_argument("--nodes", type=_count(1), help="with --mode slurm: nodes (1)")
-    for name, what in (("extra", "another option of sbatch"), ("setup", "a line of bash before the job")):
-        parser.add_argument(f"--slurm-{name}", action="append", help=f"with --mode slurm: {what}")
-    parser.add_argument("--hosts", help="with --mode ssh: hosts, as for unirun --hosts")
-    parser.add_argument(
-        "--recover-mode",
-        choices=("disabled", "auto", "resume", "fault"),
-        default="disabled",
-        help="disabled: begin anew; auto: continue from the last one, if any; "
-        "resume: continue, fail without one; fault: begin anew, continue after a failure (disabled)",
-    )
-    parser.add_argument(
-        "--accept-change",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="with --recover-mode auto or resume: continue although this setting has changed, such as "
-        "models.actor@0.backend.lr; the error of a refused start lists the keys; may be repeated",
-    )
-    parser.add_argument("--recover-retries", type=_count(0), default=1, help="new starts after a failure (1)")
-    parser.add_argument(
-        "--recover-after", type=_seconds, default=10.0, help="seconds before each new start (10)"
-    )
-    parser.add_argument(
-        "--ignore-worker-error",
-        action="store_true",
-        help="restart model workers and the master however often they end, and not ten times at most",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show the configuration and the graph; start nothing"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the experiment")
-
-
-def _count(least: int) -> Callable[[str], int]:
-    """The type of an option that is a whole number."""
-
-    def read(text: str) -> int:
-        if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r:.80} is no whole number from {least}")
-        return int(text)
-
-    return read
-
-
-def _seconds(text: str) -> float:
-    """The type of an option that is a time."""
-    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is no number of seconds, 0 or more")
-    return float(text)
-
-
-def _start(options: Any) -> int:
+def start(options: Any) -> int:
+    """Start a trial and follow it to its end. Returns the exit code."""
     from unirun.experiments import experiment, starting
     from unirun.experiments.experiment import Trial
     from unirun.experiments.recovery import Recovery, Settings
@@ -159,9 +56,7 @@ def _start(options: Any) -> int:
         mapping["roles"]["model_worker"]["max_restarts"] = mapping["trainer"]["max_restarts"] = 1_000_000
     where = _where(options, scheduling, evaluator=config.auto_eval)
     if options.dry_run:
-        from unirun.experiments.starting import show
-
-        sys.stdout.write(show(config))
+        sys.stdout.write(starting.show(config))
         return 0
     retries = options.recover_retries if options.recover_mode in ("auto", "fault") else 0
     with starting.alone(root):
@@ -268,8 +163,8 @@ def _run(path: Path, where: Sequence[str]) -> int:
     return run([f"--config={path}", *where])
 
 
-def _stop(options: Any) -> int:
-    from unirun.cli.jobs import stop_job as stop
+def stop(options: Any) -> int:
+    """End a trial. Returns 0."""
     from unirun.experiments import starting
 
     root = starting.root_of(options.root, options.experiment_name, options.trial_name)
@@ -279,10 +174,11 @@ def _stop(options: Any) -> int:
             f"there is no trial {options.trial_name!r} of {options.experiment_name!r}",
             "unirun experiment list shows all",
         )
-    return stop([known.job])
+    return call("stop", [known.job])
 
 
-def _list(options: Any) -> int:
+def show(options: Any) -> int:
+    """List all trials and their states. Returns 0."""
     from unirun.experiments import starting
 
     rows = [
@@ -293,7 +189,8 @@ def _list(options: Any) -> int:
     return 0
 
 
-def _find(options: Any) -> int:
+def find(options: Any) -> int:
+    """List the names of registered experiments. Returns 0."""
     from unirun.experiments import experiment
 
     _import(options.module, os.getcwd())
@@ -305,6 +202,3 @@ def _find(options: Any) -> int:
         if wanted.search(name):
             say(name)
     return 0
-
-
-_COMMANDS = {"start": _start, "stop": _stop, "list": _list, "find-config": _find}

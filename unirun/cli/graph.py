@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
 
-from unirun.cli.commandline import Parser, parse
+from unirun.cli.commandline import parse
+from unirun.cli.commands import parser_of
 from unirun.cli.compose import inventory_of, job_spec
-from unirun.cli.options import FILE_HELP, FORMAT_HELP, FORMATS, GRAPH_OPTIONS
+from unirun.cli.options import FORMATS, GRAPH_OPTIONS
 from unirun.cli.output import print_table, write_file
-from unirun.cli.stored import JOB_HELP, STORE_HELP, find_status
+from unirun.cli.stored import find_status
 from unirun.collocation.graph import (
     Direction,
     Edge,
@@ -45,16 +46,10 @@ def main(argv: list[str]) -> int:
 
     Raises `SpecError`, `UsageError`, `JobError`, `StoreError`.
     """
-    parser = Parser(
-        prog="unirun graph",
-        usage="unirun graph [JOB] [--store URL] [--format FORM] [-o FILE]\n       unirun graph [options of unirun …]",
-        description="Who calls whom: in a job that runs or ran, or in one that is described.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("job", nargs="?", help=JOB_HELP)
-    parser.add_argument("--store", help=STORE_HELP, metavar="URL")
-    parser.add_argument("--format", choices=FORMATS, help=FORMAT_HELP)
-    parser.add_argument("-o", "--output", help=FILE_HELP, metavar="FILE")
+    parser = parser_of("graph")
+    parser.allow_abbrev = False
+    parser.usage = "unirun graph [JOB] [--store URL] [--format FORM] [-o FILE]"
+    parser.usage += "\n       unirun graph [options of unirun …]"
     if "-h" in argv or "--help" in argv:
         parser.print_help()
         return 0

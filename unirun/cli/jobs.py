@@ -12,10 +12,8 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from unirun.cli.commandline import Parser
 from unirun.cli.output import age, duration, print_table
 from unirun.cli.stored import (
-    STORE_HELP,
     directory_of,
     find_here,
     may_be_there,
@@ -40,16 +38,8 @@ from unirun.wire.messages import Stop
 HEADERS = ("JOB", "STATE", "EXIT", "ROLES", "STARTED", "TOOK")
 
 
-def list_jobs(argv: list[str]) -> int:
+def list_jobs(options: Any) -> int:
     """List jobs, the newest last. Returns 0."""
-    parser = Parser(prog="unirun ls", description="The jobs of this user, the newest last.")
-    parser.add_argument(
-        "--store",
-        help="the jobs of this store (default: those that are here, then $UNIRUN_STORE's)",
-        metavar="URL",
-    )
-    parser.add_argument("--json", action="store_true", help="one object a line, for programs")
-    options = parser.parse_args(argv)
     here = [] if options.store else [*all_jobs()]
     url = store_url(options.store)
     stored: list[tuple[Summary, Leader | None]] = []
@@ -168,26 +158,8 @@ class Remains(Value):
         return self.phase in ENDED and (self.phase != "lost" or self.here is not None)
 
 
-def collect(argv: list[str]) -> int:
+def collect(options: Any) -> int:
     """Remove jobs. Returns 0, or the exit code of the first that could not be removed."""
-    parser = Parser(prog="unirun gc", description="Remove what jobs have left that are over.")
-    parser.add_argument("jobs", nargs="*", help="only these, whatever their age: whole ids", metavar="JOB")
-    parser.add_argument(
-        "--older-than",
-        default="7d",
-        help="how long ago they ended: 90s, 30m, 12h, 7d (default), 2w",
-        metavar="AGE",
-    )
-    parser.add_argument(
-        "--store",
-        help="the jobs of this store (default: those that are here, then $UNIRUN_STORE's)",
-        metavar="URL",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="say what would be removed, and remove nothing"
-    )
-    parser.add_argument("--json", action="store_true", help="one object a line, for programs")
-    options = parser.parse_args(argv)
     before = time.time() - duration("--older-than", options.older_than)
     with ExitStack() as stack:
         stores = _Stores(stack)
@@ -358,22 +330,8 @@ STOP_TIMEOUT = 600.0
 """Seconds to wait for the end of a job; longer than any grace period."""
 
 
-def stop_job(argv: list[str]) -> int:
+def stop_job(options: Any) -> int:
     """Stop a job. Returns 0 when it has ended."""
-    parser = Parser(prog="unirun stop", description="End a running job.")
-    parser.add_argument(
-        "job", nargs="?", help="the job's id, or the beginning of it (default: the one that runs)"
-    )
-    parser.add_argument(
-        "--signal", default="SIGTERM", help="the first signal to the workers (default SIGTERM)", metavar="SIG"
-    )
-    parser.add_argument(
-        "--grace", type=float, help="seconds until SIGKILL (default: the job's)", metavar="SECONDS"
-    )
-    parser.add_argument("--now", action="store_true", help="SIGKILL at once")
-    parser.add_argument("--no-wait", action="store_true", help="return before the job has ended")
-    parser.add_argument("--store", help=STORE_HELP, metavar="URL")
-    options = parser.parse_args(argv)
     signum = signal.SIGKILL if options.now else _signal(options.signal)
     if options.job is not None and options.job.startswith("-"):
         raise UsageError(f"{options.job} is no option of unirun stop", "--now kills at once")

@@ -9,10 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from unirun.cli.commandline import Parser
-from unirun.cli.stored import JOB_HELP, STORE_HELP, find_here
+from unirun.cli.stored import find_here
 from unirun.errors import JobElsewhere, JobError, UsageError
 from unirun.observe.batchjob import read_batch
 from unirun.observe.jobdir import JobDir, directories_of_nodes
@@ -29,24 +28,8 @@ LINE_END = re.compile(rb"\r\n|\n|\r")
 NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
-def main(argv: list[str]) -> int:
+def main(options: Any) -> int:
     """Print, and with -f follow, the logs of a job. Returns 0."""
-    parser = Parser(prog="unirun logs", description="What the workers of a job wrote.")
-    parser.add_argument("job", nargs="?", help=JOB_HELP)
-    parser.add_argument("who", nargs="?", help="a role or one rank: actor, actor:2")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
-    parser.add_argument("-n", "--lines", type=int, help="only the last N lines of each file", metavar="N")
-    parser.add_argument("--stdout", action="store_true", help="only stdout")
-    parser.add_argument("--stderr", action="store_true", help="only stderr")
-    parser.add_argument("--all", action="store_true", help="earlier incarnations too")
-    parser.add_argument(
-        "--attempt",
-        type=int,
-        help="logs of an earlier run of a job that Slurm has requeued, counted from 0",
-        metavar="N",
-    )
-    parser.add_argument("--store", help=STORE_HELP, metavar="URL")
-    options = parser.parse_args(argv)
     if options.lines is not None and options.lines < 0:
         raise UsageError("-n wants a number of lines, 0 or more")
     job, who = _found(options.store, options.job, options.who)

@@ -8,24 +8,8 @@ from __future__ import annotations
 
 from unirun.values import Value
 
-SUBCOMMANDS = {
-    "plan": "plan:main",
-    "graph": "graph:main",
-    "weights": "status:show_weights",
-    "status": "status:show_status",
-    "logs": "logs:main",
-    "events": "status:show_events",
-    "stop": "jobs:stop_job",
-    "agent": "agent:main",
-    "ls": "jobs:list_jobs",
-    "gc": "jobs:collect",
-    "warm": "warm:main",
-    "doctor": "doctor:main",
-    "render": "render:main",
-    "experiment": "experiment:main",
-    "completion": "completion:main",
-}
-"""The module below `unirun.cli` and the function of each subcommand. Every other first word is a job."""
+SHELLS = ("bash", "zsh", "fish", "tcsh")
+"""Those that have completions."""
 
 
 class Option(Value):
@@ -315,7 +299,7 @@ TORCHRUN: tuple[Option, ...] = (
         OUTPUT,
         "the same as unirun completion: print completions for a shell",
         "SHELL",
-        choices=("bash", "zsh"),
+        choices=SHELLS,
     ),
 )
 
@@ -337,10 +321,14 @@ PLAN_OPTIONS = (
 """Of ``unirun plan``, besides all others."""
 
 FORMATS = ("tree", "mermaid", "dot", "svg", "yaml")
-FORMAT_HELP = "how the graph is drawn; yaml is for a job file (default: by the file's name, or tree)"
-FILE_HELP = "a file for the graph (default: print)"
 GRAPH_OPTIONS = (
-    Option("--format", OUTPUT, FORMAT_HELP, "FORM", choices=FORMATS),
-    Option("--output", OUTPUT, FILE_HELP, "FILE", short="-o"),
+    Option(
+        "--format",
+        OUTPUT,
+        "how the graph is drawn; yaml is for a job file (default: by the file's name, or tree)",
+        "|".join(FORMATS),
+        choices=FORMATS,
+    ),
+    Option("--output", OUTPUT, "a file for the graph (default: print)", "FILE", short="-o"),
 )
 """Of ``unirun graph``, besides all others."""

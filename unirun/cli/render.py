@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from unirun.cli.batch import check_roles, component_words
-from unirun.cli.commandline import CommandLine, Parser
+from unirun.cli.commandline import CommandLine
 from unirun.cli.compose import job_spec
 from unirun.collocation import Device, Inventory, Node
 from unirun.errors import UsageError
@@ -152,35 +152,11 @@ _FAILURES = [
 ]
 
 
-FORMS = ("slurm", "jobset", "compose")
-
 _TOKEN = "head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n' >token"
 
 
-def main(argv: list[str]) -> int:
+def main(options: Any) -> int:
     """Print the files. Returns 0. Raises `SpecError` and `UsageError` for what is wrong with the job."""
-    parser = Parser(prog="unirun render", description="The same job as others start it; starts nothing.")
-    parser.add_argument("form", choices=FORMS, help="a batch script, a Kubernetes JobSet, or a compose file")
-    parser.add_argument("job", help="the job file", metavar="JOBFILE")
-    parser.add_argument("overrides", nargs="*", help="values of the job file", metavar="key=value")
-    parser.add_argument("--nodes", type=_positive, default=1, help="number of nodes (default 1)", metavar="N")
-    parser.add_argument(
-        "--gpus", type=_positive, default=0, help="GPUs of each node (default none)", metavar="N"
-    )
-    parser.add_argument("--image", help="the containers' image, which has unirun in PATH", metavar="IMAGE")
-    parser.add_argument(
-        "--slurm",
-        action="append",
-        help="what the batch script asks for, as for unirun --slurm",
-        metavar="K=V,…",
-    )
-    parser.add_argument(
-        "--slurm-extra", action="append", default=[], help="another option of sbatch", metavar="OPTION"
-    )
-    parser.add_argument(
-        "--slurm-setup", action="append", default=[], help="a line of bash before it", metavar="LINE"
-    )
-    options = parser.parse_intermixed_args(argv)
     line = CommandLine({"config": options.job}, tuple(options.overrides), None, ())
     node = Node("node0", (0,), tuple(Device(str(index), "GPU") for index in range(options.gpus)))
     spec = job_spec(line, Inventory((node,)))
@@ -205,12 +181,6 @@ def main(argv: list[str]) -> int:
     )
     sys.stdout.write(_jobset(job) if options.form == "jobset" else _compose(job))
     return 0
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 100_000:
-        raise UsageError(f"{text!r} is no number of nodes or GPUs", "use 1 or more")
-    return int(text)
 
 
 def _script(options: Any, spec: JobSpec) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from unirun.cli.commandline import CommandLine, parse
+from unirun.cli.commands import call
 from unirun.cli.compose import (
     defaults_of,
     job_spec,
@@ -44,9 +45,7 @@ def main(argv: Sequence[str]) -> int:
     line = parse(argv)
     options = line.options
     if "print_completion" in options:
-        from unirun.cli import completion
-
-        return completion.main([options["print_completion"]])
+        return call("completion", [options["print_completion"]])
     if "SLURM_STEP_ID" in os.environ:
         from unirun.launcher.slurm.allocation import refuse_several_tasks
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from unirun.cli.commandline import Parser
 from unirun.cli.output import age, megabytes, print_table
-from unirun.cli.stored import JOB_HELP, STORE_HELP, StoredJob, find_here, find_status
+from unirun.cli.stored import StoredJob, find_here, find_status
 from unirun.collocation.graph import show_ranks
 from unirun.errors import JobError, UnirunError
 from unirun.launcher.foreground.terminal import say, warn
@@ -24,13 +23,8 @@ from unirun.values import Value
 from unirun.wire.reports import FROM, VERSION
 
 
-def show_status(argv: list[str]) -> int:
+def show_status(options: Any) -> int:
     """Print the status of a job. Returns 0, whatever the job's own end was."""
-    parser = Parser(prog="unirun status", description="How a job stands.")
-    parser.add_argument("job", nargs="?", help=JOB_HELP)
-    parser.add_argument("--store", help=STORE_HELP, metavar="URL")
-    parser.add_argument("--json", action="store_true", help="everything, for programs")
-    options = parser.parse_args(argv)
     status, found = find_status(options.store, options.job)
     batch = ""
     if isinstance(found, StoredJob):
@@ -158,16 +152,8 @@ def _failure(failure: FailureStatus, now: float) -> list[str]:
 # ``unirun events [JOB]``: what happened to a job, what was decided, and what caused it.
 
 
-def show_events(argv: list[str]) -> int:
+def show_events(options: Any) -> int:
     """Print the events of a job, the oldest first, each below the one that caused it. Returns 0."""
-    parser = Parser(prog="unirun events", description="What happened to a job, what was decided, and why.")
-    parser.add_argument("job", nargs="?", help=JOB_HELP)
-    parser.add_argument(
-        "--story", help="only events of a worker, a role or a node, and their causes", metavar="WHO"
-    )
-    parser.add_argument("--json", action="store_true", help="one object a line, for programs")
-    parser.add_argument("--store", help=STORE_HELP, metavar="URL")
-    options = parser.parse_args(argv)
     job = find_here(options.store, options.job, "events")
     events = list(read_events(job.events))
     if options.story is not None:
@@ -213,23 +199,8 @@ class Transfer(Value):
     size: float
 
 
-def show_weights(argv: list[str]) -> int:
-    """Print what `argv` asks for. Returns 0. Raises `UsageError`, `JobError`, `StoreError`."""
-    parser = Parser(
-        prog="unirun weights",
-        usage="unirun weights [JOB] [--plan] [--store URL]",
-        description="Which version of the weights each rank has, in a job that runs or ran.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("job", nargs="?", help=JOB_HELP)
-    parser.add_argument(
-        "--plan", action="store_true", help="the bytes of the last version, by path and pair of ranks"
-    )
-    parser.add_argument("--store", help=STORE_HELP, metavar="URL")
-    if "-h" in argv or "--help" in argv:
-        parser.print_help()
-        return 0
-    options = parser.parse_args(argv)
+def show_weights(options: Any) -> int:
+    """Print which version of the weights each rank has. Returns 0. Raises `UsageError`, `JobError`, `StoreError`."""
     status, _ = find_status(options.store, options.job)
     found = versions(status)
     if not found:

@@ -16,11 +16,6 @@ from unirun.rendezvous.store.url import open_store, store_url
 from unirun.values import Value
 from unirun.wire.address import UnixAddress
 
-JOB_HELP = "the job's id, or the beginning of it (default: the newest that runs, or the newest)"
-STORE_HELP = (
-    "the store to look in: sqlite:PATH or etcd://… (default: this user's directories, then $UNIRUN_STORE)"
-)
-
 
 @contextmanager
 def opened(url: str) -> Iterator[Store]:

@@ -8,8 +8,9 @@ import select
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
-from unirun.cli.commandline import Parser, items
+from unirun.cli.commandline import items
 from unirun.cli.output import age, duration, megabytes, print_table
 from unirun.errors import JobError
 from unirun.launcher.environment import for_workers
@@ -32,23 +33,8 @@ WARM_STOP_TIMEOUT = 10.0
 """Seconds that `stop` waits."""
 
 
-def main(argv: list[str]) -> int:
+def main(options: Any) -> int:
     """Start, show or stop this user's warm processes."""
-    parser = Parser(
-        prog="unirun warm",
-        description="Keep torch imported between jobs: those that fit start in a third of a second.",
-    )
-    parser.add_argument("action", nargs="?", choices=("start", "status", "stop"), default="start")
-    parser.add_argument(
-        "--preload",
-        action="append",
-        default=[],
-        help="modules besides torch, for jobs with the same --preload",
-        metavar="MODULE[,MODULE]",
-    )
-    parser.add_argument("--idle", default="30m", help="end after so long without a job (30m)", metavar="TIME")
-    parser.add_argument("--until-logout", action="store_true", help="end with this login session")
-    options = parser.parse_args(argv)
     idle = duration("--idle", options.idle)
     if options.action == "status":
         return _status()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unirun.cli.agent import main
+from unirun.cli.commands import call
 from unirun.errors import JobError, UsageError
 
 
@@ -34,7 +34,7 @@ def test_what_cannot_be_meant_is_refused(
     token.write_text("5a" * 32)
     token.chmod(0o600)
     with pytest.raises(UsageError) as refused:
-        main([*arguments])
+        call("agent", arguments)
     assert problem in str(refused.value)
 
 
@@ -42,4 +42,4 @@ def test_a_node_of_no_job_cannot_be_drained(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
     monkeypatch.delenv("UNIRUN_STORE", raising=False)
     with pytest.raises(JobError):
-        main(["drain", "h2"])
+        call("agent", ["drain", "h2"])

@@ -1,9 +1,10 @@
-"""The completions are made from the table of options, and a shell takes them."""
+"""The completions are made from the parsers of all commands, and each shell takes them."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.cli import run
-from unirun.cli.completion import bash, zsh
-from unirun.cli.options import OPTIONS, SUBCOMMANDS
+from unirun.cli.commands import SUBCOMMANDS
+from unirun.cli.completion import script
+from unirun.cli.options import OPTIONS, SHELLS
 from unirun.rendezvous.creation import create_job
 from unirun.wire.handshake import new_token
 
@@ -21,18 +23,23 @@ from unirun.wire.handshake import new_token
 def complete(*words: str, path: str = os.environ["PATH"], cwd: Path | None = None) -> set[str]:
     """The words that bash offers for the last of `words`."""
     quoted = " ".join(map(shlex.quote, words))
-    script = f"{bash()}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _unirun; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-    env = {**os.environ, "PATH": path}
-    found = subprocess.run(
-        ["bash", "-c", script],
-        capture_output=True,
+    ask = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _shtab_unirun; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    return set(output_of("bash", f"{script('bash')}\n{ask}", path=path, cwd=cwd).splitlines()) - {""}
+
+
+def output_of(shell: str, text: str, *, path: str = os.environ["PATH"], cwd: Path | None = None) -> str:
+    """The output of a shell that runs `text`."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    return subprocess.run(
+        [shell, *(["-f"] if shell in ("zsh", "tcsh") else []), "-c", text],
+        stdout=subprocess.PIPE,
         text=True,
         timeout=WAIT_TIMEOUT,
         check=True,
-        env=env,
+        env={**os.environ, "PATH": path},
         cwd=cwd,
-    )
-    return set(found.stdout.splitlines()) - {""}
+    ).stdout
 
 
 HOSTILE = (
@@ -47,9 +54,18 @@ HOSTILE = (
 """Names that do something, or become others, where a shell expands them."""
 
 
+def jobs_at(folder: Path) -> str:
+    """A PATH with a command that lists two jobs, and more with hostile names."""
+    folder.mkdir()
+    lines = "\n".join(("JOB  STATE", "run-1  running", "run_2.x  failed", *HOSTILE))
+    (folder / "unirun").write_text(f"#!/bin/sh\ncat <<'END'\n{lines}\nEND\n")
+    (folder / "unirun").chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
 def test_torchruns_option_prints_the_completions(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--print-completion", "bash"]) == 0
-    assert capsys.readouterr().out == bash()
+    assert capsys.readouterr().out == script("bash")
 
 
 @pytest.mark.starts_processes
@@ -66,13 +82,8 @@ def test_bash_completes_options_choices_and_subcommands() -> None:
 @pytest.mark.starts_processes
 @pytest.mark.parametrize("command", ["status", "logs", "stop", "gc", "graph"])
 def test_names_of_jobs_are_never_expanded(tmp_path: Path, command: str) -> None:
-    stub = tmp_path / "bin" / "unirun"
-    stub.parent.mkdir()
-    lines = "\n".join(("JOB  STATE", "run-1  running", "run_2.x  failed", *HOSTILE))
-    stub.write_text(f"#!/bin/sh\ncat <<'END'\n{lines}\nEND\n")
-    stub.chmod(0o755)
+    path = jobs_at(tmp_path / "bin")
     (tmp_path / "cwd").mkdir()
-    path = f"{stub.parent}:{os.environ['PATH']}"
     for begun in ("", "run", "$(touch pwned)"):
         found = complete("unirun", command, begun, path=path, cwd=tmp_path / "cwd")
         assert found == {name for name in ("run-1", "run_2.x") if name.startswith(begun)}
@@ -102,7 +113,51 @@ def test_names_of_files_are_never_expanded(tmp_path: Path) -> None:
     assert {each.name for each in folder.iterdir()} == names
 
 
-def test_zsh_knows_every_option_once() -> None:
-    text = zsh()
-    for option in OPTIONS:
-        assert text.count(f"'{option.names[-1]}:") == 1
+@pytest.mark.starts_processes
+def test_bash_completes_subcommands_of_subcommands_and_what_follows_a_script(tmp_path: Path) -> None:
+    (tmp_path / "cwd").mkdir()
+    (tmp_path / "cwd" / "train.py").touch()
+    assert complete("unirun", "agent", "") == {"join", "drain"}
+    assert complete("unirun", "experiment", "start", "--recover-") == {
+        f"--recover-{end}" for end in ("mode", "retries", "after")
+    }
+    assert complete("unirun", "ls", "--") == {"--help", "--store", "--json"}
+    for words in (("tr",), ("-q", "tr"), ("plan", "tr"), ("train.py", ""), ("--config", "tr")):
+        assert complete("unirun", *words, cwd=tmp_path / "cwd") == {"train.py"}
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("unirun --max", {"--max-restarts"}),
+        ("unirun --transport ", {"socket", "torch"}),
+        ("unirun tr", {"train.py"}),
+        ("unirun st", {"status", "stop"}),
+        ("unirun agent ", {"join", "drain"}),
+        ("unirun plan --los", {"--lost"}),
+        ("unirun status ", {"run-1", "run_2.x"}),
+    ],
+)
+def test_fish_completes_options_subcommands_jobs_and_scripts(
+    tmp_path: Path, line: str, found: set[str]
+) -> None:
+    path = jobs_at(tmp_path / "bin")
+    ask = f"{script('fish')}\ncomplete -C {shlex.quote(line)}"
+    lines = output_of("fish", ask, path=path, cwd=tmp_path).splitlines()
+    assert {each.partition("\t")[0] for each in lines} == found
+
+
+@pytest.mark.starts_processes
+def test_zsh_and_tcsh_take_the_completions(tmp_path: Path) -> None:
+    for shell in ("zsh", "tcsh"):
+        (tmp_path / shell).write_text(script(shell))
+    ask = "autoload -Uz compinit; compinit -u -D; source ./zsh && print $_comps[unirun]"
+    assert output_of("zsh", ask, cwd=tmp_path) == "_shtab_unirun\n"
+    assert "(plan graph weights" in output_of("tcsh", "source ./tcsh; complete unirun", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_every_shell_knows_every_option(shell: str) -> None:
+    text = script(shell)
+    assert [option.name for option in OPTIONS if option.name.removeprefix("--") not in text] == []

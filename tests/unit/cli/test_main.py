@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from tests.unit.cli.in_process import run_cli
-from unirun.cli.options import SUBCOMMANDS
+from unirun.cli.commands import SUBCOMMANDS
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus, read_status, write_status
 from unirun.rendezvous.creation import create_job
@@ -75,7 +75,7 @@ def test_logs_that_cannot_be_written_are_an_error(follow: list[str]) -> None:
         (["stop", "--signal", "NONE"], 2, "'NONE' is no signal"),
         (["logs", "-n", "-1"], 2, "-n wants a number"),
         (["status", "--jso0n"], 2, "unirun: unrecognized arguments: --jso0n; see unirun status --help"),
-        (["completion", "fish"], 2, "invalid choice: 'fish'"),
+        (["completion", "csh"], 2, "invalid choice: 'csh'"),
         (["plan", "--roles", "a=1"], 2, "roles.a: nothing to run; name a script, or one for this role"),
         (["plan"], 2, "roles.default: there is nothing to run; name a script: unirun train.py"),
         (["stop", "--signal", "0"], 2, "'0' is no signal"),

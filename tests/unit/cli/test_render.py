@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from unirun.cli import render
+from unirun.cli.commands import call
 from unirun.errors import SpecError, UsageError
 
 
@@ -20,7 +20,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_batch_script_for_slurm(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["slurm", "job.yaml", "roles.rollout.count=4", "--nodes", "2", "--gpus", "4"]
-    assert render.main(argv) == 0
+    assert call("render", argv) == 0
     text = capsys.readouterr().out
     assert "#SBATCH --job-name=my-ppo\n" in text
     assert "#SBATCH --nodes=2\n" in text
@@ -29,7 +29,7 @@ def test_a_batch_script_for_slurm(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_batch_script_asks_for_what_is_given(capsys: pytest.CaptureFixture[str]) -> None:
-    render.main(["slurm", "--slurm", "nodes=3,partition=p,gres=gpu:1", "--gpus", "1", "job.yaml"])
+    call("render", ["slurm", "--slurm", "nodes=3,partition=p,gres=gpu:1", "--gpus", "1", "job.yaml"])
     assert "#SBATCH --partition=p\n" in capsys.readouterr().out
 
 
@@ -38,7 +38,7 @@ def test_files_for_containers_say_how_the_token_is_made(
     form: str, documents: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = [form, "job.yaml", "--image", "img:1", "--nodes", "2", "--gpus", "4", "args=[1]"]
-    assert render.main(argv) == 0
+    assert call("render", argv) == 0
     text = capsys.readouterr().out
     assert len([*yaml.safe_load_all(text)]) == documents
     assert "# head -c 32 /dev/urandom | " in text
@@ -56,11 +56,11 @@ def test_files_for_containers_say_how_the_token_is_made(
 )
 def test_wrong_options_are_refused(argv: str, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        render.main(argv.split())
+        call("render", argv.split())
 
 
 def test_faults_of_the_job_are_told() -> None:
     with pytest.raises(SpecError, match="has no GPU"):
-        render.main(["slurm", "job.yaml"])
+        call("render", ["slurm", "job.yaml"])
     with pytest.raises(SpecError, match="no-such"):
-        render.main(["slurm", "no-such.yaml"])
+        call("render", ["slurm", "no-such.yaml"])
