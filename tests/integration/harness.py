@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.waiting import WAIT_TIMEOUT, eventually
-from unirun.cli import status
+from unirun.cli.commands import call
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound="Unirun")
@@ -254,7 +254,7 @@ class Unirun:
         """``unirun status --json`` of the newest job, without a process, as it is called often."""
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
             patch.setenv("UNIRUN_HOME", str(self.home))
-            assert status.show_status(["--json"]) == 0
+            assert call("status", ["--json"]) == 0
         found: dict[str, Any] = json.loads(out.getvalue())
         return found
 
