@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, cycle, groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from unirun.cli.options import PLAN_OPTIONS
 from unirun.cli.output import print_table, write_file
 from unirun.collocation import Assignment, Inventory, Node, Placement, accelerators, slot_types
 from unirun.collocation.graph import show_ranks
-from unirun.collocation.graph.svg import bars, document, text_at, text_width
+from unirun.collocation.graph.svg import bars, document, printable, text_at, text_width
 from unirun.collocation.inventory import CPU
 from unirun.collocation.placing import TopologyOf, shown_need
 from unirun.errors import UsageError
@@ -35,7 +35,7 @@ from unirun.spec.secrets import MASK, secret_names
 from unirun.values import Value
 from unirun.wire.messages import StartRole, StartWorker
 
-# Nodes × slots with the ranks on them, as a value: what `unirun.cli.plan` and `unirun.cli.plan` draw.
+# Nodes × slots with the ranks on them, as a value.
 #
 # A row is a node and a column a slot: every device, each processor's slot that is in use on some node, and a column for
 # ranks that need no slot. Of many nodes, consecutive rows that differ only by the numbers of ranks are one row.
@@ -85,11 +85,6 @@ class Row(Value):
     ranks: Mapping[str, tuple[int, ...]] | None = None
 
     @property
-    def lines(self) -> int:
-        """The height of the row in lines of text: roles that share a slot are below each other."""
-        return max([1, *(len(cell or ()) for cell in self.cells)])
-
-    @property
     def note(self) -> str:
         """The end of the row: the number of free slots, or why there are no ranks."""
         return self.aside or str(self.free)
@@ -114,21 +109,6 @@ class Grid(Value):
     roles: tuple[str, ...]
     rest: str = ""
     programs: frozenset[str] = frozenset()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The first column, with its head."""
-        return ("NODE", *(row.node for row in self.rows))
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The last column, with its head."""
-        return ("FREE", *(row.note for row in self.rows))
-
-    def column(self, number: int) -> tuple[str, ...]:
-        """The texts of a column of slots, with its head."""
-        texts = (tenant.text for row in self.rows for tenant in row.cells[number] or ())
-        return (self.columns[number], *texts)
 
 
 def grid(
@@ -255,12 +235,58 @@ def _clip(words: str, most: int) -> str:
     return words if len(words) <= most else f"{words[: most - 1]}…"
 
 
-# Nodes × slots as SVG. It brings its own background, so it is legible on a light and on a dark page.
+# The picture as lines of pieces, for a terminal and as SVG.
 
-FONT, LINE, GAP, MARGIN = 12.0, 20.0, 6.0, 20.0
-"""Pixels: the size of letters, from one line to the next, between cells, and around everything."""
+Piece = tuple[str, str]
+"""A text and its role; no role for names, notes and a free slot."""
 
-_INK, _FAINT, _FREE = "#0f172a", "#475569", "#94a3b8"
+FREE = "·"
+"""The text of a free slot."""
+
+
+def table(picture: Grid) -> tuple[list[list[Piece]], list[int]]:
+    """The lines, and the widths of their columns in characters. A line of one piece goes over all columns."""
+    lines = [[(name, "") for name in ("NODE", *picture.columns, "FREE")]]
+    for row in picture.rows:
+        cells = [
+            [(FREE, "")] if cell == () else [(printable(each.text), each.role) for each in cell or ()]
+            for cell in row.cells
+        ]
+        stacked = zip_longest([(printable(row.node), "")], *cells, [(row.note, "")], fillvalue=("", ""))
+        lines += [[*line] for line in stacked] + [[(row.folded, "")]] * bool(row.folded)
+    columns = zip(*(line for line in lines if len(line) > 1), strict=True)
+    widths = [max(len(text) for text, _ in column) for column in columns]
+    return lines + [[(picture.rest, "")]] * bool(picture.rest), widths
+
+
+def text(picture: Grid, *, colours: Sequence[int] = (), width: int = 110) -> str:
+    """Lines for a terminal of `width` columns; slots that do not fit beside each other are below each other.
+
+    `colours` are codes of a terminal's colours, for roles in their order; without any, the lines are plain.
+    """
+    codes = dict(zip(picture.roles, cycle(colours), strict=False))
+    lines, widths = table(picture)
+    shown = ""
+    for bank in _banks(widths[1:-1], width - widths[0] - 2 - widths[-1]):
+        last = bank.stop == len(picture.columns)
+        columns = [0, *(number + 1 for number in bank), *[len(widths) - 1] * last]
+        shown += "\n" if shown else ""
+        for line in lines:
+            pieces = [line[n] for n in columns] if len(line) > 1 else line * last
+            words = [f"{text:{widths[n]}}" for n, (text, _) in zip(columns, pieces, strict=False)]
+            if any(map(str.strip, words)):
+                told = (
+                    f"\x1b[{codes[role]}m{word}\x1b[0m" if role in codes else word
+                    for word, (_, role) in zip(words, pieces, strict=True)
+                )
+                shown += f"{'  '.join(told).rstrip()}\n"
+    return shown
+
+
+FONT, LINE, GAP, MARGIN = 12.0, 20.0, 4.0, 20.0
+"""Pixels: the size of letters, from one line to the next, between boxes, and around everything."""
+
+_INK, _FAINT = "#0f172a", "#64748b"
 _FILLS = (
     ("#a5f3fc", "#0e7490"),
     ("#fde68a", "#b45309"),
@@ -279,127 +305,32 @@ _FILLS = (
 def svg(picture: Grid) -> str:
     """The picture: ranks in the colours of their roles, those that share a slot below each other, free slots dashed.
 
-    Programs have boxes with sharp corners and bars at their sides, as in `unirun.collocation.graph.svg`.
+    It brings its own background, so it is legible on a light and on a dark page. Programs have boxes with sharp corners
+    and bars at their sides, as in `unirun.collocation.graph.svg`.
     """
-    return _GridPicture(picture).text()
-
-
-class _GridPicture:
-    """The sizes of a picture, computed before anything is drawn, and its parts."""
-
-    def __init__(self, picture: Grid) -> None:
-        self.picture = picture
-        self.fills = {role: _FILLS[number % len(_FILLS)] for number, role in enumerate(picture.roles)}
-        self.first = self._width(picture.names) + GAP
-        self.wide = [
-            max(self._width(picture.column(number)), 30.0) + (20 if picture.programs else 12)
-            for number in range(len(picture.columns))
-        ]
-
-    @staticmethod
-    def _width(texts: Iterable[str]) -> float:
-        return max((text_width(text, FONT) for text in texts), default=0.0)
-
-    def text(self) -> str:
-        """All of it, from the top."""
-        y = MARGIN + LINE
-        parts = [*self.head()]
-        for row in self.picture.rows:
-            tall = row.lines * LINE
-            parts.append(text_at(row.node, MARGIN, y + tall / 2, _INK))
-            parts += self.cells(row.cells, y, tall)
-            parts.append(text_at(row.note, self.end(), y + tall / 2, _FAINT))
-            y += tall + GAP
-            if row.folded:
-                parts.append(text_at(row.folded, MARGIN, y + LINE / 2, _FAINT))
-                y += LINE + GAP
-        if self.picture.rest:
-            parts.append(text_at(self.picture.rest, MARGIN, y + LINE / 2, _FAINT))
-            y += LINE
-        lines = (*(row.folded for row in self.picture.rows), self.picture.rest)
-        right = max(self.end() + self._width(self.picture.notes), MARGIN + self._width(lines))
-        return document(right + MARGIN, y + MARGIN, FONT, parts)
-
-    def left(self, column: int) -> float:
-        """The x coordinate at which a column begins."""
-        return MARGIN + self.first + sum(self.wide[:column]) + GAP * column
-
-    def end(self) -> float:
-        """The x coordinate at which the notes of rows begin."""
-        return self.left(len(self.wide)) + GAP
-
-    def head(self) -> Iterator[str]:
-        """The names of the columns."""
-        y = MARGIN + LINE / 2 - 2
-        yield text_at("NODE", MARGIN, y, _FAINT)
-        for number, name in enumerate(self.picture.columns):
-            yield text_at(name, self.left(number) + 6, y, _FAINT)
-        yield text_at("FREE", self.end(), y, _FAINT)
-
-    def cells(self, cells: tuple[Cell, ...], y: float, tall: float) -> Iterator[str]:
-        """The slots of one node, each as tall as the row."""
-        for number, cell in enumerate(cells):
-            if cell is None:
-                continue
-            x, width = self.left(number), self.wide[number]
-            if not cell:
-                yield (
-                    f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{tall:g}" rx="4" fill="none" '
-                    f'stroke="{_FREE}" stroke-dasharray="3 3"/>'
+    fills = dict(zip(picture.roles, cycle(_FILLS), strict=False))
+    lines, widths = table(picture)
+    inner = 10 if picture.programs else 6
+    sizes = [text_width("m" * wide, FONT) + 2 * inner for wide in widths]
+    left = [*accumulate(sizes, lambda x, size: x + size + GAP, initial=MARGIN - inner)]
+    parts, right = [], left[-1] - inner
+    for number, line in enumerate(lines):
+        y, height = MARGIN + number * LINE, LINE - GAP
+        for (text, role), x, size in zip(line, left, sizes, strict=False):
+            fill, stroke = fills.get(role, ("none", _FAINT))
+            if role or text == FREE:
+                more = "" if role else ' stroke-dasharray="3 3"'
+                corner = 0 if role in picture.programs else 4
+                parts.append(
+                    f'<rect x="{x:g}" y="{y:g}" width="{size:g}" height="{height:g}" rx="{corner}" '
+                    f'fill="{fill}" stroke="{stroke}"{more}/>'
                 )
-            for place, tenant in enumerate(cell):
-                part = tall / len(cell)
-                yield from self.tenant(tenant, x, y + place * part, width, part)
-
-    def tenant(self, tenant: Tenant, x: float, y: float, width: float, height: float) -> Iterator[str]:
-        """One role's ranks on a slot."""
-        fill, stroke = self.fills[tenant.role]
-        program = tenant.role in self.picture.programs
-        yield (
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{0 if program else 4}" '
-            f'fill="{fill}" stroke="{stroke}"/>'
-        )
-        if program:
-            yield bars(x, y, width, height, stroke)
-        yield text_at(tenant.text, x + (10 if program else 6), y + height / 2, _INK)
-
-
-# A grid of nodes × slots as lines for a terminal.
-
-
-def text(picture: Grid, *, colours: Sequence[int] = (), width: int = 110) -> str:
-    """Lines for a terminal of `width` columns; slots that do not fit beside each other are below each other.
-
-    `colours` are codes of a terminal's colours, for roles in their order; without any, the lines are plain.
-    """
-    codes = {
-        role: colours[number % len(colours)] if colours else 0 for number, role in enumerate(picture.roles)
-    }
-    first, notes = (max(map(len, column)) for column in (picture.names, picture.notes))
-    wide = [max(map(len, picture.column(number))) for number in range(len(picture.columns))]
-    lines: list[str] = []
-    for bank in _banks(wide, width - first - 2 - notes):
-        last = bank.stop == len(wide)
-        lines += [""] if lines else []
-        heads = (picture.columns[n].ljust(wide[n]) for n in bank)
-        lines.append("  ".join(("NODE".ljust(first), *heads, *(("FREE",) if last else ()))).rstrip())
-        for row in picture.rows:
-            for line in range(max([1, *(len(row.cells[n] or ()) for n in bank)])):
-                words = [_word(row.cells[n], line, wide[n], codes) for n in bank]
-                name, note = (row.node, row.note) if line == 0 else ("", "")
-                lines.append("  ".join((name.ljust(first), *words, *((note,) if last else ()))).rstrip())
-            lines += [row.folded] if last and row.folded else []
-    return "".join(f"{line}\n" for line in (*lines, *((picture.rest,) if picture.rest else ())))
-
-
-def _word(cell: Cell, line: int, width: int, codes: Mapping[str, int]) -> str:
-    """One line of a cell: a tenant, a dot for a free slot, or blanks."""
-    if cell is None or line >= max(len(cell), 1):
-        return " " * width
-    if not cell:
-        return "·".ljust(width)
-    word, code = cell[line].text.ljust(width), codes[cell[line].role]
-    return f"\x1b[{code}m{word}\x1b[0m" if code else word
+            if role in picture.programs:
+                parts.append(bars(x, y, size, height, stroke))
+            if text and text != FREE:
+                parts.append(text_at(text, x + inner, y + height / 2, _INK if number else _FAINT))
+            right = max(right, x + inner + text_width(text, FONT))
+    return document(right + MARGIN, 2 * MARGIN + len(lines) * LINE, FONT, parts)
 
 
 def _banks(wide: Sequence[int], room: int) -> Iterator[range]:
