@@ -170,26 +170,18 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
 
     # The workers of a batch job write on other hosts.
     follower = LogFollower(shared=read_batch(job) is not None)
-    lock = threading.Lock()
     stopped = threading.Event()
     failed: list[OSError] = []
     seen: set[Path] = set()
 
-    def sink(prefix: bytes, skip: int) -> Callable[[bytes], None]:
-        left = skip
-
+    def sink(prefix: bytes) -> Callable[[bytes], None]:
         def put(data: bytes) -> None:
-            nonlocal left
-            drop, left = min(left, data.count(b"\n")), max(left - data.count(b"\n"), 0)
-            rows = data.splitlines(keepends=True)[drop:]
-            with lock:
-                if failed:
-                    return
-                try:
-                    _put(b"".join(prefix + row for row in rows))
-                except OSError as error:
-                    failed.append(error)
-                    stopped.set()
+            try:
+                if not failed:
+                    _put(b"".join(prefix + row for row in data.splitlines(keepends=True)))
+            except OSError as error:
+                failed.append(error)
+                stopped.set()
 
         return put
 
@@ -199,8 +191,9 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
             for path, prefix in _files(job, who, names, every=True):
                 if path not in seen:
                     seen.add(path)
-                    skip = 0 if lines is None else max(_count(path) - lines, 0)
-                    follower.follow(path, sink(prefix, skip))
+                    with open(path, "rb") as file:
+                        start = 0 if lines is None else start_of_last(file, lines)
+                    follower.follow(path, sink(prefix), start=start)
             if ended or stopped.is_set():
                 break
             _wait_for_change(job, stopped)
@@ -208,12 +201,6 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
         follower.finish()
     if failed:
         raise failed[0]
-
-
-def _count(path: Path) -> int:
-    """The number of line ends in a file."""
-    with open(path, "rb") as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(BLOCK), b""))
 
 
 def _wait_for_change(job: JobDir, stopped: threading.Event) -> None:

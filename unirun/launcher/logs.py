@@ -35,9 +35,9 @@ class _File:
     stays in `rest`, unless the sink takes `parts`.
     """
 
-    def __init__(self, path: Path, sink: Sink, parts: bool) -> None:
+    def __init__(self, path: Path, sink: Sink, parts: bool, start: int) -> None:
         self._path, self._sink, self._parts = path, sink, parts
-        self._offset = 0
+        self._offset = start
         self._rest = b""
         self._inode: tuple[int, int] | None = None
 
@@ -95,10 +95,10 @@ class LogFollower:
         self._thread = threading.Thread(target=self._run, name="unirun-logs", daemon=True)
         self._thread.start()
 
-    def follow(self, path: Path, sink: Sink, *, parts: bool = False) -> None:
-        """Follow the existing file `path` from its beginning. With `parts` the sink also gets incomplete lines."""
+    def follow(self, path: Path, sink: Sink, *, parts: bool = False, start: int = 0) -> None:
+        """Follow the existing file `path` from the offset `start`. With `parts` the sink also gets incomplete lines."""
         with self._lock:
-            self._new.append((path, _File(path, sink, parts)))
+            self._new.append((path, _File(path, sink, parts, start)))
         os.write(self._waker, b"+")
 
     def release(self, path: Path) -> None:

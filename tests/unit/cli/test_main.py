@@ -220,6 +220,13 @@ class TestLogs:
         assert run_cli("logs", "-f", "train-1", "--stderr") == 0
         assert capfd.readouterr().out == "[actor:0] err\n" * 2
 
+    def test_logs_follow_begins_with_the_last_lines(self, capfd: pytest.CaptureFixture[str]) -> None:
+        job = ended("train-1")
+        (job.worker_logs(WorkerId("actor", 0, 0)) / "stdout.log").write_bytes(b"1\n2\r3\n4")
+        assert run_cli("logs", "-f", "train-1", "--stdout", "-n", "2") == 0
+        lines = capfd.readouterr().out.splitlines()
+        assert sorted(lines) == [f"[actor:0] {each}" for each in ("3", "4", "last", "out 1")]
+
     def test_logs_of_an_unknown_role_name_the_known_ones(self, capfd: pytest.CaptureFixture[str]) -> None:
         ended("train-1")
         assert run_cli("logs", "train-1", "aktor") == 2
