@@ -35,115 +35,14 @@ from unirun.spec.read import show_size
 from unirun.values import Value
 from unirun.wire.messages import Stop
 
-HEADERS = ("JOB", "STATE", "EXIT", "ROLES", "STARTED", "TOOK")
+HEADERS = ("JOB", "STATE", "EXIT", "ROLES", "STARTED", "TOOK", "MASTER")
 
 
-def list_jobs(options: Any) -> int:
-    """List jobs, the newest last. Returns 0."""
-    here = [] if options.store else [*all_jobs()]
-    url = store_url(options.store)
-    stored: list[tuple[Summary, Leader | None]] = []
-    trouble: StoreError | None = None
-    try:
-        stored, refused = _stored(url, here) if url else ([], ())
-        trouble = next(iter(refused), None)
-    except StoreError as error:
-        # The jobs of this host are listed in any case.
-        trouble = error
-    _show(here, stored, url, as_json=options.json)
-    if trouble is not None:
-        raise trouble
-    return 0
+class KnownJob(Value):
+    """A job: its directory `here` and its context in the store at `url`, each None if there is none.
 
-
-def _show(
-    here: list[JobDir],
-    stored: list[tuple[Summary, Leader | None]],
-    url: str | None,
-    *,
-    as_json: bool,
-) -> None:
-    if as_json:
-        for job in here:
-            # A directory without a readable state is listed for people only.
-            with contextlib.suppress(JobError):
-                print(json.dumps({**read_status(job).to_json(), "dir": str(job.path)}))
-        for summary, leader in stored:
-            print(json.dumps(_object(summary, leader, url)))
-        return
-    rows = [_row(job) for job in here]
-    if url is None:
-        print_table(HEADERS, rows)
-        return
-    rows = [*([*row, "here"] for row in rows), *(_stored_row(*each) for each in stored)]
-    print_table([*HEADERS, "MASTER"], rows)
-
-
-def _stored(
-    url: str, here: list[JobDir]
-) -> tuple[list[tuple[Summary, Leader | None]], tuple[StoreRefused, ...]]:
-    """The jobs of a store without those that are `here`, each with its leader; and errors of unreadable jobs."""
-    known = {_identity(job) for job in here}
-    with opened(url) as store:
-        index = read_index(store)
-        jobs = [
-            (each, None if each.phase in ENDED else leader_of(store, job_prefix(each.run_id)))
-            for each in index.jobs
-            if (each.run_id, each.uid) not in known
-        ]
-    return jobs, index.refused
-
-
-def _identity(job: JobDir) -> tuple[str, str]:
-    try:
-        return job.run_id, job.uid
-    except JobError:
-        return job.run_id, ""
-
-
-def _row(job: JobDir) -> list[str]:
-    """A directory that holds no readable state is listed all the same."""
-    try:
-        return [job.run_id, *_cells(read_summary(job))]
-    except JobError:
-        return [job.run_id, "starting" if is_alive(job) else "lost", "", "", "", ""]
-
-
-def _stored_row(summary: Summary, leader: Leader | None) -> list[str]:
-    where = "" if summary.phase in ENDED else "nobody"
-    where = f"{leader.address.host}:{leader.pid}" if leader else where
-    return [summary.run_id, *_cells(summary), where]
-
-
-def _cells(job: Summary) -> list[str]:
-    now = time.time()
-    return [
-        job.phase,
-        "" if job.code is None else str(job.code),
-        ",".join(f"{name}={count}" for name, count in job.roles.items()),
-        f"{age(now - job.started)} ago",
-        age((job.ended or now) - job.started),
-    ]
-
-
-def _object(summary: Summary, leader: Leader | None, url: str | None) -> dict[str, Any]:
-    return {
-        **to_builtins(summary),
-        "roles": [{"name": name, "count": count} for name, count in summary.roles.items()],
-        "dir": None,
-        "store": url,
-        "leader": leader.to_json() if leader else None,
-    }
-
-
-# ``unirun gc [JOB…]``: remove the directories and contexts of jobs that have finished or are lost.
-
-
-class Remains(Value):
-    """The remains of one job: its directory `here` and its context in the store at `url`, each None if there
-    is none.
-
-    A store in the directory counts as the directory. `ended` is when the job ended, or was last seen.
+    A store in the directory counts as the directory. `phase` is lost when nobody leads the job; `ended` is when it
+    ended, or was last seen. `summary` is None for a directory without a readable state.
     """
 
     run_id: str
@@ -151,11 +50,79 @@ class Remains(Value):
     ended: float
     here: JobDir | None
     url: str | None
+    summary: Summary | None
+    leader: Leader | None = None
 
     @property
     def over(self) -> bool:
         """True if the job is surely over: its end was written, or the lock of its processes is free."""
         return self.phase in ENDED and (self.phase != "lost" or self.here is not None)
+
+
+def list_jobs(options: Any) -> int:
+    """List jobs, the newest last. Returns 0."""
+    found = [] if options.store else [*map(_here, all_jobs())]
+    url = store_url(options.store)
+    trouble: StoreError | None = None
+    with ExitStack() as stack:
+        stores = _Stores(stack)
+        try:
+            if url:
+                store, index = stores.at(url)
+                found += [
+                    _there(store, each, url)
+                    for each in index.values()
+                    if options.store or directory_of(each.run_id, each.uid) is None
+                ]
+            trouble = next(iter(stores.refused), None)
+        except StoreError as error:
+            # The jobs of this host are listed in any case.
+            trouble = error
+    if options.json:
+        for each in found:
+            # A directory without a readable state is listed for people only.
+            with contextlib.suppress(JobError):
+                print(json.dumps(_object(each)))
+    else:
+        columns = len(HEADERS) - (url is None)
+        print_table(HEADERS[:columns], [_row(each)[:columns] for each in found])
+    if trouble is not None:
+        raise trouble
+    return 0
+
+
+def _row(job: KnownJob) -> list[str]:
+    summary, leader = job.summary, job.leader
+    if summary is None:
+        return [job.run_id, "starting" if job.phase == "running" else job.phase, "", "", "", "", "here"]
+    where = "here" if job.here else "" if summary.phase in ENDED else "nobody"
+    now = time.time()
+    return [
+        job.run_id,
+        summary.phase,
+        "" if summary.code is None else str(summary.code),
+        ",".join(f"{name}={count}" for name, count in summary.roles.items()),
+        f"{age(now - summary.started)} ago",
+        age((summary.ended or now) - summary.started),
+        f"{leader.address.host}:{leader.pid}" if leader else where,
+    ]
+
+
+def _object(job: KnownJob) -> dict[str, Any]:
+    """A job for programs. Raises `JobError` for a directory without a readable state."""
+    if job.here is not None:
+        return {**read_status(job.here).to_json(), "dir": str(job.here.path)}
+    assert job.summary is not None
+    return {
+        **to_builtins(job.summary),
+        "roles": [{"name": name, "count": count} for name, count in job.summary.roles.items()],
+        "dir": None,
+        "store": job.url,
+        "leader": job.leader.to_json() if job.leader else None,
+    }
+
+
+# ``unirun gc [JOB…]``: remove the directories and contexts of jobs that have finished or are lost.
 
 
 def collect(options: Any) -> int:
@@ -165,7 +132,7 @@ def collect(options: Any) -> int:
         stores = _Stores(stack)
         found = list(_found(options.store, stores))
         chosen, errors = _named(options.jobs, found) if options.jobs else (_old(found, before), [])
-        removed: list[tuple[Remains, int]] = []
+        removed: list[tuple[KnownJob, int]] = []
         for remains in chosen:
             try:
                 removed.append((remains, _clear(remains, stores, dry=options.dry_run)))
@@ -198,7 +165,7 @@ class _Stores:
         return self._open[url]
 
 
-def _found(option: str | None, stores: _Stores) -> Iterator[Remains]:
+def _found(option: str | None, stores: _Stores) -> Iterator[KnownJob]:
     """The remains of all jobs, also of running ones. A job of the store with a directory here is found once."""
     known: set[JobDir] = set()
     for job in () if option else all_jobs():
@@ -220,7 +187,7 @@ def _found(option: str | None, stores: _Stores) -> Iterator[Remains]:
             yield _here(job_here)
 
 
-def _here(job: JobDir) -> Remains:
+def _here(job: JobDir) -> KnownJob:
     try:
         url = job.store_url
     except JobError:
@@ -228,10 +195,10 @@ def _here(job: JobDir) -> Remains:
     elsewhere = url if url != job.own_store and may_be_there(url) else None
     try:
         summary = read_summary(job)
-        phase, ended = summary.phase, summary.ended
     except JobError:
-        phase, ended = "running" if is_alive(job) else "lost", None
-    return Remains(job.run_id, phase, ended or _last_seen(job), job, elsewhere)
+        phase = "running" if is_alive(job) else "lost"
+        return KnownJob(job.run_id, phase, _last_seen(job), job, elsewhere, None)
+    return KnownJob(job.run_id, summary.phase, summary.ended or _last_seen(job), job, elsewhere, summary)
 
 
 def _last_seen(job: JobDir) -> float:
@@ -243,17 +210,17 @@ def _last_seen(job: JobDir) -> float:
     return time.time()
 
 
-def _there(store: Store, summary: Summary, url: str) -> Remains:
-    phase = summary.phase
-    if phase not in ENDED and leader_of(store, job_prefix(summary.run_id)) is None:
-        phase = "lost"
-    return Remains(summary.run_id, phase, summary.ended or summary.started, None, url)
+def _there(store: Store, summary: Summary, url: str) -> KnownJob:
+    ended = summary.phase in ENDED
+    leader = None if ended else leader_of(store, job_prefix(summary.run_id))
+    phase = summary.phase if ended or leader else "lost"
+    return KnownJob(summary.run_id, phase, summary.ended or summary.started, None, url, summary, leader)
 
 
-def _named(names: Sequence[str], found: Sequence[Remains]) -> tuple[list[Remains], list[UnirunError]]:
+def _named(names: Sequence[str], found: Sequence[KnownJob]) -> tuple[list[KnownJob], list[UnirunError]]:
     """The jobs with exactly these ids; of two with one id, the one with a directory here."""
     by_id = {remains.run_id: remains for remains in reversed(found)}
-    chosen: list[Remains] = []
+    chosen: list[KnownJob] = []
     errors: list[UnirunError] = []
     for name in dict.fromkeys(names):
         remains = by_id.get(name)
@@ -268,12 +235,12 @@ def _named(names: Sequence[str], found: Sequence[Remains]) -> tuple[list[Remains
     return chosen, errors
 
 
-def _old(found: Sequence[Remains], before: float) -> list[Remains]:
+def _old(found: Sequence[KnownJob], before: float) -> list[KnownJob]:
     """Jobs that are surely over. One on another host may be cut off from the store and still run."""
     return [remains for remains in found if remains.over and remains.ended <= before]
 
 
-def _clear(remains: Remains, stores: _Stores, *, dry: bool) -> int:
+def _clear(remains: KnownJob, stores: _Stores, *, dry: bool) -> int:
     """Remove one job, or with `dry` only measure it. Returns the number of bytes."""
     freed = 0
     if remains.here is not None and is_alive(remains.here):
@@ -286,7 +253,7 @@ def _clear(remains: Remains, stores: _Stores, *, dry: bool) -> int:
     return freed
 
 
-def _clear_store(remains: Remains, url: str, stores: _Stores, *, dry: bool) -> int:
+def _clear_store(remains: KnownJob, url: str, stores: _Stores, *, dry: bool) -> int:
     try:
         store, index = stores.at(url)
         line = index.get(remains.run_id)
@@ -298,7 +265,7 @@ def _clear_store(remains: Remains, url: str, stores: _Stores, *, dry: bool) -> i
         raise StoreError(f"job {remains.run_id} is left as it is: {error}") from error
 
 
-def _show_remains(removed: Sequence[tuple[Remains, int]], *, dry: bool, as_json: bool) -> None:
+def _show_remains(removed: Sequence[tuple[KnownJob, int]], *, dry: bool, as_json: bool) -> None:
     if as_json:
         for remains, freed in removed:
             print(

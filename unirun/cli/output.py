@@ -13,17 +13,6 @@ from pathlib import Path
 from unirun.errors import UsageError
 from unirun.launcher.foreground.terminal import is_screen, printable, say
 
-COLOURS = {
-    "running": "green",
-    "succeeded": "green",
-    "failed": "red",
-    "lost": "red",
-    "stopped": "yellow",
-    "stopping": "yellow",
-    "pending": "yellow",
-    "restarting": "yellow",
-}
-
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print `rows` under `headers`; a word that names a state is coloured on a terminal."""
@@ -38,11 +27,13 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from unirun.collocation.graph.svg import coloured
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for header in headers:
         table.add_column(header, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell, style=COLOURS.get(cell.split(" ")[0], "")) for cell in row))
+        table.add_row(*(Text.from_ansi(coloured(cell, cell.partition(" ")[0])) for cell in row))
     Console().print(table)
 
 

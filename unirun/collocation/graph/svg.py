@@ -45,6 +45,7 @@ LOOKS = {
     "reforming": _AMBER,
     "stopping": _AMBER,
     "stopped": _AMBER,
+    "pending": _AMBER,
     "starting": _BLUE,
     "waiting": _BLUE,
     "launching": _BLUE,
@@ -57,6 +58,12 @@ LOOKS = {
 def look(state: str) -> Style:
     """The look of a state; grey for one that is not known, and for none."""
     return LOOKS.get(state, PLAIN)
+
+
+def coloured(text: str, state: str) -> str:
+    """`text` in a terminal's colour for a state."""
+    code = look(state).ansi
+    return f"\x1b[{code}m{text}\x1b[0m" if code else text
 
 
 ADDRESSES = 4
@@ -181,10 +188,7 @@ def _with_last(graph: RoleGraph, role: str) -> list[tuple[Edge, bool]]:
 
 def _tree_vertex(role: Role, states: Mapping[str, str], colour: bool) -> str:
     name, *state = (printable(line) for line in vertex_lines(role, states))
-    shown = look(states.get(role.name, ""))
-    if colour and shown is not PLAIN:
-        name = f"\x1b[{shown.ansi}m{name}\x1b[0m"
-    return "  ".join((name, *state))
+    return "  ".join((coloured(name, states.get(role.name, "")) if colour else name, *state))
 
 
 def printable(text: str) -> str:
