@@ -50,11 +50,11 @@ def join(options: Any) -> int:
         if options.node_name is not None:
             raise UsageError("--node-name is for this host", "hosts that ssh reaches have their own names")
         hosts = parse_hosts(options.hosts)
-        join_over_ssh(hosts, address, token, interface=options.interface or "", insecure=insecure)
+        joined = join_over_ssh(hosts, address, token, interface=options.interface or "", insecure=insecure)
         if options.token_file is None and recorded_hosts(job := find_job(options.job)):
             # Whoever copies the files of the others copies theirs, too.
-            record_hosts(job, hosts)
-        say(f"{', '.join(host.name for host in hosts)} joined")
+            record_hosts(job, joined)
+        say(f"{', '.join(host.name for host in joined)} joined")
         return 0
     name = options.node_name or socket.gethostname()
     if not is_run_id(name):

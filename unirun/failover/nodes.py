@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain, count
 
 from msgspec.structs import replace
 
@@ -322,6 +323,14 @@ def _has_ranks(state: JobState, node: str) -> bool:
 # visitor asks for it, as that knows when it loses least.
 
 
+def next_life(state: JobState, node: str) -> str:
+    """The name under which the host `node` comes into the job: its own or, when the job has lost it or let it go, with
+    the number of its next life (``h2.2``). What was said of the life before, and what comes from it late, is not about
+    this one."""
+    lives = chain((node,), (f"{node}.{number}" for number in count(2)))
+    return next(name for name in lives if name not in state.placement.lost)
+
+
 def trouble(state: JobState, offer: Offer, ours: Mapping[str, str]) -> Dismissed | None:
     """The reason why a node is not let in, None if it is. `ours` are the versions that it must have."""
     if state.phase not in (JobPhase.LAUNCHING, JobPhase.RUNNING):
@@ -329,8 +338,7 @@ def trouble(state: JobState, offer: Offer, ours: Mapping[str, str]) -> Dismissed
     if not state.inventory.nodes:
         return Dismissed("its ranks can be nowhere but where they are")
     if offer.node in state.nodes:
-        had = "had" if state.given_up(offer.node) else "has"
-        return Dismissed(f"the job {had} a node called {offer.node}", "give it another name: --node-name")
+        return Dismissed(f"the job has a node called {offer.node}", "give it another name: --node-name")
     most = state.spec.most_nodes
     if most is not None and len(set(state.nodes) - {*state.placement.lost}) >= most:
         return Dismissed(f"the job has {most} nodes, the most that it may have", "see --nnodes")

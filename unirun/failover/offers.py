@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import to_builtins
 from msgspec.json import encode as to_json
+from msgspec.structs import replace
 
 from unirun.collocation import Inventory
 from unirun.collocation.inventory import Node
@@ -78,4 +79,4 @@ def misfits(offers: Sequence[Offer], ours: Mapping[str, str]) -> list[NodeFault]
 
 def inventory_of(offers: Sequence[Offer]) -> Inventory:
     """The nodes as they describe themselves. Raises `FrameError`."""
-    return Inventory(tuple(from_json(Node, each.inventory) for each in offers))
+    return Inventory(tuple(replace(from_json(Node, each.inventory), name=each.node) for each in offers))

@@ -100,6 +100,30 @@ def _default_cache() -> str:
     return os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
 
+_OF_THE_HOST = re.compile(
+    r"HOME|USER|LOGNAME|SHELL|HOSTNAME|PWD|OLDPWD|TERM|TERM_.*|TMPDIR|MAIL|DISPLAY|XDG_.*|SSH_.*|SLURM.*|SHLVL|_"
+    r"|CUDA_VISIBLE_DEVICES|NVIDIA_VISIBLE_DEVICES|HIP_VISIBLE_DEVICES|ROCR_VISIBLE_DEVICES"
+)
+
+
+def carried(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `environ` that a host gets: not those that describe this host, its terminal or its devices."""
+    there = without_default_cache(environ)
+    return {name: value for name, value in there.items() if not _OF_THE_HOST.fullmatch(name)}
+
+
+_OF_THE_NODE = ("UNIRUN_HOME", "UNIRUN_RUN_DIR", PASSWORD_VARIABLE)
+"""Variables of a node that comes into a running job which stay, if it has them: its own files, and its way to the
+store."""
+
+
+def joined(environ: Mapping[str, str], job: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a node that comes into a running job: the `job`'s, and of its own `environ` what describes
+    the host. Nothing else of the shell in which it was told to come gets into ranks."""
+    own = {name: value for name, value in environ.items() if _OF_THE_HOST.fullmatch(name)}
+    return {**job, **own, **{name: environ[name] for name in _OF_THE_NODE if name in environ}}
+
+
 def is_loopback(addr: str) -> bool:
     """Return True if `addr` is a loopback address."""
     return addr in ("localhost", "::1") or addr.startswith("127.")

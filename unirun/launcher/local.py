@@ -183,6 +183,7 @@ def _be_agent(stream: socket.socket, early: AgentTask | None, stdin: int | None)
         os.environ.update(told["environ"])
         job, task = JobDir(Path(told["job"])), from_json(AgentTask, told["task"])
         try:
+            enter(task.cwd)
             endpoints = hold_endpoints(task.spec, task.addr, task.port, spawners.sockets)
         except RendezvousError as error:
             stream.sendall(json.dumps([error.problem, error.remedy]).encode())
@@ -195,6 +196,17 @@ def _be_agent(stream: socket.socket, early: AgentTask | None, stdin: int | None)
         agent = Agent(job, task, endpoints, handles[0], stdin, tcp, kept, spawners)
         agent.fork_spawner()
         asyncio.run(agent.run(told["owner"]))
+
+
+def enter(folder: str) -> None:
+    """Make `folder`, that of a job, the directory of this process, as masters have it that are started here. Raises
+    `RendezvousError`."""
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise RendezvousError(
+            f"{folder} cannot be entered: {(error.strerror or str(error)).lower()}"
+        ) from error
 
 
 def start_processes(

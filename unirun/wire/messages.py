@@ -129,7 +129,8 @@ class Assigned(Value, tag=True):
     """The node's task: an `AgentTask` in JSON. An empty `cwd` or `addr` in it is for the node to fill in.
 
     Masters are found at `head`, or by the store of this URL; `etcd` are the members of the job's own etcd. A head that
-    the launcher has invited gets the `planned` job in JSON instead of a task, and starts the first master.
+    the launcher has invited gets the `planned` job in JSON instead of a task, and starts the first master. A node that
+    comes into a running job gets the environment of that (`env`).
     """
 
     run_id: str
@@ -139,6 +140,7 @@ class Assigned(Value, tag=True):
     store: str = ""
     planned: str = ""
     etcd: tuple[EtcdMember, ...] = ()
+    env: dict[str, str] | None = None
 
 
 class Chunk(Value, tag=True):
@@ -169,7 +171,9 @@ class Complete(Value, tag=True):
 
 
 class Ready(Value, tag=True):
-    """The node has bound its endpoints."""
+    """The node has bound its endpoints. `node` is its name in the job, which a host that comes back has not chosen."""
+
+    node: str = ""
 
 
 class Go(Value, tag=True):

@@ -18,8 +18,17 @@ from tests.testbed.machine import wait_until
 UNTIL_GROWN = """
     import os, socket, time
     size = int(os.environ["WORLD_SIZE"])
-    print("rank", os.environ["RANK"], "of", size, "on", socket.gethostname(), flush=True)
+    mine = os.environ.get("MINE"), os.environ.get("ONLY")
+    print("rank", os.environ["RANK"], "of", size, "on", socket.gethostname(), *mine, flush=True)
     if size < 6:
+        time.sleep(600)
+"""
+UNTIL_BACK = """
+    import os, time
+    size, node = int(os.environ["WORLD_SIZE"]), os.environ["UNIRUN_NODE"]
+    seen = os.environ.get("MINE"), os.environ.get("ONLY"), os.getcwd()
+    print("rank", os.environ["RANK"], "of", size, "on", node, *seen, flush=True)
+    if size < 4 or os.environ["UNIRUN_GENERATION"] == "0":
         time.sleep(600)
 """
 UNTIL_MOVED = """
@@ -73,26 +82,52 @@ def test_a_job_grows_by_a_command_that_comes_late_and_by_a_node_that_joins(
         *(UNIRUN, *meeting, *EXEC, "--token-file", "/tmp/job/token"),
         *("--rdzv-conf", "last_call_timeout=0", "--rdzv-id", "elastic", train),
     )
-    with started(hosts[0], *command) as head:
+    with started(hosts[0], "env", "MINE=job", *command) as head:
         said = say(head, until="rank 1 of 2")
         with started(hosts[1], *command) as late:
-            said += say(late, until="of 4 on h2")
+            said += say(late, until="of 4 on h2 job None")
             token = hosts[2].path("/tmp/job") / "of-the-job"
             token.write_text((hosts[0].path(JOBS / "elastic") / "token").read_text())
             token.chmod(0o600)
             joined = hosts[2].run(
                 [
+                    *("env", "MINE=shell", "ONLY=shell"),
                     *(UNIRUN, "agent", "join", "--rdzv-endpoint", f"{hosts[0].address}:29400"),
                     *("--token-file", "/tmp/job/of-the-job"),
                 ],
                 within=START_TIMEOUT,
             )
-            assert "of 6 on h3" in joined.stdout
+            assert "of 6 on h3 job None" in joined.stdout
             assert late.wait(START_TIMEOUT) == 0
         said += head.communicate(timeout=START_TIMEOUT)[0].decode()
     assert head.returncode == 0, said
     assert "h2 joined; default grows from 2 to 4 ranks" in said
     assert "h3 joined; default grows from 4 to 6 ranks" in said
+
+
+def test_a_host_that_was_lost_comes_back_under_its_name_with_the_environment_of_the_job(
+    hosts: Hosts, script: Script
+) -> None:
+    train = visible(hosts, script(UNTIL_BACK))
+    command = (
+        *("env", "-C", train.parent, "MINE=job", UNIRUN, "--hosts", "h1:2,h2:2", *EXEC),
+        *("--roles", "actor=2:4", "--max-restarts", "2", "--rdzv-id", "back", train),
+    )
+    with started(hosts[0], *command) as running:
+        said = ""
+        while said.count("of 4 on") < 4:
+            said += say(running, until="of 4 on")
+        hosts[1].kill_all()
+        while said.count("of 2 on h1") < 2:
+            said += say(running, until="of 2 on h1")
+        shell = ("env", "-C", "/", "MINE=shell", "ONLY=shell")
+        joined = hosts[0].run(
+            [*shell, UNIRUN, "agent", "join", "back", "--hosts", "h2"], within=START_TIMEOUT
+        )
+        assert joined.stdout == "h2.2 joined\n"
+        said += running.communicate(timeout=START_TIMEOUT)[0].decode()
+    assert running.returncode == 0, said
+    assert said.count(f"of 4 on h2.2 job None {train.parent}") == 2, said
 
 
 def test_a_node_is_drained_and_another_one_joins_over_ssh(hosts: Hosts, script: Script) -> None:

@@ -12,9 +12,10 @@ from tests.unit.failover.job import TERM, Job
 from tests.unit.failover.multi_node import gone, nodes, places, ranks, scripts
 from tests.unit.failover.takeover import join, take_over
 from unirun.collocation import Device, Node
+from unirun.errors import Refused
 from unirun.failover.context import decode, encode, urgent
 from unirun.failover.draft import GROWTH_DELAY, After, Arrived, GrowthDue, ToGuest
-from unirun.failover.nodes import trouble
+from unirun.failover.nodes import next_life, trouble
 from unirun.values import WorkerId
 from unirun.wire.messages import Dismissed, Go, Grow, Offer, StartRole, StopWorkers
 from unirun.wire.reports import FromWorker, GroupFormed, Serving
@@ -74,16 +75,37 @@ class TestWhoIsLetIn:
         ("offered", "problem"),
         [
             (offer("n1"), "the job has a node called n1"),
-            (offer("n2"), "the job had a node called n2"),
             (offer("n9", faults=(("it has no script", "put it there"),)), "it has no script"),
             (replace(offer("n9"), versions={"python": "3.12"}), "it has python 3.12, here it is 3.13"),
         ],
     )
     def test_a_node_that_does_not_fit_the_job_is_refused(self, offered: Offer, problem: str) -> None:
-        job = elastic(of=3).on(gone("n2"))
-        refusal = trouble(job.state, offered, OURS)
+        refusal = trouble(elastic(of=3).state, offered, OURS)
         assert refusal is not None
         assert refusal.problem == problem
+
+    def test_a_host_that_was_lost_comes_back_under_its_name_with_the_number_of_its_life(self) -> None:
+        job = elastic(of=3)
+        assert next_life(job.state, "n2") == "n2", "it is there"
+        assert next_life(job.state, "n9") == "n9", "it has never been there"
+        job.on(gone("n2"))
+        assert next_life(job.state, "n2") == "n2.2"
+        come(job, "n2.2")
+        assert next_life(job.state, "n2") == "n2.2", "its second life goes on"
+        refusal = trouble(job.state, offer("n2.2"), OURS)
+        assert refusal is not None
+        assert refusal.problem == "the job has a node called n2.2"
+        job.on(gone("n2.2"))
+        assert next_life(job.state, "n2") == "n2.3"
+
+    def test_the_agent_of_a_life_that_is_over_is_not_that_of_the_next_one(self) -> None:
+        job = come(elastic(of=3).on(gone("n2")), "n2.2")
+        before = job.state
+        with pytest.raises(Refused):
+            job.on(job.join("n2"))
+        assert job.state is before
+        assert "n2.2" in job.state.agents
+        assert "n2" not in job.state.agents
 
     def test_not_more_than_the_job_may_have_but_one_in_the_place_of_a_lost_one(self) -> None:
         job = elastic()

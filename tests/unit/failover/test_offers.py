@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from msgspec.json import encode as to_json
+from msgspec.structs import replace
 
 from unirun.collocation.inventory import Node
 from unirun.failover.offers import inventory_of, misfits
@@ -30,6 +31,10 @@ def test_other_versions_and_faults_of_nodes_are_told_with_the_remedy() -> None:
         "h3: it has no unirun; install unirun 0.1.0 there",
     ]
     assert refusal(misfits(offers[:2], OURS)).remedy == "install torch 2.13.0 there"
+
+
+def test_a_node_of_the_inventory_has_the_name_that_it_has_in_the_job() -> None:
+    assert inventory_of([replace(offer("h2"), node="h2.2")]).names == ("h2.2",)
 
 
 def test_the_inventory_is_what_the_nodes_say_of_themselves() -> None:

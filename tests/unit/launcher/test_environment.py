@@ -15,12 +15,13 @@ from unirun.errors import RendezvousError
 from unirun.launcher.environment import (
     base_env,
     bound_to,
+    carried,
     for_workers,
     is_loopback,
+    joined,
     spawner_key,
     worker_env,
 )
-from unirun.launcher.hosts.connection import carried
 from unirun.observe.jobdir import JobDir
 from unirun.spec.job import Contract, Entry, EntryKind, JobSpec, RoleSpec
 from unirun.spec.read import RESERVED_ENV
@@ -121,6 +122,25 @@ def test_workers_do_not_get_the_cache_directory_that_torch_has_chosen_for_anothe
     assert for_workers({name: chosen, **path}) == path
     assert for_workers({name: "/scratch/cache", **path}) == {name: "/scratch/cache", **path}
     assert carried({name: chosen, "TMPDIR": "/tmp", **path}) == path, "that of another host may differ"
+
+
+def test_a_node_that_comes_later_has_the_environment_of_the_job_and_nothing_of_its_shell() -> None:
+    shell = {
+        "HOME": "/home/me",
+        "MINE": "shell",
+        "ONLY": "shell",
+        "UNIRUN_HOME": "/own",
+        "SSH_TTY": "/dev/pts/0",
+    }
+    job = {"MINE": "job", "PATH": "/job/bin", "UNIRUN_HOME": "/of/the/head"}
+    assert joined(shell, job) == {
+        "HOME": "/home/me",
+        "SSH_TTY": "/dev/pts/0",
+        "MINE": "job",
+        "PATH": "/job/bin",
+        "UNIRUN_HOME": "/own",
+    }
+    assert joined({}, job) == job
 
 
 def test_omp_threads_are_limited_when_there_are_several_workers() -> None:

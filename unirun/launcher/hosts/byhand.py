@@ -20,9 +20,10 @@ from msgspec.structs import replace
 from unirun.collocation import Inventory
 from unirun.errors import AuthError, JobError, RendezvousError, UnirunError, WireError
 from unirun.failover.offers import AgentTask, NodeFault, inventory_of, misfits, versions
+from unirun.launcher.environment import carried
 from unirun.launcher.foreground.terminal import drop_input, warn
 from unirun.launcher.hostlist import Host
-from unirun.launcher.hosts.connection import carried, reach
+from unirun.launcher.hosts.connection import reach
 from unirun.launcher.hosts.lobby import Lobby, assign, early_agent, offer, part, refusal, take_part
 from unirun.launcher.interfaces import choose, is_own, resolve, route_to
 from unirun.launcher.launch import Head, launch, leave, task_of
@@ -223,20 +224,21 @@ HOST_JOIN_TIMEOUT = 60.0
 
 def join_over_ssh(
     hosts: Sequence[Host], masters: TcpAddress, token: Token, *, interface: str, insecure: bool
-) -> None:
-    """Let `hosts` join the job whose masters listen at `masters`. Their agents do not depend on this process.
+) -> list[Host]:
+    """Let `hosts` join the job whose masters listen at `masters`. Their agents do not depend on this process. Returns
+    them with their names in the job.
 
     Raises `RendezvousError` with all hosts that have not joined.
     """
-    asyncio.run(_join_all(hosts, masters, token, interface, insecure=insecure))
+    return asyncio.run(_join_all(hosts, masters, token, interface, insecure=insecure))
 
 
 async def _join_all(
     hosts: Sequence[Host], masters: TcpAddress, token: Token, interface: str, *, insecure: bool
-) -> None:
+) -> list[Host]:
     unfit: list[NodeFault] = []
 
-    async def one(host: Host) -> None:
+    async def one(host: Host) -> Host:
         invite = Invite(
             token=token.hex(),
             node=host.name,
@@ -248,7 +250,7 @@ async def _join_all(
         )
         try:
             async with asyncio.timeout(HOST_JOIN_TIMEOUT):
-                await _join(host, invite)
+                return replace(host, name=await _join(host, invite))
         except TimeoutError:
             unfit.append(
                 NodeFault(
@@ -257,17 +259,20 @@ async def _join_all(
             )
         except UnirunError as error:
             unfit.append(NodeFault(host.name, error.problem, error.remedy))
+        return host
 
-    await asyncio.gather(*(one(host) for host in hosts))
+    found = await asyncio.gather(*(one(host) for host in hosts))
     if unfit:
         raise refusal(unfit)
+    return found
 
 
-async def _join(host: Host, invite: Invite) -> None:
+async def _join(host: Host, invite: Invite) -> str:
+    """Start the process of a node on `host`. Returns its name in the job when it has joined."""
     remote = await reach(host)
     try:
         remote.stream.send(invite)
-        await remote.hear(Ready)
+        return (await remote.hear(Ready)).node
     finally:
         await remote.close()
 

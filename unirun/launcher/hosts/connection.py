@@ -9,10 +9,9 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from unirun.errors import RendezvousError, UnirunError
-from unirun.launcher.environment import without_default_cache
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts.feed import MARK
 from unirun.wire.aio import Stream
@@ -189,15 +188,3 @@ def explain(host: Host, code: int | None, said: str) -> RendezvousError:
             if re.search(pattern, line, re.IGNORECASE):
                 return RendezvousError(line, remedy.format(target=host.target, python=sys.executable))
     return RendezvousError(last, f"try: ssh {host.target} {shlex.quote(sys.executable)} --version")
-
-
-_OF_THE_HOST = re.compile(
-    r"HOME|USER|LOGNAME|SHELL|HOSTNAME|PWD|OLDPWD|TERM|TERM_.*|TMPDIR|MAIL|DISPLAY|XDG_.*|SSH_.*|SLURM.*|SHLVL|_"
-    r"|CUDA_VISIBLE_DEVICES|NVIDIA_VISIBLE_DEVICES|HIP_VISIBLE_DEVICES|ROCR_VISIBLE_DEVICES"
-)
-
-
-def carried(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `environ` that a host gets: not those that describe this host, its terminal or its devices."""
-    there = without_default_cache(environ)
-    return {name: value for name, value in there.items() if not _OF_THE_HOST.fullmatch(name)}

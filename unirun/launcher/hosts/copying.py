@@ -28,11 +28,11 @@ from msgspec import convert, to_builtins
 from unirun.errors import FrameError, JobError, RendezvousError, UsageError, WireError
 from unirun.failover.offers import NodeFault
 from unirun.failover.silence import SILENCE_TIMEOUT
+from unirun.launcher.environment import carried
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts.connection import (
     OPTIONS,
     RemoteNode,
-    carried,
     explain,
     for_any_shell,
     is_local,

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from unirun.collocation import local_inventory
 from unirun.errors import JobError, RendezvousError, UnirunError, WireError
 from unirun.failover.offers import AgentTask, NodeFault, versions
+from unirun.launcher.environment import joined
 from unirun.launcher.interfaces import choose, route_to
 from unirun.launcher.launch import check_host
 from unirun.launcher.local import AgentProcess, Processes, RunningJob
@@ -245,9 +246,7 @@ def take_part(
         word = stream.receive(LAUNCHER_ANSWER_TIMEOUT)
     assigned = expected(word, Assigned)
     try:
-        job, lock, spec = settle(
-            assigned, offered.node, agent, token, insecure=insecure, interface=interface, owner=owner
-        )
+        job, lock, task = settle(assigned, agent, token, insecure=insecure, interface=interface, owner=owner)
     except UnirunError as error:
         stream.send(Dismissed(error.problem, error.remedy))
         raise
@@ -259,7 +258,7 @@ def take_part(
         raise
     agent.begin()
     os.close(lock)
-    return RunningJob(job, spec, Processes(None, (agent.pid,)), offered.node, member=True)
+    return RunningJob(job, task.spec, Processes(None, (agent.pid,)), task.node, member=True)
 
 
 def await_go(stream: BlockingStream) -> None:
@@ -269,16 +268,20 @@ def await_go(stream: BlockingStream) -> None:
 
 def settle(
     assigned: Assigned,
-    node: str,
     agent: AgentProcess,
     token: Token,
     *,
     insecure: bool,
     interface: str,
     owner: int | None,
-) -> tuple[JobDir, int, JobSpec]:
+) -> tuple[JobDir, int, AgentTask]:
     """Make this node's directory of the job, and let `agent` bind its endpoints. Returns the directory with its lock,
-    and the job's spec. Raises `RendezvousError`, `JobError`."""
+    and the task. This process has the environment of a job that has begun from then on. Raises `RendezvousError`,
+    `JobError`."""
+    if assigned.env is not None:
+        env = joined(os.environ, assigned.env)
+        os.environ.clear()
+        os.environ.update(env)
     task = from_json(AgentTask, assigned.task)
     addr = choose(interface) if interface else route_to(assigned.head.addr)
     cwd = task.cwd or os.getcwd()
@@ -291,20 +294,20 @@ def settle(
         task.spec.log.dir,
         assigned.store or None,
         uid=assigned.uid,
-        node=node,
+        node=task.node,
         restarts=own_batch(assigned.run_id, os.environ)[1],
         head=None if assigned.store else assigned.head,
     )
     try:
         task = on_host(task, addr, cwd)
-        make_tls(job.path, token, node, insecure=insecure, addrs=certified(task, addr))
+        make_tls(job.path, token, task.node, insecure=insecure, addrs=certified(task, addr))
         with listen_tcp(addr) if assigned.store else nullcontext() as listener:
             agent.assign(job, task, lock, owner, listener)
         agent.wait_until_bound(time.monotonic() + BIND_TIMEOUT)
     except BaseException:
         discard_job(job, lock)
         raise
-    return job, lock, task.spec
+    return job, lock, task
 
 
 def certified(task: AgentTask, addr: str) -> tuple[str, ...]:

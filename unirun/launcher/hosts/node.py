@@ -96,7 +96,7 @@ def _take_part(invite: Invite, stream: BlockingStream) -> JobDir:
                 asked, offered, agent, token, insecure=invite.insecure, interface=invite.interface
             )
     if invite.masters is not None:
-        stream.send(Ready())
+        stream.send(Ready(running.node))
     return running.job
 
 

@@ -20,8 +20,9 @@ from msgspec.structs import replace
 from unirun.collocation import Inventory
 from unirun.errors import JobError, RendezvousError, UnirunError
 from unirun.failover.offers import NodeFault, inventory_of, misfits, versions
+from unirun.launcher.environment import carried
 from unirun.launcher.hostlist import Host
-from unirun.launcher.hosts.connection import RemoteNode, carried, reach
+from unirun.launcher.hosts.connection import RemoteNode, reach
 from unirun.launcher.hosts.copying import JobMirror, copy_on, record_hosts, send_tree
 from unirun.launcher.hosts.lobby import (
     Guest,

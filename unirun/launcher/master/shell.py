@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import time
@@ -36,11 +37,12 @@ from unirun.failover.draft import (
     welcome,
     whole_view,
 )
-from unirun.failover.nodes import trouble
+from unirun.failover.nodes import next_life, trouble
 from unirun.failover.offers import AgentTask, versions
 from unirun.failover.restart_or_end import shutdown_order
 from unirun.failover.state import JOB_ENDS, JobState, Verdict
 from unirun.failover.status_views import farewell, present, status_of
+from unirun.launcher.environment import carried, for_workers
 from unirun.launcher.master.beats import OWNER_TIMEOUT, HeartbeatMonitor, unheard
 from unirun.launcher.master.writer import StateWriter
 from unirun.observe.events import EventLog, LineLog, led_to
@@ -235,12 +237,13 @@ class NodeAdmission:
             refusal = Dismissed(
                 f"its certificate is that of node {stream.peer}, and it says that it is {offer.node}"
             )
-        elif offer.node in self._guests:
-            refusal = Dismissed(
-                f"a node called {offer.node} is joining already", "give it another name: --node-name"
-            )
         else:
+            offer = replace(offer, node=next_life(self._state(), offer.node))
             refusal = trouble(self._state(), offer, versions())
+            if offer.node in self._guests:
+                refusal = Dismissed(
+                    f"a node called {offer.node} is joining already", "give it another name: --node-name"
+                )
         if refusal is not None:
             stream.send(refusal)
             return
@@ -266,8 +269,10 @@ class NodeAdmission:
 
     def _assigned(self, node: str, head: TcpAddress) -> Assigned:
         state, job = self._state(), self._job
-        task = AgentTask(state.spec, node, (*state.nodes, node), "", "")
-        return Assigned(job.run_id, job.uid, task.to_json(), head, job.shared_store)
+        task = AgentTask(state.spec, node, (*state.nodes, node), os.getcwd(), "")
+        # The environment of a master is that of the job, also when an agent has started it.
+        env = carried(for_workers(os.environ))
+        return Assigned(job.run_id, job.uid, task.to_json(), head, job.shared_store, env=env)
 
 
 STREAM_CLOSE_TIMEOUT = 5.0

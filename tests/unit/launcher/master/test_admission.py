@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from pathlib import Path
 
 import pytest
 from msgspec import to_builtins
 from msgspec.json import encode as to_json
+from msgspec.structs import replace
 
 from tests.unit.failover.multi_node import scripts
 from tests.waiting import WAIT_TIMEOUT
@@ -66,6 +68,7 @@ def test_a_node_gets_its_task_and_is_let_in_when_it_is_ready_and_that_is_written
         assert (word.run_id, word.uid, word.head, word.store) == ("mine", "u1", HEAD, "")
         task = from_json(AgentTask, word.task)
         assert (task.spec, task.node, task.nodes) == (harness.state.spec, "n9", ("n0", "n1", "n2", "n9"))
+        assert task.cwd == os.getcwd()
         node.send(Ready())
         async with asyncio.timeout(WAIT_TIMEOUT):
             while not harness.applied:
@@ -73,6 +76,44 @@ def test_a_node_gets_its_task_and_is_let_in_when_it_is_ready_and_that_is_written
         assert harness.applied == [Arrived(offer("n9"))]
         harness.admission.answer("n9", Go())
         assert await answer(node) == Go()
+        await node.close()
+        await hearing
+
+    asyncio.run(play())
+
+
+def test_a_node_gets_the_environment_of_the_job_which_a_master_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OF_THE_JOB", "1")
+    monkeypatch.setenv("SSH_CONNECTION", "of the host")
+    monkeypatch.setenv("UNIRUN_STORE_PASSWORD", "secret")
+
+    async def play() -> None:
+        word = await answer((await AdmissionHarness(tmp_path).visit(offer("n9")))[0])
+        assert isinstance(word, Assigned)
+        assert word.env is not None
+        assert word.env["OF_THE_JOB"] == "1"
+        assert not {"SSH_CONNECTION", "UNIRUN_STORE_PASSWORD"} & word.env.keys()
+
+    asyncio.run(play())
+
+
+def test_a_host_that_was_lost_gets_the_number_of_its_next_life(tmp_path: Path) -> None:
+    async def play() -> None:
+        harness = AdmissionHarness(tmp_path)
+        placement = replace(harness.state.placement, lost=("n2",))
+        harness.state = replace(harness.state, placement=placement)
+        node, hearing = await harness.visit(offer("n2"))
+        word = await answer(node)
+        assert isinstance(word, Assigned)
+        task = from_json(AgentTask, word.task)
+        assert (task.node, task.nodes) == ("n2.2", ("n0", "n1", "n2", "n2.2"))
+        node.send(Ready())
+        async with asyncio.timeout(WAIT_TIMEOUT):
+            while not harness.applied:
+                await asyncio.sleep(0)
+        assert harness.applied == [Arrived(replace(offer("n2"), node="n2.2"))]
         await node.close()
         await hearing
 
