@@ -30,7 +30,7 @@ from unirun.failover import context_store, silence
 from unirun.failover.context import encode
 from unirun.failover.draft import Command, Event, Finish, JobDraft, ToAgent, ToAgents, ToGuest
 from unirun.failover.state import JOB_ENDS, JobState, new_job
-from unirun.wire.messages import Go, Stop
+from unirun.wire.messages import Ready, Stop
 from unirun.wire.reports import Join, StoreOpened
 
 deciding = import_module("unirun.failover.step")
@@ -245,7 +245,7 @@ class Simulation(Accidents):
 
     def carried_out(self, master: MasterModel, command: Command) -> None:
         """A master does something: it is the one that leads, and what it does follows from what is in the store."""
-        if isinstance(command, ToGuest) and isinstance(command.message, Go):
+        if isinstance(command, ToGuest) and isinstance(command.message, Ready):
             node = self.nodes[command.node] = NodeModel(self, command.node)
             self.clock.after(self.rng.uniform(0.0, 1.0), node.join)
         if isinstance(command, Finish):

@@ -44,8 +44,8 @@ def join(options: Any) -> int:
     address, token, insecure = _place(options)
     if options.hosts is not None:
         # Imported here: asyncio's subprocesses are needed for nothing else.
-        from unirun.launcher.hosts.byhand import join_over_ssh
         from unirun.launcher.hosts.copying import record_hosts, recorded_hosts
+        from unirun.launcher.hosts.ssh import join_over_ssh
 
         if options.node_name is not None:
             raise UsageError("--node-name is for this host", "hosts that ssh reaches have their own names")

@@ -32,7 +32,7 @@ from unirun.failover.restart_or_end import advance, end_job, give_up, unsettle
 from unirun.failover.state import ROLE_ENDS, Exit, Failure, JobPhase, JobState, RolePhase
 from unirun.failover.worker_failure import failure_of
 from unirun.values import WorkerId
-from unirun.wire.messages import Dismissed, Drained, Go, Offer, Shutdown
+from unirun.wire.messages import Dismissed, Drained, Offer, Ready, Shutdown
 from unirun.wire.reports import WorkerExited
 
 LOSS_DELAY = 0.005
@@ -363,7 +363,7 @@ def arrived(draft: JobDraft, event: Arrived) -> None:
         )
     )
     draft.record("arrival", f"{offer.node} comes into the job, from host {offer.host}", offer.node)
-    draft.send(ToGuest(offer.node, Go()))
+    draft.send(ToGuest(offer.node, Ready()))
 
 
 def grow(draft: JobDraft) -> None:

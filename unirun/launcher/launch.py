@@ -185,6 +185,12 @@ def _tasks(planned: PlannedJob, inventory: Inventory, head: Head | None, *, alon
     return [replace(task_of(planned, names, name), addr=spec.master_addr, cwd=os.getcwd()) for name in names]
 
 
+def agents_of(planned: PlannedJob) -> tuple[str, ...]:
+    """The names of all nodes that the job uses or may come to use."""
+    names = (node.name for node in planned.inventory.nodes)
+    return tuple(name for name in names if name not in planned.placement.excluded)
+
+
 def task_of(planned: PlannedJob, names: tuple[str, ...], node: str) -> AgentTask:
     """The task of the agent of `node`, without the address and the directory, which depend on its host."""
     spec = planned.spec

@@ -14,7 +14,7 @@ visitor→master Visit ViewWanted Grow
 master→visitor Welcome View Ended
 agent→spawner Spawn ServeStore Kill (`unirun.wire.reports`)
 spawner→agent Preloaded Forked Reaped SpawnFailed StoreOpened StoreEnded Notice
-launcher→node Assigned Go Dismissed, before there is a master; over ssh also Invite Resume
+launcher→node Assigned Ready Dismissed, before there is a master; over ssh also Invite Resume
 node→launcher Offer Ready Dismissed; over ssh also Chunk Current Complete
 ============  =======================================================================
 """
@@ -70,10 +70,11 @@ from unirun.wire.reports import (
 )
 
 # Messages between the process that launches a job and the nodes that take part in it, before there is a master: from
-# the launcher Assigned, Go, Dismissed, and over ssh also Invite, Resume; from the node Offer, Ready, Dismissed, and
+# the launcher Assigned, Ready, Dismissed, and over ssh also Invite, Resume; from the node Offer, Ready, Dismissed, and
 # over ssh also Chunk, Current, Complete.
 #
-# A node makes an `Offer`, gets its task (`Assigned`), binds its endpoints and says `Ready`. `Go` starts its agent.
+# A node makes an `Offer`, gets its task (`Assigned`), binds its endpoints and says `Ready`. The launcher says
+# so when all are; then the agents begin.
 
 
 class Invite(Value, tag=True):
@@ -135,8 +136,8 @@ class Assigned(Value, tag=True):
 
     run_id: str
     uid: str
-    task: str
     head: TcpAddress
+    task: str = ""
     store: str = ""
     planned: str = ""
     etcd: tuple[EtcdMember, ...] = ()
@@ -171,13 +172,12 @@ class Complete(Value, tag=True):
 
 
 class Ready(Value, tag=True):
-    """The node has bound its endpoints. `node` is its name in the job, which a host that comes back has not chosen."""
+    """The node has bound its endpoints or, from the launcher, all nodes have, and the agent begins.
+
+    To a command that has let it come by ssh, a `node` tells its name in the job.
+    """
 
     node: str = ""
-
-
-class Go(Value, tag=True):
-    """All nodes are ready: the node's agent starts."""
 
 
 class Dismissed(Value, tag=True):
@@ -466,7 +466,6 @@ Message = (
     | Offer
     | Assigned
     | Ready
-    | Go
     | Dismissed
     | Chunk
     | Resume

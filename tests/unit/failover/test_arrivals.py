@@ -17,7 +17,7 @@ from unirun.failover.context import decode, encode, urgent
 from unirun.failover.draft import GROWTH_DELAY, After, Arrived, GrowthDue, ToGuest
 from unirun.failover.nodes import next_life, trouble
 from unirun.values import WorkerId
-from unirun.wire.messages import Dismissed, Go, Grow, Offer, StartRole, StopWorkers
+from unirun.wire.messages import Dismissed, Grow, Offer, Ready, StartRole, StopWorkers
 from unirun.wire.reports import FromWorker, GroupFormed, Serving
 
 OURS = {"python": "3.13"}
@@ -124,7 +124,7 @@ class TestWhoIsLetIn:
     def test_of_two_with_one_name_the_second_is_dismissed(self) -> None:
         job = elastic().on(Arrived(offer("n2")), Arrived(offer("n2")))
         answers = [command.message for command in job.commands if isinstance(command, ToGuest)]
-        assert [type(answer) for answer in answers] == [Go, Dismissed]
+        assert [type(answer) for answer in answers] == [Ready, Dismissed]
 
 
 class TestANodeThatHasCome:

@@ -11,22 +11,19 @@ import hmac
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from unirun.collocation import Inventory
-from unirun.errors import AuthError, JobError, RendezvousError, UnirunError, WireError
-from unirun.failover.offers import AgentTask, NodeFault, inventory_of, misfits, versions
-from unirun.launcher.environment import carried
+from unirun.errors import AuthError, JobError, RendezvousError, WireError
+from unirun.failover.offers import AgentTask
 from unirun.launcher.foreground.terminal import drop_input, warn
-from unirun.launcher.hostlist import Host
-from unirun.launcher.hosts.connection import reach
-from unirun.launcher.hosts.lobby import Lobby, assign, early_agent, offer, part, refusal, take_part
+from unirun.launcher.hosts.lobby import Lobby, early_agent, offer, take_part
 from unirun.launcher.interfaces import choose, is_own, resolve, route_to
-from unirun.launcher.launch import Head, launch, leave, task_of
+from unirun.launcher.launch import Head, launch, leave
 from unirun.launcher.local import RunningJob
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import adopt_orphans, spare_descriptors
@@ -41,7 +38,7 @@ from unirun.wire.blocking import BlockingStream
 from unirun.wire.certificates import temporary
 from unirun.wire.credentials import Credentials
 from unirun.wire.handshake import Token, load_token, new_token
-from unirun.wire.messages import Assigned, Dismissed, Go, Invite, Ready
+from unirun.wire.messages import Assigned, Dismissed, Ready
 from unirun.wire.sockets import listen_tcp
 
 HEAD_INTERVAL = 0.2
@@ -101,25 +98,19 @@ def run_head(
         try:
             with publish(address):
                 runner.run(_gather(lobby, meeting, listener, credentials))
-            offers = [here, *(guest.offer for guest in lobby.guests)]
-            if found := misfits(offers, versions()):
-                raise refusal(found)
-            planned = make_plan(inventory_of(offers))
-            url, members = store_for(store, offers, insecure=meeting.insecure)
+            planned = runner.run(lobby.plan(make_plan))
+            url, members = store_for(store, lobby.offers, insecure=meeting.insecure)
             head = Head(
                 *(meeting.node, meeting.token, new_uid(), listener, address, agent),
                 insecure=meeting.insecure,
                 etcd=members,
             )
-            named = tasks(planned, head, url)
-            unwanted = [guest for guest in lobby.guests if guest.node not in named]
-            runner.run(part(unwanted, Dismissed("the job excludes this node", "see --exclude")))
-            wanted = [guest for guest in lobby.guests if guest.node in named]
-            runner.run(assign(wanted, named))
+            common = Assigned(planned.spec.run_id, head.uid, head=address, store=url or "", etcd=members)
+            runner.run(lobby.assign(planned, common, cwd=""))
             running = launch(planned, store=url, head=head, detach=detach)
-            runner.run(part(wanted, Go()))
+            runner.run(lobby.part(Ready()))
         except BaseException as error:
-            runner.run(part(lobby.guests, Dismissed(f"the job was not started: {error}")))
+            runner.run(lobby.part(Dismissed(f"the job was not started: {error}")))
             raise
     if detach:
         return leave(running)
@@ -149,24 +140,6 @@ def run_member(meeting: Meeting, spec: JobSpec | None, *, quiet: bool, detach: b
         return 0
     adopt_orphans()
     return _follow(running, quiet=quiet)
-
-
-def tasks(planned: PlannedJob, head: Head, store: str | None) -> dict[str, Assigned]:
-    """The tasks of all nodes but the head."""
-    names = tuple(
-        node.name for node in planned.inventory.nodes if node.name not in planned.placement.excluded
-    )
-    return {
-        name: Assigned(
-            planned.spec.run_id,
-            head.uid,
-            replace(task_of(planned, names, name), etcd=head.etcd).to_json(),
-            head.address,
-            store or "",
-        )
-        for name in names
-        if name != head.node
-    }
 
 
 async def _gather(lobby: Lobby, meeting: Meeting, listener: socket.socket, credentials: Credentials) -> None:
@@ -214,67 +187,6 @@ def _follow(running: RunningJob, *, quiet: bool) -> int:
 def is_here(host: str) -> bool:
     """Return True if the name or address `host` is this host. Raises `RendezvousError` when it has no address."""
     return host in (socket.gethostname(), "localhost") or is_own(resolve(host))
-
-
-# Hosts that ssh reaches become nodes of a running job.
-
-HOST_JOIN_TIMEOUT = 60.0
-"""Seconds that a host has to join."""
-
-
-def join_over_ssh(
-    hosts: Sequence[Host], masters: TcpAddress, token: Token, *, interface: str, insecure: bool
-) -> list[Host]:
-    """Let `hosts` join the job whose masters listen at `masters`. Their agents do not depend on this process. Returns
-    them with their names in the job.
-
-    Raises `RendezvousError` with all hosts that have not joined.
-    """
-    return asyncio.run(_join_all(hosts, masters, token, interface, insecure=insecure))
-
-
-async def _join_all(
-    hosts: Sequence[Host], masters: TcpAddress, token: Token, interface: str, *, insecure: bool
-) -> list[Host]:
-    unfit: list[NodeFault] = []
-
-    async def one(host: Host) -> Host:
-        invite = Invite(
-            token=token.hex(),
-            node=host.name,
-            cwd=os.getcwd(),
-            env=carried(os.environ),
-            masters=masters,
-            interface=interface,
-            insecure=insecure,
-        )
-        try:
-            async with asyncio.timeout(HOST_JOIN_TIMEOUT):
-                return replace(host, name=await _join(host, invite))
-        except TimeoutError:
-            unfit.append(
-                NodeFault(
-                    host.name, f"it has not joined within {HOST_JOIN_TIMEOUT:g} s", f"try: ssh {host.target}"
-                )
-            )
-        except UnirunError as error:
-            unfit.append(NodeFault(host.name, error.problem, error.remedy))
-        return host
-
-    found = await asyncio.gather(*(one(host) for host in hosts))
-    if unfit:
-        raise refusal(unfit)
-    return found
-
-
-async def _join(host: Host, invite: Invite) -> str:
-    """Start the process of a node on `host`. Returns its name in the job when it has joined."""
-    remote = await reach(host)
-    try:
-        remote.stream.send(invite)
-        return (await remote.hear(Ready)).node
-    finally:
-        await remote.close()
 
 
 # The secret that commands on several hosts share: a file that each of them can read, and no other user.

@@ -10,22 +10,22 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from msgspec.json import encode as to_json
 from msgspec.structs import replace
 
-from unirun.collocation import local_inventory
+from unirun.collocation import Inventory, local_inventory
 from unirun.errors import JobError, RendezvousError, UnirunError, WireError
-from unirun.failover.offers import AgentTask, NodeFault, versions
+from unirun.failover.offers import AgentTask, NodeFault, inventory_of, misfits, versions
 from unirun.launcher.environment import joined
 from unirun.launcher.interfaces import choose, route_to
-from unirun.launcher.launch import check_host
+from unirun.launcher.launch import agents_of, check_host, task_of
 from unirun.launcher.local import AgentProcess, Processes, RunningJob
 from unirun.launcher.orders import on_host
+from unirun.launcher.planned import PlannedJob
 from unirun.launcher.slurm.allocation import component_here
 from unirun.observe.batchjob import own_batch
 from unirun.observe.jobdir import JobDir, unirun_home
@@ -34,27 +34,14 @@ from unirun.rendezvous.creation import create_job, discard_job, possible_member
 from unirun.rendezvous.endpoints import BIND_TIMEOUT
 from unirun.spec.job import JobSpec, RoleSpec
 from unirun.spec.programs import variables_of
-from unirun.values import Value
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Stream
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.certificates import make_tls
 from unirun.wire.frames import from_json
 from unirun.wire.handshake import Token
-from unirun.wire.messages import Appointed, Assigned, Dismissed, Go, Message, Offer, Ready, expected
+from unirun.wire.messages import Appointed, Assigned, Dismissed, Message, Offer, Ready, expected
 from unirun.wire.sockets import listen_tcp
-
-
-class Guest(Value):
-    """A node that has made an offer."""
-
-    stream: Stream
-    offer: Offer
-
-    @property
-    def node(self) -> str:
-        """Its name."""
-        return self.offer.node
 
 
 def refusal(unfit: Sequence[NodeFault]) -> RendezvousError:
@@ -66,66 +53,34 @@ def refusal(unfit: Sequence[NodeFault]) -> RendezvousError:
     )
 
 
-async def each(
-    guests: Sequence[Guest], talk: Callable[[Guest], Coroutine[Any, Any, None]], timeout: float
-) -> None:
-    """Talk to all `guests` at once. Raises `RendezvousError` with everything that went wrong."""
-    unfit: list[NodeFault] = []
-
-    async def one(guest: Guest) -> None:
-        try:
-            async with asyncio.timeout(timeout):
-                await talk(guest)
-        except TimeoutError:
-            unfit.append(NodeFault(guest.node, f"it has not answered within {timeout:g} s"))
-        except UnirunError as error:
-            unfit.append(NodeFault(guest.node, error.problem, error.remedy))
-
-    await asyncio.gather(*(one(guest) for guest in guests))
-    if unfit:
-        raise refusal(sorted(unfit, key=lambda each: [guest.node for guest in guests].index(each.node)))
-
-
-async def assign(guests: Sequence[Guest], tasks: Mapping[str, Assigned]) -> None:
-    """Give each node its task, and wait until all are ready. Raises `RendezvousError`: then nobody may start."""
-
-    async def talk(guest: Guest) -> None:
-        guest.stream.send(tasks[guest.node])
-        expected(await guest.stream.receive(), Ready)
-
-    await each(guests, talk, BIND_TIMEOUT)
-
-
-async def tell(guests: Sequence[Guest], word: Message) -> None:
-    """Send `word` to all `guests`; one that is gone will be missed by the master."""
-    for guest in guests:
-        guest.stream.send(word)
-
-
-async def part(guests: Sequence[Guest], word: Message) -> None:
-    """Send the last `word` to all `guests` and close their streams."""
-    await tell(guests, word)
-    await asyncio.gather(*(guest.stream.close() for guest in guests))
-
-
 class Lobby:
-    """Nodes that connect by themselves, until there are `most` with the one that is `here`. `names` are those of all
-    nodes by rank, where they are known."""
+    """The nodes of a job that has not begun: their offers, and the streams to all but the one that is `here`.
 
-    def __init__(self, most: int, here: Offer, names: Sequence[str] = ()) -> None:
-        self._most, self._here, self._names = most, here, names
-        self._guests: dict[str, Guest] = {}
+    There are `most` of them; `names` are theirs by rank, where they are known.
+    """
+
+    def __init__(self, most: int, here: Offer | None = None, names: Sequence[str] = ()) -> None:
+        self._most, self._names = most, names
+        self._offers = {} if here is None else {here.node: here}
+        self._streams: dict[str, Stream] = {}
         self._news = asyncio.Event()
 
     @property
-    def guests(self) -> list[Guest]:
-        """In the order of their ranks; those without one follow in the order of their arrival."""
-        found = list(self._guests.values())
-        ranked = sorted((each for each in found if each.offer.rank >= 0), key=lambda each: each.offer.rank)
-        return [*ranked, *(each for each in found if each.offer.rank < 0)]
+    def offers(self) -> list[Offer]:
+        """That of the node here first, then in the order of their ranks; those without one follow in the order of their
+        arrival."""
+        return sorted(
+            self._offers.values(),
+            key=lambda each: (each.node in self._streams, each.rank if each.rank >= 0 else self._most),
+        )
+
+    def enter(self, offer: Offer, stream: Stream) -> None:
+        """A node has made an offer."""
+        self._offers[offer.node], self._streams[offer.node] = offer, stream
+        self._news.set()
 
     async def admit(self, stream: Stream) -> None:
-        """Hear one node, and keep its stream open."""
+        """Hear one node that has connected by itself, and keep its stream open."""
         try:
             first = await stream.receive()
         except WireError:
@@ -137,19 +92,17 @@ class Lobby:
             await stream.close()
             return
         assert isinstance(first, Offer)
-        # The caller that lets the nodes go closes their streams.
-        self._guests[first.node] = Guest(stream, first)
-        self._news.set()
+        self.enter(first, stream)
 
     async def gather(self, least: int, timeout: float, last_call: float) -> None:
         """Wait until all have come; or, once `least` are there, `last_call` seconds for the others.
 
-        Raises `RendezvousError` when fewer than `least` have come after `timeout` seconds. This node counts as one.
+        Raises `RendezvousError` when fewer than `least` have come after `timeout` seconds.
         """
         loop = asyncio.get_running_loop()
         end, began_last = loop.time() + timeout, 0.0
-        while len(self._guests) + 1 < self._most:
-            if len(self._guests) + 1 >= least and not began_last:
+        while len(self._offers) < self._most:
+            if len(self._offers) >= least and not began_last:
                 began_last = loop.time()
                 end = min(end, began_last + last_call)
             self._news.clear()
@@ -157,35 +110,85 @@ class Lobby:
                 async with asyncio.timeout_at(end):
                     await self._news.wait()
             except TimeoutError:
-                if len(self._guests) + 1 < least:
+                if len(self._offers) < least:
                     raise self._missing(least, timeout) from None
                 return
+
+    async def plan(self, make_plan: Callable[[Inventory], PlannedJob]) -> PlannedJob:
+        """Plan the job for all nodes, and let those go that it excludes. Raises `RendezvousError` when some cannot take
+        part, and what `make_plan` raises."""
+        if found := misfits(self.offers, versions()):
+            raise refusal(found)
+        planned = make_plan(inventory_of(self.offers))
+        excluded = [node for node in self._streams if node in planned.placement.excluded]
+        await self._part(excluded, Dismissed("the job excludes this node", "see --exclude"))
+        for node in excluded:
+            del self._offers[node]
+        return planned
+
+    async def assign(self, planned: PlannedJob, common: Assigned, cwd: str) -> None:
+        """Give each node its task, with what is `common` to all, in the directory `cwd`, empty for its own; the first
+        node of the job gets the plan instead. Wait until all are ready. Raises `RendezvousError`: then nobody may
+        start."""
+        names = agents_of(planned)
+        unfit: dict[str, NodeFault] = {}
+
+        async def one(node: str) -> None:
+            if node == names[0]:
+                word = replace(common, planned=planned.to_json())
+            else:
+                task = replace(task_of(planned, names, node), cwd=cwd, etcd=common.etcd)
+                word = replace(common, task=task.to_json())
+            try:
+                async with asyncio.timeout(BIND_TIMEOUT):
+                    self._streams[node].send(word)
+                    expected(await self._streams[node].receive(), Ready)
+            except TimeoutError:
+                unfit[node] = NodeFault(node, f"it has not answered within {BIND_TIMEOUT:g} s")
+            except UnirunError as error:
+                unfit[node] = NodeFault(node, error.problem, error.remedy)
+
+        await asyncio.gather(*map(one, self._streams))
+        if unfit:
+            raise refusal([unfit[node] for node in names if node in unfit])
+
+    def tell(self, word: Message) -> None:
+        """Send `word` to all nodes; one that is gone will be missed by the master."""
+        for stream in self._streams.values():
+            stream.send(word)
+
+    async def part(self, word: Message) -> None:
+        """Send the last `word` to all nodes and close their streams."""
+        await self._part([*self._streams], word)
+
+    async def _part(self, nodes: Sequence[str], word: Message) -> None:
+        for node in nodes:
+            self._streams[node].send(word)
+        await asyncio.gather(*(self._streams.pop(node).close() for node in nodes))
 
     def _trouble(self, first: Message, peer: str) -> Dismissed | None:
         if not isinstance(first, Offer):
             return Dismissed(f"the job has not begun, and {type(first).__name__} comes too early")
-        others = [self._here, *(guest.offer for guest in self._guests.values())]
         if peer and first.node != peer:
             return Dismissed(f"its certificate is that of node {peer}, and it says that it is {first.node}")
-        if first.node in (each.node for each in others):
+        if first.node in self._offers:
             return Dismissed(
                 f"a node called {first.node} is there already", "give it another name: --node-name"
             )
-        if first.rank >= 0 and first.rank in (each.rank for each in others):
+        if first.rank >= 0 and first.rank in (each.rank for each in self._offers.values()):
             return Dismissed(f"node rank {first.rank} is taken", "give each node a --node-rank of its own")
-        if first.rank >= self._most or len(others) >= self._most:
+        if first.rank >= self._most or len(self._offers) >= self._most:
             return Dismissed(f"the job has {self._most} nodes", "see --nnodes")
         return None
 
     def _missing(self, least: int, timeout: float) -> RendezvousError:
-        here = [self._here, *(guest.offer for guest in self._guests.values())]
-        ranks = {each.rank for each in here}
+        ranks = {each.rank for each in self._offers.values()}
         gone = [rank for rank in range(self._most) if rank not in ranks]
         names = ", ".join(self._names[rank] if self._names else f"node rank {rank}" for rank in gone)
         missing = f"; missing: {names}" if -1 not in ranks else ""
-        came = ", ".join(each.node for each in here)
+        came = ", ".join(each.node for each in self.offers)
         return RendezvousError(
-            f"{len(here)} of {least} nodes have come within {timeout:g} s: {came}{missing}",
+            f"{len(self._offers)} of {least} nodes have come within {timeout:g} s: {came}{missing}",
             "start the command on the others, or raise --rdzv-conf join_timeout=SECONDS",
         )
 
@@ -263,7 +266,7 @@ def take_part(
 
 def await_go(stream: BlockingStream) -> None:
     """Wait until the launcher says that the job starts. Raises `RendezvousError`, `WireError`."""
-    expected(stream.receive(LAUNCHER_ANSWER_TIMEOUT), Go)
+    expected(stream.receive(LAUNCHER_ANSWER_TIMEOUT), Ready)
 
 
 def settle(

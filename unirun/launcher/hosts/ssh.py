@@ -19,20 +19,12 @@ from msgspec.structs import replace
 
 from unirun.collocation import Inventory
 from unirun.errors import JobError, RendezvousError, UnirunError
-from unirun.failover.offers import NodeFault, inventory_of, misfits, versions
+from unirun.failover.offers import NodeFault, misfits, versions
 from unirun.launcher.environment import carried
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts.connection import RemoteNode, reach
 from unirun.launcher.hosts.copying import JobMirror, copy_on, record_hosts, send_tree
-from unirun.launcher.hosts.lobby import (
-    Guest,
-    assign,
-    needs,
-    part,
-    refusal,
-    tell,
-)
-from unirun.launcher.launch import task_of
+from unirun.launcher.hosts.lobby import Lobby, needs, refusal
 from unirun.launcher.local import RunningJob
 from unirun.launcher.planned import PlannedJob
 from unirun.observe.jobdir import JobDir
@@ -41,8 +33,8 @@ from unirun.rendezvous.creation import create_job, new_uid, store_for
 from unirun.spec.job import JobSpec
 from unirun.wire.address import TcpAddress
 from unirun.wire.certificates import make_tls
-from unirun.wire.handshake import new_token
-from unirun.wire.messages import Assigned, Dismissed, EtcdMember, Go, Invite, Offer
+from unirun.wire.handshake import Token, new_token
+from unirun.wire.messages import Assigned, Dismissed, Invite, Offer, Ready, W
 
 COMMAND = "command"
 """The name in the certificate of a command that is no node."""
@@ -61,6 +53,77 @@ agent there that has no master says so, and is not busy."""
 
 OUTPUT_DRAIN_TIMEOUT = 10.0
 """Seconds that hosts have to send the rest of their output after the job's end."""
+
+
+async def invite_all(
+    hosts: Sequence[Host],
+    invitation: Callable[[Host], Invite],
+    kind: type[W],
+    timeout: float,
+    faults: Callable[[list[W]], list[NodeFault]] = lambda _: [],
+) -> list[tuple[RemoteNode, W]]:
+    """Start the process of a node on each of `hosts`, send it its invitation, and hear its answer, a `kind`.
+
+    Raises `RendezvousError` with all that went wrong and, in that case, the `faults` that the answers of the others
+    tell: all that has to be mended, at once. Then no connection is left.
+    """
+    unfit: dict[Host, NodeFault] = {}
+    remotes: dict[Host, RemoteNode] = {}
+    answers: dict[Host, W] = {}
+
+    async def one(host: Host) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                remote = remotes[host] = await reach(host)
+                remote.stream.send(invitation(host))
+                answers[host] = await remote.hear(kind)
+        except TimeoutError:
+            unfit[host] = NodeFault(
+                host.name, f"it has not answered within {timeout:g} s", f"try: ssh {host.target}"
+            )
+        except UnirunError as error:
+            unfit[host] = NodeFault(host.name, error.problem, error.remedy)
+
+    try:
+        await asyncio.gather(*map(one, hosts))
+        if unfit:
+            raise refusal([*(unfit[host] for host in hosts if host in unfit), *faults([*answers.values()])])
+    except BaseException:
+        await asyncio.gather(*(remote.close() for remote in remotes.values()))
+        raise
+    return [(remotes[host], answers[host]) for host in hosts]
+
+
+HOST_JOIN_TIMEOUT = 60.0
+"""Seconds that a host has to join a running job."""
+
+
+def join_over_ssh(
+    hosts: Sequence[Host], masters: TcpAddress, token: Token, *, interface: str, insecure: bool
+) -> list[Host]:
+    """Let `hosts` join the job whose masters listen at `masters`. Their agents do not depend on this process. Returns
+    them with their names in the job.
+
+    Raises `RendezvousError` with all hosts that have not joined.
+    """
+
+    def invitation(host: Host) -> Invite:
+        return Invite(
+            token=token.hex(),
+            node=host.name,
+            cwd=os.getcwd(),
+            env=carried(os.environ),
+            masters=masters,
+            interface=interface,
+            insecure=insecure,
+        )
+
+    async def join() -> list[Host]:
+        joined = await invite_all(hosts, invitation, Ready, HOST_JOIN_TIMEOUT)
+        await asyncio.gather(*(remote.close() for remote, _ in joined))
+        return [replace(remote.host, name=ready.node) for remote, ready in joined]
+
+    return asyncio.run(join())
 
 
 def run_over_ssh(
@@ -103,65 +166,51 @@ class _SshJob:
     ) -> None:
         self._hosts, self._spec, self._detach = hosts, spec, detach
         self._store = store
-        self._etcd: tuple[EtcdMember, ...] = ()
         self._interface, self._insecure = interface, insecure
         self._token, self._uid = new_token(), new_uid()
         self._remotes: dict[str, RemoteNode] = {}
 
     async def run(self, make_plan: Callable[[Inventory], PlannedJob], *, quiet: bool) -> int:
         """Launch and follow the job."""
-        guests: list[Guest] = []
+        lobby = Lobby(len(self._hosts))
         try:
-            guests = await self._invite_all()
-            if found := misfits([guest.offer for guest in guests], versions()):
-                raise refusal(found)
-            planned = make_plan(self._inventory(guests))
-            guests = await self._without_excluded(guests, planned)
-            head = guests[0].offer.masters
-            if head is None:
-                raise RendezvousError(f"{guests[0].node} has not told where masters listen")
-            self._store, self._etcd = store_for(
-                self._store, [guest.offer for guest in guests], insecure=self._insecure
+            found = await invite_all(
+                self._hosts,
+                self._invitation,
+                Offer,
+                self._spec.join_timeout,
+                lambda found: misfits(found, versions()),
             )
-            await assign(guests, self._assignments(planned, guests, head))
-            job, lock = self._own_directory(planned.spec, head)
+            for remote, offer in found:
+                self._remotes[remote.host.name] = remote
+                lobby.enter(offer, remote.stream)
+            planned = await lobby.plan(lambda inventory: make_plan(self._allowed(inventory)))
+            # Each host logs in the node's own directory, and this one keeps a copy of all where the user wants it.
+            spec = replace(planned.spec, log=replace(planned.spec.log, dir=None))
+            for node in {*self._remotes} - {offer.node for offer in lobby.offers}:
+                await self._remotes.pop(node).close()
+            first = lobby.offers[0]
+            if first.masters is None:
+                raise RendezvousError(f"{first.node} has not told where masters listen")
+            self._store, members = store_for(self._store, lobby.offers, insecure=self._insecure)
+            common = Assigned(
+                spec.run_id, self._uid, head=first.masters, store=self._store or "", etcd=members
+            )
+            await lobby.assign(replace(planned, spec=spec), common, cwd=os.getcwd())
+            job, lock = self._own_directory(planned.spec, first.masters)
             try:
-                await tell(guests, Go())
+                lobby.tell(Ready())
                 record_hosts(job, [remote.host for remote in self._remotes.values()])
                 if self._detach:
-                    return await self._leave(job, lock, guests[0])
+                    return await self._leave(job, lock, self._remotes[first.node])
                 return await self._follow(job, planned, quiet=quiet)
             finally:
                 os.close(lock)
         except BaseException as error:
-            await part(guests, Dismissed(f"the job was not started: {error}"))
+            await lobby.part(Dismissed(f"the job was not started: {error}"))
             raise
         finally:
             await asyncio.gather(*(remote.close() for remote in self._remotes.values()))
-
-    async def _invite_all(self) -> list[Guest]:
-        """Start the process of each node and hear its offer. Raises `RendezvousError` with all that went wrong."""
-        unfit: dict[str, NodeFault] = {}
-        guests: dict[str, Guest] = {}
-
-        async def one(host: Host) -> None:
-            try:
-                async with asyncio.timeout(self._spec.join_timeout):
-                    remote = self._remotes[host.name] = await reach(host)
-                    remote.stream.send(self._invitation(host))
-                    guests[host.name] = Guest(remote.stream, await remote.hear(Offer))
-            except TimeoutError:
-                problem = f"it has not answered within {self._spec.join_timeout:g} s"
-                unfit[host.name] = NodeFault(host.name, problem, f"try: ssh {host.target}")
-            except UnirunError as error:
-                unfit[host.name] = NodeFault(host.name, error.problem, error.remedy)
-
-        await asyncio.gather(*(one(host) for host in self._hosts))
-        if unfit:
-            # What the others say of themselves is told as well: all that has to be mended, at once.
-            found = misfits([guest.offer for guest in guests.values()], versions())
-            raise refusal([*(unfit[host.name] for host in self._hosts if host.name in unfit), *found])
-        return [guests[host.name] for host in self._hosts]
 
     def _invitation(self, host: Host) -> Invite:
         return Invite(
@@ -176,11 +225,11 @@ class _SshJob:
             insecure=self._insecure,
         )
 
-    def _inventory(self, guests: Sequence[Guest]) -> Inventory:
+    def _allowed(self, inventory: Inventory) -> Inventory:
         """The slots of the hosts, cut to those that the user allows."""
         slots = {host.name: host.slots for host in self._hosts}
         nodes = []
-        for node in inventory_of([guest.offer for guest in guests]).nodes:
+        for node in inventory.nodes:
             count = slots[node.name]
             if count is not None and node.devices:
                 node = replace(node, devices=node.devices[:count])
@@ -188,36 +237,6 @@ class _SshJob:
                 node = replace(node, cpus=node.cpus[:count])
             nodes.append(node)
         return Inventory(tuple(nodes))
-
-    async def _without_excluded(self, guests: Sequence[Guest], planned: PlannedJob) -> list[Guest]:
-        excluded = planned.placement.excluded
-        out = [guest for guest in guests if guest.node in excluded]
-        await part(out, Dismissed("the job excludes this node", "see --exclude"))
-        for guest in out:
-            await self._remotes.pop(guest.node).close()
-        return [guest for guest in guests if guest.node not in excluded]
-
-    def _assignments(
-        self, planned: PlannedJob, guests: Sequence[Guest], head: TcpAddress
-    ) -> dict[str, Assigned]:
-        # Each host logs in the node's own directory, and this one keeps a copy of all where the user wants it.
-        spec = replace(planned.spec, log=replace(planned.spec.log, dir=None))
-        planned = replace(planned, spec=spec)
-        names, store = tuple(guest.node for guest in guests), self._store or ""
-        found = {}
-        for name in names:
-            task = replace(task_of(planned, names, name), cwd=os.getcwd(), etcd=self._etcd)
-            first = name == names[0]
-            found[name] = Assigned(
-                spec.run_id,
-                self._uid,
-                "" if first else task.to_json(),
-                head,
-                store,
-                planned.to_json() if first else "",
-                self._etcd,
-            )
-        return found
 
     def _own_directory(self, spec: JobSpec, head: TcpAddress) -> tuple[JobDir, int]:
         made = create_job(
@@ -231,7 +250,7 @@ class _SshJob:
         make_tls(made[0].path, self._token, COMMAND, insecure=self._insecure)
         return made
 
-    async def _leave(self, job: JobDir, lock: int, head: Guest) -> int:
+    async def _leave(self, job: JobDir, lock: int, head: RemoteNode) -> int:
         """Leave the job to itself when its first master leads. Another process goes on copying its files."""
         word = await head.stream.receive()
         if isinstance(word, Dismissed):

@@ -272,7 +272,7 @@ class NodeAdmission:
         task = AgentTask(state.spec, node, (*state.nodes, node), os.getcwd(), "")
         # The environment of a master is that of the job, also when an agent has started it.
         env = carried(for_workers(os.environ))
-        return Assigned(job.run_id, job.uid, task.to_json(), head, job.shared_store, env=env)
+        return Assigned(job.run_id, job.uid, head, task.to_json(), job.shared_store, env=env)
 
 
 STREAM_CLOSE_TIMEOUT = 5.0

@@ -128,7 +128,7 @@ def test_a_node_that_is_ready_and_then_dismissed_keeps_no_directory_of_the_job(t
         joining = pool.submit(take_part, theirs, offered, agent, new_token(), insecure=True)
         assert isinstance(ours.receive(WAIT_TIMEOUT), Offer)
         head = TcpAddress("127.0.0.1", 1, "n0")
-        ours.send(Assigned("mine", "u1", task.to_json(), head, ""))
+        ours.send(Assigned("mine", "u1", head, task.to_json()))
         assert ours.receive(WAIT_TIMEOUT) == Ready()
         folder = job_at("mine", "n1").path
         assert (folder / "token").exists()

@@ -8,17 +8,24 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from msgspec.json import encode as to_json
+from msgspec.structs import replace
 
 from tests.waiting import WAIT_TIMEOUT
+from unirun.collocation import Inventory
+from unirun.collocation.host import told_topology
 from unirun.collocation.inventory import Node
 from unirun.errors import RendezvousError
-from unirun.launcher.hosts.lobby import Guest, Lobby, assign, part
+from unirun.failover.offers import AgentTask, versions
+from unirun.launcher.hosts.lobby import Lobby
+from unirun.launcher.planned import PlannedJob, plan
+from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Stream
-from unirun.wire.messages import Assigned, Dismissed, Go, Message, Offer, Ready, Stop
+from unirun.wire.frames import from_json
+from unirun.wire.messages import Assigned, Dismissed, Message, Offer, Ready, Stop
 
-OURS = {"python": "3.11", "torch": "2.13.0", "unirun": "0.1.0"}
-HEAD = TcpAddress("10.0.0.1", 29400, "h0")
+OURS = versions()
+COMMON = Assigned("run", "uid", TcpAddress("10.0.0.1", 29400, "h0"))
 
 
 def offer(node: str, rank: int = -1, versions: dict[str, str] | None = None, **more: object) -> Offer:
@@ -41,9 +48,26 @@ async def pair() -> tuple[Stream, Stream]:
     )
 
 
-async def guest(node: str) -> tuple[Guest, Stream]:
-    here, there = await pair()
-    return Guest(here, offer(node)), there
+def names(lobby: Lobby) -> list[str]:
+    return [each.node for each in lobby.offers]
+
+
+async def full(*nodes: str) -> tuple[Lobby, list[Stream]]:
+    """A lobby with the head and `nodes`, and their ends of the streams."""
+    lobby, streams = Lobby(len(nodes) + 1, offer("h0")), []
+    for node in nodes:
+        here, there = await pair()
+        lobby.enter(offer(node), here)
+        streams.append(there)
+    return lobby, streams
+
+
+def made(inventory: Inventory) -> PlannedJob:
+    """A job with a rank on each node but one called `out`."""
+    count = len({*inventory.names} - {"out"})
+    roles = (RoleSpec("actor", count, Entry("script", "a.py"), per_node=1),)
+    spec = JobSpec("job", "run", roles, ("actor",), exclude_nodes=("out",))
+    return plan(spec, inventory, told_topology)
 
 
 async def visit(lobby: Lobby, first: Message) -> Stream:
@@ -63,7 +87,7 @@ class TestWhoIsLetIn:
                 await visit(lobby, each)
                 await asyncio.sleep(0.01)
             await lobby.gather(5, 5.0, 5.0)
-            assert [guest.node for guest in lobby.guests] == ["h1", "h2", "x", "y"]
+            assert names(lobby) == ["h0", "h1", "h2", "x", "y"]
 
         run(play)
 
@@ -87,7 +111,7 @@ class TestWhoIsLetIn:
             answer = await (await visit(lobby, second)).receive()
             assert isinstance(answer, Dismissed)
             assert says in answer.problem
-            assert [guest.node for guest in lobby.guests] == ["h1"]
+            assert names(lobby) == ["h0", "h1"]
 
         run(play)
 
@@ -106,39 +130,78 @@ class TestWhoIsLetIn:
             lobby = Lobby(4, offer("h0"))
             await visit(lobby, offer("h1"))
             await lobby.gather(2, 60.0, 0.05)
-            assert [guest.node for guest in lobby.guests] == ["h1"]
+            assert names(lobby) == ["h0", "h1"]
 
         run(play)
 
 
 class TestTheStart:
-    def test_all_nodes_get_their_task_and_go_when_all_are_ready(self) -> None:
+    def test_all_nodes_get_their_task_and_begin_when_all_are_ready(self) -> None:
         async def play() -> None:
-            guests, nodes = zip(*[await guest(f"h{n}") for n in (1, 2)], strict=True)
-            tasks = {f"h{n}": Assigned("run", "uid", f"task {n}", HEAD) for n in (1, 2)}
-            assigning = asyncio.ensure_future(assign(guests, tasks))
+            lobby, nodes = await full("h1", "h2")
+            planned = await lobby.plan(made)
+            assigning = asyncio.ensure_future(lobby.assign(planned, COMMON, cwd="/work"))
             for number, node in enumerate(nodes, 1):
-                assert await node.receive() == tasks[f"h{number}"]
+                word = await node.receive()
+                assert isinstance(word, Assigned)
+                task = from_json(AgentTask, word.task)
+                assert (task.node, task.nodes, task.cwd) == (f"h{number}", ("h0", "h1", "h2"), "/work")
+                assert replace(word, task="") == COMMON
                 assert not assigning.done()
                 node.send(Ready())
             await assigning
-            await part(guests, Go())
-            assert [await node.receive() for node in nodes] == [Go(), Go()]
+            await lobby.part(Ready())
+            assert [await node.receive() for node in nodes] == [Ready(), Ready()]
+
+        run(play)
+
+    def test_a_first_node_that_is_not_here_gets_the_plan(self) -> None:
+        async def play() -> None:
+            lobby, streams = Lobby(3), []
+            for number in range(3):
+                here, there = await pair()
+                lobby.enter(offer(f"h{number}"), here)
+                streams.append(there)
+            planned = await lobby.plan(made)
+            assigning = asyncio.ensure_future(lobby.assign(planned, COMMON, cwd=""))
+            first, *others = [await stream.receive() for stream in streams]
+            assert isinstance(first, Assigned)
+            assert (PlannedJob.from_json(first.planned), first.task) == (planned, "")
+            assert all(isinstance(each, Assigned) and each.task and not each.planned for each in others)
+            assigning.cancel()
+
+        run(play)
+
+    def test_a_node_that_the_job_excludes_is_let_go(self) -> None:
+        async def play() -> None:
+            lobby, (_, out, _) = await full("h1", "out", "h2")
+            await lobby.plan(made)
+            assert await out.receive() == Dismissed("the job excludes this node", "see --exclude")
+            assert names(lobby) == ["h0", "h1", "h2"]
 
         run(play)
 
     def test_every_node_that_cannot_take_part_is_named_in_one_error(self) -> None:
         async def play() -> None:
-            guests, nodes = zip(*[await guest(f"h{n}") for n in (1, 2, 3)], strict=True)
-            tasks = {f"h{n}": Assigned("run", "uid", "", HEAD) for n in (1, 2, 3)}
+            lobby, nodes = await full("h1", "h2", "h3")
             nodes[0].send(Dismissed("it has no train.py", "put it there"))
             nodes[1].send(Ready())
             await nodes[2].close()
+            planned = await lobby.plan(made)
             with pytest.raises(RendezvousError) as caught:
-                await assign(guests, tasks)
+                await lobby.assign(planned, COMMON, cwd="")
             lines = str(caught.value).splitlines()
             assert lines[0] == "2 nodes cannot take part"
             assert lines[1] == "  h1: it has no train.py; put it there"
             assert lines[2].startswith("  h3: the peer closed the stream")
+
+        run(play)
+
+    def test_versions_that_differ_are_told_before_anything_is_planned(self) -> None:
+        async def play() -> None:
+            lobby = Lobby(2, offer("h0"))
+            lobby.enter(offer("h1", versions={"torch": "1.0"}), (await pair())[0])
+            with pytest.raises(RendezvousError, match=r"h1: it has torch 1\.0"):
+                await lobby.plan(made)
 
         run(play)

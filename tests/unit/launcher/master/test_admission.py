@@ -22,7 +22,7 @@ from unirun.observe.jobdir import JobDir
 from unirun.wire.address import Address, TcpAddress, UnixAddress
 from unirun.wire.aio import Stream
 from unirun.wire.frames import from_json
-from unirun.wire.messages import Assigned, Dismissed, Go, Message, Offer, Ready
+from unirun.wire.messages import Assigned, Dismissed, Message, Offer, Ready
 
 HEAD = TcpAddress("10.0.0.1", 29400, "n0")
 
@@ -74,8 +74,8 @@ def test_a_node_gets_its_task_and_is_let_in_when_it_is_ready_and_that_is_written
             while not harness.applied:
                 await asyncio.sleep(0)
         assert harness.applied == [Arrived(offer("n9"))]
-        harness.admission.answer("n9", Go())
-        assert await answer(node) == Go()
+        harness.admission.answer("n9", Ready())
+        assert await answer(node) == Ready()
         await node.close()
         await hearing
 
