@@ -78,7 +78,6 @@ TWICE = {
 
 SMALL = {
     "experiments.evaluator": "a process of its own, started by its name",
-    "launcher.doctor.collective": "imports torch",
     "launcher.forked": "another kind of spawner",
     "weights.cuda": "another kind of memory, imported where there is a GPU",
     "weights.dtensors": "imports DTensor, which takes long",

@@ -64,6 +64,26 @@ def test_a_slow_host_and_a_wrong_clock_are_named(hosts: Hosts) -> None:
     assert "ahead of" in told[("h3",)]
 
 
+def test_two_hosts_without_a_way_between_them_are_named(hosts: Hosts) -> None:
+    hosts[1].run(["ip", "route", "add", "blackhole", hosts[2].address])
+    code, found = doctor(hosts[0], "--hosts", "h[1-3]")
+    assert code == 1
+    told = {tuple(finding["hosts"]): finding["problem"] for finding in found["findings"]}
+    assert told[("h3",)].startswith("no connection between h3 and h2: ")
+    [reduced] = found["all_reduces"]
+    assert (reduced["hosts"], reduced["problems"]) == (["h1", "h2"], {})
+
+
+def test_a_host_that_does_not_reach_the_first_one_is_left_out(hosts: Hosts) -> None:
+    hosts[2].run(["ip", "route", "add", "blackhole", hosts[1].address])
+    code, found = doctor(hosts[0], "--hosts", "h2,h3", "--interface", "eth0")
+    assert code == 1
+    told = {tuple(finding["hosts"]): finding["problem"] for finding in found["findings"]}
+    assert told[("h3",)].startswith("no connection between h3 and h2: ")
+    [reduced] = found["all_reduces"]
+    assert (reduced["hosts"], reduced["problems"]) == (["h2"], {})
+
+
 def test_hosts_that_cannot_be_reached_are_named_all_at_once_with_a_remedy(hosts: Hosts) -> None:
     hosts[1].kill_all(sshd=True)
     fake(hosts[2], "raise SystemExit('no Python here')")

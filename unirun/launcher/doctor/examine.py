@@ -8,67 +8,34 @@ import os
 import secrets
 import sys
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
+from msgspec import DecodeError, json
 from msgspec.structs import replace
 
-from unirun.errors import FrameError, RendezvousError
-from unirun.launcher.doctor.judge import bad_hosts, broken_links
-from unirun.launcher.doctor.requests import (
+from unirun.errors import RendezvousError
+from unirun.launcher.doctor.judge import (
     AllReduce,
-    AllReduceAs,
-    Answer,
     Clock,
     Examination,
-    Find,
-    Found,
     HostReport,
+    JobPlace,
+    JobResult,
+    Link,
+    bad_hosts,
+)
+from unirun.launcher.doctor.probe import (
+    Answer,
     ImportTorch,
     Inspect,
     Inspected,
-    Link,
-    Listen,
-    Meet,
-    Met,
     PortOpened,
-    Reduced,
-    Remove,
     Request,
     RequestFault,
-    Tick,
-    Time,
-    Write,
-    to_answer,
-    to_line,
 )
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts.connection import explain, on_host
-
-# The pairs of hosts that are measured at the same time.
-
-T = TypeVar("T")
-
-MOST_ROUNDS = 32
-"""Of more hosts, each is measured with so many others."""
-
-
-def pair_rounds(hosts: Sequence[T]) -> list[list[tuple[T, T]]]:
-    """Rounds of pairs. In a round no host is in two pairs, so that pairs do not disturb each other.
-
-    All pairs of up to `MOST_ROUNDS` hosts, by the circle method: the first host stays, the others move on by one place
-    in each round.
-    """
-    places: list[T | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
-    rounds = []
-    for _ in range(min(len(places) - 1, MOST_ROUNDS)):
-        half = len(places) // 2
-        opposite = zip(places[:half], reversed(places[half:]), strict=True)
-        rounds.append([(one, other) for one, other in opposite if one is not None and other is not None])
-        places = [places[0], places[-1], *places[1:-1]]
-    return rounds
-
 
 # Probes on other hosts, over ssh or srun, and what it means when one does not answer.
 
@@ -80,6 +47,8 @@ PROBE_ANSWER_TIMEOUT = 30.0
 
 _LONGEST = 1 << 20
 _PROBE = "unirun.launcher.doctor.probe"
+
+_ANSWER: json.Decoder[Answer] = json.Decoder(Answer)
 
 Way = Callable[[Host], list[str]]
 """The command line that starts a probe on a host."""
@@ -151,18 +120,18 @@ class ProbeClient:
     async def _exchange(self, request: Request) -> Answer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(to_line(request))
+        self._process.stdin.write(json.encode(request) + b"\n")
         await self._process.stdin.drain()
         while True:
             line = await self._process.stdout.readline()
             if not line:
                 raise EOFError
             # What the shell's startup files print is no answer.
-            with contextlib.suppress(FrameError):
-                return to_answer(line)
+            with contextlib.suppress(DecodeError):
+                return _ANSWER.decode(line)
 
     async def _end(self) -> RendezvousError:
-        """The reason why the probe has ended."""
+        """The reason why the process has ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2.0):
                 await self._process.wait()
@@ -170,7 +139,7 @@ class ProbeClient:
         return RendezvousError("the probe has closed its output")
 
     async def close(self) -> None:
-        """End the probe by the end of its stdin; after a second, by SIGKILL to ssh or srun."""
+        """End the process by the end of its stdin; after a second, by SIGKILL to ssh or srun."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -201,11 +170,11 @@ TICKS = 8
 CLOCKS_AT_ONCE = 4
 """Hosts whose clocks are read at the same time: answers must not wait for each other here."""
 
-HOPELESS = 3
-"""A host with so many broken links, and no other, is not tried further."""
+IMPORT_TIMEOUT = 120.0
+"""Seconds for the import of torch."""
 
-COLLECTIVE_TIMEOUT = 120.0
-"""Seconds for the import of torch and for an all_reduce, which have shorter limits of their own."""
+JOB_TIMEOUT = 300.0
+"""Seconds for all links and all_reduces, which have shorter limits of their own."""
 
 
 def pre_check(
@@ -228,10 +197,7 @@ async def examine(
     try:
         await examiner.look(interface)
         await examiner.read_clocks()
-        if not short:
-            await examiner.compare_directories()
-        await examiner.measure_links(bandwidth=not short)
-        await examiner.all_reduce()
+        await examiner.work_together(short=short)
         return examiner.found
     finally:
         await examiner.close()
@@ -241,7 +207,7 @@ class _Examiner:
     """The findings so far, and the channels to the hosts that could be reached, by name."""
 
     def __init__(self, hosts: Sequence[Host], way: Way) -> None:
-        self._hosts, self._way = hosts, way
+        self._targets, self._way = {host.name: host for host in hosts}, way
         self._channels: dict[str, ProbeClient] = {}
         self._reports = {host.name: HostReport(host.name) for host in hosts}
         self._links: list[Link] = []
@@ -265,152 +231,125 @@ class _Examiner:
 
     async def _each(
         self, names: Sequence[str], do: Callable[[str], Awaitable[None]], at_once: int = AT_ONCE
-    ) -> None:
-        """`do` for all hosts of `names`. One that fails counts as not reached from then on."""
-        turns = asyncio.Semaphore(at_once)
+    ) -> dict[str, RendezvousError]:
+        """Call `do` for all hosts of `names`. Returns the errors by name."""
+        turns, errors = asyncio.Semaphore(at_once), dict[str, RendezvousError]()
 
         async def one(name: str) -> None:
             async with turns:
                 try:
                     await do(name)
                 except RendezvousError as error:
-                    self._reports[name] = HostReport(name, problem=error.problem, remedy=error.remedy)
+                    errors[name] = error
 
         await asyncio.gather(*(one(name) for name in names))
+        return errors
+
+    def _drop(self, errors: Mapping[str, RendezvousError]) -> None:
+        """Count these hosts as not reached."""
+        for name, error in errors.items():
+            self._reports[name] = HostReport(name, problem=error.problem, remedy=error.remedy)
 
     async def look(self, interface: str | None) -> None:
         """Reach all hosts and learn their facts. The first that was reached is the head: the address of each other
         one is that from which it reaches the head."""
-        targets = {host.name: host for host in self._hosts}
 
         async def reach(name: str) -> None:
-            self._channels[name] = await ProbeClient.open(targets[name], self._way)
+            self._channels[name] = await ProbeClient.open(self._targets[name], self._way)
             await ask(name, None)
 
         async def ask(name: str, head: str | None) -> None:
-            told = await self._channels[name].ask(
-                Inspect(os.getcwd(), interface, head), Inspected, FIRST_ANSWER_TIMEOUT
-            )
+            told = await self._channels[name].ask(Inspect(interface, head), Inspected, FIRST_ANSWER_TIMEOUT)
             self._reports[name] = HostReport(name, told.facts)
 
-        await self._each([*targets], reach)
+        self._drop(await self._each([*self._targets], reach))
         head, *others = self._reached or [""]
         if interface is None:
-            await self._each(others, lambda name: ask(name, self._address(head)))
+            self._drop(await self._each(others, lambda name: ask(name, self._address(head))))
 
     async def read_clocks(self) -> None:
         """As NTP does: the host's clock is read in the middle of the time from question to answer, give or take half
         of that time."""
+        again = Inspect(None, None)
 
         async def read(name: str) -> None:
             best = Clock(0.0, float("inf"))
             for _ in range(TICKS):
                 began, counted = time.time(), time.perf_counter()
-                there = (await self._channels[name].ask(Tick(), Time)).now
+                there = (await self._channels[name].ask(again, Inspected)).now
                 half = (time.perf_counter() - counted) / 2
                 if half < best.uncertainty:
                     best = Clock(there - began - half, half)
             self._reports[name] = replace(self._reports[name], clock=best)
 
-        await self._each(self._reached, read, CLOCKS_AT_ONCE)
+        self._drop(await self._each(self._reached, read, CLOCKS_AT_ONCE))
 
-    async def compare_directories(self) -> None:
-        """Compare the directories of each host with those of the first, which writes a file for the others to find."""
-        head, *others = self._reached or [""]
-        if not others:
-            return
-        name = f".unirun-doctor-{secrets.token_hex(8)}"
-
-        async def write(host: str) -> None:
-            await note(host, Write(name))
-
-        async def find(host: str) -> None:
-            await note(host, Find(name))
-
-        async def note(host: str, request: Write | Find) -> None:
-            where = (await self._channels[host].ask(request, Found)).where
-            self._reports[host] = replace(self._reports[host], shared=where)
-
-        async def remove(host: str) -> None:
-            await self._channels[host].ask(Remove(name), Found)
-
-        await self._each([head], write)
-        await self._each(others, find)
-        await self._each([head], remove)
-
-    async def measure_links(self, *, bandwidth: bool) -> None:
-        """Rounds of pairs, which do not disturb each other."""
-        broken: Counter[str] = Counter()
-        working: set[str] = set()
-        for pairs in pair_rounds(self._reached):
-            hopeless = {name for name, count in broken.items() if count >= HOPELESS} - working
-            here = [pair for pair in pairs if not hopeless.intersection(pair)]
-            links = await asyncio.gather(*(self._link(*pair, bandwidth=bandwidth) for pair in here))
-            for there, back in links:
-                self._links += [there, back]
-                if there.problem:
-                    broken.update((there.source, there.target))
-                else:
-                    working |= {there.source, there.target}
-
-    async def _link(self, one: str, other: str, *, bandwidth: bool) -> tuple[Link, Link]:
-        """Both directions between two hosts."""
-        nonce = secrets.token_hex(16)
-        try:
-            port = (await self._channels[other].ask(Listen(nonce), PortOpened)).port
-            meet = Meet(self._address(other), port, nonce, bandwidth)
-            met = await self._channels[one].ask(meet, Met)
-        except RendezvousError as error:
-            return Link(one, other, problem=error.problem), Link(other, one, problem=error.problem)
-        return Link(one, other, met.rtt, met.sent), Link(other, one, met.rtt, met.received)
-
-    async def all_reduce(self) -> None:
-        """With all hosts that have torch and reach each other; with NCCL, too, when each of them has a GPU."""
-        apart = {name for finding in broken_links(self.found) for name in finding.hosts}
-        reports = [each for each in self.found.reached if each.name not in apart]
-        facts = {each.name: each.facts for each in reports if each.facts is not None and each.facts.torch}
-        if not facts:
-            return
+    async def work_together(self, *, short: bool) -> None:
+        """Run the job of all hosts that have torch; again without those that do not reach the first one, or without
+        that one if no other does."""
+        facts = {
+            each.name: each.facts
+            for each in self.found.reached
+            if each.facts is not None and each.facts.torch
+        }
         names = [*facts]
+        job = JobPlace(
+            rank=0,
+            hosts=(),
+            address="",
+            port=0,
+            cwd=os.getcwd(),
+            file=f".unirun-doctor-{secrets.token_hex(8)}",
+            backends=("gloo", "nccl") if all(each.gpus for each in facts.values()) else ("gloo",),
+            bandwidth=not short,
+        )
         problems: dict[str, str] = {}
-        port = 0
+        results: dict[str, JobResult] = {}
 
         async def load(name: str) -> None:
-            nonlocal port
-            first = name == names[0]
-            try:
-                listening = await self._channels[name].ask(
-                    ImportTorch(store=first), PortOpened, COLLECTIVE_TIMEOUT
-                )
-            except RendezvousError as error:
-                problems[name] = error.problem
-            else:
-                port = listening.port or port
+            nonlocal job
+            request = ImportTorch(store=name == names[0])
+            opened = await self._channels[name].ask(request, PortOpened, IMPORT_TIMEOUT)
+            if opened.port:
+                job = replace(job, hosts=tuple(names), address=self._address(name), port=opened.port)
 
-        await self._each(names, load)
-        if problems:
-            self._all_reduces.append(AllReduce("gloo", tuple(names), problems=problems))
-            return
-        await self._with("gloo", names, port)
-        if all(each.gpus for each in facts.values()):
-            await self._with("nccl", names, port)
+        async def work(name: str) -> None:
+            place = replace(job, rank=names.index(name))
+            results[name] = await self._channels[name].ask(place, JobResult, JOB_TIMEOUT)
 
-    async def _with(self, backend: str, names: list[str], port: int) -> None:
-        """An all_reduce of `names` with one backend."""
-        times: list[float] = []
-        problems: dict[str, str] = {}
+        while names:
+            results.clear()
+            if unready := await self._each(names, load):
+                problems |= {name: error.problem for name, error in unready.items()}
+                names = [name for name in names if name not in unready]
+                continue
+            failed = await self._each(names, work, len(names))
+            head, *others = names
+            apart = {name: result.apart for name, result in results.items() if result.apart}
+            if not apart:
+                problems |= {name: error.problem for name, error in failed.items()}
+                break
+            for name, problem in apart.items():
+                self._links += [Link(head, name, problem=problem), Link(name, head, problem=problem)]
+            alone = len(others) > 1 and len(apart) == len(others)
+            names = others if alone else [name for name in names if name not in apart]
+        for name, result in sorted(results.items(), key=lambda each: names.index(each[0])):
+            self._links += result.links
+            self._reports[name] = replace(self._reports[name], shared=result.shared)
+        self._all_reduces += filter(
+            None, (_reduced(each, [*facts], results, problems) for each in job.backends)
+        )
 
-        async def one(name: str) -> None:
-            place = (names.index(name), len(names), self._address(names[0]), port)
-            try:
-                done = await self._channels[name].ask(
-                    AllReduceAs(backend, *place), Reduced, COLLECTIVE_TIMEOUT
-                )
-            except RendezvousError as error:
-                problems[name] = error.problem
-            else:
-                times.append(done.seconds)
 
-        await self._each(names, one, len(names))
-        seconds = 0.0 if problems else max(times)
-        self._all_reduces.append(AllReduce(backend, tuple(names), seconds, problems))
+def _reduced(
+    backend: str, names: Sequence[str], results: Mapping[str, JobResult], problems: Mapping[str, str]
+) -> AllReduce | None:
+    """The all_reduce of all hosts by `backend`; None when no host has begun it. `problems` are those of hosts without
+    a result."""
+    failed = {name: each.problems[backend] for name, each in results.items() if backend in each.problems}
+    failed |= problems if backend == "gloo" else {}
+    seconds = {name: each.seconds[backend] for name, each in results.items() if backend in each.seconds}
+    hosts = tuple(name for name in names if name in failed or name in seconds)
+    if not hosts:
+        return None
+    return AllReduce(backend, hosts, 0.0 if failed else max(seconds.values()), failed)

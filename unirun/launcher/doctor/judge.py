@@ -1,19 +1,159 @@
-"""From an examination to what is wrong: the odd one out among hosts that should be alike. Pure functions."""
+"""An examination of hosts as a value, and what is wrong: the odd one out among hosts that should be alike. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median, median_high, median_low
+from typing import TypeVar
 
-from unirun.launcher.doctor.requests import (
-    AllReduce,
-    Examination,
-    Facts,
-    HostFault,
-    HostReport,
-    Link,
-)
+from unirun.values import Value
+
+# The findings of an examination of hosts, as values.
+
+
+class Facts(Value):
+    """The facts that a host reports of itself.
+
+    `address` is the one by which others reach it, on `interface`. Versions are empty where something is not installed.
+    Sizes are in bytes; `open_files` is the soft limit of a process. `lookup` is the time in seconds to look up the name
+    of the address.
+    """
+
+    hostname: str
+    address: str
+    interface: str
+    python: str
+    torch: str
+    unirun: str
+    kernel: str
+    driver: str
+    gpus: tuple[str, ...]
+    cpus: int
+    memory: int
+    shm: int
+    open_files: int
+    lookup: float
+
+
+class Clock(Value):
+    """The seconds by which a host's clock is ahead of the command's; the error is at most `uncertainty`."""
+
+    offset: float
+    uncertainty: float
+
+
+class Link(Value):
+    """The way from one host to another: the median time of a round trip in seconds, and the bandwidth of one TCP
+    connection in bytes per second. `problem` is set where there is no way."""
+
+    source: str
+    target: str
+    rtt: float = 0.0
+    bandwidth: float = 0.0
+    problem: str = ""
+
+
+class JobPlace(Value, tag=True):
+    """Asks to take part in the job of `hosts`, their names, as `rank`. The store is at `address` and `port`. `cwd` is
+    the command's working directory; `file` is the name of a file to share. `bandwidth` takes some tenths of a second
+    each way for each pair."""
+
+    rank: int
+    hosts: tuple[str, ...]
+    address: str
+    port: int
+    cwd: str
+    file: str
+    backends: tuple[str, ...]
+    bandwidth: bool
+
+
+class JobResult(Value, tag=True):
+    """The links that end at this host, the directories that it shares with the first, and by backend the seconds of an
+    all_reduce, or the problem. `apart`: why it does not reach the store."""
+
+    links: tuple[Link, ...] = ()
+    shared: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = {}
+    problems: Mapping[str, str] = {}
+    apart: str = ""
+
+
+class AllReduce(Value):
+    """An all_reduce over `hosts` by one backend: the median time of one in seconds, or the problems by host."""
+
+    backend: str
+    hosts: tuple[str, ...]
+    seconds: float = 0.0
+    problems: Mapping[str, str] = {}
+
+
+class HostReport(Value):
+    """One host. Without `facts` it could not be reached: `problem` and `remedy` say why.
+
+    `shared` names the directories, ``cwd`` and ``home``, that are the same as those of the first host.
+    """
+
+    name: str
+    facts: Facts | None = None
+    clock: Clock | None = None
+    shared: tuple[str, ...] = ()
+    problem: str = ""
+    remedy: str = ""
+
+
+class Examination(Value):
+    """All hosts, in the order in which the user names them, what is between them, and what they did together."""
+
+    hosts: tuple[HostReport, ...]
+    links: tuple[Link, ...] = ()
+    all_reduces: tuple[AllReduce, ...] = ()
+
+    @property
+    def reached(self) -> tuple[HostReport, ...]:
+        """The hosts that could be reached."""
+        return tuple(host for host in self.hosts if host.facts is not None)
+
+
+class HostFault(Value):
+    """A fault of `hosts`, and the remedy. `stops`: a job should leave them out."""
+
+    hosts: tuple[str, ...]
+    problem: str
+    remedy: str = ""
+    stops: bool = False
+
+    def __str__(self) -> str:
+        text = f"{', '.join(self.hosts)}: {self.problem}"
+        return f"{text}; {self.remedy}" if self.remedy else text
+
+
+# The pairs of hosts that are measured at the same time.
+
+T = TypeVar("T")
+
+MOST_ROUNDS = 32
+"""Of more hosts, each is measured with so many others."""
+
+
+def pair_rounds(hosts: Sequence[T]) -> list[list[tuple[T, T]]]:
+    """Rounds of pairs. In a round no host is in two pairs, so that pairs do not disturb each other.
+
+    All pairs of up to `MOST_ROUNDS` hosts, by the circle method: the first host stays, the others move on by one place
+    in each round.
+    """
+    places: list[T | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
+    rounds = []
+    for _ in range(min(len(places) - 1, MOST_ROUNDS)):
+        half = len(places) // 2
+        opposite = zip(places[:half], reversed(places[half:]), strict=True)
+        rounds.append([(one, other) for one, other in opposite if one is not None and other is not None])
+        places = [places[0], places[-1], *places[1:-1]]
+    return rounds
+
+
+# What is wrong.
 
 MAX_CLOCK_SKEW_SECONDS = 0.25
 """Seconds by which a clock may differ from the median of all. Certificates and leases need less, logs look odd."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from unirun.launcher.doctor.requests import Clock, Examination, Facts, HostReport, Link
+from unirun.launcher.doctor.judge import Clock, Examination, Facts, HostReport, Link
 
 FACTS = Facts(
     hostname="h",

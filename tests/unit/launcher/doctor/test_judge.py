@@ -16,8 +16,7 @@ from tests.unit.launcher.doctor.sample_reports import (
     with_facts,
     with_host,
 )
-from unirun.launcher.doctor.judge import bad_hosts, findings
-from unirun.launcher.doctor.requests import AllReduce, Clock, Examination, Link
+from unirun.launcher.doctor.judge import AllReduce, Clock, Examination, Link, bad_hosts, findings
 
 COUNTS = st.integers(3, 9)
 ANOTHER = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from tests.unit.launcher.doctor.sample_reports import healthy_hosts, host_names, links, with_host
-from unirun.launcher.doctor.judge import findings, lines
-from unirun.launcher.doctor.requests import AllReduce, Examination, Link
+from unirun.launcher.doctor.judge import AllReduce, Examination, Link, findings, lines
 
 
 def text(found: Examination) -> str:

@@ -8,7 +8,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.launcher.doctor.examine import MOST_ROUNDS, pair_rounds
+from unirun.launcher.doctor.judge import MOST_ROUNDS, pair_rounds
 
 
 @given(st.integers(0, MOST_ROUNDS))

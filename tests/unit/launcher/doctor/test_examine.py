@@ -1,0 +1,126 @@
+"""Answers as lines, a probe that does not answer, and hosts that do not reach the first one of their job."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+from msgspec import json
+
+from tests.unit.launcher.doctor.sample_reports import FACTS
+from unirun.errors import RendezvousError
+from unirun.launcher.doctor.examine import ProbeClient, examine, here
+from unirun.launcher.doctor.judge import Examination, JobResult, broken_links
+from unirun.launcher.doctor.probe import Inspect, Inspected, PortOpened, RequestFault
+from unirun.launcher.hostlist import Host
+
+ANSWER = Inspected(FACTS, 5.0)
+
+
+def asked(program: str) -> object:
+    """The answer of a probe that is `program` to the question for its facts."""
+
+    async def ask() -> object:
+        channel = await ProbeClient.open(Host("h1", "h1"), lambda _: ["sh", "-c", program])
+        try:
+            return await channel.ask(Inspect(None, None), Inspected, 10.0)
+        finally:
+            await channel.close()
+
+    return asyncio.run(ask())
+
+
+def line(message: Inspected | RequestFault | PortOpened) -> str:
+    return f"printf '%s\\n' '{json.encode(message).decode()}'"
+
+
+@pytest.mark.starts_processes
+def test_what_the_shell_prints_before_the_answer_is_no_answer() -> None:
+    assert asked(f"echo Welcome; echo []; read it; {line(ANSWER)}; cat") == ANSWER
+
+
+@pytest.mark.starts_processes
+def test_a_failure_there_is_an_error_here() -> None:
+    with pytest.raises(RendezvousError, match="no such interface"):
+        asked(f"read it; {line(RequestFault('no such interface'))}; cat")
+    with pytest.raises(RendezvousError, match="PortOpened"):
+        asked(f"read it; {line(PortOpened(5))}; cat")
+
+
+@pytest.mark.starts_processes
+def test_a_probe_that_ends_tells_why() -> None:
+    with pytest.raises(RendezvousError) as caught:
+        asked("echo 'Connection refused' >&2; exit 255")
+    assert (caught.value.problem, "sshd" in caught.value.remedy) == ("Connection refused", True)
+
+
+@pytest.mark.starts_processes
+def test_a_program_that_is_not_there_is_told() -> None:
+    with pytest.raises(RendezvousError, match="no-such-ssh cannot be started"):
+        asyncio.run(ProbeClient.open(Host("h1", "h1"), lambda _: ["no-such-ssh"]))
+
+
+PROBE = """
+import json, sys
+name, alone, *answers = sys.argv[1:]
+inspected, opened, alone_result, result = map(json.loads, answers)
+for line in sys.stdin:
+    request = json.loads(line)
+    if request["type"] == "Inspect":
+        answer = inspected
+    elif request["type"] == "ImportTorch":
+        answer = opened
+    else:
+        hosts = request["hosts"]
+        answer = alone_result if alone in hosts and name != hosts[0] and alone in (name, hosts[0]) else result
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def examined(alone: str) -> Examination:
+    """Three hosts, of which the probes are scripts, and none has a way to or from `alone`."""
+    answers = [ANSWER, PortOpened(5), JobResult(apart="timed out"), JobResult(seconds={"gloo": 0.5})]
+    texts = [json.encode(each).decode() for each in answers]
+
+    def way(host: Host) -> list[str]:
+        return [sys.executable, "-S", "-E", "-c", PROBE, host.name, alone, *texts]
+
+    return asyncio.run(examine([Host(name, name) for name in ("h1", "h2", "h3")], way, short=True))
+
+
+@pytest.mark.starts_processes
+def test_a_first_host_that_no_other_reaches_is_left_out() -> None:
+    found = examined("h1")
+    assert {(link.source, link.target) for link in found.links} == {
+        ("h1", "h2"),
+        ("h2", "h1"),
+        ("h1", "h3"),
+        ("h3", "h1"),
+    }
+    [fault] = broken_links(found)
+    assert (fault.hosts, fault.stops) == (("h1",), True)
+    [reduced] = found.all_reduces
+    assert (reduced.hosts, reduced.seconds) == (("h2", "h3"), 0.5)
+
+
+@pytest.mark.starts_processes
+def test_a_host_that_does_not_reach_the_first_one_is_left_out() -> None:
+    found = examined("h3")
+    assert {(link.source, link.target) for link in found.links} == {("h1", "h3"), ("h3", "h1")}
+    [reduced] = found.all_reduces
+    assert (reduced.hosts, reduced.seconds) == (("h1", "h2"), 0.5)
+
+
+@pytest.mark.starts_processes
+def test_hosts_of_one_network_work_together() -> None:
+    """Two probes on this host, with real torch."""
+    found = asyncio.run(examine([Host(name, name) for name in ("h1", "h2")], here, interface="lo"))
+    assert [(link.source, link.target, link.problem) for link in found.links] == [
+        ("h2", "h1", ""),
+        ("h1", "h2", ""),
+    ]
+    assert all(0 < link.rtt < 1 and link.bandwidth > 1e6 for link in found.links)
+    assert [host.shared for host in found.hosts] == [("cwd", "home"), ("cwd", "home")]
+    [reduced] = found.all_reduces
+    assert (reduced.hosts, reduced.problems) == (("h1", "h2"), {})
