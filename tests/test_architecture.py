@@ -243,7 +243,7 @@ def test_the_cores_do_no_input_and_no_output() -> None:
         *(f"launcher.{name}" for name in ("core", "events")),
         "failover.",
         *(f"collocation.{name}" for name in ("inventory", "graph")),
-        *(f"weights.{name}" for name in ("layout", "messages")),
+        *(f"weights.{name}" for name in ("tensors", "messages")),
         "rollout.choosing",
         *(f"train.{name}" for name in ("lockstep", "data.plan", "checkpoints.strategy")),
         "wire.frames",

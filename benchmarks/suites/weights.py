@@ -17,7 +17,7 @@ from benchmarks.job import DEADLINE, environment, program
 from benchmarks.suites.nodes import bed, started
 from benchmarks.suites.rpc import run
 from tests.testbed.machine import Unavailable
-from unirun.weights.layout import Box, Layout, Part, Piece, Tensor, plan
+from unirun.weights.tensors import Box, Layout, Part, Piece, Tensor, plan
 
 ROUNDS = 5
 """Of each thing in one job."""

@@ -40,11 +40,10 @@ from unirun.roles import BaseWorkload, init, trainer_invocation
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import Value
 from unirun.weights.hub import hub_of
-from unirun.weights.layout import Layout, ReadItem, by_source, plan
-from unirun.weights.messages import NamedBox, Query, encode
+from unirun.weights.messages import Query, encode
 from unirun.weights.publishing import buffers_of
 from unirun.weights.sources import PeerConnection
-from unirun.weights.tensors import dtype_of, layout_of, local, part_of
+from unirun.weights.tensors import Layout, NamedBox, dtype_of, layout_of, local, part_of, plan
 
 # The data that model workers give each other without their master: data of sequences, and parameters.
 #
@@ -237,15 +236,15 @@ class DataClient:
         layouts = [self._layout(model, rank) for rank in ranks]
         wanted = layout_of(into)
         near = [n for n, rank in enumerate(ranks) if rank == self._rank]
-        takes = by_source(plan(layouts, wanted, near, self._rank))
+        takes = plan(layouts, wanted, near, self._rank)
         asked = {
-            n: self._ask(ranks[n], WantParts(model, tuple(NamedBox(t.name, t.box) for t in some)))
+            n: self._ask(ranks[n], WantParts(model, some))
             for n, some in takes.items()
             if ranks[n] != self._rank
         }
         for n, some in takes.items():
             if ranks[n] == self._rank:
-                own = self._shelf._parts(WantParts(model, tuple(NamedBox(t.name, t.box) for t in some)))
+                own = self._shelf._parts(WantParts(model, some))
                 _put(own, some, into, wanted, eta)
             else:
                 buffers = self._answer(ranks[n], asked[n], len(some))[1]
@@ -314,7 +313,7 @@ def _tensor(buffer: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> tor
 
 def _put(
     found: Sequence[torch.Tensor],
-    takes: Sequence[ReadItem],
+    takes: Sequence[NamedBox],
     into: Mapping[str, torch.Tensor],
     wanted: Layout,
     eta: float,

@@ -20,7 +20,7 @@ from unirun.weights.hub import MAX_WAIT_SECONDS, Holder, hub_of
 from unirun.weights.messages import Fetched, Peek, answer_of, encode
 from unirun.weights.pairing import BACKENDS, PairGroup
 from unirun.weights.publishing import Publisher
-from unirun.weights.receiving import Fetcher, Receiver
+from unirun.weights.receiving import Receiver
 from unirun.weights.sources import PeerConnection, RemoteSource
 from unirun.weights.tensors import Piecewise, Weights, assigner, targets_of, tensors_of, unsaved
 from unirun.wire.reporting import report
@@ -88,8 +88,7 @@ class WeightsChannel:
             self._holder = self._hub.holder(name)
             # Receivers of one host ask the same publishers, so that each part comes once.
             turn = zlib.crc32(self._context.node.encode())
-            fetching = Fetcher(name, self._holder, self._other)
-            self._receiver = Receiver(name, turn, self._holder, fetching)
+            self._receiver = Receiver(name, turn, self._holder, self._other)
         me = self._context.session.me
         self._name = f"{me} {me.incarnation}"
         self._sources: dict[tuple[str, int], RemoteSource] = {}
@@ -268,18 +267,15 @@ class WeightsChannel:
 
     def _tell(self) -> None:
         with self._telling:
-            self._tell_now()
-
-    def _tell_now(self) -> None:
-        self._told, self._untold = time.monotonic(), False
-        sizes: Counter[str] = Counter(dict.fromkeys(self._moves, 0))
-        for got in self._receiver.last if self._publisher is None else ():
-            name = f"{self.name}{FROM}{got.source.who}/{got.path}"
-            sizes[name] += sum(view.nbytes for view in got.views)
-        self._moves = {name for name, size in sizes.items() if size}
-        values = {name: float(size) for name, size in sizes.items()}
-        values[f"{self.name}{VERSION}"] = float(self.version or 0)
-        self._context.peers.tell(Metrics(values, time.time()))
+            self._told, self._untold = time.monotonic(), False
+            sizes: Counter[str] = Counter(dict.fromkeys(self._moves, 0))
+            for got in self._receiver.last if self._publisher is None else ():
+                name = f"{self.name}{FROM}{got.source.who}/{got.path}"
+                sizes[name] += sum(view.nbytes for view in got.views)
+            self._moves = {name for name, size in sizes.items() if size}
+            values = {name: float(size) for name, size in sizes.items()}
+            values[f"{self.name}{VERSION}"] = float(self.version or 0)
+            self._context.peers.tell(Metrics(values, time.time()))
 
     def save(self, url: str) -> str:
         """Write this rank's part of the version that was published last, as a safetensors file under `url`: a path, or

@@ -25,10 +25,19 @@ from safetensors.torch import save as serialized
 from safetensors.torch import save_file
 
 from unirun.errors import Fault, FrameError, WeightsError
-from unirun.weights.layout import Layout, ReadItem, plan, shared
-from unirun.weights.memory import untied
 from unirun.weights.packing import Packing, copy_all
-from unirun.weights.tensors import Piecewise, dtype_of, layout_of, local, part_of
+from unirun.weights.tensors import (
+    Layout,
+    NamedBox,
+    Piecewise,
+    dtype_of,
+    layout_of,
+    local,
+    part_of,
+    plan,
+    shared,
+    untied,
+)
 
 LAYOUT = "unirun.layout"
 """The key of the metadata under which a file has the layout of its rank, as JSON."""
@@ -103,12 +112,15 @@ def load(url: str, tensors: Mapping[str, Piecewise], at_least: int) -> int:
         layouts = [_layout(name) for name in names]
         takes = plan(layouts, mine)
         if not isinstance(files, LocalFileSystem):
-            for source in {take.source for take in takes}:
+            for source in takes:
                 files.get_file(paths[source], names[source])
-        opened = [_opened(name) for name in names]
-        into = [part_of(local(tensors[take.name]), mine[take.name], take.box) for take in takes]
-        from_ = [_read(opened[take.source], layouts[take.source], take) for take in takes]
-        tied = untied([*zip((take.name for take in takes), into, from_, strict=True)])
+        all_takes = [take for some in takes.values() for take in some]
+        into = [part_of(local(tensors[take.name]), mine[take.name], take.box) for take in all_takes]
+        from_: list[torch.Tensor] = []
+        for source, some in takes.items():
+            file = _opened(names[source])
+            from_ += [_read(file, layouts[source], take) for take in some]
+        tied = untied([*zip((take.name for take in all_takes), into, from_, strict=True)])
         if tied:
             raise WeightsError("the weights do not fit the receiver", faults=tied)
         copy_all(into, from_)
@@ -167,7 +179,7 @@ def _key(name: str, number: int, layout: Layout) -> str:
     return name if part.pieces[number].box == part.tensor.whole else f"{name}/{number}"
 
 
-def _read(file: Any, layout: Layout, take: ReadItem) -> torch.Tensor:
+def _read(file: Any, layout: Layout, take: NamedBox) -> torch.Tensor:
     """The elements of `take`, out of the piece that has them. Raises `FrameError`."""
     part = layout[take.name]
     number, piece = next(pair for pair in enumerate(part.pieces) if pair[1].box.meet(take.box) == take.box)

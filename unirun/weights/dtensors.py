@@ -8,11 +8,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from unirun.weights.layout import Extent, Piece, pieces_of
 
-
-def pieces(tensor: DTensor) -> tuple[Piece, ...] | None:
-    """The pieces that this rank has of it; None if it is not in the tensor's mesh.
+def indices_of(tensor: DTensor) -> list[list[int]] | None:
+    """The global indices, along each dimension, that this rank has of it; None if it is not in the tensor's mesh.
 
     Raises ValueError for a partial sum.
     """
@@ -23,11 +21,11 @@ def pieces(tensor: DTensor) -> tuple[Piece, ...] | None:
     if coordinate is None:
         return None
     mesh = tuple(tensor.device_mesh.shape)
-    return pieces_of(local_indices(tuple(tensor.shape), mesh, tuple(coordinate), tensor.placements))
+    return local_indices(tuple(tensor.shape), mesh, tuple(coordinate), tensor.placements)
 
 
 def local_indices(
-    shape: Extent, mesh: Extent, coordinate: Extent, placements: tuple[Any, ...]
+    shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...]
 ) -> list[list[int]]:
     """The global indices, along each dimension of a tensor of `shape`, that the rank at `coordinate` of `mesh` has.
 

@@ -19,7 +19,6 @@ from unirun.roles.formation import store_of
 from unirun.roles.process_groups import dist
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
-from unirun.weights.layout import Box, Layout, Part
 from unirun.weights.messages import (
     Describe,
     Described,
@@ -36,6 +35,7 @@ from unirun.weights.pairing import PairGroup
 from unirun.weights.producing import Begun, Demand, Enter, Gate, Producer
 from unirun.weights.publishing import Publisher, buffers_of
 from unirun.weights.sources import Copy, PeerConnection, RemoteSource, Sent
+from unirun.weights.tensors import Box, Layout, Part
 from unirun.wire.reports import Listening
 
 # `Holder`: a receiver keeps what it has received, so that others get it when its publisher is gone.

@@ -10,7 +10,7 @@ import msgspec
 
 from unirun.errors import FrameError
 from unirun.values import Value
-from unirun.weights.layout import Box, Layout
+from unirun.weights.tensors import Layout, NamedBox
 
 
 class Describe(Value, tag=True):
@@ -28,13 +28,6 @@ class Described(Value, tag=True):
     layout: Layout
     offsets: dict[str, tuple[int, ...]]
     device: bool = False
-
-
-class NamedBox(Value):
-    """A part of the tensor `name`."""
-
-    name: str
-    box: Box
 
 
 class Fetch(Value, tag=True):

@@ -12,9 +12,8 @@ import numpy
 import torch
 
 from unirun.errors import UnirunError
-from unirun.weights.layout import Box, Layout
-from unirun.weights.memory import geometry, writing
-from unirun.weights.tensors import Piecewise, dtype_of, local, part_of
+from unirun.roles.transport.frames import offsets
+from unirun.weights.tensors import Box, Layout, Piecewise, dtype_of, geometry, local, part_of, writing
 from unirun.wire.reporting import report
 
 # `DeviceInterface`: all that channels of weights ask of an accelerator. What is CUDA's own is behind it.
@@ -148,9 +147,6 @@ class Blocks:
                 block.close()
 
 
-ALIGN = 64
-"""Bytes. torch copies aligned memory with vector instructions."""
-
 LARGE = 1 << 20
 """Bytes of a tensor from which on it is copied as memory."""
 
@@ -176,15 +172,15 @@ class Packing:
         self._views: dict[int, list[torch.Tensor]] = {}
 
     def _placed(self) -> dict[str, tuple[int, ...]]:
-        found = {}
-        for name, part in self.layout.items():
-            begins = []
-            for piece in part.pieces:
-                begins.append(self.size)
-                size = piece.box.count * dtype_of(part.tensor.dtype).itemsize
-                self.size += -(-size // ALIGN) * ALIGN
-            found[name] = tuple(begins)
-        return found
+        begins, self.size = offsets(
+            [
+                piece.box.count * dtype_of(part.tensor.dtype).itemsize
+                for part in self.layout.values()
+                for piece in part.pieces
+            ]
+        )
+        left = iter(begins)
+        return {name: tuple(next(left) for _ in part.pieces) for name, part in self.layout.items()}
 
     def pack(self, tensors: Mapping[str, Piecewise], block: Block) -> None:
         """Copy this rank's pieces of `tensors` into `block`."""

@@ -22,14 +22,11 @@ import torch
 from unirun.errors import GroupError
 from unirun.roles.gloo import GlooGroup
 from unirun.roles.process_groups import c10d, dist, process_groups
-from unirun.roles.transport.frames import SpareMemory
+from unirun.roles.transport.frames import ALIGN, SpareMemory, offsets
 from unirun.values import Value
 
 BUCKET = 32 << 20
 """Bytes that are sent at a time, at most."""
-
-ALIGN = 64
-"""Bytes to which each tensor is aligned in the run: every dtype can be viewed there."""
 
 WORD = 8
 """Bytes that a checksum adds at a time."""
@@ -54,15 +51,6 @@ class Slice(Value):
     at: int
 
 
-def offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """The bytes at which tensors of these sizes begin in the run; and its length."""
-    found, total = [], 0
-    for size in sizes:
-        found.append(total)
-        total += -(-size // ALIGN) * ALIGN
-    return found, total
-
-
 def joined(flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same run of bytes, with those tensors as one that are behind each other in memory as in the run: what comes
     from one block is sent from there."""
@@ -82,7 +70,7 @@ def joined(flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def buckets(sizes: Sequence[int], most: int) -> Iterator[tuple[int, list[Slice]]]:
+def buckets(sizes: list[int], most: int) -> Iterator[tuple[int, list[Slice]]]:
     """The length of each bucket of the run, and what is in it."""
     begins, total = offsets(sizes)
     index = 0
@@ -169,7 +157,7 @@ class PairGroup:
             self._wait(work, deadline)
 
     def receive(
-        self, sizes: Sequence[int], device: torch.device, deadline: float, *, checked: bool = True
+        self, sizes: list[int], device: torch.device, deadline: float, *, checked: bool = True
     ) -> list[torch.Tensor]:
         """The bytes of tensors of these sizes. Their memory is used again when all of them are freed.
 

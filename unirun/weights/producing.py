@@ -142,14 +142,6 @@ class _Count(Value):
     delivered: int
 
 
-class _WaitingProducer(Value):
-    """A producer that wants to begin, and when its time is over."""
-
-    producer: WorkerId
-    reply: Reply
-    until: float
-
-
 class Gate:
     """Lets producers begin. It is in rank 0 of the consumer, which knows the version. `handle` is called in a thread of
     the transport.
@@ -164,7 +156,8 @@ class Gate:
         self._version = 0
         self._before = 0
         self._counts: dict[WorkerId, _Count] = {}
-        self._waiting: list[_WaitingProducer] = []
+        # Producers that want to begin, and when their time is over.
+        self._waiting: dict[WorkerId, tuple[Reply, float]] = {}
 
     def open(self, bound: Bound, version: int) -> None:
         """Let producers begin; `version` weights were trained before."""
@@ -184,7 +177,7 @@ class Gate:
         with self._lock:
             for who in [who for who in self._counts if who not in alive]:
                 self._before += self._counts.pop(who).delivered
-            self._waiting = [each for each in self._waiting if each.producer in alive]
+            self._waiting = {who: each for who, each in self._waiting.items() if who in alive}
         self._let_in()
 
     def handle(self, request: Enter | Begun, reply: Reply) -> None:
@@ -195,11 +188,9 @@ class Gate:
             base = known.base if known is not None else request.delivered
             self._counts[request.producer] = _Count(base, request.count - base, request.delivered - base)
             # A producer has one request at a time: an earlier one that still waits was given up.
-            self._waiting = [each for each in self._waiting if each.producer != request.producer]
+            self._waiting.pop(request.producer, None)
             if isinstance(request, Enter):
-                self._waiting.append(
-                    _WaitingProducer(request.producer, reply, self._now() + request.patience)
-                )
+                self._waiting[request.producer] = reply, self._now() + request.patience
         self._let_in()
         if isinstance(request, Begun):
             reply(Parcel(encode(Ack())))
@@ -208,12 +199,12 @@ class Gate:
         replies = []
         with self._lock:
             now = self._now()
-            self._waiting = [each for each in self._waiting if each.until > now]
+            self._waiting = {who: each for who, each in self._waiting.items() if each[1] > now}
             while self._waiting and self._bound is not None and self._may_begin(self._bound):
-                first = self._waiting.pop(0)
-                count = self._counts[first.producer]
-                self._counts[first.producer] = replace(count, made=count.made + 1)
-                replies.append(first.reply)
+                first = next(iter(self._waiting))
+                count = self._counts[first]
+                self._counts[first] = replace(count, made=count.made + 1)
+                replies.append(self._waiting.pop(first)[0])
         for reply in replies:
             reply(Parcel(encode(Ack())))
 
@@ -238,20 +229,6 @@ class _Item(Value):
     block: Block
 
 
-class _Taken(Value):
-    """An item that `taker` has."""
-
-    item: _Item
-    taker: WorkerId
-
-
-class _WaitingConsumer(Value):
-    """A consumer that waits for an item, and when its time is over."""
-
-    reply: Reply
-    until: float
-
-
 class Producer:
     """The items that one process has put into one queue, first in, first out. Thread-safe; `handle` is called
     in a thread of the transport."""
@@ -261,12 +238,15 @@ class Producer:
         self._changed = threading.Condition()
         self._blocks = Blocks(SPARE)
         self._items: deque[_Item] = deque()
-        self._taken: dict[int, _Taken] = {}
-        self._waiting: list[_WaitingConsumer] = []
+        # The items that consumers have, by number, and who has them.
+        self._taken: dict[int, tuple[_Item, WorkerId]] = {}
+        # Consumers that wait for an item, and when their time is over.
+        self._waiting: list[tuple[Reply, float]] = []
         self._number = 0
         self._filling = 0
         self._sent = 0
-        self._dropped = 0
+        self.dropped = 0
+        """Items that were too old when they were taken."""
         self.delivered = 0
         """Items that consumers have used."""
 
@@ -279,11 +259,6 @@ class Producer:
         """The number of items that no consumer has used."""
         with self._changed:
             return len(self._items) + len(self._taken) + self._filling
-
-    @property
-    def dropped(self) -> int:
-        """Items that were too old when they were taken."""
-        return self._dropped
 
     def has_room(self, most: int) -> bool:
         """Return True if `put` would not wait."""
@@ -323,11 +298,9 @@ class Producer:
     def _woken(self) -> list[Reply]:
         """The consumers that wait for an item, when there is one."""
         now = self._now()
-        self._waiting = [each for each in self._waiting if each.until > now]
-        if not self._items:
-            return []
-        woken, self._waiting = self._waiting, []
-        return [each.reply for each in woken]
+        waiting = [each for each in self._waiting if each[1] > now]
+        self._waiting = [] if self._items else waiting
+        return [reply for reply, _ in waiting] if self._items else []
 
     def _tell(self, woken: list[Reply]) -> None:
         for reply in woken:
@@ -338,7 +311,7 @@ class Producer:
         match request:
             case AwaitItem(patience=patience):
                 with self._changed:
-                    self._waiting.append(_WaitingConsumer(reply, self._now() + patience))
+                    self._waiting.append((reply, self._now() + patience))
                     woken = self._woken()
                 self._tell(woken)
                 return
@@ -346,7 +319,7 @@ class Producer:
                 reply(self._take(taker, here=here))
                 return
             case Hold(taker=taker, numbers=numbers):
-                self._put_back(lambda number, taken: taken.taker == taker and number not in numbers)
+                self._put_back(lambda number, who: who == taker and number not in numbers)
             case Done():
                 self._used(request)
         reply(Parcel(encode(Ack())))
@@ -356,7 +329,7 @@ class Producer:
             if not self._items:
                 return Parcel(encode(Offered(0)))
             item = self._items.popleft()
-            self._taken[item.number] = _Taken(item, taker)
+            self._taken[item.number] = item, taker
             self._sent += 1
             reader = f"{taker} {self._sent}"
             item.block.readers.add(reader)
@@ -378,26 +351,24 @@ class Producer:
     def _used(self, request: Done) -> None:
         with self._changed:
             for number in request.numbers:
-                taken = self._taken.get(number)
-                if taken is None or taken.taker != request.taker:
+                if number not in self._taken or self._taken[number][1] != request.taker:
                     # It was thought dead, and another one has it now.
                     continue
-                del self._taken[number]
-                taken.item.block.readers.discard(KEPT)
+                self._taken.pop(number)[0].block.readers.discard(KEPT)
                 if request.dropped:
-                    self._dropped += 1
+                    self.dropped += 1
                 else:
                     self.delivered += 1
             self._changed.notify_all()
 
     def lost(self, alive: Collection[WorkerId]) -> None:
         """Items of consumers that are not `alive` are there for others again."""
-        self._put_back(lambda number, taken: taken.taker not in alive)
+        self._put_back(lambda _, who: who not in alive)
 
-    def _put_back(self, which: Callable[[int, _Taken], bool]) -> None:
+    def _put_back(self, which: Callable[[int, WorkerId], bool]) -> None:
         with self._changed:
-            back = [number for number, taken in self._taken.items() if which(number, taken)]
-            self._items.extendleft(self._taken.pop(number).item for number in sorted(back, reverse=True))
+            back = [number for number, (_, who) in self._taken.items() if which(number, who)]
+            self._items.extendleft(self._taken.pop(number)[0] for number in sorted(back, reverse=True))
             woken = self._woken()
         self._tell(woken)
 

@@ -20,14 +20,12 @@ from msgspec.structs import replace
 
 from unirun.errors import GroupError, UsageError
 from unirun.roles.transport.protocol import Lent, Parcel, Reply
-from unirun.values import Value
 from unirun.weights.cuda import cuda_device
 from unirun.weights.messages import (
     Describe,
     Described,
     Fetch,
     Fetched,
-    NamedBox,
     Peek,
     Release,
     Released,
@@ -36,7 +34,7 @@ from unirun.weights.messages import (
 )
 from unirun.weights.packing import Block, Blocks, DeviceError, DeviceInterface, Packing
 from unirun.weights.pairing import PairGroup
-from unirun.weights.tensors import Piecewise, layout_of, local
+from unirun.weights.tensors import NamedBox, Piecewise, layout_of, local
 from unirun.wire.reporting import report
 
 _numbers = itertools.count(1)
@@ -44,14 +42,6 @@ _numbers = itertools.count(1)
 
 CURRENT = "current"
 """As a reader of a block: it has the current version."""
-
-
-class _WaitingRequest(Value):
-    """A request that cannot be answered yet, and when its time is over."""
-
-    request: Describe | Peek | Fetch
-    reply: Any
-    until: float
 
 
 class _Version:
@@ -119,7 +109,8 @@ class Publisher:
         self._lock = threading.RLock()
         self._blocks = Blocks()
         self._current: _Version | None = None
-        self._waiting: list[_WaitingRequest] = []
+        # Requests that cannot be answered yet, and when their time is over.
+        self._waiting: list[tuple[Describe | Peek | Fetch, Reply, float]] = []
         self._sent = 0
         # By host and part, who was the first to get it of the current version.
         self._first: dict[tuple[str, NamedBox], str] = {}
@@ -145,10 +136,10 @@ class Publisher:
                 before.end()
             self._first.clear()
             self._expire()
-            ready = [each for each in self._waiting if self._can_answer(each.request)]
-            self._waiting = [each for each in self._waiting if not self._can_answer(each.request)]
-        for each in ready:
-            self._answer(each.request, each.reply)
+            ready = [(request, reply) for request, reply, _ in self._waiting if self._can_answer(request)]
+            self._waiting = [each for each in self._waiting if not self._can_answer(each[0])]
+        for request, reply in ready:
+            self._answer(request, reply)
 
     def _packed(self, packing: Packing, tensors: Mapping[str, Piecewise]) -> Block:
         """A block with `tensors`: on their device, unless that has no memory left."""
@@ -201,7 +192,7 @@ class Publisher:
             self._expire()
             wait = not self._can_answer(request)
             if wait and request.patience is not None:
-                self._waiting.append(_WaitingRequest(request, reply, self._now() + request.patience))
+                self._waiting.append((request, reply, self._now() + request.patience))
         if not wait:
             self._answer(request, reply)
         elif request.patience is None:
@@ -210,7 +201,7 @@ class Publisher:
     def _expire(self) -> None:
         """Forget those who do not wait any more. They know themselves when their time is over."""
         now = self._now()
-        self._waiting = [each for each in self._waiting if each.until > now]
+        self._waiting = [each for each in self._waiting if each[2] > now]
 
     def _can_answer(self, request: Describe | Peek | Fetch) -> bool:
         if self._current is None:

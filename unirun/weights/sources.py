@@ -14,11 +14,10 @@ import torch
 from unirun.errors import FrameError, GroupError, PeerLost
 from unirun.roles.transport.protocol import Connection, Parcel, Transport, writable
 from unirun.values import WorkerId
-from unirun.weights.layout import Box, Layout, Part, Piece, ReadItem
-from unirun.weights.messages import Fetch, Fetched, NamedBox, Peek, Release, Request, encode
+from unirun.weights.messages import Fetch, Fetched, Peek, Release, Request, encode
 from unirun.weights.packing import DeviceError, DeviceInterface, Packing
 from unirun.weights.pairing import PairGroup
-from unirun.weights.tensors import dtype_of, part_of
+from unirun.weights.tensors import Box, Layout, NamedBox, Part, Piece, dtype_of, part_of
 
 # The tensors that a receiver has of one version: mapped memory of a publisher, or parts that were sent to it.
 
@@ -42,7 +41,7 @@ class Mapped:
 
     def __init__(self, packing: Packing, memory: torch.Tensor, device: DeviceInterface | None = None) -> None:
         self._packing, self._memory, self._device = packing, memory, device
-        self._takes: Sequence[ReadItem] = ()
+        self._takes: Sequence[NamedBox] = ()
         self._views: list[torch.Tensor] = []
 
     @property
@@ -54,16 +53,11 @@ class Mapped:
         """The elements of `box`."""
         return self._packing.view(self._memory, name, box)
 
-    def views(self, takes: Sequence[ReadItem]) -> list[torch.Tensor]:
+    def views(self, takes: Sequence[NamedBox]) -> list[torch.Tensor]:
         """The elements of each take. A receiver asks for the same ones of every version."""
         if self._takes is not takes:
             self._takes, self._views = takes, [self.view(take.name, take.box) for take in takes]
         return self._views
-
-    @property
-    def borrowed(self) -> bool:
-        """True if it is memory of a device, and so has to be given back."""
-        return self._device is not None
 
     def end(self) -> None:
         """Give memory of a device back."""
@@ -75,7 +69,7 @@ class Mapped:
 class Sent:
     """Parts in memory of this process."""
 
-    def __init__(self, wanted: Layout, takes: Sequence[ReadItem], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, wanted: Layout, takes: Sequence[NamedBox], tensors: Sequence[torch.Tensor]) -> None:
         """`takes` of `wanted`, and the `tensors` that came."""
         self._wanted = wanted
         self._parts: dict[str, list[tuple[Box, torch.Tensor]]] = {}
@@ -163,7 +157,7 @@ class RemoteSource:
         return self.line.ask(encode(request))
 
     def fetch(
-        self, at_least: int, takes: Sequence[ReadItem], patience: float, *, keep: bool
+        self, at_least: int, takes: Sequence[NamedBox], patience: float, *, keep: bool
     ) -> Future[Parcel]:
         """Ask for a version. `keep`: its tensors are kept, and so the memory that is lent, until they are freed."""
         layout = self.packing.number if self.packing is not None else 0
@@ -173,7 +167,7 @@ class RemoteSource:
         if keep and self.here:
             self._kept += 1
             reader, mapped = f"{reader} {self._kept}", ()
-        parts = None if self.here else tuple(NamedBox(take.name, take.box) for take in takes)
+        parts = None if self.here else tuple(takes)
         # Each device has its own way into the network; what one gets is not given to others.
         host = "" if device else self._host
         return self.ask(
@@ -204,11 +198,10 @@ class RemoteSource:
         return f"{backend} {self._number}"
 
     def fetch_parts(
-        self, version: int, takes: Sequence[ReadItem], patience: float, layout: int = 0
+        self, version: int, takes: Sequence[NamedBox], patience: float, layout: int = 0
     ) -> Future[Parcel]:
         """Ask for parts that this process has itself, of `version` or a later one."""
-        parts = tuple(NamedBox(take.name, take.box) for take in takes)
-        return self.ask(Fetch(self._channel, self._reader, layout, version, patience, (), parts))
+        return self.ask(Fetch(self._channel, self._reader, layout, version, patience, (), tuple(takes)))
 
     def peek(self, patience: float | None) -> Future[Parcel]:
         """Ask for the number of the latest version."""
@@ -234,7 +227,7 @@ class RemoteSource:
             self._mapped[fetched.block] = found
         return found
 
-    def sent(self, parcel: Parcel, takes: Sequence[ReadItem], wanted: Layout) -> list[torch.Tensor]:
+    def sent(self, parcel: Parcel, takes: Sequence[NamedBox], wanted: Layout) -> list[torch.Tensor]:
         """The tensors in the buffers of `parcel`: `takes` of `wanted`. Raises `FrameError`."""
         if len(parcel.buffers) != len(takes):
             raise FrameError(f"{self.who} sent {len(parcel.buffers)} parts where {len(takes)} were asked for")
@@ -244,7 +237,7 @@ class RemoteSource:
         ]
 
     def linked(
-        self, takes: Sequence[ReadItem], wanted: Layout, deadline: float, place: torch.device
+        self, takes: Sequence[NamedBox], wanted: Layout, deadline: float, place: torch.device
     ) -> list[torch.Tensor]:
         """The tensors that come through the process group, at `place` if its backend is for devices.
 
@@ -275,7 +268,7 @@ class RemoteSource:
         if pair is not None:
             pair.close()
 
-    def _tensor(self, take: ReadItem, dtype: torch.dtype, buffer: memoryview) -> torch.Tensor:
+    def _tensor(self, take: NamedBox, dtype: torch.dtype, buffer: memoryview) -> torch.Tensor:
         if buffer.nbytes != take.box.count * dtype.itemsize:
             raise FrameError(f"{self.who} sent {buffer.nbytes} bytes of {take.name}")
         return torch.frombuffer(writable(buffer), dtype=torch.uint8).view(dtype).view(take.box.size)

@@ -16,7 +16,7 @@ from unirun.values import WorkerId
 from unirun.weights.hub import Holder, request_of
 from unirun.weights.messages import Request
 from unirun.weights.publishing import Publisher
-from unirun.weights.receiving import Fetcher, Receiver
+from unirun.weights.receiving import Receiver
 from unirun.weights.sources import PeerConnection, RemoteSource
 from unirun.weights.tensors import Weights, assigner, targets_of, tensors_of
 from unirun.wire.handshake import new_token
@@ -129,7 +129,7 @@ class ReceiverHarness:
         self.others: dict[str, RemoteSource] = {}
         self.sources, self.holder = sources, Holder(lambda _: self.publishers_have_ended)
         self.publishers_have_ended = False
-        self._receiver = Receiver("policy", 0, self.holder, Fetcher("policy", self.holder, self.others.get))
+        self._receiver = Receiver("policy", 0, self.holder, self.others.get)
 
     def receive(
         self,

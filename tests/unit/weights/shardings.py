@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from unirun.weights.dtensors import local_indices
-from unirun.weights.layout import Layout, Part, Tensor, pieces_of
+from unirun.weights.tensors import Layout, Part, Tensor, pieces_of
 
 
 @dataclass(frozen=True)

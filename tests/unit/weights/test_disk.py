@@ -19,11 +19,9 @@ from tests.unit.weights.test_moving import noise, same
 from unirun.errors import FrameError, UsageError, WeightsError
 from unirun.weights import disk
 from unirun.weights.disk import LAYOUT, format_code
-from unirun.weights.layout import Layout
-from unirun.weights.memory import unreadable
 from unirun.weights.packing import Packing
 from unirun.weights.publishing import Publisher
-from unirun.weights.tensors import LocalShard, Weights, tensors_of
+from unirun.weights.tensors import Layout, LocalShard, Weights, tensors_of, unreadable
 
 ANY = -(1 << 62)
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from tests.unit.weights.shardings import Sharding, shardings
 from unirun.weights.dtensors import local_indices
-from unirun.weights.layout import Box, pieces_of, runs
+from unirun.weights.tensors import Box, pieces_of, runs
 
 
 def cells(box: Box) -> set[tuple[int, ...]]:

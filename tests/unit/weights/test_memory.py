@@ -17,10 +17,18 @@ from tests.effort import examples
 from tests.unit.weights.harness import weights_harness
 from unirun.errors import WeightsError
 from unirun.weights import disk
-from unirun.weights.memory import same_bits
 from unirun.weights.packing import Packing
 from unirun.weights.publishing import Publisher
-from unirun.weights.tensors import LocalShard, Piecewise, dtype_of, layout_of, targets_of, tensors_of, unsaved
+from unirun.weights.tensors import (
+    LocalShard,
+    Piecewise,
+    dtype_of,
+    layout_of,
+    same_bits,
+    targets_of,
+    tensors_of,
+    unsaved,
+)
 
 SHAPE = (4, 3)
 

@@ -13,9 +13,9 @@ from unirun.errors import FrameError
 from unirun.weights import messages
 from unirun.weights import producing as queues
 from unirun.weights.hub import request_of
-from unirun.weights.layout import Box
-from unirun.weights.messages import Describe, Fetch, Fetched, NamedBox, Peek, Release, Released, answer_of
+from unirun.weights.messages import Describe, Fetch, Fetched, Peek, Release, Released, answer_of
 from unirun.weights.producing import Ack, AwaitItem, Offered, supply_of
+from unirun.weights.tensors import Box, NamedBox
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

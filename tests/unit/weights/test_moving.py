@@ -18,9 +18,8 @@ from tests.unit.weights.harness import WeightsHarness, weights_harness
 from tests.unit.weights.shardings import Sharding, shardings
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import PeerLost, UsageError, WeightsError, WeightsTimeout
-from unirun.weights.layout import Layout
 from unirun.weights.packing import Packing
-from unirun.weights.tensors import tensors_of
+from unirun.weights.tensors import Layout, tensors_of
 
 pytestmark = pytest.mark.starts_processes
 
@@ -258,13 +257,13 @@ class TestMemory:
         publisher, endpoint = harness.publisher()
         source = harness.receiver(endpoint).sources[0]
         publisher.publish({"w": torch.full((1000,), 1.0)}, 1)
-        from unirun.weights.layout import Box, ReadItem
         from unirun.weights.messages import Describe, Described, Fetched, answer_of
+        from unirun.weights.tensors import Box, NamedBox
 
         described = answer_of(source.ask(Describe("policy", 1.0)).result(WAIT_TIMEOUT).head)
         assert isinstance(described, Described)
         source.describe(Packing(described.layout, described.number, described.offsets))
-        take = ReadItem(0, "w", Box((0,), (1000,)))
+        take = NamedBox("w", Box((0,), (1000,)))
         parcel = source.fetch(0, (take,), 1.0, keep=False).result(WAIT_TIMEOUT)
         fetched = answer_of(parcel.head)
         assert isinstance(fetched, Fetched)

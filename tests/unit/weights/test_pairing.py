@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import GroupError
 from unirun.roles.process_groups import dist
+from unirun.roles.transport.frames import offsets
 from unirun.weights import pairing
-from unirun.weights.pairing import PairGroup, buckets, checksum, offsets
+from unirun.weights.pairing import PairGroup, buckets, checksum
 
 pytestmark = pytest.mark.starts_processes
 

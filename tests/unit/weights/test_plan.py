@@ -8,8 +8,7 @@ from hypothesis import given
 
 from tests.unit.weights.shardings import Sharding, shardings
 from unirun.errors import WeightsError
-from unirun.weights.layout import Box, Part, Piece, ReadItem, Tensor, by_source, plan
-from unirun.weights.tensors import layout_of, part_of
+from unirun.weights.tensors import Box, NamedBox, Part, Piece, Tensor, layout_of, part_of, plan
 
 WHOLE = torch.arange(70).view(7, 10)
 
@@ -24,44 +23,42 @@ def test_every_pair_of_layouts_moves_each_element_once_and_exactly(
     for at, wanted in zip(receivers.coordinates, receivers.layouts(tensors), strict=True):
         expected = receivers.local(WHOLE, at)
         got, times = torch.full_like(expected, -1), torch.zeros_like(expected)
-        for take in plan(layouts, wanted):
-            part = layouts[take.source]["w"]
-            part_of(got, wanted["w"], take.box).copy_(part_of(held[take.source], part, take.box))
-            part_of(times, wanted["w"], take.box).add_(1)
+        for source, takes in plan(layouts, wanted).items():
+            part = layouts[source]["w"]
+            for take in takes:
+                part_of(got, wanted["w"], take.box).copy_(part_of(held[source], part, take.box))
+                part_of(times, wanted["w"], take.box).add_(1)
         assert torch.equal(got, expected)
         assert torch.equal(times, torch.ones_like(times))
 
 
 def test_receivers_with_different_turns_ask_different_sources_with_the_same_data() -> None:
     whole = layout_of({"w": WHOLE})
-    assert [plan([whole] * 3, whole, turn=turn)[0].source for turn in range(4)] == [0, 1, 2, 0]
+    assert [[*plan([whole] * 3, whole, turn=turn)] for turn in range(4)] == [[0], [1], [2], [0]]
 
 
 def test_sources_with_the_same_data_send_equally_much() -> None:
     tensors = layout_of({f"w{number}": torch.zeros(size) for number, size in enumerate((8, 3, 5, 2, 6))})
     takes = plan([tensors] * 2, tensors)
-    assert [(take.name, take.source) for take in takes] == [
-        ("w0", 0),
-        ("w1", 1),
-        ("w2", 1),
-        ("w3", 0),
-        ("w4", 1),
-    ]
+    assert {source: [take.name for take in some] for source, some in takes.items()} == {
+        0: ["w0", "w3"],
+        1: ["w1", "w2", "w4"],
+    }
 
 
 def test_sources_on_this_host_come_first() -> None:
     whole = layout_of({"w": WHOLE})
-    assert {take.source for take in plan([whole] * 4, whole, near=[2], turn=1)} == {2}
+    assert [*plan([whole] * 4, whole, near=[2], turn=1)] == [2]
 
 
 def test_a_half_that_is_near_is_taken_from_there_and_the_rest_from_elsewhere() -> None:
     about = Tensor((4,), "float32")
     half = {"w": Part(about, (Piece(Box((0,), (2,)), (0,)),))}
     whole = {"w": Part(about, (Piece(Box((0,), (4,)), (0,)),))}
-    assert plan([whole, half], whole, near=[1]) == (
-        ReadItem(1, "w", Box((0,), (2,))),
-        ReadItem(0, "w", Box((2,), (2,))),
-    )
+    assert plan([whole, half], whole, near=[1]) == {
+        1: (NamedBox("w", Box((0,), (2,))),),
+        0: (NamedBox("w", Box((2,), (2,))),),
+    }
 
 
 def test_all_tensors_that_do_not_fit_are_told_at_once() -> None:
@@ -86,9 +83,3 @@ def test_a_part_that_nobody_has_is_told() -> None:
     whole = {"w": Part(about, (Piece(Box((0, 0), (4, 2)), (0, 0)),))}
     with pytest.raises(WeightsError, match=r"no publisher has \[2:4, 0:2\] of float32\[4, 2\]"):
         plan([half], whole)
-
-
-def test_takes_are_grouped_by_their_source() -> None:
-    box = Box((), ())
-    takes = (ReadItem(1, "a", box), ReadItem(0, "b", box), ReadItem(1, "c", box))
-    assert by_source(takes) == {1: (takes[0], takes[2]), 0: (takes[1],)}

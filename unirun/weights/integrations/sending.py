@@ -20,10 +20,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from unirun.errors import Fault, ServerError, ServerTimeout, UnirunError, UsageError, WeightsError
+from unirun.roles.transport.frames import ALIGN
 from unirun.weights.disk import format_code, unsaveable
-from unirun.weights.memory import unreadable
 from unirun.weights.packing import copy_all
-from unirun.weights.tensors import Weights, is_dtensor, tensors_of
+from unirun.weights.tensors import Weights, is_dtensor, tensors_of, unreadable
 
 # A version of the weights as a safetensors file in shared memory, which other processes of this host open by its path.
 #
@@ -32,9 +32,6 @@ from unirun.weights.tensors import Weights, is_dtensor, tensors_of
 
 TOKEN = "unirun"
 """The key of the header's metadata under which a file says which one it is."""
-
-ALIGN = 64
-"""Bytes; where the data begins. torch copies aligned memory with vector instructions."""
 
 
 class Param(NamedTuple):
