@@ -3,7 +3,8 @@
     moving.py RESULT KIND ROUNDS
 
 KIND is ``large`` (1 GiB in 16 tensors), ``between`` (256 MiB in 16, for roles on different hosts), ``small`` (1 MB in
-1 000 tensors) or ``device`` (4 GiB in 16, on a GPU that all have in common; ``copied`` and ``memcpy`` only).
+1 000 tensors), ``slow`` (32 MiB in 8, for a network that is slow; ``copied`` only) or ``device`` (4 GiB in 16, on a GPU
+that all have in common; ``copied`` and ``memcpy`` only).
 
 The publisher writes to RESULT, as JSON, the seconds of each round: ``copied`` (received into place), ``mapped``
 (``assign=True``), ``linked`` (received into place, over gloo), ``broadcast`` (gloo, tensor by tensor), ``memcpy`` (one
@@ -29,7 +30,13 @@ import torch.distributed as dist
 
 import unirun
 
-SIZES = {"large": (16, 64 << 20), "small": (1000, 1000), "between": (16, 16 << 20), "device": (16, 256 << 20)}
+SIZES = {
+    "large": (16, 64 << 20),
+    "small": (1000, 1000),
+    "between": (16, 16 << 20),
+    "slow": (8, 4 << 20),
+    "device": (16, 256 << 20),
+}
 """Tensors, and bytes of each."""
 
 MEMFD = "memfd:unirun-weights"
@@ -46,7 +53,9 @@ def main(result: str, kind: str, rounds: int) -> None:
     count, size = SIZES[kind]
     device = "cuda" if kind == "device" else "cpu"
     tensors = {f"layer {number}": torch.ones(size // 4, device=device) for number in range(count)}
-    backends = {"copied": ""} | {"between": {"linked": "gloo"}, "device": {}}.get(kind, {"mapped": ""})
+    backends = {"copied": ""} | {"between": {"linked": "gloo"}, "slow": {}, "device": {}}.get(
+        kind, {"mapped": ""}
+    )
     channels = {
         name: unirun.WeightsChannel(name, publisher="actor", receivers=["rollout"], backend=backend)
         for name, backend in backends.items()
@@ -81,6 +90,8 @@ def main(result: str, kind: str, rounds: int) -> None:
         if kind == "device":
             if context.role == "actor":
                 found.setdefault("memcpy", []).append(copy_on_device(copies, [*tensors.values()]))
+            continue
+        if kind == "slow":
             continue
         measure("broadcast", broadcast)
         dist.barrier(group=together)

@@ -9,14 +9,15 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
-from benchmarks.figure import Bar, BenchmarkError, Figure, load_of_others, ratio, say
+from benchmarks.figure import Bar, BenchmarkError, Figure, compared, load_of_others, ratio, say
 from benchmarks.job import DEADLINE, environment, program
 from benchmarks.suites.nodes import bed, started
 from benchmarks.suites.rpc import run
-from tests.testbed.machine import Unavailable
+from tests.testbed import machine
 from unirun.weights.tensors import Box, Layout, Part, Piece, Tensor, plan
 
 ROUNDS = 5
@@ -44,6 +45,12 @@ BETWEEN = {
     "linked": Bar("256 MiB between two hosts over gloo, into place ÷ broadcast over gloo", "ratio", 1.1),
     "copied": Bar("256 MiB between two hosts over TLS, into place ÷ broadcast over gloo", "ratio", 1.1),
 }
+
+ONCE_TO_A_HOST = Bar("32 MiB over 1 Gbit/s to 4 receivers of one host ÷ to one", "ratio", 2.5)
+"""Each part comes once to a host. It would be 4 if each receiver were sent all."""
+
+SLOW = ("rate", "1gbit", "burst", "2mb", "latency", "50ms")
+"""A network that takes longer than the processors, as most do. Between namespaces it is the other way round."""
 
 RANKS, TENSORS = 1000, 500
 QUEUED = Bar("queue: an item of 1 MB on one host ÷ torch.multiprocessing.Queue", "ratio", 0.67)
@@ -78,7 +85,7 @@ def figures(runs: int) -> list[Figure]:
     memory = found["large"].get("memory", [])
     value = median(memory) if memory else None
     rows.append(Figure(MEMORY, value, runs, "ratio", tuple(memory), fault=fault, busy=busy))
-    rows += [*between(runs), queued(runs)]
+    rows += [*between(runs), to_one_host(runs), queued(runs)]
     for what, own in (("ray-weights", found["large"].get("copied", [])), ("ray-queue", [*rows[-1].own])):
         rows.append(beside_ray(what, own, runs))
     say(PLANNED.name)
@@ -132,7 +139,7 @@ def between(runs: int) -> list[Figure]:
                 found = json.loads(result.read_text())
             for what, so_far in times.items():
                 so_far.append(median(found[what]))
-        except Unavailable as error:
+        except machine.Unavailable as error:
             return [Figure(bar, None, runs, bar.unit, missing=str(error)) for bar in BETWEEN.values()]
         except BenchmarkError as error:
             fault = str(error)
@@ -151,6 +158,30 @@ def between(runs: int) -> list[Figure]:
         )
         for what, bar in BETWEEN.items()
     ]
+
+
+def to_one_host(runs: int) -> Figure:
+    """To receivers that give to each other what one of them has got."""
+    try:
+        return compared(
+            ONCE_TO_A_HOST, "s", runs, partial(over_slow_network, 4), "one", partial(over_slow_network, 1)
+        )
+    except machine.Unavailable as error:
+        return Figure(ONCE_TO_A_HOST, None, runs, ONCE_TO_A_HOST.unit, missing=str(error))
+
+
+def over_slow_network(receivers: int) -> float:
+    """Seconds until all receivers of another host have a version."""
+    script = Path(__file__).parents[1] / "moving.py"
+    roles = ("--hosts", f"h1:1,h2:{receivers}", "--roles", f"actor=1,rollout={receivers}")
+    with bed() as (hosts, folder):
+        machine.run("tc", "qdisc", "add", "dev", hosts[1].namespace, "root", "tbf", *SLOW)
+        result = folder / "result.json"
+        command = (program("unirun"), "--quiet", *roles, script, result, "slow", ROUNDS)
+        with started(hosts, folder, command) as process:
+            if process.wait(DEADLINE) != 0:
+                raise BenchmarkError("the job between hosts did not succeed")
+        return median(json.loads(result.read_text())["copied"])
 
 
 def queued(runs: int) -> Figure:
