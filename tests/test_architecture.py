@@ -79,7 +79,6 @@ TWICE = {
 SMALL = {
     "experiments.evaluator": "a process of its own, started by its name",
     "launcher.forked": "another kind of spawner",
-    "weights.cuda": "another kind of memory, imported where there is a GPU",
     "weights.dtensors": "imports DTensor, which takes long",
 }
 """Modules of fewer than 110 lines that one other module imports."""

@@ -7,7 +7,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 
@@ -20,7 +20,7 @@ from unirun.weights.hub import MAX_WAIT_SECONDS, Holder, hub_of
 from unirun.weights.messages import Fetched, Peek, answer_of, encode
 from unirun.weights.pairing import BACKENDS, PairGroup
 from unirun.weights.publishing import Publisher
-from unirun.weights.receiving import Receiver
+from unirun.weights.receiving import Receiver, Target
 from unirun.weights.sources import PeerConnection, RemoteSource
 from unirun.weights.tensors import Piecewise, Weights, assigner, targets_of, tensors_of, unsaved
 from unirun.wire.reporting import report
@@ -154,15 +154,16 @@ class WeightsChannel:
                 f"eta={eta:g}", "it is above 0 and at most 1, and below 1 only without assign=True"
             )
         deadline = self._deadline(timeout)
-        tensors = self._targets(into, eta)
-        setter = assigner(into) if assign else None
+        target = self._receiver.target(
+            self._targets(into, eta), deadline, assigner(into) if assign else None, eta
+        )
         at_least = ANY if min_version is None else min_version
         have = self.version
         while True:
             updates = self._context.peers.updates
             sources, missing = self._publishers()
             if not self._may_wait(sources, missing, deadline):
-                held = self._receive_held(tensors, at_least, deadline, setter, eta)
+                held = self._receive_held(target, at_least)
                 if held is not None:
                     return self._has(held)
             if missing is None:
@@ -172,11 +173,11 @@ class WeightsChannel:
             behind = self._receiver.latest(sources, deadline) - have
             if 0 <= behind <= max_staleness:
                 return have
-        version = self._receiver.receive(sources, tensors, at_least, deadline, setter, eta)
+        version = self._receiver.receive(sources, target, at_least)
         if assign:
             # Tensors of the version before are freed now. Its publisher learns that with the next request, and should
             # before it writes another version, as it has to take new memory otherwise.
-            del tensors
+            del target
             for source in sources:
                 with suppress(PeerLost):
                     source.peek(None)
@@ -405,14 +406,7 @@ class WeightsChannel:
             return not any(peer.gone or peer.over or peer.address.incarnation for peer in ranks)
         return self._receiver.all_have([s for s in sources if s.who.incarnation], deadline)
 
-    def _receive_held(
-        self,
-        tensors: Mapping[str, Piecewise],
-        at_least: int,
-        deadline: float,
-        assign: Callable[[str, torch.Tensor], None] | None,
-        eta: float,
-    ) -> int | None:
+    def _receive_held(self, target: Target, at_least: int) -> int | None:
         """Receive from other receivers; a few of them are asked at first, those on this host before others."""
         peers = self._context.peers
         found = []
@@ -427,7 +421,7 @@ class WeightsChannel:
         found.sort(key=lambda source: not self._hub.is_here(source.line))
         count = 4
         while True:
-            version = self._receiver.receive_held(found[:count], tensors, at_least, deadline, assign, eta)
+            version = self._receiver.receive_held(found[:count], target, at_least)
             if version is not None or count >= len(found):
                 return version
             count *= 4

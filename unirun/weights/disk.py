@@ -10,9 +10,11 @@ files of which something is needed, into a temporary folder.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -25,7 +27,7 @@ from safetensors.torch import save as serialized
 from safetensors.torch import save_file
 
 from unirun.errors import Fault, FrameError, WeightsError
-from unirun.weights.packing import Packing, copy_all
+from unirun.weights.publishing import Packing, copy_all
 from unirun.weights.tensors import (
     Layout,
     NamedBox,
@@ -85,7 +87,11 @@ def save(url: str, version: int, rank: int, ranks: int, packing: Packing, memory
     about = {"format": "pt", LAYOUT: msgspec.json.encode(packing.layout).decode()}
     try:
         if isinstance(files, LocalFileSystem):
+            # The package makes a file that its owner alone can read.
+            Path(partial).touch()
+            mode = os.stat(partial).st_mode
             save_file(views, partial, about)
+            os.chmod(partial, mode)
         else:
             with TemporaryDirectory() as folder:
                 save_file(views, f"{folder}/file", about)

@@ -18,7 +18,7 @@ from unirun.roles.calls.codec import dump
 from unirun.roles.transport.frames import offsets
 from unirun.roles.transport.protocol import Lent, Parcel, Reply, writable
 from unirun.values import Value, WorkerId
-from unirun.weights.packing import Block, Blocks
+from unirun.weights.publishing import Block, Blocks
 
 # The decision about who may make one more item: the bound on the age of its weights when it is trained on.
 

@@ -7,7 +7,9 @@ need them on the host get them from there, where they are copied when the first 
 
 from __future__ import annotations
 
+import fcntl
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -15,12 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from msgspec.structs import replace
 
 from unirun.errors import GroupError, UsageError
+from unirun.roles.transport.frames import offsets
 from unirun.roles.transport.protocol import Lent, Parcel, Reply
-from unirun.weights.cuda import cuda_device
+from unirun.weights.devices import DeviceError, DeviceInterface, cuda_device
 from unirun.weights.messages import (
     Describe,
     Described,
@@ -32,10 +36,248 @@ from unirun.weights.messages import (
     Request,
     encode,
 )
-from unirun.weights.packing import Block, Blocks, DeviceError, DeviceInterface, Packing
 from unirun.weights.pairing import PairGroup
-from unirun.weights.tensors import NamedBox, Piecewise, layout_of, local
+from unirun.weights.tensors import (
+    Box,
+    Layout,
+    NamedBox,
+    Piecewise,
+    dtype_of,
+    geometry,
+    layout_of,
+    local,
+    part_of,
+    writing,
+)
 from unirun.wire.reporting import report
+
+# Shared memory for versions: it stays mapped, and is written again when nobody reads it any more.
+#
+# A memfd has no name, so the kernel frees it with the last process that has it, however that ends. Pages that exist are
+# written several times as fast as new ones, so blocks are kept.
+
+PAGE = 1 << 12
+"""Bytes. Memory is had in pages."""
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Block:
+    """A memfd of `size` bytes, mapped as the bytes `memory`. `readers` are those that may read it now.
+
+    When there is no shared memory, it is ordinary memory, and `handle` is None; so it is for memory of a `device`.
+    """
+
+    def __init__(self, number: int, size: int, device: DeviceInterface | None = None) -> None:
+        """Raises `DeviceError`."""
+        self.number, self.size, self.device = number, size, device
+        self.readers: set[str] = set()
+        self.handle: int | None = None
+        self.lent = b""
+        """With which other processes open the memory of the device."""
+        self.memory: torch.Tensor
+        if device is not None:
+            self.memory = device.allocate(size)
+            return
+        try:
+            self.handle, self.memory = _shared(size)
+        except OSError as error:
+            report(
+                f"unirun: there is no shared memory for {size} bytes of weights ({error.strerror}): "
+                "they are sent over sockets, which takes longer"
+            )
+            self.handle, self.memory = None, torch.empty(size, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Close the descriptor; the memory is freed with the last mapping. Memory of a device is freed now."""
+        if self.device is not None:
+            self.device.end(self.memory)
+        if self.handle is not None:
+            os.close(self.handle)
+
+
+def _shared(size: int) -> tuple[int, torch.Tensor]:
+    """A sealed memfd, and its memory. Raises OSError."""
+    handle = os.memfd_create("unirun-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(handle, 0o600)
+        # Reserved now: a page that cannot be had later would be a SIGBUS.
+        os.posix_fallocate(handle, 0, size)
+        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, SEALS)
+        return handle, torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=size, dtype=torch.uint8)
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+class Blocks:
+    """The blocks of one process, of which `spare` are kept though nobody needs them. Not thread-safe."""
+
+    def __init__(self, spare: int = 0) -> None:
+        self._spare = spare
+        self._blocks: list[Block] = []
+        self._number = 0
+
+    def take(self, size: int, reader: str, device: DeviceInterface | None = None) -> Block:
+        """A block of at least `size` bytes, of which `reader` is the only reader. Raises `DeviceError`."""
+        free = [block for block in self._blocks if not block.readers and block.device is device]
+        fitting = (block for block in free if size <= block.size <= 2 * size + PAGE)
+        chosen = min(fitting, key=lambda block: block.size, default=None)
+        others = [block for block in free if block is not chosen]
+        # Of another size, or needed for a while as a reader was slow. The newest ones are kept.
+        for block in others[: len(others) - self._spare] if len(others) > self._spare else ():
+            self._blocks.remove(block)
+            block.close()
+        if chosen is None:
+            self._number += 1
+            chosen = Block(self._number, max(size, 1), device)
+            self._blocks.append(chosen)
+        chosen.readers.add(reader)
+        return chosen
+
+    def find(self, number: int) -> Block | None:
+        """The block with this number; None if there is none any more."""
+        return next((block for block in self._blocks if block.number == number), None)
+
+    def close(self) -> None:
+        """Give all memory back that nobody else has mapped."""
+        while self._blocks:
+            block = self._blocks.pop()
+            # Memory of a device that somebody reads ends with this process.
+            if block.device is None or not block.readers:
+                block.close()
+
+
+# The places of the pieces of a layout in a block of memory, and copies to and from there.
+
+LARGE = 1 << 20
+"""Bytes of a tensor from which on it is copied as memory."""
+
+CHUNK = 16 << 20
+"""Bytes that one thread copies at a time."""
+
+THREADS = 4
+"""Threads that copy at most, if there are so many processors."""
+
+
+class Packing:
+    """The pieces of `layout`, one behind the other; `offsets` are where, in bytes, for each tensor and piece.
+
+    `number` is that which the publisher has given it.
+    """
+
+    def __init__(
+        self, layout: Layout, number: int, offsets: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
+        self.layout, self.number = layout, number
+        self.size = 0
+        self.offsets = dict(offsets) if offsets is not None else self._placed()
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    def _placed(self) -> dict[str, tuple[int, ...]]:
+        begins, self.size = offsets(
+            [
+                piece.box.count * dtype_of(part.tensor.dtype).itemsize
+                for part in self.layout.values()
+                for piece in part.pieces
+            ]
+        )
+        left = iter(begins)
+        return {name: tuple(next(left) for _ in part.pieces) for name, part in self.layout.items()}
+
+    def pack(self, tensors: Mapping[str, Piecewise], block: Block) -> None:
+        """Copy this rank's pieces of `tensors` into `block`."""
+        if block.number not in self._views:
+            # A publisher has two or three blocks. Views keep the memory of the others.
+            self._views = {n: views for n, views in self._views.items() if len(self._views) < 3}
+            self._views[block.number] = [
+                self.view(block.memory, name, piece.box)
+                for name, part in self.layout.items()
+                for piece in part.pieces
+            ]
+        pieces = [
+            part_of(_resolved(tensors[name]), part, piece.box)
+            for name, part in self.layout.items()
+            for piece in part.pieces
+        ]
+        if block.device is None:
+            copy_all(self._views[block.number], pieces)
+        else:
+            block.device.copy(self._views[block.number], pieces)
+            block.device.finish()
+
+    def view(self, memory: torch.Tensor, name: str, box: Box) -> torch.Tensor:
+        """The elements of `box`, which are in one piece, in the memory of a block."""
+        part = self.layout[name]
+        dtype = dtype_of(part.tensor.dtype)
+        for piece, begin in zip(part.pieces, self.offsets[name], strict=True):
+            if piece.box == box or piece.box.meet(box) == box:
+                raw = memory.narrow(0, begin, piece.box.count * dtype.itemsize)
+                found = raw.view(dtype).view(piece.box.size)
+                if piece.box == box:
+                    return found
+                for axis, (start, size) in enumerate(zip(box.start, box.size, strict=True)):
+                    found = found.narrow(axis, start - piece.box.start[axis], size)
+                return found
+        raise ValueError(f"{box} of {name} is not in one piece")
+
+
+def _resolved(tensor: Piecewise) -> torch.Tensor:
+    """The memory of this rank behind `tensor`, which has the elements themselves, not their conjugates or negatives."""
+    return local(tensor).resolve_conj().resolve_neg()
+
+
+def copy_all(into: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> None:
+    """Copy tensors, each into that of the same place: large ones as memory, all others with one call of torch.
+
+    For large memory the C library writes around the caches. A few threads are as fast as the memory is.
+    """
+    others: list[tuple[torch.Tensor, torch.Tensor]] = []
+    large: list[tuple[Any, Any]] = []
+    for pair in zip(into, from_, strict=True):
+        if pair[0].nbytes >= LARGE and all(t.is_cpu and t.is_contiguous() for t in pair):
+            target, source = (t.view(-1).view(torch.uint8).numpy() for t in pair)
+            large += [
+                (target[at : at + CHUNK], source[at : at + CHUNK]) for at in range(0, len(target), CHUNK)
+            ]
+        else:
+            others.append(pair)
+    left = iter(large)
+    count = min(THREADS, len(os.sched_getaffinity(0)), len(large))
+    helpers = [threading.Thread(target=_copy, args=(left,)) for _ in range(count - 1)]
+    for helper in helpers:
+        helper.start()
+    _copy(left)
+    for helper in helpers:
+        helper.join()
+    if others:
+        with writing(into):
+            torch._foreach_copy_([pair[0] for pair in others], [pair[1] for pair in others])
+
+
+def _copy(left: Iterator[tuple[Any, Any]]) -> None:
+    """Copy what is left, as other threads do; numpy lets them."""
+    for target, source in left:
+        numpy.copyto(target, source)
+
+
+def blend(into: Sequence[torch.Tensor], from_: Sequence[torch.Tensor], eta: float) -> None:
+    """Make each tensor of floating-point numbers ``eta * from_ + (1 - eta) * into``; copy all others.
+
+    A tensor that is in `into` twice, as tied weights are, is blended once.
+    """
+    # The tensors are distinct, or the same by two names.
+    pairs = {geometry(target): (target, source) for target, source in zip(into, from_, strict=True)}
+    with writing(into):
+        for target, source in pairs.values():
+            if not target.is_floating_point() and not target.is_complex():
+                target.copy_(source)
+            elif target.dtype.itemsize > 1:
+                target.lerp_(source.to(target.device), eta)
+            else:
+                # There is no arithmetic of float8.
+                target.copy_(torch.lerp(target.float(), source.float().to(target.device), eta))
+
 
 _numbers = itertools.count(1)
 """Of layouts; 0 is the number of none."""
@@ -185,8 +427,8 @@ class Publisher:
     def handle(self, request: Request, reply: Reply) -> None:
         """Answer a request, now or when there is something to answer."""
         if isinstance(request, Release):
-            held = self._reads if request.keep else self._release
-            reply(Parcel(encode(Released(held(request.block, request.reader)))))
+            held = self._release(request.block, request.reader, keep=request.keep)
+            reply(Parcel(encode(Released(held))))
             return
         with self._lock:
             self._expire()
@@ -319,18 +561,13 @@ class Publisher:
                 others.setdefault(first, []).append(place)
         return here, {reader: tuple(places) for reader, places in others.items()}
 
-    def _reads(self, number: int, reader: str) -> bool:
-        """Return True if no process has written to the block since the reader has asked for it."""
+    def _release(self, number: int, reader: str, *, keep: bool = False) -> bool:
+        """The reader does not need the block any more, unless it is to `keep`. Returns whether it was the reader's until
+        now, so that no process has written to it since."""
         with self._lock:
             block = self._blocks.find(number)
-            return block is not None and reader in block.readers
-
-    def _release(self, number: int, reader: str) -> bool:
-        """The reader does not need the block any more. Returns whether it was the reader's until now."""
-        with self._lock:
-            held = self._reads(number, reader)
-            block = self._blocks.find(number)
-            if block is not None:
+            held = block is not None and reader in block.readers
+            if block is not None and not keep:
                 block.readers.discard(reader)
             return held
 

@@ -15,10 +15,10 @@ import torch
 from unirun.errors import FrameError, PeerLost, WeightsError, WeightsTimeout
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import Value
+from unirun.weights.devices import DeviceError, DeviceInterface
 from unirun.weights.hub import Holder
 from unirun.weights.messages import Describe, Described, Fetched, Released, answer_of
-from unirun.weights.packing import DeviceError, DeviceInterface, Packing, blend, copy_all
-from unirun.weights.publishing import Finder, device_of
+from unirun.weights.publishing import Finder, Packing, blend, copy_all, device_of
 from unirun.weights.sources import Copy, Mapped, RemoteSource, Sent
 from unirun.weights.tensors import (
     Layout,
@@ -84,7 +84,7 @@ def give_up(found: Sequence[FetchResult]) -> None:
             got.copy.end()
 
 
-class _Target(Value):
+class Target(Value):
     """The target of a transfer: `tensors`, of which this rank has `layout`, on `device` if all are on one.
 
     With `assign`, which is called with a name and a tensor, those that are whole in memory of this host are not copied
@@ -137,23 +137,24 @@ class Receiver:
         """The path by which the last version came."""
         self._plan: tuple[object, Mapping[int, tuple[NamedBox, ...]]] | None = None
 
-    def receive(
+    def target(
         self,
-        sources: Sequence[RemoteSource],
         tensors: Mapping[str, Piecewise],
-        at_least: int,
         deadline: float,
         assign: Callable[[str, torch.Tensor], None] | None = None,
         eta: float = 1.0,
-    ) -> int:
-        """Copy the latest version that all publishers `sources` have, and which is not before `at_least`, into
-        `tensors`, or `assign` it. Returns the version.
+    ) -> Target:
+        """A target for `receive`. Raises `WeightsError`."""
+        return Target(tensors, layout_of(tensors), self._device(tensors), deadline, assign, eta)
+
+    def receive(self, sources: Sequence[RemoteSource], target: Target, at_least: int) -> int:
+        """Copy the latest version that all publishers `sources` have, and which is not before `at_least`. Returns the
+        version.
 
         Raises `PeerLost`, `WeightsError` when the tensors do not fit, `WeightsTimeout`.
         """
-        target = _Target(tensors, layout_of(tensors), self._device(tensors), deadline, assign, eta)
         while True:
-            fresh = self._describe(sources, deadline)
+            fresh = self._describe(sources, target.deadline)
             try:
                 takes = self._planned(sources, target.layout)
             except WeightsError:
@@ -167,24 +168,15 @@ class Receiver:
             if done:
                 return at_least
 
-    def receive_held(
-        self,
-        holders: Sequence[RemoteSource],
-        tensors: Mapping[str, Piecewise],
-        at_least: int,
-        deadline: float,
-        assign: Callable[[str, torch.Tensor], None] | None = None,
-        eta: float = 1.0,
-    ) -> int | None:
+    def receive_held(self, holders: Sequence[RemoteSource], target: Target, at_least: int) -> int | None:
         """As `receive`, with the latest version of which some of `holders` have all parts. None: there is none."""
-        target = _Target(tensors, layout_of(tensors), self._device(tensors), deadline, assign, eta)
-        versions = self._versions(holders, deadline)
+        versions = self._versions(holders, target.deadline)
         for version in sorted({each for each in versions.values() if each >= at_least}, reverse=True):
             some = [source for source in holders if versions.get(source) == version]
             for source in some:
                 source.describe(None)
             try:
-                self._describe(some, deadline)
+                self._describe(some, target.deadline)
                 taken, done = self._take(some, self._planned(some, target.layout), version, target)
             except (PeerLost, WeightsError):
                 continue
@@ -248,7 +240,7 @@ class Receiver:
         sources: Sequence[RemoteSource],
         takes: Mapping[int, tuple[NamedBox, ...]],
         at_least: int,
-        target: _Target,
+        target: Target,
     ) -> tuple[int, bool]:
         """Fetch and copy. Returns the version, or the one to ask for next, and whether that was done."""
         for source in sources:
@@ -266,7 +258,7 @@ class Receiver:
         sources: Sequence[RemoteSource],
         takes: Mapping[int, tuple[NamedBox, ...]],
         at_least: int,
-        target: _Target,
+        target: Target,
     ) -> list[FetchResult]:
         """Ask all publishers that have something. Empty when one of them has to be asked in another way."""
         patience = self._left(target.deadline)
@@ -305,7 +297,7 @@ class Receiver:
         takes: Sequence[NamedBox],
         said: Fetched,
         parcel: Parcel,
-        target: _Target,
+        target: Target,
     ) -> FetchResult | None:
         """The parts that come from `source` itself. None: it has to be asked in another way."""
         if source.packing is None or said.layout != source.packing.number:
@@ -333,7 +325,7 @@ class Receiver:
     def _from_others(
         self,
         later: Sequence[tuple[RemoteSource, Fetched, str, Sequence[NamedBox]]],
-        target: _Target,
+        target: Target,
     ) -> list[FetchResult] | None:
         """Take over the tensors that other receivers of this host have got; from the publisher if they do not
         give it soon. None: it has other tensors now."""
@@ -382,7 +374,7 @@ class Receiver:
                 if isinstance(said, Fetched) and said.block:
                     self._holder.give_back([(source, said.block)])
 
-    def _copied(self, found: Sequence[FetchResult], at_least: int, target: _Target) -> tuple[int, bool]:
+    def _copied(self, found: Sequence[FetchResult], at_least: int, target: Target) -> tuple[int, bool]:
         """As `_take`, of what was fetched."""
         version = max(got.fetched.version for got in found)
         if any(got.fetched.version != version for got in found):
@@ -438,7 +430,7 @@ class Receiver:
         ]
         return all(said.held for said in answers)
 
-    def _hold(self, version: int, found: Sequence[FetchResult], target: _Target) -> None:
+    def _hold(self, version: int, found: Sequence[FetchResult], target: Target) -> None:
         """Hold what can be held for others, in place of the version before; give back all else."""
         lasting = [got for got in found if got.lasts]
         lent = [(source, None if target.keeps else block) for source, block in leases(lasting)]

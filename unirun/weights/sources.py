@@ -14,9 +14,10 @@ import torch
 from unirun.errors import FrameError, GroupError, PeerLost
 from unirun.roles.transport.protocol import Connection, Parcel, Transport, writable
 from unirun.values import WorkerId
+from unirun.weights.devices import DeviceError, DeviceInterface
 from unirun.weights.messages import Fetch, Fetched, Peek, Release, Request, encode
-from unirun.weights.packing import DeviceError, DeviceInterface, Packing
 from unirun.weights.pairing import PairGroup
+from unirun.weights.publishing import Packing
 from unirun.weights.tensors import Box, Layout, NamedBox, Part, Piece, dtype_of, part_of
 
 # The tensors that a receiver has of one version: mapped memory of a publisher, or parts that were sent to it.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from unirun.weights.packing import DeviceError
+from unirun.weights.devices import DeviceError
 
 GARBAGE = 0xA5
 """The content of memory that nothing has been written to."""

@@ -142,13 +142,13 @@ class ReceiverHarness:
     ) -> int:
         """As `WeightsChannel.receive`."""
         deadline, setter = time.monotonic() + within, assigner(into) if assign else None
-        return self._receiver.receive(self.sources, targets_of(into, eta), at_least, deadline, setter, eta)
+        target = self._receiver.target(targets_of(into, eta), deadline, setter, eta)
+        return self._receiver.receive(self.sources, target, at_least)
 
     def receive_held(self, holders: Sequence[RemoteSource], into: Weights, at_least: int = 0) -> int | None:
         """As `Receiver.receive_held`."""
-        return self._receiver.receive_held(
-            holders, tensors_of(into), at_least, time.monotonic() + WAIT_TIMEOUT
-        )
+        target = self._receiver.target(tensors_of(into), time.monotonic() + WAIT_TIMEOUT)
+        return self._receiver.receive_held(holders, target, at_least)
 
     def latest(self) -> int:
         """As `Receiver.latest`."""

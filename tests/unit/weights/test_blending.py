@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.weights.harness import weights_harness
-from unirun.weights.packing import blend
+from unirun.weights.publishing import blend
 from unirun.weights.tensors import tensors_of
 
 

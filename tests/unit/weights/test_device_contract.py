@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from tests.unit.weights.fake_device import FakeMachine
-from unirun.weights.cuda import CudaDevice
-from unirun.weights.packing import DeviceError, DeviceInterface
+from unirun.weights.devices import CudaDevice, DeviceError, DeviceInterface
 
 pytestmark = pytest.mark.starts_processes
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.unit.weights.fake_device import FakeDevice, FakeMachine, MemoryMisuse
 from tests.unit.weights.harness import ReceiverHarness, WeightsHarness, weights_harness
-from unirun.weights.packing import DeviceError
+from unirun.weights.devices import DeviceError
 from unirun.weights.publishing import Publisher
 
 pytestmark = pytest.mark.starts_processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import fsspec
@@ -19,8 +20,7 @@ from tests.unit.weights.test_moving import noise, same
 from unirun.errors import FrameError, UsageError, WeightsError
 from unirun.weights import disk
 from unirun.weights.disk import LAYOUT, format_code
-from unirun.weights.packing import Packing
-from unirun.weights.publishing import Publisher
+from unirun.weights.publishing import Packing, Publisher
 from unirun.weights.tensors import Layout, LocalShard, Weights, tensors_of, unreadable
 
 ANY = -(1 << 62)
@@ -216,6 +216,15 @@ def test_of_another_store_only_the_files_are_fetched_that_have_what_is_needed(
     load("memory://halves", {"w": LocalShard(got, shape=(6, 4), start=(3, 0))})
     assert torch.equal(got, whole[3:])
     assert fetched == ["/halves/1/00001-of-00002.safetensors"]
+
+
+def test_a_file_can_be_read_by_those_whom_the_umask_lets(url: str) -> None:
+    before = os.umask(0o027)
+    try:
+        (path,) = save(url, 1, {"w": torch.ones(1)})
+    finally:
+        os.umask(before)
+    assert os.stat(path).st_mode & 0o777 == 0o640
 
 
 def test_a_file_of_this_host_is_read_where_it_is(url: str) -> None:

@@ -17,8 +17,7 @@ from tests.effort import examples
 from tests.unit.weights.harness import weights_harness
 from unirun.errors import WeightsError
 from unirun.weights import disk
-from unirun.weights.packing import Packing
-from unirun.weights.publishing import Publisher
+from unirun.weights.publishing import Packing, Publisher
 from unirun.weights.tensors import (
     LocalShard,
     Piecewise,

@@ -18,7 +18,7 @@ from tests.unit.weights.harness import WeightsHarness, weights_harness
 from tests.unit.weights.shardings import Sharding, shardings
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import PeerLost, UsageError, WeightsError, WeightsTimeout
-from unirun.weights.packing import Packing
+from unirun.weights.publishing import Packing
 from unirun.weights.tensors import Layout, tensors_of
 
 pytestmark = pytest.mark.starts_processes

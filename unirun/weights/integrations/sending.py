@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from unirun.errors import Fault, ServerError, ServerTimeout, UnirunError, UsageError, WeightsError
 from unirun.roles.transport.frames import ALIGN
 from unirun.weights.disk import format_code, unsaveable
-from unirun.weights.packing import copy_all
+from unirun.weights.publishing import copy_all
 from unirun.weights.tensors import Weights, is_dtensor, tensors_of, unreadable
 
 # A version of the weights as a safetensors file in shared memory, which other processes of this host open by its path.
