@@ -160,7 +160,7 @@ def _header(files: Any, path: str, folder: str) -> str:
     with files.open(path, "rb") as there, open(name, "wb") as here:
         size = there.read(8)
         here.write(size + there.read(min(int.from_bytes(size, "little"), MAX_HEADER)))
-        here.truncate(there.size)
+        here.truncate(files.size(path))
     return name
 
 

@@ -562,8 +562,8 @@ class Publisher:
         return here, {reader: tuple(places) for reader, places in others.items()}
 
     def _release(self, number: int, reader: str, *, keep: bool = False) -> bool:
-        """The reader does not need the block any more, unless it is to `keep`. Returns whether it was the reader's until
-        now, so that no process has written to it since."""
+        """The reader does not need the block any more, unless it is to `keep`. Returns whether it was the reader's
+        until now, so that no process has written to it."""
         with self._lock:
             block = self._blocks.find(number)
             held = block is not None and reader in block.readers
