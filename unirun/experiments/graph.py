@@ -154,11 +154,6 @@ class ModelShardID(Value):
         return f"{self.model_name}[" + ", ".join(f"{axis} {at}" for axis, at in place.items()) + "]"
 
 
-def shards(model_name: ModelName, topo: ProcessTopology) -> list[ModelShardID]:
-    """All parts of a model, in rank order."""
-    return [ModelShardID(model_name, topo, rank) for rank in range(topo.world_size())]
-
-
 class ModelInterfaceType(StrEnum):
     """The kind of work that a call does with its model: the method of its `ModelInterface`."""
 

@@ -24,7 +24,7 @@ from unirun.experiments.config import done, passed
 from unirun.experiments.evaluator import evaluated
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.models.api import FinetuneSpec
-from unirun.experiments.orders import LOST, DatasetInfo, Step, means, reductions_of
+from unirun.experiments.orders import LOST, Step, means, reductions_of
 from unirun.experiments.recovery import (
     CHECKPOINTS,
     DATA,
@@ -191,9 +191,8 @@ class MasterWorkerProcess(BaseTrainer):
         self._generation = self._generation_now()
         group, info = self._group, self._last()
         # Without retries: each loss has to be counted here, with the end of the worker.
-        setups = group.about.options(idempotent=True, retries=0).call()
-        samples = max(setup.samples for setup in setups)
-        content = _content_of(setups)
+        read: list[tuple[int, str]] = group.about.options(idempotent=True, retries=0).call()
+        samples, content = max(count for count, _ in read), _content_of(read)
         # Once in a job: a worker that was started again may make its samples anew.
         if DATA not in self._settings.values:
             self._settings = self._settings.with_data(content)
@@ -386,12 +385,12 @@ class MasterWorkerProcess(BaseTrainer):
                 report(f"step {step}: {call.name}: {shown}")
 
 
-def _content_of(setups: Sequence[DatasetInfo]) -> str:
+def _content_of(read: Sequence[tuple[int, str]]) -> str:
     """The content of the dataset, which is the same in all workers that have read it. Raises `UsageError`."""
     contents: dict[str, int] = {}
-    for rank, setup in enumerate(setups):
-        if setup.samples:
-            contents.setdefault(setup.content, rank)
+    for rank, (samples, content) in enumerate(read):
+        if samples:
+            contents.setdefault(content, rank)
     if len(contents) > 1:
         told = "; ".join(f"{each} in {WORKERS}:{rank}" for each, rank in contents.items())
         raise UsageError(

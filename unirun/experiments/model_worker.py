@@ -32,7 +32,7 @@ from unirun.experiments.graph import (
     ProcessTopology,
 )
 from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, ModelInterface, Place
-from unirun.experiments.orders import DatasetInfo, MFCReply, MFCRequest, Traffic, data_of, figures_of
+from unirun.experiments.orders import MFCReply, MFCRequest, Traffic, data_of, figures_of
 from unirun.experiments.recovery import Recovery
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
 from unirun.experiments.sample import SequenceSample
@@ -421,10 +421,10 @@ class ModelWorkerProcess(BaseWorkload):
         return self._mine.base_seed + sum(map(ord, model.role))
 
     @trainer_invocation(target="ALL")
-    def about(self) -> DatasetInfo:
+    def about(self) -> tuple[int, str]:
         """The number of samples of the dataset, and its content; 0 without one. Raises the errors of reading it."""
         self._read()
-        return DatasetInfo(0 if self._dataset is None else len(self._dataset), self._content)
+        return 0 if self._dataset is None else len(self._dataset), self._content
 
     @trainer_invocation(target="ALL")
     def restore(self, attempt: int, step: int | None, spec: FinetuneSpec) -> dict[str, int]:

@@ -64,13 +64,6 @@ class MFCReply:
         assert self.meta is None or self.meta.data is None
 
 
-class DatasetInfo(Value):
-    """The answer of a worker at the start: the number of samples of the dataset, and its content (`content_of`)."""
-
-    samples: int
-    content: str = ""
-
-
 def seed_of(base: int, step: int, call: str, rank: int) -> int:
     """The seed of a call in a data-parallel rank. It follows from these alone, so a call that is made again draws the
     same numbers, in whatever process."""

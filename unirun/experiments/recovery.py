@@ -27,6 +27,7 @@ from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import Abstraction
 from unirun.experiments.registry import INTERFACES
 from unirun.experiments.starting import plain
+from unirun.observe.events import read_lines
 from unirun.train.losses import LIMIT
 from unirun.values import Value
 from unirun.wire.frames import finite
@@ -42,23 +43,6 @@ DATA = "datasets.content"
 
 EPOCHS = "total_train_epochs"
 """The setting that decides numbers only where the learning rate follows from it."""
-
-
-class SettingChange(Value):
-    """A setting that decides the numbers, and has changed since the checkpoint was written. An absent one is empty."""
-
-    key: str
-    before: str
-    now: str
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.before or 'none'} → {self.now or 'none'}"
-
-    @property
-    def may_be_accepted(self) -> bool:
-        """False for `n_seqs` and layouts: the checkpoint has a file for each rank, and a position counted in
-        batches."""
-        return self.key != "n_seqs" and ".layout." not in self.key
 
 
 class Settings(Value):
@@ -100,15 +84,16 @@ class Settings(Value):
         """The same, with the content of the datasets."""
         return Settings({**self.values, DATA: json.dumps(content)}, self.code)
 
-    def changes(self, now: Settings) -> list[SettingChange]:
-        """The settings that are different `now`. The content of datasets and the number of epochs are
-        compared only if both have them."""
-        names = sorted({*self.values, *now.values} - {DATA, EPOCHS})
-        names += [name for name in (DATA, EPOCHS) if name in self.values and name in now.values]
-        found = [
-            SettingChange(name, self.values.get(name, ""), now.values.get(name, "")) for name in sorted(names)
-        ]
-        return [change for change in found if change.before != change.now]
+    def changes(self, now: Settings) -> dict[str, str]:
+        """The settings that are different `now`: by name what has changed, in words. The content of datasets and the
+        number of epochs are compared only if both have them."""
+        names = {*self.values, *now.values} - ({DATA, EPOCHS} - ({*self.values} & {*now.values}))
+        both = {name: (self.values.get(name, ""), now.values.get(name, "")) for name in sorted(names)}
+        return {
+            name: f"{name}: {before or 'none'} → {after or 'none'}"
+            for name, (before, after) in both.items()
+            if before != after
+        }
 
 
 _OF_CALLS = (
@@ -250,23 +235,26 @@ class Recovery:
         to a dot. Raises `UsageError` if any other setting that decides the numbers has changed."""
         if info.settings is None:
             return []
-        told: list[SettingChange] = []
-        refused: list[SettingChange] = []
-        for change in info.settings.changes(now):
-            named = any(change.key == key or change.key.startswith(f"{key}.") for key in accepted)
-            (told if named and change.may_be_accepted else refused).append(change)
+        told: dict[str, str] = {}
+        refused: dict[str, str] = {}
+        for name, change in info.settings.changes(now).items():
+            named = any(name == key or name.startswith(f"{key}.") for key in accepted)
+            (told if named and _may_be_accepted(name) else refused)[name] = change
         if refused:
-            raise UsageError(
-                f"{self.path(info.step)} was written with other settings: {'; '.join(map(str, refused))}",
+            remedy = (
                 "start with the settings of before, with another trial name, or with --recover-mode disabled"
-                + _accepting(refused),
             )
+            if all(map(_may_be_accepted, refused)):
+                names = " ".join(f"--accept-change {name}" for name in refused)
+                remedy = f"{remedy}; to go on all the same: {names}"
+            problem = f"was written with other settings: {'; '.join(refused.values())}"
+            raise UsageError(f"{self.path(info.step)} {problem}", remedy)
         code = [
             f"the code of interface {kind!r} has changed"
             for kind in sorted(info.settings.code.keys() & now.code.keys())
             if info.settings.code[kind] != now.code[kind]
         ]
-        return [*map(str, told), *code]
+        return [*told.values(), *code]
 
     def discard(self, step: int) -> None:
         """A checkpoint cannot be read: it is none from now on."""
@@ -277,11 +265,9 @@ class Recovery:
         shutil.rmtree(self._root, ignore_errors=True)
 
 
-def _accepting(refused: Sequence[SettingChange]) -> str:
-    """The options that accept these changes; empty unless all of them may be accepted."""
-    if not all(change.may_be_accepted for change in refused):
-        return ""
-    return "; to go on all the same: " + " ".join(f"--accept-change {change.key}" for change in refused)
+def _may_be_accepted(setting: str) -> bool:
+    """False for `n_seqs` and layouts: the checkpoint has a file for each rank, and a position counted in batches."""
+    return setting != "n_seqs" and ".layout." not in setting
 
 
 # The records of a trial: figures of steps, of held-out data and of saved models, an object in each line.
@@ -305,13 +291,7 @@ class Records:
     def read(self, name: str) -> list[dict[str, Any]]:
         """All lines of a file. One that was cut, as its process was killed, is left out."""
         path = self._root / name
-        found = []
-        for line in path.read_text().splitlines() if path.exists() else ():
-            try:
-                found.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return found
+        return [*read_lines(path)] if path.exists() else []
 
     def of_step(self, name: str, step: int) -> dict[str, Any]:
         """The figures of the line of `step`, nan for those that are null; none if there is no such line."""

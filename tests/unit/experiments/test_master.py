@@ -27,7 +27,6 @@ from unirun.experiments.config import (
 from unirun.experiments.experiment import Experiment, ExperimentConfig, Trial, register_experiment
 from unirun.experiments.graph import topology
 from unirun.experiments.master import Losses, MasterWorkerProcess
-from unirun.experiments.orders import DatasetInfo
 from unirun.experiments.recovery import Recovery
 from unirun.train.losses import loss_of
 
@@ -124,7 +123,7 @@ class Workers:
         if self._unreadable is not None:
             raise self._unreadable
         # The last worker reads no data.
-        found = [*(DatasetInfo(8, content) for content in self._contents), DatasetInfo(0)]
+        found = [*((8, content) for content in self._contents), (0, "")]
         if self._contents_later:
             self._contents = self._contents_later
         return found

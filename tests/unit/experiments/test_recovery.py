@@ -171,7 +171,7 @@ def settings(lr: float = 0.1, seed: int = 1, tensor: int = 1, **more: Any) -> Se
 
 
 def changes(before: Settings, now: Settings) -> list[str]:
-    return [*map(str, before.changes(now))]
+    return [*before.changes(now).values()]
 
 
 class TestSettings:

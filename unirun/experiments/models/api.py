@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -100,23 +99,6 @@ class Generated(Value):
     tokens: list[list[torch.Tensor]]
     logprobs: list[list[torch.Tensor]]
     ended: list[list[bool]]
-
-    def split(self, counts: Iterable[int]) -> list[Generated]:
-        """Parts with these numbers of prompts."""
-        ends = list(itertools.accumulate(counts, initial=0))
-        return [
-            Generated(self.tokens[start:end], self.logprobs[start:end], self.ended[start:end])
-            for start, end in itertools.pairwise(ends)
-        ]
-
-    @staticmethod
-    def gather(parts: Sequence[Generated]) -> Generated:
-        """All prompts of these parts, in their order."""
-        return Generated(
-            [each for part in parts for each in part.tokens],
-            [each for part in parts for each in part.logprobs],
-            [each for part in parts for each in part.ended],
-        )
 
 
 Loss = Callable[[torch.Tensor, SequenceSample], tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +31,9 @@ from unirun.wire.reporting import report
 
 # Generation with a cache of keys and values, through all stages of a pipeline.
 
+Continuation = tuple[torch.Tensor, torch.Tensor, bool]
+"""Tokens, the logarithms of their probabilities, and whether the last one is a stop token."""
+
 
 def generate(
     place: Place,
@@ -40,9 +44,9 @@ def generate(
     stop: Collection[int],
     pad: int,
     chance: torch.Generator,
-) -> Generated | None:
-    """Continue each of `prompts` until it has one of the tokens `stop`. None except on the last stage. All ranks of the
-    model call it. `pad` fills up rows of other lengths, and is hidden, so it may be a stop token.
+) -> list[Continuation] | None:
+    """Continue each of `prompts` ``how.n`` times, until it has one of the tokens `stop`. None except on the last stage.
+    All ranks of the model call it. `pad` fills up rows of other lengths, and is hidden, so it may be a stop token.
 
     In each data-parallel rank, one process samples the tokens and broadcasts them to the others.
     """
@@ -81,22 +85,13 @@ def generate(
         value = following[:, None].to(place.device)
     if not place.last_stage:
         return None
-    return _collected(drawn, chances, ends, len(prompts), how.n)
-
-
-def _collected(
-    drawn: Sequence[torch.Tensor], chances: Sequence[torch.Tensor], stop: torch.Tensor, prompts: int, n: int
-) -> Generated:
-    tokens = torch.stack([*drawn], 1) if drawn else torch.empty(prompts * n, 0, dtype=torch.long)
-    logprobs = torch.stack([*chances], 1) if chances else torch.empty(prompts * n, 0)
-    found = Generated([], [], [])
-    for prompt in range(prompts):
-        rows = range(prompt * n, (prompt + 1) * n)
-        ends = [torch.isin(tokens[row], stop).nonzero() for row in rows]
-        lengths = [int(end[0]) + 1 if len(end) else tokens.shape[1] for end in ends]
-        found.tokens.append([tokens[row, :length] for row, length in zip(rows, lengths, strict=True)])
-        found.logprobs.append([logprobs[row, :length] for row, length in zip(rows, lengths, strict=True)])
-        found.ended.append([bool(len(end)) for end in ends])
+    found: list[Continuation] = []
+    for row in range(len(rows)):
+        tokens = torch.stack([some[row] for some in drawn]) if drawn else ends[:0]
+        logprobs = torch.stack([some[row] for some in chances]) if drawn else torch.empty(0)
+        ended = torch.isin(tokens, ends).nonzero()
+        length = int(ended[0]) + 1 if len(ended) else len(tokens)
+        found.append((tokens[:length], logprobs[:length], bool(len(ended))))
     return found
 
 
@@ -471,17 +466,23 @@ class TorchEngine:
         self._stage.eval()
         stops = self._stage.stops if stop is None else [stop] if isinstance(stop, int) else stop
         chance = torch.Generator().manual_seed(seed)
-        found: dict[int, Generated] = {}
+        found: dict[int, list[list[Continuation]]] = {}
         with whole(self._stage):
             # Data-parallel ranks may have different numbers of micro-batches: no collective is between them here.
             for part, places in sample.split(spec):
                 prompts = part.sequences(key)
                 made = generate(self._place, self._stage, prompts, how, stop=stops, pad=pad, chance=chance)
-                if made is not None:
-                    found |= zip(places, made.split(map(len, part.seqlens[key])), strict=True)
+                continuations = iter(made or ())
+                for place, lengths in zip(places, part.seqlens[key], strict=True):
+                    found[place] = [[*islice(continuations, how.n)] for _ in lengths]
         if not self._stage.last:
             return None
-        return Generated.gather([found[place] for place in range(len(sample))])
+        each = [prompt for place in range(len(sample)) for prompt in found[place]]
+        return Generated(
+            [[tokens for tokens, _, _ in prompt] for prompt in each],
+            [[logprobs for _, logprobs, _ in prompt] for prompt in each],
+            [[ended for _, _, ended in prompt] for prompt in each],
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """As `Engine` says."""

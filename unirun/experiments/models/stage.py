@@ -73,7 +73,7 @@ class Stage(nn.Module):
         assert place.mesh is not None
         mesh = place.mesh["tensor"]
         for number, layer in enumerate(self.body.layers):
-            if faults := _uneven(f"models.{place.name}", layer, mesh.size()):
+            if faults := [*_uneven(f"models.{place.name}", layer, mesh.size())]:
                 raise SpecError(faults)
             # By name, as FSDP2 puts other parameters in their places.
             self._partial |= {f"body.layers.{number}.{name}" for name in partial_names(layer)}
@@ -172,44 +172,34 @@ def _stops(whole: Any) -> tuple[int, ...]:
     return () if found is None else (found,) if isinstance(found, int) else tuple(found)
 
 
-def _uneven(where: str, layer: nn.Module, tensor: int) -> list[Fault]:
+def _uneven(where: str, layer: nn.Module, tensor: int) -> Iterator[Fault]:
     """Faults of linear layers that do not give tensor-parallel ranks equal parts of whole heads."""
-    faults = []
     for name, cut in cuts(layer).items():
         module: Any = getattr(layer, name)
+        unit = getattr(module, "head_dim", 1)
         for each in (*cut.columns, *cut.rows):
             linear = getattr(module, each)
             size = linear.out_features if each in cut.columns else linear.in_features
-            unit = getattr(module, "head_dim", 1)
             if size % (unit * tensor):
                 problem = f"{name}.{each} has {size} elements in units of {unit}, and tensor is {tensor}"
-                faults.append(Fault(where, problem, f"tensor has to divide {size // unit}"))
-    return faults
+                yield Fault(where, problem, f"tensor has to divide {size // unit}")
 
 
-def _size_faults(where: str, topo: ProcessTopology, config: Any) -> list[Fault]:
+def _size_faults(where: str, topo: ProcessTopology, config: Any) -> Iterator[Fault]:
     """Sizes that do not fit the layout."""
-    faults = []
-    tensor, stages = topo.get_dim("tensor"), topo.get_dim("pipe")
-    heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    tensor, stages, layers = topo.get_dim("tensor"), topo.get_dim("pipe"), config.num_hidden_layers
+    heads = config.num_attention_heads
     for what, size in (
-        ("attention heads", heads[0]),
-        ("key-value heads", heads[1] or heads[0]),
+        ("attention heads", heads),
+        ("key-value heads", getattr(config, "num_key_value_heads", None) or heads),
         ("elements in its intermediate layers", getattr(config, "intermediate_size", 0)),
     ):
         if isinstance(size, int) and size % tensor:
-            faults.append(
-                Fault(where, f"it has {size} {what}, and tensor is {tensor}", f"tensor has to divide {size}")
+            yield Fault(
+                where, f"it has {size} {what}, and tensor is {tensor}", f"tensor has to divide {size}"
             )
-    if config.num_hidden_layers < stages:
-        faults.append(
-            Fault(
-                where,
-                f"it has {config.num_hidden_layers} layers, and pipe is {stages}",
-                "a stage has one layer at least",
-            )
-        )
-    return faults
+    if layers < stages:
+        yield Fault(where, f"it has {layers} layers, and pipe is {stages}", "a stage has one layer at least")
 
 
 def _built(whole: nn.Module, stage: int, stages: int) -> Stage:
@@ -220,8 +210,20 @@ def network_faults(where: str, topo: ProcessTopology, arguments: Mapping[str, An
     """The reasons why a `causal_lm` with these `arguments` cannot have this layout: its sizes, or a family
     whose parts compute something else than the whole (`families`). Nothing of its size is made. Raises
     `SpecError` when its configuration cannot be read."""
-    found = configuration(where, arguments.get("config"), arguments.get("path", ""))
-    return _faults(where, topo, found, bool(arguments.get("critic")))
+    config = configuration(where, arguments.get("config"), arguments.get("path", ""))
+    critic, family = bool(arguments.get("critic")), config.model_type
+    if why := refusal(config, _built, "", critic=critic):
+        remedy = "use a network of another family; docs/experiments.md lists them"
+        return [Fault(where, f"the family {family} cannot run: {why}", remedy)]
+    if faults := [*_size_faults(where, topo, config)]:
+        return faults
+    return [
+        Fault(
+            where, f"the family {family} cannot run with {axis}={topo.get_dim(axis)}: {why}", f"use {axis}=1"
+        )
+        for axis in ("pipe", "tensor")
+        if topo.get_dim(axis) > 1 and (why := refusal(config, _built, axis, critic=critic))
+    ]
 
 
 def configuration(where: str, config: Mapping[str, Any] | None, path: str) -> Any:
@@ -240,19 +242,3 @@ def configuration(where: str, config: Mapping[str, Any] | None, path: str) -> An
         # Whatever transformers raises for a name, a file or a setting that is wrong.
         problem = f"transformers does not read its configuration: {first_line(error)}"
         raise SpecError([Fault(where, problem, "correct its path or its config")]) from error
-
-
-def _faults(where: str, topo: ProcessTopology, config: Any, critic: bool) -> list[Fault]:
-    family = config.model_type
-    if why := refusal(config, _built, "", critic=critic):
-        remedy = "use a network of another family; docs/experiments.md lists them"
-        return [Fault(where, f"the family {family} cannot run: {why}", remedy)]
-    if faults := _size_faults(where, topo, config):
-        return faults
-    return [
-        Fault(
-            where, f"the family {family} cannot run with {axis}={topo.get_dim(axis)}: {why}", f"use {axis}=1"
-        )
-        for axis in ("pipe", "tensor")
-        if topo.get_dim(axis) > 1 and (why := refusal(config, _built, axis, critic=critic))
-    ]
