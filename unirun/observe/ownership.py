@@ -15,7 +15,7 @@ import stat
 import struct
 from pathlib import Path
 
-from unirun.values import Value
+from unirun.errors import Fault
 
 MAX_LINKS = 40
 """Maximum number of symbolic links in one path, as in the kernel."""
@@ -23,13 +23,6 @@ MAX_LINKS = 40
 
 _ACCESS, _DEFAULT = "system.posix_acl_access", "system.posix_acl_default"
 _NAMED_USER, _NAMED_GROUP, _MASK = 0x02, 0x08, 0x10
-
-
-class PathFault(Value):
-    """A component of a path that another user controls: `problem` states which and why."""
-
-    problem: str
-    remedy: str
 
 
 def make_private(folder: Path) -> None:
@@ -45,8 +38,9 @@ def make_private(folder: Path) -> None:
             each.chmod(0o700)
 
 
-def exposure(folder: Path) -> PathFault | None:
-    """Return the first component of the path `folder` that another user controls, None when there is none.
+def exposure(folder: Path) -> Fault | None:
+    """Return the first component of the path `folder` that another user controls, as a fault that states which and
+    why; None when there is none.
 
     In `folder` itself others may not even create entries. Missing components are not checked: check again after
     creating them. The walk starts at ``/``, so nobody can change the components that were checked. Raises OSError,
@@ -73,28 +67,30 @@ def exposure(folder: Path) -> PathFault | None:
             continue
         links += 1
         if links > MAX_LINKS or info.st_uid not in trusted:
-            return PathFault(f"{entry} is a link of {_user(info.st_uid)}", "name another directory")
+            return Fault(entry, f"{entry} is a link of {_user(info.st_uid)}", "name another directory")
         # The first part of an absolute target is "/", from which `join` above starts again.
         todo += reversed(Path(os.readlink(entry)).parts)
 
 
-def _directory(path: str, trusted: frozenset[int], *, last: bool) -> PathFault | None:
+def _directory(path: str, trusted: frozenset[int], *, last: bool) -> Fault | None:
     info = os.stat(path)
     if not stat.S_ISDIR(info.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
     if info.st_uid not in trusted:
-        return PathFault(f"{path} belongs to {_user(info.st_uid)}", "name a directory of your own")
+        return Fault(path, f"{path} belongs to {_user(info.st_uid)}", "name a directory of your own")
     if writers(info) and (last or not info.st_mode & stat.S_ISVTX):
-        return PathFault(
-            f"{path} may be written by {writers(info)}", f"chmod go-w {path}, or name another directory"
+        return Fault(
+            path, f"{path} may be written by {writers(info)}", f"chmod go-w {path}, or name another directory"
         )
     if (who := listed_writer(path)) and (last or not info.st_mode & stat.S_ISVTX):
-        return PathFault(
+        return Fault(
+            path,
             f"{path} may be written by {who}, by its access control list",
             f"setfacl -b {path}, or name another directory",
         )
     if last and (who := listed_writer(path, _DEFAULT)):
-        return PathFault(
+        return Fault(
+            path,
             f"new files in {path} may be written by {who}, by its access control list",
             f"setfacl -k {path}, or name another directory",
         )

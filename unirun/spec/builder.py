@@ -5,10 +5,12 @@ The methods that users call are in `unirun.train.builder`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from msgspec import field
+from msgspec.structs import replace
 
 from unirun.errors import Fault, SpecError
 from unirun.spec.parse import parse_job
@@ -151,101 +153,87 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _number_fault(where: str, value: Any, call: str) -> list[Fault]:
+def _number_fault(where: str, value: Any, call: str) -> Iterator[Fault]:
     if value is None:
-        return [Fault(where, "it is not set", f"call .{call}")]
-    if not _is_number(value):
-        return [
-            Fault(where, f"expected a whole number greater than 0, found {shown(value)}", f"call .{call}")
-        ]
-    return []
+        yield Fault(where, "it is not set", f"call .{call}")
+    elif not _is_number(value):
+        yield Fault(where, f"expected a whole number greater than 0, found {shown(value)}", f"call .{call}")
 
 
-def _job_faults(draft: Draft) -> list[Fault]:
-    faults = []
+def _job_faults(draft: Draft) -> Iterator[Fault]:
     known = ", ".join(DL_TYPES)
     if draft.dl_type is None:
-        faults.append(Fault("dl_type", "it is not set", f"call .dl_type() with one of {known}"))
+        yield Fault("dl_type", "it is not set", f"call .dl_type() with one of {known}")
     elif draft.dl_type not in DL_TYPES:
         remedy = nearest(str(draft.dl_type).upper(), DL_TYPES)
-        faults.append(Fault("dl_type", f"expected one of {known}, found {draft.dl_type!r}", remedy))
-    faults += _number_fault("node_num", draft.node_num, "node_num(1)")
-    faults += _number_fault("device_per_node", draft.device_per_node, "device_per_node(8)")
+        yield Fault("dl_type", f"expected one of {known}, found {draft.dl_type!r}", remedy)
+    yield from _number_fault("node_num", draft.node_num, "node_num(1)")
+    yield from _number_fault("device_per_node", draft.device_per_node, "device_per_node(8)")
     if draft.config is None:
-        faults.append(Fault("config", "it is not set", "call .config({…}) with a dict or a DictConfig"))
+        yield Fault("config", "it is not set", "call .config({…}) with a dict or a DictConfig")
     if not draft.workloads:
-        faults.append(Fault("workload", "there is none", "call .workload(role, module, class)"))
+        yield Fault("workload", "there is none", "call .workload(role, module, class)")
     names = [workload.role for workload in draft.workloads] + [*draft.services]
-    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-    faults += [Fault(name, f"the role {name!r} is given twice", "name each role once") for name in twice]
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield Fault(name, f"the role {name!r} is given twice", "name each role once")
     if draft.dl_type == "RL" and "actor" not in [name.lower() for name in names]:
-        faults.append(
-            Fault("actor", "a job of type RL has an actor", "call .workload('actor', module, class)")
-        )
-    return faults
+        yield Fault("actor", "a job of type RL has an actor", "call .workload('actor', module, class)")
 
 
-def _trainer_faults(draft: Draft, loaded: Mapping[str, Loaded]) -> list[Fault]:
+def _trainer_faults(draft: Draft, loaded: Mapping[str, Loaded]) -> Iterator[Fault]:
     """A job with workloads needs a trainer that calls them; one with functions only does not."""
-    if draft.trainer is None:
-        if draft.workloads and all(workload.kind == "function" for workload in draft.workloads):
-            return []
-        return [
-            Fault("trainer", "there is none, so nobody calls the workloads", "call .trainer(module, class)")
-        ]
-    return _class_faults(TRAINER, "trainer", draft.trainer, loaded)
+    if draft.trainer is not None:
+        yield from _class_faults(TRAINER, "trainer", draft.trainer, loaded)
+    elif not draft.workloads or any(workload.kind != "function" for workload in draft.workloads):
+        problem = "there is none, so nobody calls the workloads"
+        yield Fault("trainer", problem, "call .trainer(module, class)")
 
 
-def _class_faults(where: str, kind: str, entry: EntryDraft, loaded: Mapping[str, Loaded]) -> list[Fault]:
+def _class_faults(where: str, kind: str, entry: EntryDraft, loaded: Mapping[str, Loaded]) -> Iterator[Fault]:
     wanted = {"workload": "BaseWorkload", "trainer": "BaseTrainer"}
     for field_name, value in (("module", entry.module), ("class", entry.name)):
         if not isinstance(value, str) or not value:
             problem = f"expected the name of a {field_name}, found {shown(value)}"
-            return [Fault(f"{where}.{field_name}", problem, "name it as a text")]
+            yield Fault(f"{where}.{field_name}", problem, "name it as a text")
+            return
     found = loaded[entry.target]
     if found.error:
-        return [
-            Fault(f"{where}.class", f"{entry.target} cannot be imported: {found.error}", "correct the name")
-        ]
-    if found.kind != kind:
-        is_one = f", it is a {found.kind}" if found.kind else ""
-        problem = f"{entry.target} is no {kind}{is_one}"
-        return [Fault(f"{where}.class", problem, f"derive it from unirun.{wanted[kind]}")]
-    return []
+        problem = f"{entry.target} cannot be imported: {found.error}"
+        yield Fault(f"{where}.class", problem, "correct the name")
+    elif found.kind != kind:
+        problem = f"{entry.target} is no {kind}{found.kind and f', it is a {found.kind}'}"
+        yield Fault(f"{where}.class", problem, f"derive it from unirun.{wanted[kind]}")
 
 
-def _function_faults(where: str, entry: EntryDraft, loaded: Mapping[str, Loaded]) -> list[Fault]:
+def _function_faults(where: str, entry: EntryDraft, loaded: Mapping[str, Loaded]) -> Iterator[Fault]:
     where, remedy = f"{where}.function", "define it with def at the top level of a module"
     if not (isinstance(entry.module, str) and isinstance(entry.name, str) and entry.module and entry.name):
-        problem = f"expected a function or module:function, found {shown(entry.name)}"
-        return [Fault(where, problem, remedy)]
-    if "<lambda>" in entry.name:
-        return [Fault(where, f"{entry.target} is a lambda, which workers cannot import", remedy)]
-    if "<locals>" in entry.name or "." in entry.name:
-        return [Fault(where, f"{entry.target} is a local function or a method", remedy)]
-    found = loaded[entry.target]
-    if found.error:
-        return [Fault(where, f"{entry.target} cannot be imported: {found.error}", "correct the name")]
-    if found.kind != "function":
-        return [Fault(where, f"{entry.target} is no function", "call .workload for a class")]
-    return []
+        yield Fault(where, f"expected a function or module:function, found {shown(entry.name)}", remedy)
+    elif "<lambda>" in entry.name:
+        yield Fault(where, f"{entry.target} is a lambda, which workers cannot import", remedy)
+    elif "<locals>" in entry.name or "." in entry.name:
+        yield Fault(where, f"{entry.target} is a local function or a method", remedy)
+    elif error := loaded[entry.target].error:
+        yield Fault(where, f"{entry.target} cannot be imported: {error}", "correct the name")
+    elif loaded[entry.target].kind != "function":
+        yield Fault(where, f"{entry.target} is no function", "call .workload for a class")
 
 
-def _workload_faults(draft: Draft, workload: WorkloadDraft, loaded: Mapping[str, Loaded]) -> list[Fault]:
+def _workload_faults(draft: Draft, workload: WorkloadDraft, loaded: Mapping[str, Loaded]) -> Iterator[Fault]:
     role, total, per_node = workload.role, workload.total, workload.per_node
     if workload.kind == "function":
-        faults = _function_faults(role, workload.entry, loaded)
+        yield from _function_faults(role, workload.entry, loaded)
     else:
-        faults = _class_faults(role, "workload", workload.entry, loaded)
-    faults += _number_fault(f"{role}.total", total, "total(1)")
-    faults += _number_fault(f"{role}.per_node", per_node, "per_node(1)")
+        yield from _class_faults(role, "workload", workload.entry, loaded)
+    yield from _number_fault(f"{role}.total", total, "total(1)")
+    yield from _number_fault(f"{role}.per_node", per_node, "per_node(1)")
     if _is_number(total) and _is_number(per_node) and _is_number(draft.node_num):
         places = per_node * draft.node_num
         if places < total and total % per_node == 0:
             problem = f"{per_node} on each of {draft.node_num} nodes are {places}, and total is {total}"
             needed = -(-total // draft.node_num)
-            faults.append(Fault(f"{role}.per_node", problem, f"call .per_node({needed}), or add nodes"))
-    return faults
+            yield Fault(f"{role}.per_node", problem, f"call .per_node({needed}), or add nodes")
 
 
 def _groups(draft: Draft) -> tuple[dict[str, list[list[str]]], list[Fault]]:
@@ -293,26 +281,22 @@ def _device_faults(draft: Draft, groups: Sequence[Sequence[str]]) -> list[Fault]
     return []
 
 
-def _faults_of_job_file(mapping: Mapping[str, Any], known: Sequence[Fault]) -> list[Fault]:
+def _faults_of_job_file(mapping: Mapping[str, Any], known: Sequence[Fault]) -> Iterator[Fault]:
     """The faults that parsing the job file finds, with the names of the builder's methods.
 
     Faults of classes and numbers are left out, because the builder has checked these itself.
     """
+    told = {fault.where for fault in known}
     try:
         parse_job(mapping, count_slots=lambda _: 1, run_id="draft")
     except SpecError as error:
-        told = {fault.where for fault in known}
-        found = []
         for fault in error.faults:
             where = fault.where
-            if where.endswith((".workload", ".function", ".class")) or (
-                not mapping["roles"] and where.startswith("roles")
-            ):
+            of_no_role = not mapping["roles"] and where.startswith("roles")
+            if where.endswith((".workload", ".function", ".class")) or of_no_role:
                 continue
             key, bracket, number = where.partition("[")
             where = f"{CALLS_OF_GROUPS.get(key, key)}{bracket}{number}"
             where = where.removeprefix("roles.").replace(".count", ".total", 1)
             if where not in told:
-                found.append(Fault(where, fault.problem, fault.remedy))
-        return found
-    return []
+                yield replace(fault, where=where)

@@ -13,8 +13,8 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import Any, Literal
 
+from unirun.errors import Fault
 from unirun.spec.job import Entry
-from unirun.values import Value
 
 # Checks that a class ``pkg.mod:Class`` or a function ``pkg.mod:name`` exists, from the source of its module alone.
 #
@@ -26,17 +26,10 @@ _MAKE_NAMES = frozenset({"globals", "vars", "locals", "exec", "setattr"})
 """With one of these at its top level, a module may bind names that its source does not show."""
 
 
-class EntryFault(Value):
-    """The reason why an entry does not exist, and the remedy."""
-
-    problem: str
-    remedy: str
-
-
 Kind = Literal["class", "function"]
 
 
-def missing_name(target: str, kind: Kind, folders: Sequence[str]) -> EntryFault | None:
+def missing_name(target: str, kind: Kind, folders: Sequence[str]) -> Fault | None:
     """The reason why the class or function `target` (``pkg.mod:name``) does not exist; None when it does, or may.
 
     `folders` are searched like ``sys.path``, before it.
@@ -45,13 +38,13 @@ def missing_name(target: str, kind: Kind, folders: Sequence[str]) -> EntryFault 
     if not colon or module.endswith(".py") or not _is_name(module, name):
         remedy = _likely(target) or f"name the module, a colon, the {kind}"
         form = "pkg.mod:Class" if kind == "class" else "pkg.mod:function"
-        return EntryFault(f"{target!r} is not of the form {form}", remedy)
+        return Fault("", f"{target!r} is not of the form {form}", remedy)
     found = _find(module, folders)
-    if isinstance(found, EntryFault):
+    if isinstance(found, Fault):
         return found
     if found.loader is None or found.origin is None:
-        return EntryFault(
-            f"{module} is a folder without __init__.py", f"name the module in it: {module}.…:{name}"
+        return Fault(
+            "", f"{module} is a folder without __init__.py", f"name the module in it: {module}.…:{name}"
         )
     if not isinstance(found.loader, SourceFileLoader):
         return None
@@ -78,25 +71,25 @@ def _likely(target: str) -> str:
     return f"did you mean {likely!r}?" if _is_name(module, name) and likely != target else ""
 
 
-def _find(module: str, folders: Sequence[str]) -> ModuleSpec | EntryFault:
+def _find(module: str, folders: Sequence[str]) -> ModuleSpec | Fault:
     parts = module.split(".")
     found = _top_level(parts[0], folders)
     if found is None:
         near = _nearest(parts[0], _modules_in(folders))
         looked = ", ".join(os.path.abspath(folder) for folder in folders)
-        return EntryFault(
-            f"there is no module {parts[0]!r}", near or f"looked in {looked} and on sys.path; {ELSEWHERE}"
+        return Fault(
+            "", f"there is no module {parts[0]!r}", near or f"looked in {looked} and on sys.path; {ELSEWHERE}"
         )
     for i in range(1, len(parts)):
         parent, name = ".".join(parts[:i]), ".".join(parts[: i + 1])
         places = found.submodule_search_locations
         if places is None:
-            return EntryFault(f"there is no module {name!r}: {parent} is a module, not a package", "")
+            return Fault("", f"there is no module {name!r}: {parent} is a module, not a package", "")
         deeper = _ask(name, [*places])
         if deeper is None:
             siblings = [f"{parent}.{sibling}" for sibling in _modules_in([*places])]
             near = _nearest(name, siblings)
-            return EntryFault(f"there is no module {name!r}", near or f"looked in {', '.join(places)}")
+            return Fault("", f"there is no module {name!r}", near or f"looked in {', '.join(places)}")
         found = deeper
     return found
 
@@ -129,18 +122,18 @@ def _nearest(word: str, words: Sequence[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else ""
 
 
-def _look_into(path: str, module: str, name: str, kind: Kind) -> EntryFault | None:
+def _look_into(path: str, module: str, name: str, kind: Kind) -> Fault | None:
     try:
         with open(path, "rb") as file:
             tree = ast.parse(file.read(), path)
     except OSError as error:
-        return EntryFault(
-            f"{path} cannot be read: {(error.strerror or str(error)).lower()}", "check its permissions"
+        return Fault(
+            "", f"{path} cannot be read: {(error.strerror or str(error)).lower()}", "check its permissions"
         )
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         text = error.msg if isinstance(error, SyntaxError) else error
-        return EntryFault(f"{path}{line} is no Python: {text}", "correct it first")
+        return Fault("", f"{path}{line} is no Python: {text}", "correct it first")
     bound: dict[str, set[str]] = {}
     for each, binding in _bindings(tree):
         bound.setdefault(each, set()).add(binding)
@@ -151,10 +144,10 @@ def _look_into(path: str, module: str, name: str, kind: Kind) -> EntryFault | No
         plural = "classes" if kind == "class" else "functions"
         known = f"its {plural}: {', '.join(alike)}" if alike else f"it has no {plural}"
         near = _nearest(name, alike) or _nearest(name, [*bound])
-        return EntryFault(f"module {module} ({path}) has no {kind} {name!r}", near or known)
+        return Fault("", f"module {module} ({path}) has no {kind} {name!r}", near or known)
     other = "function" if kind == "class" else "class"
     if bound[name] == {other}:
-        return EntryFault(f"{name!r} in module {module} ({path}) is a {other}", f"name a {kind}")
+        return Fault("", f"{name!r} in module {module} ({path}) is a {other}", f"name a {kind}")
     return None
 
 
@@ -201,7 +194,7 @@ _MAIN = ("__main__.py", "__main__.pyc")
 
 def missing_entry(
     entry: Entry, cwd: str | None, python_path: Sequence[str], path: str | None = None
-) -> EntryFault | None:
+) -> Fault | None:
     """The reason why `entry` cannot be run in `cwd`; None when no reason is found. Programs are searched in `path`
     (None: PATH)."""
     match entry.kind:
@@ -216,19 +209,19 @@ def missing_entry(
             return missing_name(entry.target, what, [cwd or ".", *python_path])
 
 
-def _script(name: str, path: Path) -> EntryFault | None:
+def _script(name: str, path: Path) -> Fault | None:
     if name == "-":
-        return EntryFault("a script is read from stdin by its name", "write unirun /dev/stdin")
+        return Fault("", "a script is read from stdin by its name", "write unirun /dev/stdin")
     # os.path answers False where pathlib raises: a name too long, a directory that may not be entered.
     if os.path.isdir(path) and not any(os.path.isfile(path / main) for main in _MAIN):
-        return EntryFault(f"script {name!r} is a directory", "name the file in it")
+        return Fault("", f"script {name!r} is a directory", "name the file in it")
     if not os.path.exists(path):
-        return EntryFault(f"script {name!r} does not exist", _near(path))
+        return Fault("", f"script {name!r} does not exist", _near(path))
     if not os.access(path, os.R_OK):
-        return EntryFault(f"script {name!r} cannot be read", "check its permissions")
+        return Fault("", f"script {name!r} cannot be read", "check its permissions")
     if (words := _NO_SCRIPTS.get(path.suffix)) and not _is_python(path):
         problem, _, remedy = words.format(name.removeprefix("./")).partition("; ")
-        return EntryFault(f"{name!r} {problem}", remedy)
+        return Fault("", f"{name!r} {problem}", remedy)
     return None
 
 
@@ -254,25 +247,25 @@ def _near(path: Path) -> str:
     return f"looked in {folder}; {ELSEWHERE}"
 
 
-def _module(name: str) -> EntryFault | None:
+def _module(name: str) -> Fault | None:
     """Only the form of the name is checked: the module is found when it is imported."""
     if name.endswith(".py") or "/" in name:
         dotted = name.removesuffix(".py").strip("./").replace("/", ".")
-        return EntryFault(f"{name!r} is a file and no module", f"write -m {dotted}, or leave out -m")
+        return Fault("", f"{name!r} is a file and no module", f"write -m {dotted}, or leave out -m")
     if ":" in name:
-        return EntryFault(f"{name!r} is a class and no module", f"give it to a role: --roles actor=1@{name}")
+        return Fault("", f"{name!r} is a class and no module", f"give it to a role: --roles actor=1@{name}")
     return None
 
 
-def _program(name: str, path: Path, folders: str | None) -> EntryFault | None:
+def _program(name: str, path: Path, folders: str | None) -> Fault | None:
     if "/" not in name and shutil.which(name, path=folders) is not None:
         return None
     if not os.path.isfile(path):
-        return EntryFault(f"program {name!r} is not found", "give its path, or check PATH")
+        return Fault("", f"program {name!r} is not found", "give its path, or check PATH")
     if path.suffix == ".py" and not os.access(path, os.X_OK):
-        return EntryFault(f"{name!r} is a Python script", "leave out --no-python")
+        return Fault("", f"{name!r} is a Python script", "leave out --no-python")
     if "/" not in name:
-        return EntryFault(f"program {name!r} is not on the PATH", f"write ./{name}")
+        return Fault("", f"program {name!r} is not on the PATH", f"write ./{name}")
     if not os.access(path, os.X_OK):
-        return EntryFault(f"program {name!r} may not be executed", f"chmod +x {name}")
+        return Fault("", f"program {name!r} may not be executed", f"chmod +x {name}")
     return None

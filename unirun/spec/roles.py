@@ -342,4 +342,4 @@ def _check_target(
     if missing is not None:
         key = {"workload": "workload", "trainer": "class", "function": "function"}.get(entry.kind)
         where = role.at(key) if key else role.where
-        role.faults.append(Fault(where, missing.problem, missing.remedy))
+        role.faults.append(replace(missing, where=where))

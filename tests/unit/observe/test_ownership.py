@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unirun.errors import Fault
 from unirun.observe.ownership import (
     MAX_LINKS,
-    PathFault,
     _is_trusted_group,
     _trusted,
     exposure,
@@ -42,7 +42,7 @@ def umask() -> Iterator[Callable[[int], int]]:
 
 def problem(path: Path) -> str:
     found = exposure(path)
-    assert isinstance(found, PathFault)
+    assert isinstance(found, Fault)
     return found.problem
 
 
