@@ -247,7 +247,7 @@ def test_the_cores_do_no_input_and_no_output() -> None:
         *(f"train.{name}" for name in ("lockstep", "data.plan", "checkpoints.strategy")),
         "wire.frames",
         "wire.messages",
-        "spec.names",
+        "spec.read",
     )
     names = {module.name for module in modules()}
     assert {each for each in pure if f"unirun.{each}".rstrip(".") not in names} == set()

@@ -129,7 +129,7 @@ class UsageError(UnirunError):
 
 
 class Fault(Value):
-    """One thing that is wrong, mostly with a spec: `where` (``roles.actor.count``), the `problem`, and a `remedy` or none."""
+    """One thing that is wrong, as in a spec: `where` (``roles.actor.count``), the `problem`, and a `remedy` or none."""
 
     where: str
     problem: str

@@ -19,7 +19,7 @@ from unirun.observe.status import ENDED, read_summary
 from unirun.rendezvous.election import job_prefix, leader_of
 from unirun.rendezvous.masters import call_master
 from unirun.rendezvous.store.url import store_url
-from unirun.spec.names import is_run_id
+from unirun.spec.read import is_run_id
 from unirun.wire.address import TcpAddress
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import load_credentials

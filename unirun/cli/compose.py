@@ -39,9 +39,8 @@ from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.planned import PlannedJob, plan
 from unirun.spec.entries import is_function
 from unirun.spec.job import JobSpec
-from unirun.spec.names import id_stem
 from unirun.spec.parse import parse_job
-from unirun.spec.read import nearest
+from unirun.spec.read import id_stem, nearest
 from unirun.spec.roles import ENTRY_KINDS, NAME, ONE_NODE, TRAINER, NodeCount, python_path
 from unirun.spec.yaml import is_override, merge
 

@@ -17,7 +17,7 @@ from unirun.errors import UsageError
 from unirun.launcher.slurm.options import parse_slurm
 from unirun.launcher.slurm.submit import Batch, batch_script
 from unirun.spec.job import JobSpec
-from unirun.spec.names import id_stem
+from unirun.spec.read import id_stem
 from unirun.spec.yaml import write_yaml
 from unirun.values import Value
 

@@ -34,7 +34,7 @@ from unirun.launcher.slurm.allocation import SRUN, SlurmAllocation, read_allocat
 from unirun.launcher.slurm.firstnode import HeadAddress, address_here, find, outliving_the_script, published
 from unirun.rendezvous.store.url import store_url
 from unirun.spec.job import JobSpec
-from unirun.spec.names import is_run_id
+from unirun.spec.read import is_run_id
 from unirun.spec.roles import NodeCount
 from unirun.wire.address import TcpAddress
 from unirun.wire.handshake import Token, new_token

@@ -47,7 +47,7 @@ from typing import Any
 
 from unirun.errors import FrameError, JobError, UsageError
 from unirun.observe.ownership import exposure, is_ours, make_private, owner, read_file
-from unirun.spec.names import RUN_ID_RULE, is_run_id
+from unirun.spec.read import RUN_ID_RULE, is_run_id
 from unirun.values import Value, WorkerId
 from unirun.wire.address import TcpAddress
 from unirun.wire.reporting import report

@@ -30,7 +30,7 @@ from unirun.rendezvous.store.protocol import (
     ValueIs,
     Watch,
 )
-from unirun.spec.names import is_run_id
+from unirun.spec.read import is_run_id
 from unirun.values import Value
 from unirun.wire.address import Address, UnixAddress
 from unirun.wire.frames import from_json

@@ -17,9 +17,8 @@ from unirun.errors import Fault, SpecError
 from unirun.spec.edges import read_channels, read_edges
 from unirun.spec.engines import with_companions
 from unirun.spec.job import GROUPS, PORT_RANGE, JobSpec, LogSpec, RoleSpec
-from unirun.spec.names import RUN_ID_RULE, id_stem, is_run_id
 from unirun.spec.programs import program_faults
-from unirun.spec.read import Section, nearest, shown
+from unirun.spec.read import RUN_ID_RULE, Section, id_stem, is_run_id, nearest, shown
 from unirun.spec.roles import (
     JOB_WIDE_KEYS,
     NAME,

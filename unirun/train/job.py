@@ -41,9 +41,8 @@ from unirun.observe.status import ENDED, JobStatus, read_status, runs
 from unirun.rendezvous.masters import call_master, follow_to_end
 from unirun.spec.builder import EntryDraft, Loaded
 from unirun.spec.job import JobSpec
-from unirun.spec.names import id_stem
 from unirun.spec.parse import parse_job
-from unirun.spec.read import nearest
+from unirun.spec.read import id_stem, nearest
 from unirun.spec.yaml import refuse_extremes
 from unirun.values import WorkerId
 from unirun.wire.messages import Attach, Stop

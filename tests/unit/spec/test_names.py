@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.spec.names import id_stem, is_run_id
+from unirun.spec.read import id_stem, is_run_id
 
 
 @pytest.mark.parametrize(
