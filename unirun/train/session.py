@@ -7,6 +7,7 @@ interrupt it. Outside a `Trainer` there is a session of one rank, so that it can
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import time
 from collections import deque
@@ -33,7 +34,7 @@ from unirun.train.checkpoints import (
     put_into,
     snapshot,
 )
-from unirun.train.data import Loader, Progress, Shard, sharded
+from unirun.train.data import Consumed, Loader, Shard, sharded
 from unirun.train.lockstep import Finished, Reported, Saved
 from unirun.train.nested import mapped
 from unirun.values import Value
@@ -180,9 +181,9 @@ class Session:
             self._check_loaded()
         else:
             self._loaded = True
-        progress = {name: shard.progress for name, shard in self._shards.items()}
+        shares = {name: shard.progress for name, shard in self._shards.items()}
         if self._writer is not None:
-            self._count_saved(self._writer.save(state, progress), together=bool(progress))
+            self._count_saved(self._writer.save(state, shares), together=bool(shares))
         self._saves += 1
         self._reseed(self._saves)
 
@@ -253,7 +254,7 @@ class Session:
                 shuffle=shuffle,
                 seed=seed,
                 block=block,
-                progress=self._progress(key),
+                consumed=self._consumed(key),
             )
             self._options[key] = options
         if (before := self._options.get(key, options)) != options:
@@ -281,15 +282,13 @@ class Session:
             if _are_alike(before, loader):
                 return known
         key = f"loader {len(self._adopted)}"
-        found = sharded(loader, key, self.place.rank, self.place.world, progress=self._progress(key))
+        found = sharded(loader, key, self.place.rank, self.place.world, consumed=self._consumed(key))
         self._shards[key] = found.shard
         self._adopted.append((loader, found))
         return found
 
-    def _progress(self, key: str) -> Progress:
-        if isinstance(self._resume, tuple):
-            return self._resume[1].data.get(key, Progress())
-        return Progress()
+    def _consumed(self, key: str) -> Consumed:
+        return self._resume[1].data.get(key, Consumed()) if isinstance(self._resume, tuple) else Consumed()
 
     def end_loaders(self) -> None:
         """End the processes that the loaders of the function have kept, as it has ended. Otherwise the signal
@@ -382,7 +381,7 @@ class Alone(Session):
         """Only check that it can be saved: there is no run that would go on from it."""
         whole = plain_state(state)
         if not is_sharded(whole):
-            encode(whole)
+            encode(whole, os.devnull)
         super().save(state)
 
     def begin_seeds(self, reseed: Callable[[int], None]) -> None:

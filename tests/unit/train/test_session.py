@@ -18,7 +18,7 @@ from unirun import train
 from unirun.errors import EncodingError, UsageError
 from unirun.train import session as sessions
 from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Manifest
-from unirun.train.data import Progress
+from unirun.train.data import Consumed
 from unirun.train.lockstep import Finished, Reported
 from unirun.train.session import Interrupted, RankInfo, Session
 
@@ -106,7 +106,7 @@ class TestInAWorker:
         self, tmp_path: Path
     ) -> None:
         """As the error of `get_dataset_shard` says."""
-        folder, manifest = Folder(str(tmp_path)), Manifest(1, 1, False, {}, {"": Progress(prefix=4)})
+        folder, manifest = Folder(str(tmp_path)), Manifest(1, 1, False, {}, {"": Consumed(samples=4)})
         datasets: dict[str | None, Any] = {None: [1, 2, 3]}
         with pytest.raises(
             UsageError, match="of another size than 3; .*in Trainer.run with a dict as the checkpoint"

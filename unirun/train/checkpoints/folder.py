@@ -4,7 +4,7 @@
 
     <url>/000012/state.pt             the state, if it is plain
                  *.distcp .metadata   that of all ranks, by torch.distributed.checkpoint, if it is sharded
-                 rank.00003.json      which of these files rank 3 has written, and how far it has come in its datasets
+                 rank.00003.json      which of these files rank 3 has written, and its shares of the datasets
                  checkpoint.json      written last, by one rename: which files there are, how large, and their CRCs
 
 A checkpoint without its ``checkpoint.json`` does not count. So a kill at any moment leaves the last whole one.
@@ -16,6 +16,7 @@ import os
 import re
 import stat
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from msgspec.structs import replace
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.observe.ownership import exposure, make_private, owner, writers
 from unirun.train.checkpoints.strategy import Info
-from unirun.train.data import Progress
+from unirun.train.data import Consumed
 from unirun.values import Value
 from unirun.wire.reporting import report
 
@@ -53,16 +54,32 @@ class Manifest(Value):
     """The content of ``checkpoint.json``. `files` has the size of each file, in bytes, and its CRC-32; 0:
     none was made.
 
-    `world_size` is the number of ranks that wrote it, and `sharded` whether each has written a part. `data` is how far
-    the datasets were used, by name, by all ranks together.
+    `world_size` is the number of ranks that wrote it, and `sharded` whether each has written a part. `data` has
+    what all ranks together have used of each dataset, by name.
     """
 
     number: int
     world_size: int
     sharded: bool
     files: dict[str, tuple[int, int]]
-    data: dict[str, Progress] = msgspec.field(default_factory=dict)
+    data: dict[str, Consumed] = msgspec.field(default_factory=dict)
     score: float | None = None
+
+
+class Summed:
+    """A file that is written from its beginning to its end, with its size and its CRC-32."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.size = self.crc = 0
+
+    def write(self, data: Any) -> Any:
+        """Write some bytes."""
+        self.size, self.crc = self.size + memoryview(data).nbytes, zlib.crc32(data, self.crc)
+        return self._stream.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class Folder:
@@ -88,23 +105,19 @@ class Folder:
         else:
             self.files.makedirs(self.inside(number), exist_ok=True)
 
-    def write(self, number: int, name: str, data: bytes) -> tuple[int, int]:
-        """Write a file as a whole. Returns its size and its CRC-32."""
-        with self._created(self.inside(number, name)) as file:
-            file.write(data)
-        return len(data), zlib.crc32(data)
-
-    def _created(self, path: str) -> Any:
-        """A file to be written, on this host for this user alone."""
-        if not self.local:
-            return self.files.open(path, "wb")
-        return open(path, "wb", opener=partial(os.open, mode=PRIVATE))
+    def write(self, number: int, name: str, save: Callable[[Any], object]) -> tuple[int, int]:
+        """Write a file by `save`, which gets it open, on this host for this user alone. Returns its size and CRC-32."""
+        path = self.inside(number, name)
+        private = partial(os.open, mode=PRIVATE)
+        with open(path, "wb", opener=private) if self.local else self.files.open(path, "wb") as stream:
+            file = Summed(stream)
+            save(file)
+        return file.size, file.crc
 
     def publish(self, number: int, name: str, data: bytes) -> None:
         """Write a small file that others look for: they find all of it, or nothing."""
+        self.write(number, f"{name}.partial", lambda file: file.write(data))
         path = self.inside(number, name)
-        with self._created(f"{path}.partial") as file:
-            file.write(data)
         self.files.mv(f"{path}.partial", path)
 
     def sizes(self, number: int) -> dict[str, int]:

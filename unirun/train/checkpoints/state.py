@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from unirun.errors import UsageError
-from unirun.train.checkpoints.folder import INDEX, PRIVATE, STATE, Folder, Manifest
+from unirun.train.checkpoints.folder import INDEX, PRIVATE, STATE, Folder, Manifest, Summed
 from unirun.train.nested import mapped
 from unirun.weights.tensors import COMPILED, by_original_name, original_name
 
@@ -141,20 +141,25 @@ def _copied(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception:  # noqa: BLE001 - classes raise what they like
         # deepcopy refuses tensors with a grad_fn, which pickle takes. `encode` raises `UsageError` for the rest.
-        return torch.load(io.BytesIO(encode({"value": value})), weights_only=False)["value"]
+        file = io.BytesIO()
+        encode({"value": value}, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)["value"]
 
 
-def encode(state: Mapping[str, Any]) -> bytes:
-    """A snapshot as bytes. Raises `UsageError` for what cannot be pickled."""
-    file = io.BytesIO()
+def encode(state: Mapping[str, Any], file: Any) -> None:
+    """Write a state to an open file, or to a path. Raises `UsageError` for what cannot be pickled, and OSError."""
     try:
         torch.save(dict(state), file)
     except Exception as error:
+        # When a write has failed, torch writes the end of the file even so, which raises once more.
+        for each in (error, error.__context__):
+            if isinstance(each, OSError):
+                raise each from None
         raise UsageError(
             f"this state cannot be saved: {type(error).__name__}: {error}",
             "save tensors, state dicts and plain data",
         ) from error
-    return file.getvalue()
 
 
 def save_sharded(
@@ -198,25 +203,10 @@ def _summed(
     with create(path, mode) as stream:
         if private:
             os.chmod(path, PRIVATE)
-        file = _Summed(stream)
+        file = Summed(stream)
         yield file
     # The index gets its name when it is whole.
     files[os.path.basename(path).removesuffix(".tmp")] = file.size, file.crc
-
-
-class _Summed:
-    """A file that is written from its beginning to its end, with its size and its CRC-32."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self.size = self.crc = 0
-
-    def write(self, data: Any) -> Any:
-        self.size, self.crc = self.size + memoryview(data).nbytes, zlib.crc32(data, self.crc)
-        return self._stream.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def listed(value: Any) -> Any:

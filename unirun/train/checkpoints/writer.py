@@ -1,7 +1,7 @@
 """`CheckpointWriter`: saves checkpoints beside training, in each rank.
 
-A plain state is written by rank 0, a sharded one by all ranks. Each rank writes how far it has come in its datasets,
-and which files it has written.
+A plain state is written by rank 0, a sharded one by all ranks. Each rank writes its shares of the datasets, and
+which files it has written.
 Rank 0 *commits*: it waits until everything is written, and writes the manifest. It does so when the driver
 orders it, which has the report that follows by then: so a report arrives once for each checkpoint, whatever
 dies in between. A checkpoint that no report follows within `REPORT_TIMEOUT` seconds, or after which another one is
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,7 +31,7 @@ from unirun.train.checkpoints.state import (
     snapshot,
 )
 from unirun.train.checkpoints.strategy import CheckpointStrategy, Info
-from unirun.train.data import Progress, merged
+from unirun.train.data import Consumed, Share, merged
 from unirun.values import Value
 
 REPORT_TIMEOUT = 1.0
@@ -48,10 +49,10 @@ RANKS_SAVE_POLL_INTERVAL = 0.02
 
 class CheckpointPart(Value):
     """The report of one rank on its part of a checkpoint: the size and the CRC-32 of each file that it has written, and
-    how far it has come in its datasets."""
+    its shares of the datasets."""
 
     files: dict[str, tuple[int, int]]
-    data: dict[str, Progress]
+    data: dict[str, Share]
 
 
 class _Pending:
@@ -103,7 +104,7 @@ class CheckpointWriter:
         # One thread writes and commits them, in the order in which they were saved.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unirun-checkpoints")
 
-    def save(self, state: Mapping[str, Any], data: Mapping[str, Progress]) -> dict[str, Any]:
+    def save(self, state: Mapping[str, Any], data: Mapping[str, Share]) -> dict[str, Any]:
         """Save `state`, of which a copy is made at once. Waits while the checkpoint before is still being written, and
         until it counts. Returns the plain state that it has saved: a state dict may take long to be made.
 
@@ -133,14 +134,14 @@ class CheckpointWriter:
             copied = snapshot(whole)
 
             def write() -> None:
-                pending.files[STATE] = self._folder.write(pending.number, STATE, encode(copied))
+                pending.files[STATE] = self._folder.write(pending.number, STATE, partial(encode, copied))
         else:
             write = _nothing
         self._pending = pending
         self._pool.submit(self._finish, pending, write, data)
         return whole
 
-    def _finish(self, pending: _Pending, write: Callable[[], Any], data: Mapping[str, Progress]) -> None:
+    def _finish(self, pending: _Pending, write: Callable[[], Any], data: Mapping[str, Share]) -> None:
         """Write a checkpoint, and commit it when it counts."""
         try:
             write()
@@ -279,13 +280,13 @@ class CheckpointWriter:
             self._ungroup(self._group)
 
 
-def _together(found: Sequence[Mapping[str, Progress]]) -> dict[str, Progress]:
-    """The progress of all ranks together in each dataset. Raises `UsageError`."""
+def _together(found: Sequence[Mapping[str, Share]]) -> dict[str, Consumed]:
+    """The part of each dataset that all ranks have used. Raises `UsageError`."""
     if any(each.keys() != found[0].keys() for each in found):
         raise UsageError(
             "ranks use different datasets", "every rank calls get_dataset_shard with the same names"
         )
-    return {name: merged(each[name] for each in found) for name in found[0]}
+    return {name: merged([each[name] for each in found]) for name in found[0]}
 
 
 def _nothing() -> None:

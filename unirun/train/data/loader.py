@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
 
 import torch.utils.data._utils.worker as torch_worker
 from msgspec.structs import replace
@@ -22,17 +22,8 @@ from torch.utils.data import (
 )
 
 from unirun.errors import UsageError
-from unirun.train.data.plan import BLOCK, Progress
-from unirun.train.data.sources import (
-    DataSource,
-    Indexed,
-    LoaderSlice,
-    Mark,
-    Marked,
-    Streamed,
-    check_number,
-    source_of,
-)
+from unirun.train.data.plan import BLOCK, WHOLE, Consumed, Share
+from unirun.train.data.sources import DataSource, Marked, check_number, source_of
 
 _OURS: Mapping[str, str] = {
     "batch_size": "pass it as the first argument",
@@ -57,12 +48,17 @@ class Loader:
         # from a checkpoint would have drawn at another moment.
         options = {**options, "generator": options.get("generator") or Generator()}
         self.shard, self._size = shard, batch_size
-        self._feed: _Feed
-        if isinstance(source, Indexed):
-            self._feed, self._batch = _Batches(source, options), batch_size
+        # The samples of a dataset that is not indexed are not known beforehand, so they are split one by one.
+        self._batch = batch_size if source.indexed else 1
+        self._rest = _Rest(source, batch_size)
+        if source.indexed:
+            # torch takes what can be iterated, though its types ask for a sampler.
+            options = {**options, "batch_sampler": self._rest}
+            self._batches: DataLoader[Any] = DataLoader(source.dataset, **options)
         else:
-            # Its samples are not known beforehand, so they are split one by one.
-            self._feed, self._batch = _Items(source, batch_size, options), 1
+            collate = partial(_collated, options.get("collate_fn") or default_collate)
+            options = {**options, "collate_fn": collate}
+            self._batches = DataLoader(self._rest, batch_size, **options)
 
     @property
     def dataset(self) -> Any:
@@ -79,21 +75,30 @@ class Loader:
 
         Raises `UsageError` if a part of the epoch was consumed in batches of another size.
         """
-        return self.shard.consume(self._batch, self._feed.read)
+        return self.shard.consume(self._batch, self._read)
+
+    def _read(self, share: Share) -> Iterator[Marked]:
+        self._rest.share = share
+        if not self.shard.source.indexed:
+            yield from self._batches
+            return
+        for step, batch in enumerate(self._batches, share.steps):
+            yield ((step, WHOLE),), batch
 
     def close(self) -> None:
-        """End its processes, which may have been kept from loop to loop (``persistent_workers``)."""
-        self._feed.close()
+        """End its processes, which may have been kept from loop to loop (``persistent_workers``): they end with the
+        loop that the `DataLoader` keeps."""
+        self._batches._iterator = None
 
     def __len__(self) -> int:
         """The number of batches of the next loop, or of the one that goes on. Raises TypeError if it is unknown."""
-        share = self.shard.upcoming(self._batch).share
-        steps = share.split.steps(share.rank) if share is not None else None
-        if share is None or steps is None or not isinstance(self._feed, _Batches):
+        share = self.shard.upcoming(self._batch)
+        steps = share.total()
+        if steps is None or not self.shard.source.indexed:
             raise TypeError(
                 f"dataset {self.shard.name!r} has no length: how many batches it has is known at its end"
             )
-        return steps - self.shard.first(share.count)
+        return steps - self.shard.first(share.steps)
 
 
 def _check_options(name: str, options: Mapping[str, Any], source: DataSource) -> None:
@@ -104,120 +109,44 @@ def _check_options(name: str, options: Mapping[str, Any], source: DataSource) ->
             f"dataset {name!r}: in_order=False",
             "leave it out: batches are counted in their order, so that a job can be resumed",
         )
-    if options.get("persistent_workers") and not isinstance(source, Indexed):
+    if options.get("persistent_workers") and not source.indexed:
         raise UsageError(
             f"dataset {name!r}: persistent_workers=True, with a dataset that is not indexed",
             "leave it out: each epoch needs processes that begin at its position",
         )
 
 
-class _Feed(Protocol):
-    """The source of batches."""
+class _Rest(IterableDataset[Any]):
+    """The rest of a share: the samples of each batch of a dataset that is indexed, as a `DataLoader` cannot be given
+    another sampler once it is made; else the items for one process of a `DataLoader`, or for all of them."""
 
-    def read(self, progress: Progress) -> Iterator[tuple[Sequence[Mark], Any]]:
-        """Yield the rest of the share, in batches, each with the marks of its samples."""
-        ...
-
-    def close(self) -> None:
-        """End its processes."""
-
-
-class _Closing:
-    """Base of feeds with a `DataLoader`."""
-
-    _batches: DataLoader[Any]
-
-    def close(self) -> None:
-        """End its processes: they end with the loop that it keeps."""
-        self._batches._iterator = None
-
-
-class _Batches(_Closing):
-    """Batches of a dataset that is indexed."""
-
-    def __init__(self, source: Indexed, options: Mapping[str, Any]) -> None:
-        self._sampler = _Sampler(source)
-        self._batches: DataLoader[Any] = DataLoader(source.dataset, batch_sampler=self._sampler, **options)
-
-    def read(self, progress: Progress) -> Iterator[tuple[Sequence[Mark], Any]]:
-        """Yield the rest of the share, in batches."""
-        self._sampler.progress, self._sampler.marks = progress, deque()
-        marks = self._sampler.marks
-        for batch in self._batches:
-            yield (marks.popleft(),), batch
-
-
-class _Sampler:
-    """The samples of each batch, for a `DataLoader`, which cannot be given another sampler once it is made.
-
-    `marks` are those of the batches that it was asked for and that the loop has not got yet.
-    """
-
-    progress = Progress()
-    marks: deque[Mark]
-
-    def __init__(self, source: Indexed) -> None:
-        self._source = source
-
-    def __iter__(self) -> Iterator[list[int]]:
-        marks = self.marks
-        for mark, indices in self._source.batches(self.progress):
-            marks.append(mark)
-            yield indices
-
-
-class _Items(_Closing):
-    """Batches of a dataset that is not indexed."""
-
-    def __init__(self, source: DataSource, batch_size: int, options: Mapping[str, Any]) -> None:
-        self._reader = _Reader(source, batch_size)
-        collate = _Collate(options.get("collate_fn") or default_collate)
-        self._batches: DataLoader[Any] = DataLoader(
-            self._reader, batch_size=batch_size, **{**options, "collate_fn": collate}
-        )
-
-    def read(self, progress: Progress) -> Iterator[tuple[Sequence[Mark], Any]]:
-        """Yield the rest of the share, in batches."""
-        self._reader.progress = progress
-        return iter(self._batches)
-
-
-class _Reader(IterableDataset[Marked]):
-    """The items of the share for one process of a `DataLoader`, or for all of them."""
-
-    progress = Progress()
+    share: Share
 
     def __init__(self, source: DataSource, batch_size: int) -> None:
         self._source, self._batch_size = source, batch_size
 
-    def __iter__(self) -> Iterator[Marked]:
+    def __iter__(self) -> Iterator[Any]:
+        if self._source.indexed:
+            return self._source.batches(self.share)
         info = get_worker_info()
-        turn = LoaderSlice(batch=self._batch_size)
-        if info is not None:
-            turn = LoaderSlice(info.id, info.num_workers, self._batch_size)
-            if isinstance(self._source, Streamed):
-                # Some datasets give each process another part. Here every process gets all, and takes its batches.
-                torch_worker._worker_info = None
-        return self._source.read(self.progress, turn)
+        if info is None:
+            return self._source.read(self.share)
+        if self._source.size is None:
+            # Some datasets give each process another part. Here every process gets all, and takes its batches.
+            torch_worker._worker_info = None
+        return self._source.read(self.share, info.id, info.num_workers, self._batch_size)
 
 
-class _Collate:
-    """Items with marks into a batch with marks, of which each cell has its last one."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, found: list[Marked]) -> tuple[tuple[Mark, ...], Any]:
-        marks = {mark.cell: mark for some, _ in found for mark in some}
-        return tuple(marks.values()), self._collate([item for _, item in found])
+def _collated(collate: Callable[[list[Any]], Any], found: list[Marked]) -> Marked:
+    """Items with marks as a batch with the last mark of each step."""
+    marks = dict(mark for some, _ in found for mark in some)
+    return (*marks.items(),), collate([item for _, item in found])
 
 
 # One rank's part of one dataset, and how far it has come.
 
-BEGIN = Progress()
-"""Nothing is consumed."""
-
-Read = Callable[[Progress], Iterator[tuple[Sequence[Mark], Any]]]
+BEGIN = Consumed()
+"""Nothing is used."""
 
 
 class Shard:
@@ -225,7 +154,7 @@ class Shard:
 
     ::
 
-        shard = Shard("train", dataset, rank, world, shuffle=True, progress=merged(saved))
+        shard = Shard("train", dataset, rank, world, shuffle=True, consumed=merged(saved))
         for epoch in range(shard.progress.epoch, 3):
             for item in shard:
                 ...
@@ -236,10 +165,10 @@ class Shard:
     What a `DataLoader` has read ahead is not consumed.
 
     `dataset` is a map-style dataset, one that can only be iterated, or `Files`. All ranks pass the same one, with the
-    same `shuffle`, `seed` and `block`, and pass them again when they resume: with others, the positions of `progress`
+    same `shuffle`, `seed` and `block`, and pass them again when they resume: with others, the positions of `consumed`
     would be other samples. With `shuffle`, blocks of `block` consecutive samples and the samples in each are in a new
-    order in each epoch. `progress` is what all ranks had consumed (`merged`), or this rank's own. `waited` has the
-    seconds, in all, for which loops over the shard and its loaders have waited for data by `clock`.
+    order in each epoch. `consumed` is what all ranks had consumed (`merged`). `waited` has the seconds, in all, for
+    which loops over the shard and its loaders have waited for data by `clock`.
 
     Raises `UsageError` if an argument is wrong.
     """
@@ -254,7 +183,7 @@ class Shard:
         shuffle: bool = False,
         seed: int = 0,
         block: int = BLOCK,
-        progress: Progress = BEGIN,
+        consumed: Consumed = BEGIN,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         least = {"rank": 0, "world": 1, "seed": 0, "block": 1}
@@ -264,13 +193,29 @@ class Shard:
             raise UsageError(f"dataset {name!r}: there is no rank {rank} of {world}", "ranks begin at 0")
         self.name, self.rank, self.world = name, rank, world
         self.source = source_of(name, dataset, shuffle=shuffle, seed=seed, block=block)
+        size = self.source.size
+        if size is not None and max(consumed.samples, *(at + 1 for at in consumed.beyond), 0) > size:
+            raise UsageError(
+                f"dataset {name!r}: the progress is of a dataset of another size than {size}",
+                "pass the dataset with which the job began; or begin anew, in Trainer.run with a dict as the "
+                "checkpoint",
+            )
         self.waited = 0.0
         self._clock = clock
         # The number of the latest loop; an earlier one must not go on beside it.
         self._loop = 0
         # With how many steps consumed the loop that is under way has begun.
         self._first: int | None = None
-        self.restore(progress)
+        self._begin(self._share_of(consumed))
+
+    def _share_of(self, consumed: Consumed, batch: int = 1) -> Share:
+        return Share(self.rank, self.world, consumed.left(self.source.size), consumed, batch)
+
+    def _begin(self, share: Share) -> None:
+        # What changes with each step is kept outside of it.
+        self._share = replace(share, steps=0, beyond={}, ended=False)
+        self._steps, self._beyond, self._ended = share.steps, dict(share.beyond), share.ended
+        self._loop += 1
 
     def __iter__(self) -> Iterator[Any]:
         """The items of this rank that are left of the epoch.
@@ -281,17 +226,15 @@ class Shard:
 
     def __len__(self) -> int:
         """The number of items of the next loop, or of the one that is under way. Raises TypeError if it is unknown."""
-        share = self._share
-        upcoming = self.upcoming(1 if share is None or self._ended else share.split.batch).share
-        items = upcoming.split.items(self.rank, self.first(upcoming.count)) if upcoming is not None else None
-        if items is None or not isinstance(self.source, Indexed):
+        if not self.source.indexed:
             raise TypeError(f"dataset {self.name!r} has no length: how many items it has is known at its end")
-        return items
+        share = self.upcoming(1 if self._ended else self._share.batch)
+        return share.items(self.first(share.steps))
 
     def to_torch(self, batch_size: int, **options: Any) -> Loader:
         """Batches of a `torch.utils.data.DataLoader` with these options (``num_workers``, ``collate_fn``, …).
 
-        Batches have `batch_size` items at most. All ranks have the same number of batches (`Split`): where the samples
+        Batches have `batch_size` items at most. All ranks have the same number of batches (`Share`): where the samples
         do not fill them, some have one sample less. Of a dataset that can only be iterated, and of files, only the last
         ones are smaller, and ranks may have different numbers of batches.
 
@@ -300,68 +243,35 @@ class Shard:
         return Loader(self, batch_size, options)
 
     @property
-    def progress(self) -> Progress:
-        """The consumed part of this rank's epoch, with its share."""
-        return replace(self._base, partial=dict(self._partial), share=self._share, ended=self._ended)
+    def progress(self) -> Share:
+        """The number of the epoch, and what of it this rank has consumed."""
+        return replace(self._share, steps=self._steps, beyond=dict(self._beyond), ended=self._ended)
 
-    def restore(self, progress: Progress) -> None:
-        """Go on from `progress`: of all ranks (`merged`), or of this rank of as many as there are now.
-
-        A loop that is under way raises `UsageError` when it goes on. Raises `UsageError` if this is the progress of
-        another rank, or of a dataset of another size.
-        """
-        if not isinstance(progress, Progress):
-            raise UsageError(
-                f"dataset {self.name!r}: the progress is a {type(progress).__name__}",
-                "pass a Progress; msgspec.json.decode(data, type=Progress) reads one",
-            )
-        share, size = progress.share, self.source.size
-        if share is not None and (share.rank, share.split.world) != (self.rank, self.world):
-            raise UsageError(
-                f"dataset {self.name!r}: rank {self.rank} of {self.world} got the progress of rank {share.rank} of "
-                f"{share.split.world}",
-                "pass merged() of the progress of all ranks",
-            )
-        consumed = progress.ahead[-1] + 1 if progress.ahead else progress.prefix
-        if (size is not None and consumed > size) or (
-            share is not None and share.split.left != progress.left(size)
-        ):
-            raise UsageError(
-                f"dataset {self.name!r}: the progress is of a dataset of another size"
-                + ("" if size is None else f" than {size}"),
-                "pass the dataset with which the job began; or begin anew, with Progress(), in Trainer.run with a dict "
-                "as the checkpoint",
-            )
-        self._set(Progress(progress.epoch + 1) if progress.ended else progress)
-
-    def upcoming(self, batch: int) -> Progress:
-        """The progress with which the next loop begins, with this rank's share in steps of `batch`. Changes nothing.
+    def upcoming(self, batch: int) -> Share:
+        """The share with which the next loop begins, in steps of `batch`. Changes nothing.
 
         Raises `UsageError` if a part of the epoch was consumed in steps of another size.
         """
-        progress = Progress(self._base.epoch + 1) if self._ended else self.progress
-        share = progress.share
-        if share is None or not (share.count or share.apart):
-            return progress.split(self.rank, self.world, batch, self.source.size)
-        if share.split.batch != batch:
+        share = self.progress
+        if share.ended:
+            return self._share_of(Consumed(share.epoch + 1), batch)
+        if share.batch != batch and share.begun:
             raise UsageError(
-                f"dataset {self.name!r}: batches of {batch} in an epoch that was begun with batches of "
-                f"{share.split.batch}",
-                "finish the epoch with these, or restore() what all ranks have consumed (merged)",
+                f"dataset {self.name!r}: batches of {batch} in an epoch that was begun with batches of {share.batch}",
+                "finish the epoch with these",
             )
-        return progress
+        return replace(share, batch=batch)
 
     def first(self, count: int) -> int:
         """With how many steps consumed the loop that is under way has begun; `count` without one."""
         return count if self._first is None else self._first
 
-    def consume(self, batch: int, read: Read) -> Iterator[Any]:
+    def consume(self, batch: int, read: Callable[[Share], Iterator[Marked]]) -> Iterator[Any]:
         """Yield the rest of the epoch from `read`, in steps of `batch`; each is counted when it is handed out."""
-        progress = self.upcoming(batch)
-        self._set(progress)
-        assert self._share is not None
-        self._first = self._share.count
-        loop, found = self._loop, read(progress)
+        share = self.upcoming(batch)
+        self._begin(share)
+        self._first = share.steps
+        loop, found = self._loop, read(share)
         try:
             while True:
                 since = self._clock()
@@ -369,33 +279,21 @@ class Shard:
                 self.waited += self._clock() - since
                 if loop != self._loop:
                     raise UsageError(
-                        f"dataset {self.name!r}: this loop goes on after another one began, or after restore()",
+                        f"dataset {self.name!r}: this loop goes on after another one began",
                         "leave it, and begin a new one",
                     )
                 if pair is None:
                     self._ended = True
                     return
                 marks, item = pair
-                self._took(marks)
+                self._beyond.update(marks)
+                while self._beyond.get(self._steps) == WHOLE:
+                    del self._beyond[self._steps]
+                    self._steps += 1
                 yield item
         finally:
             if loop == self._loop:
                 self._first = None
-
-    def _set(self, progress: Progress) -> None:
-        self._base = replace(progress, partial={}, share=None)
-        self._partial, self._share = dict(progress.partial), progress.share
-        self._ended, self._first = False, None
-        self._loop += 1
-
-    def _took(self, marks: Sequence[Mark]) -> None:
-        for mark in marks:
-            if mark.whole:
-                self._partial.pop(mark.position, None)
-            else:
-                self._partial[mark.position] = mark.items
-        assert self._share is not None
-        self._share = self._share.took([mark.cell for mark in marks if mark.whole])
 
 
 # A user's `DataLoader` as the loader of one rank's part.
@@ -415,7 +313,7 @@ _KEPT = (
 
 
 def sharded(
-    loader: DataLoader[Any], name: str, rank: int, world: int, *, seed: int = 0, progress: Progress = BEGIN
+    loader: DataLoader[Any], name: str, rank: int, world: int, *, seed: int = 0, consumed: Consumed = BEGIN
 ) -> Loader:
     """The part that `rank` of `world` has of the dataset of `loader`, in batches of its size, made as it makes them.
 
@@ -435,14 +333,14 @@ def sharded(
     batches: Any = loader.batch_sampler
     if batches is None:
         batches = BatchSampler(loader.sampler, 1, drop_last=False)
-        options["collate_fn"] = _Single(options["collate_fn"])
+        options["collate_fn"] = partial(_single, options["collate_fn"])
     if type(batches) is not BatchSampler:
         kind = type(batches).__name__
         raise _refused(name, f"the batch sampler {kind}", "pass batch_size to the DataLoader instead")
     if batches.drop_last:
         raise _refused(name, "drop_last=True", "leave it out: the sizes of batches differ by 1 at most")
     shuffle, seed = _order(name, loader.dataset, batches.sampler, seed)
-    shard = Shard(name, loader.dataset, rank, world, shuffle=shuffle, seed=seed, progress=progress)
+    shard = Shard(name, loader.dataset, rank, world, shuffle=shuffle, seed=seed, consumed=consumed)
     return Loader(shard, batches.batch_size, options)
 
 
@@ -468,12 +366,7 @@ def _refused(name: str, what: str, remedy: str) -> UsageError:
     return UsageError(f"dataset {name!r}: the DataLoader has {what}", remedy)
 
 
-class _Single:
+def _single(convert: Callable[[Any], Any], items: list[Any]) -> Any:
     """The only item of a batch, as a `DataLoader` without batches gives it."""
-
-    def __init__(self, convert: Callable[[Any], Any]) -> None:
-        self._convert = convert
-
-    def __call__(self, items: list[Any]) -> Any:
-        (item,) = items
-        return self._convert(item)
+    (item,) = items
+    return convert(item)

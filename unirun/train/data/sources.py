@@ -1,14 +1,14 @@
 """The kinds of datasets, and the way to read the share of a rank from each.
 
-============  ======================================================================  ================
-kind          which datasets                                                          a position is
-============  ======================================================================  ================
-`Indexed`     have a length and are indexed: lists, arrays, torch's and Hugging       a sample
-              Face's map-style datasets
-`Streamed`    can only be iterated: torch's and Hugging Face's `IterableDataset`,     an item
-              any object whose ``__iter__`` begins anew
-`FromFiles`   `Files`                                                                 a file
-============  ======================================================================  ================
+======================================================================================  ================
+which datasets                                                                          a position is
+======================================================================================  ================
+those that have a length and are indexed: lists, arrays, torch's and Hugging Face's     a sample
+map-style datasets
+those that can only be iterated: torch's and Hugging Face's `IterableDataset`, any      an item
+object whose ``__iter__`` begins anew
+`Files`                                                                                 a file
+======================================================================================  ================
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import IO, Any, Protocol, Self
+from typing import IO, Any, Self
 
 import fsspec
 import numpy as np
@@ -24,8 +24,7 @@ from msgspec.structs import replace
 from torch.utils.data import DataLoader, IterableDataset
 
 from unirun.errors import UsageError
-from unirun.train.data.plan import Numbers, Progress, SampleOrder
-from unirun.values import Value
+from unirun.train.data.plan import WHOLE, Numbers, SampleOrder, Share
 
 # Datasets of many files, whose names may be too many for the memory.
 
@@ -58,7 +57,7 @@ class Files:
     def __init__(
         self, paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], read: Read = lines
     ) -> None:
-        self._paths: _Paths = _paths_of(paths)
+        self._paths: Sequence[str] | _Listed = _paths_of(paths)
         self._read = read
 
     @classmethod
@@ -86,12 +85,6 @@ class Files:
         if path:
             with fsspec.open(path, "rb") as file:
                 yield from itertools.islice(self._read(file), begin, None)
-
-
-class _Paths(Protocol):
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> str: ...
 
 
 def _paths_of(paths: Any) -> Sequence[str]:
@@ -170,107 +163,97 @@ def _text(line: bytes) -> str:
     return line.decode().removesuffix("\n").removesuffix("\r")
 
 
-class Mark(Value):
-    """The part of a cell that is consumed once an item is: `items` of its position, which is `whole` or begun."""
+Mark = tuple[int, int]
+"""A step, and the number of its items that are used, or `WHOLE`."""
 
-    cell: int
-    position: int
-    items: int = 0
-    whole: bool = True
+Marked = tuple[Sequence[Mark], Any]
+"""An item or a batch, and the marks of the steps that it ends or goes on with."""
 
 
-class LoaderSlice(Value):
-    """The part that process `worker` of `workers` reads: each `workers`-th batch, or file, from its own number on."""
+class DataSource:
+    """A dataset, and the order of its positions in an epoch: None for one that can only be iterated.
 
-    worker: int = 0
-    workers: int = 1
-    batch: int = 1
-
-
-ALL = LoaderSlice()
-
-SPAN = 4096
-"""Positions of which the order is found at once."""
-
-Marked = tuple[tuple[Mark, ...], Any]
-"""An item, and the marks of the cells that it ends or goes on with."""
-
-
-class DataSource(Protocol):
-    """A `dataset`, as the share of a rank is read from it. `size` is its number of positions, None if it is unknown."""
-
-    dataset: Any
-    size: int | None
-
-    def read(self, progress: Progress, turn: LoaderSlice = ALL) -> Iterator[Marked]:
-        """Yield the rest of the share of `progress`; of that, what `turn` has."""
-        ...
-
-
-class Indexed:
-    """A dataset that has a length and is indexed."""
-
-    def __init__(self, dataset: Any, order: SampleOrder) -> None:
-        self.dataset, self._order = dataset, order
-        self.size: int | None = order.n
-
-    def batches(self, progress: Progress) -> Iterator[tuple[Mark, list[int]]]:
-        """The cells that are left of the share, each with the indices of its samples."""
-        order = replace(self._order, epoch=progress.epoch)
-        for cells in _neighbours(progress.cells()):
-            first, last = int(cells[0][1][0]), int(cells[-1][1][-1])
-            indices = order.indices(first, last + 1)
-            for cell, positions in cells:
-                # Not every dataset takes numpy's integers.
-                yield Mark(cell, int(positions[0])), indices[positions - first].tolist()
-
-    def read(self, progress: Progress, turn: LoaderSlice = ALL) -> Iterator[Marked]:
-        """Yield the rest of the share, whose cells have one sample each. A `DataLoader` gives turns itself."""
-        for mark, (index,) in self.batches(progress):
-            yield (mark,), self.dataset[index]
-
-
-def _neighbours(cells: Iterator[tuple[int, Numbers]]) -> Iterator[list[tuple[int, Numbers]]]:
-    """Consecutive cells, as many as lie within `SPAN` positions: their order is found at once."""
-    some: list[tuple[int, Numbers]] = []
-    for cell in cells:
-        if some and cell[1][-1] - some[0][1][0] >= SPAN:
-            yield some
-            some = []
-        some.append(cell)
-    if some:
-        yield some
-
-
-class Streamed:
-    """A dataset that can only be iterated, and gives the same items in each iteration of one epoch.
-
-    ``dataset.set_epoch(n)``, if it has that, is called before each iteration. What is consumed is skipped with
-    ``dataset.skip(n)`` where that leaves the rest of the same order, and otherwise read again and dropped.
+    That gives the same items in each iteration of one epoch. ``dataset.set_epoch(n)``, if it has that, is called before
+    each. What is used is skipped with ``dataset.skip(n)`` where that leaves the rest of the same order, and otherwise
+    read again and dropped. A file is used whole when its last item is.
     """
 
-    size: int | None = None
+    def __init__(self, dataset: Any, order: SampleOrder | None) -> None:
+        self.dataset, self._order = dataset, order
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    @property
+    def size(self) -> int | None:
+        """The number of positions; None if it is unknown."""
+        return None if self._order is None else self._order.n
 
-    def read(self, progress: Progress, turn: LoaderSlice = ALL) -> Iterator[Marked]:
-        """Yield the rest of the share. Whole batches go to the turns, one after the other."""
-        assert progress.share is not None
-        rank, split, count = progress.share.rank, progress.share.split, progress.share.count
-        number = count * split.world + rank
-        at = int(progress.positions(np.array([number]))[0])
-        consumed = set(progress.ahead)
-        for item in self._from(at, progress.epoch):
-            if at not in consumed:
-                step = number // split.world
-                mine = number % split.world == rank
-                if mine and (step - count) // turn.batch % turn.workers == turn.worker:
-                    yield (Mark(step, at),), item
+    @property
+    def indexed(self) -> bool:
+        """True if each position is a sample that can be read by itself."""
+        return self._order is not None and not isinstance(self.dataset, Files)
+
+    def batches(self, share: Share) -> Iterator[list[int]]:
+        """The samples of each step that is left of `share`."""
+        indices = self._indices(share)
+        for _, positions in share.cells():
+            yield indices(positions)
+
+    def read(self, share: Share, worker: int = 0, workers: int = 1, batch: int = 1) -> Iterator[Marked]:
+        """Yield the items that are left of `share`, whose cells have one position each.
+
+        Process `worker` of `workers` has each `workers`-th file, or each `workers`-th `batch` of what can only be
+        iterated.
+        """
+        if self._order is None:
+            return self._streamed(share, worker, workers, batch)
+        return self._samples(share) if self.indexed else self._from_files(share, worker, workers)
+
+    def _indices(self, share: Share) -> Callable[[Numbers], list[int]]:
+        """A function that returns the samples, or files, at ascending positions. Not every dataset takes numpy's
+        integers."""
+        assert self._order is not None
+        order = replace(self._order, epoch=share.epoch)
+
+        def indices(positions: Numbers) -> list[int]:
+            first, end = int(positions[0]), int(positions[-1]) + 1
+            span = order.indices(first, end)
+            found: list[int] = (span if len(span) == len(positions) else span[positions - first]).tolist()
+            return found
+
+        return indices
+
+    def _samples(self, share: Share) -> Iterator[Marked]:
+        indices = self._indices(share)
+        for step, positions in share.cells():
+            yield ((step, WHOLE),), self.dataset[indices(positions)[0]]
+
+    def _from_files(self, share: Share, worker: int, workers: int) -> Iterator[Marked]:
+        indices = self._indices(share)
+        # Files without items; the next item marks them, so that they are not looked at again.
+        passed: tuple[Mark, ...] = ()
+        for step, positions in share.cells(worker, workers):
+            count = share.beyond.get(step, share.begin.beyond.get(int(positions[0]), 0))
+            for item, last in _with_last(self.dataset.items(indices(positions)[0], count)):
+                count += 1
+                yield (*passed, (step, WHOLE if last else count)), item
+                passed = ()
+                if last:
+                    break
+            else:
+                passed = (*passed, (step, WHOLE))
+
+    def _streamed(self, share: Share, worker: int, workers: int, batch: int) -> Iterator[Marked]:
+        number = share.steps * share.world + share.rank
+        (at,) = share.begin.locator()(np.array([number])).tolist()
+        used = {*share.begin.whole()}
+        for item in self._iterated(at, share.epoch):
+            if at not in used:
+                step, rank = divmod(number, share.world)
+                if rank == share.rank and (step - share.steps) // batch % workers == worker:
+                    yield ((step, WHOLE),), item
                 number += 1
             at += 1
 
-    def _from(self, at: int, epoch: int) -> Iterator[Any]:
+    def _iterated(self, at: int, epoch: int) -> Iterator[Any]:
         by_epoch = hasattr(self.dataset, "set_epoch")
         if by_epoch:
             self.dataset.set_epoch(epoch)
@@ -278,34 +261,6 @@ class Streamed:
         if at and hasattr(self.dataset, "skip") and not (by_epoch and epoch):
             return iter(self.dataset.skip(at))
         return itertools.islice(self.dataset, at, None)
-
-
-class FromFiles:
-    """Files, of which each has items. A file is consumed when its last item is."""
-
-    def __init__(self, files: Files, order: SampleOrder) -> None:
-        self.dataset, self._order = files, order
-        self.size: int | None = order.n
-
-    def read(self, progress: Progress, turn: LoaderSlice = ALL) -> Iterator[Marked]:
-        """Yield the rest of the share. Whole files go to the turns, one after the other."""
-        order = replace(self._order, epoch=progress.epoch)
-        # Files without items; the next item marks them, so that they are not looked at again.
-        passed: tuple[Mark, ...] = ()
-        for cell, (position,) in progress.cells():
-            if cell % turn.workers != turn.worker:
-                continue
-            at = int(position)
-            (index,) = order.indices(at, at + 1).tolist()
-            count = progress.partial.get(at, 0)
-            for item, last in _with_last(self.dataset.items(index, count)):
-                count += 1
-                yield (*passed, Mark(cell, at, count, last)), item
-                passed = ()
-                if last:
-                    break
-            else:
-                passed = (*passed, Mark(cell, at))
 
 
 def _with_last(items: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
@@ -321,9 +276,9 @@ def source_of(name: str, dataset: Any, *, shuffle: bool, seed: int, block: int) 
     """The source of the dataset `name`. Raises `UsageError` if it is none."""
     _refuse(name, dataset)
     if isinstance(dataset, Files):
-        return FromFiles(dataset, SampleOrder(len(dataset), seed, 0, shuffle, block))
+        return DataSource(dataset, SampleOrder(len(dataset), seed, 0, shuffle, block))
     if is_indexed(dataset):
-        return Indexed(dataset, SampleOrder(len(dataset), seed, 0, shuffle, block))
+        return DataSource(dataset, SampleOrder(len(dataset), seed, 0, shuffle, block))
     if not hasattr(dataset, "__iter__"):
         raise UsageError(
             f"dataset {name!r}: a {type(dataset).__name__} cannot be iterated, and is not indexed or has no length",
@@ -334,7 +289,7 @@ def source_of(name: str, dataset: Any, *, shuffle: bool, seed: int, block: int) 
             f"dataset {name!r}: a {type(dataset).__name__} has no length, so its order cannot be changed",
             "pass shuffle=False, and shuffle it where its items are made",
         )
-    return Streamed(dataset)
+    return DataSource(dataset, None)
 
 
 def is_indexed(dataset: Any) -> bool:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from unirun.errors import CheckpointDamaged
 from unirun.train.checkpoints import Folder, Manifest, load
-from unirun.train.data import Progress
+from unirun.train.data import Consumed
 
 
 @pytest.fixture(params=["path", "memory"])
@@ -23,11 +23,15 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     return Folder(f"{tmp_path}/run" if request.param == "path" else f"memory://{tmp_path.name}/run")
 
 
+def put(folder: Folder, number: int, name: str, data: bytes) -> tuple[int, int]:
+    return folder.write(number, name, lambda file: file.write(data))
+
+
 def saved(folder: Folder, number: int, data: bytes = b"weights", *, commit: bool = True) -> None:
     folder.make(number)
-    files = {"state.pt": folder.write(number, "state.pt", data)}
+    files = {"state.pt": put(folder, number, "state.pt", data)}
     if commit:
-        folder.commit(Manifest(number, 2, False, files, {"train": Progress(1, 5)}, 0.5))
+        folder.commit(Manifest(number, 2, False, files, {"train": Consumed(1, 5)}, 0.5))
 
 
 def test_nothing_is_there_at_first(folder: Folder) -> None:
@@ -42,7 +46,7 @@ def test_the_latest_that_was_committed_counts(folder: Folder) -> None:
     assert latest is not None
     assert (latest.number, latest.path, latest.score) == (2, folder.path(2), 0.5)
     assert [info.number for info in folder.infos()] == [1, 2]
-    assert folder.manifest(2).data == {"train": Progress(1, 5)}
+    assert folder.manifest(2).data == {"train": Consumed(1, 5)}
 
 
 def test_what_was_not_finished_is_deleted(folder: Folder) -> None:
@@ -58,7 +62,7 @@ def test_one_whose_files_have_other_sizes_is_skipped_with_a_warning(
 ) -> None:
     saved(folder, 1)
     saved(folder, 2)
-    folder.write(2, "state.pt", damage)
+    put(folder, 2, "state.pt", damage)
     latest = folder.latest()
     assert latest is not None
     assert latest.number == 1
@@ -83,14 +87,14 @@ def test_exactly_one_rank_finds_a_flipped_byte_and_none_reads_all(
     folder = Folder(str(tmp_path_factory.mktemp("any")))
     folder.make(1)
     files = {
-        f"__{rank}_0.distcp": folder.write(1, f"__{rank}_0.distcp", bytes(size or 1))
+        f"__{rank}_0.distcp": put(folder, 1, f"__{rank}_0.distcp", bytes(size or 1))
         for rank, size in enumerate(sizes)
     }
     manifest = Manifest(1, len(sizes), True, files)
     for rank in range(world):
         folder.verify(manifest, rank, world)
     name = sorted(files)[choice % len(files)]
-    folder.write(1, name, b"\1" + bytes(files[name][0] - 1))
+    put(folder, 1, name, b"\1" + bytes(files[name][0] - 1))
     found = []
     for rank in range(world):
         try:
@@ -156,7 +160,7 @@ class TestAnErrorThatMayPass:
 def test_one_whose_manifest_is_damaged_is_skipped_too(folder: Folder) -> None:
     saved(folder, 1)
     saved(folder, 2)
-    folder.write(2, "checkpoint.json", b'{"number": 2')
+    put(folder, 2, "checkpoint.json", b'{"number": 2')
     latest = folder.latest()
     assert latest is not None
     assert latest.number == 1
@@ -181,7 +185,7 @@ def test_any_bytes_are_a_manifest_or_are_refused(
 ) -> None:
     folder = Folder(str(tmp_path_factory.mktemp("any")))
     folder.make(1)
-    folder.write(1, "checkpoint.json", raw)
+    put(folder, 1, "checkpoint.json", raw)
     try:
         folder.manifest(1)
     except CheckpointDamaged:

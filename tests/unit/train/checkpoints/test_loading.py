@@ -149,7 +149,7 @@ def test_another_model_than_the_saved_one_is_told(folder: Folder) -> None:
 @pytest.mark.parametrize("data", [b"", b"nothing", b"PK\x03\x04"])
 def test_a_state_that_is_none_is_told_as_damaged(folder: Folder, data: bytes) -> None:
     manifest = saved(folder, {"epoch": 1})
-    folder.write(1, "state.pt", data)
+    folder.write(1, "state.pt", lambda file: file.write(data))
     with pytest.raises(CheckpointDamaged, match=f"{folder.url}/000001/state.pt cannot be read"):
         load(folder, manifest, None)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import threading
+import tracemalloc
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from types import MappingProxyType
@@ -163,5 +166,37 @@ def test_the_conjugate_and_the_negative_of_a_tensor_are_compared_and_saved() -> 
     plain = {name: each.resolve_conj().resolve_neg() for name, each in views.items()}
     assert outline(views) == outline(plain)
     assert outline(views)["conjugate"] != outline({"conjugate": value})["conjugate"]
-    saved = torch.load(io.BytesIO(encode(snapshot(views))), weights_only=True)
+    file = io.BytesIO()
+    encode(snapshot(views), file)
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     assert all(torch.equal(saved[name], each) for name, each in plain.items())
+
+
+class TestEncode:
+    def test_a_state_is_not_in_memory_as_bytes_too(self) -> None:
+        state = {"model": {"weight": torch.zeros(5 << 20)}}
+        encode({"epoch": 1}, os.devnull)
+        tracemalloc.start()
+        try:
+            with open(os.devnull, "wb") as file:
+                encode(state, file)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 1 << 20
+
+    @pytest.mark.parametrize("fine", [0, 1, 3])
+    def test_a_write_that_fails_is_what_is_told(self, fine: int) -> None:
+        class Full(io.BytesIO):
+            """A disk that is full after some writes, and has no buffer that fails again at the end."""
+
+            left = fine
+
+            def write(self, data: Any) -> int:
+                self.left -= 1
+                if self.left == -1:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return super().write(data)
+
+        with pytest.raises(OSError, match="No space left on device"):
+            encode({"model": {"weight": torch.zeros(1000)}}, Full())

@@ -17,7 +17,7 @@ from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import TrainingFailed, UsageError
 from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, GivenUp, Info, load
 from unirun.train.checkpoints import writer as module
-from unirun.train.data import Progress
+from unirun.train.data import Consumed, Share
 
 
 @pytest.fixture
@@ -172,26 +172,26 @@ class TestSeveralRanks:
     def test_rank_0_writes_the_state_and_all_ranks_how_far_they_have_come(self, folder: Folder) -> None:
         writers = [rank(folder, number, 2) for number in range(2)]
         for number, writer in enumerate(writers):
-            progress = Progress(0, 10).split(number, 2, 1, 20)
-            writer.save({"rank": number}, {"train": progress})
+            share = Share(number, 2, 10, Consumed(samples=10), steps=2)
+            writer.save({"rank": number}, {"train": share})
         assert [writer.reported({}) for writer in writers] == [1, None]
         committed(writers[0], 1)
         assert state(folder, 1) == {"rank": 0}
-        assert folder.manifest(1).data["train"].prefix == 10
+        assert folder.manifest(1).data["train"] == Consumed(samples=14)
 
     def test_a_rank_that_does_not_save_is_named(
         self, folder: Folder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(module, "RANKS_SAVE_TIMEOUT", 0.0)
         writer = rank(folder, 0, 3)
-        writer.save({"rank": 0}, {"train": Progress()})
+        writer.save({"rank": 0}, {"train": Share(0, 3, 9)})
         with pytest.raises(TrainingFailed, match="ranks 1, 2 have not saved checkpoint 1"):
             committed(writer, 1)
 
     def test_ranks_with_different_datasets_are_told(self, folder: Folder) -> None:
         for number, name in ((1, "validation"), (0, "train")):
             writer = rank(folder, number, 2)
-            writer.save({}, {name: Progress()})
+            writer.save({}, {name: Share(number, 2, 9)})
         with pytest.raises(UsageError, match="ranks use different datasets"):
             committed(writer, 1)
 
@@ -255,7 +255,7 @@ def test_one_whose_report_was_made_counts_only_when_the_driver_has_that(folder: 
 
 def test_one_that_a_dead_rank_has_not_written_is_given_up_with_its_attempt(folder: Folder) -> None:
     writer = rank(folder, world=2)
-    writer.save({"epoch": 1}, {"train": Progress()})
+    writer.save({"epoch": 1}, {"train": Share(0, 1, 9)})
     commit = writer.commit(1)
     writer.close()
     with pytest.raises(GivenUp, match="checkpoint 1 was given up, as its attempt is over"):

@@ -10,8 +10,8 @@ import fsspec
 import msgspec
 from torch.utils.data import IterableDataset, get_worker_info
 
-from unirun.train.data import Files, Progress, Shard, merged
-from unirun.train.data.sources import LoaderSlice, Marked
+from unirun.train.data import Consumed, Files, Shard, Share, merged
+from unirun.train.data.sources import Marked
 
 
 class NumberStream(IterableDataset[int]):
@@ -53,19 +53,18 @@ def in_files(lengths: Sequence[int], folder: str) -> Files:
     return Files(paths)
 
 
-def stored(shards: Sequence[Shard]) -> Progress:
-    """The progress that a checkpoint of these ranks gives when it is read again."""
+def stored(shards: Sequence[Shard]) -> Consumed:
+    """The part that these ranks have used, as a checkpoint gives it when it is read again."""
     written = [msgspec.json.encode(shard.progress) for shard in shards]
-    return merged(msgspec.json.decode(each, type=Progress) for each in written)
+    found = merged([msgspec.json.decode(each, type=Share) for each in written])
+    return msgspec.json.decode(msgspec.json.encode(found), type=Consumed)
 
 
 def as_processes(shard: Shard, workers: int, batch: int) -> Iterator[Any]:
     """Items of what is not indexed, in the order in which so many processes of a `DataLoader` give batches of them."""
 
-    def read(progress: Progress) -> Iterator[Marked]:
-        turns = [
-            shard.source.read(progress, LoaderSlice(worker, workers, batch)) for worker in range(workers)
-        ]
+    def read(share: Share) -> Iterator[Marked]:
+        turns = [shard.source.read(share, worker, workers, batch) for worker in range(workers)]
         while turns:
             for turn in [*turns]:
                 batched = [*itertools.islice(turn, batch)]

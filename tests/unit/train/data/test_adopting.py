@@ -94,19 +94,19 @@ def test_its_options_are_kept() -> None:
     loader = loader_of(
         range(5), batch_size=2, num_workers=2, collate_fn=collate, prefetch_factor=3, persistent_workers=True
     )
-    kept = sharded(loader, "train", 0, 1)._feed._batches  # type: ignore[attr-defined]
+    kept = sharded(loader, "train", 0, 1)._batches
     for option in ("num_workers", "collate_fn", "prefetch_factor", "persistent_workers"):
         assert getattr(kept, option) == getattr(loader, option)
     assert len([*sharded(loader_of(range(5), batch_size=2, collate_fn=collate), "train", 0, 1)]) == 3
     assert made == [2, 2, 1]
 
 
-def test_it_goes_on_from_a_progress() -> None:
+def test_it_goes_on_from_what_all_ranks_have_used() -> None:
     loader = loader_of(range(10), batch_size=2)
     ranks = [sharded(loader, "train", rank, 2) for rank in range(2)]
     assert [numbers(next(iter(rank))) for rank in ranks] == [[0, 1], [2, 3]]
-    progress = stored([rank.shard for rank in ranks])
-    assert parts(loader, world=1, progress=progress) == [[[4, 5], [6, 7], [8, 9]]]
+    consumed = stored([rank.shard for rank in ranks])
+    assert parts(loader, world=1, consumed=consumed) == [[[4, 5], [6, 7], [8, 9]]]
 
 
 def with_sampler(sampler: Any) -> DataLoader[Any]:

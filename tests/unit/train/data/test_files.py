@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.unit.train.data.datasets import in_files, stored
 from unirun.errors import UsageError
-from unirun.train.data import Files, Shard, sources
+from unirun.train.data import Consumed, Files, Shard, sources
 
 
 def write(path: Path, text: str) -> str:
@@ -160,9 +160,9 @@ class TestShards:
         shards = [Shard("train", dataset, rank, 2) for rank in range(2)]
         loops = [iter(shard) for shard in shards]
         assert [next(loops[rank]) for rank in (0, 0, 0, 0, 1)] == ["0", "1", "2", "6", "3"]
-        progress = stored(shards)
-        assert (progress.prefix, progress.ahead, progress.partial) == (1, (), {1: 1, 2: 1})
-        assert [*Shard("train", dataset, 0, 1, progress=progress)] == ["4", "5", "7", "8"]
+        consumed = stored(shards)
+        assert consumed == Consumed(samples=1, beyond={1: 1, 2: 1})
+        assert [*Shard("train", dataset, 0, 1, consumed=consumed)] == ["4", "5", "7", "8"]
 
     def test_files_without_items_are_passed_and_not_opened_again(self) -> None:
         opened: list[str] = []
@@ -177,8 +177,7 @@ class TestShards:
         shard = Shard("train", dataset, 0, 1)
         loop = iter(shard)
         assert [next(loop), next(loop)] == ["0", "1"]
-        assert shard.progress.share is not None
-        assert shard.progress.share.count == 4
+        assert shard.progress.steps == 4
         opened.clear()
-        assert [*Shard("train", dataset, 0, 1, progress=shard.progress)] == ["2"]
+        assert [*Shard("train", dataset, 0, 1, consumed=stored([shard]))] == ["2"]
         assert opened == ["2\n"]

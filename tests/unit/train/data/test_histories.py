@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.unit.train.data.datasets import NumberStream, as_processes, in_files, numbers, stored
-from unirun.train.data import Progress, Shard
+from unirun.train.data import Consumed, Shard
 
 LENGTHS = (3, 0, 1, 4, 0, 0, 2, 5, 0)
 
@@ -25,7 +25,7 @@ class Histories(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.saved = Progress()
+        self.saved = Consumed()
         self.kept: list[tuple[int, int]] = []
         self.history: list[tuple[int, int]] = []
 
@@ -63,7 +63,7 @@ class Histories(RuleBasedStateMachine):
                 shuffle=self.shuffle,
                 seed=3,
                 block=self.block,
-                progress=self.saved,
+                consumed=self.saved,
             )
             for rank in range(world)
         ]
@@ -109,13 +109,6 @@ class Histories(RuleBasedStateMachine):
         if not self.ended[rank]:
             self.loops[rank] = self.loop(self.shards[rank])
 
-    @rule(rank=st.integers(0, 4))
-    def restore_what_is_there(self, rank: int) -> None:
-        rank %= len(self.shards)
-        if not self.ended[rank]:
-            self.shards[rank].restore(self.shards[rank].progress)
-            self.loops[rank] = self.loop(self.shards[rank])
-
     @rule()
     def checkpoint(self) -> None:
         self.saved, self.kept = stored(self.shards), [*self.history]
@@ -152,10 +145,10 @@ def test_a_new_number_of_ranks_after_any_step_leaves_as_few_steps_as_possible(
     size: int, batch: int, shuffle: bool, changes: list[tuple[int, int]]
 ) -> None:
     """Each change is a number of ranks, and a number of steps that they take together."""
-    progress, seen = Progress(), list[int]()
+    consumed, seen = Consumed(), list[int]()
     for world, steps in [*changes, (2, size + 1)]:
         shards = [
-            Shard("train", range(size), rank, world, shuffle=shuffle, progress=progress)
+            Shard("train", range(size), rank, world, shuffle=shuffle, consumed=consumed)
             for rank in range(world)
         ]
         loaders = [shard.to_torch(batch) for shard in shards]
@@ -164,6 +157,6 @@ def test_a_new_number_of_ranks_after_any_step_leaves_as_few_steps_as_possible(
         for loader in loaders:
             for _, got in zip(range(min(steps, len(loader))), loader, strict=False):
                 seen += numbers(got)
-        progress = stored(shards)
-        assert progress == Progress(prefix=len(seen))
+        consumed = stored(shards)
+        assert consumed == Consumed(samples=len(seen))
     assert sorted(seen) == [*range(size)]

@@ -1,4 +1,4 @@
-"""The positions that each rank consumes, and those that all of them have consumed."""
+"""The positions that each rank uses, and those that all of them have used."""
 
 from __future__ import annotations
 
@@ -7,218 +7,203 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from unirun.errors import UsageError
-from unirun.train.data import Progress, merged
-from unirun.train.data.plan import Share, Split
+from unirun.train.data import Consumed, Share, merged
+from unirun.train.data.plan import WHOLE
 
 worlds, batches, sizes = st.integers(1, 9), st.integers(1, 9), st.integers(0, 120)
 
 
-def cell(split: Split, step: int, rank: int) -> list[int]:
-    found: list[int] = split.numbers(np.array([step * split.world + rank])).tolist()
-    return found
+def ranks(left: int | None, world: int, batch: int = 1, begin: Consumed | None = None) -> list[Share]:
+    return [Share(rank, world, left, begin or Consumed(), batch) for rank in range(world)]
 
 
-def shares(split: Split) -> list[list[list[int]]]:
+def cells(left: int, world: int, batch: int) -> list[list[list[int]]]:
     """The cells of each rank, in the order of its steps."""
     return [
-        [cell(split, step, rank) for step in range(split.steps(rank) or 0)] for rank in range(split.world)
+        [share.numbers(step).tolist() for step in range(share.total() or 0)]
+        for share in ranks(left, world, batch)
     ]
 
 
 @st.composite
-def bases(draw: st.DrawFn) -> Progress:
-    """The positions that may be consumed when ranks begin."""
-    return Progress(prefix=draw(st.integers(0, 20))).consume(draw(st.sets(st.integers(0, 40), max_size=12)))
+def begins(draw: st.DrawFn) -> Consumed:
+    """The part of an epoch that may be used when ranks begin."""
+    samples = draw(st.integers(0, 20))
+    beyond = draw(st.dictionaries(st.integers(samples + 1, 40), st.sampled_from([WHOLE, 2]), max_size=12))
+    return Consumed(0, samples, beyond)
 
 
-def consumed(progress: Progress, size: int) -> set[int]:
-    """By the definition of each field, one position at a time."""
-    found = {*range(progress.prefix), *progress.ahead}
-    if progress.share is not None:
-        left = [at for at in range(size) if at not in found]
-        own = shares(progress.share.split)[progress.share.rank]
-        for step in {*range(progress.share.count), *progress.share.apart}:
-            found |= {left[number] for number in own[step]}
-    return found
+def used(consumed: Consumed) -> set[int]:
+    return {*range(consumed.samples), *consumed.whole()}
 
 
-class TestSplit:
+class TestSteps:
     @given(sizes, worlds, batches)
     def test_each_number_is_in_one_cell(self, left: int, world: int, batch: int) -> None:
-        found = [number for rank in shares(Split(left, world, batch)) for cells in rank for number in cells]
+        found = [number for rank in cells(left, world, batch) for cell in rank for number in cell]
         assert sorted(found) == [*range(left)]
 
     @given(sizes, worlds, batches)
     def test_what_all_ranks_have_after_a_step_is_a_prefix(self, left: int, world: int, batch: int) -> None:
-        split = Split(left, world, batch)
-        for steps in range((split.steps(0) or 0) + 1):
-            taken = [number for rank in shares(split) for cells in rank[:steps] for number in cells]
+        found = cells(left, world, batch)
+        for steps in range(len(found[0]) + 1):
+            taken = [number for rank in found for cell in rank[:steps] for number in cell]
             assert sorted(taken) == [*range(len(taken))]
 
     @given(sizes, worlds, batches)
     def test_there_are_as_few_steps_as_possible_of_nearly_equal_batches(
         self, left: int, world: int, batch: int
     ) -> None:
-        split = Split(left, world, batch)
-        assert split.steps(0) == -(-left // (world * batch))
-        lengths = {len(cells) for rank in shares(split) for cells in rank}
+        found = cells(left, world, batch)
+        assert len(found[0]) == -(-left // (world * batch))
+        lengths = {len(cell) for rank in found for cell in rank}
         assert all(0 < length <= batch for length in lengths)
-        assert len(lengths) <= 2
         assert max(lengths, default=0) - min(lengths, default=0) <= 1
 
     @given(sizes, worlds, batches.filter(lambda batch: batch > 1))
     def test_all_ranks_have_the_same_number_of_steps(self, left: int, world: int, batch: int) -> None:
-        split = Split(left + world, world, batch)
-        assert len({split.steps(rank) for rank in range(world)}) == 1
+        assert len({share.total() for share in ranks(left + world, world, batch)}) == 1
 
     def test_with_less_than_a_number_for_each_rank_the_first_ranks_have_a_step(self) -> None:
-        assert [Split(2, 4, 8).steps(rank) for rank in range(4)] == [1, 1, 0, 0]
+        assert [share.total() for share in ranks(2, 4, 8)] == [1, 1, 0, 0]
 
     def test_one_by_one_the_first_ranks_have_the_last_step(self) -> None:
-        assert [Split(6, 4, 1).steps(rank) for rank in range(4)] == [2, 2, 1, 1]
+        assert [share.total() for share in ranks(6, 4)] == [2, 2, 1, 1]
 
     def test_there_is_no_step_when_nothing_is_left(self) -> None:
-        assert shares(Split(0, 2, 3)) == [[], []]
+        assert cells(0, 2, 3) == [[], []]
 
     @given(sizes, worlds, batches, st.data())
     def test_the_items_of_a_rank_are_those_in_its_cells(
         self, left: int, world: int, batch: int, data: st.DataObject
     ) -> None:
-        split = Split(left, world, batch)
-        rank = data.draw(st.integers(0, world - 1))
-        begin = data.draw(st.integers(0, split.steps(rank) or 0))
-        assert split.items(rank, begin) == sum(map(len, shares(split)[rank][begin:]))
+        share = data.draw(st.sampled_from(ranks(left, world, batch)))
+        step = data.draw(st.integers(0, share.total() or 0))
+        assert share.items(step) == sum(map(len, cells(left, world, batch)[share.rank][step:]))
 
     def test_without_an_end_number_i_is_for_rank_i_modulo_the_ranks(self) -> None:
-        split = Split(None, 3)
-        assert split.steps(1) is None
-        assert split.items(1, 0) is None
-        assert [cell(split, step, 1) for step in range(3)] == [[1], [4], [7]]
+        share = Share(1, 3, None)
+        assert share.total() is None
+        assert [share.numbers(step).tolist() for step in range(3)] == [[1], [4], [7]]
 
 
 class TestShare:
-    @given(st.permutations(range(12)), st.integers(0, 12))
-    def test_cells_in_any_order_are_a_count_and_those_beyond(self, order: list[int], taken: int) -> None:
-        share = Share(0, Split(12, 1))
-        for step in order[:taken]:
-            share = share.took([step])
-        assert {*range(share.count), *share.apart} == set(order[:taken])
-        assert share.count not in share.apart
-        assert share.whole == (taken == 12)
-
-    def test_a_share_without_a_known_end_is_never_whole(self) -> None:
-        assert not Share(0, Split(None, 1), 5).whole
-
-
-class TestProgress:
-    @given(st.lists(st.lists(st.integers(0, 30))))
-    def test_consuming_in_any_order_and_twice_is_a_prefix_and_what_is_beyond(
-        self, calls: list[list[int]]
+    @given(begins(), worlds, batches, st.integers(1, 3), st.data())
+    def test_what_is_left_of_a_share_is_what_is_not_used_of_it(
+        self, begin: Consumed, world: int, batch: int, workers: int, data: st.DataObject
     ) -> None:
-        progress = Progress()
-        for positions in calls:
-            progress = progress.consume(positions)
-        assert consumed(progress, 31) == {at for positions in calls for at in positions}
-        assert progress.prefix not in progress.ahead
-        assert list(progress.ahead) == sorted(set(progress.ahead))
-
-    @given(bases())
-    def test_positions_that_are_left_are_numbered_in_their_order(self, base: Progress) -> None:
-        left = [at for at in range(60) if at not in consumed(base, 60)]
-        assert base.left(60) == len(left)
-        assert base.positions(np.arange(len(left))).tolist() == left
-
-    @given(bases(), worlds, batches, st.data())
-    def test_what_is_left_of_a_share_is_what_is_not_consumed_of_it(
-        self, base: Progress, world: int, batch: int, data: st.DataObject
-    ) -> None:
-        progress = base.split(data.draw(st.integers(0, world - 1)), world, batch, 60)
-        assert progress.share is not None
-        whole = dict(progress.cells())
-        taken = data.draw(st.sets(st.sampled_from([*whole]))) if whole else set()
-        share = progress.share.took([*taken])
-        left = dict(msgspec.structs.replace(progress, share=share).cells())
-        assert {step: at.tolist() for step, at in left.items()} == {
-            step: at.tolist() for step, at in whole.items() if step not in taken
+        share = data.draw(st.sampled_from(ranks(begin.left(60), world, batch, begin)))
+        whole = {step: at.tolist() for step, at in share.cells()}
+        left = [at for at in range(60) if at not in used(begin)]
+        assert whole == {
+            step: [left[number] for number in share.numbers(step)] for step in range(share.total() or 0)
         }
+        taken = data.draw(st.sets(st.sampled_from([*whole]))) if whole else set()
+        rest = replace(share, beyond=dict.fromkeys(taken, WHOLE))
+        parts = [{step: at.tolist() for step, at in rest.cells(n, workers)} for n in range(workers)]
+        assert {step: at for part in parts for step, at in part.items()} == {
+            step: at for step, at in whole.items() if step not in taken
+        }
+        assert sum(map(len, parts)) == len(whole) - len(taken)
 
-    def test_a_file_that_is_consumed_is_not_begun_any_more(self) -> None:
-        progress = Progress(partial={0: 3, 4: 1, 5: 7}).consume([0, 4])
-        assert progress.partial == {5: 7}
 
-    @given(bases(), worlds, batches)
+class TestConsumed:
+    @given(begins())
+    def test_positions_that_are_left_are_numbered_in_their_order(self, begin: Consumed) -> None:
+        left = [at for at in range(60) if at not in used(begin)]
+        assert begin.left(60) == len(left)
+        assert begin.locator()(np.arange(len(left))).tolist() == left
+
+    @given(begins(), worlds, batches)
     def test_it_is_the_same_when_it_was_written_and_read(
-        self, base: Progress, world: int, batch: int
+        self, begin: Consumed, world: int, batch: int
     ) -> None:
-        progress = msgspec.structs.replace(base.split(0, world, batch, 60), partial={50: 2}, ended=True)
-        assert msgspec.json.decode(msgspec.json.encode(progress), type=Progress) == progress
+        share = Share(0, world, begin.left(60), begin, batch, 2, {50: 2}, ended=True)
+        assert msgspec.json.decode(msgspec.json.encode(share), type=Share) == share
 
 
 class TestMerged:
-    @given(bases(), worlds, batches, st.data())
-    def test_it_is_the_union_of_what_all_ranks_have_consumed(
-        self, base: Progress, world: int, batch: int, data: st.DataObject
+    @given(begins(), worlds, batches, st.data())
+    def test_it_is_the_union_of_what_all_ranks_have_used(
+        self, begin: Consumed, world: int, batch: int, data: st.DataObject
     ) -> None:
-        found = []
-        for rank in range(world):
-            progress = base.split(rank, world, batch, 60)
-            assert progress.share is not None
-            steps = progress.share.split.steps(rank)
-            taken = data.draw(st.sets(st.integers(0, steps - 1))) if steps else set()
-            found.append(msgspec.structs.replace(progress, share=progress.share.took([*taken])))
-        present = data.draw(st.lists(st.sampled_from(found), min_size=1))
+        found, expected = list[Share](), used(begin)
+        for share in ranks(begin.left(60), world, batch, begin):
+            whole = dict(share.cells())
+            steps = data.draw(st.integers(0, len(whole)))
+            later = data.draw(st.sets(st.integers(steps + 1, len(whole) + 1))) & whole.keys()
+            found.append(replace(share, steps=steps, beyond=dict.fromkeys(later, WHOLE)))
+        present = data.draw(st.lists(st.sampled_from(found), min_size=1, unique_by=lambda share: share.rank))
+        for share in present:
+            taken = {*range(share.steps), *share.beyond}
+            expected |= {
+                at
+                for step, some in replace(share, steps=0, beyond={}).cells()
+                if step in taken
+                for at in some.tolist()
+            }
         union = merged(present)
-        assert union.share is None
-        assert consumed(union, 60) == set().union(*(consumed(each, 60) for each in present))
+        assert used(union) == expected
+        assert union.samples not in union.beyond or union.beyond[union.samples] != WHOLE
+        begun = {at for at, items in begin.beyond.items() if items != WHOLE}
+        assert {at for at, items in union.beyond.items() if items != WHOLE} == begun - expected
 
-    def test_ranks_in_step_leave_a_prefix_of_any_length_at_once(self) -> None:
-        split = Split(10**12, 1000, 32)
-        found = merged(Progress(share=Share(rank, split, 10**7)) for rank in range(1000))
-        assert found == Progress(prefix=32 * 1000 * 10**7)
+    def test_ranks_in_step_leave_an_epoch_and_a_number_at_once(self) -> None:
+        found = merged([replace(share, steps=10**7) for share in ranks(10**12, 1000, 32)])
+        assert found == Consumed(samples=32 * 1000 * 10**7)
 
-    def test_progress_of_different_beginnings_adds_up(self) -> None:
-        early = Progress(share=Share(0, Split(10, 2), 4))
-        late = Progress(prefix=3, ahead=(5,), share=Share(0, Split(6, 3), 1))
-        assert merged([early, late]) == Progress(prefix=7)
-
-    def test_of_a_file_the_most_items_count(self) -> None:
-        found = merged([Progress(partial={3: 2, 0: 1}), Progress(prefix=1, partial={3: 4, 7: 1})])
-        assert found == Progress(prefix=1, partial={3: 4, 7: 1})
+    def test_files_that_are_begun_and_files_that_are_done_out_of_order_are_beyond(self) -> None:
+        begin = Consumed(samples=1, beyond={3: 4, 7: 1})
+        first, second = ranks(9, 2, begin=begin)
+        found = merged([replace(first, steps=1, beyond={2: WHOLE}), replace(second, beyond={0: 2, 1: WHOLE})])
+        # The files are 1, 3, 5, … and 2, 4, 6, …
+        assert found == Consumed(samples=2, beyond={2: 2, 3: 4, 4: WHOLE, 5: WHOLE, 7: 1})
 
     def test_when_all_have_seen_the_end_the_next_epoch_begins(self) -> None:
-        share = Share(0, Split(1, 2), 1)
-        assert merged([Progress(4, share=share, ended=True), Progress(4, ended=True)]) == Progress(5)
+        first, second = ranks(1, 2, begin=Consumed(4))
+        assert merged([replace(first, steps=1, ended=True), replace(second, ended=True)]) == Consumed(5)
 
     def test_while_one_has_not_seen_the_end_the_epoch_goes_on(self) -> None:
-        split = Split(None, 2)
-        found = merged([Progress(share=Share(0, split, 2)), Progress(share=Share(1, split, 1), ended=True)])
-        assert found == Progress(prefix=3)
+        first, second = ranks(None, 2)
+        found = merged([replace(first, steps=2), replace(second, steps=1, ended=True)])
+        assert found == Consumed(samples=3)
 
     def test_a_rank_that_has_done_its_share_may_be_an_epoch_behind(self) -> None:
-        behind = Progress(share=Share(0, Split(1, 2), 1))
-        ahead = Progress(1, share=Share(1, Split(6, 2), 2))
-        for each in (behind, msgspec.structs.replace(behind, ended=True)):
-            assert merged([each, ahead]) == Progress(1, ahead=(1, 3))
+        behind, ahead = Share(0, 2, 1, steps=1), Share(1, 2, 6, Consumed(1), steps=2)
+        for each in (behind, replace(behind, ended=True)):
+            assert merged([each, ahead]) == Consumed(1, beyond={1: WHOLE, 3: WHOLE})
 
     def test_the_end_of_an_epoch_that_one_has_not_begun_is_not_the_end(self) -> None:
-        behind, ahead = Progress(0, ended=True), Progress(1, share=Share(1, Split(3, 2), 1), ended=True)
-        assert merged([behind, ahead]) == Progress(1, ahead=(1,))
+        behind, ahead = Share(0, 2, 3, ended=True), Share(1, 2, 3, Consumed(1), steps=1, ended=True)
+        assert merged([behind, ahead]) == Consumed(1, beyond={1: WHOLE})
 
     @pytest.mark.parametrize(
         "behind",
         [
-            Progress(1, share=Share(0, Split(8, 2), 3)),
-            Progress(1, share=Share(0, Split(None, 2), 3)),
-            Progress(1),
-            Progress(0, ended=True),
+            Share(0, 2, 8, Consumed(1), steps=3),
+            Share(0, 2, None, Consumed(1), steps=3),
+            Share(0, 2, 8, Consumed(1)),
+            Share(0, 2, 8, ended=True),
         ],
     )
-    def test_ranks_in_different_epochs_are_refused(self, behind: Progress) -> None:
-        with pytest.raises(UsageError, match="epoch 2.*after the same step"):
-            merged([behind, Progress(2)])
+    def test_ranks_in_different_epochs_are_refused(self, behind: Share) -> None:
+        with pytest.raises(UsageError, match="epoch 2.*have done the same step"):
+            merged([behind, Share(1, 2, 8, Consumed(2))])
 
-    def test_no_progress_is_refused(self) -> None:
-        with pytest.raises(UsageError, match="pass the progress of every rank"):
+    def test_ranks_whose_batches_differ_are_refused(self) -> None:
+        shares = [Share(0, 2, 40, batch=2, steps=1), Share(1, 2, 40, batch=3, steps=1)]
+        with pytest.raises(
+            UsageError, match="batches of 2 and of 3 of one dataset; every rank passes the same"
+        ):
+            merged(shares)
+
+    def test_a_rank_that_has_used_none_may_have_batches_of_any_size(self) -> None:
+        shares = [Share(0, 2, 40, batch=2, steps=1), Share(1, 2, 40)]
+        assert merged(shares) == Consumed(samples=2)
+
+    def test_no_share_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="pass the share of every rank"):
             merged([])

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.unit.train.data.datasets import NumberStream, in_files, stored
 from unirun.errors import UsageError
-from unirun.train.data import Progress, Shard, merged, sources
-from unirun.train.data.plan import Share, Split
+from unirun.train.data import Consumed, Shard, merged
+from unirun.train.data.plan import WHOLE
 
 
 @given(n=st.integers(0, 60), world=st.integers(1, 7), seed=st.integers(0, 5), block=st.integers(1, 70))
@@ -33,19 +33,6 @@ def test_shuffled_epochs_differ() -> None:
     assert sorted(first) == sorted(second) == [*range(20)]
 
 
-@pytest.mark.parametrize("span", [1, 2, 7, 16])
-def test_the_order_is_the_same_however_much_of_it_is_found_at_once(
-    monkeypatch: pytest.MonkeyPatch, span: int
-) -> None:
-    def batches() -> list[list[int]]:
-        shard = Shard("train", range(50), 1, 3, shuffle=True, seed=4, block=8)
-        return [batch.tolist() for batch in shard.to_torch(4)]
-
-    expected = batches()
-    monkeypatch.setattr(sources, "SPAN", span)
-    assert batches() == expected
-
-
 class TestLoops:
     def test_a_loop_goes_on_where_the_last_one_was_left(self) -> None:
         shard = Shard("train", range(5), 0, 1)
@@ -57,20 +44,20 @@ class TestLoops:
     def test_an_item_is_consumed_in_the_body_of_the_loop(self) -> None:
         shard = Shard("train", range(3), 0, 1)
         for number, _ in enumerate(shard, 1):
-            assert stored([shard]) == Progress(prefix=number)
+            assert stored([shard]) == Consumed(samples=number)
 
     def test_a_loop_that_is_left_at_the_last_item_has_not_ended_the_epoch(self) -> None:
         shard = Shard("train", range(2), 0, 1)
         assert [*itertools.islice(shard, 2)] == [0, 1]
-        assert stored([shard]) == Progress(0, prefix=2)
+        assert stored([shard]) == Consumed(0, samples=2)
         assert [*shard] == []
-        assert stored([shard]) == Progress(1)
+        assert stored([shard]) == Consumed(1)
         assert [*shard] == [0, 1]
 
     def test_an_empty_dataset_has_empty_epochs(self) -> None:
         shard = Shard("train", [], 0, 2)
         assert [[*shard], [*shard]] == [[], []]
-        assert merged([shard.progress]) == Progress(2)
+        assert merged([shard.progress]) == Consumed(2)
 
     def test_two_loops_at_once_are_refused(self) -> None:
         shard = Shard("train", range(5), 0, 1)
@@ -82,15 +69,6 @@ class TestLoops:
         ):
             next(first)
         assert [*shard] == [2, 3, 4]
-
-    def test_a_loop_does_not_go_on_after_restore(self) -> None:
-        shard = Shard("train", range(5), 0, 1)
-        loop = iter(shard)
-        next(loop)
-        shard.restore(Progress())
-        with pytest.raises(UsageError, match=r"or after restore\(\)"):
-            next(loop)
-        assert [*shard] == [0, 1, 2, 3, 4]
 
     def test_an_item_that_cannot_be_read_is_not_consumed(self) -> None:
         class Once(list[int]):
@@ -134,48 +112,28 @@ class TestLength:
             len(Shard("train", dataset, 0, 1))
 
 
-class TestRestore:
-    def test_a_rank_goes_on_from_its_own_progress(self) -> None:
-        shard = Shard("train", range(9), 1, 3)
-        assert [*itertools.islice(shard, 1)] == [1]
-        again = Shard("train", range(9), 1, 3, progress=shard.progress)
-        assert again.progress == shard.progress
-        assert [*again] == [4, 7]
-
-    def test_after_an_epoch_the_next_one_begins(self) -> None:
-        shard = Shard("train", range(3), 0, 1)
-        assert [*shard] == [0, 1, 2]
-        shard.restore(shard.progress)
-        assert shard.progress == Progress(1)
+class TestBegin:
+    def test_a_rank_goes_on_from_what_was_used(self) -> None:
+        shards = [Shard("train", range(9), rank, 3) for rank in range(3)]
+        assert [*itertools.islice(shards[1], 2)] == [1, 4]
+        consumed = stored(shards)
+        assert consumed == Consumed(beyond={1: WHOLE, 4: WHOLE})
+        assert [[*Shard("train", range(9), rank, 2, consumed=consumed)] for rank in range(2)] == [
+            [0, 3, 6, 8],
+            [2, 5, 7],
+        ]
 
     @pytest.mark.parametrize(
-        ("dataset", "progress", "message"),
-        [
-            (range(4), {"epoch": 0}, "the progress is a dict; pass a Progress"),
-            (
-                range(4),
-                Progress(share=Share(1, Split(4, 2))),
-                r"rank 0 of 2 got .* rank 1 of 2; pass merged\(\)",
-            ),
-            (range(4), Progress(share=Share(0, Split(4, 3))), "got the progress of rank 0 of 3"),
-            (
-                range(4),
-                Progress(prefix=5),
-                r"of another size than 4; pass the dataset .*Progress\(\), in Trainer.run",
-            ),
-            (range(4), Progress(ahead=(4,)), "of a dataset of another size than 4"),
-            (range(4), Progress(share=Share(0, Split(5, 2))), "of a dataset of another size than 4"),
-            (range(4), Progress(share=Share(0, Split(None, 2))), "of a dataset of another size than 4"),
-            (NumberStream(4), Progress(share=Share(0, Split(4, 2))), "of a dataset of another size; pass"),
-        ],
+        "consumed", [Consumed(samples=5), Consumed(beyond={4: WHOLE}), Consumed(beyond={4: 1})]
     )
-    def test_what_does_not_fit_is_refused(self, dataset: Any, progress: Any, message: str) -> None:
+    def test_what_does_not_fit_is_refused(self, consumed: Consumed) -> None:
+        message = "of another size than 4; pass the dataset .* in Trainer.run with a dict"
         with pytest.raises(UsageError, match=f"dataset 'train': .*{message}"):
-            Shard("train", dataset, 0, 2, progress=progress)
+            Shard("train", range(4), 0, 2, consumed=consumed)
 
     def test_all_that_a_dataset_has_may_be_consumed(self) -> None:
-        assert [*Shard("train", range(4), 0, 2, progress=Progress(prefix=4))] == []
-        assert [*Shard("train", range(4), 0, 2, progress=Progress(ahead=(3,)))] == [0, 2]
+        assert [*Shard("train", range(4), 0, 2, consumed=Consumed(samples=4))] == []
+        assert [*Shard("train", range(4), 0, 2, consumed=Consumed(beyond={3: WHOLE}))] == [0, 2]
 
 
 class TestArguments:
@@ -200,9 +158,9 @@ def test_two_datasets_go_on_each_by_itself() -> None:
     train, validation = Shard("train", range(6), 0, 2), Shard("validation", range(4), 0, 2)
     assert [*itertools.islice(train, 2)] == [0, 2]
     assert [[*validation], [*validation]] == [[0, 2], [0, 2]]
-    saved = {shard.name: shard.progress for shard in (train, validation)}
-    assert (saved["train"].epoch, saved["validation"].epoch) == (0, 1)
-    assert [*Shard("train", range(6), 0, 2, progress=saved["train"])] == [4]
+    epochs = {shard.name: shard.progress.epoch for shard in (train, validation)}
+    assert epochs == {"train": 0, "validation": 1}
+    assert [*train] == [4]
 
 
 def test_the_time_in_which_data_is_made_is_waited_and_that_of_the_loop_is_not() -> None:

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.unit.train.data.datasets import NumberStream, SkippingNumbers, stored
 from unirun.errors import UsageError
-from unirun.train.data import Progress, Shard
+from unirun.train.data import Consumed, Shard
+from unirun.train.data.plan import WHOLE
 
 
 class Squares(Dataset[int]):
@@ -95,13 +96,13 @@ def test_a_dataset_without_a_length_cannot_be_shuffled() -> None:
 
 def test_what_is_consumed_is_skipped_where_a_dataset_can_skip() -> None:
     dataset = SkippingNumbers(10)
-    assert [*Shard("train", dataset, 1, 2, progress=Progress(prefix=4, ahead=(6,)))] == [5, 8]
+    assert [*Shard("train", dataset, 1, 2, consumed=Consumed(samples=4, beyond={6: WHOLE}))] == [5, 8]
     assert dataset.skipped == [5]
 
 
 def test_what_is_consumed_is_read_again_in_an_epoch_that_skipping_does_not_know() -> None:
     dataset = SkippingNumbers(10)
-    assert [*Shard("train", dataset, 1, 2, progress=Progress(3, prefix=4, ahead=(6,)))] == [4, 1]
+    assert [*Shard("train", dataset, 1, 2, consumed=Consumed(3, samples=4, beyond={6: WHOLE}))] == [4, 1]
     assert dataset.skipped == []
 
 
@@ -114,7 +115,7 @@ def test_one_rank_far_ahead_of_the_others_uses_no_item_twice() -> None:
     shards = [Shard("train", NumberStream(12), rank, 3) for rank in range(3)]
     loops = [iter(shard) for shard in shards]
     assert [next(loops[rank]) for rank in (1, 1, 1, 0)] == [1, 4, 7, 0]
-    progress = stored(shards)
-    assert progress == Progress(prefix=2, ahead=(4, 7))
-    again = [[*Shard("train", NumberStream(12), rank, 2, progress=progress)] for rank in range(2)]
+    consumed = stored(shards)
+    assert consumed == Consumed(samples=2, beyond={4: WHOLE, 7: WHOLE})
+    again = [[*Shard("train", NumberStream(12), rank, 2, consumed=consumed)] for rank in range(2)]
     assert again == [[2, 5, 8, 10], [3, 6, 9, 11]]
