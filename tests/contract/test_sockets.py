@@ -22,8 +22,8 @@ from tests.unit.wire.endpoints import credentials_in
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import ChannelError
 from unirun.roles.transport import socket_transport
-from unirun.roles.transport.frames import INLINE, RELEASE, REPLY, REQUEST, encode_header
-from unirun.roles.transport.protocol import Parcel, Reply
+from unirun.roles.transport.frames import INLINE, OPEN, RELEASE, REPLY, REQUEST, encode_header
+from unirun.roles.transport.protocol import CALLS, Parcel, Reply
 from unirun.roles.transport.socket_transport import CallAddress, SocketTransport
 from unirun.roles.transport.sockets import MANY
 from unirun.values import WorkerId
@@ -198,6 +198,38 @@ class TestHandshake:
     def test_the_sockets_are_for_their_owner_only(self, worker: ListeningWorker) -> None:
         assert os.stat(worker.path).st_mode & 0o077 == 0
         assert os.stat(worker.folder).st_mode & 0o077 == 0
+
+
+class TestHandlers:
+    """A worker listens once, for handlers with names; each connection is to one of them."""
+
+    def test_a_connection_is_to_the_handler_that_it_names(self, worker: ListeningWorker) -> None:
+        def handle(parcel: Parcel, reply: Reply) -> None:
+            reply(Parcel(b"weights " + parcel.head))
+
+        assert worker.transport.serve(ME, handle, "weights") == worker.endpoint
+        answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        with worker.caller() as caller:
+            for name in ("weights", CALLS):
+                connection = caller.connect(ME, worker.endpoint, lambda reason: None, name)
+                connection.call(Parcel(b"x"), lambda parcel: answers.put(parcel.head))
+                expected = b"weights x" if name == "weights" else b"x"
+                assert answers.get(timeout=WAIT_TIMEOUT) == expected
+
+    def test_a_handler_that_is_not_there_breaks_the_connection(self, worker: ListeningWorker) -> None:
+        reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+        with worker.caller() as caller:
+            caller.connect(ME, worker.endpoint, reasons.put, "nothing")
+            assert "closed the connection" in reasons.get(timeout=WAIT_TIMEOUT)
+        assert worker.answers()
+
+    def test_a_connection_names_its_handler_once(self, worker: ListeningWorker) -> None:
+        name = encode_header(OPEN, 0, len(CALLS), []) + CALLS.encode()
+        for frames in (name + name, encode_header(REQUEST, 1, 0, []) + name):
+            with worker.connect_with_token() as sock:
+                sock.sendall(frames)
+                assert closed_by_peer(sock)
+        assert worker.answers()
 
 
 class TestFrames:

@@ -53,10 +53,10 @@ class CallSession:
         self,
         peers: Peers,
         environ: Mapping[str, str],
-        listener: Callable[[str], LendingTransport] | None = None,
+        sockets: LendingTransport | None = None,
     ) -> None:
-        """`listener` is called in place of `CallSession.listener`."""
-        self._peers, self._listener = peers, listener
+        """`sockets` is used in place of a `SocketTransport`."""
+        self._peers, self._sockets = peers, sockets
         self.folder = Path(environ["UNIRUN_SOCKET"]).parent if "UNIRUN_SOCKET" in environ else None
         """The directory of this worker's job; None without a launcher."""
         self.me = WorkerId(peers.role, peers.rank, int(environ.get("UNIRUN_INCARNATION", "0")))
@@ -92,21 +92,26 @@ class CallSession:
                 "calls need other roles, and this process has none", "start it with unirun --roles …"
             )
         if welcome.transport != "torch":
-            return self.listener("calls")
+            return self.sockets
         from unirun.roles.transport.torch_rpc import TorchTransport
 
         return TorchTransport(self._rpc_agent())
 
-    def listener(self, name: str) -> LendingTransport:
-        """A transport with a listener of its own. Raises `UsageError` without a launcher."""
-        if self._listener is not None:
-            return self._listener(name)
-        if self.folder is None:
-            raise UsageError("this process has no peers", "start it with unirun --roles …")
-        from unirun.roles.transport.socket_transport import SocketTransport
+    @property
+    def sockets(self) -> LendingTransport:
+        """The transport with the only listener of this process, for calls, weights and queues. Raises `UsageError`
+        without a launcher."""
+        with self._lock:
+            if self._sockets is None:
+                if self.folder is None:
+                    raise UsageError("this process has no peers", "start it with unirun --roles …")
+                from unirun.roles.transport.socket_transport import SocketTransport
 
-        credentials = load_credentials(self.folder)
-        return SocketTransport(self.folder / name, credentials, self._addr, self._refused, self._is_host)
+                credentials = load_credentials(self.folder)
+                self._sockets = SocketTransport(
+                    self.folder / "calls", credentials, self._addr, self._refused, self._is_host
+                )
+            return self._sockets
 
     def _is_host(self, addr: str) -> bool:
         """Return True if a role's store or a worker of the job is at `addr`."""
@@ -116,7 +121,7 @@ class CallSession:
         return addr in self._hosts[1]
 
     def _refused(self, text: str, count: int) -> None:
-        """Connections for calls are refused in threads; the end of this process must not show."""
+        """Connections are refused in threads; the end of this process must not show."""
         with contextlib.suppress(WireError):
             self._peers.tell(Notice(str(self.me), f"{text} ({count} so far)", "refused"))
 
@@ -245,12 +250,12 @@ class Context:
         self,
         environ: Mapping[str, str],
         peers: Peers,
-        listener: Callable[[str], LendingTransport] | None = None,
+        sockets: LendingTransport | None = None,
     ) -> None:
-        """`listener` makes transports in place of those of a process, for workers that are threads."""
+        """`sockets` is the transport of a worker that is a thread."""
         self.peers = peers
         """The roles as the agent reports them. For unirun's own use, like `session`."""
-        self.session = CallSession(peers, environ, listener)
+        self.session = CallSession(peers, environ, sockets)
         """The calls of this process."""
         self._forge = GroupForge(peers)
         self.role: str = peers.role

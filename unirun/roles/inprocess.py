@@ -18,7 +18,16 @@ from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import Context, acting
 from unirun.roles.peers import Peers, RoleInfo
-from unirun.roles.transport.protocol import Connection, Handler, Inbox, Parcel, Scheduler, await_end, own
+from unirun.roles.transport.protocol import (
+    CALLS,
+    Connection,
+    Handler,
+    Inbox,
+    Parcel,
+    Scheduler,
+    await_end,
+    own,
+)
 from unirun.roles.workload import BaseTrainer, BaseWorkload, MasterHandle, bind
 from unirun.values import WorkerId
 from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome, WorkerView
@@ -33,23 +42,23 @@ _lock = threading.Lock()
 
 
 class _Server:
-    def __init__(self, handler: Handler) -> None:
-        self.handler = handler
+    def __init__(self) -> None:
+        self.handlers: dict[str, Handler] = {}
         self.connections: set[_InprocConnection] = set()
         self.executor = Scheduler("unirun-inproc")
 
 
 class _InprocConnection:
-    def __init__(self, server: _Server, executor: Scheduler, broken: Callable[[str], None]) -> None:
-        self._server, self._executor, self._broken = server, executor, broken
+    def __init__(
+        self, server: _Server, handler: Handler, executor: Scheduler, broken: Callable[[str], None]
+    ) -> None:
+        self._server, self._handler, self._executor, self._broken = server, handler, executor, broken
         self._open = True
         server.connections.add(self)
 
     def call(self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None) -> None:
         sent = own(parcel)
-        self._server.executor.soon(
-            lambda: self._server.handler(sent, lambda reply: self._answer(reply, done))
-        )
+        self._server.executor.soon(lambda: self._handler(sent, lambda reply: self._answer(reply, done)))
 
     def _answer(self, reply: Parcel, done: Callable[[Parcel], None]) -> None:
         answer = own(reply)
@@ -82,19 +91,22 @@ class InprocTransport:
         """A plain queue."""
         return queue.SimpleQueue()
 
-    def serve(self, me: WorkerId, handler: Handler) -> str:
-        """Take requests. The endpoint is valid in this process only."""
-        self._endpoint = f"inproc:{next(_numbers)}"
-        _servers[self._endpoint] = _Server(handler)
+    def serve(self, me: WorkerId, handler: Handler, name: str = CALLS) -> str:
+        """Let `handler` take the requests for `name`. The endpoint is valid in this process only."""
+        with _lock:
+            self._endpoint = self._endpoint or f"inproc:{next(_numbers)}"
+            _servers.setdefault(self._endpoint, _Server()).handlers[name] = handler
         return self._endpoint
 
-    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Connection:
+    def connect(
+        self, peer: WorkerId, endpoint: str, broken: Callable[[str], None], name: str = CALLS
+    ) -> Connection:
         """A connection to a worker of this process."""
         with _lock:
             server = _servers.get(endpoint)
-            if server is None:
+            if server is None or name not in server.handlers:
                 raise ChannelError(f"{peer} is not there", "it has ended")
-            connection = _InprocConnection(server, self._executor, broken)
+            connection = _InprocConnection(server, server.handlers[name], self._executor, broken)
         self._connections.append(connection)
         return connection
 
@@ -222,18 +234,14 @@ class _Worker:
     """A workload and the thread that serves it."""
 
     def __init__(self, kind: type[BaseWorkload], config: DictConfig, peers: Peers) -> None:
-        self._transports: list[InprocTransport] = []
+        self._transport = InprocTransport()
         environ = {"LOCAL_RANK": str(peers.rank), "LOCAL_WORLD_SIZE": str(peers.size(peers.role))}
-        self._context = Context(environ, peers, self._listener)
+        self._context = Context(environ, peers, self._transport)
         session = self._context.session
         self._workload = kind(MasterHandle(self._context), config)
         self._workload._synced = session.synced
         self._dispatcher = session.dispatcher(self._workload, invocations(self._workload))
         self._thread = threading.Thread(target=self._serve, name=str(session.me), daemon=True)
-
-    def _listener(self, name: str) -> InprocTransport:
-        self._transports.append(InprocTransport())
-        return self._transports[-1]
 
     def start(self) -> None:
         """Run `setup` in this thread, then serve in the worker's own."""
@@ -251,8 +259,7 @@ class _Worker:
         """Stop serving and run `teardown`. A call that still runs is not waited for."""
         self._dispatcher.stop()
         self._dispatcher.close()
-        for transport in self._transports:
-            transport.close()
+        self._transport.close()
         if self._thread.ident is not None:
             await_end(self._thread)
             with acting(self._context):

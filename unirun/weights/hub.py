@@ -1,4 +1,4 @@
-"""`Hub`: what one worker has for others: its listener, its lines to them, and the versions that it holds."""
+"""`Hub`: what one worker has for others, its lines to them, and the versions that it holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Final
 from weakref import WeakKeyDictionary, WeakSet
 
 import msgspec
@@ -20,6 +19,7 @@ from unirun.roles.process_groups import dist
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
 from unirun.weights.messages import (
+    WEIGHTS,
     Describe,
     Described,
     Fetch,
@@ -199,9 +199,6 @@ def _view(held: HeldVersion, name: str, box: Box) -> torch.Tensor:
     raise ValueError(f"{box} of {name} is not here")
 
 
-WEIGHTS: Final = "weights"
-"""The name of the listener among the addresses of a worker."""
-
 _demands = msgspec.json.Decoder(Request | Demand | Enter | Begun | Query)
 
 Answering = Callable[[bytes, Reply], None]
@@ -227,7 +224,7 @@ class Hub:
     def __init__(self, context: Context) -> None:
         """Raises `UsageError` without a launcher."""
         self._context = context
-        self._transport = context.session.listener(WEIGHTS)
+        self._transport = context.session.sockets
         self._lock = threading.Lock()
         # Others may ask for what this process makes only later.
         self._publishers: dict[str, Publisher] = {}
@@ -313,7 +310,7 @@ class Hub:
         with self._lock:
             if not self._listens:
                 self._listens = True
-                endpoint = self._transport.serve(self._context.session.me, self._handle)
+                endpoint = self._transport.serve(self._context.session.me, self._handle, WEIGHTS)
                 self._context.peers.tell(Listening({WEIGHTS: endpoint}))
 
     def _handle(self, parcel: Parcel, reply: Reply) -> None:

@@ -6,11 +6,16 @@ A publisher waits until it can answer. A receiver that holds a version for other
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from unirun.errors import FrameError
 from unirun.values import Value
 from unirun.weights.tensors import Layout, NamedBox
+
+WEIGHTS: Final = "weights"
+"""The name of the handler of weights and queues, and of its address among those of a worker."""
 
 
 class Describe(Value, tag=True):

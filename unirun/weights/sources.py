@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 
 from unirun.errors import FrameError, GroupError, PeerLost
-from unirun.roles.transport.protocol import Connection, Parcel, Transport, writable
+from unirun.roles.transport.protocol import Connection, LendingTransport, Parcel, writable
 from unirun.values import WorkerId
 from unirun.weights.devices import DeviceError, DeviceInterface
-from unirun.weights.messages import Fetch, Fetched, Peek, Release, Request, encode
+from unirun.weights.messages import WEIGHTS, Fetch, Fetched, Peek, Release, Request, encode
 from unirun.weights.pairing import PairGroup
 from unirun.weights.publishing import Packing
 from unirun.weights.tensors import Box, Layout, NamedBox, Part, Piece, dtype_of, part_of
@@ -298,13 +298,13 @@ class RemoteSource:
 class PeerConnection:
     """A connection to `who`. Thread-safe."""
 
-    def __init__(self, who: WorkerId, transport: Transport, endpoint: str) -> None:
+    def __init__(self, who: WorkerId, transport: LendingTransport, endpoint: str) -> None:
         """Raises `ChannelError` when nobody answers."""
         self.who, self.endpoint = who, endpoint
         self._lock = threading.Lock()
         self._open: set[Future[Parcel]] = set()
         self._lost = ""
-        self._channel: Connection = transport.connect(who, endpoint, self._broken)
+        self._channel: Connection = transport.connect(who, endpoint, self._broken, WEIGHTS)
 
     @property
     def lost(self) -> bool:

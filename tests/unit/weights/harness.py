@@ -14,7 +14,7 @@ from unirun.roles.transport.protocol import Handler, Parcel, Reply
 from unirun.roles.transport.socket_transport import SocketTransport
 from unirun.values import WorkerId
 from unirun.weights.hub import Holder, request_of
-from unirun.weights.messages import Request
+from unirun.weights.messages import WEIGHTS, Request
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver
 from unirun.weights.sources import PeerConnection, RemoteSource
@@ -61,7 +61,7 @@ class WeightsHarness:
         """Let `handle` answer what `who` is asked. Returns where."""
         transport = self._transport(f"p{next(_numbers)}", tcp=tcp)
         self._listening.append(transport)
-        return transport.serve(who, handle)
+        return transport.serve(who, handle, WEIGHTS)
 
     def line(self, who: WorkerId, endpoint: str, *, tcp: bool = False) -> PeerConnection:
         """A connection from a process of its own."""

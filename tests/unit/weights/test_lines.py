@@ -22,7 +22,7 @@ class Wire:
         self.answers: list[Callable[[Parcel], None]] = []
         self.broken: Callable[[str], None] = lambda _: None
 
-    def connect(self, who: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Wire:
+    def connect(self, who: WorkerId, endpoint: str, broken: Callable[[str], None], name: str) -> Wire:
         self.broken = broken
         return self
 

@@ -60,10 +60,11 @@ _UNUSED = _references()
 
 _HEADER = struct.Struct("<BBxxIIQ")
 
-REQUEST, REPLY, RELEASE = 1, 2, 3
-"""`RELEASE`: the receiver does not need the segment `tag` any more."""
+REQUEST, REPLY, RELEASE, OPEN = 1, 2, 3, 4
+"""`RELEASE`: the receiver does not need the segment `tag` any more. `OPEN`: the first frame of a connection; its head
+is the name of the handler that the requests are for."""
 
-_KINDS = (REQUEST, REPLY, RELEASE)
+_KINDS = (REQUEST, REPLY, RELEASE, OPEN)
 
 SHARED = 1
 ALIGN = 64

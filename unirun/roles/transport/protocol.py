@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -93,7 +93,7 @@ class Connection(Protocol):
 
 
 class Transport(Protocol):
-    """A way to call workers; one per process."""
+    """A way to reach workers; one per process."""
 
     name: str
 
@@ -113,8 +113,21 @@ class Transport(Protocol):
         """Close every connection and stop serving."""
 
 
+CALLS: Final = "calls"
+"""The name of the handler of calls."""
+
+
 class LendingTransport(Transport, Protocol):
-    """A transport for parcels with memory that is `Lent`."""
+    """A transport for parcels with memory that is `Lent`. It listens once, for handlers with names; a connection is to
+    one of them."""
+
+    def serve(self, me: WorkerId, handler: Handler, name: str = CALLS) -> str:
+        """As `Transport.serve`. The endpoint of all handlers is the same."""
+
+    def connect(
+        self, peer: WorkerId, endpoint: str, broken: Callable[[str], None], name: str = CALLS
+    ) -> Connection:
+        """As `Transport.connect`, to the handler `name`. The connection breaks when `peer` has none."""
 
     def is_here(self, endpoint: str) -> bool:
         """Return True if the listener there is on this host, so that memory can be lent to it."""

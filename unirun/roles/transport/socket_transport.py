@@ -1,4 +1,7 @@
-"""`SocketTransport`: calls over unix sockets in the job's directory, and between hosts over TCP with TLS.
+"""`SocketTransport`: requests over unix sockets in the job's directory, and between hosts over TCP with TLS.
+
+A process listens once. A connection begins with the name of the handler that its requests are for: calls, which need no
+name, or weights and queues.
 
 Both ends prove the token before a byte of a request is parsed. The sockets are polled as `sockets` describes; the
 thread that calls or answers writes by itself.
@@ -15,16 +18,22 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from msgspec import to_builtins
 
 from unirun.errors import AuthError, ChannelError, FrameError, UnirunError, WireError
-from unirun.roles.transport.frames import REPLY, REQUEST
-from unirun.roles.transport.protocol import Connection, Handler, Inbox, Parcel, Wait
-from unirun.roles.transport.sockets import FrameSocket, Loop, RequestInbox, SpinningPoll, TlsFrameSocket
+from unirun.roles.transport.frames import OPEN, REPLY, REQUEST, Frame
+from unirun.roles.transport.protocol import CALLS, Connection, Handler, Inbox, Parcel, Wait
+from unirun.roles.transport.sockets import (
+    FrameSocket,
+    Loop,
+    RequestInbox,
+    SpinningPoll,
+    TlsFrameSocket,
+)
 from unirun.values import Value, WorkerId
 from unirun.wire.address import TcpAddress, unix_address
 from unirun.wire.credentials import Credentials, server_name
@@ -58,11 +67,14 @@ class SocketConnection:
         loop: Loop,
         broken: Callable[[str], None],
         kind: type[FrameSocket] = FrameSocket,
+        name: str = CALLS,
     ) -> None:
         self.number, self._loop, self._broken = sock.fileno(), loop, broken
         self._heard = b""
         self._handshake: ClientHandshake | None = ClientHandshake(token)
         self._socket = kind(sock, self._wants_to_write, opened=False)
+        if name != CALLS:
+            self._socket.send(OPEN, 0, Parcel(name.encode()))
         self._tags = itertools.count()
         self._pending: dict[int, Callable[[Parcel], None]] = {}
         self._reading, self._turning = threading.Lock(), threading.Lock()
@@ -188,11 +200,12 @@ class RemoteConnection(SocketConnection):
         credentials: Credentials,
         loop: Loop,
         broken: Callable[[str], None],
+        name: str = CALLS,
     ) -> None:
         self._address, self._tls = address, credentials.client_context()
         self._established = self._connected = False
         kind = FrameSocket if self._tls is None else TlsFrameSocket
-        super().__init__(sock, credentials.token, loop, broken, kind)
+        super().__init__(sock, credentials.token, loop, broken, kind, name)
         self._wants_to_write(False)
 
     def _wants_to_write(self, wanted: bool) -> None:
@@ -237,7 +250,11 @@ class RemoteConnection(SocketConnection):
 
 
 def connect(
-    address: TcpAddress, credentials: Credentials, loop: Loop, broken: Callable[[str], None]
+    address: TcpAddress,
+    credentials: Credentials,
+    loop: Loop,
+    broken: Callable[[str], None],
+    name: str = CALLS,
 ) -> RemoteConnection:
     """Begin to connect to a worker on another host. Raises OSError, `JobError`."""
     family, _, _, _, place = socket.getaddrinfo(
@@ -249,7 +266,7 @@ def connect(
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, SYN_RETRIES)
         with contextlib.suppress(BlockingIOError):
             sock.connect(place)
-        return RemoteConnection(sock, address, credentials, loop, broken)
+        return RemoteConnection(sock, address, credentials, loop, broken, name)
     except BaseException:
         sock.close()
         raise
@@ -264,13 +281,13 @@ class Listener:
         self,
         sock: socket.socket,
         credentials: Credentials,
-        handler: Handler,
+        handlers: Mapping[str, Handler],
         inbox: RequestInbox,
         refused: Callable[[str, int], None],
         known: Callable[[str], bool] = lambda origin: False,
     ) -> None:
         self._socket, self._token = sock, credentials.token
-        self._handler, self._inbox = handler, inbox
+        self._handlers, self._inbox = handlers, inbox
         self._kind: type[FrameSocket] = FrameSocket
         self._tls = credentials.server_context() if sock.family != socket.AF_UNIX else None
         if self._tls is not None:
@@ -363,7 +380,7 @@ class Listener:
                     raise EOFError
                 answer += data
             sock.send(handshake.proof(answer))
-            self._inbox.add(_Served(self._kind, sock, self._handler, self._inbox))
+            self._inbox.add(_Served(self._kind, sock, self._handlers, self._inbox))
         except (OSError, EOFError) as error:
             self._refuse(stranger, handshake_error(error))
         except (WireError, ChannelError) as error:
@@ -405,9 +422,14 @@ class _Served:
     """The serving end of a connection."""
 
     def __init__(
-        self, kind: type[FrameSocket], sock: socket.socket, handler: Handler, inbox: RequestInbox
+        self,
+        kind: type[FrameSocket],
+        sock: socket.socket,
+        handlers: Mapping[str, Handler],
+        inbox: RequestInbox,
     ) -> None:
-        self.number, self._handler, self._inbox = sock.fileno(), handler, inbox
+        self.number, self._handlers, self._inbox = sock.fileno(), handlers, inbox
+        self._handler: Handler | None = None
         self._socket = kind(sock, partial(inbox.writable, self))
         self._received = self._replied = 0
 
@@ -417,11 +439,21 @@ class _Served:
         try:
             for frame, parcel in self._socket.receive():
                 if frame.kind != REQUEST:
-                    raise FrameError("a caller sent an answer")
+                    self._begin(frame)
+                    continue
                 self._received += 1
-                self._handler(parcel, partial(self._reply, frame.tag))
+                handler = self._handler or self._begin(frame)
+                handler(parcel, partial(self._reply, frame.tag))
         except (OSError, EOFError, FrameError):
             self.close()
+
+    def _begin(self, first: Frame) -> Handler:
+        """Choose the handler, which the first frame names; a request is a call. Raises `FrameError`."""
+        name = CALLS if first.kind == REQUEST else first.head.decode(errors="replace")
+        if first.kind not in (OPEN, REQUEST) or self._handler is not None or name not in self._handlers:
+            raise FrameError(f"a frame of kind {first.kind} that begins nothing here")
+        self._handler = self._handlers[name]
+        return self._handler
 
     def _reply(self, tag: int, parcel: Parcel) -> None:
         self._replied += 1
@@ -434,7 +466,7 @@ class _Served:
 
 
 class CallAddress(Value):
-    """The address of a worker for calls: a unix socket for processes on its node, and `tcp` for those on others."""
+    """The address of a worker: a unix socket for processes on its node, and `tcp` for those on others."""
 
     path: str
     tcp: TcpAddress | None = None
@@ -450,8 +482,8 @@ class CallAddress(Value):
 
 class SocketTransport:
     """One per process. `folder`, of mode 0700, has the unix sockets of the job's workers on this node. With `addr`, an
-    address of this host, workers on other hosts can call. `refused` gets a text for connections that were refused, and
-    their number; `known` says whether an address is one of the job's hosts."""
+    address of this host, workers on other hosts can connect. `refused` gets a text for connections that were refused,
+    and their number; `known` says whether an address is one of the job's hosts."""
 
     name = "socket"
 
@@ -467,14 +499,24 @@ class SocketTransport:
         self._refused, self._known = refused, known
         self._loop = Loop()
         self._inbox = RequestInbox(self._loop)
+        self._handlers: dict[str, Handler] = {}
         self._listeners: list[Listener] = []
+        self._endpoint = ""
+        self._serving = threading.Lock()
 
     def inbox(self) -> Inbox:
         """A queue whose `get` reads requests while it waits."""
         return self._inbox
 
-    def serve(self, me: WorkerId, handler: Handler) -> str:
-        """Listen. The endpoint is the text of an `CallAddress`."""
+    def serve(self, me: WorkerId, handler: Handler, name: str = CALLS) -> str:
+        """Let `handler` take the requests for `name`. The endpoint is the text of a `CallAddress`."""
+        with self._serving:
+            self._handlers[name] = handler
+            if not self._endpoint:
+                self._endpoint = self._listen(me)
+        return self._endpoint
+
+    def _listen(self, me: WorkerId) -> str:
         path = self._folder / f"{me.role}.{me.rank}.{me.incarnation}"
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._loop.add(self._inbox)
@@ -483,18 +525,21 @@ class SocketTransport:
             sockets.append(listen_tcp(self._addr))
             tcp = tcp_address(sockets[-1], self._credentials.node)
         for sock in sockets:
-            listener = Listener(sock, self._credentials, handler, self._inbox, self._refused, self._known)
+            listener = Listener(
+                sock, self._credentials, self._handlers, self._inbox, self._refused, self._known
+            )
             self._listeners.append(listener)
         return str(CallAddress(str(path), tcp))
 
-    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Connection:
+    def connect(
+        self, peer: WorkerId, endpoint: str, broken: Callable[[str], None], name: str = CALLS
+    ) -> Connection:
         """Connect. The handshake goes on in the background; requests wait for it."""
         try:
             there = CallAddress.parse(endpoint)
             if there.tcp is None or self.is_here(endpoint):
-                return self._connect_here(there.path, broken)
-
-            return connect(there.tcp, self._credentials, self._loop, broken)
+                return self._connect_here(there.path, broken, name)
+            return connect(there.tcp, self._credentials, self._loop, broken, name)
         except (OSError, UnirunError) as error:
             raise ChannelError(f"{peer} cannot be reached: {error}") from error
 
@@ -503,12 +548,12 @@ class SocketTransport:
         tcp = CallAddress.parse(endpoint).tcp
         return tcp is None or tcp.node == self._credentials.node
 
-    def _connect_here(self, path: str, broken: Callable[[str], None]) -> Connection:
+    def _connect_here(self, path: str, broken: Callable[[str], None], name: str) -> Connection:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             with unix_address(path) as address:
                 sock.connect(address)
-            return SocketConnection(sock, self._credentials.token, self._loop, broken)
+            return SocketConnection(sock, self._credentials.token, self._loop, broken, name=name)
         except OSError:
             sock.close()
             raise

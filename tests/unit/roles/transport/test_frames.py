@@ -237,14 +237,14 @@ def test_a_stream_with_errors_is_a_frame_error_at_worst(frames: list[Frame], dat
     "header",
     [
         encode_header(0, 1, 0, []),
-        encode_header(4, 1, 0, []),
+        encode_header(5, 1, 0, []),
         bytes([REQUEST, SHARED | 2]) + encode_header(REQUEST, 1, 0, [])[2:],
         encode_header(REQUEST, 1, MAX_HEAD + 1, []),
         encode_header(REQUEST, 1, 0, [INLINE, 1]),
         encode_header(REQUEST, 1, 0, [1 << 63, 1 << 63]),
         encode_header(REQUEST, 1, 0, [])[:4] + (MAX_BUFFERS + 1).to_bytes(4, "little") + bytes(12),
     ],
-    ids=["kind-0", "kind-4", "flags", "head", "inline", "overflow", "buffers"],
+    ids=["kind-0", "kind-5", "flags", "head", "inline", "overflow", "buffers"],
 )
 def test_what_no_frame_begins_with_is_told_at_once(header: bytes) -> None:
     with pytest.raises(FrameError, match="a frame "):
