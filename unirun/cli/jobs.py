@@ -6,6 +6,7 @@ import contextlib
 import json
 import signal
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -59,7 +60,7 @@ class KnownJob(Value):
         return self.phase in ENDED and (self.phase != "lost" or self.here is not None)
 
 
-def list_jobs(options: Any) -> int:
+def list_jobs(options: Namespace) -> int:
     """List jobs, the newest last. Returns 0."""
     found = [] if options.store else [*map(_here, all_jobs())]
     url = store_url(options.store)
@@ -125,7 +126,7 @@ def _object(job: KnownJob) -> dict[str, Any]:
 # ``unirun gc [JOB…]``: remove the directories and contexts of jobs that have finished or are lost.
 
 
-def collect(options: Any) -> int:
+def collect(options: Namespace) -> int:
     """Remove jobs. Returns 0, or the exit code of the first that could not be removed."""
     before = time.time() - duration("--older-than", options.older_than)
     with ExitStack() as stack:
@@ -170,11 +171,11 @@ def _found(option: str | None, stores: _Stores) -> Iterator[KnownJob]:
     known: set[JobDir] = set()
     for job in () if option else all_jobs():
         known.add(job)
-        yield _here(job)
+        yield _here(job, _elsewhere(job))
     for job in () if option else jobs_of_nodes():
         # Where hosts share a home directory, they are a part of the job's own, and go with it.
         if directory_of(job.run_id, job.uid) is None:
-            yield _here(job)
+            yield _here(job, _elsewhere(job))
     url = store_url(option)
     if url is None or not (option or may_be_there(url)):
         return
@@ -184,21 +185,24 @@ def _found(option: str | None, stores: _Stores) -> Iterator[KnownJob]:
         if job_here is None:
             yield _there(store, summary, url)
         elif job_here not in known:
-            yield _here(job_here)
+            yield _here(job_here, _elsewhere(job_here))
 
 
-def _here(job: JobDir) -> KnownJob:
-    try:
-        url = job.store_url
-    except JobError:
-        url = job.own_store
-    elsewhere = url if url != job.own_store and may_be_there(url) else None
+def _here(job: JobDir, url: str | None = None) -> KnownJob:
     try:
         summary = read_summary(job)
     except JobError:
         phase = "running" if is_alive(job) else "lost"
-        return KnownJob(job.run_id, phase, _last_seen(job), job, elsewhere, None)
-    return KnownJob(job.run_id, summary.phase, summary.ended or _last_seen(job), job, elsewhere, summary)
+        return KnownJob(job.run_id, phase, _last_seen(job), job, url, None)
+    return KnownJob(job.run_id, summary.phase, summary.ended or _last_seen(job), job, url, summary)
+
+
+def _elsewhere(job: JobDir) -> str | None:
+    """The store with the context of a job, None if it is in the directory."""
+    try:
+        return job.store_url if job.store_url != job.own_store and may_be_there(job.store_url) else None
+    except JobError:
+        return None
 
 
 def _last_seen(job: JobDir) -> float:
@@ -297,7 +301,7 @@ STOP_TIMEOUT = 600.0
 """Seconds to wait for the end of a job; longer than any grace period."""
 
 
-def stop_job(options: Any) -> int:
+def stop_job(options: Namespace) -> int:
     """Stop a job. Returns 0 when it has ended."""
     signum = signal.SIGKILL if options.now else _signal(options.signal)
     if options.job is not None and options.job.startswith("-"):

@@ -493,15 +493,9 @@ def plan_rows(spec: JobSpec, placement: Placement) -> list[dict[str, Any]]:
 def command_of(role: RoleSpec) -> str:
     """The entry of a role as a command line."""
     entry = role.entry
-    words = {
-        "script": [Path(sys.executable).name, entry.target],
-        "module": [Path(sys.executable).name, "-m", entry.target],
-        "program": [entry.target],
-        "function": ["function", entry.target],
-        "workload": ["workload", entry.target],
-        "trainer": ["trainer", entry.target],
-    }[entry.kind]
-    return " ".join([*words, *entry.args])
+    python = Path(sys.executable).name
+    words = {"script": [python], "module": [python, "-m"], "program": []}.get(entry.kind, [entry.kind])
+    return " ".join([*words, entry.target, *entry.args])
 
 
 def _short_env(env: dict[str, str]) -> str:
