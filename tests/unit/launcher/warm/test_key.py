@@ -141,8 +141,9 @@ def test_a_fork_fits_exactly_when_the_relevant_variables_are_equal(
     """By the description of a warm process: variables read by imports, those read at import; or all."""
     names = None if every else tuple(asked)
     there = replace(THERE, path=(), names=names, variables=variables_that_count(started, names))
-    counting = {"HOME", *asked, *filter(counts_in_warm, {**started, **env})}
-    counting |= {*started, *env} - OF_SHELLS if every else set()
+    # A copy of the environment reads each variable, also those that a shell sets.
+    read = {*started, *env} - OF_SHELLS if every else asked
+    counting = {"HOME", *read, *filter(counts_in_warm, {**started, **env})}
     same = all(started.get(name) == env.get(name) for name in counting)
     assert (not why_not(there, replace(WANTED, env=env))) == same
 
