@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -113,13 +114,13 @@ def load(url: str, tensors: Mapping[str, Piecewise], at_least: int) -> int:
         nothing = Fault(url, "no version is whole there", "does every rank of the publisher save?")
         raise WeightsError(f"there are no weights from version {at_least} on", faults=[nothing])
     mine = layout_of(tensors)
-    with TemporaryDirectory() as folder:
-        names = [_header(files, path, folder) for path in paths]
+    here = isinstance(files, LocalFileSystem)
+    with nullcontext("") if here else TemporaryDirectory() as folder:
+        names = [path if here else _header(files, path, folder) for path in paths]
         layouts = [_layout(name) for name in names]
         takes = plan(layouts, mine)
-        if not isinstance(files, LocalFileSystem):
-            for source in takes:
-                files.get_file(paths[source], names[source])
+        for source in () if here else takes:
+            files.get_file(paths[source], names[source])
         all_takes = [take for some in takes.values() for take in some]
         into = [part_of(local(tensors[take.name]), mine[take.name], take.box) for take in all_takes]
         from_: list[torch.Tensor] = []
@@ -153,9 +154,7 @@ def _versions(files: Any, root: str, at_least: int) -> Iterator[tuple[int, tuple
 
 
 def _header(files: Any, path: str, folder: str) -> str:
-    """A file of this host that has the header of `path`, and is as long: `path` itself, if it is on this host."""
-    if isinstance(files, LocalFileSystem):
-        return path
+    """A file in `folder` that has the header of `path`, and is as long."""
     name = f"{folder}/{path.rpartition('/')[2]}"
     with files.open(path, "rb") as there, open(name, "wb") as here:
         size = there.read(8)
