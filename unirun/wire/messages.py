@@ -145,12 +145,12 @@ class Assigned(Value, tag=True):
 
 
 class Chunk(Value, tag=True):
-    """A part of a file of a node's directory: `data` (base64) at `offset`, or all of a file that was replaced
+    """A part of a file of a node's directory: `data` (base64 in JSON) at `offset`, or all of a file that was replaced
     (`whole`)."""
 
     path: str
     offset: int
-    data: str
+    data: bytes
     whole: bool = False
 
 

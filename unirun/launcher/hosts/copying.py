@@ -8,7 +8,6 @@ which holds the directory's lock. When neither lives, whoever wants to read the 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import fcntl
 import os
@@ -129,7 +128,7 @@ class Mirror:
         offset = self._offsets.get(chunk.path, 0)
         write(self._job.path, self.node, chunk, offset)
         if not chunk.whole:
-            self._offsets[chunk.path] = offset + len(base64.b64decode(chunk.data))
+            self._offsets[chunk.path] = offset + len(chunk.data)
 
     async def _again(self) -> RemoteNode:
         """Connect, and ask for the rest."""
@@ -177,11 +176,10 @@ def write(folder: Path, node: str, chunk: Chunk, offset: int) -> None:
     known = chunk.path in REPLACED if chunk.whole else chunk.path in GROWING or agent_log or log
     if not known or ".." in name.parts:
         raise FrameError(f"{node} sends a file called {chunk.path!a:.80}")
-    data = base64.b64decode(chunk.data)
     if chunk.whole:
         target = folder / name
         fresh = target.with_suffix(".new")
-        fresh.write_bytes(data)
+        fresh.write_bytes(chunk.data)
         fresh.replace(target)
         return
     if chunk.offset != offset:
@@ -191,7 +189,7 @@ def write(folder: Path, node: str, chunk: Chunk, offset: int) -> None:
     base, below = (folder / "logs", name.relative_to("logs")) if log else (folder, name)
     make_private(base)
     with os.fdopen(open_log(base, Path(below)), "ab") as file:
-        file.write(data)
+        file.write(chunk.data)
 
 
 HOST_POLL_INTERVAL = 1.0

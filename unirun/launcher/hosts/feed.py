@@ -7,7 +7,6 @@ are here.
 
 from __future__ import annotations
 
-import base64
 import os
 import socket
 import time
@@ -44,7 +43,7 @@ def feed(job: JobDir, stream: BlockingStream, offsets: dict[str, int]) -> None:
         for name in _growing(job):
             for chunk in _news(job, name, offsets.get(name, 0)):
                 stream.send(chunk)
-                offsets[name] = chunk.offset + len(base64.b64decode(chunk.data))
+                offsets[name] = chunk.offset + len(chunk.data)
         for name in REPLACED:
             replaced = _whole(job, name, seen)
             if replaced is not None:
@@ -76,7 +75,7 @@ def _news(job: JobDir, name: str, offset: int) -> Iterator[Chunk]:
         with open(job.path / name, "rb") as file:
             file.seek(offset)
             while data := file.read(MAX_CHUNK_BYTES):
-                yield Chunk(name, offset, base64.b64encode(data).decode())
+                yield Chunk(name, offset, data)
                 offset += len(data)
     except FileNotFoundError:
         return
@@ -94,7 +93,7 @@ def _whole(job: JobDir, name: str, seen: dict[str, tuple[int, int]]) -> Chunk | 
     except FileNotFoundError:
         return None
     seen[name] = key
-    return Chunk(name, 0, base64.b64encode(data).decode(), whole=True)
+    return Chunk(name, 0, data, whole=True)
 
 
 # A stream of messages over this process's stdin and stdout, to the command that has started it by ssh.

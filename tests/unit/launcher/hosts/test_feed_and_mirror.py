@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import fcntl
 import os
 import socket
@@ -24,6 +23,7 @@ from unirun.launcher.hosts.copying import Mirror, write
 from unirun.launcher.hosts.feed import MAX_CHUNK_BYTES, feed
 from unirun.observe.jobdir import JobDir
 from unirun.wire.blocking import BlockingStream
+from unirun.wire.frames import decode
 from unirun.wire.messages import Chunk, Complete, Current, Heartbeat
 
 
@@ -46,7 +46,7 @@ def taken(chunks: list[Chunk], folder: Path, offsets: dict[str, int]) -> None:
     for chunk in chunks:
         write(folder, "h1", chunk, offsets.get(chunk.path, 0))
         if not chunk.whole:
-            offsets[chunk.path] = chunk.offset + len(base64.b64decode(chunk.data))
+            offsets[chunk.path] = chunk.offset + len(chunk.data)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_files_are_copied_and_after_a_reconnect_only_what_is_new(job: JobDir, co
     with (job.path / LOG).open("ab") as file:
         file.write(b"more")
     again = sent(job, offsets)
-    assert sum(len(base64.b64decode(chunk.data)) for chunk in again if chunk.path == LOG) == len(b"more")
+    assert sum(len(chunk.data) for chunk in again if chunk.path == LOG) == len(b"more")
     taken(again, copy, offsets)
     assert (copy / LOG).read_bytes() == text + b"more"
 
@@ -136,7 +136,12 @@ def test_event_logs_of_masters_on_two_hosts_follow_each_other(job: JobDir, copy:
 
 def test_a_gap_in_a_file_is_refused(copy: Path) -> None:
     with pytest.raises(FrameError, match="from 3 on, not 0"):
-        write(copy, "h1", Chunk("events.jsonl", 3, ""), 0)
+        write(copy, "h1", Chunk("events.jsonl", 3, b""), 0)
+
+
+def test_data_that_is_not_base64_is_refused() -> None:
+    with pytest.raises(FrameError, match="no Chunk"):
+        decode({"type": "Chunk", "path": LOG, "offset": 0, "data": "*"})
 
 
 NAMES = st.sampled_from(["..", ".", "", "token", "tls", "logs", "state.json", "agent.h1.log", "/", "x", "~"])
@@ -150,7 +155,7 @@ def test_a_node_writes_logs_and_known_files_only(
     inside = folder / "job"
     (inside / "logs").mkdir(parents=True)
     try:
-        write(inside, "h1", Chunk("/".join(parts), 0, base64.b64encode(b"x").decode(), whole=whole), 0)
+        write(inside, "h1", Chunk("/".join(parts), 0, b"x", whole=whole), 0)
     except FrameError:
         assert not [path for path in folder.rglob("*") if path.is_file()]
         return
@@ -161,10 +166,9 @@ def test_a_node_writes_logs_and_known_files_only(
 
 def test_copied_logs_follow_no_link_and_are_private(copy: Path, tmp_path: Path) -> None:
     """Logs may lie below --log-dir, where other users may write."""
-    data = base64.b64encode(b"said").decode()
     before = os.umask(0)
     try:
-        write(copy, "h1", Chunk(LOG, 0, data), 0)
+        write(copy, "h1", Chunk(LOG, 0, b"said"), 0)
     finally:
         os.umask(before)
     made = [copy / LOG, *(each for each in (copy / LOG).parents if copy in each.parents)]
@@ -174,16 +178,16 @@ def test_copied_logs_follow_no_link_and_are_private(copy: Path, tmp_path: Path) 
     (copy / LOG).unlink()
     (copy / LOG).symlink_to(victim)
     with pytest.raises(OSError, match=r"symbolic links"):
-        write(copy, "h1", Chunk(LOG, 0, data), 0)
+        write(copy, "h1", Chunk(LOG, 0, b"said"), 0)
     (copy / LOG).unlink()
     (copy / LOG).parent.rmdir()
     (copy / LOG).parent.symlink_to(tmp_path)
     with pytest.raises(OSError, match=r"Not a directory|symbolic links"):
-        write(copy, "h1", Chunk(LOG, 0, data), 0)
+        write(copy, "h1", Chunk(LOG, 0, b"said"), 0)
     assert victim.read_text() == "precious"
     assert not (tmp_path / "stdout.log").exists()
 
 
 def test_no_log_is_replaced_as_a_whole(copy: Path) -> None:
     with pytest.raises(FrameError, match="sends a file called"):
-        write(copy, "h1", Chunk(LOG, 0, "", whole=True), 0)
+        write(copy, "h1", Chunk(LOG, 0, b"", whole=True), 0)
