@@ -35,7 +35,7 @@ from unirun.launcher.doctor.probe import (
     RequestFault,
 )
 from unirun.launcher.hostlist import Host
-from unirun.launcher.hosts.connection import explain, on_host
+from unirun.launcher.hosts.connection import RemoteNode, on_host
 
 # Probes on other hosts, over ssh or srun, and what it means when one does not answer.
 
@@ -45,7 +45,6 @@ FIRST_ANSWER_TIMEOUT = 20.0
 PROBE_ANSWER_TIMEOUT = 30.0
 """Seconds for every other answer: more than whatever is asked may take."""
 
-_LONGEST = 1 << 20
 _PROBE = "unirun.launcher.doctor.probe"
 
 _ANSWER: json.Decoder[Answer] = json.Decoder(Answer)
@@ -79,28 +78,8 @@ def here(_: Host) -> list[str]:
     return [sys.executable, "-P", "-m", _PROBE]
 
 
-class ProbeClient:
+class ProbeClient(RemoteNode):
     """The probe on one host. Requests are answered one after the other."""
-
-    def __init__(self, host: Host, process: asyncio.subprocess.Process) -> None:
-        self.host = host
-        self._process = process
-        self._errors = asyncio.ensure_future(_tail(process.stderr))
-
-    @classmethod
-    async def open(cls, host: Host, way: Way) -> ProbeClient:
-        """Start the probe, without waiting for it. Raises `RendezvousError` when ssh or srun cannot be started."""
-        pipe = asyncio.subprocess.PIPE
-        command = way(host)
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=_LONGEST
-            )
-        except OSError as error:
-            raise RendezvousError(
-                f"{command[0]} cannot be started: {error.strerror}", "install it"
-            ) from error
-        return cls(host, process)
 
     async def ask(self, request: Request, kind: type[A], within: float = PROBE_ANSWER_TIMEOUT) -> A:
         """The answer, which is a `kind`. Raises `RendezvousError` with what it says instead, or why it is silent."""
@@ -110,7 +89,7 @@ class ProbeClient:
         except TimeoutError as error:
             raise RendezvousError(f"no answer within {within:g} s", "is the host overloaded?") from error
         except (ConnectionError, EOFError) as error:
-            raise await self._end() from error
+            raise await self.failure() from error
         if isinstance(answer, kind):
             return answer
         if isinstance(answer, RequestFault):
@@ -118,47 +97,15 @@ class ProbeClient:
         raise RendezvousError(f"it answers {answer!r:.200}", "is it of another version?")
 
     async def _exchange(self, request: Request) -> Answer:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.encode(request) + b"\n")
-        await self._process.stdin.drain()
+        self._stdin.write(json.encode(request) + b"\n")
+        await self._stdin.drain()
         while True:
-            line = await self._process.stdout.readline()
+            line = await self._stdout.readline()
             if not line:
                 raise EOFError
             # What the shell's startup files print is no answer.
             with contextlib.suppress(DecodeError):
                 return _ANSWER.decode(line)
-
-    async def _end(self) -> RendezvousError:
-        """The reason why the process has ended."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(2.0):
-                await self._process.wait()
-                return explain(self.host, self._process.returncode, await self._errors)
-        return RendezvousError("the probe has closed its output")
-
-    async def close(self) -> None:
-        """End the process by the end of its stdin; after a second, by SIGKILL to ssh or srun."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            async with asyncio.timeout(1.0):
-                await self._process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-        self._errors.cancel()
-
-
-async def _tail(stream: asyncio.StreamReader | None) -> str:
-    """The last lines until the end."""
-    assert stream is not None
-    kept = b""
-    while data := await stream.read(1 << 16):
-        kept = (kept + data)[-4096:]
-    return kept.decode(errors="replace")
 
 
 AT_ONCE = 64
@@ -255,7 +202,9 @@ class _Examiner:
         one is that from which it reaches the head."""
 
         async def reach(name: str) -> None:
-            self._channels[name] = await ProbeClient.open(self._targets[name], self._way)
+            self._channels[name] = await ProbeClient.start(
+                self._targets[name], self._way(self._targets[name])
+            )
             await ask(name, None)
 
         async def ask(name: str, head: str | None) -> None:

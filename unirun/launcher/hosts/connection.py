@@ -10,6 +10,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Self
 
 from unirun.errors import RendezvousError, UnirunError
 from unirun.launcher.hostlist import Host
@@ -66,10 +67,28 @@ class RemoteNode:
         self.host, self._process = host, process
         assert process.stdout is not None
         assert process.stdin is not None
-        self._stdout = process.stdout
+        self._stdin, self._stdout = process.stdin, process.stdout
         self.stream = Stream(process.stdout, process.stdin)
         self._errors = bytearray()
         self._listening = asyncio.ensure_future(self._listen())
+
+    @classmethod
+    async def start(cls, host: Host, argv: Sequence[str]) -> Self:
+        """Start the process, without waiting for it. Raises `RendezvousError` when ssh or srun cannot be started."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=_LIMIT,
+                # A signal of the terminal is for the command, which stops the job.
+                start_new_session=True,
+            )
+        except OSError as error:
+            remedy = "install OpenSSH" if argv[0] == "ssh" else "install it"
+            raise RendezvousError(f"{argv[0]} cannot be started: {error.strerror}", remedy) from error
+        return cls(host, process)
 
     async def ready(self) -> None:
         """Wait until the process has started. Raises `RendezvousError` with the reason and the remedy."""
@@ -117,20 +136,7 @@ class RemoteNode:
 async def reach(host: Host) -> RemoteNode:
     """Start the process of a node on `host`, and wait until it speaks. Raises `RendezvousError` with the reason and the
     remedy."""
-    argv = on_host(host, "unirun.launcher.hosts.node")
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=_LIMIT,
-            # A signal of the terminal is for the command, which stops the job.
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise RendezvousError(f"{argv[0]} cannot be started: {error.strerror}", "install OpenSSH") from error
-    remote = RemoteNode(host, process)
+    remote = await RemoteNode.start(host, on_host(host, "unirun.launcher.hosts.node"))
     try:
         await remote.ready()
     except BaseException:

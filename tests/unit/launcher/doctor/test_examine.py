@@ -22,7 +22,7 @@ def asked(program: str) -> object:
     """The answer of a probe that is `program` to the question for its facts."""
 
     async def ask() -> object:
-        channel = await ProbeClient.open(Host("h1", "h1"), lambda _: ["sh", "-c", program])
+        channel = await ProbeClient.start(Host("h1", "h1"), ["sh", "-c", program])
         try:
             return await channel.ask(Inspect(None, None), Inspected, 10.0)
         finally:
@@ -37,15 +37,15 @@ def line(message: Inspected | RequestFault | PortOpened) -> str:
 
 @pytest.mark.starts_processes
 def test_what_the_shell_prints_before_the_answer_is_no_answer() -> None:
-    assert asked(f"echo Welcome; echo []; read it; {line(ANSWER)}; cat") == ANSWER
+    assert asked(f"echo Welcome; echo []; read it; {line(ANSWER)}; exec cat") == ANSWER
 
 
 @pytest.mark.starts_processes
 def test_a_failure_there_is_an_error_here() -> None:
     with pytest.raises(RendezvousError, match="no such interface"):
-        asked(f"read it; {line(RequestFault('no such interface'))}; cat")
+        asked(f"read it; {line(RequestFault('no such interface'))}; exec cat")
     with pytest.raises(RendezvousError, match="PortOpened"):
-        asked(f"read it; {line(PortOpened(5))}; cat")
+        asked(f"read it; {line(PortOpened(5))}; exec cat")
 
 
 @pytest.mark.starts_processes
@@ -58,7 +58,7 @@ def test_a_probe_that_ends_tells_why() -> None:
 @pytest.mark.starts_processes
 def test_a_program_that_is_not_there_is_told() -> None:
     with pytest.raises(RendezvousError, match="no-such-ssh cannot be started"):
-        asyncio.run(ProbeClient.open(Host("h1", "h1"), lambda _: ["no-such-ssh"]))
+        asyncio.run(ProbeClient.start(Host("h1", "h1"), ["no-such-ssh"]))
 
 
 PROBE = """
