@@ -28,6 +28,11 @@ def doctor(host: Host, *options: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
+def told_of(host: str, found: dict[str, Any]) -> str:
+    """The problems of one host, a line each: a busy machine adds that it is slow."""
+    return "\n".join(fault["problem"] for fault in found["findings"] if fault["hosts"] == [host])
+
+
 def fake(host: Host, program: str) -> None:
     """Every Python that a shell starts on `host` runs `program` first."""
     folder = host.path(HOME) / "fake"
@@ -59,17 +64,15 @@ def test_a_slow_host_and_a_wrong_clock_are_named(hosts: Hosts) -> None:
     fake(hosts[2], "import time; now = time.time; time.time = lambda: now() + 5")
     code, found = doctor(hosts[0], "--hosts", "h[1-3]")
     assert code == 1
-    told = {tuple(finding["hosts"]): finding["problem"] for finding in found["findings"]}
-    assert "round trip" in told[("h2",)]
-    assert "ahead of" in told[("h3",)]
+    assert "round trip" in told_of("h2", found)
+    assert "ahead of" in told_of("h3", found)
 
 
 def test_two_hosts_without_a_way_between_them_are_named(hosts: Hosts) -> None:
     hosts[1].run(["ip", "route", "add", "blackhole", hosts[2].address])
     code, found = doctor(hosts[0], "--hosts", "h[1-3]")
     assert code == 1
-    told = {tuple(finding["hosts"]): finding["problem"] for finding in found["findings"]}
-    assert told[("h3",)].startswith("no connection between h3 and h2: ")
+    assert "no connection between h3 and h2: " in told_of("h3", found)
     [reduced] = found["all_reduces"]
     assert (reduced["hosts"], reduced["problems"]) == (["h1", "h2"], {})
 
@@ -78,8 +81,7 @@ def test_a_host_that_does_not_reach_the_first_one_is_left_out(hosts: Hosts) -> N
     hosts[2].run(["ip", "route", "add", "blackhole", hosts[1].address])
     code, found = doctor(hosts[0], "--hosts", "h2,h3", "--interface", "eth0")
     assert code == 1
-    told = {tuple(finding["hosts"]): finding["problem"] for finding in found["findings"]}
-    assert told[("h3",)].startswith("no connection between h3 and h2: ")
+    assert "no connection between h3 and h2: " in told_of("h3", found)
     [reduced] = found["all_reduces"]
     assert (reduced["hosts"], reduced["problems"]) == (["h2"], {})
 
