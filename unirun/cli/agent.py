@@ -62,16 +62,7 @@ def join(options: Any) -> int:
             f"--node-name {name!r:.80} is no name of a node", "use letters, digits, '.', '-' and '_'"
         )
     meeting = Meeting(
-        node=name,
-        rank=-1,
-        head=False,
-        host=address.addr,
-        port=address.port,
-        least=1,
-        most=1,
-        timeout=AGENT_JOIN_TIMEOUT,
-        last_call=0.0,
-        token=token,
+        *(name, address.addr, address.port, token, AGENT_JOIN_TIMEOUT),
         interface=options.interface or "",
         insecure=insecure,
     )

@@ -31,13 +31,13 @@ from unirun.launcher.hosts.byhand import Meeting, is_here, run_head, run_member,
 from unirun.launcher.launch import run
 from unirun.launcher.planned import PlannedJob, plan
 from unirun.launcher.slurm.allocation import SRUN, SlurmAllocation, read_allocation
-from unirun.launcher.slurm.firstnode import HeadAddress, address_here, find, outliving_the_script, published
+from unirun.launcher.slurm.firstnode import address_here, find, outliving_the_script, published
 from unirun.rendezvous.store.url import store_url
 from unirun.spec.job import JobSpec
 from unirun.spec.read import is_run_id
 from unirun.spec.roles import NodeCount
 from unirun.wire.address import TcpAddress
-from unirun.wire.handshake import Token, new_token
+from unirun.wire.handshake import new_token
 
 
 def main(argv: Sequence[str]) -> int:
@@ -161,7 +161,7 @@ def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
         return _left(code, spec.run_id) if detach else code
 
     def publish(address: TcpAddress) -> AbstractContextManager[None]:
-        return published(step, HeadAddress(address.addr, address.port, meeting.token.hex()))
+        return published(step, address, meeting.token)
 
     return run_head(meeting, spec, make_plan, store=store, quiet=quiet, publish=publish)
 
@@ -235,16 +235,13 @@ def meeting_of(options: Mapping[str, Any], spec: JobSpec, count: NodeCount) -> M
     head = rank == 0 if rank >= 0 else is_here(host)
     secret = shared_secret(options.get("token_file"), make=head, timeout=spec.join_timeout)
     return Meeting(
-        node=name,
+        *(name, host, port, token_of_job(secret, options.get("rdzv_id") or f"{host}:{port}")),
+        spec.join_timeout,
         rank=rank,
         head=head,
-        host=host,
-        port=port,
         least=count[0],
         most=count[1],
-        timeout=spec.join_timeout,
         last_call=float(conf.get("last_call_timeout", LAST_CALL_TIMEOUT)),
-        token=token_of_job(secret, options.get("rdzv_id") or f"{host}:{port}"),
         interface=options.get("interface") or _bare(options.get("local_addr", "")),
         insecure=bool(options.get("insecure")),
     )
@@ -253,19 +250,14 @@ def meeting_of(options: Mapping[str, Any], spec: JobSpec, count: NodeCount) -> M
 def step_meeting(options: Mapping[str, Any], spec: JobSpec, step: SlurmAllocation) -> Meeting:
     """The meeting point of the commands of a job step. Raises `RendezvousError`."""
     head = step.index == 0
-    place = HeadAddress(address_here(step), 0, new_token().hex()) if head else find(step, spec.join_timeout)
+    place = (address_here(step), 0, new_token()) if head else find(step, spec.join_timeout)
     return Meeting(
-        node=step.node,
+        *(step.node, *place, spec.join_timeout),
         rank=step.index,
         head=head,
-        host=place.host,
-        port=place.port,
         least=len(step.nodes),
         most=len(step.nodes),
         names=step.nodes,
-        timeout=spec.join_timeout,
-        last_call=LAST_CALL_TIMEOUT,
-        token=Token(bytes.fromhex(place.token)),
         interface=options.get("interface", ""),
         insecure=bool(options.get("insecure")),
     )

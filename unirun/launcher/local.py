@@ -109,7 +109,8 @@ class AgentProcess:
 
         def run(stdin: int | None) -> None:
             self._stream.close()
-            _be_agent(theirs, early, stdin)
+            if not _be_agent(theirs, early, stdin):
+                log.unlink(missing_ok=True)
 
         self.pid = _fork("unirun-agent", log, run, stdin=stdin)
         theirs.close()
@@ -170,14 +171,14 @@ class AgentProcess:
         return RendezvousError(f"the agent of node {self._node} has ended before it began")
 
 
-def _be_agent(stream: socket.socket, early: AgentTask | None, stdin: int | None) -> None:
-    """Run in the process of an agent: wait for the task, bind the endpoints, and begin when told; end without a task
-    when the other end is gone."""
+def _be_agent(stream: socket.socket, early: AgentTask | None, stdin: int | None) -> bool:
+    """Run in the process of an agent: wait for the task, bind the endpoints, and begin when told. Returns False when
+    the other end is gone before."""
     spawners = EarlySpawners(early)
     with stream, stream.makefile("r") as lines:
         _, handles, _, _ = socket.recv_fds(stream, 1, 2, socket.MSG_CMSG_CLOEXEC)
         if not (line := lines.readline()):
-            return
+            return False
         told = json.loads(line)
         os.environ.clear()
         os.environ.update(told["environ"])
@@ -190,12 +191,13 @@ def _be_agent(stream: socket.socket, early: AgentTask | None, stdin: int | None)
             raise
         stream.sendall(b"[]")
         if not lines.readline():
-            return
+            return False
     tcp = socket.socket(fileno=handles[1]) if len(handles) > 1 else None
     with running_member(job, task) as kept:
         agent = Agent(job, task, endpoints, handles[0], stdin, tcp, kept, spawners)
         agent.fork_spawner()
         asyncio.run(agent.run(told["owner"]))
+    return True
 
 
 def enter(folder: str) -> None:

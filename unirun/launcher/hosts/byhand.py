@@ -55,15 +55,15 @@ class Meeting(Value):
     """
 
     node: str
-    rank: int
-    head: bool
     host: str
     port: int
-    least: int
-    most: int
-    timeout: float
-    last_call: float
     token: Token
+    timeout: float
+    rank: int = -1
+    head: bool = False
+    least: int = 1
+    most: int = 1
+    last_call: float = 0.0
     names: tuple[str, ...] = ()
     interface: str = ""
     insecure: bool = False

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec.json import encode as to_json
 from msgspec.structs import replace
@@ -43,6 +45,8 @@ from unirun.wire.handshake import Token
 from unirun.wire.messages import Appointed, Assigned, Dismissed, Message, Offer, Ready, expected
 from unirun.wire.sockets import listen_tcp
 
+T = TypeVar("T")
+
 
 def refusal(unfit: Sequence[NodeFault]) -> RendezvousError:
     """One error for all nodes that cannot take part."""
@@ -51,6 +55,30 @@ def refusal(unfit: Sequence[NodeFault]) -> RendezvousError:
     return RendezvousError(
         f"{len(unfit)} nodes cannot take part\n" + "\n".join(f"  {each}" for each in unfit)
     )
+
+
+async def from_all(
+    nodes: Sequence[str],
+    ask: Callable[[str], Awaitable[T]],
+    timeout: float,
+    remedy: Callable[[str], str] = lambda _: "",
+) -> tuple[dict[str, T], list[NodeFault]]:
+    """Ask all `nodes` at once. Returns the answers, and what went wrong with the others; `remedy` is for those that
+    have not answered within `timeout` seconds."""
+    answers: dict[str, T] = {}
+    unfit: dict[str, NodeFault] = {}
+
+    async def one(node: str) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                answers[node] = await ask(node)
+        except TimeoutError:
+            unfit[node] = NodeFault(node, f"it has not answered within {timeout:g} s", remedy(node))
+        except UnirunError as error:
+            unfit[node] = NodeFault(node, error.problem, error.remedy)
+
+    await asyncio.gather(*map(one, nodes))
+    return answers, [unfit[node] for node in nodes if node in unfit]
 
 
 class Lobby:
@@ -131,26 +159,19 @@ class Lobby:
         node of the job gets the plan instead. Wait until all are ready. Raises `RendezvousError`: then nobody may
         start."""
         names = agents_of(planned)
-        unfit: dict[str, NodeFault] = {}
 
-        async def one(node: str) -> None:
+        async def ask(node: str) -> None:
             if node == names[0]:
                 word = replace(common, planned=planned.to_json())
             else:
                 task = replace(task_of(planned, names, node), cwd=cwd, etcd=common.etcd)
                 word = replace(common, task=task.to_json())
-            try:
-                async with asyncio.timeout(BIND_TIMEOUT):
-                    self._streams[node].send(word)
-                    expected(await self._streams[node].receive(), Ready)
-            except TimeoutError:
-                unfit[node] = NodeFault(node, f"it has not answered within {BIND_TIMEOUT:g} s")
-            except UnirunError as error:
-                unfit[node] = NodeFault(node, error.problem, error.remedy)
+            self._streams[node].send(word)
+            expected(await self._streams[node].receive(), Ready)
 
-        await asyncio.gather(*map(one, self._streams))
+        _, unfit = await from_all([node for node in names if node in self._streams], ask, BIND_TIMEOUT)
         if unfit:
-            raise refusal([unfit[node] for node in names if node in unfit])
+            raise refusal(unfit)
 
     def tell(self, word: Message) -> None:
         """Send `word` to all nodes; one that is gone will be missed by the master."""
@@ -224,7 +245,7 @@ def early_agent(task: AgentTask | None) -> AgentProcess:
             f"{home} cannot be made: {(error.strerror or str(error)).lower()}",
             "set UNIRUN_HOME to a directory that you may write",
         ) from error
-    return AgentProcess(home / f".agent.{os.getpid()}.log", task)
+    return AgentProcess(home / f".agent.{secrets.token_hex(8)}.log", task)
 
 
 def take_part(

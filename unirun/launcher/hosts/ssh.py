@@ -18,13 +18,13 @@ from msgspec.json import encode as to_json
 from msgspec.structs import replace
 
 from unirun.collocation import Inventory
-from unirun.errors import JobError, RendezvousError, UnirunError
+from unirun.errors import JobError, RendezvousError
 from unirun.failover.offers import NodeFault, misfits, versions
 from unirun.launcher.environment import carried
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts.connection import RemoteNode, reach
 from unirun.launcher.hosts.copying import JobMirror, copy_on, record_hosts, send_tree
-from unirun.launcher.hosts.lobby import Lobby, needs, refusal
+from unirun.launcher.hosts.lobby import Lobby, from_all, needs, refusal
 from unirun.launcher.local import RunningJob
 from unirun.launcher.planned import PlannedJob
 from unirun.observe.jobdir import JobDir
@@ -67,31 +67,22 @@ async def invite_all(
     Raises `RendezvousError` with all that went wrong and, in that case, the `faults` that the answers of the others
     tell: all that has to be mended, at once. Then no connection is left.
     """
-    unfit: dict[Host, NodeFault] = {}
-    remotes: dict[Host, RemoteNode] = {}
-    answers: dict[Host, W] = {}
+    named = {host.name: host for host in hosts}
+    remotes: dict[str, RemoteNode] = {}
 
-    async def one(host: Host) -> None:
-        try:
-            async with asyncio.timeout(timeout):
-                remote = remotes[host] = await reach(host)
-                remote.stream.send(invitation(host))
-                answers[host] = await remote.hear(kind)
-        except TimeoutError:
-            unfit[host] = NodeFault(
-                host.name, f"it has not answered within {timeout:g} s", f"try: ssh {host.target}"
-            )
-        except UnirunError as error:
-            unfit[host] = NodeFault(host.name, error.problem, error.remedy)
+    async def ask(name: str) -> W:
+        remote = remotes[name] = await reach(named[name])
+        remote.stream.send(invitation(remote.host))
+        return await remote.hear(kind)
 
     try:
-        await asyncio.gather(*map(one, hosts))
+        answers, unfit = await from_all([*named], ask, timeout, lambda name: f"try: ssh {named[name].target}")
         if unfit:
-            raise refusal([*(unfit[host] for host in hosts if host in unfit), *faults([*answers.values()])])
+            raise refusal([*unfit, *faults([*answers.values()])])
     except BaseException:
         await asyncio.gather(*(remote.close() for remote in remotes.values()))
         raise
-    return [(remotes[host], answers[host]) for host in hosts]
+    return [(remotes[name], answers[name]) for name in named]
 
 
 HOST_JOIN_TIMEOUT = 60.0

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from msgspec import to_builtins
 from msgspec.structs import replace
 
 from unirun.errors import EXIT_RENDEZVOUS, JobError, RendezvousError, UnirunError
@@ -35,8 +34,8 @@ from unirun.observe.batchjob import (
 from unirun.observe.jobdir import JobDir, directories_of_nodes, job_at, unirun_home
 from unirun.observe.ownership import exposure, make_private
 from unirun.observe.status import ENDED, PENDING, JobStatus, read_status, write_status
-from unirun.values import Value
-from unirun.wire.frames import from_json
+from unirun.wire.address import TcpAddress
+from unirun.wire.handshake import Token
 
 SCRIPT_POLL_INTERVAL = 1.0
 """Seconds between two looks at the file. Looks are counted, so that a file system that hangs costs nothing."""
@@ -133,14 +132,6 @@ HEAD_FILE_POLL_INTERVAL = 0.05
 """Seconds between two looks for the file."""
 
 
-class HeadAddress(Value):
-    """The address of the head of a step, and the token of the job, in hex."""
-
-    host: str
-    port: int
-    token: str
-
-
 def address_here(step: SlurmAllocation) -> str:
     """The address of this node that the others of the step reach: that of its name, unless it is loopback.
 
@@ -154,8 +145,9 @@ def address_here(step: SlurmAllocation) -> str:
 
 
 @contextmanager
-def published(step: SlurmAllocation, place: HeadAddress) -> Iterator[None]:
-    """Let the other commands of the step find this one, as long as the context lasts. Raises `JobError`."""
+def published(step: SlurmAllocation, head: TcpAddress, token: Token) -> Iterator[None]:
+    """Let the other commands of the step find this one, the `head`, as long as the context lasts. Raises
+    `JobError`."""
     file = _file(step)
     fresh = file.with_suffix(f".{os.getpid()}.new")
     try:
@@ -164,7 +156,7 @@ def published(step: SlurmAllocation, place: HeadAddress) -> Iterator[None]:
             raise JobError(f"a secret is not safe in {file.parent}: {found.problem}", found.remedy)
         handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "w") as out:
-            json.dump(to_builtins(place), out)
+            json.dump([head.addr, head.port, token.hex()], out)
         fresh.replace(file)
     except OSError as error:
         raise JobError(
@@ -177,14 +169,16 @@ def published(step: SlurmAllocation, place: HeadAddress) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-def find(step: SlurmAllocation, timeout: float) -> HeadAddress:
-    """Wait until the head of the step is published. Raises `RendezvousError` after `timeout` seconds."""
+def find(step: SlurmAllocation, timeout: float) -> tuple[str, int, Token]:
+    """Wait until the head of the step is published. Returns its address and port, and the token of the job. Raises
+    `RendezvousError` after `timeout` seconds."""
     file, end = _file(step), time.monotonic() + timeout
     while time.monotonic() < end:
         # Listing the directory makes a network file system look again.
         with contextlib.suppress(OSError):
             if file.name in os.listdir(file.parent):
-                return from_json(HeadAddress, file.read_text())
+                addr, port, token = json.loads(file.read_text())
+                return addr, port, Token(bytes.fromhex(token))
         time.sleep(HEAD_FILE_POLL_INTERVAL)
     raise RendezvousError(
         f"node {step.head} has not said within {timeout:g} s where it is: {socket.gethostname()} has no {file}",

@@ -57,13 +57,11 @@ def test_nodes_that_have_come_are_told_why_the_head_gives_up(home: Path) -> None
     def never(_: Inventory) -> PlannedJob:
         raise AssertionError
 
-    head = Meeting("n0", 0, True, "127.0.0.1", 0, 2, 2, WAIT_TIMEOUT, WAIT_TIMEOUT, new_token())
+    head = Meeting("n0", "127.0.0.1", 0, new_token(), WAIT_TIMEOUT, head=True, least=2, most=2)
     with ThreadPoolExecutor() as pool:
         leading = pool.submit(run_head, head, SPEC, never, store=None, quiet=True, publish=withdrawn)
         endpoint = told.get(timeout=WAIT_TIMEOUT)
-        node = Meeting(
-            "n1", 1, False, endpoint.addr, endpoint.port, 2, 2, WAIT_TIMEOUT, WAIT_TIMEOUT, head.token
-        )
+        node = Meeting("n1", endpoint.addr, endpoint.port, head.token, WAIT_TIMEOUT)
         with pytest.raises(RendezvousError, match="the job was not started: the note where the head is"):
             run_member(node, None, quiet=True)
         with pytest.raises(RendezvousError, match="cannot be removed"):
@@ -89,10 +87,8 @@ def test_a_node_with_another_secret_fails_at_once(tmp_path: Path, insecure: bool
     over = threading.Event()
     with ThreadPoolExecutor() as pool:
         leading = pool.submit(asyncio.run, head(told, over))
-        there, long = told.get(timeout=WAIT_TIMEOUT), 600.0
-        node = Meeting(
-            "n1", 1, False, there.addr, there.port, 2, 2, long, long, new_token(), insecure=insecure
-        )
+        there = told.get(timeout=WAIT_TIMEOUT)
+        node = Meeting("n1", there.addr, there.port, new_token(), 600.0, insecure=insecure)
         try:
             with pytest.raises(WireError, match="is not node|is the token right"):
                 run_member(node, None, quiet=True)
