@@ -113,7 +113,7 @@ def launch(
         raise
     reader = _reading_node(planned) if stdin and not detach else None
     agents = (
-        {task.node: AgentProcess(job.agent_log(task.node), task, stdin=task.node == reader) for task in tasks}
+        {task.node: AgentProcess(job.agent_log(task.node), stdin=task.node == reader) for task in tasks}
         if head is None
         else {head.node: head.agent}
     )
