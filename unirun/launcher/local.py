@@ -106,6 +106,7 @@ class AgentProcess:
         self._log = self._final_log = log
         self._node = ""
         self._stream, theirs = socket.socketpair()
+        self._stream.settimeout(BIND_TIMEOUT)
 
         def run(stdin: int | None) -> None:
             self._stream.close()
@@ -168,7 +169,7 @@ class AgentProcess:
         self._log.unlink(missing_ok=True)
 
     def _gone(self) -> RendezvousError:
-        return RendezvousError(f"the agent of node {self._node} has ended before it began")
+        return RendezvousError(f"the agent of node {self._node} has not taken its task")
 
 
 def _be_agent(stream: socket.socket, early: AgentTask | None, stdin: int | None) -> bool:
