@@ -8,8 +8,11 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from unirun.errors import Fault
 from unirun.spec.engines import RECEIVING
@@ -54,10 +57,13 @@ def fill(text: str, own: Own, roles: Mapping[str, RoleSpec], places: Places) -> 
     return _NAME.sub(partial(_replace, own, roles, places), text)
 
 
+NOBODY = RoleSpec("", 1, Entry("script", ""))
+"""Stands for each role, where a text is for the processes of all."""
+
+
 def fill_roles(text: str, roles: Mapping[str, RoleSpec], places: Places) -> str:
     """`text`, which is for processes of all roles, with the addresses of roles filled in."""
-    nobody = RoleSpec("", 1, Entry("script", ""))
-    return fill(text, Own("", 0, 1), {**roles, "": nobody}, places)
+    return fill(text, Own("", 0, 1), {**roles, "": NOBODY}, places)
 
 
 def _replace(own: Own, roles: Mapping[str, RoleSpec], places: Places, found: re.Match[str]) -> str:
@@ -142,16 +148,8 @@ def faults_of(role: RoleSpec, roles: Mapping[str, RoleSpec]) -> Iterator[Fault]:
     for key, text in texts_of(role):
         for name in names_in([text]):
             if fault := _fault(name, role, roles):
-                yield Fault(f"roles.{role.name}.{key}", f"{{{name}}}: {fault[0]}", fault[1])
-
-
-def faults_of_env(env: Mapping[str, str], roles: Mapping[str, RoleSpec]) -> Iterator[Fault]:
-    """The faults of the addresses of roles that variables of all roles name."""
-    nobody = RoleSpec("", 1, Entry("script", ""))
-    for name, text in env.items():
-        for found in names_in([text]):
-            if fault := _fault(found, nobody, roles):
-                yield Fault(f"env.{name}", f"{{{found}}}: {fault[0]}", fault[1])
+                where = f"roles.{role.name}.{key}" if role.name else key
+                yield Fault(where, f"{{{name}}}: {fault[0]}", fault[1])
 
 
 def _fault(name: str, role: RoleSpec, roles: Mapping[str, RoleSpec]) -> tuple[str, str] | None:
@@ -346,7 +344,7 @@ def variables_of(python: str | None) -> dict[str, str | None]:
 def program_faults(roles: Sequence[RoleSpec], env: Mapping[str, str]) -> Iterator[Fault]:
     """Faults of templates, also in the job's `env`, of the order of roles, and of groups of ranks."""
     known = {role.name: role for role in roles}
-    yield from faults_of_env(env, known)
+    yield from faults_of(replace(NOBODY, env=env), known)
     for role in roles:
         yield from faults_of(role, known)
         yield from _order_faults(role, known)
@@ -377,21 +375,16 @@ def _order_faults(role: RoleSpec, known: Mapping[str, RoleSpec]) -> Iterator[Fau
 
 def _circles(known: Mapping[str, RoleSpec]) -> Iterator[Fault]:
     """A fault for each circle of roles that start after each other."""
-    done: set[str] = set()
-    for start in known:
-        way = [start]
-        while way and start not in done:
-            ahead = [name for name in known[way[-1]].after if name in known and name not in done]
-            if not ahead:
-                done.add(way.pop())
-            elif ahead[0] in way:
-                circle = [*way[way.index(ahead[0]) :], ahead[0]]
-                yield Fault(
-                    f"roles.{circle[0]}.after", f"a circle: {' after '.join(circle)}", "drop one of them"
-                )
-                done.update(way)
-            else:
-                way.append(ahead[0])
+    left = {name: [other for other in role.after if other in known] for name, role in known.items()}
+    while left:
+        try:
+            TopologicalSorter(left).prepare()
+            return
+        except CycleError as error:
+            circle: list[str] = error.args[1][::-1]
+        where, shown = f"roles.{circle[0]}.after", " after ".join(circle)
+        yield Fault(where, f"a circle: {shown}", "drop one of them")
+        left = {name: others for name, others in left.items() if name not in circle}
 
 
 def _interpreter_faults(role: RoleSpec, env: Mapping[str, str]) -> Iterator[Fault]:
@@ -399,10 +392,8 @@ def _interpreter_faults(role: RoleSpec, env: Mapping[str, str]) -> Iterator[Faul
     file of variables, may be able to."""
     told = role.env_file or any("PYTHONPATH" in each for each in (role.env, env, os.environ))
     if role.entry.kind in ("script", "module"):
-        use, otherwise = (
-            f"a {role.entry.kind} needs it there",
-            ", or write program: python, which does not need it",
-        )
+        use = f"a {role.entry.kind} needs it there"
+        otherwise = ", or write program: python, which does not need it"
     elif role.engine == "vllm" and RECEIVING[-1] in role.entry.args:
         use, otherwise = "vLLM loads its plugin for weights from there", ""
     else:

@@ -12,7 +12,6 @@ from typing import Any
 from unirun.errors import Fault, SpecError
 from unirun.spec.parse import JOB_KEYS
 from unirun.spec.read import nearest, shown
-from unirun.values import Value
 
 # ``key=value`` and ``+key=value`` on a command line: single values of a job file, changed and added.
 #
@@ -32,30 +31,10 @@ ReadValue = Callable[[str, str], Any]
 """Reads a text as YAML; the first argument is its place, for errors. Raises `SpecError`."""
 
 
-class Override(Value):
-    """One argument: sets `path` to `value`. `adds`: the key may be new."""
-
-    text: str
-    path: tuple[str, ...]
-    value: Any
-    adds: bool
-
-
 def is_override(word: str) -> bool:
     """Return True if an argument has the form of an override."""
     key, equals, _ = word.partition("=")
     return bool(equals) and _KEY.fullmatch(key.removeprefix("+")) is not None
-
-
-def _read(text: str, read_value: ReadValue) -> Override:
-    key, _, value = text.partition("=")
-    if not is_override(text):
-        raise SpecError([Fault(text, "is no override", "write key=value, as roles.actor.count=8")])
-    if not value.strip():
-        remedy = f"write {key}=VALUE; null is for none, and '\"\"' for an empty text"
-        raise SpecError([Fault(text, "has no value", remedy)])
-    path = tuple(_PART.findall(key.removeprefix("+")))
-    return Override(text, path, read_value(text, value), key.startswith("+"))
 
 
 def overridden(file: Mapping[str, Any], texts: Sequence[str], read_value: ReadValue) -> dict[str, Any]:
@@ -72,7 +51,7 @@ def overridden(file: Mapping[str, Any], texts: Sequence[str], read_value: ReadVa
     faults: list[Fault] = []
     for text in texts:
         try:
-            _apply(data, _read(text, read_value), closed)
+            _apply(data, text, read_value, closed)
         except SpecError as error:
             faults += error.faults
     if faults:
@@ -80,69 +59,59 @@ def overridden(file: Mapping[str, Any], texts: Sequence[str], read_value: ReadVa
     return data
 
 
-def _apply(data: dict[str, Any], override: Override, closed: Closed) -> None:
-    path = override.path
-    if path[0] == "roles" and len(path) == 2 and not isinstance(override.value, Mapping):
-        path = (*path, "count")
-    node: Any = data
-    for number, part in enumerate(path[:-1], 1):
-        node = _child(node, part, path[:number], override, closed)
-    last = path[-1]
-    if isinstance(node, list):
-        node[_index(node, last, path, override)] = override.value
-        return
-    if last not in node:
-        _must_be_open(node, path, override, closed)
-    if isinstance(node.get(last), dict) and isinstance(override.value, Mapping):
-        merge(node[last], override.value)
+def _apply(data: dict[str, Any], text: str, read_value: ReadValue, closed: Closed) -> None:
+    key, _, written = text.partition("=")
+    if not is_override(text):
+        raise SpecError([Fault(text, "is no override", "write key=value, as roles.actor.count=8")])
+    if not written.strip():
+        remedy = f"write {key}=VALUE; null is for none, and '\"\"' for an empty text"
+        raise SpecError([Fault(text, "has no value", remedy)])
+    value, path = read_value(text, written), _PART.findall(key.removeprefix("+"))
+    if path[0] == "roles" and len(path) == 2 and not isinstance(value, Mapping):
+        path.append("count")
+    node: Any = None
+    at: Any = ""
+    below: Any = data
+    for number, part in enumerate(path, 1):
+        where = ".".join(path[: number - 1])
+        if not isinstance(below, dict | list):
+            problem = f"{where} is {shown(below)}, which has no keys"
+            raise SpecError([Fault(text, problem, f"write {where}=VALUE")])
+        node, at = below, part
+        if isinstance(node, list):
+            if not part.isdecimal() or int(part) >= len(node):
+                problem = f"{where} is a list of {len(node)}, and has no item {part}"
+                raise SpecError([Fault(text, problem, "items are counted from 0")])
+            at = int(part)
+        elif part not in node:
+            _must_be_open(node, path[:number], text, closed)
+        if isinstance(node, dict) and node.get(at) is None and number < len(path):
+            node[at] = {}
+        below = node[at] if isinstance(node, list) else node.get(at)
+    if isinstance(node, dict) and isinstance(below, dict) and isinstance(value, Mapping):
+        merge(below, value)
     else:
-        node[last] = override.value
+        node[at] = value
 
 
-def _child(node: Any, part: str, path: tuple[str, ...], override: Override, closed: Closed) -> Any:
-    """The container that `node` has at `part`, the end of `path`; a new mapping where there is none."""
-    if isinstance(node, list):
-        return _container(node[_index(node, part, path, override)], path, override)
-    if part not in node:
-        _must_be_open(node, path, override, closed)
-    if node.get(part) is None:
-        node[part] = {}
-    return _container(node[part], path, override)
-
-
-def _container(found: Any, path: tuple[str, ...], override: Override) -> Any:
-    if isinstance(found, dict | list):
-        return found
-    problem = f"{'.'.join(path)} is {shown(found)}, which has no keys"
-    raise SpecError([Fault(override.text, problem, f"write {'.'.join(path)}=VALUE")])
-
-
-def _index(node: list[Any], part: str, path: tuple[str, ...], override: Override) -> int:
-    if part.isdecimal() and int(part) < len(node):
-        return int(part)
-    problem = f"{'.'.join(path[:-1])} is a list of {len(node)}, and has no item {part}"
-    raise SpecError([Fault(override.text, problem, "items are counted from 0")])
-
-
-def _must_be_open(node: Mapping[Any, Any], path: tuple[str, ...], override: Override, closed: Closed) -> None:
+def _must_be_open(node: Mapping[Any, Any], path: Sequence[str], text: str, closed: Closed) -> None:
     """Raise `SpecError` for a new key without ``+`` in a mapping whose keys the user chooses.
 
     All other keys are checked when the job is parsed.
     """
-    tree = path[0]
-    word = override.text.removeprefix("+")
+    tree, adds, word = path[0], text.startswith("+"), text.removeprefix("+")
     for home in _TREES:
         if tree not in JOB_KEYS and tree in closed.get(home, ()):
-            remedy = f"did you mean {'+' * override.adds}{home}.{word}?"
-            raise SpecError([Fault(override.text, f"a job has no {tree!r}", remedy)])
+            remedy = f"did you mean {'+' * adds}{home}.{word}?"
+            raise SpecError([Fault(text, f"a job has no {tree!r}", remedy)])
     if tree not in JOB_KEYS and not difflib.get_close_matches(tree, JOB_KEYS, n=1):
         remedy = f"+config.{word} adds it to your own configuration"
-        raise SpecError([Fault(override.text, f"a job has no {tree!r}", remedy)])
-    if override.adds or tree not in closed or (tree == "roles" and len(path) != 2):
+        raise SpecError([Fault(text, f"a job has no {tree!r}", remedy)])
+    if adds or tree not in closed or (tree == "roles" and len(path) != 2):
         return
     where = ".".join(path[:-1])
-    remedy = f"{nearest(path[-1], [*map(str, node)])}; +{override.text} adds it"
-    raise SpecError([Fault(override.text, f"the job file has no {path[-1]!r} in {where}", remedy)])
+    remedy = f"{nearest(path[-1], [*map(str, node)])}; +{text} adds it"
+    raise SpecError([Fault(text, f"the job file has no {path[-1]!r} in {where}", remedy)])
 
 
 def merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:

@@ -11,11 +11,11 @@ from msgspec.structs import replace
 
 from unirun.spec.job import Entry, Probe, RoleSpec
 from unirun.spec.programs import (
+    NOBODY,
     OWN_NAMES,
     Own,
     Places,
     faults_of,
-    faults_of_env,
     fill,
     fill_roles,
     names_in,
@@ -201,9 +201,8 @@ def test_addresses_of_roles_stand_in_the_environment_of_the_job_too() -> None:
     roles = {"engine": engine}
     places = {"engine": (RankAddress("h", (1,)),)}
     assert fill_roles("http://{roles.engine.addr}/{port}", roles, places) == "http://h:1/{port}"
-    assert [fault.where for fault in faults_of_env({"A": "{roles.engin.addr}", "B": "{port}"}, roles)] == [
-        "env.A"
-    ]
+    everybody = replace(NOBODY, env={"A": "{roles.engin.addr}", "B": "{port}"})
+    assert [fault.where for fault in faults_of(everybody, roles)] == ["env.A"]
 
 
 def test_ranks_of_a_script_with_ports_are_told_theirs() -> None:
