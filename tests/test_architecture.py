@@ -77,7 +77,6 @@ TWICE = {
 """Names of classes that two modules define."""
 
 SMALL = {
-    "experiments.evaluator": "a process of its own, started by its name",
     "launcher.forked": "another kind of spawner",
     "weights.dtensors": "imports DTensor, which takes long",
 }

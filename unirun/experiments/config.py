@@ -326,6 +326,11 @@ class ExperimentDescription:
         found = {shard.id.model_name: shard for worker in self.model_worker for shard in worker.shards}
         return {name: found[name] for name in sorted(found)}
 
+    def evaluated(self) -> MFCDef:
+        """The call whose model the evaluator evaluates: the one that trains its role, or the only one that trains."""
+        role = self.evaluator.role
+        return next(call for call in self.model_rpcs if call.trains and role in ("", call.role))
+
 
 # `model_workers` makes the list of model workers from an `Allocation` for each model, instead of shard by shard.
 

@@ -21,7 +21,6 @@ from unirun.errors import (
     WorkerLost,
 )
 from unirun.experiments.config import done, passed
-from unirun.experiments.evaluator import evaluated
 from unirun.experiments.experiment import import_modules, resolve, trial_of
 from unirun.experiments.models.api import FinetuneSpec
 from unirun.experiments.orders import LOST, Step, means, reductions_of
@@ -91,7 +90,25 @@ class MasterWorkerProcess(BaseTrainer):
     def init(self) -> None:
         """Read the configuration."""
         with self._errors_come_again():
-            self._read()
+            self._trial = trial_of(self.config)
+            import_modules(self._trial.modules, self._trial.folder)
+            config = resolve(self._trial.experiment, self._trial.overrides)
+            assert config.resolved is not None
+            self._control, self._resolved = config.exp_ctrl, config.resolved
+            self._graph = self._resolved.graph
+            self._seed, self._shuffle = (
+                config.master_worker[0].base_seed,
+                config.master_worker[0].shuffle_dataset,
+            )
+            self._source = self._graph.calls[self._graph.sources[0]]
+            self._root = Path(self._trial.root)
+            make_root(self._root)
+            self._recovery, self._settings = Recovery(self._root), Settings.of(config)
+            self._told: set[str] = set()
+            self._group: Any = self.RG_MODEL_WORKER
+            self._attempt = int(time.time() * 1000)
+            self._records = Records(self._root)
+            self._saved = config.evaluated().role if config.auto_eval else ""
 
     @contextlib.contextmanager
     def _errors_come_again(self) -> Iterator[None]:
@@ -100,24 +117,6 @@ class MasterWorkerProcess(BaseTrainer):
         except Exception:
             self._failed = True
             raise
-
-    def _read(self) -> None:
-        self._trial = trial_of(self.config)
-        import_modules(self._trial.modules, self._trial.folder)
-        config = resolve(self._trial.experiment, self._trial.overrides)
-        assert config.resolved is not None
-        self._control, self._resolved = config.exp_ctrl, config.resolved
-        self._graph = self._resolved.graph
-        self._seed, self._shuffle = config.master_worker[0].base_seed, config.master_worker[0].shuffle_dataset
-        self._source = self._graph.calls[self._graph.sources[0]]
-        self._root = Path(self._trial.root)
-        make_root(self._root)
-        self._recovery, self._settings = Recovery(self._root), Settings.of(config)
-        self._told: set[str] = set()
-        self._group: Any = self.RG_MODEL_WORKER
-        self._attempt = int(time.time() * 1000)
-        self._records = Records(self._root)
-        self._saved = evaluated(config).role if config.auto_eval else ""
 
     def fit(self) -> dict[str, float]:
         """Train to the end. Returns the figures of the last step."""

@@ -1,4 +1,7 @@
-"""`ModelWorkerProcess`: a process with shards of models. It runs the master's calls, and gives others its data."""
+"""`ModelWorkerProcess`: a process with shards of models. It runs the master's calls, and gives others its data.
+
+`EvaluatorProcess` evaluates saved models beside the trial, one after the other, in a role of its own.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,16 @@ from unirun.experiments.graph import (
     OffloadHook,
     ParamReallocHook,
     ProcessTopology,
+    topology,
 )
-from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, ModelInterface, Place
-from unirun.experiments.orders import MFCReply, MFCRequest, Traffic, data_of, figures_of
+from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, ModelInterface, Place, load_whole
+from unirun.experiments.orders import MFCReply, MFCRequest, Traffic, data_of, figures_of, means, reductions_of
 from unirun.experiments.recovery import Recovery
 from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
 from unirun.experiments.sample import SequenceSample
 from unirun.roles import BaseWorkload, init, trainer_invocation
 from unirun.roles.transport.protocol import Parcel, Reply
+from unirun.train.losses import LIMIT
 from unirun.values import Value
 from unirun.weights.hub import hub_of
 from unirun.weights.messages import Query, encode
@@ -372,7 +377,7 @@ class ModelWorkerProcess(BaseWorkload):
         self._lines: dict[int, PeerConnection] = {}
         self._getting = DataClient(self.rank, self._shelf, self._line, timeout=600.0)
         self._hub.answer(NAME, self._shelf.answer)
-        self._device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self._device = _device()
         self._shards: dict[ModelName, ModelShard] = {}
         self._interfaces: dict[str, ModelInterface] = {}
         self._held_out: dict[ModelName, SequenceSample] = {}
@@ -610,3 +615,46 @@ class ModelWorkerProcess(BaseWorkload):
                     f"{self.role}:{rank} cannot be reached", "does it live?", worker=f"{self.role}:{rank}"
                 )
             time.sleep(0.02)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+class EvaluatorProcess(BaseWorkload):
+    """Makes the model once, whole, and gives it the parameters of each save."""
+
+    _sample: SequenceSample | None = None
+
+    def _prepare(self) -> SequenceSample:
+        """Make the model and read the dataset, once. This is done in the first call, so that the master hears of
+        errors: a restart would not mend them."""
+        if self._sample is not None:
+            return self._sample
+        trial = trial_of(self.config)
+        import_modules(trial.modules, trial.folder)
+        config = resolve(trial.experiment, trial.overrides)
+        assert config.resolved is not None
+        self._call = call = config.evaluated()
+        worker = config.model_worker[config.resolved.workers_of(call.model_name)[0]]
+        shard = config.models()[call.model_name]
+        place = Place(call.model_name, topology(), 0, _device())
+        tokenizer = load_tokenizer(worker.tokenizer_name_or_path)
+        module = MODELS.find(shard.model.type_)(place, **shard.model.args)
+        self._model: Model = BACKENDS.find("inference")().initialize(
+            Model(place, module, tokenizer), FinetuneSpec(1, 1, 1)
+        )
+        self._interface = INTERFACES.find(call.interface_impl.type_)(**call.interface_impl.args)
+        chosen = config.evaluator.dataset
+        assert chosen is not None
+        dataset = DATASETS.find(chosen.type_)(DatasetUtility(tokenizer, worker.base_seed), **chosen.args)
+        self._sample = SequenceSample.gather([dataset[index] for index in range(len(dataset))])
+        return self._sample
+
+    @trainer_invocation(target="RANK0", idempotent=True, retries=LIMIT - 1)
+    def evaluate(self, path: str) -> dict[str, float]:
+        """The figures of the model that was saved in this directory."""
+        sample = self._prepare()
+        load_whole(self._model, Path(path))
+        found = self._interface.evaluate(self._model, sample)
+        return means([found], reductions_of(self._call))

@@ -139,13 +139,8 @@ def _top(top: str) -> Path:
 
 def trials(top: str) -> list[Started]:
     """All trials that were started, by their names."""
-    found = []
-    for path in sorted(_top(top).glob(f"*/*/{TRIAL}")):
-        try:
-            found.append(msgspec.json.decode(path.read_bytes(), type=Started))
-        except (OSError, ValueError):
-            continue
-    return found
+    found = (started(path.parent) for path in sorted(_top(top).glob(f"*/*/{TRIAL}")))
+    return [each for each in found if each is not None]
 
 
 def started(root: Path) -> Started | None:
@@ -255,9 +250,9 @@ def job_mapping(
             "leave them out: the actor generates in a call",
         )
     workers, master = scheduling.model_worker.scheduling, scheduling.master_worker.scheduling
-    roles = {"model_worker": _role(count, "model_worker:ModelWorkerProcess", workers)}
+    roles = {"model_worker": _role(count, "ModelWorkerProcess", workers)}
     if config.auto_eval:
-        roles["evaluator"] = _role(1, "evaluator:EvaluatorProcess", scheduling.evaluator or workers)
+        roles["evaluator"] = _role(1, "EvaluatorProcess", scheduling.evaluator or workers)
     return {
         "name": f"{trial.experiment}-{trial.trial}",
         # Each worker sees its own devices only.
@@ -275,7 +270,7 @@ def job_mapping(
 
 
 def _role(count: int, workload: str, needs: Scheduling) -> dict[str, Any]:
-    role = {"count": count, "workload": f"unirun.experiments.{workload}", "max_restarts": 10}
+    role = {"count": count, "workload": f"unirun.experiments.model_worker:{workload}", "max_restarts": 10}
     if not needs.gpu:
         # On a host with GPUs they see none.
         return {**role, "device": "cpu", "env": {"CUDA_VISIBLE_DEVICES": "", **needs.env_vars}}

@@ -196,14 +196,11 @@ class TorchEngine:
         self._optimizer.zero_grad()
         batches = [part.to(self._place.device) for part, _ in sample.split(self._split(spec))]
         data = self._place.group("data")
-        count = torch.tensor([sum(map(weight, batches)), float(len(batches))], dtype=torch.float64)
+        weights = torch.tensor(sum(map(weight, batches)), dtype=torch.float64)
         if data is not None:
-            most = count.clone()
-            dist.all_reduce(count[:1], group=data)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=data)
-            count[1] = most[1]
-        total = max(count[0].item(), 1e-9)
-        logged = self._gradients(batches, int(count[1]), key, loss, total, reductions)
+            dist.all_reduce(weights, group=data)
+        total = max(weights.item(), 1e-9)
+        logged = self._gradients(self._padded(batches), key, loss, total, reductions)
         figures = {
             name: value / total if reductions.get(name, "mean") == "mean" else value
             for name, value in self._shared(logged, reductions).items()
@@ -259,18 +256,14 @@ class TorchEngine:
 
     def _gradients(
         self,
-        batches: Sequence[SequenceSample],
-        rounds: int,
+        batches: Sequence[SequenceSample | None],
         key: str,
         loss: Loss,
         total: float,
         reductions: Mapping[str, str],
     ) -> dict[str, float]:
         """Run all micro-batches forward and backward. Returns the values that were logged in all of them, on
-        the last stage.
-
-        All data-parallel ranks run the same number of `rounds`, because each one is a collective with FSDP2.
-        """
+        the last stage."""
         logged: dict[str, float] = {}
         # FSDP2 takes the mean over data-parallel ranks.
         factor = self._place.topo.get_dim("data") if isinstance(self._stage, FSDPModule) else 1
@@ -285,18 +278,24 @@ class TorchEngine:
                 logged[name] = combined(reductions.get(name, "sum"), [*before, found])
             return value * (factor / total)
 
-        padded: list[SequenceSample | None] = [*batches, *[None] * (rounds - len(batches))]
         if self._place.group("pipe") is None:
-            for number, batch in enumerate(padded):
+            for number, batch in enumerate(batches, 1):
                 if isinstance(self._stage, FSDPModule):
-                    self._stage.set_requires_gradient_sync(number == rounds - 1)
+                    self._stage.set_requires_gradient_sync(number == len(batches))
                 scaled(self._stage(self._rows(batch, key)), batch).backward()
         else:
-            self._pipeline(padded, key, scaled)
+            self._pipeline(batches, key, scaled)
         self._add_up()
         self._complete()
         self._tie()
         return logged
+
+    def _padded(self, batches: Sequence[SequenceSample | None]) -> list[SequenceSample | None]:
+        """Micro-batches and None: all data-parallel ranks run as many, because each one is a collective with FSDP2."""
+        data, most = self._place.group("data"), torch.tensor(len(batches))
+        if data is not None:
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=data)
+        return [*batches, *[None] * (int(most) - len(batches))]
 
     def _rows(self, batch: SequenceSample | None, key: str, rows: int = 0, length: int = 0) -> torch.Tensor:
         """Tokens ``[rows, length]``: sequences, padded on the right with zeros, which the causal mask hides."""
@@ -425,14 +424,7 @@ class TorchEngine:
         """As `Engine` says."""
         self._stage.eval()
         parts = sample.split(self._split(spec))
-        batches = [part for part, _ in parts]
-        rounds = max(len(batches), 1)
-        data = self._place.group("data")
-        if data is not None:
-            most = torch.tensor(rounds)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=data)
-            rounds = int(most)
-        padded: list[SequenceSample | None] = [*batches, *[None] * (rounds - len(batches))]
+        padded = self._padded([part for part, _ in parts] or [None])
         if self._place.group("pipe") is None:
             packed = [self._output(self._stage(self._rows(batch, key)), batch, key) for batch in padded]
         else:
