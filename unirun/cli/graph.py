@@ -17,7 +17,7 @@ from unirun.cli.stored import find_status
 from unirun.collocation.graph import (
     Direction,
     Edge,
-    Kind,
+    EdgeKind,
     Role,
     RoleGraph,
     declared,
@@ -118,7 +118,7 @@ def _role(role: RoleStatus) -> Role:
 
 
 def _edge(call: CallStatus) -> Edge:
-    kind, direction = cast(Kind, call.kind), cast(Direction, call.direction)
+    kind, direction = cast(EdgeKind, call.kind), cast(Direction, call.direction)
     source, target, method = map(printable, (call.source, call.target, call.method))
     return Edge(source, target, method, kind, direction, call.asynchronous, call.weight)
 

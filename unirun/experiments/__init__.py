@@ -33,6 +33,10 @@ if TYPE_CHECKING:
         TasksGroup,
         WorkerInformation,
         model_workers,
+        register_backend,
+        register_dataset,
+        register_interface,
+        register_model,
     )
     from unirun.experiments.datasets import (
         DatasetUtility,
@@ -72,12 +76,6 @@ if TYPE_CHECKING:
         Place,
     )
     from unirun.experiments.recovery import RecoverInfo
-    from unirun.experiments.registry import (
-        register_backend,
-        register_dataset,
-        register_interface,
-        register_model,
-    )
     from unirun.experiments.sample import NamedArray, SequenceSample
 
 __all__ = [
@@ -139,7 +137,7 @@ __all__ = [
     "topology",
 ]
 
-_HOMES = ("graph", "config", "registry", "experiment", "sample", "models.api", "datasets", "recovery")
+_HOMES = ("graph", "config", "experiment", "sample", "models.api", "datasets", "recovery")
 """The modules that have these names. Those that import torch come after the others."""
 
 

@@ -19,9 +19,14 @@ from typing import Any
 from unirun.collocation.graph import show_ranks
 from unirun.errors import Fault, SpecError, UsageError
 from unirun.experiments.config import (
+    BACKENDS,
+    DATASETS,
+    INTERFACES,
+    MODELS,
     ExperimentDescription,
     GenerationServer,
     GserverManager,
+    Registry,
     RolloutWorker,
     calls_with_hooks,
     sync_param_pairs,
@@ -40,7 +45,6 @@ from unirun.experiments.graph import (
 )
 from unirun.experiments.models.api import ModelInterface
 from unirun.experiments.orders import check_reductions
-from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS, Registry
 from unirun.observe.jobdir import unirun_home
 from unirun.wire.reporting import report
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from unirun.errors import Fault, SpecError
-from unirun.experiments.registry import Registry, register_dataset
+from unirun.experiments.config import Registry, register_dataset
 from unirun.experiments.sample import SequenceSample
 
 TOKENIZERS: Registry[Callable[[], Any]] = Registry("tokenizer")

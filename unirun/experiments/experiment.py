@@ -21,6 +21,7 @@ from unirun.errors import Fault, SpecError, UsageError
 from unirun.experiments.config import (
     ExperimentDescription,
     ExperimentScheduling,
+    Registry,
     Resolved,
     WorkerInformation,
     calls_with_hooks,
@@ -29,7 +30,6 @@ from unirun.experiments.config import (
     sync_param_pairs,
 )
 from unirun.experiments.graph import NAME_RULE, build_graph, is_name
-from unirun.experiments.registry import Registry
 from unirun.values import Value
 
 # What an experiment returns.

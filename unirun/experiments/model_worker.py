@@ -22,7 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from unirun.errors import FrameError, PeerLost, UnirunError, UsageError
-from unirun.experiments.config import DatasetAbstraction, Resolved, StandaloneModelShardAbstraction
+from unirun.experiments.config import (
+    BACKENDS,
+    DATASETS,
+    INTERFACES,
+    MODELS,
+    DatasetAbstraction,
+    Resolved,
+    StandaloneModelShardAbstraction,
+)
 from unirun.experiments.datasets import Dataset, DatasetUtility, Joined, content_of, load_tokenizer
 from unirun.experiments.experiment import ExperimentConfig, import_modules, resolve, trial_of
 from unirun.experiments.graph import (
@@ -38,7 +46,6 @@ from unirun.experiments.graph import (
 from unirun.experiments.models.api import FinetuneSpec, Model, ModelBackend, ModelInterface, Place, load_whole
 from unirun.experiments.orders import MFCReply, MFCRequest, Traffic, data_of, figures_of, means, reductions_of
 from unirun.experiments.recovery import Recovery
-from unirun.experiments.registry import BACKENDS, DATASETS, INTERFACES, MODELS
 from unirun.experiments.sample import SequenceSample
 from unirun.roles import BaseWorkload, init, trainer_invocation
 from unirun.roles.transport.protocol import Parcel, Reply

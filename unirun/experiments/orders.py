@@ -10,9 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from unirun.errors import PeerLost, UsageError, WorkerLost
-from unirun.experiments.config import Resolved
+from unirun.experiments.config import INTERFACES, Resolved
 from unirun.experiments.graph import Graph, Hook, MFCDef, ModelInterfaceType, ModelName, ParamReallocHook
-from unirun.experiments.registry import INTERFACES
 from unirun.experiments.sample import SequenceSample, balanced
 from unirun.roles import wait
 from unirun.values import Value

@@ -22,10 +22,9 @@ from typing import Any
 import msgspec
 
 from unirun.errors import CheckpointDamaged, TrainingFailed, UsageError, WorkerLost
-from unirun.experiments.config import DatasetAbstraction, Since
+from unirun.experiments.config import INTERFACES, DatasetAbstraction, Since
 from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import Abstraction
-from unirun.experiments.registry import INTERFACES
 from unirun.experiments.starting import plain
 from unirun.observe.events import read_lines
 from unirun.train.losses import LIMIT

@@ -17,8 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from unirun.errors import Fault
-from unirun.spec.edges import ChannelSpec, Edge
-from unirun.spec.job import Entry, RoleSpec
+from unirun.spec.job import ChannelSpec, Edge, Entry, RoleSpec
 from unirun.spec.read import Section, as_number
 
 KINDS = ("vllm", "openai")

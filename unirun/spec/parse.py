@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from unirun.errors import Fault, SpecError
-from unirun.spec.edges import read_channels, read_edges
 from unirun.spec.engines import with_companions
-from unirun.spec.job import GROUPS, PORT_RANGE, JobSpec, LogSpec, RoleSpec
+from unirun.spec.job import GROUPS, PORT_RANGE, JobSpec, LogSpec, RoleSpec, read_channels, read_edges
 from unirun.spec.programs import program_faults
 from unirun.spec.read import RUN_ID_RULE, Section, id_stem, is_run_id, nearest, shown
 from unirun.spec.roles import (

@@ -14,6 +14,10 @@ from unirun.experiments.config import (
     ModelBackendAbstraction,
     ModelWorker,
     model_workers,
+    register_backend,
+    register_dataset,
+    register_interface,
+    register_model,
 )
 from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import (
@@ -26,12 +30,6 @@ from unirun.experiments.graph import (
     topology,
 )
 from unirun.experiments.models.api import ModelBackend, ModelInterface
-from unirun.experiments.registry import (
-    register_backend,
-    register_dataset,
-    register_interface,
-    register_model,
-)
 
 GENERATE, INFERENCE, TRAIN, EVALUATE = ModelInterfaceType
 

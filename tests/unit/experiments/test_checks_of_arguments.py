@@ -18,12 +18,13 @@ from unirun.experiments.config import (
     ModelAbstraction,
     ModelBackendAbstraction,
     model_workers,
+    register_dataset,
+    register_interface,
 )
 from unirun.experiments.datasets import DatasetUtility, PromptDataset
 from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import MFCDef, ModelInterfaceAbstraction, ModelInterfaceType, topology
 from unirun.experiments.models.api import GenerationConfig, ModelInterface
-from unirun.experiments.registry import register_dataset, register_interface
 
 from .sample_configs import ACTOR, GENERATE, TRAIN, config_with, faults_of, texts_of
 

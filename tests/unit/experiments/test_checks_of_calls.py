@@ -30,6 +30,7 @@ from unirun.experiments.config import (
     ExperimentSaveEvalControl,
     ModelAbstraction,
     ModelBackendAbstraction,
+    register_interface,
 )
 from unirun.experiments.experiment import ExperimentConfig
 from unirun.experiments.graph import (
@@ -43,7 +44,6 @@ from unirun.experiments.graph import (
     topology,
 )
 from unirun.experiments.models.api import ModelInterface
-from unirun.experiments.registry import register_interface
 
 
 class Scoring(ModelInterface):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from unirun.errors import SpecError, UsageError
 from unirun.experiments.checks import dataset_keys
+from unirun.experiments.config import DATASETS
 from unirun.experiments.datasets import (
     DatasetUtility,
     Joined,
@@ -28,7 +29,6 @@ from unirun.experiments.datasets import (
     read_rows,
     register_tokenizer,
 )
-from unirun.experiments.registry import DATASETS
 from unirun.experiments.sample import SequenceSample
 
 PROMPTS = [{"prompt": "ab", "answer": "c"}, {"prompt": "abc", "answer": "", "id": "x7"}]

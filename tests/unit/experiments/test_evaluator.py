@@ -11,9 +11,9 @@ import torch
 from msgspec.structs import replace
 from omegaconf import OmegaConf
 
+from unirun.experiments.config import register_interface
 from unirun.experiments.graph import ModelInterfaceAbstraction
 from unirun.experiments.model_worker import EvaluatorProcess
-from unirun.experiments.registry import register_interface
 from unirun.experiments.sample import SequenceSample
 
 from .sample_configs import ACTOR, TRAIN, call

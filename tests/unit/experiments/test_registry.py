@@ -9,15 +9,9 @@ import types
 import pytest
 
 from unirun.errors import UsageError
+from unirun.experiments.config import BACKENDS, DATASETS, MODELS, Registry, register_dataset
 from unirun.experiments.datasets import PromptDataset
 from unirun.experiments.experiment import make_experiment
-from unirun.experiments.registry import (
-    BACKENDS,
-    DATASETS,
-    MODELS,
-    Registry,
-    register_dataset,
-)
 
 
 class Cat:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unirun.spec.edges import ChannelSpec, read_channels
+from unirun.spec.job import ChannelSpec, read_channels
 from unirun.spec.read import Section
 
 ROLES = ("actor", "rollout", "critic")

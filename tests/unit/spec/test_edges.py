@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.collocation.graph.strategies import graphs
 from unirun.collocation.graph import Edge, RoleGraph, faults, graph_of
 from unirun.errors import SpecError
-from unirun.spec.edges import read_edges
+from unirun.spec.job import read_edges
 from unirun.spec.read import Section
 
 COUNTS = {"trainer": 1, "actor": 4, "rollout": 4, "reward": 2}

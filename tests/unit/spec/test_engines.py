@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from unirun.errors import SpecError
-from unirun.spec.edges import ChannelSpec
-from unirun.spec.job import JobSpec, Probe, RoleSpec
+from unirun.spec.job import ChannelSpec, JobSpec, Probe, RoleSpec
 from unirun.spec.parse import parse_job
 from unirun.weights.integrations.vllm_guard import SameHost
 

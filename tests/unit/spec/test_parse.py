@@ -14,8 +14,7 @@ from msgspec import structs
 
 from tests.effort import examples
 from unirun.errors import SpecError
-from unirun.spec.edges import ChannelSpec
-from unirun.spec.job import Entry, JobSpec, LogSpec, RoleSpec
+from unirun.spec.job import ChannelSpec, Entry, JobSpec, LogSpec, RoleSpec
 from unirun.spec.parse import JOB_KEYS, LOG_KEYS, NUMA_MODES, handle_name, parse_job
 from unirun.spec.read import RESERVED_ENV, nearest
 from unirun.spec.roles import ROLE_KEYS, TRAINER_KEYS

@@ -22,13 +22,13 @@ from unirun.collocation.graph.values import (
     weights,
     without_circles,
 )
-from unirun.spec.edges import Direction, Edge, Kind
+from unirun.spec.job import Direction, Edge, EdgeKind
 
 __all__ = [
     "Affected",
     "Direction",
     "Edge",
-    "Kind",
+    "EdgeKind",
     "LearnedEdge",
     "ProcessCalls",
     "Role",

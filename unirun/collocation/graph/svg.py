@@ -14,7 +14,7 @@ from html import escape
 from itertools import pairwise
 
 from unirun.collocation.graph.values import Role, RoleGraph
-from unirun.spec.edges import Edge
+from unirun.spec.job import Edge
 from unirun.spec.read import show_size
 from unirun.values import Value
 

@@ -12,8 +12,7 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from unirun.errors import Fault, SpecError
-from unirun.spec.edges import DIRECTIONS, KINDS, Direction, Edge, Kind
-from unirun.spec.job import Entry, JobSpec
+from unirun.spec.job import DIRECTIONS, EDGE_KINDS, Direction, Edge, EdgeKind, Entry, JobSpec
 from unirun.spec.read import nearest
 from unirun.values import Value
 from unirun.wire.reports import CallCount, RankRange
@@ -185,8 +184,8 @@ def _edge_faults(where: str, edge: Edge, counts: Mapping[str, int]) -> Iterator[
     for end, name in (("from", edge.source), ("to", edge.target)):
         if name not in counts:
             yield Fault(f"{where}.{end}", f"no role is called {name!r}", nearest(name, [*counts]))
-    if edge.kind not in KINDS:
-        yield Fault(f"{where}.kind", f"{edge.kind!r} is no kind of edge", nearest(edge.kind, KINDS))
+    if edge.kind not in EDGE_KINDS:
+        yield Fault(f"{where}.kind", f"{edge.kind!r} is no kind of edge", nearest(edge.kind, EDGE_KINDS))
     if edge.direction not in DIRECTIONS:
         problem = f"{edge.direction!r} is no direction"
         yield Fault(f"{where}.direction", problem, nearest(edge.direction, DIRECTIONS))
@@ -257,7 +256,7 @@ def graph_of(counts: Mapping[str, int], edges: Iterable[Edge]) -> RoleGraph:
     return graph
 
 
-def _usual_kind(counts: Mapping[str, int], edge: Edge) -> Kind:
+def _usual_kind(counts: Mapping[str, int], edge: Edge) -> EdgeKind:
     sources, targets = counts.get(edge.source, 1), counts.get(edge.target, 1)
     if sources == targets:
         return "one_to_one"
@@ -533,7 +532,7 @@ def _learned(
     return LearnedEdge(edge, calls, there, back, seconds)
 
 
-def _kind(by_rank: Mapping[int, Sequence[CallCount]], sources: int, targets: int) -> Kind:
+def _kind(by_rank: Mapping[int, Sequence[CallCount]], sources: int, targets: int) -> EdgeKind:
     reached = [_union(counts) for counts in by_rank.values()]
     one_target = all(_size(each) == 1 for each in reached)
     one_source = sum(map(_size, reached)) == _size(_merged(chain.from_iterable(reached)))

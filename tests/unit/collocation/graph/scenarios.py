@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from unirun.collocation.graph.values import Role, RoleGraph
-from unirun.spec.edges import Edge
+from unirun.spec.job import Edge
 
 _WEIGHTS = 14e9
 

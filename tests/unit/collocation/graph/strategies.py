@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from unirun.collocation.graph import Edge, Role, RoleGraph, faults
-from unirun.spec.edges import DIRECTIONS, KINDS
+from unirun.spec.job import DIRECTIONS, EDGE_KINDS
 
 NAMES = [*"abcdef"]
 
@@ -23,7 +23,7 @@ def any_graphs(draw: st.DrawFn, names: list[str] = NAMES) -> RoleGraph:
                 ends,
                 ends,
                 st.sampled_from(["", "f", "g"]),
-                st.sampled_from(KINDS),
+                st.sampled_from(EDGE_KINDS),
                 st.sampled_from(DIRECTIONS),
                 st.booleans(),
                 st.sampled_from([0.0, 1.0, 50.0, 1e9]),

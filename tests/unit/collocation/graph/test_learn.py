@@ -23,7 +23,7 @@ from unirun.collocation.graph import (
     without_circles,
 )
 from unirun.collocation.graph.svg import yaml
-from unirun.spec.edges import read_edges
+from unirun.spec.job import read_edges
 from unirun.spec.read import Section
 from unirun.spec.yaml import load_job_file
 from unirun.wire.reports import CallCount, RankRange

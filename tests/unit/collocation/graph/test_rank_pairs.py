@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from tests.unit.collocation.graph.strategies import pairs_of
 from unirun.collocation.graph import Edge, Role, RoleGraph
-from unirun.spec.edges import KINDS, Kind
+from unirun.spec.job import EDGE_KINDS, EdgeKind
 
 
-def pairs(kind: Kind, sources: int, targets: int) -> str:
+def pairs(kind: EdgeKind, sources: int, targets: int) -> str:
     edge = Edge("a", "b", kind=kind)
     graph = RoleGraph((Role("a", sources), Role("b", targets)), (edge,))
     return " ".join(f"{one[2:]}{other[2:]}" for one, other in pairs_of(graph, edge))
@@ -30,12 +30,14 @@ def pairs(kind: Kind, sources: int, targets: int) -> str:
         ("all_to_all", 2, 2, "00 01 10 11"),
     ],
 )
-def test_kinds_pair_ranks(kind: Kind, sources: int, targets: int, expected: str) -> None:
+def test_kinds_pair_ranks(kind: EdgeKind, sources: int, targets: int, expected: str) -> None:
     assert pairs(kind, sources, targets) == expected
 
 
-@given(st.sampled_from(KINDS), st.integers(1, 40), st.integers(1, 40))
-def test_both_ends_see_the_same_pairs_and_nobody_is_left_out(kind: Kind, sources: int, targets: int) -> None:
+@given(st.sampled_from(EDGE_KINDS), st.integers(1, 40), st.integers(1, 40))
+def test_both_ends_see_the_same_pairs_and_nobody_is_left_out(
+    kind: EdgeKind, sources: int, targets: int
+) -> None:
     edge = Edge("a", "b", kind=kind)
     graph = RoleGraph((Role("a", sources), Role("b", targets)), (edge,))
     there = {(rank, peer) for rank in range(sources) for peer in graph.targets_of(edge, rank)}
