@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -80,67 +81,45 @@ def dispatch(sizes: Sequence[int], ranks: int, *, equal: bool) -> list[list[int]
 def data_of(call: MFCDef, found: Any, given: SequenceSample, rank: int) -> SequenceSample:
     """The data that `rank` of the last stage has made of the sample `given`, under the names of the graph. Raises
     `UsageError`."""
-    ids = given.ids
+    wrong = partial(_wrong, call, rank)
     if not isinstance(found, SequenceSample):
-        raise _wrong(
-            call, rank, f"a {type(found).__name__}", "return a SequenceSample in all ranks of the last stage"
-        )
+        raise wrong(f"a {type(found).__name__}", "return a SequenceSample in all ranks of the last stage")
     named = found.remap(call.output_key_remap)
     if missing := [key for key in call.output_keys if key not in named.keys]:
         there = ", ".join(named.keys) or "nothing"
-        raise _wrong(call, rank, f"a sample without {', '.join(missing)}", f"it has {there}: see output_keys")
-    if set(named.ids) != set(ids):
-        raise _wrong(
-            call,
-            rank,
-            f"data of {_shown(named.ids)}, and got {_shown(ids)}",
-            "return data of each id of the sample that was passed",
-        )
+        raise wrong(f"a sample without {', '.join(missing)}", f"it has {there}: see output_keys")
+    if set(named.ids) != set(given.ids):
+        what = f"data of {_shown(named.ids)}, and got {_shown(given.ids)}"
+        raise wrong(what, "return data of each id of the sample that was passed")
     named = named.select(call.output_keys)
-    if call.interface_type is ModelInterfaceType.INFERENCE:
-        _check_counts(call, named, given, rank)
-    if call.error_if_nonfinite:
-        _check_finite(call, named, rank)
+    for key in named.keys:
+        if call.interface_type is ModelInterfaceType.INFERENCE:
+            _check_counts(key, named, given, wrong)
+        values = named[key]
+        if call.error_if_nonfinite and values.is_floating_point() and not bool(values.isfinite().all()):
+            parts = zip(named.ids, values.split(named.sizes(key)), strict=True)
+            bad = [each for each, part in parts if not bool(part.isfinite().all())]
+            remedy = "correct them, or pass them on with error_if_nonfinite=False in its MFCDef"
+            raise wrong(f"values of {key!r} that are not finite, for {_shown(bad)}", remedy)
     return named
 
 
-def _check_counts(call: MFCDef, named: SequenceSample, given: SequenceSample, rank: int) -> None:
-    """Raise `UsageError` unless each id has as many sequences as one of its inputs, one for each group of equal size,
-    or a whole number for each sequence."""
+def _check_counts(
+    key: str, named: SequenceSample, given: SequenceSample, wrong: Callable[[str, str], UsageError]
+) -> None:
+    """Raise `UsageError` unless each id has as many sequences of `key` as one of its inputs has, one for each group of
+    equal size, or a whole number for each sequence."""
     there = {each: at for at, each in enumerate(given.ids)}
-    for key in named.keys:
-        for each, lengths in zip(named.ids, named.seqlens[key], strict=True):
-            counts = {other: len(given.seqlens[other][there[each]]) for other in given.keys}
-            if not any(_fits(len(lengths), count) for count in counts.values()):
-                passed = ", ".join(f"{other} has {count}" for other, count in counts.items())
-                raise _wrong(
-                    call,
-                    rank,
-                    f"{len(lengths)} sequences of {key!r} for id {each!r}",
-                    f"return as many as were passed: {passed}",
-                )
+    for each, lengths in zip(named.ids, named.seqlens[key], strict=True):
+        counts = {other: len(given.seqlens[other][there[each]]) for other in given.keys}
+        if not any(_fits(len(lengths), count) for count in counts.values()):
+            passed = ", ".join(f"{other} has {count}" for other, count in counts.items())
+            what = f"{len(lengths)} sequences of {key!r} for id {each!r}"
+            raise wrong(what, f"return as many as were passed: {passed}")
 
 
 def _fits(found: int, passed: int) -> bool:
     return found == passed or (min(found, passed) > 0 and max(found, passed) % min(found, passed) == 0)
-
-
-def _check_finite(call: MFCDef, named: SequenceSample, rank: int) -> None:
-    for key in named.keys:
-        values = named[key]
-        if not values.is_floating_point() or bool(values.isfinite().all()):
-            continue
-        bad = [
-            each
-            for each, part in zip(named.ids, values.split(named.sizes(key)), strict=True)
-            if not bool(part.isfinite().all())
-        ]
-        raise _wrong(
-            call,
-            rank,
-            f"values of {key!r} that are not finite, for {_shown(bad)}",
-            "correct them, or pass them on with error_if_nonfinite=False in its MFCDef",
-        )
 
 
 def figures_of(call: MFCDef, found: Any, rank: int) -> dict[str, float]:
@@ -155,9 +134,8 @@ def figures_of(call: MFCDef, found: Any, rank: int) -> dict[str, float]:
             # Of a tensor or an array with one element, too.
             figures[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise _wrong(
-                call, rank, f"the figure {name!r}, a {type(value).__name__}", "return numbers"
-            ) from error
+            what = f"the figure {name!r}, a {type(value).__name__}"
+            raise _wrong(call, rank, what, "return numbers") from error
     return figures
 
 

@@ -128,11 +128,9 @@ class Engine(Protocol):
         A value that micro-batches log is added up over all of them and divided by the sum of weights, which
         gives a mean, unless `reductions` names ``sum``, ``max`` or ``min`` for it.
         """
-        ...
 
     def forward(self, sample: SequenceSample, key: str, spec: MicroBatchSpec) -> torch.Tensor | None:
         """The outputs for each token, packed in the order of `sample`, on the CPU. None except on the last stage."""
-        ...
 
     def generate(
         self,
@@ -149,28 +147,22 @@ class Engine(Protocol):
         seeds and micro-batches give equal sequences. A sequence ends with any of the tokens `stop`, by default
         those of the network's generation config. `pad` fills up rows; nothing attends to it, and it is in no result, so
         it may be a stop token."""
-        ...
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its parameters and buffers by the names of the whole network; parts are DTensors."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """The part of a checkpoint that this rank has to give: its shards of the parameters and of the
         optimizer's state. On the CPU the result shares memory with them."""
-        ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`, of the same rank in the same layout."""
-        ...
 
     def offload(self, *, keep: bool) -> None:
         """Free the device memory of the parameters. With `keep`, they go to host memory; otherwise they are dropped."""
-        ...
 
     def fetch(self) -> None:
         """Undo `offload`. What was not kept has no values yet."""
-        ...
 
 
 @dataclass
