@@ -105,7 +105,7 @@ def done(since: Since, what: Collection[str]) -> Since:
 # One value under the names that ReaLHF and AReaL have for each use.
 
 ModelAbstraction = Abstraction
-"""A network (`register_model`)."""
+"""A network (`register_model`): its name, and a dict of its arguments, as with all abstractions."""
 
 ModelBackendAbstraction = Abstraction
 """The backend that trains a network, or only runs it (`register_backend`)."""

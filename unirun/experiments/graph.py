@@ -171,7 +171,7 @@ class Abstraction(Value):
 
 
 ModelInterfaceAbstraction = Abstraction
-"""A `ModelInterface` (`register_interface`)."""
+"""A `ModelInterface` (`register_interface`): its name, and a dict of the arguments with which it is made."""
 
 
 class MicroBatchSpec(Value):

@@ -142,7 +142,8 @@ def _code(config: ExperimentConfig) -> dict[str, str]:
 
 class RecoverInfo(Value):
     """The progress of a trial: `step` steps are done in all, and `epoch_step` in the epoch. `used_ids` are
-    the samples of the epoch that were used. `versions` says how often each model was trained. `settings` is
+    the samples of the epoch that were used. `frequencies` has by task, such as ``save``, the epochs, steps and
+    seconds since it was last done. `versions` says how often each model was trained. `settings` is
     None until it is written."""
 
     step: int = 0

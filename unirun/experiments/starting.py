@@ -115,9 +115,6 @@ PRELOAD = (
 )
 """The modules that are imported once, in the spawner, and not by each worker."""
 
-RECOVER_MODES = ("disabled", "auto", "resume", "fault")
-"""Begin anew; continue from the last checkpoint, if any; continue, or fail; begin anew, continue after a failure."""
-
 
 class Started(Value):
     """The content of ``trial.json``: the job of the latest start."""
