@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
-from unirun.errors import FrameError, UsageError
+from unirun.errors import UsageError
 from unirun.experiments.graph import MicroBatchSpec
-from unirun.values import Value
 
 # The division of sequences over data-parallel ranks and micro-batches: pure functions of their numbers of tokens.
 
@@ -311,7 +309,7 @@ class NamedArray(Mapping[str, Any]):
     """Tensors by name; a value may be a `NamedArray` again, or None where there is nothing.
 
     ``array[2:5]`` slices every tensor, ``array["obs"]`` and ``array.obs`` are one of them. `metadata` are more values
-    by name, any that JSON has. Every dtype is kept, also when it is sent (`pack`, `unpack`): bfloat16 and int64 too. ::
+    by name, any that JSON has. Every dtype is kept, also when it is sent. ::
 
         array = NamedArray.from_dict({"obs": {"image": image, "text": text}, "reward": reward}, step=3)
     """
@@ -384,66 +382,3 @@ class NamedArray(Mapping[str, Any]):
     def __repr__(self) -> str:
         shown = {n: "None" if t is None else f"{t.dtype}{list(t.shape)}" for n, t in self.flat().items()}
         return f"NamedArray({shown})"
-
-
-class _Header(Value):
-    """The header, before the bytes of the tensors: for each its path, dtype and shape, None for nothing."""
-
-    leaves: list[tuple[str, tuple[str, tuple[int, ...]] | None]]
-    metadata: dict[str, Any] = {}  # noqa: RUF012
-
-
-def pack(array: NamedArray) -> list[bytes | memoryview]:
-    """Its header, in JSON, and the bytes of each tensor."""
-    leaves: list[tuple[str, tuple[str, tuple[int, ...]] | None]] = []
-    buffers: list[bytes | memoryview] = []
-    for path, tensor in array.flat().items():
-        if tensor is None:
-            leaves.append((path, None))
-            continue
-        whole = tensor.detach().cpu().contiguous()
-        leaves.append((path, (str(whole.dtype).removeprefix("torch."), tuple(whole.shape))))
-        data: Any = whole.view(-1).view(torch.uint8).numpy()
-        buffers.append(memoryview(data))
-    return [msgspec.json.encode(_Header(leaves, array.metadata)), *buffers]
-
-
-def unpack(parts: list[bytes | memoryview]) -> NamedArray:
-    """The inverse; the tensors are copies. Raises `FrameError` for anything else."""
-    try:
-        header = msgspec.json.decode(parts[0], type=_Header)
-        buffers = iter(parts[1:])
-        values: dict[str, Any] = {}
-        for path, about in header.leaves:
-            tensor = None if about is None else _tensor(*about, next(buffers))
-            *outer, name = path.split(".")
-            place = values
-            for each in outer:
-                place = place.setdefault(each, {})
-            place[name] = tensor
-        if next(buffers, None) is not None:
-            raise ValueError("there are more buffers than tensors")
-        return NamedArray.from_dict(values, **header.metadata)
-    except (
-        msgspec.MsgspecError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        StopIteration,
-        IndexError,
-        RuntimeError,
-        RecursionError,
-        UsageError,
-    ) as error:
-        raise FrameError(f"this is no NamedArray: {error}") from error
-
-
-def _tensor(dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> torch.Tensor:
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype) or any(size < 0 for size in shape):
-        raise ValueError(f"{dtype}{list(shape)} is no tensor")
-    if len(data) != kind.itemsize * int(np.prod(shape, dtype=object)):
-        raise ValueError(f"{len(data)} bytes are no {dtype}{list(shape)}")
-    if not len(data):
-        return torch.empty(shape, dtype=kind)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).view(shape)

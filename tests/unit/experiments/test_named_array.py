@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.errors import FrameError, UsageError
-from unirun.experiments.sample import NamedArray, pack, unpack
+from unirun.errors import UsageError
+from unirun.experiments.sample import NamedArray
+from unirun.roles.calls.codec import dump, load
 
 DTYPES = (
     torch.float32,
@@ -65,7 +64,9 @@ def same(one: NamedArray, other: NamedArray) -> bool:
 
 def sent(array: NamedArray) -> NamedArray:
     """As it comes to another process."""
-    return unpack([bytes(part) for part in pack(array)])
+    head, buffers = dump(array, "an array")
+    found: NamedArray = load(head, tuple(memoryview(bytearray(each)) for each in buffers))
+    return found
 
 
 tensors = st.builds(noise, shapes, st.sampled_from(DTYPES), st.integers(0, 99))
@@ -184,82 +185,6 @@ class TestSending:
 
     def test_what_comes_is_a_copy(self) -> None:
         before = torch.zeros(3)
-        found = unpack(pack(NamedArray({"x": before})))
+        found = sent(NamedArray({"x": before}))
         found.x.fill_(7.0)
         assert before.tolist() == [0.0, 0.0, 0.0]
-
-
-def head(*leaves: object) -> bytes:
-    return msgspec.json.encode({"leaves": leaves})
-
-
-class TestWhatIsNone:
-    @given(st.lists(st.binary(max_size=40), max_size=4))
-    def test_random_bytes_are_refused(self, parts: list[bytes | memoryview]) -> None:
-        with pytest.raises(FrameError, match="this is no NamedArray"):
-            unpack(parts)
-
-    @given(
-        st.lists(
-            st.tuples(
-                st.text(max_size=4) | st.sampled_from(["a", "a.b", "a.b.c", "keys", ".", "a."]),
-                st.none()
-                | st.tuples(
-                    st.sampled_from(["float32", "bool", "quint8", "_C", "Tensor", "", "float", "dtype"])
-                    | st.text(max_size=5),
-                    st.lists(st.integers(-2, 3) | st.integers(), max_size=3),
-                ),
-            ),
-            max_size=3,
-        ),
-        st.lists(st.binary(max_size=12), max_size=3),
-    )
-    @pytest.mark.filterwarnings("ignore:torch.quantize")
-    def test_whatever_the_header_says_it_is_an_array_or_refused(
-        self, leaves: list[Any], buffers: list[bytes | memoryview]
-    ) -> None:
-        try:
-            found = unpack([head(*leaves), *buffers])
-        except FrameError:
-            return
-        assert isinstance(found, NamedArray)
-        assert len(found.flat()) <= len(leaves)
-
-    @given(st.data())
-    def test_one_that_was_changed_on_its_way_is_an_array_or_refused(self, data: st.DataObject) -> None:
-        parts = [bytearray(part) for part in pack(OBS)]
-        part = data.draw(st.sampled_from(parts))
-        part[data.draw(st.integers(0, len(part) - 1))] = data.draw(st.integers(0, 255))
-        try:
-            found = unpack([bytes(part) for part in parts])
-        except FrameError:
-            return
-        assert len(found.flat()) <= 3
-
-    @pytest.mark.parametrize(
-        ("leaves", "buffers", "problem"),
-        [
-            ([["x", ["float32", [2]]]], [], ""),
-            ([["x", ["float32", [2]]]], [bytes(7)], "7 bytes are no float32[2]"),
-            ([["x", ["float32", [-2]]]], [bytes(8)], "float32[-2] is no tensor"),
-            ([["x", ["float33", [2]]]], [bytes(8)], "is no tensor"),
-            ([["x", ["Tensor", [2]]]], [bytes(8)], "is no tensor"),
-            ([["x", None]], [b""], "there are more buffers than tensors"),
-            ([["x", None], ["x.y", None]], [], ""),
-            ([["keys", None]], [], "is no name for an array"),
-            ([["x", ["float32", [0, 2**62, 2**62]]]], [b""], ""),
-            ([["a." * 3000 + "a", None]], [], ""),
-        ],
-    )
-    def test_a_header_that_does_not_fit_is_refused(
-        self, leaves: list[object], buffers: list[bytes | memoryview], problem: str
-    ) -> None:
-        with pytest.raises(FrameError, match=f"this is no NamedArray: .*{re.escape(problem)}"):
-            unpack([head(*leaves), *buffers])
-
-    @pytest.mark.parametrize(
-        "parts", [[], [b""], [b'{"leaves": [["\xff", null]]}'], [b'{"a": ' + b"[" * 100_000]]
-    )
-    def test_no_header_is_refused(self, parts: list[bytes | memoryview]) -> None:
-        with pytest.raises(FrameError, match="this is no NamedArray"):
-            unpack(parts)
