@@ -27,7 +27,11 @@ def mapped(
         found = rebuilt(changed, value, lambda new: known.update({id(value): (value, new)}))
         return change(value) if found is value else found
 
-    return changed(value)
+    try:
+        return changed(value)
+    finally:
+        # `changed` refers to itself, so what it refers to stays until the garbage collector comes.
+        known.clear()
 
 
 def rebuilt(change: Callable[[Any], Any], value: Any, begin: Callable[[Any], None] = lambda new: None) -> Any:

@@ -373,6 +373,8 @@ def _parameters(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
 
 
 def _load_sharded(folder: Folder, number: int, into: Mapping[str, Any] | None) -> dict[str, Any]:
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
     _check_own(folder, number, "it is sharded, so its index is a pickle")
     reader = _reader(folder, number)
     try:
@@ -390,13 +392,8 @@ def _load_sharded(folder: Folder, number: int, into: Mapping[str, Any] | None) -
     if into is None:
         flat = {name: empty(name) for name in paths}
         _fill(flat, reader, folder, number)
-        nested: dict[str, Any] = {}
-        for name, path in paths.items():
-            _put(nested, path, flat[name])
-        return {name: _shaped(value) for name, value in nested.items()}
-    there: dict[Any, Any] = {}
-    for name, path in paths.items():
-        _put(there, path, name)
+        return _numbered(unflatten_state_dict(flat, paths))  # type: ignore[no-any-return]
+    there = unflatten_state_dict({name: name for name in paths}, paths)
     state: dict[str, Any] = listed(plain_state(into))
     for key in into:
         _check(key, there, key)
@@ -458,19 +455,12 @@ def _reader(folder: Folder, number: int) -> Any:
     return FsspecReader(folder.path(number))
 
 
-def _put(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    for key in path[:-1]:
-        nested = nested.setdefault(key, {})
-    nested[path[-1]] = value
-
-
-def _shaped(value: Any) -> Any:
-    """Lists, and the numbers in the state of an optimizer, which the names of tensors have as texts."""
+def _numbered(value: Any) -> Any:
+    """`value` with the numbers in the state of each optimizer, which the names of tensors have as texts."""
+    if isinstance(value, list):
+        return [*map(_numbered, value)]
     if not isinstance(value, dict):
         return value
-    if value and all(isinstance(key, int) for key in value):
-        return [_shaped(value[key]) for key in sorted(value)]
     if value.keys() == {"state", "param_groups"}:
-        value = {**value, "state": {int(key): each for key, each in value["state"].items()}}
-        return {**value, "param_groups": _shaped(value["param_groups"])}
-    return {key: _shaped(each) for key, each in value.items()}
+        return {**value, "state": {int(key): each for key, each in value["state"].items()}}
+    return {key: _numbered(each) for key, each in value.items()}

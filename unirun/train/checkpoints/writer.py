@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -59,16 +60,17 @@ class _Pending:
     """A checkpoint that is not committed. Its score is looked for in `scores`; `files` are those that this
     rank has written."""
 
+    written: Future[None]
+    committed: Future[list[Info]]
+    """Of rank 0."""
+
     def __init__(self, number: int, state: Mapping[str, Any]) -> None:
         self.number = number
         self.scores: list[Mapping[str, Any]] = [state]
         self.files: dict[str, tuple[int, int]] = {}
-        self.sharded = False
-        self.in_parts = False
-        """True if each rank writes a file of it."""
-        self.written: Future[None] = Future()
+        self.sharded = self.in_parts = False
+        """In parts: each rank writes a file of it."""
         self.reported = self.counts = False
-        self.committed: Future[list[Info]] = Future()
 
 
 class GivenUp(TrainingFailed):
@@ -121,51 +123,45 @@ class CheckpointWriter:
         whole = plain_state(state)
         pending.sharded = is_sharded(whole)
         pending.in_parts = pending.sharded or bool(data)
-        try:
+        with self._naming(pending):
             self._folder.make(pending.number)
-        except OSError as error:
-            raise self._named(pending, error) from error
+        write: Callable[[], Any] | None = None
         if pending.sharded:
             if self._group is None:
                 self._group = self._group_of()
             saved = save_sharded(self._folder, pending.number, whole, self._group, pending.files)
-            write = lambda: awaited(saved, CHECKPOINT_WRITE_TIMEOUT)  # noqa: E731 - the other branch has more to do
+            write = partial(awaited, saved, CHECKPOINT_WRITE_TIMEOUT)
         elif not self._rank:
-            copied = snapshot(whole)
-
-            def write() -> None:
-                pending.files[STATE] = self._folder.write(pending.number, STATE, partial(encode, copied))
-        else:
-            write = _nothing
-        self._pending = pending
-        self._pool.submit(self._finish, pending, write, data)
+            write = partial(self._write_plain, pending, snapshot(whole))
+        with self._changed:
+            self._pending = pending
+            # The copy is given up with the first of these, however long the second one waits.
+            pending.written = self._pool.submit(self._write, pending, write, dict(data))
+            if not self._rank:
+                pending.committed = self._pool.submit(self._commit, pending)
         return whole
 
-    def _finish(self, pending: _Pending, write: Callable[[], Any], data: Mapping[str, Share]) -> None:
-        """Write a checkpoint, and commit it when it counts."""
-        try:
-            write()
-            if pending.in_parts:
-                raw = msgspec.json.encode(CheckpointPart(pending.files, dict(data)))
-                self._folder.publish(pending.number, f"rank.{self._rank:05}.json", raw)
-            pending.written.set_result(None)
-            if not self._rank:
-                self._await_word(pending)
-                pending.committed.set_result(self._commit(pending))
-        except BaseException as raised:  # noqa: BLE001 - raised where it is waited for
-            error = self._named(pending, raised)
-            for future in (pending.written, pending.committed):
-                if not future.done():
-                    future.set_exception(error)
+    def _write_plain(self, pending: _Pending, copied: Any) -> None:
+        pending.files[STATE] = self._folder.write(pending.number, STATE, partial(encode, copied))
 
-    def _named(self, pending: _Pending, error: BaseException) -> BaseException:
-        """An error of the system, such as a full disk, with the number and the path of the checkpoint."""
-        if not isinstance(error, OSError):
-            return error
-        problem = f"checkpoint {pending.number} is not written: {error.strerror or error}"
-        named = OSError(error.errno, problem, self._folder.path(pending.number))
-        named.__cause__ = error
-        return named
+    def _write(self, pending: _Pending, write: Callable[[], Any] | None, data: dict[str, Share]) -> None:
+        """Write this rank's part of a checkpoint."""
+        self._check_open(pending)
+        with self._naming(pending):
+            if write is not None:
+                write()
+            if pending.in_parts:
+                raw = msgspec.json.encode(CheckpointPart(pending.files, data))
+                self._folder.publish(pending.number, f"rank.{self._rank:05}.json", raw)
+
+    @contextmanager
+    def _naming(self, pending: _Pending) -> Iterator[None]:
+        """Add the number and the path of the checkpoint to an error of the system, such as a full disk."""
+        try:
+            yield
+        except OSError as error:
+            problem = f"checkpoint {pending.number} is not written: {error.strerror or error}"
+            raise OSError(error.errno, problem, self._folder.path(pending.number)) from error
 
     def _await_word(self, pending: _Pending) -> None:
         """Wait until a checkpoint counts: by itself, if no report follows in time, unless its score is in that.
@@ -211,22 +207,26 @@ class CheckpointWriter:
             return pending.committed
 
     def _commit(self, pending: _Pending) -> list[Info]:
-        files, data = dict(pending.files), {}
-        if pending.in_parts:
-            parts = self._gathered(pending)
-            data = _together([part.data for part in parts])
-            for part in parts:
-                files |= part.files
-            sizes = self._folder.sizes(pending.number)
-            files = {name: files.get(name, (size, 0)) for name, size in sizes.items()}
-        score = self._strategy.score(*pending.scores)
-        manifest = Manifest(pending.number, self._world, pending.sharded, files, data, score)
-        with self._changed:
-            self._check_open(pending)
-            infos = [*self._kept, self._folder.commit(manifest)]
-        surplus = self._strategy.surplus(infos)
-        for each in surplus:
-            self._folder.remove(each.number)
+        """Commit a checkpoint when it is written and counts. Returns all that are kept."""
+        pending.written.result()
+        self._await_word(pending)
+        with self._naming(pending):
+            files, data = dict(pending.files), {}
+            if pending.in_parts:
+                parts = self._gathered(pending)
+                data = _together([part.data for part in parts])
+                for part in parts:
+                    files |= part.files
+                sizes = self._folder.sizes(pending.number)
+                files = {name: files.get(name, (size, 0)) for name, size in sizes.items()}
+            score = self._strategy.score(*pending.scores)
+            manifest = Manifest(pending.number, self._world, pending.sharded, files, data, score)
+            with self._changed:
+                self._check_open(pending)
+                infos = [*self._kept, self._folder.commit(manifest)]
+            surplus = self._strategy.surplus(infos)
+            for each in surplus:
+                self._folder.remove(each.number)
         with self._changed:
             self._kept = [info for info in infos if info not in surplus]
             if self._pending is pending:
@@ -275,7 +275,7 @@ class CheckpointWriter:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False)
         if self._group is not None:
             self._ungroup(self._group)
 
@@ -287,7 +287,3 @@ def _together(found: Sequence[Mapping[str, Share]]) -> dict[str, Consumed]:
             "ranks use different datasets", "every rank calls get_dataset_shard with the same names"
         )
     return {name: merged([each[name] for each in found]) for name in found[0]}
-
-
-def _nothing() -> None:
-    """Rank 0 writes what this rank has."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from tests.waiting import WAIT_TIMEOUT
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import TrainingFailed, UsageError
 from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, GivenUp, Info, load
 from unirun.train.checkpoints import writer as module
@@ -119,6 +120,27 @@ def test_one_whose_score_is_in_the_report_waits_for_that(
     writer.save({"epoch": 1}, {})
     assert writer.reported({"loss": 2.0}) == 1
     assert committed(writer, 1).score == 2.0
+
+
+class Copied:
+    """A value whose copies are counted."""
+
+    alive: ClassVar[weakref.WeakSet[Copied]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.alive.add(self)
+
+    def __deepcopy__(self, memo: Any) -> Copied:
+        return Copied()
+
+
+def test_the_copy_is_given_up_once_it_is_written_however_late_the_report(folder: Folder) -> None:
+    writer, own = rank(folder, checkpoint_score_attribute="loss"), Copied()
+    writer.save({"own": own}, {})
+    eventually(lambda: [*Copied.alive] == [own], "the copy is given up")
+    assert folder.sizes(1)["state.pt"] > 0
+    writer.reported({"loss": 1.0})
+    assert committed(writer, 1).score == 1.0
 
 
 def test_those_that_were_there_are_kept_with_the_new_ones(folder: Folder) -> None:
