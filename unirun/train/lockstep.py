@@ -28,20 +28,13 @@ class Saved(Value):
 
 class Reported(Value):
     """The report of a rank with this `number`, from 1 on. `pending` is the checkpoint that counts when it does, `saved`
-    are those that the rank has saved before it."""
+    are those that the rank has saved before it. The one after the last has `ended`: the function has returned."""
 
     number: int
-    metrics: Mapping[str, Any]
+    metrics: Mapping[str, Any] = {}
     pending: int | None = None
     saved: Saved = Saved()
-
-
-class Finished(Value):
-    """The function has returned in a rank, after `count` reports. `pending` and `saved` are as in `Reported`."""
-
-    count: int
-    pending: int | None = None
-    saved: Saved = Saved()
+    ended: bool = False
 
 
 class Round(Value):
@@ -58,11 +51,11 @@ class Lockstep:
 
     def __init__(self, world: int) -> None:
         self._world = world
-        self._said: dict[int, Reported | Finished] = {}
+        self._said: dict[int, Reported] = {}
         self._lags: dict[int, int] = {}
         self._outlines: dict[int, Mapping[str, int]] = {}
 
-    def hear(self, rank: int, said: Reported | Finished) -> Round | None:
+    def hear(self, rank: int, said: Reported) -> Round | None:
         """Take the next message of a rank. Returns the round when it is complete.
 
         Raises `TrainingFailed` when some ranks have finished and others report once more, and when a checkpoint would
@@ -70,8 +63,8 @@ class Lockstep:
         saved from one round to the next. Ranks that save by the clock do so on both sides of a report.
         """
         self._said[rank] = said
-        finished = {rank: each.count for rank, each in self._said.items() if isinstance(each, Finished)}
-        reported = {rank: each.number for rank, each in self._said.items() if isinstance(each, Reported)}
+        finished = {rank: each.number - 1 for rank, each in self._said.items() if each.ended}
+        reported = {rank: each.number for rank, each in self._said.items() if not each.ended}
         if finished and reported:
             raise TrainingFailed(
                 f"the ranks have reported unequally often: rank{'s' * (len(finished) > 1)} "
@@ -89,7 +82,7 @@ class Lockstep:
         self._lags = lags
         if wrong:
             raise _unequal(saved, sorted(wrong))
-        results = tuple(each.metrics for _, each in sorted(said_by.items()) if isinstance(each, Reported))
+        results = tuple(each.metrics for _, each in sorted(said_by.items()))
         return Round(None if finished else results, said_by[0].pending, dropped(saved))
 
     def _with_outline(self, rank: int, saved: Saved) -> Saved:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from unirun.errors import (
     CheckpointDamaged,
     EncodingError,
@@ -28,10 +30,10 @@ from unirun.errors import (
 from unirun.roles import InvocationRef, RoleGroup, wait
 from unirun.train.arguments import name_of, unsendable
 from unirun.train.callbacks import Callbacks
-from unirun.train.checkpoints import CheckpointStrategy, Info, skipped
+from unirun.train.checkpoints import Info, skipped
 from unirun.train.lockstep import Lockstep, Round
 from unirun.train.losses import LostWorker, Repeats, is_loss
-from unirun.train.worker import Attempt, Program, RunTask, Stopped, cell_of
+from unirun.train.worker import Attempt, Program, RunTask, Stopped
 from unirun.train.workers import Workers
 from unirun.values import Value
 from unirun.wire.reporting import report
@@ -250,17 +252,12 @@ RUN_CLOSE_TIMEOUT = 5.0
 
 
 class RunRequest(Value):
-    """The function of a run, and its settings. `max_failures` is how many losses of workers a run survives,
-    -1: any number. An exception of one of the types `retry` counts as such a loss. `grow_every`: seconds
-    between two attempts to have more ranks."""
+    """The function of a run, the `checkpoint` that it goes on from, and its settings. `max_failures` is how many losses
+    of workers a run survives, -1: any number. An exception of one of the types `retry` counts as such a loss.
+    `grow_every`: seconds between two attempts to have more ranks."""
 
-    function: Callable[..., Any]
-    takes_config: bool
-    config: Mapping[str, Any]
-    datasets: Mapping[str | None, Any]
+    task: RunTask
     checkpoint: str | dict[str, Any] | None
-    strategy: CheckpointStrategy
-    url: str
     logdir: str
     max_failures: int
     retry: tuple[type[Exception], ...]
@@ -346,7 +343,7 @@ class TrainingIterator:
     @property
     def best(self) -> str | None:
         """The path or URL of the best checkpoint of those that are kept; None without one."""
-        found = self._request.strategy.best(self.checkpoints)
+        found = self._request.task.strategy.best(self.checkpoints)
         return found.path if found is not None else None
 
     def close(self) -> None:
@@ -379,7 +376,7 @@ class TrainingIterator:
     def _run(self) -> Generator[list[dict[str, Any]], None, None]:
         error: BaseException | None = None
         try:
-            self._callbacks.start(self._request.logdir, self._request.config)
+            self._callbacks.start(self._request.logdir, self._request.task.config)
             while self._results is None:
                 try:
                     yield from self._attempt()
@@ -424,8 +421,8 @@ class TrainingIterator:
             problem = f"that is failure {self._failures}, and max_failures is {most}"
         elif self._repeats.hopeless:
             problem = (
-                f"{self._repeats.count} times in a row in {name_of(self._request.function)}, without a report or a "
-                "checkpoint between"
+                f"{self._repeats.count} times in a row in {name_of(self._request.task.function)}, without a report "
+                "or a checkpoint between"
             )
         if problem:
             if not lost:
@@ -457,18 +454,7 @@ class TrainingIterator:
         try:
             resume, number = self._where(group)
             yield from self._given_up(resume)
-            order = RunTask(
-                request.function,
-                cell_of(request.function),
-                request.takes_config,
-                request.config,
-                request.datasets,
-                request.url,
-                number,
-                self.checkpoints,
-                resume,
-                request.strategy,
-            )
+            order = replace(request.task, number=number, kept=self.checkpoints, resume=resume)
             turn = self._attempts.next()
             run: InvocationRef[Any] | None = None
             try:
@@ -491,7 +477,7 @@ class TrainingIterator:
 
     def _where(self, group: RoleGroup) -> tuple[Any, int]:
         """The checkpoint that the attempt goes on from, and the number of its first new one."""
-        url = self._request.url
+        url = self._request.task.url
         group[0].clear(url)
         latest, infos, number = group[0].checkpoints(url, None)
         while latest is not None and not self._verified(group, url, latest.number):
@@ -615,12 +601,13 @@ class TrainingIterator:
 
 def _parts(request: RunRequest) -> dict[str, Any]:
     """The objects that are sent to the workers, by the names that users know."""
+    task = request.task
     return {
-        f"the function {name_of(request.function)}": request.function,
-        "config": request.config,
-        "dataset": request.datasets.get(None, request.datasets),
+        f"the function {name_of(task.function)}": task.function,
+        "config": task.config,
+        "dataset": task.datasets.get(None, task.datasets),
         "checkpoint": request.checkpoint,
-        "checkpoint_strategy": request.strategy,
+        "checkpoint_strategy": task.strategy,
     }
 
 

@@ -35,7 +35,7 @@ from unirun.train.checkpoints import (
     snapshot,
 )
 from unirun.train.data import Consumed, Loader, Shard, sharded
-from unirun.train.lockstep import Finished, Reported, Saved
+from unirun.train.lockstep import Reported, Saved
 from unirun.train.nested import mapped
 from unirun.values import Value
 from unirun.wire.reporting import report as report_error
@@ -98,7 +98,6 @@ class Session:
         self._changed = threading.Condition()
         self._reports: deque[Reported] = deque()
         self._count = 0
-        self._finished: Finished | None = None
         self._interrupted = ""
         self._last = now()
         self._waited = 0.0
@@ -134,22 +133,21 @@ class Session:
         """The function has returned: wait for checkpoints that are being written."""
         pending = self._writer.finish() if self._writer is not None else None
         with self._changed:
-            self._finished = Finished(self._count, pending, self._saved)
+            self._reports.append(Reported(self._count + 1, {}, pending, self._saved, ended=True))
             self._changed.notify_all()
 
-    def take(self, number: int) -> Reported | Finished:
+    def take(self, number: int) -> Reported:
         """The report with this number; those before were taken. Waits for it, or for the end. Raises `Interrupted`."""
         with self._changed:
             while True:
                 while self._reports and self._reports[0].number < number:
                     self._reports.popleft()
                     self._changed.notify_all()
+                if not self._reports or self._reports[0].ended:
+                    self.check()
                 if self._reports:
                     # It stays until the driver asks for the next one, as then the driver has it.
                     return self._reports[0]
-                self.check()
-                if self._finished is not None:
-                    return self._finished
                 self._changed.wait()
 
     def commit(self, number: int) -> Future[list[Info]]:

@@ -44,6 +44,7 @@ from unirun.train.callbacks.base import numbers
 from unirun.train.checkpoints import CheckpointStrategy
 from unirun.train.running import Attempts, RunRequest, TrainingIterator
 from unirun.train.setup import MANY, ROLE, Setup, options_of, range_of, resources_of
+from unirun.train.worker import RunTask, cell_of
 from unirun.train.workers import Workers
 from unirun.wire.reporting import report
 
@@ -659,14 +660,10 @@ class Trainer:
             self._run.close()
         attempts = self._started()
         url, local = next_run(self.logdir)
+        own = dict(config or {})
         request = RunRequest(
-            train_func,
-            takes,
-            dict(config or {}),
-            data,
+            RunTask(train_func, cell_of(train_func), takes, own, data, f"{url}/checkpoints", strategy),
             start,
-            strategy,
-            f"{url}/checkpoints",
             local,
             self._max_failures,
             self._retry,

@@ -19,7 +19,7 @@ from unirun.roles import BaseWorkload, MasterHandle, init, trainer_invocation
 from unirun.roles.process_groups import process_groups
 from unirun.train.backends import find_backend
 from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, GivenUp, Info, unwrapped
-from unirun.train.lockstep import Finished, Reported
+from unirun.train.lockstep import Reported
 from unirun.train.losses import loader_loss
 from unirun.train.nested import mapped
 from unirun.train.session import ExecuteSession, Interrupted, RankInfo, Session, enter
@@ -83,8 +83,8 @@ class Attempt(Value):
 
 
 class RunTask(Value):
-    """The function that a run calls, as every rank gets it. Checkpoints go to `url`, from `number` on; `kept`
-    are there already. `resume` is the number of the one there to go on from, another folder and a number, or
+    """The function that a run calls, as every rank gets it. Checkpoints go to `url`, in an attempt from `number` on;
+    `kept` are there already. `resume` is the number of the one there to go on from, another folder and a number, or
     a state."""
 
     function: Program
@@ -93,10 +93,10 @@ class RunTask(Value):
     config: Mapping[str, Any]
     datasets: Mapping[str | None, Any]
     url: str
-    number: int
-    kept: list[Info]
-    resume: int | tuple[str, int] | dict[str, Any] | None
     strategy: CheckpointStrategy
+    number: int = 1
+    kept: list[Info] = []  # noqa: RUF012 (msgspec gives each value its own)
+    resume: int | tuple[str, int] | dict[str, Any] | None = None
 
 
 class TrainWorker(BaseWorkload):
@@ -191,7 +191,7 @@ class TrainWorker(BaseWorkload):
     # Called by the driver while the function runs.
 
     @trainer_invocation(concurrency=CALLS)
-    def take(self, attempt: int, number: int) -> Reported | Finished | Stopped:
+    def take(self, attempt: int, number: int) -> Reported | Stopped:
         """The next report of an attempt, its end, or that it was interrupted."""
         session = self._of(attempt)
         try:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from unirun.train.callbacks import Callbacks
 from unirun.train.checkpoints import CheckpointStrategy
 from unirun.train.running import RunRequest, TrainingIterator
+from unirun.train.worker import RunTask
 
 EVERY = 60.0
 
@@ -36,8 +37,8 @@ class FakeWorkers:
 def run(
     clock: FakeClock, asked: FakeWorkers, *, elastic: bool = True, every: float = EVERY
 ) -> TrainingIterator:
-    strategy = CheckpointStrategy()
-    request = RunRequest(print, False, {}, {}, None, strategy, "", "", 0, (), elastic, every)
+    task = RunTask(print, None, False, {}, {}, "", CheckpointStrategy())
+    request = RunRequest(task, None, "", 0, (), elastic, every)
     attempts: Any = asked
     return TrainingIterator(attempts, request, Callbacks(()), lambda data: data, clock)
 

@@ -12,6 +12,7 @@ from unirun.errors import TrainingFailed, WorkerLost
 from unirun.train.callbacks import Callbacks
 from unirun.train.checkpoints import CheckpointStrategy
 from unirun.train.running import RunRequest, TrainingIterator
+from unirun.train.worker import RunTask
 
 
 class Answered:
@@ -46,7 +47,8 @@ class Committing:
 def kept(answer: Any, run: Callable[[], Any]) -> TrainingIterator:
     """The iterator, after it had a checkpoint committed: rank 0 gave `answer`, and `run` is the end of the run."""
     unused: Any = SimpleNamespace(workers=None)
-    request = RunRequest(print, False, {}, {}, None, CheckpointStrategy(), "", "", 0, (), False, 60.0)
+    task = RunTask(print, None, False, {}, {}, "", CheckpointStrategy())
+    request = RunRequest(task, None, "", 0, (), False, 60.0)
     iterator = TrainingIterator(unused, request, Callbacks(()), lambda data: data)
     group: Any = Committing(answer)
     ref: Any = Answered(run)

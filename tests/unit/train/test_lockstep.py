@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import TrainingFailed
-from unirun.train.lockstep import Finished, Lockstep, Reported, Round, Saved, dropped
+from unirun.train.lockstep import Lockstep, Reported, Round, Saved, dropped
 
 
 @given(st.permutations(range(4)))
@@ -23,14 +23,14 @@ def test_rounds_follow_each_other_and_end_when_all_ranks_have_finished() -> None
     for number in (1, 2):
         assert lockstep.hear(0, Reported(number, {})) is None
         assert lockstep.hear(1, Reported(number, {})) is not None
-    assert lockstep.hear(1, Finished(2)) is None
-    assert lockstep.hear(0, Finished(2, 3)) == Round(None, 3)
+    assert lockstep.hear(1, Reported(3, ended=True)) is None
+    assert lockstep.hear(0, Reported(3, {}, 3, ended=True)) == Round(None, 3)
 
 
 @pytest.mark.parametrize("first", ["finished", "reported"])
 def test_ranks_that_report_unequally_often_are_named(first: str) -> None:
     lockstep = Lockstep(3)
-    said: list[tuple[int, Reported | Finished]] = [(0, Finished(5)), (2, Reported(6, {}))]
+    said = [(0, Reported(6, ended=True)), (2, Reported(6, {}))]
     for rank, each in said if first == "finished" else reversed(said):
         if rank == (0 if first == "finished" else 2):
             assert lockstep.hear(rank, each) is None
@@ -41,10 +41,8 @@ def test_ranks_that_report_unequally_often_are_named(first: str) -> None:
 
 def rounds_of(*rounds: list[Saved], end: list[Saved] | None = None) -> list[Round | None]:
     """The result of the last report of each round, and of the end; the ranks have saved these checkpoints before."""
-    said: list[list[Reported | Finished]] = [
-        [Reported(number, {}, saved=each) for each in saved] for number, saved in enumerate(rounds, 1)
-    ]
-    said += [[Finished(len(rounds), saved=each) for each in end]] if end is not None else []
+    said = [[Reported(number, {}, saved=each) for each in saved] for number, saved in enumerate(rounds, 1)]
+    said += [[Reported(len(rounds) + 1, saved=each, ended=True) for each in end]] if end is not None else []
     lockstep = Lockstep(len(said[0]))
     return [[lockstep.hear(rank, each) for rank, each in enumerate(one)][-1] for one in said]
 
