@@ -32,24 +32,18 @@ from unirun.spec.builder import Draft, EntryDraft, WorkloadDraft, job_mapping
 from unirun.spec.parse import parse_job
 from unirun.train.job import Job, entry_of, importable, load
 
-J = TypeVar("J")
-
-
-class _Described:
-    """The calls so far, shared by a job's builder and those of its workloads."""
-
-    def __init__(self) -> None:
-        self.draft = Draft()
+J = TypeVar("J", bound="_JobMethods[Any]")
 
 
 class _JobMethods(Generic[J]):
     """The methods for a job, which the builders of its workloads have too."""
 
-    _described: _Described
     _job: J
+    """The builder of the job, which has the draft."""
+    _draft = Draft()
 
     def _say(self, **more: Any) -> J:
-        self._described.draft = replace(self._described.draft, **more)
+        self._job._draft = replace(self._job._draft, **more)
         return self._job
 
     def dl_type(self, dl_type: str = "SFT") -> J:
@@ -70,7 +64,7 @@ class _JobMethods(Generic[J]):
 
     def global_env(self, env: Mapping[str, Any]) -> J:
         """Environment variables of all workers. Those of a role take precedence. Several calls add up."""
-        return self._say(env=_merged(self._described.draft.env, env))
+        return self._say(env=_merged(self._job._draft.env, env))
 
     def trainer(self, module_name: str, class_name: str) -> J:
         """The class that calls the workloads, a `BaseTrainer`. The job ends when it does. Required."""
@@ -78,9 +72,7 @@ class _JobMethods(Generic[J]):
 
     def workload(self, role_name: str, module_name: str, class_name: str) -> WorkloadBuilder[J]:
         """A role, and the class of its workers, a `BaseWorkload`. At least one is required."""
-        return WorkloadBuilder(
-            self._described, self._job, role_name, EntryDraft(importable(module_name), class_name)
-        )
+        return WorkloadBuilder(self._job, role_name, EntryDraft(importable(module_name), class_name))
 
     def function(self, role_name: str, function: Callable[..., Any] | str) -> WorkloadBuilder[J]:
         """A role whose workers call a function: ``def main(): …``, or ``def main(ctx): …`` with the worker's `Context`.
@@ -92,7 +84,7 @@ class _JobMethods(Generic[J]):
             job = DLJobBuilder().dl_type("PRE").node_num(1).device_per_node(8).config({})
             job = job.function("train", pretrain.main).total(8).per_node(8).build()
         """
-        return WorkloadBuilder(self._described, self._job, role_name, entry_of(function), "function")
+        return WorkloadBuilder(self._job, role_name, entry_of(function), "function")
 
     def service(self, role_name: str, *command: str, **settings: Any) -> J:
         """A program that the job needs until its end, such as a server. `settings` are those of a role in a job file:
@@ -105,7 +97,7 @@ class _JobMethods(Generic[J]):
         """
         runs = {"program": command[0], "args": [*command[1:]]} if command else {}
         role = {**runs, "service": True, **settings}
-        return self._say(services={**self._described.draft.services, role_name: role})
+        return self._say(services={**self._job._draft.services, role_name: role})
 
     def with_collocation(self, *roles: str) -> J:
         """These roles share devices: one rank of each on every device. Names in upper or lower case."""
@@ -128,7 +120,7 @@ class _JobMethods(Generic[J]):
         return self._group("isolations", roles)
 
     def _group(self, key: str, roles: tuple[str, ...]) -> J:
-        return self._say(groups=(*self._described.draft.groups, (key, roles)))
+        return self._say(groups=(*self._job._draft.groups, (key, roles)))
 
     def spares(self, num: int = 1) -> J:
         """The number of nodes that are held back, to replace lost ones."""
@@ -136,7 +128,7 @@ class _JobMethods(Generic[J]):
 
     def exclude_nodes(self, *names: str) -> J:
         """Nodes that the job does not use. Several calls add up."""
-        return self._say(exclude_nodes=(*self._described.draft.exclude_nodes, *names))
+        return self._say(exclude_nodes=(*self._job._draft.exclude_nodes, *names))
 
     def edge(
         self,
@@ -157,13 +149,13 @@ class _JobMethods(Generic[J]):
         edge: dict[str, Any] = {"from": source, "to": target, "async": asynchronous, "weight": weight}
         edge |= {"invocation": invocation} if invocation else {}
         edge |= {"kind": kind} if kind is not None else {}
-        return self._say(edges=(*self._described.draft.edges, edge))
+        return self._say(edges=(*self._job._draft.edges, edge))
 
     def channel(self, name: str, *, publisher: str, receivers: Sequence[str]) -> J:
         """Weights go from role `publisher` to the roles `receivers`: ``WeightsChannel(name)`` in their workers, and
         ``self.sync_weights(name)`` in the trainer."""
         channel = {"publisher": publisher, "receivers": [*receivers]}
-        return self._say(channels={**self._described.draft.channels, name: channel})
+        return self._say(channels={**self._job._draft.channels, name: channel})
 
     def transport(self, name: str) -> J:
         """The transport of calls: ``socket`` (the default) or ``torch``, torch.distributed.rpc."""
@@ -178,7 +170,7 @@ class _JobMethods(Generic[J]):
 
         Raises `SpecError` with all faults at once.
         """
-        draft = self._described.draft
+        draft = self._job._draft
         drafts = [workload.entry for workload in draft.workloads]
         drafts += [draft.trainer] if draft.trainer is not None else []
         loaded = {entry.target: load(entry.module, entry.name) for entry in drafts}
@@ -191,22 +183,15 @@ class WorkloadBuilder(_JobMethods[J]):
     """Describes one workload. It has the methods of the job's builder too, which return that builder."""
 
     def __init__(
-        self,
-        described: _Described,
-        job: J,
-        role: str,
-        entry: EntryDraft,
-        kind: Literal["workload", "function"] = "workload",
+        self, job: J, role: str, entry: EntryDraft, kind: Literal["workload", "function"] = "workload"
     ) -> None:
-        self._described, self._job = described, job
-        self._number = len(described.draft.workloads)
+        self._job, self._number = job, len(job._draft.workloads)
         # `build` refuses a name that is not a text.
         name = role if isinstance(role, str) else f"{role!r} (no text)"
-        workloads = (*described.draft.workloads, WorkloadDraft(name, entry, kind))
-        described.draft = replace(described.draft, workloads=workloads)
+        self._say(workloads=(*job._draft.workloads, WorkloadDraft(name, entry, kind)))
 
     def _own(self, **more: Any) -> None:
-        workloads = [*self._described.draft.workloads]
+        workloads = [*self._job._draft.workloads]
         workloads[self._number] = replace(workloads[self._number], **more)
         self._say(workloads=tuple(workloads))
 
@@ -221,7 +206,7 @@ class WorkloadBuilder(_JobMethods[J]):
         return self
 
     def _need(self, **more: Any) -> Self:
-        self._own(needs={**self._described.draft.workloads[self._number].needs, **more})
+        self._own(needs={**self._job._draft.workloads[self._number].needs, **more})
         return self
 
     def slots(self, num: float = 1) -> Self:
@@ -254,7 +239,7 @@ class WorkloadBuilder(_JobMethods[J]):
 
     def env(self, env: Mapping[str, Any]) -> Self:
         """Environment variables of the role's workers. Several calls add up."""
-        self._own(env=_merged(self._described.draft.workloads[self._number].env, env))
+        self._own(env=_merged(self._job._draft.workloads[self._number].env, env))
         return self
 
     def auto_visible_device(self, enabled: bool = True) -> Self:
@@ -278,7 +263,7 @@ class DLJobBuilder(_JobMethods["DLJobBuilder"]):
     """
 
     def __init__(self) -> None:
-        self._described, self._job = _Described(), self
+        self._job = self
 
 
 JobBuilder = DLJobBuilder
@@ -290,11 +275,11 @@ class _RLMethods(_JobMethods["RLJobBuilder"]):
     def workload(self, role_name: str, module_name: str, class_name: str) -> RLWorkloadBuilder:
         """A role with a name of its own."""
         entry = EntryDraft(importable(module_name), class_name)
-        return RLWorkloadBuilder(self._described, self._job, role_name, entry)
+        return RLWorkloadBuilder(self._job, role_name, entry)
 
     def function(self, role_name: str, function: Callable[..., Any] | str) -> RLWorkloadBuilder:
         """A role whose workers call a function, see `DLJobBuilder.function`."""
-        return RLWorkloadBuilder(self._described, self._job, role_name, entry_of(function), "function")
+        return RLWorkloadBuilder(self._job, role_name, entry_of(function), "function")
 
     def actor(self, module_name: str, class_name: str) -> RLWorkloadBuilder:
         """The role ``actor``. Required."""
@@ -326,7 +311,7 @@ class RLJobBuilder(_RLMethods):
     `WorkloadBuilder`."""
 
     def __init__(self) -> None:
-        self._described, self._job = _Described(), self
+        self._job = self
         self.dl_type("RL")
 
 
