@@ -305,10 +305,8 @@ class TrainingIterator:
         self._finished = self._dropped = self._start_verified = False
         self._iterating = threading.RLock()
         self._closed = False
-        self.latest: Info | None = None
-        """The last checkpoint that was committed in this run."""
         self.checkpoints: list[Info] = []
-        """Those that are kept."""
+        """The checkpoints of this run that are kept."""
         self._rounds: Generator[list[dict[str, Any]], None, None] = self._run()
 
     def __iter__(self) -> TrainingIterator:
@@ -339,6 +337,11 @@ class TrainingIterator:
         if self._results is None:
             raise UsageError("the run is not finished", "iterate to its end, or pass force=True")
         return list(self._results)
+
+    @property
+    def latest(self) -> Info | None:
+        """The last checkpoint that was committed in this run."""
+        return self.checkpoints[-1] if self.checkpoints else None
 
     @property
     def best(self) -> str | None:
@@ -479,12 +482,12 @@ class TrainingIterator:
         """The checkpoint that the attempt goes on from, and the number of its first new one."""
         url = self._request.task.url
         group[0].clear(url)
-        latest, infos, number = group[0].checkpoints(url, None)
-        while latest is not None and not self._verified(group, url, latest.number):
-            latest, infos, number = group[0].checkpoints(url, latest.number)
-        self.latest, self.checkpoints = latest, infos
-        if latest is not None:
-            return latest.number, number
+        infos, number = group[0].checkpoints(url, None)
+        while infos and not self._verified(group, url, infos[-1].number):
+            infos, number = group[0].checkpoints(url, infos[-1].number)
+        self.checkpoints = infos
+        if infos:
+            return infos[-1].number, number
         start = self._request.checkpoint
         if isinstance(start, str):
             url, _, name = start.rstrip("/").rpartition("/")
@@ -577,8 +580,7 @@ class TrainingIterator:
             # Rank 0 is being stopped, and the run has the cause.
             run.result()
             raise TrainingFailed(f"checkpoint {number} was given up, as the attempt has ended")
-        if infos:
-            self.latest, self.checkpoints = infos[-1], infos
+        self.checkpoints = infos or self.checkpoints
 
     def _handed_out(self, results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """A round, numbered, after the callbacks have had it."""

@@ -53,12 +53,11 @@ class Interrupted(BaseException):
 
 
 class RankInfo(Value):
-    """The place of a rank: its number among all and among those of its node, and how many there are of each."""
+    """The place of a rank: its number among all, how many there are, and its number among those of its node."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
-    local_world: int = 1
 
 
 class Precision:

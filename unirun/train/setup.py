@@ -26,7 +26,8 @@ second one, for a second: so not in each of them, and not again in one that come
 
 class Setup(Value):
     """The request of a trainer: from `least` to `most` ranks with so many `slots` of a `device` each (None: a
-    place for one process), a `backend`, environment variables, and options of the ``unirun`` command."""
+    place for one process), a `backend`, environment variables, and options of the ``unirun`` command. With
+    `devices`, no others than these."""
 
     least: int
     most: int
@@ -35,6 +36,7 @@ class Setup(Value):
     slots: int = 1
     env: Mapping[str, str] = {}
     options: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
 
     def job_file(self, name: str) -> dict[str, Any]:
         """The job, as a job file has it."""
@@ -50,6 +52,8 @@ class Setup(Value):
             role["device"] = self.device
         if elastic:
             role["elastic"] = True
+        if self.devices:
+            role["devices"] = [*self.devices]
         return {
             "name": name,
             "roles": {ROLE: role},

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from unirun.collocation import Inventory, count_slots, local_inventory, parse_fake, place
 from unirun.errors import PlacementError, TrainingFailed, UsageError, WorkerLost
@@ -43,7 +43,7 @@ from unirun.train.callbacks import Callbacks, TrainingCallback
 from unirun.train.callbacks.base import numbers
 from unirun.train.checkpoints import CheckpointStrategy
 from unirun.train.running import Attempts, RunRequest, TrainingIterator
-from unirun.train.setup import MANY, ROLE, Setup, options_of, range_of, resources_of
+from unirun.train.setup import MANY, Setup, options_of, range_of, resources_of
 from unirun.train.worker import RunTask, cell_of
 from unirun.train.workers import Workers
 from unirun.wire.reporting import report
@@ -63,18 +63,6 @@ if TYPE_CHECKING:
 
 ELSEWHERE = ("--hosts", "--hostfile", "--slurm", "--nnodes")
 """Options of jobs on other hosts, of which this process does not know what they have."""
-
-
-class DeviceSetup(Setup):
-    """The request of a set of workers that may have no devices but these."""
-
-    devices: tuple[str, ...] = ()
-
-    def job_file(self, name: str) -> dict[str, Any]:
-        """The job, as a job file has it."""
-        job = super().job_file(name)
-        job["roles"][ROLE]["devices"] = list(self.devices)
-        return job
 
 
 def inventory_of(setup: Setup) -> Inventory | None:
@@ -119,10 +107,10 @@ def _parts(setup: Setup, inventory: Inventory) -> list[Setup]:
     own, found = _planned(setup, inventory), [setup]
     while left := tuple(device for device in left if device not in own):
         try:
-            own = _planned(_part(setup, left), inventory)
+            own = _planned(replace(setup, devices=left), inventory)
         except PlacementError:
             break
-        found.append(_part(setup, own))
+        found.append(replace(setup, devices=own))
     return found
 
 
@@ -131,10 +119,6 @@ def _planned(setup: Setup, inventory: Inventory) -> tuple[str, ...]:
     count = partial(count_slots, inventory=inventory)
     _, placement = place(parse_job(setup.job_file("set"), count_slots=count, run_id="set"), inventory)
     return tuple(device for rank in placement.assignments for device in rank.own)
-
-
-def _part(setup: Setup, devices: Sequence[str]) -> DeviceSetup:
-    return DeviceSetup(**asdict(setup), devices=tuple(devices))
 
 
 def another(trainer: Trainer, setup: Setup | None = None) -> Trainer:

@@ -231,14 +231,11 @@ class TrainWorker(BaseWorkload):
         os.kill(os.getpid(), signal.SIGKILL)
 
     @trainer_invocation(concurrency=CALLS)
-    def checkpoints(self, url: str, below: int | None) -> tuple[Info | None, list[Info], int]:
-        """The last checkpoint of a run (with `below`, the last one with a lower number), all those until
-        then, and the number of the next one. Its files have their sizes; `verify` reads them."""
+    def checkpoints(self, url: str, below: int | None) -> tuple[list[Info], int]:
+        """The checkpoints of a run (with `below`, those with a lower number) without damaged ones at the end, and the
+        number of the next one. The files of the last one have their sizes; `verify` reads them."""
         folder = Folder(url)
-        latest = folder.latest(below)
-        # Later ones are damaged.
-        whole = [info for info in folder.infos() if latest is not None and info.number <= latest.number]
-        return latest, whole, max(folder.numbers(), default=0) + 1
+        return folder.infos(below), max(folder.numbers(), default=0) + 1
 
     @trainer_invocation(concurrency=CALLS)
     def verify(self, url: str, number: int) -> None:
@@ -271,7 +268,7 @@ class TrainWorker(BaseWorkload):
 
     @property
     def _place(self) -> RankInfo:
-        return RankInfo(self.rank, self.world_size, self.local_rank, self.local_world_size)
+        return RankInfo(self.rank, self.world_size, self.local_rank)
 
     def _session_of(self, order: RunTask) -> Session:
         place, folder = self._place, Folder(order.url)

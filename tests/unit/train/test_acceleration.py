@@ -24,7 +24,7 @@ from unirun.train.session import RankInfo, Session
 @pytest.fixture
 def session() -> Iterator[Session]:
     """Rank 1 of 4, which have no process group."""
-    made = Session(RankInfo(1, 4, 1, 4))
+    made = Session(RankInfo(1, 4, 1))
     sessions.enter(made)
     yield made
     sessions.enter(None)

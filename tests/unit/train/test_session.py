@@ -38,7 +38,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    made = Session(RankInfo(1, 4, 1, 2), config={"lr": 0.1}, datasets={None: range(8), "other": range(4)})
+    made = Session(RankInfo(1, 4, 1), config={"lr": 0.1}, datasets={None: range(8), "other": range(4)})
     sessions.enter(made)
     yield made
     sessions.enter(None)

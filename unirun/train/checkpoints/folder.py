@@ -145,35 +145,27 @@ class Folder:
             if not self.files.exists(self.inside(number, MANIFEST)):
                 self.remove(number)
 
-    def infos(self) -> list[Info]:
-        """The checkpoints that were committed, in ascending order."""
-        found = []
-        for number in self.numbers():
-            try:
-                manifest = self.manifest(number)
-            except (CheckpointDamaged, FileNotFoundError):
-                continue
-            found.append(Info(number, self.path(number), manifest.score))
-        return found
-
-    def latest(self, below: int | None = None) -> Info | None:
-        """The last checkpoint whose files all have their recorded sizes; with `below`, the last one with a
-        lower number. Others are skipped, with a warning. The content of files is not read: `verify` does
-        that."""
+    def infos(self, below: int | None = None) -> list[Info]:
+        """The checkpoints that were committed, in ascending order; with `below`, those with a lower number. All files
+        of the last one have their recorded sizes: later ones are skipped, with a warning. The content of files is not
+        read: `verify` does that."""
+        found: list[Info] = []
         for number in reversed(self.numbers()):
             if below is not None and number >= below:
                 continue
             try:
                 manifest = self.manifest(number)
-                self._check_sizes(manifest)
+                if not found:
+                    self._check_sizes(manifest)
             except FileNotFoundError:
                 # It was not finished.
                 continue
             except CheckpointDamaged as error:
-                report(skipped(error))
+                if not found:
+                    report(skipped(error))
                 continue
-            return Info(number, self.path(number), manifest.score)
-        return None
+            found.append(Info(number, self.path(number), manifest.score))
+        return found[::-1]
 
     def _check_sizes(self, manifest: Manifest) -> None:
         found = self.sizes(manifest.number)

@@ -115,7 +115,7 @@ def test_a_manifest_that_makes_no_sense_is_damage(checkpoint: Path, manifest: by
     with pytest.raises(CheckpointDamaged, match=f"^checkpoint 7 is damaged: {checkpoint}/checkpoint.json "):
         verified(checkpoint)
     folder = Folder(str(checkpoint.parent))
-    assert (folder.latest(), folder.infos()) == (None, [])
+    assert folder.infos() == []
 
 
 def test_a_checkpoint_of_which_the_folder_became_a_file_is_damaged(checkpoint: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_which_the_folder_became_a_file_is_damaged(checkpoint: P
     checkpoint.write_bytes(b"")
     with pytest.raises(CheckpointDamaged, match=f"^checkpoint 7 is damaged: {checkpoint}/checkpoint.json "):
         verified(checkpoint)
-    assert Folder(str(checkpoint.parent)).latest() is None
+    assert Folder(str(checkpoint.parent)).infos() == []
 
 
 def test_one_that_is_not_there_was_named_wrongly(checkpoint: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +34,14 @@ def saved(folder: Folder, number: int, data: bytes = b"weights", *, commit: bool
 
 
 def test_nothing_is_there_at_first(folder: Folder) -> None:
-    assert (folder.latest(), folder.infos(), folder.numbers()) == (None, [], [])
+    assert (folder.infos(), folder.numbers()) == ([], [])
 
 
 def test_the_latest_that_was_committed_counts(folder: Folder) -> None:
     saved(folder, 1)
     saved(folder, 2)
     saved(folder, 3, commit=False)
-    latest = folder.latest()
-    assert latest is not None
+    *_, latest = folder.infos()
     assert (latest.number, latest.path, latest.score) == (2, folder.path(2), 0.5)
     assert [info.number for info in folder.infos()] == [1, 2]
     assert folder.manifest(2).data == {"train": Consumed(1, 5)}
@@ -63,8 +61,7 @@ def test_one_whose_files_have_other_sizes_is_skipped_with_a_warning(
     saved(folder, 1)
     saved(folder, 2)
     put(folder, 2, "state.pt", damage)
-    latest = folder.latest()
-    assert latest is not None
+    *_, latest = folder.infos()
     assert latest.number == 1
     assert "000002/state.pt is not as it was written; an earlier one is used" in capfd.readouterr().err
 
@@ -72,8 +69,8 @@ def test_one_whose_files_have_other_sizes_is_skipped_with_a_warning(
 def test_the_one_before_another_is_found(folder: Folder) -> None:
     for number in (1, 2, 3):
         saved(folder, number)
-    found = [folder.latest(below) for below in (3, 2, 1)]
-    assert [info and info.number for info in found] == [2, 1, None]
+    found = [[info.number for info in folder.infos(below)] for below in (3, 2, 1)]
+    assert found == [[1, 2], [1], []]
 
 
 @given(
@@ -139,15 +136,12 @@ class TestAnErrorThatMayPass:
         folder.files.error = error
         return folder
 
-    @pytest.mark.parametrize("of", [Folder.latest, Folder.infos])
-    def test_of_a_manifest_is_told(
-        self, failing: Folder, error: OSError, of: Callable[[Folder], object]
-    ) -> None:
+    def test_of_a_manifest_is_told(self, failing: Folder, error: OSError) -> None:
         failing.files.name = "000002/checkpoint.json"
         with pytest.raises(
             type(error), match=f"checkpoint 2 cannot be read.*{failing.path(2)}/checkpoint.json"
         ):
-            of(failing)
+            failing.infos()
 
     def test_of_another_file_is_told(self, failing: Folder, error: OSError) -> None:
         manifest = failing.manifest(2)
@@ -161,8 +155,7 @@ def test_one_whose_manifest_is_damaged_is_skipped_too(folder: Folder) -> None:
     saved(folder, 1)
     saved(folder, 2)
     put(folder, 2, "checkpoint.json", b'{"number": 2')
-    latest = folder.latest()
-    assert latest is not None
+    *_, latest = folder.infos()
     assert latest.number == 1
     assert [info.number for info in folder.infos()] == [1]
 
@@ -170,7 +163,7 @@ def test_one_whose_manifest_is_damaged_is_skipped_too(folder: Folder) -> None:
 def test_one_without_its_file_is_skipped(folder: Folder) -> None:
     saved(folder, 1)
     folder.files.rm(folder.inside(1, "state.pt"))
-    assert folder.latest() is None
+    assert folder.infos() == []
 
 
 def test_a_checkpoint_is_deleted_as_a_whole(folder: Folder) -> None:
@@ -189,4 +182,4 @@ def test_any_bytes_are_a_manifest_or_are_refused(
     try:
         folder.manifest(1)
     except CheckpointDamaged:
-        assert folder.latest() is None
+        assert folder.infos() == []
