@@ -43,7 +43,7 @@ BARS = (
 
 BETWEEN = {
     "linked": Bar("256 MiB between two hosts over gloo, into place ÷ broadcast over gloo", "ratio", 1.1),
-    "copied": Bar("256 MiB between two hosts over TLS, into place ÷ broadcast over gloo", "ratio", 1.1),
+    "copied": Bar("256 MiB between two hosts over TLS, into place ÷ broadcast over gloo", "ratio", 1.4),
 }
 
 ONCE_TO_A_HOST = Bar("32 MiB over 1 Gbit/s to 4 receivers of one host ÷ to one", "ratio", 2.5)

@@ -21,11 +21,12 @@ from tests.contract.cluster import Cluster
 from tests.unit.wire.endpoints import credentials_in
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import ChannelError
-from unirun.roles.transport import socket_transport
+from unirun.roles.transport import socket_transport, stripes
 from unirun.roles.transport.frames import INLINE, OPEN, RELEASE, REPLY, REQUEST, encode_header
 from unirun.roles.transport.protocol import CALLS, Parcel, Reply
-from unirun.roles.transport.socket_transport import CallAddress, SocketTransport
-from unirun.roles.transport.sockets import MANY
+from unirun.roles.transport.socket_transport import CallAddress, RemoteConnection, SocketTransport
+from unirun.roles.transport.sockets import MANY, TlsFrameSocket
+from unirun.roles.transport.stripes import STRIPED
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
 from unirun.wire.blocking import BlockingStream
@@ -229,6 +230,61 @@ class TestHandlers:
             with worker.connect_with_token() as sock:
                 sock.sendall(frames)
                 assert closed_by_peer(sock)
+        assert worker.answers()
+
+
+class TestStripes:
+    """Large buffers over TLS go through connections of their own, as soon as there are some."""
+
+    @pytest.fixture(params=["tls"])
+    def worker(
+        self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[ListeningWorker]:
+        monkeypatch.setattr(stripes, "stripe_count", lambda: 3)
+        worker = ListeningWorker(request.param, tmp_path)
+        yield worker
+        worker.transport.close()
+
+    def test_large_requests_and_answers_come_whole_and_in_order(self, worker: ListeningWorker) -> None:
+        answers: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
+        with worker.caller() as caller:
+            connection = caller.connect(ME, worker.endpoint, lambda reason: answers.put(Parcel(b"broken")))
+            assert isinstance(connection, RemoteConnection)
+            assert isinstance(connection._socket, TlsFrameSocket)
+            sending = connection._socket.stripes
+            for number in range(6):
+                sizes = [STRIPED, 5, 0, number]
+                buffers = tuple(memoryview(os.urandom(size)) for size in sizes)
+                connection.call(Parcel(b"large", buffers), answers.put)
+                connection.call(Parcel(b"small"), answers.put)
+                large, small = (answers.get(timeout=WAIT_TIMEOUT) for _ in range(2))
+                assert (large.head, large.buffers, small.head) == (b"large", buffers, b"small")
+                # The connections are opened when the first large buffers go one way, and the other.
+                eventually(lambda: len(sending._sockets) == 6, "three connections for each direction")
+            assert next(sending._numbers) == 6, "all but the first request went in stripes"
+            assert worker.requests.qsize() == 12
+
+    def test_the_end_of_one_ends_the_connection(self, worker: ListeningWorker) -> None:
+        reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
+        with worker.caller() as caller:
+            connection = caller.connect(ME, worker.endpoint, reasons.put)
+            assert isinstance(connection, RemoteConnection)
+            assert isinstance(connection._socket, TlsFrameSocket)
+            connection.call(Parcel(b"large", (memoryview(bytes(STRIPED)),)), answers.put)
+            answers.get(timeout=WAIT_TIMEOUT)
+            sending = connection._socket.stripes
+            eventually(lambda: len(sending._sockets) == 6, "three connections for each direction")
+            next(iter(sending._sockets)).shutdown(socket.SHUT_RDWR)
+            connection.call(Parcel(b"large", (memoryview(bytes(STRIPED)),)), answers.put)
+            assert reasons.get(timeout=WAIT_TIMEOUT)
+        assert worker.answers()
+
+    def test_stripes_of_a_connection_that_is_not_there_are_refused(self, worker: ListeningWorker) -> None:
+        with worker.connect_with_token() as sock:
+            head = b"stripes 0123"
+            sock.sendall(encode_header(OPEN, 0, len(head), []) + head)
+            assert closed_by_peer(sock)
         assert worker.answers()
 
 

@@ -123,7 +123,7 @@ class FrameParser:
         # A frame with large buffers that has begun, and the part of its memory that is not read yet.
         self._large: Frame | None = None
         self._rest = memoryview(b"")
-        self._spare = SpareMemory()
+        self.spare = SpareMemory()
 
     def _give_room(self, size: int) -> None:
         self._view = memoryview(bytearray(size))
@@ -204,7 +204,7 @@ class FrameParser:
         """The memory of large buffers, with what has come of them; what has not is read into `_rest`."""
         places, total = offsets(sizes)
         try:
-            memory = memoryview(self._spare.take(total))
+            memory = memoryview(self.spare.take(total))
         except (MemoryError, RuntimeError) as error:
             raise FrameError(f"there is no memory for a frame of {total} bytes") from error
         count = min(self._end - self._begin, total)

@@ -13,19 +13,20 @@ import contextlib
 import itertools
 import json
 import os
+import secrets
 import select
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from msgspec import to_builtins
 
 from unirun.errors import AuthError, ChannelError, FrameError, UnirunError, WireError
-from unirun.roles.transport.frames import OPEN, REPLY, REQUEST, Frame
+from unirun.roles.transport.frames import OPEN, REPLY, REQUEST, Frame, encode_header
 from unirun.roles.transport.protocol import CALLS, Connection, Handler, Inbox, Parcel, Wait
 from unirun.roles.transport.sockets import (
     FrameSocket,
@@ -34,8 +35,10 @@ from unirun.roles.transport.sockets import (
     SpinningPoll,
     TlsFrameSocket,
 )
+from unirun.roles.transport.stripes import Stripes, start
 from unirun.values import Value, WorkerId
 from unirun.wire.address import TcpAddress, unix_address
+from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import Credentials, server_name
 from unirun.wire.frames import from_json
 from unirun.wire.handshake import (
@@ -205,7 +208,10 @@ class RemoteConnection(SocketConnection):
         self._address, self._tls = address, credentials.client_context()
         self._established = self._connected = False
         kind = FrameSocket if self._tls is None else TlsFrameSocket
-        super().__init__(sock, credentials.token, loop, broken, kind, name)
+        self._credentials, self._key = credentials, secrets.token_hex(8)
+        super().__init__(sock, credentials.token, loop, broken, kind, f"{name} {self._key}")
+        if isinstance(self._socket, TlsFrameSocket):
+            self._socket.stripes.open = partial(self._open_stripes, self._socket.stripes)
         self._wants_to_write(False)
 
     def _wants_to_write(self, wanted: bool) -> None:
@@ -231,6 +237,18 @@ class RemoteConnection(SocketConnection):
             raise EOFError("the peer closed the connection") from error
         except ssl.SSLError as error:
             raise not_the_node(self._address, error) from error
+
+    def _open_stripes(self, stripes: Stripes, sends: bool) -> None:
+        """Open a connection for stripes and use it, in this thread. Without it large buffers go on as before."""
+        try:
+            sock = BlockingStream.connect(self._address, self._credentials).socket
+            head = f"{_STRIPES[sends]} {self._key}".encode()
+            sock.sendall(encode_header(OPEN, 0, len(head), []) + head)
+            if not sock.recv(1):
+                raise EOFError
+        except (OSError, EOFError, UnirunError):
+            return
+        stripes.run(sock, sends=sends)
 
     def _connect(self) -> None:
         """Go on with connecting and the handshake of TLS. Raises OSError: BlockingIOError when it takes longer."""
@@ -281,13 +299,12 @@ class Listener:
         self,
         sock: socket.socket,
         credentials: Credentials,
-        handlers: Mapping[str, Handler],
         inbox: RequestInbox,
         refused: Callable[[str, int], None],
         known: Callable[[str], bool] = lambda origin: False,
     ) -> None:
         self._socket, self._token = sock, credentials.token
-        self._handlers, self._inbox = handlers, inbox
+        self._inbox = inbox
         self._kind: type[FrameSocket] = FrameSocket
         self._tls = credentials.server_context() if sock.family != socket.AF_UNIX else None
         if self._tls is not None:
@@ -380,7 +397,7 @@ class Listener:
                     raise EOFError
                 answer += data
             sock.send(handshake.proof(answer))
-            self._inbox.add(_Served(self._kind, sock, self._handlers, self._inbox))
+            self._inbox.add(_Served(self._kind, sock, self._inbox))
         except (OSError, EOFError) as error:
             self._refuse(stranger, handshake_error(error))
         except (WireError, ChannelError) as error:
@@ -421,14 +438,8 @@ def _shut(sock: socket.socket) -> None:
 class _Served:
     """The serving end of a connection."""
 
-    def __init__(
-        self,
-        kind: type[FrameSocket],
-        sock: socket.socket,
-        handlers: Mapping[str, Handler],
-        inbox: RequestInbox,
-    ) -> None:
-        self.number, self._handlers, self._inbox = sock.fileno(), handlers, inbox
+    def __init__(self, kind: type[FrameSocket], sock: socket.socket, inbox: RequestInbox) -> None:
+        self.number, self._inbox = sock.fileno(), inbox
         self._handler: Handler | None = None
         self._socket = kind(sock, partial(inbox.writable, self))
         self._received = self._replied = 0
@@ -438,6 +449,8 @@ class _Served:
             self._socket.flush()
         try:
             for frame, parcel in self._socket.receive():
+                if frame.kind == OPEN and self._carries_stripes(frame.head):
+                    return
                 if frame.kind != REQUEST:
                     self._begin(frame)
                     continue
@@ -449,11 +462,29 @@ class _Served:
 
     def _begin(self, first: Frame) -> Handler:
         """Choose the handler, which the first frame names; a request is a call. Raises `FrameError`."""
-        name = CALLS if first.kind == REQUEST else first.head.decode(errors="replace")
-        if first.kind not in (OPEN, REQUEST) or self._handler is not None or name not in self._handlers:
+        text = CALLS if first.kind == REQUEST else first.head.decode(errors="replace")
+        name, _, key = text.partition(" ")
+        handler = self._inbox.handlers.get(name)
+        if first.kind not in (OPEN, REQUEST) or self._handler is not None or handler is None:
             raise FrameError(f"a frame of kind {first.kind} that begins nothing here")
-        self._handler = self._handlers[name]
-        return self._handler
+        if key and isinstance(self._socket, TlsFrameSocket):
+            self._inbox.stripes[key] = self._socket.stripes
+        self._handler = handler
+        return handler
+
+    def _carries_stripes(self, head: bytes) -> bool:
+        """Return True if this connection carries stripes of another one; then a thread does that from now on. Raises
+        `FrameError`."""
+        name, _, key = head.decode(errors="replace").partition(" ")
+        if name not in _STRIPES:
+            return False
+        stripes = self._inbox.stripes.get(key)
+        if stripes is None or self._handler is not None:
+            raise FrameError("stripes of no connection that is there")
+        self._inbox.remove(self)
+        if not start(partial(_carry, stripes, self._socket.socket, sends=name == _STRIPES[False])):
+            self._socket.close()
+        return True
 
     def _reply(self, tag: int, parcel: Parcel) -> None:
         self._replied += 1
@@ -463,6 +494,18 @@ class _Served:
     def close(self) -> None:
         self._inbox.remove(self)
         self._socket.close()
+
+
+_STRIPES = ("stripes-back", "stripes")
+"""The names of connections for stripes of answers and of requests."""
+
+
+def _carry(stripes: Stripes, sock: socket.socket, *, sends: bool) -> None:
+    """Carry stripes at the end that was connected to; a byte says that it has begun."""
+    with contextlib.suppress(OSError):
+        sock.settimeout(HANDSHAKE_TIMEOUT)
+        sock.sendall(b"\0")
+    stripes.run(sock, sends=sends)
 
 
 class CallAddress(Value):
@@ -499,7 +542,6 @@ class SocketTransport:
         self._refused, self._known = refused, known
         self._loop = Loop()
         self._inbox = RequestInbox(self._loop)
-        self._handlers: dict[str, Handler] = {}
         self._listeners: list[Listener] = []
         self._endpoint = ""
         self._serving = threading.Lock()
@@ -511,7 +553,7 @@ class SocketTransport:
     def serve(self, me: WorkerId, handler: Handler, name: str = CALLS) -> str:
         """Let `handler` take the requests for `name`. The endpoint is the text of a `CallAddress`."""
         with self._serving:
-            self._handlers[name] = handler
+            self._inbox.handlers[name] = handler
             if not self._endpoint:
                 self._endpoint = self._listen(me)
         return self._endpoint
@@ -525,9 +567,7 @@ class SocketTransport:
             sockets.append(listen_tcp(self._addr))
             tcp = tcp_address(sockets[-1], self._credentials.node)
         for sock in sockets:
-            listener = Listener(
-                sock, self._credentials, self._handlers, self._inbox, self._refused, self._known
-            )
+            listener = Listener(sock, self._credentials, self._inbox, self._refused, self._known)
             self._listeners.append(listener)
         return str(CallAddress(str(path), tcp))
 

@@ -28,11 +28,13 @@ from unirun.roles.transport.frames import (
     RELEASE,
     Frame,
     FrameParser,
+    SpareMemory,
     encode_header,
     offsets,
     stream_of,
 )
-from unirun.roles.transport.protocol import Lent, Parcel, await_end
+from unirun.roles.transport.protocol import Handler, Lent, Parcel, await_end
+from unirun.roles.transport.stripes import STRIPED, Stripes
 from unirun.wire.reporting import report_error
 
 # Reading from the sockets of this process: by a reading thread, or by a thread that would only wait.
@@ -210,7 +212,8 @@ class Loop(Poller):
 
 
 class RequestInbox(Poller):
-    """The connections of callers, and the queue of the requests for the serving thread.
+    """The connections of callers, and the queue of the requests for the serving thread. `handlers` take the requests;
+    `stripes` has those of connections from other hosts, by the keys that callers have given to them.
 
     The whole is one file of the loop, whose thread reads the connections unless the serving thread waits in `get`.
     """
@@ -218,6 +221,8 @@ class RequestInbox(Poller):
     def __init__(self, loop: Loop) -> None:
         super().__init__()
         self.number = self._epoll.fileno()
+        self.handlers: dict[str, Handler] = {}
+        self.stripes: weakref.WeakValueDictionary[str, Stripes] = weakref.WeakValueDictionary()
         self._loop = loop
         self._poll = SpinningPoll(self._epoll.poll)
         self._items: deque[Any] = deque()
@@ -446,6 +451,8 @@ class FrameSocket:
         self._released: deque[int] = deque()
         self._held: list[bytes] = []
         self._opened, self._closed = opened, False
+        # Frames whose stripes are on their way: what waits is not written before they have come.
+        self._striped = 0
 
     def open(self) -> None:
         """Send frames from now on."""
@@ -475,7 +482,7 @@ class FrameSocket:
             elif sum(sizes := [buffer.nbytes for buffer in buffers]) <= INLINE:
                 frame = b"".join((encode_header(kind, tag, len(head), sizes), head, *buffers))
             elif not self._shares:
-                self._stream(encode_header(kind, tag, len(head), sizes) + head, buffers)
+                self._stream(kind, tag, parcel, sizes)
                 return True
             else:
                 segment = self._share(buffers, sum(sizes))
@@ -518,9 +525,10 @@ class FrameSocket:
             self._waiting.append((memoryview(data)[sent:], left))
             self._wants_to_write(True)
 
-    def _stream(self, begin: bytes, buffers: Sequence[memoryview]) -> None:
+    def _stream(self, kind: int, tag: int, parcel: Parcel, sizes: list[int]) -> None:
         """Write a frame with large buffers behind what waits."""
-        pieces = stream_of(b"".join((*self._held, begin)), buffers)
+        begin = encode_header(kind, tag, len(parcel.head), sizes) + parcel.head
+        pieces = stream_of(b"".join((*self._held, begin)), parcel.buffers)
         self._held.clear()
         self._waiting.extend((memoryview(piece), None) for piece in pieces if len(piece))
         self._write_waiting()
@@ -553,7 +561,7 @@ class FrameSocket:
             self._write_waiting()
 
     def _write_waiting(self) -> None:
-        while self._opened and not self._closed:
+        while self._opened and not self._closed and not self._striped:
             if not self._waiting:
                 if not self._held:
                     break
@@ -645,7 +653,57 @@ RECORDS = 64
 
 
 class TlsFrameSocket(FrameSocket):
-    """Over a TLS socket, which takes and gives a record at a time. Only one thread at a time may use that."""
+    """Over a TLS socket, which takes and gives a record at a time. Only one thread at a time may use that.
+
+    Large buffers go in stripes, once there are connections for them.
+    """
+
+    def __init__(
+        self, sock: socket.socket, wants_to_write: Callable[[bool], None], *, opened: bool = True
+    ) -> None:
+        super().__init__(sock, wants_to_write, opened=opened)
+        self.stripes = Stripes(self._shut)
+
+    def _stream(self, kind: int, tag: int, parcel: Parcel, sizes: list[int]) -> None:
+        """As for a connection without TLS, or in stripes."""
+        number = None
+        if sum(sizes) >= STRIPED:
+            number = self.stripes.send(parcel.buffers, sizes, self._have_come)
+            self.stripes.want(sends=True)
+        if number is None:
+            super()._stream(kind, tag, parcel, sizes)
+        else:
+            self._striped += 1
+            begin = encode_header(kind, tag, len(parcel.head), sizes, number) + parcel.head
+            self._waiting.append((memoryview(b"".join((*self._held, begin))), None))
+            self._held.clear()
+
+    def _have_come(self) -> None:
+        """The peer has all stripes of a frame."""
+        with self._lock:
+            self._striped -= 1
+            self._write_waiting()
+
+    def keep(self) -> None:
+        """Copy also what is left of stripes."""
+        super().keep()
+        self.stripes.keep()
+
+    def _buffers(self, frame: Frame) -> tuple[memoryview, ...]:
+        if frame.segment is not None:
+            # Large buffers do not come in the stream any more, and need no memory there.
+            self._parser.spare = SpareMemory()
+            return self.stripes.take(frame.segment, frame.sizes)
+        if frame.sizes and sum(frame.sizes) >= STRIPED:
+            self.stripes.want(sends=False)
+        if self.stripes.wanted:
+            self.stripes.begin()
+        return frame.inline
+
+    def close(self) -> None:
+        """Close the connections for stripes, too."""
+        self.stripes.close()
+        super().close()
 
     def shake_hands(self, context: ssl.SSLContext, peer: str) -> None:
         """Go on with the handshake of a client. Raises OSError, as a socket that does not wait."""

@@ -178,7 +178,7 @@ def test_memory_that_is_too_large_is_not_kept() -> None:
     parser = FrameParser(MAX_INLINE)
     received(parser, 1 << 23)
     received(parser, 1 << 20)
-    assert [array.nbytes for array in parser._spare._arrays] == [1 << 20]
+    assert [array.nbytes for array in parser.spare._arrays] == [1 << 20]
 
 
 def test_large_buffers_are_sent_from_where_they_are() -> None:
