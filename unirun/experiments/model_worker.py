@@ -10,18 +10,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from unirun.errors import FrameError, PeerLost, UnirunError, UsageError
+from unirun.errors import InvocationTimeout, PeerLost, RemoteError, UnirunError, UsageError
 from unirun.experiments.config import (
     BACKENDS,
     DATASETS,
@@ -48,54 +45,20 @@ from unirun.experiments.orders import MFCReply, MFCRequest, Traffic, data_of, fi
 from unirun.experiments.recovery import Recovery
 from unirun.experiments.sample import SequenceSample
 from unirun.roles import BaseWorkload, init, trainer_invocation
-from unirun.roles.transport.protocol import Parcel, Reply
+from unirun.roles.calls.call import InvocationRef
 from unirun.train.losses import LIMIT
-from unirun.values import Value
-from unirun.weights.hub import hub_of
-from unirun.weights.messages import Query, encode
-from unirun.weights.publishing import buffers_of
-from unirun.weights.sources import PeerConnection
 from unirun.weights.tensors import Layout, NamedBox, dtype_of, layout_of, local, part_of, plan
 
 # The data that model workers give each other without their master: data of sequences, and parameters.
 #
-# A `DataStore` has what one process holds. Others ask for it over the listener that weights and queues use, and a
-# thread of the transport answers, so no request waits for a computation.
+# A `DataStore` has what one process holds. Others ask for it by calls, which run in threads of their own, so none waits
+# for a computation.
 
-NAME = "experiments"
-"""The name under which other workers send requests to a shelf."""
+GIVING_TIMEOUT = 600.0
+"""Seconds in which another worker must give what it was asked for."""
 
-
-class WantData(Value, tag=True):
-    """Asks for the data `key` of these ids of a step: one buffer, in the order of the ids."""
-
-    step: int
-    key: str
-    ids: tuple[str, ...]
-
-
-class WantLayout(Value, tag=True):
-    """Asks for what this process has of a model."""
-
-    model: str
-
-
-class WantParts(Value, tag=True):
-    """Asks for parts of the parameters of a model: a buffer for each."""
-
-    model: str
-    parts: tuple[NamedBox, ...]
-
-
-class DataReply(Value):
-    """The answer to a request. `problem` says why the data cannot be given. `layout` answers `WantLayout`."""
-
-    problem: str = ""
-    layout: Layout = {}  # noqa: RUF012
-
-
-_wants = msgspec.json.Decoder(WantData | WantLayout | WantParts)
-_answers = msgspec.json.Decoder(DataReply)
+GIVING_THREADS = 8
+"""Calls of other workers for data that one worker answers at a time."""
 
 
 class DataStore:
@@ -141,60 +104,40 @@ class DataStore:
         with self._lock:
             self._models.clear()
 
-    def answer(self, body: bytes, reply: Reply) -> None:
-        """Answer another process."""
-        try:
-            want = _wants.decode(body)
-            if isinstance(want, WantLayout):
-                found = DataReply(layout=layout_of(self._tensors(want.model)))
-                parcel = Parcel(msgspec.json.encode(found))
-            elif isinstance(want, WantParts):
-                parcel = Parcel(msgspec.json.encode(DataReply()), buffers_of(self._parts(want), _nothing))
-            else:
-                parcel = Parcel(msgspec.json.encode(DataReply()), buffers_of([self._wanted(want)], _nothing))
-        except (KeyError, ValueError, RuntimeError) as error:
-            parcel = Parcel(msgspec.json.encode(DataReply(f"it has no {error}")))
-        reply(parcel)
+    def layout(self, model: str) -> Layout:
+        """The layout of a model in this process. Raises KeyError."""
+        return layout_of(self._tensors(model))
+
+    def parts(self, model: str, parts: Sequence[NamedBox]) -> list[torch.Tensor]:
+        """Parts of the parameters of a model, in host memory. Raises KeyError, ValueError."""
+        tensors = self._tensors(model)
+        layout = layout_of(tensors)
+        return [
+            part_of(local(tensors[part.name]), layout[part.name], part.box).detach().cpu() for part in parts
+        ]
+
+    def data(self, step: int, key: str, ids: Sequence[str]) -> torch.Tensor:
+        """The data `key` of these ids of a step, in their order. Raises KeyError, ValueError."""
+        with self._lock:
+            if step != self._step:
+                raise ValueError(f"data of step {step}: it is in step {self._step}")
+            return torch.cat([self._data[key, each] for each in ids])
 
     def _tensors(self, model: str) -> Mapping[str, torch.Tensor]:
         with self._lock:
-            tensors = self._models[model]
-        return tensors()
-
-    def _parts(self, want: WantParts) -> list[torch.Tensor]:
-        tensors = self._tensors(want.model)
-        layout = layout_of(tensors)
-        return [part_of(local(tensors[part.name]), layout[part.name], part.box).cpu() for part in want.parts]
-
-    def _wanted(self, want: WantData) -> torch.Tensor:
-        with self._lock:
-            if want.step != self._step:
-                raise ValueError(f"data of step {want.step}: it is in step {self._step}")
-            parts = [self._data[want.key, each] for each in want.ids]
-        return torch.cat(parts)
+            return self._models[model]()
 
 
-def _nothing() -> None:
-    """Nothing is released: what is sent is kept by the buffers themselves."""
-
-
-Lines = Callable[[int], PeerConnection]
-"""The connection to a rank. Raises `PeerLost` when it cannot be reached."""
-
-
-@dataclass(frozen=True)
-class _Question:
-    """A request to another process, and its answer."""
-
-    head: bytes
-    future: Future[Parcel]
+Ask = Callable[..., InvocationRef[Any]]
+"""``ask(rank, "data", step, key, ids)`` starts a call of this method of the store of a rank. Raises `PeerLost` when the
+rank cannot be reached."""
 
 
 class DataClient:
     """Asks other shelves. `traffic` is what that has cost so far."""
 
-    def __init__(self, rank: int, shelf: DataStore, lines: Lines, timeout: float) -> None:
-        self._rank, self._shelf, self._lines, self._timeout = rank, shelf, lines, timeout
+    def __init__(self, rank: int, shelf: DataStore, ask: Ask) -> None:
+        self._rank, self._shelf, self._ask = rank, shelf, ask
         self._layouts: dict[tuple[str, int], Layout] = {}
         self.traffic = Traffic()
 
@@ -203,7 +146,7 @@ class DataClient:
     ) -> SequenceSample:
         """The sample `meta` with its data. `where` has, for each key and id, the ranks that hold it. Received data
         is kept on this shelf, so that it is sent once."""
-        asked: list[tuple[str, list[int], int, _Question]] = []
+        asked: list[tuple[str, list[int], int, InvocationRef[Any]]] = []
         for key in meta.keys:
             missing: dict[int, list[int]] = {}
             size = meta.dtypes[key].itemsize * math.prod(meta.trailing[key])
@@ -213,21 +156,12 @@ class DataClient:
                     missing.setdefault(ranks[self._rank % len(ranks)], []).append(at)
                     self.traffic += Traffic(needed=sum(meta.seqlens[key][at]) * size)
             for rank, places in missing.items():
-                want = WantData(step, key, tuple(meta.ids[at] for at in places))
-                asked.append((key, places, rank, self._ask(rank, want)))
-        for key, places, rank, question in asked:
-            (buffer,) = self._answer(rank, question, 1)[1]
+                ids = [meta.ids[at] for at in places]
+                asked.append((key, places, rank, self._ask(rank, "data", step, key, ids)))
+        for key, places, rank, ref in asked:
+            (tensor,) = self._got(rank, [_answer(rank, ref)])
             some = meta.select([key]).reorder(places)
-            shape = (some.total(key), *meta.trailing[key])
-            self._shelf.put(
-                SequenceSample(
-                    some.ids,
-                    some.seqlens,
-                    some.dtypes,
-                    some.trailing,
-                    {key: _tensor(buffer, meta.dtypes[key], shape)},
-                )
-            )
+            self._shelf.put(SequenceSample(some.ids, some.seqlens, some.dtypes, some.trailing, {key: tensor}))
         data = {
             key: torch.cat(self._shelf.get(key, meta.ids))
             if meta.ids
@@ -250,77 +184,51 @@ class DataClient:
         near = [n for n, rank in enumerate(ranks) if rank == self._rank]
         takes = plan(layouts, wanted, near, self._rank)
         asked = {
-            n: self._ask(ranks[n], WantParts(model, some))
+            n: self._ask(ranks[n], "parts", model, some)
             for n, some in takes.items()
             if ranks[n] != self._rank
         }
         for n, some in takes.items():
             if ranks[n] == self._rank:
-                own = self._shelf._parts(WantParts(model, some))
-                _put(own, some, into, wanted, eta)
+                _put(self._shelf.parts(model, some), some, into, wanted, eta)
             else:
-                buffers = self._answer(ranks[n], asked[n], len(some))[1]
+                came = self._got(ranks[n], _answer(ranks[n], asked[n]))
                 size = sum(t.box.count * dtype_of(wanted[t.name].tensor.dtype).itemsize for t in some)
                 self.traffic += Traffic(needed=size)
-                came = [
-                    _tensor(buffer, dtype_of(wanted[take.name].tensor.dtype), take.box.size)
-                    for buffer, take in zip(buffers, some, strict=True)
-                ]
                 _put(came, some, into, wanted, eta)
 
     def _layout(self, model: str, rank: int) -> Layout:
         if (model, rank) not in self._layouts:
             if rank == self._rank:
-                self._layouts[model, rank] = layout_of(self._shelf._tensors(model))
+                self._layouts[model, rank] = self._shelf.layout(model)
             else:
-                self._layouts[model, rank] = self._answer(rank, self._ask(rank, WantLayout(model)), 0)[
-                    0
-                ].layout
+                self._layouts[model, rank] = _answer(rank, self._ask(rank, "layout", model))
         return self._layouts[model, rank]
 
     def forget(self) -> None:
         """Forget the layouts of all ranks: they may have changed after a restart."""
         self._layouts.clear()
 
-    def _ask(self, rank: int, want: Any) -> _Question:
-        head = encode(Query(NAME, msgspec.Raw(msgspec.json.encode(want))))
-        return _Question(head, self._lines(rank).ask(head))
-
-    def _answer(
-        self, rank: int, question: _Question, buffers: int
-    ) -> tuple[DataReply, tuple[memoryview, ...]]:
-        try:
-            try:
-                parcel = question.future.result(self._timeout)
-            except PeerLost:
-                # The connection may have broken between two that live.
-                parcel = self._lines(rank).ask(question.head).result(self._timeout)
-        except TimeoutError as error:
-            raise PeerLost(
-                f"rank {rank} has not answered within {self._timeout:g} s", "is it stopped?", worker=str(rank)
-            ) from error
-        try:
-            found = _answers.decode(parcel.head)
-        except (ValueError, RecursionError) as error:
-            raise FrameError(f"rank {rank} gives no answer about data: {error}") from error
-        if found.problem or len(parcel.buffers) != buffers:
-            # The master named this rank as an owner of the data, so its process was replaced since.
-            raise PeerLost(
-                f"rank {rank} does not give what was asked for: {found.problem or 'other buffers'}",
-                "go on from the last checkpoint",
-                worker=str(rank),
-            )
-        self.traffic += Traffic(moved=sum(buffer.nbytes for buffer in parcel.buffers))
-        return found, parcel.buffers
+    def _got(self, rank: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        self.traffic += Traffic(moved=sum(tensor.nbytes for tensor in tensors))
+        return tensors
 
 
-def _tensor(buffer: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    if not buffer.nbytes:
-        return torch.empty(tuple(shape), dtype=dtype)
+def _answer(rank: int, ref: InvocationRef[Any]) -> Any:
+    """The result of a call of the store of `rank`. Raises `PeerLost`, `WorkerLost`."""
     try:
-        return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(tuple(shape))
-    except RuntimeError as error:
-        raise FrameError(f"{buffer.nbytes} bytes are no {dtype} of {list(shape)}") from error
+        return ref.result()
+    except InvocationTimeout as error:
+        raise PeerLost(
+            f"rank {rank} has not answered within {GIVING_TIMEOUT:g} s", "is it stopped?", worker=str(rank)
+        ) from error
+    except (KeyError, ValueError, RuntimeError, RemoteError) as error:
+        # The master named this rank as an owner of the data, so its process was replaced since.
+        raise PeerLost(
+            f"rank {rank} does not give what was asked for: it has no {error}",
+            "go on from the last checkpoint",
+            worker=str(rank),
+        ) from error
 
 
 def _put(
@@ -379,11 +287,9 @@ class ModelWorkerProcess(BaseWorkload):
         self._resolved: Resolved = self._experiment.resolved
         self._mine = self._experiment.model_worker[self.rank]
         self._recovery = Recovery(Path(self._trial.root))
-        context = init()
-        self._hub, self._shelf = hub_of(context), DataStore()
-        self._lines: dict[int, PeerConnection] = {}
-        self._getting = DataClient(self.rank, self._shelf, self._line, timeout=600.0)
-        self._hub.answer(NAME, self._shelf.answer)
+        self._peers, self._others = init().peers, init().role_group(self.role)
+        self._shelf = DataStore()
+        self._getting = DataClient(self.rank, self._shelf, self._ask)
         self._device = _device()
         self._shards: dict[ModelName, ModelShard] = {}
         self._interfaces: dict[str, ModelInterface] = {}
@@ -609,19 +515,25 @@ class ModelWorkerProcess(BaseWorkload):
         if attempt != self._attempt:
             raise UnirunError(f"this call is of attempt {attempt}, and the worker is in {self._attempt}")
 
-    def _line(self, rank: int) -> PeerConnection:
-        """The connection to another worker."""
+    def _ask(self, rank: int, *request: Any) -> InvocationRef[Any]:
+        """Call a method of the store of another worker."""
         deadline = time.monotonic() + WORKER_CONNECT_TIMEOUT
-        while True:
-            line = self._hub.line(self.role, rank, self._lines.get(rank))
-            if line is not None:
-                self._lines[rank] = line
-                return line
+        while not self._peers.find(self.role, rank).endpoint:
             if time.monotonic() >= deadline:
                 raise PeerLost(
                     f"{self.role}:{rank} cannot be reached", "does it live?", worker=f"{self.role}:{rank}"
                 )
             time.sleep(0.02)
+        ref: InvocationRef[Any] = self._others[rank].give.call_async(*request)
+        return ref
+
+    # One that was lost has not the data any more, so the call is not made again.
+    @trainer_invocation(
+        target="RANK0", concurrency=GIVING_THREADS, idempotent=True, retries=0, timeout=GIVING_TIMEOUT
+    )
+    def give(self, what: Literal["data", "layout", "parts"], *request: Any) -> Any:
+        """The data, layout or parts of a model that another worker asks the store of this one for."""
+        return getattr(self._shelf, what)(*request)
 
 
 def _device() -> torch.device:

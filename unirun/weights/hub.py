@@ -25,7 +25,6 @@ from unirun.weights.messages import (
     Fetch,
     Fetched,
     Peek,
-    Query,
     Release,
     Released,
     Request,
@@ -199,16 +198,13 @@ def _view(held: HeldVersion, name: str, box: Box) -> torch.Tensor:
     raise ValueError(f"{box} of {name} is not here")
 
 
-_demands = msgspec.json.Decoder(Request | Demand | Enter | Begun | Query)
-
-Answering = Callable[[bytes, Reply], None]
-"""Answers a question, now or later, with one parcel."""
+_demands = msgspec.json.Decoder(Request | Demand | Enter | Begun)
 
 
-def request_of(head: bytes) -> Request | Demand | Enter | Begun | Query:
+def request_of(head: bytes) -> Request | Demand | Enter | Begun:
     """Decode the request in a parcel. Raises `FrameError` for anything else."""
     try:
-        found: Request | Demand | Enter | Begun | Query = _demands.decode(head)
+        found: Request | Demand | Enter | Begun = _demands.decode(head)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise FrameError(f"this is no request: {error}") from error
     return found
@@ -231,7 +227,6 @@ class Hub:
         self._holders: dict[str, Holder] = {}
         self._producers: dict[str, Producer] = {}
         self._gates: dict[str, Gate] = {}
-        self._answering: dict[str, Answering] = {}
         self._listens = False
         # With a lock of their own: where workers are threads, what this process tells comes back at once.
         self._lines: WeakSet[PeerConnection] = WeakSet()
@@ -300,12 +295,6 @@ class Hub:
         with self._lock:
             return self._gates.setdefault(queue, Gate())
 
-    def answer(self, name: str, answering: Answering) -> None:
-        """Have `answering` take what other processes `Query` under this name, in a thread of the transport."""
-        self._listen()
-        with self._lock:
-            self._answering[name] = answering
-
     def _listen(self) -> None:
         with self._lock:
             if not self._listens:
@@ -323,12 +312,6 @@ class Hub:
             self.gate(request.queue).handle(request, reply)
         elif isinstance(request, Demand):
             self.producer(request.queue).handle(request, reply)
-        elif isinstance(request, Query):
-            answering = self._answering.get(request.name)
-            if answering is None:
-                reply(Parcel(b""))
-            else:
-                answering(bytes(request.body), reply)
         else:
             holder = self._holders.get(request.channel)
             (holder or self.publisher(request.channel)).handle(request, reply)

@@ -101,20 +101,13 @@ class Released(Value, tag=True):
     held: bool
 
 
-class Query(Value, tag=True):
-    """A question to what answers under this name in the other process (`Hub.answer`); it knows what the body means."""
-
-    name: str
-    body: msgspec.Raw
-
-
 Request = Describe | Peek | Fetch | Release
 Answer = Described | Fetched | Released
 
 _answers = msgspec.json.Decoder(Answer)
 
 
-def encode(message: Request | Answer | Query) -> bytes:
+def encode(message: Request | Answer) -> bytes:
     """The head of a parcel."""
     return msgspec.json.encode(message)
 

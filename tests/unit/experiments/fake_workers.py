@@ -2,75 +2,52 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, cast
 
-import msgspec
 import torch
 
-from unirun.errors import PeerLost
-from unirun.experiments.model_worker import NAME, DataClient, DataStore, Lines
+from unirun.experiments.model_worker import DataClient, DataStore
 from unirun.experiments.sample import SequenceSample
-from unirun.roles.transport.protocol import Parcel
-from unirun.weights.messages import Query
+from unirun.roles.calls.call import InvocationRef
 from unirun.weights.tensors import LocalShard
 
 Parts = Mapping[str, Any]
 """Tensors by name, some of them `LocalShard`."""
 
 
-def copied(parcel: Parcel) -> Parcel:
-    """A copy in memory of its own, as a socket would deliver it."""
-    return Parcel(parcel.head, tuple(memoryview(bytearray(buffer)) for buffer in parcel.buffers))
-
-
-class FakeConnection:
-    """A `Line` to the shelf of a process, in memory. It keeps what was asked."""
-
-    def __init__(self, shelf: DataStore) -> None:
-        self.shelf = shelf
-        self.asked: list[dict[str, Any]] = []
-        self.breaks = 0
-        """The number of times that the connection still breaks."""
-
-    def ask(self, head: bytes) -> Future[Parcel]:
-        if self.breaks:
-            self.breaks -= 1
-            lost: Future[Parcel] = Future()
-            lost.set_exception(PeerLost("the connection has ended", worker="1"))
-            return lost
-        question = msgspec.json.decode(head, type=Query)
-        assert question.name == NAME
-        self.asked.append(msgspec.json.decode(question.body))
-        future: Future[Parcel] = Future()
-        self.shelf.answer(bytes(question.body), lambda parcel: future.set_result(copied(parcel)))
-        return future
-
-
 class FakeWorkers:
-    """So many processes, each with a shelf; every one can ask every other one."""
+    """So many processes, each with a shelf; every one can ask every other one. It keeps what was asked."""
 
     def __init__(self, count: int) -> None:
         self.shelves = [DataStore() for _ in range(count)]
-        self.connections = [FakeConnection(shelf) for shelf in self.shelves]
+        self.calls: list[tuple[int, str, tuple[Any, ...]]] = []
 
     def getting(self, rank: int) -> DataClient:
-        def line(other: int) -> FakeConnection:
+        def ask(other: int, what: str, *request: Any) -> InvocationRef[Any]:
             assert other != rank, "a process asks itself"
-            return self.connections[other]
+            self.calls.append((other, what, request))
+            future: Future[Any] = Future()
+            try:
+                # In memory of its own, as a call delivers it.
+                future.set_result(copy.deepcopy(getattr(self.shelves[other], what)(*request)))
+            except Exception as error:  # noqa: BLE001 - a call raises what the method has raised
+                future.set_exception(error)
+            return cast("InvocationRef[Any]", future)
 
-        return DataClient(rank, self.shelves[rank], cast("Lines", line), timeout=1.0)
+        return DataClient(rank, self.shelves[rank], ask)
 
     @property
     def asked(self) -> list[tuple[int, str, tuple[str, ...]]]:
         """The processes that were asked for data, with the key and ids."""
-        return [
-            (rank, want["key"], tuple(want["ids"]))
-            for rank, wire in enumerate(self.connections)
-            for want in wire.asked
-        ]
+        return [(rank, key, tuple(ids)) for rank, what, (_, key, ids) in self.of("data")]
+
+    def of(self, what: str) -> list[tuple[int, str, tuple[Any, ...]]]:
+        """The calls of this method of a store."""
+        return [call for call in self.calls if call[1] == what]
 
 
 def batch(count: int = 4) -> SequenceSample:

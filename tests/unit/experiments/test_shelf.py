@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.experiments.fake_workers import LAYOUTS, NETWORK, FakeWorkers, Parts, batch
-from unirun.errors import PeerLost, WeightsError
-from unirun.experiments.model_worker import DataStore
+from unirun.errors import InvocationTimeout, PeerLost, RemoteError, WeightsError, WorkerLost
+from unirun.experiments.model_worker import DataClient, DataStore
+from unirun.experiments.orders import LOST
 from unirun.experiments.sample import SequenceSample
+from unirun.roles.calls.call import InvocationRef
 from unirun.weights.tensors import LocalShard, local
 
 
@@ -85,7 +88,7 @@ class TestData:
         for rank in (2, 3):
             workers.shelves[rank].begin(0)
             workers.getting(rank).data(0, whole.meta(), {key: [(0, 1)] * 4 for key in whole.keys})
-        assert [len(wire.asked) for wire in workers.connections] == [3, 3, 0, 0]
+        assert sorted(rank for rank, _, _ in workers.asked) == [0, 0, 0, 1, 1, 1]
 
     def test_the_next_step_begins_with_nothing(self) -> None:
         shelf = DataStore()
@@ -105,14 +108,33 @@ class TestData:
         ):
             workers.getting(0).data(4, whole.meta(), where)
 
-    def test_it_is_asked_for_again_over_another_connection(self) -> None:
+    @pytest.mark.parametrize(
+        ("error", "told"),
+        [
+            (InvocationTimeout("late", missing=("w:1",), results={}), (PeerLost, "rank 1 has not answered")),
+            (RemoteError("Odd", "no", worker="w:1", traceback=""), (PeerLost, "rank 1 does not give")),
+            (WorkerLost("it died", worker="w:1"), (WorkerLost, "it died")),
+        ],
+        ids=["late", "unknown error", "lost"],
+    )
+    def test_a_call_that_fails_is_a_lost_worker(
+        self, error: Exception, told: tuple[type[Exception], str]
+    ) -> None:
+        def ask(rank: int, *request: Any) -> InvocationRef[Any]:
+            future: Future[Any] = Future()
+            future.set_exception(error)
+            return cast("InvocationRef[Any]", future)
+
+        whole = batch()
+        with pytest.raises(told[0], match=told[1]) as caught:
+            DataClient(0, DataStore(), ask).data(0, whole.meta(), {key: [(1,)] * 4 for key in whole.keys})
+        assert isinstance(caught.value, LOST)
+
+    def test_data_of_different_kinds_under_one_key_is_told(self) -> None:
         workers, whole = FakeWorkers(2), batch()
         where = spread(workers, whole, [1] * len(whole))
-        workers.connections[1].breaks = 1
-        check_same(workers.getting(0).data(0, whole.meta(), where), whole)
-        workers.connections[1].breaks = 5
-        workers.shelves[0].begin(1)
-        with pytest.raises(PeerLost, match="the connection has ended"):
+        workers.shelves[1].put(SequenceSample.of({"image": [torch.zeros(1, 5)]}, ["id0"]))
+        with pytest.raises(PeerLost, match="same number of dimensions"):
             workers.getting(0).data(0, whole.meta(), where)
 
     def test_data_that_is_not_there_is_told(self) -> None:
@@ -185,12 +207,12 @@ class TestParameters:
         kinds = []
         for _ in range(2):
             getting.parameters("actor@0", [0, 1], emptied(NETWORK))
-        kinds.append([want["type"] for want in workers.connections[0].asked])
+        kinds.append([what for rank, what, _ in workers.calls if rank == 0])
         getting.forget()
         getting.parameters("actor@0", [0, 1], emptied(NETWORK))
-        kinds.append([want["type"] for want in workers.connections[0].asked])
-        assert kinds[0] == ["WantLayout", "WantParts", "WantParts"]
-        assert kinds[1] == [*kinds[0], "WantLayout", "WantParts"]
+        kinds.append([what for rank, what, _ in workers.calls if rank == 0])
+        assert kinds[0] == ["layout", "parts", "parts"]
+        assert kinds[1] == [*kinds[0], "layout", "parts"]
 
     def test_they_are_as_they_are_now(self) -> None:
         weight = torch.zeros(3)
