@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
-from unirun.cli.run import endpoint
+from unirun.cli.run import endpoint, node_name
 from unirun.cli.stored import find_here, find_job, only_one, opened, refuse_elsewhere
 from unirun.errors import JobError, RendezvousError, StoreError, UsageError, WireError
 from unirun.failover.nodes import RETRY_REMEDY, has_left
@@ -19,7 +18,6 @@ from unirun.observe.status import ENDED, read_summary
 from unirun.rendezvous.election import job_prefix, leader_of
 from unirun.rendezvous.masters import call_master
 from unirun.rendezvous.store.url import store_url
-from unirun.spec.read import is_run_id
 from unirun.wire.address import TcpAddress
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import load_credentials
@@ -56,13 +54,8 @@ def join(options: Any) -> int:
             record_hosts(job, joined)
         say(f"{', '.join(host.name for host in joined)} joined")
         return 0
-    name = options.node_name or socket.gethostname()
-    if not is_run_id(name):
-        raise UsageError(
-            f"--node-name {name!r:.80} is no name of a node", "use letters, digits, '.', '-' and '_'"
-        )
     meeting = Meeting(
-        *(name, address.addr, address.port, token, AGENT_JOIN_TIMEOUT),
+        *(node_name(options.node_name), address.addr, address.port, token, AGENT_JOIN_TIMEOUT),
         interface=options.interface or "",
         insecure=insecure,
     )

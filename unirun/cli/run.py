@@ -227,11 +227,7 @@ def meeting_of(options: Mapping[str, Any], spec: JobSpec, count: NodeCount) -> M
         raise UsageError(f"--rdzv-backend {backend}: only static and c10d apply", "leave it out")
     rank = _node_rank(options, count[1])
     conf = dict(item.partition("=")[::2] for item in rendezvous_settings(options)[0])
-    name = options.get("node_name", socket.gethostname())
-    if not is_run_id(name):
-        raise UsageError(
-            f"--node-name {name!r:.80} is no name of a node", "use letters, digits, '.', '-' and '_'"
-        )
+    name = node_name(options.get("node_name"))
     head = rank == 0 if rank >= 0 else is_here(host)
     secret = shared_secret(options.get("token_file"), make=head, timeout=spec.join_timeout)
     return Meeting(
@@ -245,6 +241,16 @@ def meeting_of(options: Mapping[str, Any], spec: JobSpec, count: NodeCount) -> M
         interface=options.get("interface") or _bare(options.get("local_addr", "")),
         insecure=bool(options.get("insecure")),
     )
+
+
+def node_name(given: str | None) -> str:
+    """The name of this host as a node, which may be `given` by the user. Raises `UsageError`."""
+    name = socket.gethostname() if given is None else given
+    if not is_run_id(name):
+        raise UsageError(
+            f"--node-name {name!r:.80} is no name of a node", "use letters, digits, '.', '-' and '_'"
+        )
+    return name
 
 
 def step_meeting(options: Mapping[str, Any], spec: JobSpec, step: SlurmAllocation) -> Meeting:

@@ -55,8 +55,11 @@ def run(
     if verbose or leaves_behind():
         _look_for_warm(planned.spec, verbose)
     running = launch(planned, store=store, detach=detach, stdin=stdin)
-    if detach:
-        return leave(running)
+    return leave(running) if detach else stay(running, quiet=quiet)
+
+
+def stay(running: RunningJob, *, quiet: bool) -> int:
+    """Follow a job that this process has started, or takes part in, to its end. Returns its exit code."""
     # Imported while agents and master start.
     from unirun.launcher.foreground.session import follow
 

@@ -20,13 +20,12 @@ from msgspec.structs import replace
 from unirun.collocation import Inventory
 from unirun.errors import AuthError, JobError, RendezvousError, WireError
 from unirun.failover.offers import AgentTask
-from unirun.launcher.foreground.terminal import drop_input, warn
+from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.hosts.lobby import Lobby, early_agent, offer, take_part
 from unirun.launcher.interfaces import choose, is_own, resolve, route_to
-from unirun.launcher.launch import Head, launch, leave
-from unirun.launcher.local import RunningJob
+from unirun.launcher.launch import Head, launch, leave, stay
 from unirun.launcher.planned import PlannedJob
-from unirun.launcher.process import adopt_orphans, spare_descriptors
+from unirun.launcher.process import adopt_orphans
 from unirun.observe.jobdir import unirun_home
 from unirun.observe.ownership import make_private
 from unirun.rendezvous.creation import new_uid, store_for
@@ -112,9 +111,7 @@ def run_head(
         except BaseException as error:
             runner.run(lobby.part(Dismissed(f"the job was not started: {error}")))
             raise
-    if detach:
-        return leave(running)
-    return _follow(replace(running, node=meeting.node), quiet=quiet)
+    return leave(running) if detach else stay(replace(running, node=meeting.node), quiet=quiet)
 
 
 def run_member(meeting: Meeting, spec: JobSpec | None, *, quiet: bool, detach: bool = False) -> int:
@@ -139,7 +136,7 @@ def run_member(meeting: Meeting, spec: JobSpec | None, *, quiet: bool, detach: b
     if detach:
         return 0
     adopt_orphans()
-    return _follow(running, quiet=quiet)
+    return stay(running, quiet=quiet)
 
 
 async def _gather(lobby: Lobby, meeting: Meeting, listener: socket.socket, credentials: Credentials) -> None:
@@ -173,15 +170,6 @@ def _reach_head(meeting: Meeting, credentials: Credentials) -> BlockingStream:
             told = True
             warn(f"waiting for the head at {meeting.host}:{meeting.port}")
         time.sleep(HEAD_INTERVAL)
-
-
-def _follow(running: RunningJob, *, quiet: bool) -> int:
-    # Imported while agents and master start.
-    from unirun.launcher.foreground.session import follow
-
-    drop_input()
-    spare_descriptors()
-    return follow(running, quiet=quiet)
 
 
 def is_here(host: str) -> bool:
