@@ -167,10 +167,10 @@ class JobElsewhere(JobError):
 
 
 class PlacementError(UnirunError):
-    """The ranks of `role` do not fit: it needs `needed` slots, and `available` are free.
+    """The ranks of `role` do not fit: it needs room for `needed` of them, and there is room for `available`.
 
-    With the `constraint` ``cpus`` or ``memory`` these are processors, or bytes, of a node; others say what prevents
-    the placement. `nearest` lists changes that each make the job fit, the smallest first. `faults` has all faults; the
+    The `constraint` says what prevents the placement: ``slots``, ``cpus``, ``memory``, another resource, or in words
+    what the job asks for. `nearest` lists changes that each make the job fit, the smallest first. `faults` has all faults; the
     other fields describe the first.
     """
 

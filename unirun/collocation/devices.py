@@ -271,13 +271,13 @@ class TorchrunDevices(Value):
     def request(self, request: PlacementRequest) -> PlacementRequest:
         """`request` with devices only where ranks get one each, else with CPU slots, of which any number may be used.
 
-        All ranks of a role are on the node, so they are one cell, however many they are.
+        All ranks of a role are on the node, so they are one cell, however many they are, unless fewer could be told.
         """
         roles = tuple(
             replace(
                 role,
                 device=role.device if self.mode is Mode.MASKED or role.device is None else CPU,
-                per_node=role.per_node or (None if role.device is None else role.count),
+                per_node=role.per_node or (None if role.device is None or role.needs else role.count),
             )
             for role in request.roles
         )

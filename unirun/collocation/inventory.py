@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fractions import Fraction
 from functools import cached_property
+from typing import Literal
 
 from msgspec import field
 from msgspec.structs import replace
@@ -57,7 +58,8 @@ class Node(Value):
 
     `memory` and `hugepages` are in bytes, 0 when not known: what the job may use, and what is set aside for huge
     pages. `numa` are its NUMA nodes in the order of their numbers; empty when it has but one, or does not say.
-    `component` is the component of a heterogeneous Slurm job that it belongs to; 0 in other jobs.
+    `component` is the component of a heterogeneous Slurm job that it belongs to; 0 in other jobs. `resources` are
+    amounts of other things that ranks may need of it, by name.
     """
 
     name: str
@@ -67,6 +69,13 @@ class Node(Value):
     hugepages: int = 0
     numa: tuple[NumaNode, ...] = ()
     component: int = 0
+    resources: Mapping[str, int] = field(default_factory=dict)
+
+    def offer(self, resource: str) -> int | None:
+        """The processors, bytes of memory, or amount of another resource that ranks may need; None when not known."""
+        if resource == "memory":
+            return self.memory or None
+        return len(self.cpus) if resource == "cpus" else self.resources.get(resource, 0)
 
 
 class Inventory(Value, dict=True, gc=True):
@@ -244,7 +253,8 @@ class RoleRequest(Value):
     on one node; a fraction is a share of one slot. A role with `device` None needs no slot, only a node. `per_node` is
     how many ranks a node holds that holds any. `per_group` cuts the ranks into groups of that many consecutive ones,
     each on one node. `devices` are the only ones, by index, that the role may have on any node. With `component`, all
-    its nodes are of that one.
+    its nodes are of that one. `needs` are what a rank needs of its node besides slots: `cpus` (a number, or "all" of
+    the node), bytes of `memory`, and other resources by their names.
     """
 
     name: str
@@ -256,6 +266,7 @@ class RoleRequest(Value):
     per_group: int | None = None
     devices: tuple[str, ...] | None = None
     component: int | None = None
+    needs: Mapping[str, int | Literal["all"]] = field(default_factory=dict)
 
 
 class Ties(Value):

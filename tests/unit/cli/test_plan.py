@@ -208,4 +208,4 @@ def test_processors_and_memory_that_ranks_need_are_in_the_plan(
     roles = json.loads(capsys.readouterr().out)["spec"]["roles"]
     assert [(role["cpus"], role["memory"]) for role in roles] == [(None, None), (8, 64 * 10**9)]
     assert plan("--inventory", "fake:cpus=7", "--config", "job.yaml") == 3
-    assert "engine needs 8 cpus of node0" in capsys.readouterr().err
+    assert "8 cpus (engine 1 × 8) are needed, 7 are there" in capsys.readouterr().err

@@ -137,6 +137,7 @@ def check(request: PlacementRequest, placement: Placement, allowed: Sequence[Nod
     assert all(total <= 1 for total in used.values()), "a slot is over-committed"
     where = nodes_of(request, placement)
     assert not list(node_faults(request, where))
+    assert all(has_what_ranks_need(request, node, where) for node in allowed)
     numa = {(d.index, node.name): max(d.numa, 0) for node in nodes.values() for d in node.devices}
     for node in nodes:
         cpu = {role.name for role in request.roles if role.device == "cpu"}
@@ -146,6 +147,17 @@ def check(request: PlacementRequest, placement: Placement, allowed: Sequence[Nod
             if a.node == node
         }
         assert not list(slot_faults(request, here, node, numa))
+
+
+def has_what_ranks_need(request: PlacementRequest, node: Node, where: Nodes) -> bool:
+    """Return True if the processors, the memory and all else that ranks need of `node` are no more than it has."""
+    needed: dict[str, int] = defaultdict(int)
+    for role in request.roles:
+        for name, need in role.needs.items():
+            each = len(node.cpus) if need == "all" else need
+            needed[name] += each * where[role.name].count(node.name)
+    offers = {"cpus": len(node.cpus), "memory": node.memory or needed["memory"], **node.resources}
+    return all(number <= offers.get(name, 0) for name, number in needed.items())
 
 
 def node_faults(request: PlacementRequest, where: Nodes) -> Iterator[str]:
@@ -226,7 +238,10 @@ def all_nodes(request: PlacementRequest, counts: Mapping[str, int], inventory: I
         where = {role.name: nodes_ for role, nodes_ in zip(request.roles, chosen, strict=True)}
         if any(node_faults(request, where)):
             continue
-        if all(_has_slots(request, node, where, known) for node in nodes):
+        if all(
+            has_what_ranks_need(request, node, where) and _has_slots(request, node, where, known)
+            for node in nodes
+        ):
             yield where
 
 
@@ -295,6 +310,8 @@ def may_stay(
             name: tuple(places[name, rank] for rank in range(len(before.of_role(name)))) for name in roles
         }
         if any(node_faults(request, where)):
+            continue
+        if not all(has_what_ranks_need(request, node, where) for node in targets):
             continue
         if all(
             _seat(

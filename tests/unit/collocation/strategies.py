@@ -23,7 +23,28 @@ def inventories(draw: st.DrawFn, most: int = 3) -> Inventory:
         numas=draw(st.sampled_from([1, 2])),
         nvlink=draw(st.sampled_from([None, None, lambda i, _: i // 2, lambda i, n: i % (n // 2 or 1)])),
     )
-    return Inventory(tuple(replace(node, component=component_of(node.name)) for node in found.nodes))
+    nodes = []
+    for node in found.nodes:
+        changes: dict[str, object] = {"component": component_of(node.name)}
+        if draw(st.integers(0, 2)) == 0:
+            changes |= {
+                "memory": draw(st.sampled_from([0, 40, 70])),
+                "cpus": tuple(range(draw(st.integers(1, 8)))),
+            }
+        changes["resources"] = {"license": draw(st.integers(0, 3))} if draw(st.booleans()) else {}
+        nodes.append(replace(node, **changes))
+    return Inventory(tuple(nodes))
+
+
+NEEDS = (
+    {"cpus": 2},
+    {"cpus": 5, "memory": 20},
+    {"cpus": "all"},
+    {"memory": 30},
+    {"license": 1},
+    {"license": 2, "cpus": 1},
+)
+"""Besides slots; no node has licenses that is not given some."""
 
 
 @st.composite
@@ -44,6 +65,7 @@ def requests(draw: st.DrawFn, elastic: bool = False, most: int = 4) -> Placement
         ("per_group", (2,)),
         ("devices", (("0",), ("0", "1"), ("1", "3"))),
         ("component", (0, 0, 1)),
+        ("needs", NEEDS),
     ):
         for at, role in enumerate(request.roles):
             if draw(st.integers(0, 5)) == 0:

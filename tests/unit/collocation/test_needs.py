@@ -37,59 +37,60 @@ def test_what_a_node_has_may_be_used_to_the_last() -> None:
     assert {each.cpus for each in placement.assignments} == {None}, "nobody is bound"
 
 
-def test_too_few_processors_are_told_with_role_node_and_what_fits() -> None:
+def test_too_few_processors_are_told_with_roles_and_what_fits() -> None:
     error = refused(job(role("actor", 2, cpus=2), service("engine", 1, cpus=5)), "cpus=8")
     assert error.problem == (
-        "actor and engine need 9 cpus of node0 (actor 2 × 2 cpus, engine 1 × 5 cpus), and it has 8 cpus"
+        "actor needs room for 2 ranks and there is room for 1 besides the other roles "
+        "(9 cpus (actor 2 × 2, engine 1 × 5) are needed, 8 are there, 1 node)"
     )
-    assert error.remedy == "engine cpus 4 fits"
-    assert (error.role, error.needed, error.available, error.constraint) == ("engine", 9, 8, "cpus")
+    assert error.nearest == ("actor=1", "actor cpus 1", "engine cpus 4", "adding 1 node")
+    assert (error.role, error.needed, error.available, error.constraint) == ("actor", 2, 1, "cpus")
 
 
 def test_too_little_memory_is_told_with_what_fits() -> None:
     error = refused(job(service("engine", 3, memory=30 * GB)), "memory=80GB")
     assert error.problem == (
-        "engine needs 90.0 GB of memory of node0 (engine 3 × 30.0 GB), and it has 80.0 GB"
+        "engine needs room for 3 ranks and there is room for 2 "
+        "(90.0 GB of memory (engine 3 × 30.0 GB) are needed, 80.0 GB are there, 1 node)"
     )
-    assert error.remedy == "engine memory 26GB fits, or engine=2"
+    assert error.remedy == "engine=2 fits, or engine memory 26GB, or adding 1 node"
     error = refused(job(service("engine", 1, memory=80 * GB + 1)), "memory=80GB")
-    assert "needs 80000000001 B of memory" in error.problem
-    assert "it has 80000000000 B" in error.problem
+    assert "80000000001 B of memory (engine 1 × 80.0 GB) are needed, 80000000000 B are there" in error.problem
 
 
 def test_all_processors_are_those_of_the_node_and_for_one_rank_only() -> None:
     alone = service("engine", 1, cpus="all")
     place(job(alone), hosts("cpus=3"))
-    assert refused(job(replace(alone, count=2)), "cpus=3").needed == 6
-    assert refused(job(alone, service("proxy", 1, cpus=1)), "cpus=3").remedy == "engine cpus 2 fits"
-    place(job(replace(alone, count=2, per_node=1)), hosts("nodes=2,cpus=3"))
+    assert refused(job(replace(alone, count=2)), "cpus=3").nearest == (
+        "engine=1",
+        "engine cpus 1",
+        "adding 1 node",
+    )
+    assert refused(job(alone, service("proxy", 1, cpus=1)), "cpus=3").nearest[0] == "engine cpus 2"
+    _, placement = place(job(replace(alone, count=2)), hosts("nodes=2,cpus=3"))
+    assert placement.nodes == ("node0", "node1")
 
 
 def test_a_trainer_has_needs_as_others() -> None:
     error = refused(job(role("actor", 1, cpus=2), replace(TRAINER, cpus=3)), "cpus=4")
-    assert (error.role, error.needed, error.available) == ("trainer", 5, 4)
+    assert error.nearest == ("actor cpus 1", "trainer cpus 2", "adding 1 node")
 
 
-def test_ranks_on_more_nodes_are_offered_where_there_are_some() -> None:
+def test_ranks_are_on_more_nodes_where_one_has_too_little() -> None:
     engines = service("engine", 4, cpus=6)
-    error = refused(job(engines), "nodes=4,cpus=12")
-    assert error.nearest == ("engine per_node 2", "engine per_node 1", "engine cpus 3", "engine=2")
-    place(job(replace(engines, per_node=2)), hosts("nodes=4,cpus=12"))
-    apart = refused(job(role("actor", 2, cpus=6), service("judge", 1, cpus=8)), "nodes=2,cpus=12,devices=2")
-    assert apart.nearest[0] == "separating actor and judge"
-
-
-def test_nothing_is_offered_that_does_not_fit() -> None:
-    error = refused(job(*(service(f"s{number}", 1, cpus=1) for number in range(5))), "cpus=4")
-    assert (error.nearest, error.remedy) == ((), "use larger nodes")
+    _, placement = place(job(engines), hosts("nodes=4,cpus=12"))
+    assert [each.node for each in placement.assignments] == ["node0", "node0", "node1", "node1"]
+    spec = job(role("actor", 2, cpus=6), service("judge", 1, cpus=8))
+    _, placement = place(spec, hosts("nodes=2,cpus=12,devices=2"))
+    assert [each.node for each in placement.assignments] == ["node0", "node0", "node1"]
 
 
 def test_of_many_roles_those_that_need_most_are_told() -> None:
     services = [service(f"s{number}", 1, cpus=1 + number // 95) for number in range(100)]
     error = refused(job(*services), "cpus=64")
-    assert error.problem == (
-        "100 roles need 105 cpus of node0 (s0 1 × 1 cpu, s95 1 × 2 cpus, s96 1 × 2 cpus, s97 1 × 2 cpus, "
-        "s98 1 × 2 cpus, s99 1 × 2 cpus, 94 more roles), and it has 64 cpus"
+    assert (
+        "105 cpus (s0 1 × 1, s95 1 × 2, s96 1 × 2, s97 1 × 2, s98 1 × 2, s99 1 × 2, 94 more roles) are needed"
+        in (error.problem)
     )
 
 
@@ -98,14 +99,15 @@ def test_memory_that_is_not_known_is_enough() -> None:
 
 
 def test_a_node_that_is_lost_leaves_its_ranks_to_nodes_that_have_what_they_need() -> None:
-    spec = job(role("actor", 2, per_node=1, cpus=6, device="cuda"))
+    spec = job(role("actor", 2, cpus=6, device="cuda"))
     inventory = hosts("nodes=3,cpus=8,devices=2")
     spec, before = place(spec, inventory)
     _, after = place_again(spec, inventory, before, ["node0"])
     assert {each.node for each in after.assignments} == {"node1", "node2"}
-    loose = replace(spec, roles=(replace(spec.roles[0], per_node=None),))
-    with pytest.raises(PlacementError, match="actor needs 12 cpus of node1"):
-        place_again(loose, inventory, before, ["node0", "node2"])
+    with pytest.raises(
+        PlacementError, match=r"there is room for 1 \(2 cuda slots .* 12 cpus \(actor 2 × 6\)"
+    ):
+        place_again(spec, inventory, before, ["node0", "node2"])
 
 
 @pytest.mark.parametrize(
@@ -142,9 +144,9 @@ def test_no_node_ever_has_more_than_it_can_give_and_each_offer_fits(
         spec, placement = place(spec, inventory)
     except PlacementError as error:
         event(f"short of {error.constraint if error.constraint in ('cpus', 'memory') else 'slots'}")
-        if error.constraint in ("cpus", "memory"):
-            assert error.needed > error.available
-            for offer in error.nearest:
+        assert 0 <= error.available < error.needed
+        for offer in error.nearest:
+            if not {*offer.split()} & {"adding", "without", "slots", "per_node"}:
                 place(changed(spec, offer), inventory)
         return
     event("fits")
@@ -156,16 +158,12 @@ def test_no_node_ever_has_more_than_it_can_give_and_each_offer_fits(
 
 def changed(spec: JobSpec, offer: str) -> JobSpec:
     """The job as an offer, which a user reads, says."""
-    for part in offer.replace(" with ", " and ").replace("separating ", "separating:").split(" and "):
-        if part.startswith("separating:"):
-            one = part.removeprefix("separating:")
-            continue
-        name, _, rest = part.partition(" ")
-        if not rest and "=" not in name:
-            spec = replace(spec, separations=(*spec.separations, (one, name)))
-            continue
-        name, key, value = (*name.split("=", 1), "") if "=" in name else (name, *rest.split())
-        changes: dict[str, Any] = {"count": int(key)} if not value else {key: parse_size(value)}
-        roles = tuple(replace(each, **changes) if each.name == name else each for each in spec.roles)
+    for part in offer.replace(",", " and").split(" and "):
+        name, _, rest = part.strip().partition(" ")
+        key, value = rest.split() if rest else ("count", name.partition("=")[2])
+        name = name.partition("=")[0]
+        roles = tuple(
+            replace(each, **{key: parse_size(value)}) if each.name == name else each for each in spec.roles
+        )
         spec = replace(spec, roles=roles)
     return spec

@@ -115,7 +115,7 @@ def test_all_shortages_that_do_not_depend_on_each_other() -> None:
     found = error(PlacementRequest((gpu("actor", 4, devices=("0",)), gpu("rollout", 9))), hosts(4, 4))
     assert [fault.where for fault in found.faults] == ["actor", "rollout"]
     assert "alone rollout=8 fits" in str(found)
-    assert found.nearest == ("actor=2, rollout=5 and any device for actor", "adding 2 nodes")
+    assert found.nearest == ("actor=2, rollout=6", "adding 2 nodes")
 
 
 def test_a_type_of_device_that_no_node_has() -> None:
@@ -324,7 +324,7 @@ HALF, THIRD = Fraction(1, 2), Fraction(1, 3)
             "nodes=10",
             PlacementRequest((gpu("actor", 90), gpu("rollout", 80, per_group=16))),
             "slots",
-            "actor=40, rollout=40 and rollout per_group 8",
+            "actor=48, rollout=32 and rollout per_group 8",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -350,7 +350,20 @@ def test_several_constraints_that_stand_in_the_way_together() -> None:
     request = PlacementRequest(large(a=2, b=2, c=2), apart=(("a", "b"), ("b", "c")), isolated=(("a", "c"),))
     found = check_offers(request, hosts(8))
     assert found.constraint == "apart a and b, apart b and c, isolated a and c"
-    assert found.nearest[0].endswith("without isolating a and c")
+    assert found.nearest[0] == (
+        "without isolating a and c, without separating a and b and without separating b and c"
+    )
+
+
+def test_resources_that_no_node_has_are_told() -> None:
+    request = PlacementRequest((gpu("actor", 2, needs={"license": 2, "cpus": 20}), gpu("rollout", 2)))
+    found = check_offers(request, hosts(4, 4))
+    assert str(found).startswith(
+        "actor needs room for 2 ranks and there is room for 0 besides the other roles (4 cuda slots are needed, "
+        "8 are there, 40 cpus (actor 2 × 20) are needed, 32 are there, "
+        "4 license (actor 2 × 2) are needed, 0 are there, 2 nodes with 4 each); "
+    )
+    assert found.nearest == ("without license of actor and actor cpus 16",)
 
 
 def test_what_kind_of_node_is_missing_where_they_differ() -> None:

@@ -98,9 +98,9 @@ def test_reinforcement_learning_on_whole_nodes_with_all_strategies() -> None:
         apart=(("prefill", "decode"),),
     )
     assert drawn(request, nodes) == [
-        "n0 a0r0 a1r1 a2r2 a3r3 | d0 d1 d2 d3",
-        "n1 a4r4 a5r5 c0 c1 | R0 R1 p0 p1",
-        "n2 a6r6 a7r7 c2 c3 | R2 R3 p2 p3",
+        "n0 a0r0 a1r1 a2r2 a3r3 | p0 p1 p2 p3",
+        "n1 a4r4 a5r5 a6r6 a7r7 | d0 d1 d2 d3",
+        "n2 c0 c1 c2 c3 | R0 R1 R2 R3",
     ]
     heavy = replace(
         request,
@@ -175,7 +175,7 @@ def test_roles_without_device_are_where_they_talk_most() -> None:
 
 def test_elastic_roles_share_what_there_is() -> None:
     request = PlacementRequest((gpu("actor", 8, 1), gpu("rollout", 8, 1), REWARD))
-    assert drawn(request, hosts(4, 4)) == ["n0 a0 a1 R0 R1", "n1 a2 r0 r1 r2"]
+    assert drawn(request, hosts(4, 4)) == ["n0 a0 a1 a2 r0", "n1 r1 r2 R0 R1"]
 
 
 def test_spares_are_the_last_nodes_and_tainted_ones_are_not_used() -> None:

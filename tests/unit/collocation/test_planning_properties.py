@@ -90,6 +90,23 @@ def test_what_can_be_placed_is_placed_and_hardly_anything_crosses_nodes(
         assert placement.crossing <= 1.2 * min(ways) + 1e-9
 
 
+@slow
+@given(requests(), inventories(most=4))
+def test_rules_place_what_can_be_placed_and_little_more_than_must_crosses_nodes(
+    request: PlacementRequest, inventory: Inventory
+) -> None:
+    """Cells are tried by a few rules when there are too many to try all, which is pretended here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("unirun.collocation.planning.solve.WORK", 0)
+        placement = planned(request, inventory)
+    counts = {role.name: role.count for role in request.roles}
+    ways = [crossing(request, where) for where in all_nodes(request, counts, inventory)]
+    assert (placement is not None) == bool(ways)
+    if placement is not None:
+        event("the best" if placement.crossing <= min(ways) + 1e-9 else "not the best")
+        assert placement.crossing - min(ways) <= 0.5 * sum(request.ties.weights.values()) + 1e-9
+
+
 @st.composite
 def tied(draw: st.DrawFn) -> tuple[PlacementRequest, Inventory]:
     """Roles of which some wait for each other, with so little between them that often only this can decide."""

@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice, product
+from operator import gt
 from typing import NamedTuple
 
 from unirun.collocation.inventory import CPU
-from unirun.collocation.planning.problem import Cells, Distances, NodeKind, Problem
+from unirun.collocation.planning.problem import Cells, Distances, NodeKind, Problem, total
 
 RANK, GROUP, ROLE = range(3)
 """The preferences, by the number of their limit."""
@@ -43,7 +44,6 @@ class Packer:
         self.problem = problem
         self._stacks = problem.stacks
         self._home = [number for number, bundle in enumerate(problem.bundles) for _ in bundle.stacks]
-        self._demands = [bundle.demand() for bundle in problem.bundles]
         self._countable = problem.countable
         self._known: dict[tuple[NodeKind, Cells], bool] = {}
         self._first: dict[object, NodeKind] = {}
@@ -67,11 +67,7 @@ class Packer:
             elsewhere = own.component not in (None, kind.component)
             if elsewhere or (own.single and there[bundle] > 1) or self.problem.apart[bundle] & present:
                 return False
-        need: Counter[str] = Counter()
-        for number, demand in zip(cells, self._demands, strict=True):
-            for type, units in demand.items():
-                need[type] += number * units
-        if any(units > kind.free[type] for type, units in need.items()):
+        if any(map(gt, total(cells, kind.needs), kind.offer)):
             return False
         return self._countable or search_any(self.problem, kind, self._ranks(cells)) is not None
 

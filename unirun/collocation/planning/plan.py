@@ -1,12 +1,15 @@
-"""`plan`: a placement from a request and an inventory. `replan`: the same after nodes were lost."""
+"""`plan`: a placement from a request and an inventory. `replan`: the same with the ranks of a placement as pins.
+
+In both, cells that have a home stay there, and the search finds nodes for the others; at first, none has a home.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
-from itertools import repeat
-from operator import attrgetter
+from itertools import chain, repeat
+from operator import add, attrgetter, le, sub
 from typing import NamedTuple, TypeVar, cast
 
 from msgspec.structs import replace
@@ -34,8 +37,9 @@ from unirun.collocation.planning.problem import (
     names_of,
     problem_of,
     some,
+    total,
 )
-from unirun.collocation.planning.solve import distribute, most_cells, processes, solve
+from unirun.collocation.planning.solve import Search, most_cells, processes
 
 # Roles that may be on any node: they need no slot, and no constraint and no edge names them.
 #
@@ -51,19 +55,14 @@ def searched(request: PlacementRequest) -> PlacementRequest:
 
     def bound(role: RoleRequest) -> bool:
         needs = (role.device, role.devices, role.per_node, role.component)
-        return role.name in named or any(need is not None for need in needs)
+        return role.name in named or bool(role.needs) or any(need is not None for need in needs)
 
     roles = tuple(role for role in request.roles if bound(role))
     return request if len(roles) == len(request.roles) else replace(request, roles=roles)
 
 
-def none_in_use(request: PlacementRequest, usable: Sequence[str]) -> Placement:
-    """The placement of a request without roles: only spares, the last of the nodes."""
-    return Placement((), "", tuple(usable[max(len(usable) - request.spares, 0) :]))
-
-
 def with_the_others(
-    request: PlacementRequest, placement: Placement, usable: Sequence[str], previous: Placement | None = None
+    request: PlacementRequest, placement: Placement, usable: Sequence[str], previous: Placement | None
 ) -> Placement | None:
     """`placement`, of the roles that were `searched`, with the ranks of all other roles of `request`.
 
@@ -73,11 +72,10 @@ def with_the_others(
     others = [role for role in request.roles if role.name not in known]
     if not others:
         return placement
-    idle = [name for name in usable if name not in placement.spares]
-    if previous is not None:
-        # After a loss, nodes that were held back are there to be used, and before all others.
-        idle = sorted(usable, key=lambda name: name not in previous.spares)
-    home = next(iter(placement.nodes or idle), None)
+    # After a loss, nodes that were held back are there to be used, and before all others.
+    held_back = placement.spares if previous is None else ()
+    idle = sorted(usable, key=lambda name: previous is None or name not in previous.spares)
+    home = next((name for name in (*placement.nodes, *idle) if name not in held_back), None)
     ranks = {role.name: _ranks(role, frozenset(usable), home, previous) for role in others}
     if any(len(ranks[role.name]) < role.least for role in others):
         return None
@@ -116,15 +114,14 @@ Before = Mapping[str, Sequence[tuple[str, ...]]]
 
 
 def seating(
-    packer: Packer, node: Node, kind: NodeKind, cells: Cells, before: Before | None = None
+    packer: Packer, node: Node, kind: NodeKind, cells: Cells, before: Before
 ) -> dict[str, list[Assignment]]:
     """By role, the assignments of the ranks of `cells` on `node`, which is of `kind`, in slot order, from rank 0."""
     names = names_of(node, kind)
     found = {}
     for stack, slots in zip(packer.problem.stacks, packer.pack(kind, cells), strict=True):
         for role in stack.roles if slots else ():
-            there = (before or {}).get(role.name, ())
-            found[role.name] = list(_seats(kind, names, slots, stack, role, there))
+            found[role.name] = list(_seats(kind, names, slots, stack, role, before[role.name]))
     return found
 
 
@@ -159,32 +156,13 @@ def _seats(
         )
 
 
-def assign(
-    packer: Packer, nodes: Sequence[Node], kinds: Sequence[NodeKind], placed: Sequence[Cells]
-) -> dict[str, list[Assignment]]:
-    """By role, the assignments of all ranks, in the order of the nodes."""
-    found: dict[str, list[Assignment]] = {name: [] for name in packer.problem.home}
-    known: dict[tuple[object, ...], dict[str, list[Assignment]]] = {}
-    for node, kind, cells in zip(nodes, kinds, placed, strict=True):
-        if not any(cells):
-            continue
-        key = (kind, cells, *[device.index for device in node.devices])
-        seats_of = known.get(key)
-        if seats_of is None:
-            seats_of = known[key] = seating(packer, node, kind, cells)
-        for role, seats in seats_of.items():
-            ranks = found[role]
-            ranks += [replace(seat, rank=rank, node=node.name) for rank, seat in enumerate(seats, len(ranks))]
-    return found
-
-
 def plan(request: PlacementRequest, inventory: Inventory) -> Placement:
     """Place all ranks of `request` on `inventory`. Deterministic.
 
     Every constraint is kept. The criteria are, in this order: little traffic between nodes; each group of roles that
     wait for each other on few nodes; few nodes in use; the ranks of a role together. Nodes are in the order of the
     inventory, ranks in that of nodes and slots. Small problems (up to `solve.WORK` steps: some ten ranks on some nodes)
-    are solved to the optimum; for larger ones nodes are filled by a few rules, and the best result is taken. Roles that
+    are solved to the optimum; for larger ones cells are tried by a few rules, and the best result is taken. Roles that
     may be `anywhere` do not change where others are.
 
     Raises `PlacementError`, with all faults of the request, or with the constraint that binds and requests that fit.
@@ -198,42 +176,66 @@ def plan(request: PlacementRequest, inventory: Inventory) -> Placement:
     return placement
 
 
+def replan(
+    request: PlacementRequest, inventory: Inventory, previous: Placement, lost: frozenset[str]
+) -> Placement:
+    """`previous`, a placement of this `request`, without the nodes `lost`.
+
+    Ranks of lost or tainted nodes, and on devices that are gone, move: to the spares if these have room for all, else
+    to whatever is free. The others keep their nodes and slots unless there is no other way; then sets of survivors with
+    the fewest ranks move, as far as such sets can be tried (`RELEASES`), else all of one node, of two, of four, and so
+    on. Ranks that have to be on one node move together. An elastic role shrinks before a survivor moves; then the
+    survivors with the highest ranks take the missing numbers, and stay where they are. A survivor keeps its local rank
+    and mask when others join it. Roles that may be `anywhere` go to nodes that are in use. Raises `PlacementError` as
+    `plan` does.
+    """
+    placement = find(request, inventory, previous, lost)
+    if placement is None:
+        from unirun.collocation.planning.offers import does_not_fit
+
+        left = tuple(node for node in inventory.nodes if node.name not in lost)
+        raise does_not_fit(replace(short_of(request), spares=0), Inventory(left))
+    return placement
+
+
 def short_of(request: PlacementRequest) -> PlacementRequest:
     """The part of `request`, which does not fit, that is the reason: roles that may be anywhere need but a node."""
     rest = searched(request)
     return rest if any(role.least for role in rest.roles) else request
 
 
-def find(request: PlacementRequest, inventory: Inventory) -> Placement | None:
-    """The placement of `plan`, or None when nothing fits, without the search for an explanation, which takes longer."""
-    sound = [node for node in inventory.nodes if node.name not in request.tainted]
+def find(
+    request: PlacementRequest,
+    inventory: Inventory,
+    previous: Placement | None = None,
+    lost: frozenset[str] = frozenset(),
+) -> Placement | None:
+    """The placement of `plan`, or of `replan`; None when nothing fits, without the search for an explanation."""
+    sound = [node for node in inventory.nodes if node.name not in lost and node.name not in request.tainted]
     rest = searched(request)
     names = [node.name for node in sound]
-    placement = _searched(rest, sound) if rest.roles else none_in_use(rest, names)
-    return None if placement is None else with_the_others(request, placement, names)
+    nothing = Placement((), "", tuple(names[max(len(names) - request.spares, 0) :]))
+    placement = _searched(rest, previous, sound) if rest.roles else nothing
+    return None if placement is None else with_the_others(request, placement, names, previous)
 
 
-def _searched(request: PlacementRequest, sound: Sequence[Node]) -> Placement | None:
-    """The placement of roles that have needs, on nodes of which the last are the spares."""
+def _searched(
+    request: PlacementRequest, previous: Placement | None, sound: Sequence[Node]
+) -> Placement | None:
+    """The placement of roles that have needs on `sound` nodes; None when they do not fit."""
     problem = problem_of(request)
     packer = Packer(problem)
-    use = max(len(sound) - request.spares, 0)
-    nodes, spares = sound[:use], tuple(node.name for node in sound[use:])
-    solution = solve(packer, nodes)
-    if solution is None:
-        return None
-    kinds, placed = solution
-    by_role = assign(packer, nodes, kinds, placed)
-    there = Counter(cells for cells in placed if any(cells))
-    lost = crossing(request, problem, there)
-    return Placement(in_order(request, by_role), note(request, problem, there, spares, lost), spares, lost)
-
-
-def in_order(
-    request: PlacementRequest, by_role: Mapping[str, Sequence[Assignment]]
-) -> tuple[Assignment, ...]:
-    """All assignments, roles in the order of the request."""
-    return tuple([a for role in request.roles for a in by_role[role.name]])
+    pins = _Pins(problem, previous or Placement((), ""), sound)
+    spares = frozenset() if previous is None else frozenset(previous.spares)
+    # At first the last nodes are held back. After a loss they come first, so that they are preferred to equal nodes.
+    nodes = sound[: max(len(sound) - request.spares, 0)] if previous is None else sound
+    nodes = sorted(nodes, key=lambda node: node.name not in spares) if spares else nodes
+    kinds = [Kinds(problem, number) for number in processes(problem, nodes)]
+    for homes in _stays(pins, nodes):
+        moved = _move(packer, kinds, pins, homes, nodes, spares)
+        if moved is not None:
+            return _result(request, packer, pins, moved, sound)
+    return None
 
 
 def crossing(request: PlacementRequest, problem: Problem, there: Mapping[Cells, int]) -> float:
@@ -287,7 +289,7 @@ def _parts(request: PlacementRequest, problem: Problem, there: Mapping[Cells, in
             yield f"{both(names)}, which wait for each other, on {some(nodes, 'node')}"
 
 
-# `replan`: a placement after nodes were lost, in which ranks stay where they are unless they have to move.
+# Pins: ranks of a placement stay where they are unless they have to move.
 #
 # A hundred thousand ranks stay where a few move, so whole columns of them are handled at once.
 
@@ -311,59 +313,15 @@ class Moved(NamedTuple):
     placed: Sequence[Cells]
 
 
-def replan(
-    request: PlacementRequest, inventory: Inventory, previous: Placement, lost: frozenset[str]
-) -> Placement:
-    """`previous`, a placement of this `request`, without the nodes `lost`.
-
-    Ranks of lost or tainted nodes, and on devices that are gone, move: to the spares if these have room for all, else
-    to whatever is free. The others keep their nodes and slots unless there is no other way; then sets of survivors with
-    the fewest ranks move, as far as such sets can be tried (`RELEASES`), else all of one node, of two, of four, and so
-    on. Ranks that have to be on one node move together. An elastic role shrinks before a survivor moves; then the
-    survivors with the highest ranks take the missing numbers, and stay where they are. A survivor keeps its local rank
-    and mask when others join it. Roles that may be `anywhere` go to nodes that are in use. Raises `PlacementError` as
-    `plan` does.
-    """
-    nodes = [node for node in inventory.nodes if node.name not in lost and node.name not in request.tainted]
-    rest = searched(request)
-    names = [node.name for node in nodes]
-    placement = _searched_again(rest, inventory, previous, nodes) if rest.roles else none_in_use(rest, names)
-    whole = None if placement is None else with_the_others(request, placement, names, previous)
-    if whole is not None:
-        return whole
-    left = tuple(node for node in inventory.nodes if node.name not in lost)
-    # Slow to import, and needed only when nothing fits.
-    from unirun.collocation.planning.offers import does_not_fit
-
-    raise does_not_fit(replace(short_of(request), spares=0), Inventory(left))
-
-
-def _searched_again(
-    request: PlacementRequest, inventory: Inventory, previous: Placement, nodes: Sequence[Node]
-) -> Placement | None:
-    """The placement of roles that have needs on those `nodes` that are left; None when they do not fit."""
-    problem = problem_of(request)
-    packer = Packer(problem)
-    survivors = _Survivors(problem, previous, nodes)
-    # Spares first, so that they are preferred to equal nodes.
-    spares = frozenset(previous.spares)
-    nodes = sorted(nodes, key=lambda node: node.name not in spares)
-    kinds = [Kinds(problem, number) for number in processes(problem, nodes)]
-    for homes in _stays(survivors, nodes):
-        moved = _move(packer, kinds, survivors, homes, nodes, spares)
-        if moved is not None:
-            return _result(request, packer, survivors, moved, inventory)
-    return None
-
-
-class _Survivors:
+class _Pins:
     """The cells of `previous` that are whole: all ranks on one of `nodes`, and all their slots still there."""
 
     def __init__(self, problem: Problem, previous: Placement, nodes: Sequence[Node]) -> None:
         self.problem = problem
         self.by_role = {name: previous.of_role(name) for name in problem.home}
         self.names = frozenset(node.name for node in nodes)
-        devices = {node.name: frozenset([device.index for device in node.devices]) for node in nodes}
+        there = nodes if previous.assignments else ()
+        devices = {node.name: frozenset([device.index for device in node.devices]) for node in there}
         # Collocated roles have the same slots, so the first role counts for all.
         gone = {
             (each.role, each.rank)
@@ -401,20 +359,22 @@ class _Survivors:
 
         A node that is too full for any cell of the bundles `wanted` is full, whichever of its slots are free.
         """
+        if all(node is None for cells in homes for node in cells):
+            return kinds.of(nodes)
         counts = [Counter(cells) for cells in homes]
         names = [node.name for node in nodes]
         helds: Iterable[Cells] = zip(*(map(count.get, names, repeat(0)) for count in counts), strict=True)
-        sizes = [(tuple(map(_type, node.devices)), len(node.cpus), node.component) for node in nodes]
+        grains = self.problem.grains
+        sizes = [
+            (tuple(map(_type, node.devices)), len(node.cpus), node.component, *map(node.offer, grains))
+            for node in nodes
+        ]
         pairs = list(zip(sizes, helds, strict=True))
-        demands = [bundle.demand() for bundle in self.problem.bundles]
+        needs = [bundle.needs for bundle in self.problem.bundles]
 
         def is_full(node: Node, held: Cells) -> bool:
-            left = kinds.units(node)
-            for number, demand in zip(held, demands, strict=True):
-                left.subtract({type: number * units for type, units in demand.items()})
-            return not any(
-                all(left[type] >= units for type, units in demands[bundle].items()) for bundle in wanted
-            )
+            left = tuple(map(sub, kinds.offer(node), total(held, needs)))
+            return not any(all(map(le, needs[bundle], left)) for bundle in wanted)
 
         alike = dict(zip(pairs, nodes, strict=True))
         full = {
@@ -456,11 +416,11 @@ class _Survivors:
                 number += 1
 
 
-def _stays(survivors: _Survivors, nodes: Sequence[Node]) -> Iterator[Homes]:
+def _stays(pins: _Pins, nodes: Sequence[Node]) -> Iterator[Homes]:
     """The survivors that may stay, from all to none; the sets of those that move have ever more ranks."""
-    homes = survivors.homes
+    homes = pins.homes
     yield homes
-    bundles = survivors.problem.bundles
+    bundles = pins.problem.bundles
     cells = sorted(
         (bundles[bundle].ranks, bundle, -cell)
         for bundle, column in enumerate(homes)
@@ -489,13 +449,13 @@ def _stays(survivors: _Survivors, nodes: Sequence[Node]) -> Iterator[Homes]:
 def _move(
     packer: Packer,
     kinds: Iterable[Kinds],
-    survivors: _Survivors,
+    pins: _Pins,
     homes: Homes,
     nodes: Sequence[Node],
     spares: frozenset[str],
 ) -> Moved | None:
     """Nodes for the cells without a home, when the others stay at `homes`; None when they do not fit."""
-    problem = survivors.problem
+    problem = pins.problem
     held = tuple(len(cells) - cells.count(None) for cells in homes)
     least, most = (
         tuple(max(bound - there, 0) for bound, there in zip(each, held, strict=True))
@@ -505,76 +465,81 @@ def _move(
     idle = [node for node in nodes if node.name in spares]
     for each in kinds:
         empty = each.of(idle)
-        if least == most and idle and (placed := distribute(packer, empty, least, held)) is not None:
+        if least == most and idle and (placed := Search(packer, empty, least, held).best()) is not None:
             return Moved(homes, idle, empty, placed)
-        there = survivors.left(each, nodes, homes, wanted)
+        there = pins.left(each, nodes, homes, wanted)
         counts = most_cells(packer, there, least, most)
         if counts is None:
             continue
-        if idle and least != most and (placed := distribute(packer, empty, counts, held)) is not None:
+        if idle and least != most and (placed := Search(packer, empty, counts, held).best()) is not None:
             return Moved(homes, idle, empty, placed)
-        placed = distribute(packer, there, counts, held)
+        placed = Search(packer, there, counts, held).best()
         if placed is not None:
             return Moved(homes, nodes, there, placed)
     return None
 
 
 def _result(
-    request: PlacementRequest,
-    packer: Packer,
-    survivors: _Survivors,
-    moved: Moved,
-    inventory: Inventory,
+    request: PlacementRequest, packer: Packer, pins: _Pins, moved: Moved, sound: Sequence[Node]
 ) -> Placement:
+    """The placement in which the cells that are placed have the missing numbers, in the order of the nodes."""
     problem = packer.problem
     by_role: dict[str, list[Assignment | None]] = {}
-    homes: list[list[str | None]] = []
+    missing: dict[str, Iterator[int]] = {}
+    """By role: the ranks that are to be placed."""
     for number, (bundle, cells) in enumerate(zip(problem.bundles, moved.homes, strict=True)):
-        total = len(cells) - cells.count(None) + sum(each[number] for each in moved.placed)
-        taken = _taken_numbers(cells, total)
-        homes.append(_renumbered(cells, 1, total, taken))
+        count = len(cells) - cells.count(None) + sum(each[number] for each in moved.placed)
+        holes = [cell for cell, node in enumerate(cells[:count]) if node is None]
+        # When fewer than before are left, the cells with the highest numbers take those that are missing.
+        over = [cell for cell in range(count, len(cells)) if cells[cell] is not None]
+        for name in bundle.names:
+            size, before = bundle.ranks_of(name), pins.by_role[name]
+            ranks: list[Assignment | None] = [*before[: min(count, len(cells)) * size]]
+            for at, hole in enumerate(holes):
+                for rank in range(hole * size, (hole + 1) * size):
+                    taken = at < len(over)
+                    was = (over[at] - hole) * size + rank if taken else 0
+                    ranks[rank] = replace(before[was], rank=rank) if taken else None
+            by_role[name] = ranks + [None] * (count * size - len(ranks))
+        _close_up(by_role, bundle.names, pins.left_by(bundle, cells))
+        numbers = [*holes[len(over) :], *range(len(cells), count)]
         for name in bundle.names:
             size = bundle.ranks_of(name)
-            ranks: list[Assignment | None] = _renumbered(survivors.by_role[name], size, total, taken)
-            for rank in [number * size + at for number in taken for at in range(size)]:
-                each = ranks[rank]
-                ranks[rank] = None if each is None else replace(each, rank=rank)
-            by_role[name] = ranks
-        _close_up(by_role, bundle.names, survivors.left_by(bundle, cells))
-    _join(packer, moved, by_role, homes)
-    counts = [Counter(cells) for cells in homes]
-    used = list(dict.fromkeys(node for count in counts for node in count))
-    there: Counter[Cells] = Counter(zip(*(map(count.get, used, repeat(0)) for count in counts), strict=True))
-    free = survivors.names.difference(used)
-    idle = [n.name for n in inventory.nodes if n.name in free]
+            missing[name] = iter(
+                [cell * size + at for cell in numbers for at in range(size)] if size > 1 else numbers
+            )
+    counts = [Counter(cells) for cells in moved.homes]
+    names = dict.fromkeys(name for name in chain.from_iterable(counts) if name is not None)
+    used = dict(
+        zip(names, zip(*(map(count.get, names, repeat(0)) for count in counts), strict=True), strict=True)
+    )
+    placed = [each for each in zip(moved.nodes, moved.kinds, moved.placed, strict=True) if any(each[2])]
+    joined = {node.name for node, kind, _ in placed if any(kind.held)}
+    on = {name: _on(joined, ranks) for name, ranks in by_role.items()}
+    seats: dict[str, list[Assignment]] = {name: [] for name in by_role}
+    known: dict[tuple[object, ...], tuple[Cells, dict[str, list[Assignment]]]] = {}
+    for host, kind, own in placed:
+        # Nodes that are alike get the same seats.
+        key = (kind, own, host.name in joined and host.name, *[device.index for device in host.devices])
+        if key not in known:
+            there = {name: [each.own for each in ranks.get(host.name, ())] for name, ranks in on.items()}
+            known[key] = tuple(map(add, kind.held, own)), seating(packer, host, kind, own, there)
+        used[host.name], alike = known[key]
+        for name, each in alike.items():
+            turn = zip(each, missing[name], strict=False)
+            seats[name] += [replace(seat, rank=rank, node=host.name) for seat, rank in turn]
+    for name, new in seats.items():
+        found = by_role[name]
+        for seat in new:
+            found[seat.rank] = seat
+    nodes = Counter(used.values())
+    idle = [node.name for node in sound if node.name not in used]
     spares = tuple(idle[max(len(idle) - request.spares, 0) :])
-    lost = crossing(request, problem, there)
+    lost = crossing(request, problem, nodes)
     # All ranks are placed now.
     full = cast(dict[str, list[Assignment]], by_role)
-    return Placement(in_order(request, full), note(request, problem, there, spares, lost), spares, lost)
-
-
-def _taken_numbers(homes: Sequence[str | None], total: int) -> dict[int, int | None]:
-    """By number, the cell that takes it, or None for a new cell; numbers that stay with their cell are not in it.
-
-    When fewer than before are left, the cells with the highest numbers take those that are missing.
-    """
-    missing = [cell for cell, node in enumerate(homes[:total]) if node is None]
-    missing += range(len(homes), total)
-    over = [cell for cell in range(total, len(homes)) if homes[cell] is not None]
-    return dict.fromkeys(missing) | dict(zip(missing, over, strict=False))
-
-
-def _renumbered(
-    before: Sequence[T | None], size: int, total: int, taken: Mapping[int, int | None]
-) -> list[T | None]:
-    """`before`, which has `size` entries for each cell, for `total` cells when numbers are `taken`."""
-    found: list[T | None] = [*before[: total * size]]
-    found += [None] * (total * size - len(found))
-    for number, cell in taken.items():
-        own = [None] * size if cell is None else before[cell * size : (cell + 1) * size]
-        found[number * size : (number + 1) * size] = own
-    return found
+    assignments = tuple([each for role in request.roles for each in full[role.name]])
+    return Placement(assignments, note(request, problem, nodes, spares, lost), spares, lost)
 
 
 def _on(nodes: Collection[str], ranks: Sequence[Assignment | None]) -> dict[str, list[Assignment]]:
@@ -595,29 +560,3 @@ def _close_up(by_role: dict[str, list[Assignment | None]], names: Sequence[str],
                 shared = each.devices is not None and each.devices != each.own
                 devices = own if shared else each.devices
                 by_role[name][each.rank] = replace(each, local_rank=number, devices=devices)
-
-
-def _join(
-    packer: Packer,
-    moved: Moved,
-    by_role: dict[str, list[Assignment | None]],
-    homes: list[list[str | None]],
-) -> None:
-    """Give the cells that are placed the missing numbers, in the order of the nodes, and their ranks seats."""
-    home = packer.problem.home
-    placed = [each for each in zip(moved.nodes, moved.kinds, moved.placed, strict=True) if any(each[2])]
-    joined = {node.name for node, kind, _ in placed if any(kind.held)}
-    there = {name: _on(joined, ranks) for name, ranks in by_role.items()}
-    missing = [iter([number for number, node in enumerate(cells) if node is None]) for cells in homes]
-    for node, kind, cells in placed:
-        numbers = [[next(turn) for _ in range(each)] for turn, each in zip(missing, cells, strict=True)]
-        for bundle, own in enumerate(numbers):
-            for number in own:
-                homes[bundle][number] = node.name
-        before = {name: [each.own for each in ranks.get(node.name, ())] for name, ranks in there.items()}
-        for role, seats in seating(packer, node, kind, cells, before).items():
-            bundle = home[role]
-            size = packer.problem.bundles[bundle].ranks_of(role)
-            for number, seat in enumerate(seats):
-                rank = numbers[bundle][number // size] * size + number % size
-                by_role[role][rank] = replace(seat, rank=rank, node=node.name)

@@ -4,19 +4,21 @@ Roles that share slots, rank by rank, are a *stack*. Stacks whose ranks must be 
 *bundle*, and its smallest part that cannot be cut is a *cell*: of 4 actors together with 2 rewards, 2 actors and a
 reward. A role by itself is a bundle with one stack, whose cells are its ranks. Larger cells come from `per_group`, and
 from `per_node`: then a cell is what a node has, and no node has two. So every constraint between ranks is either within
-a cell, or says which cells a node may have besides others, and a placement is a vector of cells for each node.
+a cell, or says which cells a node may have besides others, and a placement is a vector of cells for each node. Needs of
+cells and offers of nodes are vectors too: slots by type, processors, memory, and resources that have a name.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
-from itertools import combinations, groupby
+from itertools import combinations
 from math import frexp, gcd, lcm, ldexp
-from operator import attrgetter
+from operator import attrgetter, sub
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from unirun.collocation.inventory import (
     CPU,
@@ -37,8 +39,14 @@ from unirun.values import Value
 Cells = tuple[int, ...]
 """The number of cells of each bundle."""
 
+Amounts = tuple[int, ...]
+"""An amount of each of `Problem.dimensions`: units of slots by type, then resources in grains."""
+
 BITS = 80
 """Weights are integers of so many bits."""
+
+MANY = 1 << 62
+"""More than is ever needed of anything."""
 
 GROUPS = {
     "collocated": "collocations",
@@ -71,13 +79,15 @@ class Stack(Value):
 
 class Bundle(Value):
     """Stacks with ranks on the same nodes: `least` to `most` cells; with `single`, no node has two of them. With
-    `component`, these nodes are of that one."""
+    `component`, these nodes are of that one. A cell needs `needs`, and `wholes` times all processors of its node."""
 
     stacks: tuple[Stack, ...]
     least: int
     most: int
     single: bool
-    component: int | None = None
+    component: int | None
+    needs: Amounts
+    wholes: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -89,22 +99,19 @@ class Bundle(Value):
         """Ranks of all roles in a cell."""
         return sum(stack.ranks * len(stack.roles) for stack in self.stacks)
 
+    @property
+    def light(self) -> bool:
+        """True if it needs nothing of a node, and may be on any."""
+        return not (self.wholes or any(self.needs) or self.single or self.component is not None)
+
     def ranks_of(self, role: str) -> int:
         """Ranks of `role` in a cell."""
         return next(stack.ranks for stack in self.stacks if any(each.name == role for each in stack.roles))
 
-    def demand(self) -> dict[str, int]:
-        """Units of slots that a cell takes, by their type."""
-        found: dict[str, int] = {}
-        for stack in self.stacks:
-            if stack.device is not None:
-                need = stack.ranks * stack.width * stack.units
-                found[stack.device] = found.get(stack.device, 0) + need
-        return found
-
 
 class Problem(Value):
-    """The problem to solve. A slot has `unit` units. Stacks are numbered through all bundles.
+    """The problem to solve. A slot has `unit` units. Stacks are numbered through all bundles. `types` are those of
+    slots, and `grains` the other resources: every need of one is a multiple of its grain.
 
     `apart[b]` are the bundles that no node has besides cells of b. `isolated[s]` are the stacks that no NUMA node has
     besides s, `distinct[s]` those that are on other slots than s. `gains[b][c]` is the weight between bundles b and c,
@@ -113,6 +120,8 @@ class Problem(Value):
 
     bundles: tuple[Bundle, ...]
     unit: int
+    types: tuple[str, ...]
+    grains: Mapping[str, int]
     apart: tuple[frozenset[int], ...]
     isolated: tuple[frozenset[int], ...]
     distinct: tuple[frozenset[int], ...]
@@ -140,9 +149,9 @@ class Problem(Value):
         return {name: number for number, bundle in enumerate(self.bundles) for name in bundle.names}
 
     @property
-    def types(self) -> tuple[str, ...]:
-        """The types of slots that it takes."""
-        return tuple(sorted({stack.device for stack in self.stacks if stack.device is not None}))
+    def dimensions(self) -> tuple[str, ...]:
+        """The names of what needs and offers are amounts of."""
+        return (*self.types, *self.grains)
 
     @property
     def countable(self) -> bool:
@@ -154,6 +163,15 @@ class Problem(Value):
 def with_count(cells: Cells, bundle: int, count: int) -> Cells:
     """`cells` with `count` of one bundle."""
     return (*cells[:bundle], count, *cells[bundle + 1 :])
+
+
+def total(cells: Cells, needs: Sequence[Amounts]) -> Amounts:
+    """The sum of the `needs` of `cells`, which are given for one cell of each bundle."""
+    there = [(number, need) for number, need in zip(cells, needs, strict=True) if number]
+    if len(there) == 1:
+        ((number, need),) = there
+        return tuple([number * amount for amount in need])
+    return tuple([sum(number * need[at] for number, need in there) for at in range(len(needs[0]))])
 
 
 def problem_of(request: PlacementRequest) -> Problem:
@@ -251,8 +269,11 @@ def _compiled(request: PlacementRequest, faults: list[Fault]) -> Problem:
     unit = lcm(*(role.slots.denominator for role in request.roles))
     parts = [tuple(roles[name] for name in stack) for stack in merged(tuple(roles), request.collocated)]
     found = merged(tuple(roles), (*request.collocated, *request.together))
+    types = tuple(sorted({role.device for role in request.roles if role.device is not None}))
+    grains = _grains(request.roles)
     bundles = tuple(
-        _bundle([stack for stack in parts if stack[0].name in names], unit, faults) for names in found
+        _bundle([stack for stack in parts if stack[0].name in names], unit, types, grains, faults)
+        for names in found
     )
     homes = {name: number for number, bundle in enumerate(bundles) for name in bundle.names}
     stacks = [stack for bundle in bundles for stack in bundle.stacks]
@@ -260,6 +281,8 @@ def _compiled(request: PlacementRequest, faults: list[Fault]) -> Problem:
     return Problem(
         bundles,
         unit,
+        types,
+        grains,
         _foes(request.apart, homes, len(bundles)),
         _foes(request.isolated, numbers, len(stacks)),
         _foes(request.together, numbers, len(stacks)),
@@ -268,7 +291,22 @@ def _compiled(request: PlacementRequest, faults: list[Fault]) -> Problem:
     )
 
 
-def _bundle(parts: Sequence[tuple[RoleRequest, ...]], unit: int, faults: list[Fault]) -> Bundle:
+def _grains(roles: Sequence[RoleRequest]) -> dict[str, int]:
+    """By resource, the greatest amount of which every need is a multiple: nodes that differ by less are alike."""
+    found: dict[str, int] = {}
+    for role in roles:
+        for name, need in role.needs.items():
+            found[name] = gcd(found.get(name, 0), 1 if need == "all" else need)
+    return {name: max(found[name], 1) for name in sorted(found)}
+
+
+def _bundle(
+    parts: Sequence[tuple[RoleRequest, ...]],
+    unit: int,
+    types: Sequence[str],
+    grains: Mapping[str, int],
+    faults: list[Fault],
+) -> Bundle:
     """The bundle of `parts`, the roles of each stack. Elastic roles keep the proportion of their greatest counts."""
     names = [role.name for part in parts for role in part]
     most = [min(role.count for role in part) for part in parts]
@@ -308,13 +346,23 @@ def _bundle(parts: Sequence[tuple[RoleRequest, ...]], unit: int, faults: list[Fa
         said = join(f"{name} {number}" for name, number in components.items())
         problem = f"{both(names)} share nodes, and differ in component: {said}"
         faults.append(Fault(f"{names[0]}.component", problem, "give them the same"))
-    stacks = zip(parts, ranks, groups, strict=True)
+    stacks = tuple(_stack(*each, unit) for each in zip(parts, ranks, groups, strict=True))
+    slots = [
+        sum(each.ranks * each.width * each.units for each in stacks if each.device == type) for type in types
+    ]
+    needs = [(role.needs, stack.ranks) for stack in stacks for role in stack.roles]
+    amounts = [
+        sum(number * need // grain for each, number in needs if (need := each.get(name, 0)) != "all")
+        for name, grain in grains.items()
+    ]
     return Bundle(
-        tuple(_stack(*each, unit) for each in stacks),
+        stacks,
         bottom,
         top,
         bool(on_node),
         next(iter(components.values()), None),
+        (*slots, *amounts),
+        sum(number for each, number in needs if each.get("cpus") == "all"),
     )
 
 
@@ -434,27 +482,22 @@ class KindSlot(NamedTuple):
 class NodeKind(Value, eq=False, dict=True, gc=True):
     """The free slots of nodes of one kind. `held` are the cells that are there already and stay.
 
-    `distances` are by type of slot. Kinds are compared by identity, because they are keys of many lookups.
+    `offer` is what is left for other cells, of which one of each bundle needs `needs`. `distances` are by type of slot.
+    Kinds are compared by identity, because they are keys of many lookups.
     """
 
     slots: tuple[KindSlot, ...]
     distances: dict[str, Distances]
     held: Cells
-    component: int = 0
-
-    @cached_property
-    def free(self) -> Counter[str]:
-        """The free units, by type of slot."""
-        found: Counter[str] = Counter()
-        for slot in self.slots:
-            found[slot.type] += slot.free
-        return found
+    component: int
+    offer: Amounts
+    needs: tuple[Amounts, ...]
 
     @cached_property
     def shape(self) -> object:
         """Equal for kinds on which the same cells fit, however near each other their slots are."""
         slots = sorted((s.type, s.numa, s.name, s.free, tuple(sorted(s.users))) for s in self.slots)
-        return self.held, self.component, tuple(slots)
+        return self.held, self.component, self.offer, self.needs, tuple(slots)
 
 
 class Kinds:
@@ -465,6 +508,7 @@ class Kinds:
         self._named = any(stack.only is not None for stack in problem.stacks)
         self._known: dict[object, NodeKind] = {}
         self._none: Cells = (0,) * len(problem.bundles)
+        self._needs = tuple(bundle.needs for bundle in problem.bundles)
 
     def of(self, nodes: Sequence[Node]) -> list[NodeKind]:
         """The kinds of empty `nodes`, in their order."""
@@ -472,17 +516,23 @@ class Kinds:
         cpus = CPU in self._problem.types
 
         def key(node: Node) -> object:
-            return node.component, described(node) if devices else (), (node.cpus, node.numa) if cpus else ()
+            offer = [node.offer(name) for name in self._problem.grains]
+            near = (node.cpus, node.numa) if cpus else ()
+            return node.component, described(node) if devices else (), near, *offer
 
-        found: dict[int, NodeKind] = {}
-        # Explanations repeat one node for all that are alike. Neighbours mostly are, and a comparison is fast.
-        for same, group in groupby({id(node): node for node in nodes}.values(), key):
-            alike = list(group)
-            kind = self._known.get(same)
-            if kind is None:
-                kind = self._known[same] = self._empty(alike[0])
-            found |= {id(node): kind for node in alike}
-        return [found[id(node)] for node in nodes]
+        found: list[NodeKind] = []
+        last: Node | None = None
+        kind: NodeKind | None = None
+        for node in nodes:
+            # Neighbours mostly are alike, and a comparison is fast. Explanations repeat one node for all that are.
+            if kind is None or last is None or (node is not last and replace(node, name=last.name) != last):
+                same = key(node)
+                kind = self._known.get(same)
+                if kind is None:
+                    kind = self._known[same] = self._empty(node)
+            found.append(kind)
+            last = node
+        return found
 
     def _empty(self, node: Node) -> NodeKind:
         found: list[KindSlot] = []
@@ -498,14 +548,25 @@ class Kinds:
                 for number, (slot, island) in enumerate(zip(slots, of, strict=True))
             ]
         # Devices may have names of their own on each node, as with masks by UUID: these nodes are of one kind.
-        same = (tuple(found), tuple(distances.values()), node.component)
-        return self._known.setdefault(same, NodeKind(same[0], distances, self._none, node.component))
+        offer = self.offer(node)
+        same = (tuple(found), tuple(distances.values()), node.component, offer, self._needs_on(node))
+        return self._known.setdefault(same, NodeKind(same[0], distances, self._none, *same[2:]))
 
-    def units(self, node: Node) -> Counter[str]:
-        """The units that empty `node` has, by type of slot: far less work than its kind."""
-        unit = self._problem.unit
-        return Counter(
-            {type: unit * number_of_slots(node, type, self._per_processor) for type in self._problem.types}
+    def offer(self, node: Node) -> Amounts:
+        """The amounts that empty `node` has: far less work than its kind."""
+        unit, problem = self._problem.unit, self._problem
+        slots = [unit * number_of_slots(node, type, self._per_processor) for type in problem.types]
+        others = [(node.offer(name), grain) for name, grain in problem.grains.items()]
+        return (*slots, *(MANY if there is None else there // grain for there, grain in others))
+
+    def _needs_on(self, node: Node) -> tuple[Amounts, ...]:
+        """The needs of a cell of each bundle on `node`."""
+        if "cpus" not in self._problem.grains:
+            return self._needs
+        at = self._problem.dimensions.index("cpus")
+        return tuple(
+            with_count(bundle.needs, at, bundle.needs[at] + bundle.wholes * (node.offer("cpus") or 0))
+            for bundle in self._problem.bundles
         )
 
     def left(
@@ -525,11 +586,17 @@ class Kinds:
             free = slot.free - sum(stacks[stack].units for stack in here)
             slots.append(slot._replace(free=free, users=frozenset(here)))
         same = (kind, held, tuple(slots))
-        return self._known.setdefault(same, NodeKind(same[2], kind.distances, held, kind.component))
+        offer = tuple(map(sub, kind.offer, total(held, kind.needs)))
+        return self._known.setdefault(
+            same, NodeKind(same[2], kind.distances, held, kind.component, offer, kind.needs)
+        )
 
     def full(self, held: Cells, component: int) -> NodeKind:
         """A kind of a component with nothing left beside the cells `held`."""
-        return self._known.setdefault((held, component), NodeKind((), {}, held, component))
+        nothing = (0,) * len(self._problem.dimensions)
+        return self._known.setdefault(
+            (held, component), NodeKind((), {}, held, component, nothing, self._needs)
+        )
 
 
 def described(node: Node) -> tuple[object, ...]:

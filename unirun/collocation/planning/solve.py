@@ -1,34 +1,44 @@
 """From a problem and nodes to cells on nodes: how many of each bundle, then on which nodes.
 
-Where there is little to place, dynamic programming over the nodes finds the best cells for every node. The state after
-some nodes is the cells of each bundle that are left; the score is a sum over nodes, so only the best way to each state
-counts. The work is (states) × (nodes) × (what fits on one node): little for a handful of ranks, and out of reach for
-thousands, for which `fill` is used.
+One search does all of it. It gives one node after the other some cells, the best first, and goes back when cells are
+left over, or to look for a higher score. The score is a sum over nodes, so only the best way on from each state counts,
+and each state is looked at once. Of few nodes and cells all are tried, so that the result is the best there is, or a
+proof that there is none. Of more, nodes that are alike are one step, a few rules say which cells are tried, and the
+search goes back only some times.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from math import lcm, prod
-from operator import sub
-from typing import NamedTuple
+from operator import add, gt, mul, sub, truediv
+from typing import Any, NamedTuple
 
 from unirun.collocation.inventory import CPU, Node
 from unirun.collocation.planning.packer import Packer
-from unirun.collocation.planning.problem import Cells, Kinds, NodeKind, Problem, with_count
-
-# Cells for many nodes, by filling one node after the other: linear in the number of nodes, and not complete.
-#
-# Nodes of one kind that get the same cells are one *run*, so ten thousand nodes are a handful of steps. Some ways to
-# fill nodes are tried, and the one with the highest score counts. Where none of them places all cells there may still
-# be a placement, when nodes are nearly full and constraints bind; only a complete search can tell.
+from unirun.collocation.planning.problem import Cells, NodeKind, Problem, total, with_count
 
 COARSE = 10**6
 """The resolution of the last criterion, how much a role is kept together."""
 
-Rule = Callable[[Cells, Sequence[int]], Iterable[int]]
-"""Given the cells of a node and those left to place: the bundles of which it may get a cell, the best first."""
+WORK = 150_000
+"""Steps of a search that tries everything: half a second or less."""
+
+TURNS, TURNS_BACK = 48, 8
+"""Steps of a search by rules, besides one for each group of nodes; and those for a higher score once a way is found."""
+
+Rule = Callable[[Cells, Cells, int], Any]
+"""A function that tells which bundle should get the next cell on a node, the one for which it is least: from the
+cells of the node, those left to place, and the bundle."""
+
+Pattern = Callable[["NodeGroup", Cells], Cells]
+"""A function that gives the cells of a node of a group, from those that are left to place."""
+
+Tries = Callable[["NodeGroup", Cells], Iterable[Cells]]
+"""A function that gives all cells that are tried, the best first."""
 
 
 class Score:
@@ -77,229 +87,321 @@ class Score:
         """The contribution of a node to the score when it gets `cells`."""
         if not any(cells):
             return 0
-        total = tuple(number + held for number, held in zip(cells, kind.held, strict=True))
-        kept = self.kept(total) - self.kept(kind.held)
-        touched = self.touched(total) - self.touched(kind.held)
+        there = tuple(map(add, cells, kind.held))
+        kept = self.kept(there) - self.kept(kind.held)
+        touched = self.touched(there) - self.touched(kind.held)
         opened = 0 if any(kind.held) else 1
-        spread = sum(
+        spread: int = sum(
             COARSE * (number**2 - held**2) // count**2
-            for number, held, count in zip(total, kind.held, self._counts, strict=True)
+            for number, held, count in zip(there, kind.held, self._counts, strict=True)
         )
         return ((kept * self._touched - touched) * self._nodes - opened) * self._together + spread
 
 
 class NodeGroup(NamedTuple):
-    """`number` nodes of one kind that get the same cells."""
+    """`number` nodes of one kind that have been given the same cells. `first` is the number of the first of them."""
 
     kind: NodeKind
     cells: Cells
     number: int
+    first: int = 0
 
     @property
     def total(self) -> Cells:
-        """The cells that such a node then has."""
-        return tuple(number + held for number, held in zip(self.cells, self.kind.held, strict=True))
+        """All cells that such a node has."""
+        return tuple(map(add, self.cells, self.kind.held))
 
 
-class Filler:
-    """Fills nodes of `kinds` with `counts` cells in several ways."""
+class BestWay(NamedTuple):
+    """The best way on from a state: its value, the nodes of the first step, and the way on from there."""
 
-    def __init__(self, packer: Packer, kinds: Sequence[NodeKind], counts: Cells, score: Score) -> None:
-        self._packer, self._counts, self._score = packer, counts, score
+    value: int
+    group: NodeGroup | None = None
+    rest: BestWay | None = None
+
+
+State = tuple[int, int, Cells]
+"""A group by its number, how many of its nodes are done, and the cells that are left to place on all other nodes."""
+
+
+class Branch:
+    """A state of the search: the steps that are still to be tried, the one that is being tried, and the best so far.
+
+    A step is nodes with their cells, and the state behind it.
+    """
+
+    def __init__(self, state: State, steps: Iterator[tuple[NodeGroup, State]]) -> None:
+        self.state, self.steps = state, steps
+        self.step: tuple[NodeGroup, State] | None = None
+        self.best: BestWay | None = None
+
+
+class Search:
+    """Finds nodes of `kinds` for `counts` cells besides those `held`. With any, the first way is good enough."""
+
+    def __init__(
+        self, packer: Packer, kinds: Sequence[NodeKind], counts: Cells, held: Cells | None = None
+    ) -> None:
+        self._packer, self._kinds, self._counts = packer, kinds, counts
         self._problem = problem = packer.problem
+        self._score = Score(problem, counts if held is None else tuple(map(add, counts, held)), len(kinds))
+        self._values: dict[tuple[NodeKind, Cells], int] = {}
+        self._needs = [bundle.needs for bundle in problem.bundles]
+        self._every = choices(packer, kinds, counts)
         none = (0,) * len(counts)
-        self._nodes = [NodeGroup(kind, none, number) for kind, number in Counter(kinds).items()]
-        self._bundles = tuple(range(len(counts)))
-        self._joined = {bundle for part in problem.parts for bundle in part}
-        self._sizes = [sum(bundle.demand().values()) for bundle in problem.bundles]
+        if self._every is None:
+            first = 0
+            self._groups = []
+            for kind, number in Counter(kinds).items():
+                first = kinds.index(kind, first)
+                self._groups.append(NodeGroup(kind, none, number, first))
+        else:
+            self._groups = [NodeGroup(kind, none, 1, number) for number, kind in enumerate(kinds)]
 
-    def best(self) -> list[NodeGroup] | None:
-        """The result with the highest score, or None when no way places all cells."""
-        score = self._score.value
-        return max(
-            self._ways(), key=lambda runs: sum(r.number * score(r.kind, r.cells) for r in runs), default=None
-        )
+    def best(self) -> list[Cells] | None:
+        """By node its cells, with the highest score that is found; None when no way places all cells."""
+        ways = list(self._ways(any_way=False))
+        if not ways:
+            return None
+        return _in_order(self._kinds, max(ways, key=lambda groups: sum(map(self.value, groups))))
 
     def possible(self) -> bool:
         """Return True if some way places all cells."""
-        return next(self._ways(), None) is not None
+        return next(self._ways(any_way=True), None) is not None
 
-    def _ways(self) -> Iterator[list[NodeGroup]]:
-        """The results of all ways; bundles that need no slots come last, where their affinity is highest."""
-        light = [bundle for bundle, size in enumerate(self._sizes) if not size]
-        for way in self._heavy():
-            runs = way
+    def value(self, group: NodeGroup) -> int:
+        """The score of the nodes of `group`; of equal ones it is higher with cells on earlier nodes."""
+        key = group.kind, group.cells
+        value = self._values.get(key)
+        if value is None:
+            value = self._values[key] = self._score.value(*key) * self._score.positions
+        return group.number * (value - group.first * sum(group.cells))
+
+    def _ways(self, any_way: bool) -> Iterator[list[NodeGroup]]:
+        every = self._every
+        if every is not None:
+            found = self._search(self._groups, self._counts, lambda group, _: every[group.kind], any_way)
+            if found is not None:
+                yield found
+            return
+        # Bundles that may be on any node come last, where their affinity is highest.
+        light = [
+            bundle
+            for bundle, each in enumerate(self._problem.bundles)
+            if each.light and self._counts[bundle] and not self._problem.apart[bundle]
+        ]
+        heavy = tuple(0 if bundle in light else count for bundle, count in enumerate(self._counts))
+        patterns = self._patterns(heavy)
+        # Nodes in use come first, then those with the most room.
+        slots = len(self._problem.types)
+        groups = sorted(
+            self._groups,
+            key=lambda group: (not any(group.total), [-each for each in group.kind.offer[:slots]]),
+        )
+        for first in patterns:
+            tries = partial(self._tries, [first, *(each for each in patterns if each is not first)])
+            found = self._search(groups, heavy, tries, any_way)
             for bundle in light:
-                runs = None if runs is None else self._add_light(runs, bundle)
-            if runs is not None:
-                yield runs
+                found = None if found is None else self._with_light(found, bundle, any_way)
+            if found is not None:
+                yield found
 
-    def _heavy(self) -> Iterator[list[NodeGroup] | None]:
-        """Bundles that need slots: node by node, then part by part."""
-        heavy = [bundle for bundle, size in enumerate(self._sizes) if size]
-        # Bundles with one cell per node have the fewest choices; then the largest come first.
-        largest = sorted(heavy, key=lambda b: (not self._problem.bundles[b].single, -self._sizes[b]))
-        in_turns = (in_turn(self._by_affinity(heavy)), in_turn(largest))
-        for rule in (*in_turns, self._by_pull(heavy), by_share(heavy)):
-            yield self._fill(self._nodes, heavy, rule)
-        for rule_of in (by_share, self._by_pull) if self._problem.parts else ():
-            runs: list[NodeGroup] | None = self._nodes
-            for part in self._parts(heavy):
-                runs = None if runs is None else self._add_part(runs, part, rule_of(part))
-            yield runs
-
-    def _by_affinity(self, bundles: Sequence[int]) -> tuple[int, ...]:
-        """The bundle with the most traffic, then always the one with the most traffic to those before it."""
-        gains = self._problem.gains
-        rest, order = list(bundles), list[int]()
-        while rest:
-            order.append(max(rest, key=lambda b: (sum(gains[b][c] for c in order), sum(gains[b]), -b)))
-            rest.remove(order[-1])
-        return tuple(order)
-
-    def _by_pull(self, bundles: Sequence[int]) -> Rule:
-        """Highest affinity to the cells that the node has."""
-        pull = self._score.pull
-        return lambda cells, _left: sorted(bundles, key=lambda b: (-pull(b, cells), cells[b], b))
-
-    def _parts(self, heavy: Sequence[int]) -> list[tuple[int, ...]]:
-        """The parts with the most traffic first, then the largest. Bundles in no part come last, and fill gaps."""
-        gains = self._problem.gains
-        parts = [tuple(b for b in part if b in heavy) for part in self._problem.parts]
-
-        def order(part: tuple[int, ...]) -> tuple[int, int]:
-            traffic = sum(gains[one][other] for one in part for other in part)
-            return -traffic, -sum(self._sizes[bundle] * self._counts[bundle] for bundle in part)
-
-        alone = [(bundle,) for bundle in heavy if bundle not in self._joined]
-        return sorted(parts, key=order) + sorted(alone, key=order)
-
-    def _add_part(
-        self, runs: Sequence[NodeGroup], part: tuple[int, ...], rule: Rule
+    def _search(
+        self, groups: Sequence[NodeGroup], counts: Cells, tries: Tries, any_way: bool
     ) -> list[NodeGroup] | None:
-        """Cells of one part: on nodes that have some already, then where most fit, and the last on the fullest node.
+        """`groups` with `counts` more cells; None when no way was found."""
+        room = [(0,) * len(self._problem.dimensions)]
+        """By group: the offers of it and all behind it."""
+        for group in reversed(groups):
+            offer = map(sub, group.kind.offer, total(group.cells, group.kind.needs))
+            room.insert(
+                0, tuple(there + group.number * more for there, more in zip(room[0], offer, strict=True))
+            )
+        complete = self._every is not None
+        most = WORK if complete else len(groups) + TURNS
+        known: dict[State, BestWay | None] = {}
+        path: list[Branch] = []
 
-        A bundle that is in no part goes to nodes in use.
-        """
-        counts = self._left(part)
-        near = part if self._joined.issuperset(part) else self._bundles
+        def enter(state: State) -> None:
+            at, _, left = state
+            nonlocal most
+            if not any(left):
+                known[state] = BestWay(0)
+                most = most if complete else min(most, TURNS_BACK)
+            elif at == len(groups) or any(map(gt, total(left, self._needs), room[at])):
+                known[state] = None
+            else:
+                path.append(Branch(state, self._steps(groups, state, tries)))
 
-        def far(run: NodeGroup) -> bool:
-            return not any(run.total[bundle] for bundle in near)
+        start: State = (0, 0, counts)
+        enter(start)
+        while path:
+            visit = path[-1]
+            if visit.step is not None and (found := known[visit.step[1]]) is not None:
+                step = visit.step[0]
+                before = step._replace(cells=groups[visit.state[0]].cells)
+                value = found.value + self.value(step) - self.value(before)
+                if visit.best is None or value > visit.best.value:
+                    visit.best = BestWay(value, step, found)
+            over = most <= 0 or (any_way and visit.best is not None)
+            visit.step = None if over else next(visit.steps, None)
+            most -= 1
+            if visit.step is None:
+                known[visit.state] = visit.best
+                path.pop()
+            elif visit.step[1] not in known:
+                enter(visit.step[1])
+        found = known[start]
+        return None if found is None else _all_groups(groups, found)
 
-        def room(run: NodeGroup) -> int:
-            cells = self._fill_up(run, counts, rule)
-            return sum(size * (a - b) for size, a, b in zip(self._sizes, cells, run.cells, strict=True))
+    def _steps(
+        self, groups: Sequence[NodeGroup], state: State, tries: Tries
+    ) -> Iterator[tuple[NodeGroup, State]]:
+        """The next nodes with their cells, the best first, and the states behind them."""
+        at, used, left = state
+        group = groups[at]
+        for cells in tries(group, left):
+            taken = tuple(map(sub, cells, group.cells))
+            times = min(
+                [group.number - used, *(there // n for there, n in zip(left, taken, strict=True) if n)]
+            )
+            if times:
+                rest = tuple(there - times * n for there, n in zip(left, taken, strict=True))
+                done = used + times == group.number
+                after = (at + 1, 0, rest) if done else (at, used + times, rest)
+                yield NodeGroup(group.kind, cells, times, group.first + used), after
 
-        def free(run: NodeGroup) -> int:
-            used = sum(size * number for size, number in zip(self._sizes, run.cells, strict=True))
-            return run.kind.free.total() - used
+    def _tries(self, patterns: Sequence[Pattern], group: NodeGroup, left: Cells) -> Iterator[Cells]:
+        """The results of `patterns`, each once; at last cells of one bundle only, and nothing."""
+        found = set()
+        none = (0,) * len(left)
+        alone = (with_count(none, bundle, count) for bundle, count in enumerate(left) if count)
+        last = (self._filled(_in_turn, group, own) for own in (*alone, none))
+        for cells in chain((pattern(group, left) for pattern in patterns), last):
+            if cells not in found:
+                found.add(cells)
+                yield cells
 
-        ordered = sorted(runs, key=lambda run: (far(run), -room(run), not any(run.total)))
-        return self._fill(ordered, part, rule, last=lambda run: (far(run), free(run)))
+    def _patterns(self, counts: Cells) -> list[Pattern]:
+        """The rules by which cells of bundles of which there are `counts` are chosen for a node."""
+        gains, pull = self._problem.gains, self._score.pull
+        bundles = [bundle for bundle, count in enumerate(counts) if count]
+        offers = [group.number * amount for group in self._groups for amount in group.kind.offer]
+        size = len(self._problem.dimensions)
+        sums = [max(sum(offers[at::size]), 1) for at in range(size)]
+        sizes = [max(map(truediv, needs, sums), default=0.0) for needs in self._needs]
+        # The bundle with the most traffic, then always the one with the most traffic to those before it.
+        rest, near, drawn, sums_of = list(bundles), list[int](), [0] * len(gains), list(map(sum, gains))
+        while rest:
+            near.append(max(rest, key=lambda b: (drawn[b], sums_of[b], -b)))
+            rest.remove(near[-1])
+            drawn = list(map(add, drawn, gains[near[-1]]))
+        # Bundles with one cell per node have the fewest choices; then the largest come first.
+        largest = sorted(bundles, key=lambda b: (not self._problem.bundles[b].single, -sizes[b]))
 
-    def _add_light(self, runs: Sequence[NodeGroup], bundle: int) -> list[NodeGroup] | None:
-        """Cells of a bundle that needs no slots: on the nodes to which they have the highest affinity.
+        def by_pull(cells: Cells, _left: Cells, bundle: int) -> Any:
+            return -pull(bundle, cells), cells[bundle], bundle
+
+        def by_share(cells: Cells, left: Cells, bundle: int) -> Any:
+            return (cells[bundle] + 1) / left[bundle], bundle
+
+        rules: list[Rule] = [
+            lambda _cells, _left, bundle: near.index(bundle),
+            lambda _cells, _left, bundle: largest.index(bundle),
+            by_pull,
+            by_share,
+        ]
+        found: list[Pattern] = [partial(self._filled, rule) for rule in rules]
+        joined = {bundle for part in self._problem.parts for bundle in part}
+        parts = [*self._problem.parts, *((bundle,) for bundle in bundles if bundle not in joined)]
+
+        def traffic(part: Sequence[int]) -> tuple[float, float]:
+            among = sum(gains[one][other] for one in part for other in part)
+            return -among, -sum(sizes[bundle] * counts[bundle] for bundle in part)
+
+        # Bundles in no part come last, and fill gaps.
+        parts.sort(key=lambda part: (part[0] not in joined, traffic(part)))
+        if joined:
+            found += [partial(self._by_parts, rule, parts, sizes) for rule in (by_share, by_pull)]
+        return found
+
+    def _filled(self, rule: Rule, group: NodeGroup, left: Cells) -> Cells:
+        """The cells of a node when it gets as many of those left as it has room for, one after the other by `rule`."""
+        cells = group.cells
+        most = tuple(map(add, cells, left))
+        open_ = [bundle for bundle, count in enumerate(left) if count]
+        while open_:
+            bundle = min(open_, key=partial(rule, cells, left))
+            more = with_count(cells, bundle, cells[bundle] + 1)
+            fits = self._packer.fits(group.kind, more)
+            cells = more if fits else cells
+            if not fits or cells[bundle] == most[bundle]:
+                open_.remove(bundle)
+        return cells
+
+    def _by_parts(
+        self,
+        rule: Rule,
+        parts: Sequence[Sequence[int]],
+        sizes: Sequence[float],
+        group: NodeGroup,
+        left: Cells,
+    ) -> Cells:
+        """Cells of one part only, if they fill the node; else the last cells of the largest, and of others with it."""
+        own = [tuple(count if b in part else 0 for b, count in enumerate(left)) for part in parts]
+        there = group.total
+        near = [any(there[bundle] for bundle in part) for part in parts]
+        if any(there) and not any(any(cells) for cells, here in zip(own, near, strict=True) if here):
+            return group.cells
+        order = sorted(range(len(parts)), key=lambda part: not near[part])
+        for part in order:
+            cells = self._filled(rule, group, own[part])
+            if any(own[part]) and cells != tuple(map(add, group.cells, own[part])):
+                return cells
+        cells = group.cells
+        for part in sorted(order, key=lambda part: (not near[part], -sum(map(mul, own[part], sizes)))):
+            more = tuple(map(add, cells, own[part]))
+            if self._packer.fits(group.kind, more):
+                cells = more
+        return cells
+
+    def _with_light(self, groups: Sequence[NodeGroup], bundle: int, any_way: bool) -> list[NodeGroup] | None:
+        """Cells of a bundle that needs nothing: on the nodes to which they have the highest affinity.
 
         Of equal ones, on those that have something of their part.
         """
 
-        def key(run: NodeGroup) -> tuple[float, bool, bool]:
-            total = run.total
-            more = with_count(total, bundle, total[bundle] + 1)
-            new = self._score.touched(more) != self._score.touched(total)
-            return -self._score.pull(bundle, total), new, not any(total)
+        def key(group: NodeGroup) -> tuple[float, bool, bool]:
+            there = group.total
+            more = with_count(there, bundle, there[bundle] + 1)
+            new = self._score.touched(more) != self._score.touched(there)
+            return -self._score.pull(bundle, there), new, not any(there)
 
-        return self._fill(sorted(runs, key=key), (bundle,), in_turn((bundle,)))
-
-    def _left(self, bundles: Sequence[int]) -> list[int]:
-        return [count if bundle in bundles else 0 for bundle, count in enumerate(self._counts)]
-
-    def _fill(
-        self,
-        runs: Sequence[NodeGroup],
-        bundles: Sequence[int],
-        rule: Rule,
-        last: Callable[[NodeGroup], tuple[bool, int]] | None = None,
-    ) -> list[NodeGroup] | None:
-        """`runs` with all cells of `bundles`, one node after the other; None when there is no room for some.
-
-        With `last`, as soon as one node has room for all that is left, the least of such nodes by this key gets it.
-        """
-        left = self._left(bundles)
-        waiting = list(runs)[::-1]
-        done: list[NodeGroup] = []
-        while any(left) and waiting:
-            run = waiting.pop()
-            if last is not None and self._holds(run, left):
-                tight = [other for other in (run, *reversed(waiting)) if self._holds(other, left)]
-                waiting.append(run)
-                run = min(tight, key=last)
-                waiting.remove(run)
-            cells = self._fill_up(run, left, rule)
-            taken = [after - before for after, before in zip(cells, run.cells, strict=True)]
-            times = min([run.number, *(there // n for there, n in zip(left, taken, strict=True) if n)])
-            left = [there - times * n for there, n in zip(left, taken, strict=True)]
-            done.append(NodeGroup(run.kind, cells, times))
-            if times < run.number:
-                waiting.append(run._replace(number=run.number - times))
-        return None if any(left) else done + waiting[::-1]
-
-    def _holds(self, run: NodeGroup, left: Sequence[int]) -> bool:
-        """Return True if a node of `run` has room for all that is left."""
-        return self._packer.fits(run.kind, tuple(a + b for a, b in zip(run.cells, left, strict=True)))
-
-    def _fill_up(self, run: NodeGroup, left: Sequence[int], rule: Rule) -> Cells:
-        """The cells of a node of `run` when it gets as many of those left as the rule wants and it has room for."""
-        cells = run.cells
-        most = tuple(number + more for number, more in zip(cells, left, strict=True))
-        while True:
-            for bundle in rule(cells, left):
-                if cells[bundle] < most[bundle]:
-                    more = with_count(cells, bundle, cells[bundle] + 1)
-                    if self._packer.fits(run.kind, more):
-                        cells = more
-                        break
-            else:
-                return cells
+        counts = with_count((0,) * len(self._counts), bundle, self._counts[bundle])
+        return self._search(sorted(groups, key=key), counts, partial(self._tries, ()), any_way)
 
 
-def in_turn(bundles: Sequence[int]) -> Rule:
-    """All of the first bundle, then all of the second, and so on."""
-    return lambda _cells, _left: bundles
+def _in_turn(_cells: Cells, _left: Cells, bundle: int) -> int:
+    """All cells of the first bundle, then all of the second, and so on."""
+    return bundle
 
 
-def by_share(bundles: Sequence[int]) -> Rule:
-    """Of each bundle the same share of what is left."""
-    return lambda cells, left: sorted(
-        bundles, key=lambda b: ((cells[b] + 1) / left[b] if left[b] else 2.0, b)
-    )
-
-
-WORK = 150_000
-"""Steps of a complete search: half a second or less."""
-
-Choices = Mapping[NodeKind, Sequence[Cells]]
-"""By kind of node, all cells that fit on it."""
-
-Layer = dict[Cells, tuple[int, Cells, Cells]]
-"""By cells that are left: the best score, the cells that were left before the last node, and those that it has."""
-
-
-def solve(packer: Packer, nodes: Sequence[Node]) -> tuple[list[NodeKind], list[Cells]] | None:
-    """The kind of each of the empty `nodes`, and its cells: as many as there is room for. None when too few fit.
-
-    Complete and with the best score where that takes at most `WORK` steps.
-    """
-    problem = packer.problem
-    for per_processor in processes(problem, nodes):
-        kinds = Kinds(problem, per_processor).of(nodes)
-        counts = most_cells(packer, kinds, problem.least, problem.most)
-        if counts is not None:
-            placed = distribute(packer, kinds, counts)
-            if placed is not None:
-                return kinds, placed
-    return None
+def _all_groups(groups: Sequence[NodeGroup], found: BestWay) -> list[NodeGroup]:
+    """`groups` after the steps of `found`; those that they do not come to are as they were."""
+    done: list[NodeGroup] = []
+    at = used = 0
+    step: BestWay | None = found
+    while step is not None and step.group is not None:
+        done.append(step.group)
+        used += step.group.number
+        if used == groups[at].number:
+            at, used = at + 1, 0
+        step = step.rest
+    if used:
+        group = groups[at]
+        done.append(group._replace(number=group.number - used, first=group.first + used))
+        at += 1
+    return [*done, *groups[at:]]
 
 
 def processes(problem: Problem, nodes: Sequence[Node]) -> Iterator[int]:
@@ -309,9 +411,8 @@ def processes(problem: Problem, nodes: Sequence[Node]) -> Iterator[int]:
     """
     yield 1
     if CPU in problem.types:
-        demand = sum(
-            bundle.most * -(-bundle.demand().get(CPU, 0) // problem.unit) for bundle in problem.bundles
-        )
+        at = problem.types.index(CPU)
+        demand = sum(bundle.most * -(-bundle.needs[at] // problem.unit) for bundle in problem.bundles)
         # Roles that are isolated have one NUMA node of a host.
         numas = (len(numa.cpus) for node in nodes for numa in node.numa if numa.cpus)
         least = min((*numas, *(max(len(node.cpus), 1) for node in nodes)), default=demand)
@@ -321,24 +422,10 @@ def processes(problem: Problem, nodes: Sequence[Node]) -> Iterator[int]:
             yield number
 
 
-def distribute(
-    packer: Packer, kinds: Sequence[NodeKind], counts: Cells, held: Cells | None = None
-) -> list[Cells] | None:
-    """For each node its cells, `counts` in all, or None. `held` are the cells that the nodes have already."""
-    everything = counts if held is None else tuple(c + h for c, h in zip(counts, held, strict=True))
-    score = Score(packer.problem, everything, len(kinds))
-    small = choices(packer, kinds, counts)
-    if small is not None:
-        best = _best(kinds, small, counts, score)
-        return None if best is None else _in_order(kinds, zip(kinds, best, (1,) * len(kinds), strict=True))
-    runs = Filler(packer, kinds, counts, score).best()
-    return None if runs is None else _in_order(kinds, runs)
-
-
-def _in_order(kinds: Sequence[NodeKind], runs: Iterable[tuple[NodeKind, Cells, int]]) -> list[Cells]:
+def _in_order(kinds: Sequence[NodeKind], groups: Iterable[NodeGroup]) -> list[Cells]:
     """By node its cells. Among nodes of one kind, those with cells of the first bundles come first."""
     by_kind: dict[NodeKind, Counter[Cells]] = {}
-    for kind, cells, number in runs:
+    for kind, cells, number, _ in groups:
         by_kind.setdefault(kind, Counter())[cells] += number
     turns = {
         kind: iter([cells for cells in sorted(found, reverse=True) for _ in range(found[cells])])
@@ -351,38 +438,26 @@ def most_cells(packer: Packer, kinds: Sequence[NodeKind], least: Cells, most: Ce
     """The number of cells of each bundle, from `least` to `most`, that can be placed; None when too few can.
 
     All bundles grow from `least` by equal parts of the difference, as long as there is room, then those that still can.
-    So no role could have more without another having fewer. When `least` is `most`, `distribute` finds out.
+    So no role could have more without another having fewer. When `least` is `most`, `Search.best` finds out.
     """
     if least == most:
         return most
-    fits = feasible(packer, kinds, most)
-    if fits(most):
-        return most
-    return _grow(least, most, fits) if fits(least) else None
-
-
-def feasible(packer: Packer, kinds: Sequence[NodeKind], most: Cells) -> Callable[[Cells], bool]:
-    """A function that says whether so many cells of each bundle, at most `most`, can be placed."""
-    small = choices(packer, kinds, most)
-    if small is not None:
-        return _reachable(kinds, small, most).__contains__
 
     def fits(counts: Cells) -> bool:
-        few = choices(packer, kinds, counts)
-        if few is not None:
-            return counts in _reachable(kinds, few, counts)
-        return Filler(packer, kinds, counts, Score(packer.problem, counts, len(kinds))).possible()
+        return Search(packer, kinds, counts).possible()
 
-    return fits
+    if fits(most):
+        return most
+    return grow(least, most, fits) if fits(least) else None
 
 
-def _grow(least: Cells, most: Cells, fits: Callable[[Cells], bool]) -> Cells:
+def grow(least: Cells, most: Cells, fits: Callable[[Cells], bool]) -> Cells:
     """The greatest cells between `least`, which fit, and `most`, by equal parts of the difference."""
     counts = least
     growing = {number for number, (low, high) in enumerate(zip(least, most, strict=True)) if low < high}
     while growing:
         goal = tuple(most[number] if number in growing else at for number, at in enumerate(counts))
-        before, counts = counts, towards(counts, goal, fits)
+        before, counts = counts, _towards(counts, goal, fits)
         more = {
             number: with_count(counts, number, counts[number] + 1)
             for number in sorted(growing)
@@ -396,7 +471,7 @@ def _grow(least: Cells, most: Cells, fits: Callable[[Cells], bool]) -> Cells:
     return counts
 
 
-def towards(counts: Cells, goal: Cells, fits: Callable[[Cells], bool]) -> Cells:
+def _towards(counts: Cells, goal: Cells, fits: Callable[[Cells], bool]) -> Cells:
     """The cells nearest to `goal` that fit, on the line from `counts`, which fit."""
     parts = max(map(sub, goal, counts))
 
@@ -414,7 +489,9 @@ def border(good: int, bad: int, fits: Callable[[int], bool]) -> int:
     return good
 
 
-def choices(packer: Packer, kinds: Sequence[NodeKind], counts: Cells) -> Choices | None:
+def choices(
+    packer: Packer, kinds: Sequence[NodeKind], counts: Cells
+) -> Mapping[NodeKind, Sequence[Cells]] | None:
     """All cells that fit on each kind of node; None when a complete search would take more than `WORK` steps."""
     states = prod(count + 1 for count in counts)
     limit = WORK // (states * max(len(kinds), 1))
@@ -425,7 +502,8 @@ def choices(packer: Packer, kinds: Sequence[NodeKind], counts: Cells) -> Choices
             fitting = _fitting(packer, kind, counts, limit)
             if fitting is None:
                 return None
-            found[kind] = fitting
+            # Of equal ways the first counts, which has cells of the first bundles on the first nodes.
+            found[kind] = sorted(fitting, reverse=True)
         steps += len(found[kind]) * states
         if steps > WORK:
             return None
@@ -445,48 +523,3 @@ def _fitting(packer: Packer, kind: NodeKind, counts: Cells, limit: int) -> list[
                 if len(found) > limit:
                     return None
     return found
-
-
-def _reachable(kinds: Sequence[NodeKind], choices: Choices, counts: Cells) -> frozenset[Cells]:
-    """All numbers of cells, up to `counts`, that can be placed."""
-    states = {counts}
-    for kind in kinds:
-        states = {
-            left
-            for state in states
-            for cells in choices[kind]
-            if min(left := tuple(map(sub, state, cells))) >= 0
-        }
-    return frozenset(tuple(map(sub, counts, left)) for left in states)
-
-
-def _best(kinds: Sequence[NodeKind], choices: Choices, counts: Cells, score: Score) -> list[Cells] | None:
-    """For each node its cells, `counts` in all, with the best score; None when they cannot be placed.
-
-    Of equal ones that with cells on earlier nodes.
-    """
-    values = {
-        kind: [(cells, sum(cells), score.value(kind, cells) * score.positions) for cells in fitting]
-        for kind, fitting in choices.items()
-    }
-    layers: list[Layer] = [{counts: (0, counts, counts)}]
-    for number, kind in enumerate(kinds):
-        layer: Layer = {}
-        for state, (total, _, _) in layers[-1].items():
-            for cells, size, value in values[kind]:
-                left = tuple(map(sub, state, cells))
-                if min(left) < 0:
-                    continue
-                after = total + value - number * size
-                known = layer.get(left)
-                if known is None or known[0] < after:
-                    layer[left] = (after, state, cells)
-        layers.append(layer)
-    left = (0,) * len(counts)
-    if left not in layers[-1]:
-        return None
-    found: list[Cells] = []
-    for layer in reversed(layers[1:]):
-        _, left, cells = layer[left]
-        found.append(cells)
-    return found[::-1]
