@@ -170,8 +170,8 @@ class PlacementError(UnirunError):
     """The ranks of `role` do not fit: it needs room for `needed` of them, and there is room for `available`.
 
     The `constraint` says what prevents the placement: ``slots``, ``cpus``, ``memory``, another resource, or in words
-    what the job asks for. `nearest` lists changes that each make the job fit, the smallest first. `faults` has all faults; the
-    other fields describe the first.
+    what the job asks for. `nearest` lists changes that each make the job fit, the smallest first. `faults` has all
+    faults; the other fields describe the first.
     """
 
     exit_code = EXIT_PLACEMENT
