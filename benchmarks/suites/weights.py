@@ -181,7 +181,7 @@ def over_slow_network(receivers: int) -> float:
         with started(hosts, folder, command) as process:
             if process.wait(DEADLINE) != 0:
                 raise BenchmarkError("the job between hosts did not succeed")
-        return median(json.loads(result.read_text())["copied"])
+        return float(median(json.loads(result.read_text())["copied"]))
 
 
 def queued(runs: int) -> Figure:
