@@ -23,6 +23,7 @@ from tests.documents import (
     links,
     numbers_in,
     pattern,
+    text_of,
     write,
 )
 from unirun import experiments, train
@@ -84,6 +85,18 @@ def test_a_difference_that_the_documents_show_is_that_of_the_files(page: str) ->
                 command, cwd=(ROOT / page).parent, capture_output=True, text=True, check=False
             )
             assert block.text == done.stdout, f"{block}: {' '.join(command)}"
+
+
+MAX_WORDS = 120
+"""In a paragraph or an item of a list."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith(("CHANGELOG", "docs/api/"))])
+def test_paragraphs_of_the_documents_are_short(page: str) -> None:
+    text = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    parts = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|^(?=\|)", text, flags=re.MULTILINE)
+    long = [part for part in parts if len(part.split()) > MAX_WORDS and not part.startswith("|")]
+    assert not long, f"{page}: {long[0]:.200}"
 
 
 def test_a_name_stands_for_one_file_in_all_of_docs() -> None:
