@@ -186,7 +186,7 @@ def test_a_frame_without_its_descriptor_is_refused(ends: tuple[End, End]) -> Non
     from unirun.roles.transport.frames import encode_header
 
     raw.send(encode_header(REQUEST, 1, 0, [1 << 20], 3))
-    with pytest.raises(FrameError, match="without the descriptor"):
+    with pytest.raises(FrameError, match="a frame without the (descriptor|1048576 bytes)"):
         receive(*ends, 1)
 
 
