@@ -169,7 +169,7 @@ class AgentProcess:
         self._log.unlink(missing_ok=True)
 
     def _gone(self) -> RendezvousError:
-        return RendezvousError(f"the agent of node {self._node} has not taken its task")
+        return RendezvousError(f"the agent of node {self._node} has ended before the job began")
 
 
 def _be_agent(stream: socket.socket, early: AgentTask | None, stdin: int | None) -> bool:
