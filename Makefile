@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
-APT := procps util-linux etcd-server etcd-client openssl openssh-server iproute2 rsync slurm-wlm munge tcsh
+APT := procps util-linux etcd-server etcd-client openssl openssh-server iproute2 rsync slurm-wlm munge tcsh zsh fish
 
 # A run of the tests starts thousands of processes, which read compiled modules even where others are told to write none.
 unexport PYTHONDONTWRITEBYTECODE
@@ -26,7 +26,7 @@ $(VENV)/.dev: $(VENV)/.installed
 
 # Programs that tests call; installed when this user may and one is missing.
 $(VENV)/.system: Makefile | $(VENV)/.dev
-	(for each in mount prlimit ps etcd etcdctl openssl ssh sshd ip rsync slurmctld slurmd sbatch munged tcsh; do command -v $$each || exit; done) >/dev/null || { \
+	(for each in mount prlimit ps etcd etcdctl openssl ssh sshd ip rsync slurmctld slurmd sbatch munged tcsh zsh fish; do command -v $$each || exit; done) >/dev/null || { \
 	  test $$(id -u) -eq 0 || { echo "install these Debian packages first: $(APT)"; exit 1; }; \
 	  apt-get update -qq && apt-get install -y -qq $(APT) >/dev/null; }
 	touch $@

@@ -340,8 +340,8 @@ class Queue:
         batch: int | None = None,
         max_head_offpolicyness: int | None = None,
     ) -> None:
-        """`maxsize`: items of each rank of `producer` that nobody has taken. Raises `UsageError` for what does not fit,
-        and in a process that is in neither role."""
+        """`maxsize`: items of each rank of `producer` that no consumer has taken. Raises `UsageError` for
+        values that do not fit, and in a process that is in neither role."""
         self.name, self.producer, self.consumer, self.maxsize = name, producer, consumer, maxsize
         self._context = init()
         for role in (producer, consumer):
@@ -515,7 +515,7 @@ class Queue:
             self._hub.gate(self.name).advance(version)
 
     def close(self) -> None:
-        """Producer: give the memory back, with all items that nobody has taken. Consumer: all items were used."""
+        """Producer: give the memory back, with all items that no consumer has taken. Consumer: all items were used."""
         if self._context.role == self.producer:
             self._items.close()
             self._admissions.close(self._items.delivered + self._items.dropped)
