@@ -19,11 +19,12 @@ import sys
 import time
 from pathlib import Path
 
+from unirun.errors import RendezvousError
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.masters import Masters
 from unirun.values import WorkerId
 from unirun.wire.address import Address
-from unirun.wire.aio import connect, frame_of
+from unirun.wire.aio import Stream, connect, frame_of
 from unirun.wire.certificates import temporary
 from unirun.wire.credentials import Credentials, load_credentials
 from unirun.wire.frames import decode
@@ -45,9 +46,25 @@ QUIET = 1.0
 PATIENCE = 600.0
 """Seconds until all ranks are up."""
 
+RETRY_INTERVAL = 0.1
+"""Seconds between two attempts to reach the master."""
+
 _GENERATION = re.compile(rb'"generation":(\d+)')
 _HEAD = 400
 """Bytes at the beginning of a view that hold the generation of its first role."""
+
+
+async def _reach(address: Address, credentials: Credentials) -> Stream:
+    """A stream to the master. As agents do, try again while it is refused: a master takes few handshakes at a time from
+    an address that has not proved the token yet, and all agents here have one address."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return await connect(address, credentials, timeout=PATIENCE)
+        except RendezvousError:
+            if time.monotonic() > end:
+                raise
+            await asyncio.sleep(RETRY_INTERVAL)
 
 
 class Agent:
@@ -64,10 +81,10 @@ class Agent:
     async def follow(self, address: Address, credentials: Credentials) -> None:
         """Join, and do as the master says until the stream ends."""
         if credentials.tls is None:
-            stream = await connect(address, credentials, timeout=PATIENCE)
+            stream = await _reach(address, credentials)
         else:
             with temporary(credentials.token, self.node) as own:
-                stream = await connect(address, own, timeout=PATIENCE)
+                stream = await _reach(address, own)
         # Bytes are read as they come: to decode all messages would cost more than the master does.
         reader, self._writer = stream._bytes, stream._writer
         self.say(Join(self.node, 1, self.node, {self.fleet.role: f"{self.node}:29500"}))

@@ -35,7 +35,7 @@ SETTINGS = {
         [
             "",
             r"\braise \w+",
-            r"\breturn (Exposure|Fenced|Store(Away|Broken|Refused)|UsageError)\(",
+            r"\breturn (AuthError|ConnectionLost|Exposure|Fenced|Store(Away|Broken|Refused)|UsageError)\(",
             r"\bFault\(",
             r"\blogger\.",
             '"(SELECT|INSERT|DELETE|UPDATE|PRAGMA|BEGIN|COMMIT)',

@@ -30,3 +30,10 @@ def test_a_refusal_after_a_flood_has_the_number_of_all() -> None:
     now = 60.0
     refusals.add("why", "10.0.0.9")
     assert told[-1] == ("a connection from 10.0.0.9 was refused: why", 1001)
+
+
+def test_a_refusal_without_an_address_tells_of_none() -> None:
+    told: list[str] = []
+    refusals = Refusals(lambda text, count: told.append(text), lambda: 0.0)
+    refusals.add("why")
+    assert told == ["a connection was refused: why"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
 from typing import TextIO
 
 import pytest
 
-from unirun.wire.reporting import flush, report, report_error
+from unirun.wire.reporting import flush, lacks_threads, report, report_error
 
 
 def test_report_flushes_stderr(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,6 +25,21 @@ def test_report_error_writes_the_traceback(capsys: pytest.CaptureFixture[str]) -
     text = capsys.readouterr().err
     assert text.startswith("Traceback")
     assert text.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_only_python_s_own_error_says_that_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = threading.Thread(target=list)
+    monkeypatch.setattr(threading, "_start_new_thread", refuse)
+    with pytest.raises(RuntimeError) as caught:
+        thread.start()
+    assert lacks_threads(caught.value)
+    assert not lacks_threads(RuntimeError("of another kind"))
+    assert not lacks_threads(ValueError("can't start new thread"))
+
+
+def refuse(*args: object) -> None:
+    """What the interpreter does when the kernel gives it no thread."""
+    raise RuntimeError("can't start new thread")
 
 
 class Broken:

@@ -86,6 +86,28 @@ def test_what_waits_begins_when_a_handshake_has_ended_in_proof() -> None:
     assert listener.begun_by("1.1.1.1") == KNOWN
 
 
+def test_more_connections_of_a_known_address_wait_than_of_another() -> None:
+    listener = Listener()
+    listener.connect(OURS, KNOWN + QUEUE + 1)
+    assert listener.out == []
+    listener.connect("1.1.1.1", EACH + QUEUE)
+    assert listener.out == []
+    assert listener.connect("1.1.1.1") == []
+    assert len(listener.out) == 1
+
+
+def test_the_connection_that_is_one_too_many_for_all_unknown_addresses_takes_the_place_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handshake, "QUEUE_TOGETHER", 3)
+    monkeypatch.setattr(handshake, "TOGETHER", 0)
+    listener = Listener()
+    waits = [number for number in range(3) if listener.connect("1.1.1.1") == []]
+    assert listener.out == []
+    listener.connect("2.2.2.2")
+    assert listener.out == waits[:1]
+
+
 def test_an_address_that_is_not_known_begins_so_many_a_second() -> None:
     listener = Listener()
     for _ in range(100):
@@ -167,7 +189,19 @@ def test_how_often_addresses_connect_is_remembered_of_so_many(monkeypatch: pytes
     for number in range(1000):
         listener.end(*listener.connect(f"1.{number // 250}.1.{number % 250}"))
         listener.pass_time(OVERDUE_POLL_INTERVAL)
-    assert len(listener.strangers._origins) <= 101
+    assert len(listener.strangers._origins) <= 100
+
+
+def test_an_address_whose_handshakes_of_this_second_are_spent_is_not_forgotten_for_one_that_may_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handshake, "ORIGINS", 2)
+    listener = Listener()
+    listener.end(*listener.connect("1.1.1.1", EACH))
+    listener.connect("2.2.2.2")
+    listener.end(*listener.begun, proved=True)
+    assert len(listener.connect("3.3.3.3")) == 1
+    assert listener.connect("1.1.1.1") == []
 
 
 STEPS = st.lists(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.wire.endpoints import NODE, Endpoint, encoded, fail_on_refusal, serve_once
 from tests.waiting import WAIT_TIMEOUT
@@ -197,8 +198,36 @@ class TestStreamAuthentication:
                 attempt()
             assert isinstance(caught.value.__cause__, ConnectionRefusedError)
 
+    def test_with_tls_only_a_named_node_has_to_be_the_one_that_listens(self, tmp_path: Path) -> None:
+        endpoint = Endpoint("tls", tmp_path)
+
+        async def main() -> None:
+            server = Refusing(endpoint)
+            assert isinstance(endpoint.address, TcpAddress)
+            await (await connect(replace(endpoint.address, node=""), endpoint.credentials)).close()
+            with pytest.raises(AuthError, match="is not node elsewhere of this job"):
+                await connect(replace(endpoint.address, node="elsewhere"), endpoint.credentials)
+            server.close()
+
+        asyncio.run(main())
+
 
 class TestAServer:
+    def test_connections_of_a_unix_socket_are_of_a_known_address(self, tmp_path: Path) -> None:
+        """They are this user's own, so they do not share the limits of strangers."""
+        endpoint = Endpoint("unix", tmp_path)
+
+        async def main() -> None:
+            server = Refusing(endpoint)
+            waiting = [await endpoint.open() for _ in range(handshake.KNOWN)]
+            for reader, _ in waiting:
+                await asyncio.wait_for(reader.readexactly(HELLO_SIZE), WAIT_TIMEOUT)
+            for _, writer in waiting:
+                writer.close()
+            server.close()
+
+        asyncio.run(main())
+
     def test_a_server_that_is_closed_does_not_listen_and_keeps_its_streams(self, endpoint: Endpoint) -> None:
         async def main() -> None:
             server = Refusing(endpoint)
