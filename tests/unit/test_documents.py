@@ -87,16 +87,39 @@ def test_a_difference_that_the_documents_show_is_that_of_the_files(page: str) ->
             assert block.text == done.stdout, f"{block}: {' '.join(command)}"
 
 
+PROSE = (*(page for page in PAGES if not page.startswith(("CHANGELOG", "docs/api/"))), "tests/README.md")
+"""The pages that are written by hand."""
+
 MAX_WORDS = 120
 """In a paragraph or an item of a list."""
 
+MAX_SENTENCES = 2
+"""In a cell of a table."""
 
-@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith(("CHANGELOG", "docs/api/"))])
+
+@pytest.mark.parametrize("page", PROSE)
 def test_paragraphs_of_the_documents_are_short(page: str) -> None:
-    text = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
-    parts = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|^(?=\|)", text, flags=re.MULTILINE)
+    parts = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|^(?=\|)", prose(page), flags=re.MULTILINE)
     long = [part for part in parts if len(part.split()) > MAX_WORDS and not part.startswith("|")]
     assert not long, f"{page}: {long[0]:.200}"
+
+
+@pytest.mark.parametrize("page", PROSE)
+def test_cells_of_tables_in_the_documents_are_short(page: str) -> None:
+    rows = re.findall(r"^\|(.*)\|$", prose(page), flags=re.MULTILINE)
+    long = [cell for row in rows for cell in re.split(r"(?<!\\)\|", row) if sentences(cell) > MAX_SENTENCES]
+    assert not long, f"{page}: {long[0]:.200}"
+
+
+def prose(page: str) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+
+
+def sentences(cell: str) -> int:
+    """The number of sentences in a cell; a semicolon ends one, too."""
+    text = re.sub(r"`[^`]*`", "code", cell).strip().rstrip(".")
+    return 1 + len(re.findall(r"[.!?;](?=\s)", text))
 
 
 def test_a_name_stands_for_one_file_in_all_of_docs() -> None:
