@@ -24,7 +24,7 @@ $(VENV)/.dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	touch $@
 
-# Programs that tests call; installed when this user may and one is missing.
+# Programs that tests call. They are installed if one is missing and the user is root.
 $(VENV)/.system: Makefile | $(VENV)/.dev
 	(for each in mount prlimit ps etcd etcdctl openssl ssh sshd ip rsync slurmctld slurmd sbatch munged tcsh zsh fish; do command -v $$each || exit; done) >/dev/null || { \
 	  test $$(id -u) -eq 0 || { echo "install these Debian packages first: $(APT)"; exit 1; }; \
@@ -34,50 +34,50 @@ $(VENV)/.system: Makefile | $(VENV)/.dev
 demo: $(VENV)/.installed
 	$(BIN)/unirun --roles actor=2,rollout=2 examples/ppo_cartpole/train.py --seeds 0,1,2 --out reward.png
 
-# Three tests at a time on two cores: some wait for a process most of the time. With four it takes as long. The tests of a
-# file run in one process, so that what they share is made once.
+# Three tests at a time on two cores, as some wait for a process most of the time. Four are no faster. The tests of a
+# file run in one process, so that shared fixtures are made once.
 JOBS ?= 3
 test: $(VENV)/.dev $(VENV)/.system
 	$(BIN)/python -m pytest -q -p tests.flaky -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20
 
-# All that starts no process, with fewer examples of each property: about a minute.
+# All tests that start no process, with fewer examples of each property: about a minute.
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit tests/test_architecture.py -m "not starts_processes" --hypothesis-profile quick
 
-# More histories than the tests have; a failing seed is printed, and replayed with UNIRUN_SIM_SEED=N. Then some of CPython's
-# own tests, each under plain python and in workers, which takes half an hour; MODULE=test_signal runs one module of them. Then
-# a thousand jobs from one warm process, which takes ten minutes; MODULE=warm runs these alone. Then all ready experiments
-# with three seeds, fifteen minutes; MODULE=experiments. Then the oldest and the newest torch, which pip installs below
-# $(VENV) (10 GB, where no index offers builds for the CPU); MODULE=other_torch.
+# More simulated histories. A failing seed is printed, and UNIRUN_SIM_SEED=N repeats it. Then, with MODULE for one part alone:
+# some of CPython's own tests, under plain python and in workers (half an hour; MODULE=test_signal runs one module of them);
+# a thousand jobs from one warm process (ten minutes; MODULE=warm); all ready experiments with three seeds (fifteen minutes;
+# MODULE=experiments); the oldest and the newest torch, which pip installs below $(VENV) (10 GB, if no index has builds for
+# the CPU; MODULE=other_torch).
 SEEDS ?= 50000
 soak: $(VENV)/.dev
 	UNIRUN_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q tests/sim
 	$(BIN)/python -m pytest -q tests/soak $(if $(MODULE),-k $(MODULE))
 
-# Other examples of each property, ten times as many: `make test` tries the same ones each time. It takes long.
+# Ten times as many random examples of each property; `make test` has the same ones each time. This takes long.
 properties: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit -m "not starts_processes" --hypothesis-profile properties
 
-# What `make test` does a few times or in one variant, often and in all: 500 pairs of kills, and how long it takes until all
-# ranks are up again; fifty deaths of the master; one before and after each of its writes; more that happens to hosts; calls
-# without TLS. About an hour. ONLY=tests/integration/hosts does a part of it.
+# The tests of `make test` that run a few times or in one variant there, more often and in all variants: 500 pairs of kills,
+# with the times until all ranks are up again; fifty deaths of the master; one before and after each of its writes; more
+# failures of hosts; calls without TLS. About an hour. ONLY=tests/integration/hosts runs a part.
 PAIRS ?= 50
 ONLY ?= tests/chaos tests/contract tests/integration
 chaos: $(VENV)/.dev $(VENV)/.system
 	UNIRUN_CHAOS=1 UNIRUN_CHAOS_PAIRS=$(PAIRS) $(BIN)/python -m pytest -q $(ONLY)
 
-# Weights in vLLM itself, on processors, in an environment of its own below $(VENV) (3.4 GB, made once, in three minutes):
-# nine minutes, 6 GB of memory. MODULE=test_vllm runs a part of it.
+# Weights in vLLM itself, on CPUs, in a separate environment below $(VENV) (3.4 GB, made once, in three minutes). The tests
+# take nine minutes and 6 GB of memory. MODULE=test_vllm runs a part.
 engines: $(VENV)/.dev
 	$(BIN)/python -m pytest -q tests/engines $(if $(MODULE),-k $(MODULE))
 
-# Small faults are planted in the rooms that decide, and tests have to notice nine of ten (tests/mutants). All of them take
-# hours: ROOM=wire tests those of one room, SAMPLE=200 so many of each, drawn with a fixed seed.
+# Small faults are made in the rooms that decide, and tests must detect nine of ten (tests/mutants). All faults take
+# hours. ROOM=wire makes those of one room, and SAMPLE=200 at most 200 of each room, drawn with a fixed seed.
 ROOM ?= wire failover rendezvous launcher calls master
 mutants: $(VENV)/.dev
 	failed=; for room in $(ROOM); do \
 	  $(BIN)/python tests/mutants/run.py $$room --jobs $(JOBS) $(if $(SAMPLE),--sample $(SAMPLE)) || failed="$$failed $$room"; \
-	done; test -z "$$failed" || { echo "too much goes unnoticed in:$$failed"; exit 1; }
+	done; test -z "$$failed" || { echo "tests detect too few faults in:$$failed"; exit 1; }
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -87,14 +87,14 @@ check: $(VENV)/.dev
 	$(BIN)/mypy tests
 	for example in $$(dirname examples/*/*.py | sort -u); do $(BIN)/mypy $$example || exit 1; done
 
-# The API reference, from the docstrings, and the tables of phases; tests tell when they are out of date.
+# The API reference from the docstrings, and the tables of phases. Tests fail when they are out of date.
 docs: $(VENV)/.dev
 	$(BIN)/python docs/reference.py docs/api
 	$(BIN)/python docs/phases.py docs/phases.md
 
-# On a bare machine with a GPU: all tests that need one, the contract of devices, NCCL and the figures of the channel of
-# weights, in eight minutes. It needs no network, and installs only into a temporary environment: PYTHON=… has torch 2.11 or
-# later, and WHEELS=DIR has wheels of the packages that it lacks; without WHEELS they are named.
+# On a bare machine with a GPU: all tests that need one, the contract of devices, NCCL and the figures of the weights
+# channel, in eight minutes. It needs no network, and installs only into a temporary environment. PYTHON=… must have torch
+# 2.11 or later. WHEELS=DIR has wheels of the missing packages; without WHEELS they are named.
 gpu:
 	$(PYTHON) tests/gpu.py $(if $(WHEELS),--wheels $(WHEELS))
 

@@ -30,7 +30,7 @@ def load(name: str) -> Figures:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, and return 0 when every bar holds, else 1; what needs a missing program does not count."""
+    """Measure, print, and return 0 when every bar holds, else 1. Figures that need a missing program do not count."""
     names = suite_names()
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="unirun beside its peers.")
     parser.add_argument(

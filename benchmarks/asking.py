@@ -1,4 +1,4 @@
-"""The script that measures requests to servers: tokens for tokens, many at a time.
+"""The script that measures requests to servers, with tokens in requests and answers, many at a time.
 
     asking.py unirun URL…    by `unirun.EngineClient`
     asking.py httpx URL…     by a client of httpx as its documentation has it, to one URL after the other
@@ -21,11 +21,11 @@ PROMPT = list(range(256))
 SAMPLING: dict[str, Any] = {"max_tokens": 64, "temperature": 1.0}
 
 Ask = Callable[[], Awaitable[list[int]]]
-"""One request; it returns the tokens of the answer."""
+"""Send one request. Returns the tokens of the answer."""
 
 
 async def asked(ask: Ask, requests: int) -> None:
-    """So many requests, `AT_A_TIME` at a time."""
+    """Send this number of requests, `AT_A_TIME` at a time."""
     left = iter(range(requests))
 
     async def some() -> None:
@@ -44,7 +44,7 @@ async def measured(ask: Ask) -> float:
 
 
 async def by_unirun(urls: list[str]) -> float:
-    """With `unirun.EngineClient`."""
+    """Measure requests of `unirun.EngineClient`."""
     from unirun.rollout import EngineClient, EngineList
 
     async with EngineClient("engine", engines=EngineList.at(*urls)) as client:
@@ -56,7 +56,7 @@ async def by_unirun(urls: list[str]) -> float:
 
 
 async def by_httpx(urls: list[str]) -> float:
-    """With httpx alone."""
+    """Measure requests of httpx alone."""
     import httpx2
 
     turns = itertools.cycle(f"{url}/inference/v1/generate" for url in urls)

@@ -1,5 +1,5 @@
-"""A version of the weights into two vLLM of one host: by the companion of a job, and by vLLM itself from a
-file in memory."""
+"""Loads of a version of the weights into two vLLM servers on one host: by the companion of a job, and by vLLM itself
+from a file in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.integration.harness import command_in
 
 
 class Pair:
-    """Two engines and a job that publishes, and the same files for both ways."""
+    """Two engines and a job that publishes, with the same files for both measurements."""
 
     def __init__(self, engine_job: EngineJob, folders: tuple[Path, Path]) -> None:
         self._fleet, self._folders = engine_job, folders
@@ -28,7 +28,7 @@ class Pair:
             self.load()
 
     def _busy(self) -> None:
-        """Have both engines answer. vLLM's processes sleep after a second without work, and wake up slowly."""
+        """Send a request to both engines, as vLLM's processes sleep after a second without work and wake up slowly."""
         with ThreadPoolExecutor(len(self._fleet.engines)) as pool:
             for answer in [pool.submit(each.generate, [5, 6, 7], 4) for each in self._fleet.engines]:
                 answer.result()
@@ -39,7 +39,7 @@ class Pair:
         return self._fleet.took(self._fleet.publish(next(self._turn) % 2))
 
     def load(self) -> float:
-        """Seconds in which both engines load a file again while they serve, by what vLLM has for it: a pause, and
+        """Seconds in which both engines load a file again while they serve, by vLLM's own routes: a pause, and
         ``reload_weights``."""
         self._busy()
         folder = str(self._folders[next(self._turn) % 2])

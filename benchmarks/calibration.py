@@ -29,7 +29,7 @@ class _Item:
 
 
 def work(rounds: int = ROUNDS) -> int:
-    """The work itself; its result depends on nothing but `rounds`."""
+    """The work of one unit. Its result depends only on `rounds`."""
     total = 0
     for _ in range(rounds):
         items = [_Item(f"k{number % 97}", number * 7919 % 10007) for number in range(2000)]
@@ -50,7 +50,7 @@ def calibrate(clock: Clock = time.perf_counter) -> float:
 
 
 def bar(name: str, seconds: float) -> Bar:
-    """At most what takes `seconds` on the machine for which `UNIT` holds."""
+    """The bar for work that takes at most `seconds` on the machine of `UNIT`."""
     return Bar(name, "units", round(seconds / UNIT, 6))
 
 

@@ -28,23 +28,23 @@ IN_FLIGHT = 1000
 
 
 def nothing(value: Any = None) -> None:
-    """Do nothing: the method that is called, over every transport."""
+    """Do nothing. This is the called function, over every transport."""
 
 
 class Worker(BaseWorkload):
-    """Does nothing."""
+    """The workload whose methods do nothing."""
 
     @trainer_invocation()
     def blocking(self, value: Any = None) -> None:
-        """Waited for."""
+        """The method of calls that wait."""
 
     @trainer_invocation(blocking=False)
     def flying(self, value: Any = None) -> None:
-        """Not waited for."""
+        """The method of calls that do not wait."""
 
     @trainer_invocation()
     def pid(self) -> int:
-        """The number of this process."""
+        """The pid of this process."""
         return os.getpid()
 
 
@@ -95,7 +95,7 @@ class Rest(BaseTrainer):
     """Calls every worker once, writes their pids, and then does nothing until it is ended."""
 
     def init(self) -> None:
-        """Nothing has to be set up."""
+        """Set up nothing."""
 
     def fit(self) -> None:
         """Call, write, sleep."""
@@ -116,7 +116,7 @@ def p50(call: Callable[[], Any], times: int) -> float:
 
 
 def rate(start: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
-    """Calls per second when `IN_FLIGHT` are started before the first is waited for."""
+    """Calls per second with `IN_FLIGHT` calls at a time."""
     began = time.perf_counter()
     for pending in [start() for _ in range(IN_FLIGHT)]:
         wait(pending)

@@ -1,4 +1,4 @@
-"""Agents without workers, as many as asked for, in one process: ``python -m benchmarks.crowd JOB_DIR COUNT``.
+"""Agents without workers, COUNT of them in one process: ``python -m benchmarks.crowd JOB_DIR COUNT``.
 
 Each has a stream of its own to the master and joins as a node. Prints how many seconds passed until all had been told
 to start their workers, then goes on saying how its workers are, as agents do, until it is killed.
@@ -46,7 +46,7 @@ async def chatter(writer: asyncio.StreamWriter, number: int) -> None:
 
 
 async def main(folder: str, count: int) -> None:
-    """Join all at once."""
+    """Let all agents join at once."""
     job = JobDir(Path(folder))
     token = load_token(job.token)
     masters = Masters(job)

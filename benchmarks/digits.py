@@ -60,7 +60,7 @@ def speed(
     prepare_model: Callable[[nn.Module], nn.Module],
     after: Callable[[int, nn.Module, torch.optim.Optimizer, float], None],
 ) -> float:
-    """Samples in a second, of all ranks. `after` saves a checkpoint and tells the loss, after each epoch."""
+    """Samples per second of all ranks. `after` saves a checkpoint and reports the loss after each epoch."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     data = TensorDataset(*digits())
@@ -93,7 +93,7 @@ def under_trainer() -> float:
 
 
 def under_torchrun(result: Path) -> float | None:
-    """The same loop as people write it for torchrun. Only rank 0 has a result."""
+    """The same loop, as it is usually written for torchrun. Only rank 0 has a result."""
     dist.init_process_group("gloo")
     rank, samplers = dist.get_rank(), list[DistributedSampler[Any]]()
 
@@ -118,7 +118,7 @@ def under_torchrun(result: Path) -> float | None:
 
 
 def parameters(number: int) -> dict[str, Any]:
-    """Those of a trial: the same in a study and in a job."""
+    """The parameters of a trial, the same in a study and in a job."""
     chance = random.Random(number)
     return {
         "learning_rate": 10 ** chance.uniform(-3, -1),
@@ -151,7 +151,7 @@ def trial(config: dict[str, Any]) -> float:
 
 
 def study() -> list[float]:
-    """All trials, as those of a study."""
+    """Run all trials, with the parameters of a study."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -19,22 +19,22 @@ from unirun.wire.messages import View
 
 
 class Sink:
-    """Takes what an agent writes to one worker."""
+    """The receiver of all frames that an agent writes to one worker."""
 
     def __init__(self) -> None:
         self.frames = 0
 
     def is_closing(self) -> bool:
-        """Never."""
+        """Return False: the stream never ends."""
         return False
 
     def write(self, frame: bytes) -> None:
-        """One frame."""
+        """Take one frame."""
         self.frames += 1
 
 
 def agent_encodings(workers: int) -> float:
-    """Let the agent's shell send one view to so many workers; how many frames it makes for that."""
+    """Let the agent's shell send one view to this number of workers. Returns the number of frames that it encodes."""
     made = 0
 
     def counted(payload: dict[str, Any]) -> bytes:

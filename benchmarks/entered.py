@@ -17,7 +17,7 @@ import unirun
 
 HOOK = Path(__file__).with_name("hook")
 VARIABLE = "BENCHMARK_ENTERED"
-"""The variable of a process that records, as in `HOOK`."""
+"""The environment variable that makes a process record, as in `HOOK`."""
 
 MARK_TIMEOUT = 60.0
 """Seconds in which another process must set the mark."""
@@ -44,7 +44,7 @@ class Entered:
         return cls(Path(os.environ[VARIABLE].partition(os.pathsep)[0]))
 
     def variables(self, package: Path = PACKAGE) -> dict[str, str]:
-        """The variables of a process that is to record the files of `package`."""
+        """The environment variables that make a process record the files of `package`."""
         path = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {"PYTHONPATH": os.pathsep.join(path), VARIABLE: f"{self.folder}{os.pathsep}{package}"}
 
@@ -77,7 +77,7 @@ class Entered:
             time.sleep(0.001)
 
     def end(self) -> None:
-        """Record no more."""
+        """End the record."""
         self._set(b"\0")
 
     def _set(self, mark: bytes) -> None:

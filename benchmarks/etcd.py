@@ -48,7 +48,7 @@ def _await(endpoint: str) -> None:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """A port that was free at the time of this call."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""A figure: what was measured, the bar that it must not pass, and what the peer needs for the same."""
+"""A figure: the measured value, the bar that it must not pass, and the value of the peer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 
 
 class BenchmarkError(RuntimeError):
-    """Something could not be measured: a process failed, or a wait reached its deadline."""
+    """A failure of a measurement: a process failed, or a wait reached its deadline."""
 
 
 class ProgramMissing(BenchmarkError):
@@ -24,7 +24,7 @@ class ProgramMissing(BenchmarkError):
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """The most that `value` may be (with `at_least`: at least) for a figure to hold. Without a limit any may be."""
+    """The maximum of `value` (with `at_least`: the minimum) for a figure to hold. Without a limit every value holds."""
 
     name: str
     unit: str
@@ -139,10 +139,10 @@ def ratio(own: Sequence[float], theirs: Sequence[float]) -> float | None:
 
 
 def load_of_others() -> float:
-    """The percentage of the processors in use; call it while nothing of a measurement runs."""
+    """The percentage of the processors in use; call it while no measurement runs."""
     return psutil.cpu_percent(interval=0.2)
 
 
 def say(text: str) -> None:
-    """Progress, on stderr: stdout is for the result."""
+    """Print progress to stderr. stdout is for the result."""
     print(f"measuring: {text}", file=sys.stderr, flush=True)

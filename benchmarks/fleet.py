@@ -1,4 +1,4 @@
-"""Agents whose workers are made up, in one process: ``python -m benchmarks.fleet JOB_DIR FILE``.
+"""Agents with simulated workers, in one process: ``python -m benchmarks.fleet JOB_DIR FILE``.
 
 Each node has a stream of its own to the master. Its workers start, serve and form their group as soon as they are told,
 with the messages that agents send for real workers. `FILE` is JSON: the nodes, the job's one role, and how many ranks
@@ -41,7 +41,7 @@ from unirun.wire.reports import (
 )
 
 QUIET = 1.0
-"""Seconds without a byte after which all has come."""
+"""Seconds without a byte after which all messages have arrived."""
 
 PATIENCE = 600.0
 """Seconds until all ranks are up."""
@@ -79,7 +79,7 @@ class Agent:
         self._buffer = bytearray()
 
     async def follow(self, address: Address, credentials: Credentials) -> None:
-        """Join, and do as the master says until the stream ends."""
+        """Join, and carry out the master's orders until the stream ends."""
         if credentials.tls is None:
             stream = await _reach(address, credentials)
         else:
@@ -95,25 +95,25 @@ class Agent:
             self._take()
 
     def say(self, *messages: Message) -> None:
-        """Tell the master."""
+        """Send a message to the master."""
         assert self._writer is not None
         self._writer.write(b"".join(map(frame_of, messages)))
 
     def end(self) -> None:
-        """The agent is gone, and its workers with it."""
+        """End the agent and its workers."""
         assert self._writer is not None
         self.fleet.up.difference_update(self.ranks)
         self.ranks.clear()
         self._writer.close()
 
     def fail(self, rank: int) -> None:
-        """A worker ends by itself."""
+        """Let a worker end by itself."""
         incarnation = self.ranks.pop(rank)
         self.fleet.up.discard(rank)
         self.say(WorkerExited(WorkerId(self.fleet.role, rank, incarnation), time.time(), 1, None))
 
     def _take(self) -> None:
-        """Every whole frame that has come."""
+        """Every complete frame that has arrived."""
         at = 0
         while len(self._buffer) >= at + 4:
             (length,) = struct.unpack_from(">I", self._buffer, at)
@@ -164,7 +164,7 @@ class Fleet:
         self.last = 0.0
 
     def command(self, line: str, address: Address, credentials: Credentials) -> None:
-        """Order the next action."""
+        """Carry out one command."""
         for agent in self.agents.values():
             agent.received = 0
         match line.split():
@@ -177,19 +177,19 @@ class Fleet:
                 self.agents.pop(name).end()
 
     async def quiet(self) -> None:
-        """Wait until nothing has come for a while."""
+        """Wait until no message has arrived for a while."""
         while time.monotonic() < self.last + QUIET:
             await asyncio.sleep(0.05)
 
     async def settled(self, ranks: int) -> None:
-        """Wait until all ranks are up, as long as there is patience."""
+        """Wait until all ranks are up, or until the deadline."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end and len(self.up) < ranks:
             await asyncio.sleep(0.01)
 
 
 async def main(folder: str, file: str) -> None:
-    """One command after the other."""
+    """Carry out the commands one after the other."""
     job, plan = JobDir(Path(folder)), json.loads(Path(file).read_text())
     credentials = load_credentials(job.path)
     masters = Masters(job)

@@ -1,4 +1,4 @@
-"""The same things done with Ray or Monarch: ``python -m benchmarks.foreign ray``.
+"""The same measurements with Ray or Monarch: ``python -m benchmarks.foreign ray``.
 
 ``ray`` and ``monarch`` print the median of a blocking call that does nothing, in µs; ``ray-weights`` that of 1 GiB from
 one process into place in three others, in s; ``ray-queue`` the seconds for each item of 1 MB through a queue. These

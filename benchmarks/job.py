@@ -1,4 +1,4 @@
-"""Jobs that are measured: started by unirun or by torchrun, waited for with a deadline, and always swept away."""
+"""Measured jobs: started by unirun or by torchrun, with a deadline for each wait, and removed at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).with_name("ranks.py")
 """The script of the ranks, under every launcher."""
 
 DEADLINE = 90.0
-"""Seconds for any single wait: several times what 16 interpreters that import torch at once need."""
+"""Seconds for any single wait: several times as long as 16 interpreters need to import torch at once."""
 
 SWEEP_DEADLINE = 15.0
 """Seconds for the processes of a job to be gone after SIGKILL."""
@@ -71,7 +71,7 @@ class Point:
 
 
 def parse_points(text: str) -> list[Point]:
-    """The points in the file that the ranks append to; a last line that is not whole yet is left out."""
+    """The points in the file to which the ranks append, without an incomplete last line."""
     rows = [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [Point(int(rank), int(restarts), int(pid), float(when)) for rank, restarts, pid, when in rows]
 
@@ -102,7 +102,7 @@ class Job:
         return self.wait(complete, f"all {self.ranks} ranks past an all_reduce (restart {restarts})")
 
     def wait(self, look: Callable[[], T | None], what: str) -> T:
-        """Look until there is something. Raises `BenchmarkError` at the deadline."""
+        """Poll until there is a result. Raises `BenchmarkError` at the deadline."""
         end = time.monotonic() + DEADLINE
         while time.monotonic() < end:
             found = look()
@@ -129,13 +129,13 @@ class Job:
         return members(self.home)
 
     def sweep(self) -> None:
-        """SIGKILL whatever is left of the job and wait until it is gone."""
+        """Send SIGKILL to all remaining processes of the job and wait until they have ended."""
         sweep(self.home, self.process.poll)
         self.process.wait(SWEEP_DEADLINE)
 
 
 def members(home: Path) -> list[psutil.Process]:
-    """Every live process that has inherited `home` from `environment`, whoever its parent is now."""
+    """Every live process that has inherited `home` from `environment`, whatever its parent is now."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -145,7 +145,7 @@ def members(home: Path) -> list[psutil.Process]:
 
 
 def sweep(home: Path, reap: Callable[[], object] = lambda: None) -> None:
-    """SIGKILL whatever is left with this `home` and wait until it is gone. `reap` collects children that have ended."""
+    """Send SIGKILL to all processes with this `home` and wait until they have ended. `reap` collects ended children."""
     end = time.monotonic() + SWEEP_DEADLINE
     while left := members(home):
         if time.monotonic() > end:
@@ -158,14 +158,14 @@ def sweep(home: Path, reap: Callable[[], object] = lambda: None) -> None:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The caller's environment without what would change the measurement; all files go to `home`."""
+    """The caller's environment without variables that would change the measurement. All files are in `home`."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     return {**env, "UNIRUN_HOME": str(home), "TMPDIR": str(home)}
 
 
 @contextlib.contextmanager
 def started(launcher: Launcher, ranks: int, then: Then, max_restarts: int = 0) -> Iterator[Job]:
-    """A job of `ranks` ranks on this host. On leaving, nothing of it is left, on disk or among the processes."""
+    """A job of `ranks` ranks on this host. At the end of the context, none of its processes and files is left."""
     home = Path(tempfile.mkdtemp(prefix="unirun-bench-"))
     options = (f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}")
     command = (*launcher.command, *options, str(SCRIPT), str(home / "points"), then)

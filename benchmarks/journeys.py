@@ -1,4 +1,4 @@
-"""The work of which the suite `house` counts the files, as jobs. Each is done before it is counted, so that connections
+"""The work whose files the suite `house` counts, as jobs. Each is done once before it is counted, so that connections
 are open, modules are imported and workers are warm.
 
     python -m benchmarks.journeys train RESULT      the driver of a training run
@@ -27,20 +27,20 @@ from unirun import BaseTrainer, BaseWorkload, train, trainer_invocation
 RANKS = 2
 
 VERSIONS = 5
-"""Versions of weights, of which the last one counts. They follow each other fast: a channel reports once a second."""
+"""Versions of weights; the last one counts. They follow each other quickly, as a channel reports once a second."""
 
 
 class Called(BaseWorkload):
-    """The side that is called."""
+    """The workload that is called."""
 
     @trainer_invocation()
     def update(self, value: int) -> int:
-        """Take something, and give the number of this process."""
+        """Take an argument. Returns the pid of this process."""
         return os.getpid()
 
 
 class Caller(BaseTrainer):
-    """The side that calls."""
+    """The trainer that makes the calls."""
 
     def init(self) -> None:
         """Open the connections."""
@@ -66,7 +66,7 @@ class Ending(train.TrainingCallback):
 
 
 def run_trainer(result: str) -> None:
-    """Run a function that reports once, on workers that are there."""
+    """Run a function that reports once, on running workers."""
 
     def function() -> int:
         train.report(loss=1.0)
@@ -112,7 +112,7 @@ def move_weights(result: str) -> None:
 
 
 def write(result: str, entered: Entered, sides: Mapping[str, Collection[int]]) -> None:
-    """Write the files of each side, which is some processes."""
+    """Write the files of each side; a side is a set of processes."""
     Path(result).write_text(json.dumps({side: entered.files(pids) for side, pids in sides.items()}))
 
 

@@ -1,6 +1,6 @@
 """One node of a rendezvous: ``python -m benchmarks.meeting BACKEND ENDPOINT RUN``.
 
-It imports torch's rendezvous, says so, and waits for a line before it does anything; then it makes its handler and
+It imports torch's rendezvous, prints that, and waits for a line. Then it makes its handler and
 meets one other node. It prints when it had its rank, and the workers' store and the agents' could be used, in seconds
 of the machine's monotonic clock; and leaves at the next line.
 """
@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 
 def main(backend: str, endpoint: str, run: str) -> None:
-    """Be a node of two."""
+    """Run one node of two."""
     print("ready", flush=True)
     sys.stdin.readline()
     params = RendezvousParameters(backend, endpoint, run, 2, 2, local_addr="127.0.0.1")

@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 import unirun
 
 ITEMS, WARM_UP, MOST = 1000, 50, 16
-"""Items that are counted, items before them, and items in the queue at most."""
+"""Counted items, items before these, and the maximum of items in the queue."""
 
 
 def tensor() -> torch.Tensor:
@@ -30,7 +30,7 @@ def tensor() -> torch.Tensor:
 
 
 def measured(get: Callable[[], object]) -> float:
-    """Seconds for an item."""
+    """Seconds for each item."""
     for _ in range(WARM_UP):
         get()
     began = time.perf_counter()
@@ -54,7 +54,7 @@ def in_a_job(result: str) -> None:
 
 
 def produce(queue: mp.Queue[torch.Tensor], received: Event) -> None:
-    """Put the items of the peer. It shares the memory of a tensor that is put, so each one is a new one."""
+    """Put the items of the peer. Its queue shares the memory of a tensor, so each item is a new tensor."""
     item = tensor()
     for _ in range(WARM_UP + ITEMS):
         queue.put(item.clone())

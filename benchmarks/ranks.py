@@ -1,4 +1,4 @@
-"""The script of the ranks of a measured job: a plain torchrun script, which knows of no launcher.
+"""The script of the ranks of a measured job: a plain torchrun script, which depends on no launcher.
 
     ranks.py POINTS once       leave after the first all_reduce
     ranks.py POINTS sit        sleep after it
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 
 def main(points: str, then: str) -> None:
-    """Join the group, meet the others once, say so, and do what `then` asks for."""
+    """Join the group, run one all_reduce, write a point, and do what `then` selects."""
     if then == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -39,7 +39,7 @@ def main(points: str, then: str) -> None:
 
 
 def meet() -> None:
-    """One all_reduce; its sum tells that every rank took part."""
+    """Run one all_reduce. Its sum shows that every rank took part."""
     ones = torch.ones(1)
     dist.all_reduce(ones)
     if ones.item() != dist.get_world_size():
@@ -47,7 +47,7 @@ def meet() -> None:
 
 
 def note_time(points: str) -> None:
-    """One write of one line: lines that several processes append at once stay whole."""
+    """Append one line with one write, so that lines of several processes stay whole."""
     now = time.time()
     restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
     line = f"{os.environ['RANK']} {restarts} {os.getpid()} {now:.6f}\n"

@@ -30,7 +30,7 @@ from benchmarks.job import DEADLINE
 from benchmarks.steps import KILLED, KILLED_AFTER, RANKS, Steps
 
 VARIABLES = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-"""Of a process with Ray Train."""
+"""The environment of a process with Ray Train."""
 
 MISSING = "Ray Train is not installed: pip install 'ray[train]'"
 
@@ -41,7 +41,7 @@ def installed() -> bool:
 
 
 def start(folder: Path) -> dict[str, float]:
-    """Seconds until the first report of all ranks is there: from `ray.init` on, and from its end on."""
+    """Seconds until the first report of all ranks: from the start of `ray.init`, and from its end."""
 
     def function() -> None:
         train = importlib.import_module("ray.train")
@@ -60,7 +60,7 @@ def start(folder: Path) -> dict[str, float]:
 
 
 def recovery(folder: Path) -> dict[str, float]:
-    """Seconds from SIGKILL of a rank to the first report of all ranks that have gone on from the checkpoint."""
+    """Seconds from SIGKILL of a rank to the first report of all ranks after they have loaded the checkpoint."""
 
     def function() -> None:
         train = importlib.import_module("ray.train")
@@ -90,7 +90,7 @@ def recovery(folder: Path) -> dict[str, float]:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[None]:
-    """Ray on this host, with its files in `folder`."""
+    """Start Ray on this host, with its files in `folder`."""
     ray: Any = importlib.import_module("ray")
     ray.init(num_cpus=2 * RANKS, include_dashboard=False, log_to_driver=False, _temp_dir=str(folder / "r"))
     try:
@@ -125,14 +125,14 @@ def fit(function: Callable[[], None], folder: Path) -> None:
 
 
 def heard(folder: Path) -> list[dict[str, Any]]:
-    """The reports so far, with the time of each; a last line that is not whole yet is left out."""
+    """The reports so far, with the time of each, without an incomplete last line."""
     path = folder / "heard"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def kill_one(folder: Path) -> float:
-    """Kill one rank after its tenth step. Returns when that was."""
+    """Kill one rank after its tenth step. Returns the time."""
     end = time.monotonic() + DEADLINE
     while time.monotonic() < end:
         for each in heard(folder):

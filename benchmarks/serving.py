@@ -1,4 +1,4 @@
-"""Jobs of programs that are measured: servers, and a role that starts after them. All write times of one clock."""
+"""Measured jobs of programs: servers, and a role that starts after them. All use one clock."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Served:
         return self._await(lambda: path.read_text() if path.exists() else None, name)
 
     def said(self, words: str) -> float:
-        """The time at which the command wrote a line with these words."""
+        """The time at which the command wrote a line with this text."""
         return self._await(lambda: next((t for t, line in self._lines if words in line), None), words)
 
     def _await(self, look: Callable[[], T | None], what: str) -> T:
@@ -87,7 +87,7 @@ class Served:
         return found
 
     def end(self) -> float:
-        """Let the primary end. Returns the seconds from its end until the command and all servers are gone."""
+        """Let the primary end. Returns the seconds from its end to that of the command and all servers."""
         (self.folder / "go").touch()
         ended = float(self.await_file("ended"))
         self.popen.wait(DEADLINE)

@@ -30,11 +30,11 @@ CALM = 5.0
 """Simulated seconds between the beginning, or a restart, and the next SIGKILL."""
 
 MAX_TURNS = 20_000
-"""Events of the simulation until something that was waited for must have happened."""
+"""Maximum number of events of the simulation in one wait."""
 
 
 def scenario(_: int) -> Scenario:
-    """A job whose workers live on, without accidents."""
+    """A job whose workers do not end, without injected failures."""
     role = RoleSpec("actor", RANKS, Entry("script", "train.py"), max_restarts=10 * KILLS)
     spec = JobSpec(name="sim", run_id="sim", roles=(role,), primary=(role.name,))
     devices = tuple(Device(str(number), "") for number in range(RANKS))
@@ -45,7 +45,7 @@ def scenario(_: int) -> Scenario:
 
 
 def main(result: str) -> None:
-    """Let it happen."""
+    """Run it."""
     with patch.object(simulation, "make_scenario", scenario):
         history = Simulation(0)
     for node in history.nodes.values():
@@ -68,7 +68,7 @@ def main(result: str) -> None:
 
 
 def whole(history: Simulation, before: int) -> int:
-    """Let time pass until all ranks live in one generation after `before`, and return it."""
+    """Advance time until all ranks run in one generation after `before`, and return it."""
     limit = history.clock.steps + MAX_TURNS
     while history.clock.steps < limit:
         found = generation(history)
@@ -79,19 +79,19 @@ def whole(history: Simulation, before: int) -> int:
 
 
 def turn(history: Simulation) -> None:
-    """Let the next thing happen."""
+    """Process the next event."""
     if not history.clock.run_next():
         raise BenchmarkError("\n".join(["nothing happens any more", *history.log[-12:]]))
 
 
 def generation(history: Simulation) -> int | None:
-    """The generation of the processes, once all ranks live in the same one."""
+    """The generation of the processes if all ranks run in the same one."""
     alive = [process.generation for process in history.processes if process.alive]
     return alive[0] if len(alive) == RANKS and len({*alive}) == 1 else None
 
 
 def kill(history: Simulation) -> None:
-    """SIGKILL to the victim."""
+    """Send SIGKILL to the victim."""
     for node in history.nodes.values():
         for spawner in node.spawners.values():
             for number, process in spawner.processes.items():

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TypeGuard
 
 SMALL = 110
-"""A module of fewer lines with a single importer is small enough to be a part of it."""
+"""A module with fewer lines and a single importer could be a part of that importer."""
 
 TIME = re.compile(r"\b(milli|micro)?(seconds?|minutes?|hours?|days?)\b", re.IGNORECASE)
 """A constant is one of time if it is a number and the first sentence of its docstring has such a word."""
 
 PURPOSE = re.compile(r"(^|_)(TIMEOUT|INTERVAL|DELAY|TTL|SECONDS|MINUTES|HOURS|DAYS)$")
-"""The end of the name of a constant of time, which says what is timed or its unit."""
+"""The suffixes of a constant of time, for its purpose or its unit."""
 
 _NO_CODE = frozenset(
     {
@@ -114,7 +114,7 @@ def imports(modules: Iterable[Module]) -> dict[str, set[str]]:
 
 
 def circles(modules: Iterable[Module]) -> list[list[str]]:
-    """The circles of imports among the modules of one room: strongly connected components of two or more."""
+    """The cycles of imports among the modules of one room: strongly connected components of two or more."""
     rooms = {module.name: module.room for module in modules}
     graph = {
         name: {target for target in targets if rooms[target] == rooms[name]}
@@ -129,7 +129,7 @@ def circles(modules: Iterable[Module]) -> list[list[str]]:
 
 
 def single_importers(modules: Iterable[Module]) -> dict[str, str]:
-    """Each small module that is imported by one other module only, with that one. Packages do not count."""
+    """Each small module with a single importer, and that importer. Packages do not count."""
     known = {module.name: module for module in modules}
     importers: dict[str, list[str]] = {}
     for name, targets in imports(known.values()).items():
@@ -202,7 +202,7 @@ def _known(name: str, known: Mapping[str, object]) -> str:
 
 
 def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
-    """The nodes to which an edge or more lead."""
+    """The nodes with at least one incoming edge."""
     found: set[str] = set()
     left = [start]
     while left:

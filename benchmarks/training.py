@@ -29,7 +29,7 @@ REPORTS, WARM_UP = 3000, 300
 """Calls of `report` in each rank, and those that are not counted."""
 
 FOLLOWING = 2000
-"""Files that are read after the first one."""
+"""The number of files that are read after the first one."""
 
 
 def start() -> dict[str, float]:
@@ -76,7 +76,7 @@ def recovery() -> dict[str, float]:
 
 
 def reports() -> dict[str, float]:
-    """The time of a call of `report` in ms, with nothing between calls; and how many rounds the driver gets."""
+    """The time of a call of `report` in ms, without work between calls, and the rounds that the driver gets."""
 
     def function() -> list[float]:
         times = []

@@ -1,4 +1,4 @@
-"""Experiments that the suite of experiments runs, and what of them is pure; each prints one JSON object.
+"""Experiments of the suite `experiments`, and their pure parts. Each measurement prints one JSON object.
 
     python -m benchmarks.trials packing     10 000 sequences over 8 ranks
     python -m benchmarks.trials graph       an experiment of 100 calls and 1 024 shards, checked and resolved
@@ -57,7 +57,7 @@ WAITS = {
     "train": ("actor", 0.12, ("tokens", "rewards", "logprobs", "values"), ()),
     "teach": ("critic", 0.08, ("tokens", "rewards", "values"), ()),
 }
-"""The calls of a step: model, seconds, what each needs and makes."""
+"""The calls of a step: model, seconds, inputs and outputs."""
 
 
 class Bytes:
@@ -75,7 +75,7 @@ class Bytes:
 
 
 class Waiting(ModelInterface):
-    """Waits, and makes a number for each sequence."""
+    """The interface that waits, and makes a number for each sequence."""
 
     def __init__(self, seconds: float, keys: tuple[str, ...]) -> None:
         self._seconds, self._keys = seconds, keys
@@ -86,7 +86,7 @@ class Waiting(ModelInterface):
         return SequenceSample.of({key: [torch.ones(1)] * len(sample) for key in self._keys}, sample.ids)
 
     def train_step(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> dict[str, float]:
-        """Nothing."""
+        """Wait. There are no metrics."""
         time.sleep(self._seconds)
         return {}
 

@@ -1,4 +1,4 @@
-"""The same starts as in the suite of launches, from processes that have imported torch already (``unirun warm``)."""
+"""The starts of the suite `launch`, from processes that have imported torch already (``unirun warm``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEMORY = Bar("memory of a warm process (PSS)", "MB", 200)
 
 
 def figures(runs: int) -> list[Figure]:
-    """Warm starts beside torchrun, a whole command beside a bare import, and the memory of the process."""
+    """Warm starts compared with torchrun, a command compared with a bare import, and the memory of the process."""
     with started() as folder:
         launcher = replace(UNIRUN, name="warm", env={"UNIRUN_RUN_DIR": str(folder)})
         warm = [partial(start_time, launcher, ranks) for ranks, _ in STARTS]
@@ -66,7 +66,7 @@ def import_time() -> float:
 
 
 def memory() -> float:
-    """The PSS in MB (2**20 bytes) of one that has imported torch alone, as for a job of several ranks."""
+    """The PSS in MB (2**20 bytes) of a warm process with torch only, for jobs of several ranks."""
     with started(OMP_NUM_THREADS="1") as folder:
         home = {**environment(folder), "UNIRUN_RUN_DIR": str(folder)}
         _, table = timed([program("unirun"), "warm", "status"], home)

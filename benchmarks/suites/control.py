@@ -107,7 +107,7 @@ def large_costs() -> tuple[float, ...]:
 
 
 def settle(fleet: subprocess.Popen[str], command: str, job: JobDir, *, restarts: int) -> None:
-    """Let something happen, and wait until all ranks run again and the master has no more to say."""
+    """Run an action, and wait until all ranks run again and the master sends no more messages."""
     if ask(fleet, command)["up"] != NODES * PER_NODE:
         raise BenchmarkError(f"not all ranks are up after {command!r}")
     end = time.monotonic() + PATIENCE
@@ -166,7 +166,7 @@ def large(
 
 
 def ask(process: subprocess.Popen[str], command: str) -> dict[str, float]:
-    """One command and its answer."""
+    """Send one command. Returns its answer."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(f"{command}\n")
@@ -179,7 +179,7 @@ def ask(process: subprocess.Popen[str], command: str) -> dict[str, float]:
 
 
 def idle_share() -> float:
-    """The share of one core, in percent, that 8 idle workers use in all after they were called."""
+    """The percentage of one core that 8 idle workers use together after they were called."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         job = {
@@ -218,7 +218,7 @@ def wait_for_pids(file: Path, process: subprocess.Popen[str]) -> list[int]:
 
 
 def used(processes: list[psutil.Process]) -> float:
-    """Processor seconds of all of them so far."""
+    """Processor seconds of all these processes so far."""
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 

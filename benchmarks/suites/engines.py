@@ -1,4 +1,4 @@
-"""Programs beside ranks that serve, and requests to them."""
+"""Servers beside ranks, and requests to them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BROUGHT = Bar(
 SERVERS = 2
 
 SERVED = 4
-"""Programs of the job that is measured, besides the one that starts after them."""
+"""Programs of the measured job, besides the one that starts after them."""
 
 
 DEPENDENTS = Bar("server ready → dependents started", "s", 0.1)
@@ -47,7 +47,7 @@ def figures(runs: int) -> list[Figure]:
 
 
 def lives(runs: int) -> list[Figure]:
-    """From the start of a job of programs to its end, with a server that is killed. One job gives one run of each."""
+    """Figures of a job of programs from start to end, with a server that is killed. One job is a run of each."""
     found: dict[Bar, list[float]] = {each: [] for each in (DEPENDENTS, CAUSE, RESTART, END, START)}
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as folder, served(Path(folder), SERVED) as job:
@@ -76,7 +76,7 @@ def asked(runs: int) -> Figure:
 
 
 def brought(runs: int) -> Figure:
-    """A version of an actor into two real vLLM on this host, beside what each does to load the same file again."""
+    """Load a version into two real vLLM servers on this host, compared with their own loads of the same file."""
     if not complete():
         return Figure(BROUGHT, None, runs, "s", peer="vLLM", missing="vLLM is not installed: make engines")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, pair(Path(folder)) as engines:
@@ -85,7 +85,7 @@ def brought(runs: int) -> Figure:
 
 @contextmanager
 def stubs(count: int) -> Iterator[list[str]]:
-    """The URLs of so many servers with vLLM's routes, which answer at once."""
+    """The URLs of this number of servers with vLLM's routes, which answer at once."""
     processes: list[subprocess.Popen[str]] = []
     try:
         urls = []

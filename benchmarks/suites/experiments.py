@@ -1,4 +1,4 @@
-"""Experiments: what the master of a trial costs, what moves between its workers, how soon it begins, calls at the same
+"""Experiments: the cost of a trial's master, the data between its workers, the time of its start, calls at the same
 time, and the pure parts.
 
 PPO is that of `examples/experiments`: four models, six calls, eight workers, the actor generating in another layout
@@ -61,7 +61,7 @@ def pure(what: str, figure: tuple[Bar, str], runs: int) -> Figure:
 
 
 def ppo(runs: int) -> list[Figure]:
-    """Those of PPO, if what its tasks need is installed."""
+    """The figures of PPO, if the packages of its tasks are installed."""
     for name, package in (("transformers", "transformers"), ("reasoning_gym", "reasoning-gym")):
         if importlib.util.find_spec(name) is None:
             missing = f"{package} is not installed: pip install {package}"
@@ -78,7 +78,7 @@ def ppo(runs: int) -> list[Figure]:
 
 
 def trial(*, warm: bool) -> Results:
-    """A trial of PPO. Seconds until its first step is done; medians of its steps."""
+    """A trial of PPO: seconds until the end of its first step, and medians of its steps."""
     from unirun.experiments.starting import PRELOAD
 
     words = ("-e", "ppo", "-f", "bench", "separate=true", "samples=240", "batch=20", "epochs=1")

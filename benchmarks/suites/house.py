@@ -52,14 +52,14 @@ REPORT = Bar("Trainer(2).run → report → callback, on warm workers: files of 
 WORKERS = Bar("the same: files of the workers", "files")
 
 MASTER_AND_AGENT = {"unirun-master": "master", "unirun-agent": "agent"}
-"""The processes that bring the next generation."""
+"""The processes that start the next generation."""
 
 Sides = Mapping[str, list[str]]
 """The files that each kind of process has entered."""
 
 
 def figures(runs: int) -> list[Figure]:
-    """All figures of this suite; what is the same each time is counted once."""
+    """All figures of this suite. Figures that do not vary are counted once."""
     trained = Journeys("a run of a trainer", runs, report)
     return [
         *counts(source.modules(PACKAGE)),
@@ -160,7 +160,7 @@ def by_name(processes: Iterable[psutil.Process], entered: Entered) -> Sides:
 
 
 def call() -> Sides:
-    """A method of a role group, whose connections are open."""
+    """A call of a role group whose connections are open."""
     return recorded(
         lambda folder, result: [program("unirun"), "--quiet", "--config", job_file(folder, result)]
     )
@@ -186,7 +186,7 @@ def publish() -> Sides:
 
 
 def report() -> Sides:
-    """A function on workers that are there."""
+    """A function on running workers."""
     return recorded(lambda folder, result: module("benchmarks.journeys", "train", result))
 
 

@@ -59,10 +59,10 @@ NODES = Launcher(
     ),
     UNIRUN.env,
 )
-"""Two nodes for four ranks, and one that is held back."""
+"""Two nodes for four ranks, and a spare."""
 
 SETTLE = 0.3
-"""Seconds between the last rank's all_reduce and what is done to the job: launchers look twice at most in it."""
+"""Seconds between the last rank's all_reduce and the kill. A launcher polls at most twice in that time."""
 
 
 def figures(runs: int) -> list[Figure]:
@@ -95,7 +95,7 @@ def restart_time(launcher: Launcher) -> float:
 
 
 def node_loss_time() -> float:
-    """The same for SIGKILL of the agent of two of the ranks, which go on where a node was held back."""
+    """The same for SIGKILL of the agent of two of the ranks, which go on at the spare."""
     with started(NODES, 4, "train", max_restarts=3) as job:
         points = job.points()
         job.wait(lambda: "node2: torch is imported" in events(job) or None, "the spare has imported torch")

@@ -1,4 +1,4 @@
-"""Jobs on several hosts: network namespaces of this machine with sshd and nothing in common but the disk.
+"""Jobs on several hosts: network namespaces of this machine with sshd, which share only the disk.
 
 The hosts share the machine's two or more processors, so that three of them import torch three times where one does it
 once. Times of ranks are this machine's clock.
@@ -80,7 +80,7 @@ def figures(runs: int) -> list[Figure]:
 
 def join() -> float:
     """Seconds from the first connection of 256 agents, each with a certificate of its own, until all are told to start
-    their workers. The agents are made up, in one process (`benchmarks.fleet`)."""
+    their workers. The agents are simulated, in one process (`benchmarks.fleet`)."""
     with large(AGENTS, 1, 0, tls=True) as (_, fleet, _):
         began = time.monotonic()
         if ask(fleet, "start")["up"] != AGENTS:
@@ -167,7 +167,7 @@ def by_torchrun() -> float:
 
 
 def after_power_off() -> float:
-    """Seconds from SIGKILL of all on a host until its ranks are past an all_reduce on the spare."""
+    """Seconds from SIGKILL of all processes on a host until its ranks are past an all_reduce on the spare."""
     with trained() as (hosts, points, process, _):
         victim = next(host for host in hosts if runs_ranks(host, points))
         killed = time.time()
@@ -177,7 +177,7 @@ def after_power_off() -> float:
 
 
 def until_noticed() -> float:
-    """Seconds from SIGSTOP of all on a host until the job tells that it is silent."""
+    """Seconds from SIGSTOP of all processes on a host until the job reports that it is silent."""
     with trained() as (hosts, points, _, output):
         victim = [host for host in hosts if runs_ranks(host, points)][-1]
         began = time.time()

@@ -1,4 +1,4 @@
-"""The cost of deciding who sits where: on ten thousand nodes with eight GPUs, all of them in use.
+"""The cost of a placement on ten thousand nodes with eight GPUs, all of them in use.
 
 NVLink joins the GPUs in pairs, of which a node has two near each of its two NUMA nodes. Five roles, of which two pairs
 share slots and two are apart, with weights between them: 120 000 ranks on 80 000 slots. Everything is in one thread and
@@ -114,7 +114,7 @@ def refusal_time() -> float:
 
 
 def quiet_time() -> float:
-    """Seconds to place a job that says nothing of places."""
+    """Seconds to place a job without placement options."""
     role = RoleSpec("actor", 1000, Entry("script", "train.py"))
     job, there = JobSpec("job", "job", (role,), ("actor",)), parse_fake("fake:cpus=64")
     began = time.process_time()
@@ -123,7 +123,7 @@ def quiet_time() -> float:
 
 
 def affected_time() -> float:
-    """Seconds to find who feels the loss of a role of PPO whose ranks all call all others."""
+    """Seconds to find the ranks that the loss of a role of PPO affects, if all ranks call all others."""
     judges = ("reference", "reward", "critic")
     calls = [("rollout", judge) for judge in judges] + [(judge, "actor") for judge in judges]
     edges = [Edge(source, target, kind="all_to_all") for source, target in calls]
@@ -135,7 +135,7 @@ def affected_time() -> float:
 
 
 def replan_time(spares: int) -> float:
-    """Seconds to find places for the ranks of one lost node: on a spare, or on a node that has nothing to do."""
+    """Seconds to place the ranks of one lost node: on a spare, or on an unused node."""
     job, there = request(NODES, spares), inventory(NODES + 1)
     before = plan(job, there)
     gc.collect()
@@ -153,7 +153,7 @@ def ranks_on(placement: Placement, node: str) -> int:
 
 
 def moved(before: Placement, after: Placement) -> int:
-    """The number of ranks that have another place."""
+    """The number of ranks that have moved."""
     return sum(a != b for a, b in zip(before.assignments, after.assignments, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Two nodes of torchrun meet: through an etcd with the backend etcd-v3, beside torch's own c10d.
+"""A rendezvous of two nodes of torchrun: through an etcd with the backend etcd-v3, compared with torch's own c10d.
 
 From the word to two processes that have imported torch's rendezvous until both have their rank and have used both
 stores: the agents', and the one that workers find at MASTER_ADDR. What a backend itself imports and connects is in it.
@@ -37,12 +37,12 @@ def figures(runs: int) -> list[Figure]:
 
 
 def c10d_time() -> float:
-    """One meeting at a port that nobody has used."""
+    """One rendezvous at an unused port."""
     return meeting_time("c10d", f"127.0.0.1:{free_port()}")
 
 
 def meeting_time(backend: str, endpoint: str) -> float:
-    """Seconds until the later of two nodes has what it needs."""
+    """Seconds until the later of two nodes has its rank and both stores."""
     run = f"bench-{time.monotonic_ns()}"
     with contextlib.ExitStack() as nodes:
         pair = [nodes.enter_context(node(backend, endpoint, run)) for _ in range(2)]
@@ -84,7 +84,7 @@ def node(backend: str, endpoint: str, run: str) -> Iterator[subprocess.Popen[str
 
 
 def tell(process: subprocess.Popen[str]) -> None:
-    """Let a node do its next step."""
+    """Start the next step of a node."""
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()

@@ -18,10 +18,10 @@ from benchmarks.figure import Bar, BenchmarkError, Figure, load_of_others, ratio
 from benchmarks.job import DEADLINE, environment, program
 
 WORKERS = 8
-"""Of a call of a whole role; everything else is measured with one."""
+"""The workers of a call of a whole role. All other calls have one worker."""
 
 ROUNDS = 3
-"""The number of times that each thing is measured in one job."""
+"""The number of measurements of each figure in one job."""
 
 BARS = (
     ("torch", "blocking", "us", Bar("blocking call over torch ÷ raw rpc_sync", "ratio", 1.5)),
@@ -37,12 +37,12 @@ BARS = (
 )
 
 FOREIGN = {"ray": "ray", "monarch": "torchmonarch"}
-"""Other systems, which are modules, and their packages."""
+"""The modules of other systems, and their packages."""
 
 FOREIGN_BARS = {"torch": 0.4, "socket": 0.2}
 
 Rounds = dict[str, dict[str, list[float]]]
-"""For each thing that is measured the rounds of ours, ``own``, and, in the job over torch, of torch's, ``raw``."""
+"""The rounds of each measurement: ``own`` for unirun's, and in the job over torch also ``raw`` for torch's."""
 
 
 def figures(runs: int) -> list[Figure]:
@@ -77,7 +77,7 @@ def figure(
 
 
 def rounds(transport: str, workers: int) -> Rounds:
-    """Run the job of `benchmarks.calls` once, with so many workers. Raises `BenchmarkError` when it fails."""
+    """Run the job of `benchmarks.calls` once, with this number of workers. Raises `BenchmarkError` when it fails."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         config = {
@@ -104,7 +104,7 @@ def rounds(transport: str, workers: int) -> Rounds:
 def foreign(
     runs: int, blocking: Mapping[str, list[float]], busy: float, systems: Iterable[str]
 ) -> list[Figure]:
-    """Blocking calls beside other systems, as far as they are installed; ours in µs, by transport."""
+    """Blocking calls, compared with those of other systems that are installed. `blocking` has µs by transport."""
     rows = []
     for system in systems:
         bars = {

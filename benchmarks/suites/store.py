@@ -72,7 +72,7 @@ def figures(runs: int) -> list[Figure]:
 
 
 def failover_with_etcd(runs: int) -> Figure:
-    """The figure with etcd, or why there is none."""
+    """The figure with etcd, or the reason why it is missing."""
     try:
         with etcd() as endpoint:
             return in_units(FAILOVER["etcd"], runs, partial(failover_time, f"etcd://{endpoint}"))
@@ -83,7 +83,7 @@ def failover_with_etcd(runs: int) -> Figure:
 
 
 def failover_time(url: str | None) -> float:
-    """A worker is killed together with its master: seconds until the next master has written what to do about it."""
+    """Seconds from SIGKILL of a worker and its master until the next master has written its decision."""
     launcher = UNIRUN if url is None else Launcher("unirun", (*UNIRUN.command, "--store", url))
     with started(launcher, 2, "train", max_restarts=1) as job:
         points = job.points()
@@ -187,7 +187,7 @@ def _large_job(nodes: int, per_node: int) -> JobState:
 
 
 def _running(state: JobState) -> JobState:
-    """The state with every worker up, as it is most of the time."""
+    """The state with all workers up, which is the usual one."""
     role = state.roles["actor"]
     workers = Ranks(
         replace(worker, phase=WorkerPhase.RUNNING, pid=100_000 + worker.rank) for worker in role.workers

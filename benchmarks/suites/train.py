@@ -41,10 +41,7 @@ Results = dict[str, float]
 
 
 class Rounds:
-    """The measurements of several sides, in turn.
-
-    A side whose run fails goes on with the next one; the fault is kept.
-    """
+    """The measurements of several sides, in turn. After a failed run a side continues with the next; the fault is kept."""
 
     def __init__(self, what: str, runs: int, sides: Mapping[str, Callable[[], Results]]) -> None:
         self.runs, self._found, self._faults = runs, list[tuple[str, Results]](), dict[str, str]()
@@ -114,7 +111,7 @@ def against_ray(rounds: Rounds, bar: Bar, what: str, note: str = "") -> Figure:
 def digits(
     bar: Bar, unit: str, runs: int, ours: Callable[[], Results], peer: str, its: Callable[[], Results]
 ) -> Figure:
-    """One with `benchmarks.digits`, if what that needs is installed. Both sides measure in `unit`."""
+    """A measurement with `benchmarks.digits`, if its packages are installed. Both sides measure in `unit`."""
     for name, package in (("sklearn", "scikit-learn"), ("optuna", "optuna")):
         if importlib.util.find_spec(name) is None:
             missing = f"{package} is not installed: pip install {package}"
@@ -123,14 +120,14 @@ def digits(
 
 
 def without_init(rounds: Rounds) -> str:
-    """The start beside a Ray that runs already."""
+    """The start, compared with one in a running Ray."""
     own, theirs = rounds.of("unirun", "start"), rounds.of("Ray Train", "without init")
     value = ratio(own, theirs)
     return "" if value is None else f"{value:.2g} of Ray Train without ray.init(), {median(theirs):.1f} s"
 
 
 def also(rounds: Rounds, **shown: str) -> str:
-    """Medians of what else was measured, each in its form."""
+    """The medians of further measurements, each in its format."""
     found = {form: rounds.of("unirun", what) for what, form in shown.items()}
     return ", ".join(form.format(median(values)) for form, values in found.items() if values)
 
@@ -191,7 +188,7 @@ def module(name: str, *args: str) -> list[str]:
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """Of a process whose files are in `folder`; no warm process lends it torch."""
+    """The environment of a process whose files are in `folder`, and which uses no warm process."""
     return {**environment(folder), "UNIRUN_WARM": "0"}
 
 
@@ -203,7 +200,7 @@ def last_line(text: str) -> Results:
 
 @contextmanager
 def home() -> Iterator[Path]:
-    """A folder for what a measurement starts. On leaving, no process and no file of it is left."""
+    """A folder for a measurement. At the end of the context, none of its processes and files is left."""
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as name:
         try:
             yield Path(name)
@@ -213,7 +210,7 @@ def home() -> Iterator[Path]:
 
 @contextmanager
 def long_list() -> Iterator[Path]:
-    """A list of so many URLs, which have their data in them. It is in memory: the disk is not what is measured."""
+    """A list of this number of URLs that contain their data. It is in memory, so the disk is not measured."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         path = Path(name, "files.txt")

@@ -21,7 +21,7 @@ from tests.testbed import machine
 from unirun.weights.tensors import Box, Layout, Part, Piece, Tensor, plan
 
 ROUNDS = 5
-"""Of each thing in one job."""
+"""Measurements of each figure in one job."""
 
 BARS = (
     (
@@ -47,14 +47,14 @@ BETWEEN = {
 }
 
 ONCE_TO_A_HOST = Bar("32 MiB over 1 Gbit/s to 4 receivers of one host ÷ to one", "ratio", 2.5)
-"""Each part comes once to a host. It would be 4 if each receiver were sent all."""
+"""Each part is sent once to a host. The value would be 4 if each receiver got all parts from the publisher."""
 
 SLOW = ("rate", "1gbit", "burst", "2mb", "latency", "50ms")
-"""A network that takes longer than the processors, as most do. Between namespaces it is the other way round."""
+"""A network that is slower than the processors, as most networks are. Between namespaces the processors are slower."""
 
 RANKS, TENSORS = 1000, 500
 QUEUED = Bar("queue: an item of 1 MB on one host ÷ torch.multiprocessing.Queue", "ratio", 0.67)
-"""At least 1.5 times as many items in a second."""
+"""A minimum of 1.5 times as many items per second."""
 
 MEMORY = Bar("shared memory of the publisher ÷ its weights, while one version follows another", "ratio", 2.0)
 
@@ -122,7 +122,7 @@ def beside_ray(what: str, own: list[float], runs: int) -> Figure:
 
 
 def between(runs: int) -> list[Figure]:
-    """From one host to another, which are network namespaces."""
+    """Transfers from one host to another; the hosts are network namespaces."""
     times: dict[str, list[float]] = {"linked": [], "copied": [], "broadcast": []}
     busy, fault = load_of_others(), ""
     script = Path(__file__).parents[1] / "moving.py"
@@ -161,7 +161,7 @@ def between(runs: int) -> list[Figure]:
 
 
 def to_one_host(runs: int) -> Figure:
-    """To receivers that give to each other what one of them has got."""
+    """Transfers to receivers that pass parts on to each other."""
     try:
         return compared(
             ONCE_TO_A_HOST, "s", runs, partial(over_slow_network, 4), "one", partial(over_slow_network, 1)
@@ -207,7 +207,7 @@ def queued(runs: int) -> Figure:
 
 
 def planning() -> float:
-    """Seconds of one plan: tensors are cut by rows over the publishers, and by columns over the receivers."""
+    """Seconds of one plan. Tensors are sharded by rows over the publishers, and by columns over the receivers."""
     about = Tensor((RANKS, RANKS), "bfloat16")
 
     def layout(box: Box) -> Layout:
