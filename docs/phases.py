@@ -10,11 +10,11 @@ from unirun.failover.phases import tables
 INTRODUCTION = """\
 # Phases
 
-The master's state machine: which phase of a job, of a role and of a worker may follow which, because of what, and the
-function of `unirun/failover/` that carries it out. `JobDraft.put` (`failover/draft.py`) lets no other change through:
-it raises `IllegalTransition`, which ends the term of the master
-([architecture.md](architecture.md#an-event-that-no-master-can-handle)). This
-page is made from `failover/phases.py` by `docs/phases.py`; do not edit it.
+The master's state machine: the allowed changes of the phase of a job, of a role and of a worker, each with its event
+and the function of `unirun/failover/` that carries it out. `JobDraft.put` (`failover/draft.py`) refuses any other
+change: it raises `IllegalTransition`, which ends the term of the master
+([architecture.md](architecture.md#an-event-that-no-master-can-handle)). `docs/phases.py` makes this page from
+`failover/phases.py`; do not edit it.
 """
 
 
