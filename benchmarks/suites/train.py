@@ -41,7 +41,7 @@ Results = dict[str, float]
 
 
 class Rounds:
-    """The measurements of several sides, in turn. After a failed run a side continues with the next; the fault is kept."""
+    """The measurements of several sides, in turn. After a failed run, a side continues with the next one."""
 
     def __init__(self, what: str, runs: int, sides: Mapping[str, Callable[[], Results]]) -> None:
         self.runs, self._found, self._faults = runs, list[tuple[str, Results]](), dict[str, str]()

@@ -38,7 +38,7 @@ from unirun.experiments import (
 
 
 class DPOInterface(ModelInterface):
-    """The reference says how likely each answer is; the actor learns to prefer the better ones."""
+    """The reference computes the log-probability of each answer, and the actor learns to prefer the better ones."""
 
     def __init__(self, beta: float = 0.1) -> None:
         self._beta = beta
@@ -53,7 +53,7 @@ class DPOInterface(ModelInterface):
         return SequenceSample.packed(data, {"ref_logprobs": lengths}, sample.ids)
 
     def train_step(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> dict[str, float]:
-        """One step."""
+        """Train one step."""
 
         def loss(logits: torch.Tensor, part: SequenceSample) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             apart = answer_logprobs(logits, part) - part["ref_logprobs"]
@@ -63,7 +63,7 @@ class DPOInterface(ModelInterface):
         return model.running().train_batch(sample, TOKENS, spec, loss, preferences.number_of_pairs)
 
     def evaluate(self, model: Model, sample: SequenceSample) -> dict[str, float]:
-        """In how many pairs the better answer is the likelier one."""
+        """The number of pairs in which the better answer is the likelier one."""
         logits = model.running().forward(sample, TOKENS, MicroBatchSpec())
         if logits is None:
             return {}
@@ -88,7 +88,7 @@ register_interface("dpo", DPOInterface)
 
 @dataclass
 class DPO(Experiment):
-    """Its settings. `weights` is what ``sft`` has saved."""
+    """The settings of the experiment. `weights` is the model that ``sft`` has saved."""
 
     weights: str = ""
     samples: int = 3000

@@ -37,14 +37,14 @@ from unirun.experiments import (
 
 
 class GroupActor(Actor):
-    """Answers, and learns from what each answer was worth in its group (Shao et al. 2024, arXiv:2402.03300)."""
+    """Generates answers, and learns from the advantage of each in its group (Shao et al. 2024, arXiv:2402.03300)."""
 
     def __init__(self, n: int = 8, clip: float = 0.2, kl: float = 0.02, minibatches: int = 2) -> None:
         super().__init__(clip, n, minibatches)
         self._kl = kl
 
     def train_step(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> dict[str, float]:
-        """Some steps, each on a part of the questions."""
+        """Train some steps, each on a part of the questions."""
         gains = torch.cat([standard(each) for each in sample["rewards"].split(sample.sizes("rewards"))])
         sample = sample.update(
             SequenceSample.packed({"gains": gains}, {"gains": sample.seqlens["rewards"]}, sample.ids)
@@ -73,7 +73,7 @@ register_interface("grpo_actor", GroupActor)
 
 @dataclass
 class GRPO(Experiment):
-    """Its settings. `weights` is what ``sft`` has saved; without it the actor begins with nothing."""
+    """The settings of the experiment. `weights` is the model that ``sft`` has saved; without it the actor is new."""
 
     preload = ("reasoning_gym",)
     weights: str = ""

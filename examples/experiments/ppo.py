@@ -74,7 +74,7 @@ class Verifier(ModelInterface):
 
 
 class Actor(ModelInterface):
-    """Answers, and learns from what its answers were worth."""
+    """Generates answers, and learns from their advantages."""
 
     def __init__(self, clip: float = 0.2, n: int = 1, minibatches: int = 2) -> None:
         self._clip, self._n, self._minibatches = clip, n, minibatches
@@ -107,7 +107,7 @@ class Actor(ModelInterface):
         return in_parts(model, sample, spec, loss, self._minibatches)
 
     def evaluate(self, model: Model, sample: SequenceSample) -> dict[str, float]:
-        """The share of likeliest answers that are right."""
+        """The fraction of likeliest answers that are right."""
         found = answer(model, sample, MicroBatchSpec(), GenerationConfig(greedy=True, max_new_tokens=ROOM))
         if found is None:
             return {}
@@ -120,7 +120,7 @@ class Actor(ModelInterface):
 
 
 class Critic(ModelInterface):
-    """Expects rewards."""
+    """Estimates values."""
 
     def __init__(
         self, minibatches: int = 2, kl: float = 0.02, discount: float = 1.0, gae_lambda: float = 0.95
@@ -156,7 +156,7 @@ class Critic(ModelInterface):
         """Some steps, each on a part of the sequences."""
 
         def loss(values: torch.Tensor, part: SequenceSample) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            # What is expected before a token stands at the one before it.
+            # The value before a token is at the position of the previous token.
             mask = ~part["prompt_mask"]
             before = torch.roll(values, 1)
             return 0.5 * ((before - part["returns"]) ** 2)[mask].sum(), {}
@@ -199,7 +199,7 @@ register_interface("ppo_critic", Critic)
 
 @dataclass
 class PPO(Experiment):
-    """Its settings. `weights` is what ``sft`` has saved; without it the actor begins with nothing."""
+    """The settings of the experiment. `weights` is the model that ``sft`` has saved; without it the actor is new."""
 
     preload = ("reasoning_gym",)
     weights: str = ""

@@ -18,8 +18,8 @@ from unirun.experiments import (
 
 @cache
 def pairs(count: int, *, near: bool = False, held_out: bool = False) -> list[dict[str, Any]]:
-    """So many rows: ``{"prompt": "3+8-2=", "pos_answers": ["9"], "neg_answers": ["-4"]}``. What is wrong is the answer
-    to another sum, or with `near` wrong by 3 at most."""
+    """This number of rows: ``{"prompt": "3+8-2=", "pos_answers": ["9"], "neg_answers": ["-4"]}``. A wrong answer is
+    that of another sum, or with `near` one that differs from the right one by 3 at most."""
     chance, rows = random.Random(count), sums(count, held_out=held_out)
     answers: list[str] = [row["answer"] for row in rows]
 
@@ -45,7 +45,7 @@ register_dataset("preferences", Preferences)
 
 
 def dataset(count: int, *, near: bool = False, held_out: bool = False) -> DatasetAbstraction:
-    """So many pairs."""
+    """A dataset with this number of pairs."""
     return DatasetAbstraction("preferences", {"count": count, "near": near, "held_out": held_out})
 
 

@@ -1,4 +1,4 @@
-"""All experiments, for several seeds: does each of them learn?
+"""A test that each experiment learns, with several seeds.
 
 python -m experiments.prove --seeds 0,1,2 --out learning.png
 
@@ -17,17 +17,17 @@ import sys
 from pathlib import Path
 
 GAINS = {"sft": 15.0, "ppo": 15.0, "grpo": 15.0, "reward": 5.0, "dpo": 5.0}
-"""Points that each gains at least."""
+"""The minimum gain of each experiment in points."""
 
 LEAST = {"reward": 80.0, "dpo": 80.0}
-"""Percent that each reaches at least."""
+"""The minimum result of each experiment in percent."""
 
 Curve = list[tuple[int, float]]
 """Steps and percent."""
 
 
 def trial(name: str, seed: int, root: Path, *settings: str) -> Curve:
-    """Run one. Returns what it is measured by, before the first step and later."""
+    """Run one experiment. Returns its measure before the first step and later."""
     words = [
         "experiment",
         "start",

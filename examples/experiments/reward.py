@@ -41,11 +41,11 @@ class RewardInterface(ModelInterface):
     """Trains on pairs (Bradley and Terry 1952); the value of an answer is that after its last token."""
 
     def train_step(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> dict[str, float]:
-        """One step."""
+        """Train one step."""
         return model.running().train_batch(sample, TOKENS, spec, loss, preferences.number_of_pairs)
 
     def evaluate(self, model: Model, sample: SequenceSample) -> dict[str, float]:
-        """In how many pairs the better answer has the higher value."""
+        """The number of pairs in which the better answer has the higher value."""
         values = model.running().forward(sample, TOKENS, MicroBatchSpec())
         if values is None:
             return {}
@@ -71,7 +71,7 @@ register_interface("paired_rw", RewardInterface)
 
 @dataclass
 class Reward(Experiment):
-    """Its settings. `weights` is what ``sft`` has saved."""
+    """The settings of the experiment. `weights` is the model that ``sft`` has saved."""
 
     weights: str = ""
     samples: int = 2000

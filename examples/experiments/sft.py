@@ -40,11 +40,11 @@ class SFTInterface(ModelInterface):
     """Trains on the tokens of answers."""
 
     def train_step(self, model: Model, sample: SequenceSample, spec: MicroBatchSpec) -> dict[str, float]:
-        """One step."""
+        """Train one step."""
         return model.running().train_batch(sample, "packed_input_ids", spec, answer_loss, answer_tokens)
 
     def evaluate(self, model: Model, sample: SequenceSample) -> dict[str, float]:
-        """The share of answers that are right to the last token, when each token follows right ones."""
+        """The fraction of answers whose tokens are all right, each predicted from the right ones before it."""
         logits = model.running().forward(sample, "packed_input_ids", MicroBatchSpec())
         if logits is None:
             return {}
@@ -80,7 +80,7 @@ register_interface("sft", SFTInterface)
 
 @dataclass
 class SFT(Experiment):
-    """Its settings."""
+    """The settings of the experiment."""
 
     samples: int = 2000
     batch: int = 64

@@ -66,7 +66,7 @@ def llama(*, critic: bool = False, weights: str = "") -> ModelAbstraction:
 
 @cache
 def sums(count: int, *, held_out: bool = False, seed: int = 0) -> list[dict[str, Any]]:
-    """So many different sums: ``{"prompt": "3+8-2=", "answer": "9"}``."""
+    """This number of different sums: ``{"prompt": "3+8-2=", "answer": "9"}``."""
     # Imported where it is used: the command that starts a trial needs no sums.
     import reasoning_gym  # type: ignore[import-untyped, unused-ignore]
 
@@ -100,10 +100,10 @@ register_dataset("answered", Answered)
 
 
 def questions(count: int, *, held_out: bool = False) -> DatasetAbstraction:
-    """So many `Questions`."""
+    """A dataset with this number of `Questions`."""
     return DatasetAbstraction("questions", {"count": count, "held_out": held_out})
 
 
 def answered(count: int, *, held_out: bool = False) -> DatasetAbstraction:
-    """So many that are `Answered`."""
+    """A dataset with this number of `Answered` ones."""
     return DatasetAbstraction("answered", {"count": count, "held_out": held_out})

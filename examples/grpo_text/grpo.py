@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Groups:
-    """Prompts with the answers that were drawn to them. It has a length and slices, so `unirun.shard` splits it."""
+    """Prompts with their sampled answers. It has a length and slices, so `unirun.shard` splits it."""
 
     prompts: Tensor
     """``[N, P]``"""
@@ -41,7 +41,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Lesson:
-    """B answers and what GRPO has to say on them, flat."""
+    """B answers with GRPO's values for them, flat."""
 
     prompts: Tensor
     """``[B, P]``, each prompt as often as it has answers"""
@@ -56,7 +56,7 @@ class Lesson:
 
     @staticmethod
     def of(groups: Groups, reference_log_probs: Tensor, advantages: Tensor) -> Lesson:
-        """From groups of answers, ``[N, G, T]`` and ``[N, G]``."""
+        """Make lessons from groups of answers, ``[N, G, T]`` and ``[N, G]``."""
         return Lesson(
             groups.prompts.repeat_interleave(groups.tokens.shape[1], 0),
             groups.tokens.flatten(0, 1),
@@ -84,14 +84,14 @@ def _fields(lesson: Lesson) -> tuple[Tensor, ...]:
 def group_advantages(rewards: Tensor, epsilon: float = 1e-4) -> Tensor:
     """The advantage of each answer over its group, in standard deviations of the group: ``[N, G]`` to ``[N, G]``.
 
-    Where all answers of a group are as good as each other, the advantages are 0.
+    If all answers of a group have the same reward, the advantages are 0.
     """
     centred = rewards - rewards.mean(-1, keepdim=True)
     return centred / (centred.square().mean(-1, keepdim=True).sqrt() + epsilon)
 
 
 def teaches(rewards: Tensor) -> Tensor:
-    """The groups ``[N]`` that have answers of different reward ``[N, G]``: there is nothing to learn from others."""
+    """The groups ``[N]`` whose answers have different rewards ``[N, G]``: others have no gradient."""
     return rewards.amax(-1) > rewards.amin(-1)
 
 
@@ -112,8 +112,8 @@ def token_losses(
 ) -> Tensor:
     """The loss ``[B, T]`` at each token, from log-probabilities ``[B, T]`` and advantages ``[B]``.
 
-    Where the policy has made a token likelier, or less likely, by more than ``clip`` and its advantage asks for
-    just that, the token does not push any further.
+        If the policy has already changed a token's probability by more than ``clip`` in the direction of its
+    advantage, the token has no gradient.
     """
     ratio = (log_probs - old_log_probs).exp()
     each = advantages.unsqueeze(-1)

@@ -34,7 +34,7 @@ def weights_channel() -> WeightsChannel:
 
 
 class Actor(BaseWorkload):
-    """Learns. All ranks hold the same policy and take the same steps, each with its share of the answers."""
+    """The learner. All ranks have the same policy and take the same steps, each with its part of the answers."""
 
     def setup(self) -> None:
         torch.set_num_threads(1)  # the model is tiny, and ranks share the cores
@@ -46,7 +46,7 @@ class Actor(BaseWorkload):
             dist.init_process_group("gloo")
 
     def on_generation(self, generation: int) -> None:
-        """A rank that was started again goes on from the one that has learnt most."""
+        """A rank that was started again copies the state of the rank with the most steps."""
         if self.world_size == 1:
             return
         updates: list[int] = [0] * self.world_size
@@ -59,7 +59,7 @@ class Actor(BaseWorkload):
 
     @trainer_invocation(idempotent=True)
     def warm_up(self, tasks: list[Task], rate: float) -> float:
-        """One supervised step on this rank's share of some solved tasks; the loss over all ranks."""
+        """Take one supervised step on this rank's part of some solved tasks. Returns the loss over all ranks."""
         prompts, answers = pad_left([t.prompt for t in tasks]), [t.answer for t in tasks]
         return self.policy.warm_up(prompts, pad_right(answers, self.recipe.room), rate)
 
@@ -78,7 +78,7 @@ class Actor(BaseWorkload):
 
     @trainer_invocation(idempotent=True)
     def publish(self) -> int:
-        """Give the others the policy as it is now; the number of this version."""
+        """Publish the current policy. Returns the number of this version."""
         if self.channel.version != self.policy.updates:
             self.channel.publish(self.policy.model, self.policy.updates)
         return self.policy.updates
@@ -89,7 +89,7 @@ class Actor(BaseWorkload):
 
 
 class Rollout(BaseWorkload):
-    """Answers questions, each rank its share, with the latest weights."""
+    """Answers questions with the latest weights; each rank has a part of them."""
 
     def setup(self) -> None:
         torch.set_num_threads(1)
@@ -120,7 +120,7 @@ class Rollout(BaseWorkload):
 
 
 class Reference(BaseWorkload):
-    """The policy as the warm-up left it."""
+    """The policy after the warm-up."""
 
     def setup(self) -> None:
         torch.set_num_threads(1)
@@ -132,7 +132,7 @@ class Reference(BaseWorkload):
 
     @trainer_invocation(idempotent=True)
     def keep(self, version: int) -> None:
-        """Be this version of the policy from now on, also when this worker is started again."""
+        """Use this version of the policy from now on, also after a restart of this worker."""
         self.channel.receive(into=self.model, min_version=version)
         file = io.BytesIO()
         torch.save(self.model.state_dict(), file)
@@ -147,7 +147,7 @@ class Reference(BaseWorkload):
 
 
 class Reward(BaseWorkload):
-    """Has answers scored by the verifier."""
+    """Scores answers with the verifier."""
 
     def setup(self) -> None:
         recipe = recipe_of(self.config)
@@ -162,7 +162,7 @@ class Reward(BaseWorkload):
 
 
 class GRPOTrainer(BaseTrainer):
-    """Warms the policy up, then has it answer, be scored and learn, step by step."""
+    """Runs the warm-up, then in each step generates answers, scores them and trains."""
 
     def init(self) -> None:
         """The tasks to train on and those that are held out."""
@@ -193,7 +193,7 @@ class GRPOTrainer(BaseTrainer):
         return {"warm": progress.warm, "final": progress.final}
 
     def warm_up(self) -> int:
-        """Teach the policy some right answers; its version after that."""
+        """Train the policy on some right answers. Returns its version after that."""
         recipe = self.recipe
         for step in range(recipe.warmup_steps):
             rate = learning_rate(step, recipe.warmup_steps, recipe.warmup_rate)
@@ -201,12 +201,12 @@ class GRPOTrainer(BaseTrainer):
         return self.published()
 
     def published(self) -> int:
-        """Have the actors publish the policy as it is now; the number of this version, the same in all of them."""
+        """Let the actors publish the current policy. Returns the number of this version, the same in all of them."""
         version: int = max(self.RG_ACTOR.publish())
         return version
 
     def step(self, step: int, version: int) -> float:
-        """One step of GRPO from this version of the policy; the mean reward of the answers it drew."""
+        """Take one step of GRPO from this version of the policy. Returns the mean reward of its answers."""
         tasks = self.next_tasks(self.recipe.prompts)
         prompts = pad_left([task.prompt for task in tasks])
         groups = Groups.joined(self.RG_ROLLOUT.generate(unirun.shard(prompts), version))
@@ -232,5 +232,5 @@ class GRPOTrainer(BaseTrainer):
         return torch.cat(self.RG_REWARD.score(unirun.shard(tasks), unirun.shard(tokens)))
 
     def next_tasks(self, count: int) -> list[Task]:
-        """The next ones to train on."""
+        """The next tasks to train on."""
         return list(itertools.islice(self.stream, count))

@@ -1,4 +1,4 @@
-"""A Llama made from a config, and the two things that are done with it: draw answers, and score given ones.
+"""A Llama made from a config, with two operations: sampling answers, and log-probabilities of given ones.
 
 Shapes: B prompts, P tokens in the longest prompt (filled up on the left), T tokens of room for an answer
 (filled up on the right, after its END), V tokens in the vocabulary.
@@ -74,7 +74,7 @@ def sample(
 def answer_log_probs(model: LlamaForCausalLM, prompts: Tensor, tokens: Tensor) -> Tensor:
     """The log-probability ``[B, T]`` of each token of given answers ``[B, T]`` to ``prompts`` ``[B, P]``.
 
-    There is a number for what comes after an END too; it means nothing.
+    Numbers after an END have no meaning.
     """
     if not len(prompts):
         return torch.zeros(tokens.shape)  # transformers' Llama cannot do nothing
@@ -93,5 +93,5 @@ def answer_log_probs(model: LlamaForCausalLM, prompts: Tensor, tokens: Tensor) -
 
 
 def _positions(mask: Tensor) -> Tensor:
-    """Positions counted from the first token that is not padding, so that padding changes nothing."""
+    """Positions counted from the first token that is not padding, so that padding has no effect."""
     return (mask.cumsum(-1) - 1).clamp(min=0)

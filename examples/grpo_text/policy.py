@@ -35,11 +35,11 @@ class Policy:
         self._optimizer = AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
 
     def warm_up(self, prompts: Tensor, answers: Tensor, rate: float) -> float:
-        """One step towards the right answers ``[B, T]``; the loss before it, over all ranks."""
+        """Take one step towards the right answers ``[B, T]``. Returns the loss before it, over all ranks."""
         return self._step(supervised_losses(self.model, prompts, answers), rate)
 
     def improve(self, lesson: Lesson, rate: float, *, clip: float, kl_weight: float) -> float:
-        """One step of GRPO; the loss before it, over all ranks."""
+        """Take one step of GRPO. Returns the loss before it, over all ranks."""
         losses = token_losses(
             answer_log_probs(self.model, lesson.prompts, lesson.tokens),
             lesson.old_log_probs,
@@ -55,18 +55,18 @@ class Policy:
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
     def state(self) -> dict[str, Any]:
-        """A copy of all that another rank needs to go on like this one."""
+        """A copy of the state that another rank needs to continue like this one."""
         optimizer = copy.deepcopy(self._optimizer.state_dict())
         return {"weights": self.weights(), "optimizer": optimizer, "updates": self.updates}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from the `state` of another rank."""
+        """Continue from the `state` of another rank."""
         self.model.load_state_dict(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
 
     def _step(self, losses: Tensor, rate: float) -> float:
-        """Follow the mean gradient of the ``losses`` ``[B]`` of all ranks together; the mean loss."""
+        """Take a step along the mean gradient of the ``losses`` ``[B]`` of all ranks. Returns the mean loss."""
         self._optimizer.zero_grad()
         total = losses.sum()
         if len(losses):

@@ -1,4 +1,4 @@
-"""The report of a run for its reader: a line for each evaluation, a conclusion, and a picture."""
+"""The report of a run: a line for each evaluation, a conclusion, and a picture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass
 class Progress:
-    """The course of accuracy and reward; all of them are shares from 0 to 1."""
+    """Accuracy and reward over the run, as fractions from 0 to 1."""
 
     warm: float
     """Accuracy on held-out questions after the warm-up: the likeliest answers, those that score 1."""

@@ -1,4 +1,4 @@
-"""Every number of a run, with its default; the ``config:`` section of a job file may name any of them."""
+"""The settings of a run, with their defaults; the ``config:`` section of a job file may set any of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 @dataclass(frozen=True)
 class Recipe:
-    """The same numbers in every role; those of the default were tried with several seeds."""
+    """The settings, the same in every role. The defaults were tried with several seeds."""
 
     seed: int = 0
 
@@ -38,7 +38,7 @@ class Recipe:
 
 
 def recipe_of(config: DictConfig) -> Recipe:
-    """The recipe that a job's ``config:`` section asks for.
+    """The recipe of a job's ``config:`` section.
 
     Raises:
         omegaconf.errors.OmegaConfBaseException: a name is unknown or a value has the wrong type.

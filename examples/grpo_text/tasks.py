@@ -22,7 +22,7 @@ _ENDLESS = 2**31  # entries are made when they are asked for, so a size costs no
 
 @dataclass(frozen=True)
 class Task:
-    """One question, and what the verifier needs to score an answer."""
+    """One question, and the data with which the verifier scores an answer."""
 
     prompt: str
     """``"3+8-2="``; the sentence around the sum is the same in every question, so the model is spared it."""
@@ -63,5 +63,5 @@ class Tasks:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Return True if a question is there to measure accuracy only."""
+    """Return True if a question is used only to measure accuracy."""
     return zlib.crc32(prompt.encode()) % FOLD == 0

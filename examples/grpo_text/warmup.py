@@ -1,4 +1,4 @@
-"""The supervised loss of the warm-up: without it no answer is ever right, and GRPO has nothing to prefer."""
+"""The supervised loss of the warm-up. Without it no answer is ever right, and GRPO has no signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two views of the same digits, an image and a name, each too damaged to tell the digit by itself."""
+"""Two views of the same digits, an image and a name, each too incomplete to recognize the digit."""
 
 from __future__ import annotations
 

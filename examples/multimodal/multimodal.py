@@ -33,19 +33,19 @@ def first(states: list[State]) -> State:
 
 
 class Stage(unirun.Workload):
-    """The common part of all roles: a part of the model, which the trainer can keep and bring back."""
+    """The common base of all roles: a part of the model, which the trainer can save and restore."""
 
     NETWORK: type[nn.Module]
 
     def setup(self) -> None:
-        """Meet the other ranks of the role."""
+        """Form the process group of the role."""
         torch.set_num_threads(1)  # the networks are tiny, and ranks share the cores
         dist.init_process_group("gloo")
         self.part = Part(self.NETWORK)
 
     @unirun.trainer_invocation(idempotent=True, post_func=first)
     def begin(self, seed: int) -> State:
-        """Fresh weights. Returns their state."""
+        """Initialize the weights. Returns their state."""
         self.part.begin(seed)
         return self.part.state()
 
@@ -61,7 +61,7 @@ class Stage(unirun.Workload):
 
 
 class Encoder(Stage):
-    """Has the inputs of one modality, and turns them into embeddings."""
+    """The encoder of one modality: it has the inputs and computes embeddings."""
 
     @staticmethod
     def inputs(seed: int, view: int) -> Tensor:
@@ -69,7 +69,7 @@ class Encoder(Stage):
         raise NotImplementedError
 
     def setup(self) -> None:
-        """No input is there before it is asked for."""
+        """Form the process group. Inputs are loaded when they are needed first."""
         super().setup()
         self.view, self.data = (-1, -1), torch.empty(0)
 
@@ -90,14 +90,14 @@ class Encoder(Stage):
 
 
 class Images(Encoder):
-    """Sees the digits."""
+    """The encoder of images."""
 
     NETWORK = ImageEncoder
     inputs = staticmethod(modalities.images)
 
 
 class Names(Encoder):
-    """Reads their names."""
+    """The encoder of names."""
 
     NETWORK = NameEncoder
     inputs = staticmethod(modalities.names)
@@ -110,7 +110,7 @@ def moved(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 class Brain(Stage):
-    """Has the labels."""
+    """The fusion network, which has the labels."""
 
     NETWORK = Fusion
 
@@ -158,7 +158,7 @@ class MultimodalTrainer(unirun.BaseTrainer):
         return accuracies
 
     def train(self, mode: str) -> float:
-        """One training from fresh weights, and its accuracy. An epoch in which a worker is lost is begun again."""
+        """Train from new weights. Returns the accuracy. An epoch in which a worker is lost is repeated."""
         groups = (self.RG_IMAGES, self.RG_NAMES, self.RG_BRAIN)
         states = [group.begin(self.seed) for group in groups]
         epoch = 1
@@ -176,7 +176,7 @@ class MultimodalTrainer(unirun.BaseTrainer):
         return right / len(self.test_set)
 
     def epoch(self, mode: str, epoch: int) -> None:
-        """Once through the digits; each epoch sees another view of them."""
+        """Train one epoch. Each epoch has another view of the digits."""
         generator = torch.Generator().manual_seed(1000 * self.seed + epoch)
         order = self.train_set[torch.randperm(len(self.train_set), generator=generator)]
         for batch in order.split(BATCH):

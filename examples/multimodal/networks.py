@@ -1,4 +1,4 @@
-"""The three networks: an encoder for each modality, and the one that brings them together."""
+"""The three networks: an encoder for each modality, and one that combines them."""
 
 from __future__ import annotations
 

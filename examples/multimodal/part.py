@@ -1,4 +1,4 @@
-"""One part of a model that is cut into parts: a network, its optimizer, and the ranks that share the work."""
+"""One part of a split model: a network, its optimizer, and the ranks that train it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEARNING_RATE = 3e-3  # of Adam
 
 
 class Blank(Exception):
-    """This worker has no weights: it was started again, and nobody has brought them back yet."""
+    """The worker has no weights: it was started again, and they are not restored yet."""
 
 
 class Part:
@@ -26,7 +26,7 @@ class Part:
 
     @property
     def network(self) -> nn.Module:
-        """The network. Raises `Blank` before `begin` or `restore`: weights that nobody has trained must not slip in."""
+        """The network. Raises `Blank` before `begin` or `restore`, so that untrained weights are never used."""
         if self._network is None:
             raise Blank("a worker was started again and has no weights yet")
         return self._network

@@ -1,4 +1,4 @@
-"""The report of a run for its reader: a table of accuracies, and a picture of them over time."""
+"""The report of a run: a table of accuracies, and a picture of them over time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SMOOTH = 5  # batches over which the picture takes means
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean of some."""
+    """The mean of some accuracies."""
     return sum(values) / len(values)
 
 

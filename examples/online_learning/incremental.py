@@ -1,4 +1,4 @@
-"""A classifier that learns from a stream as it comes, and is tested on each batch before it learns from it."""
+"""A classifier that learns from a stream, and is tested on each batch before it learns from it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Incremental:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`."""
+        """Continue from a `state`."""
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         if state["frozen"] is not None:

@@ -25,7 +25,7 @@ CHECKPOINT = 10  # batches between two times that the learner and the trainer ke
 
 
 class Source(unirun.Workload):
-    """The stream. It has no memory, so a source that was started again goes on with any batch."""
+    """The stream. It is stateless, so a source that was started again continues with any batch."""
 
     def setup(self) -> None:
         """Load the data."""
@@ -33,13 +33,13 @@ class Source(unirun.Workload):
 
     @unirun.trainer_invocation(target="ANY", blocking=False, idempotent=True)
     def draw(self, t: int) -> Batch:
-        """Batch ``t``, which takes a while to come in."""
+        """Batch ``t``, after the time between two batches."""
         time.sleep(self.config.pace)
         return self.digits.draw(t)
 
 
 class Preprocessor(unirun.Workload):
-    """Makes features; whichever worker is free takes the next batch."""
+    """Computes features. Any worker that is free takes the next batch."""
 
     @unirun.trainer_invocation(target="ANY", blocking=False, idempotent=True)
     def prepare(self, batch: Batch) -> Batch:
@@ -52,7 +52,7 @@ class Learner(unirun.Workload):
     """Takes the batches in their order."""
 
     def setup(self) -> None:
-        """Begin with the weights that the seed gives, or where a learner that died was."""
+        """Begin with the weights of the seed, or with the saved state of a learner that died."""
         torch.set_num_threads(1)  # the model is tiny, and roles share the cores
         torch.manual_seed(self.config.seed)
         self.model = Incremental(FEATURES, 10, freeze=self.config.phase)
@@ -74,15 +74,15 @@ class Learner(unirun.Workload):
 
 
 class OnlineTrainer(unirun.BaseTrainer):
-    """Moves the stream through the roles. It may die as well: what was scored is kept."""
+    """Sends the stream through the roles. It may die as well, as the scores are saved."""
 
     def init(self) -> None:
-        """Go on where an earlier trainer was."""
+        """Continue with the saved state of an earlier trainer."""
         saved = self.load_state()
         self.scores: Scores = pickle.loads(saved) if saved else []  # noqa: S301 - this trainer wrote it
 
     def is_recoverable(self) -> bool:
-        """A stream does not stop because the one who looks after it does."""
+        """Return True: the trainer may be restarted, as the stream goes on."""
         return True
 
     def fit(self) -> dict[str, list[float]]:

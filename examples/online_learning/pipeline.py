@@ -10,12 +10,12 @@ from typing import Any
 import unirun
 
 Stage = Callable[[int, Any], "unirun.InvocationRef[Any]"]
-"""Starts the work on item ``t``, given what the stage before made of it (None for the first stage)."""
+"""Starts the work on item ``t``, given the result of the previous stage (None for the first stage)."""
 
 
 @dataclass
 class _Item:
-    """One item on its way: the stage that it is in, the call that is under way there, or what came of the last."""
+    """One item in the pipeline: its stage, and the open call there or the last result."""
 
     t: int
     stage: int = 0

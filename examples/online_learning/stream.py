@@ -1,4 +1,4 @@
-"""A stream of handwritten digits whose looks change over time, and what is made of it: functions of arrays."""
+"""A stream of handwritten digits that changes over time, and its features: functions of arrays."""
 
 from __future__ import annotations
 

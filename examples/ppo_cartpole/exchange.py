@@ -28,7 +28,7 @@ def overlap(a: range, b: range) -> range:
 
 
 class Exchange:
-    """One rank's end of the traffic; all ranks of both roles make the same calls in the same order."""
+    """One rank's end of the exchange. All ranks of both roles make the same calls in the same order."""
 
     def __init__(self, ctx: unirun.Context, total_envs: int) -> None:
         """``total_envs`` environments in the whole job, E of them in this rank's `share`."""
@@ -42,7 +42,7 @@ class Exchange:
         self.envs = share(total_envs, ctx.world_size, ctx.rank)
 
     def weights(self, model: ActorCritic) -> None:
-        """Copy the weights of the actors, which are all alike, into ``model`` on the rollouts."""
+        """Copy the weights of the actors, which are all equal, into ``model`` on the rollouts."""
         self._versions += 1
         if self._publishes:
             self._channel.publish(model, self._versions)

@@ -1,4 +1,4 @@
-"""A model that the ranks of a role train together, and that outlives any of them."""
+"""A model that the ranks of a role train together, and that survives the loss of a rank."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Replica:
         self._optimizer.step()
 
     def complete(self, done: tuple[int, int]) -> None:
-        """An update is over: keep what it led to."""
+        """End an update: save its result."""
         if done[1] > 0:
             self._schedule.step()
         self.done = done

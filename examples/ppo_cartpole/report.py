@@ -1,4 +1,4 @@
-"""The report of a run for its reader: a live line on stdout while it learns, a picture when it is done."""
+"""The report of a run: a live line on stdout during the training, and a picture at its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RETURN_LIMIT = 500.0
 """The largest return of a CartPole-v1 episode: reward 1 for each of 500 steps."""
 
 SECONDS_PER_LINE = 0.3
-"""The least time between two live lines."""
+"""The minimum time between two live lines."""
 
 
 @dataclass(frozen=True)

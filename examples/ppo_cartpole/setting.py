@@ -1,4 +1,4 @@
-"""The setting that both ways of running this example share: the task's sizes and the seeds of its episodes."""
+"""The settings of both variants of this example: the task's sizes and the seeds of its episodes."""
 
 from __future__ import annotations
 

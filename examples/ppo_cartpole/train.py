@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def rollout(ctx: unirun.Context, exchange: Exchange, seed: int) -> None:
-    """One seed on a rollout rank: play with the actors' weights, send them what happened."""
+    """Train one seed on a rollout rank: play with the actors' weights, and send the experience."""
     model = ActorCritic()
     seeds = episode_seeds(seed, Purpose.TRAINING, ENVS)
     generator = torch.Generator().manual_seed(seed * ENVS + ctx.rank)
@@ -61,7 +61,7 @@ def rollout(ctx: unirun.Context, exchange: Exchange, seed: int) -> None:
 
 
 def actor(ctx: unirun.Context, exchange: Exchange, seed: int) -> SeedResult:
-    """One seed on an actor rank: learn from the rollouts' experience, give them the weights."""
+    """Train one seed on an actor rank: learn from the rollouts' experience, and publish the weights."""
     started = time.monotonic()
     torch.manual_seed(seed)
     model = ActorCritic()

@@ -46,7 +46,7 @@ class Learner(unirun.Workload):
     """The common part of actors and critics: a `Replica` of one of the two networks of an `ActorCritic`."""
 
     def setup(self) -> None:
-        """Meet the other ranks of the role."""
+        """Form the process group of the role."""
         torch.set_num_threads(1)  # the networks are tiny, and ranks share the cores
         dist.init_process_group("gloo")
         network = ActorCritic()
@@ -84,21 +84,21 @@ def weights_channel() -> unirun.WeightsChannel:
 
 
 class Actor(Learner):
-    """Has the policy and improves it."""
+    """The learner of the policy."""
 
     def setup(self) -> None:
-        """Meet the other ranks of the role, and what it publishes to."""
+        """Form the process group of the role, and open the channel."""
         super().setup()
         self.channel = weights_channel()
 
     def on_generation(self, generation: int) -> None:
-        """A rank that was started again publishes what the others do."""
+        """A rank that was started again publishes the same version as the others."""
         super().on_generation(generation)
         self.publish()
 
     @unirun.trainer_invocation(idempotent=True)
     def publish(self) -> int:
-        """Give the rollouts the policy as it is now; the number of this version."""
+        """Publish the current policy to the rollouts. Returns the number of this version."""
         run, update = self.replica.done
         version = run * (UPDATES + 1) + update
         if self.channel.version != version:
@@ -124,7 +124,7 @@ class Actor(Learner):
 
 
 class Critic(Learner):
-    """Has the value function: it judges what the policy did, and learns to judge better."""
+    """The learner of the value function, which also computes advantages."""
 
     @unirun.trainer_invocation(idempotent=True, post_func=joined)
     @torch.no_grad()
@@ -158,7 +158,7 @@ class Rollout(unirun.Workload):
     """Plays a contiguous share of the environments with the latest weights."""
 
     def setup(self) -> None:
-        """No group: rollouts have nothing to say to each other."""
+        """Make the environments. Rollouts need no process group."""
         torch.set_num_threads(1)
         self.network = ActorCritic()
         self.channel = weights_channel()
@@ -208,7 +208,7 @@ class PPOTrainer(unirun.BaseTrainer):
         return {result.seed: result.final for result in results}
 
     def train(self, run: int, seed: int) -> SeedResult:
-        """PPO: play, judge what was played, learn from it; until the greedy policy is good enough."""
+        """Run PPO: play, compute advantages, learn, until the greedy policy is good enough."""
         started, live = time.monotonic(), LiveLine()
         env_steps: list[int] = []
         mean_returns: list[float] = []
@@ -241,7 +241,7 @@ class PPOTrainer(unirun.BaseTrainer):
         return SeedResult(seed, env_steps, mean_returns, final)
 
     def published(self) -> int:
-        """Have the actors publish the policy as it is now; the number of this version."""
+        """Let the actors publish the current policy. Returns the number of this version."""
         version: int = max(self.RG_ACTOR.publish())
         return version
 

@@ -1,4 +1,4 @@
-"""A stand-in for ``vllm serve``: it samples answers from the latest version of the policy that it was told of."""
+"""A stand-in for ``vllm serve``: it samples answers from the latest version of the policy that it has loaded."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Orchestrator:
             return self.batches[body["step"]][body["rank"] :: body["count"]]
 
     def published(self, body: dict[str, int]) -> None:
-        """There is a new version: tell each engine. One that is away loads it when it starts again."""
+        """Announce a new version to each engine. An engine that is down loads it when it starts again."""
         list(self.pool.map(self._update, self.engines))
         with self.changed:
             self.version = body["version"]
@@ -61,7 +61,7 @@ class Orchestrator:
         print(f"accuracy {accuracy:.0%}, versions {versions}", flush=True)
 
     def close(self) -> None:
-        """Let no request wait any longer."""
+        """End the wait of all requests."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()

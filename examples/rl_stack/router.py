@@ -1,4 +1,4 @@
-"""A stand-in for vllm-router: each request goes to the engine with the fewest, and to another one if that fails."""
+"""A stand-in for vllm-router: each request goes to the engine with the fewest open ones, or to another on failure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from web import Server, Unavailable, ask
 
 REST = 0.5
-"""Seconds for which an engine that failed is asked only when all others have failed too."""
+"""Seconds in which an engine that has failed gets a request only if all others have failed too."""
 
 
 class Router:
-    """The engines, with the number of requests that each has."""
+    """The engines, with the number of open requests of each."""
 
     def __init__(self, engines: list[str]) -> None:
         self.requests = dict.fromkeys(engines, 0)

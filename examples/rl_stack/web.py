@@ -1,4 +1,4 @@
-"""JSON over HTTP with the standard library: a server of functions, and a client that bears restarts."""
+"""JSON over HTTP with the standard library: a server of functions, and a client that survives restarts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Route = Callable[[Any], Any]
 
 
 class Unavailable(Exception):
-    """A server gave no answer."""
+    """The error of a request without an answer."""
 
 
 class Server(ThreadingHTTPServer):
@@ -28,7 +28,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers a request with what its route returns."""
+    """Answers a request with the result of its route."""
 
     server: Server
 
@@ -48,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
                 status = 503
         data = json.dumps(answer).encode()
         self.send_response(status)
-        # Without it, an answer that a killed server has begun would look whole.
+        # Without it, a truncated answer of a killed server would look complete.
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -58,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def ask(addr: str, path: str, body: Any = None, patience: float = 600.0) -> Any:
-    """The answer of the server at `addr`, which may be away for `patience` seconds. Raises `Unavailable`."""
+    """The answer of the server at `addr`, which may be down for `patience` seconds. Raises `Unavailable`."""
     deadline = time.monotonic() + patience
     while True:
         connection = http.client.HTTPConnection(addr, timeout=60)

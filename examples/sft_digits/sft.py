@@ -30,7 +30,7 @@ class Model(unirun.Workload):
     """One rank of the data-parallel model."""
 
     def setup(self) -> None:
-        """Meet the other ranks."""
+        """Form the process group of the role."""
         torch.set_num_threads(1)  # the network is tiny, and ranks share the cores
         dist.init_process_group("gloo")
 
@@ -38,7 +38,7 @@ class Model(unirun.Workload):
     def tune(
         self, weights: Weights, images: Tensor, labels: Tensor, *, epochs: int, lr: float, seed: int
     ) -> Weights:
-        """Train the model with these weights on this rank's share of the images; the weights that this gives."""
+        """Train a model with these weights on this rank's part of the images. Returns the new weights."""
         model = network()
         model.load_state_dict(weights)
         # Made for each stage, so it is of the process group that there is now.
@@ -61,7 +61,7 @@ class Model(unirun.Workload):
     @unirun.trainer_invocation(idempotent=True, post_func=sum)
     @torch.no_grad()
     def correct(self, weights: Weights, images: Tensor, labels: Tensor) -> int:
-        """The number of this rank's share of the images that the model names rightly."""
+        """The number of images of this rank's part that the model classifies correctly."""
         model = network()
         model.load_state_dict(weights)
         return int((model(images).argmax(-1) == labels).sum())
@@ -71,7 +71,7 @@ class SFTTrainer(unirun.BaseTrainer):
     """Pre-trains on 0 to 4, fine-tunes on 5 to 9 alone, and again with some old images among the new ones."""
 
     def init(self) -> None:
-        """The images, and what the job's ``config:`` says."""
+        """Load the images, and read the job's ``config:``."""
         self.seed = int(self.config.get("seed", 0))
         self.epochs = int(self.config.get("epochs", 40))
         self.rehearsed = float(self.config.get("rehearsed", 0.1))

@@ -37,7 +37,7 @@ async def answers(asked: list[str], **sampling: Any) -> tuple[Tensor, Tensor, Te
 
 
 def accuracy(asked: list[str], version: int) -> float:
-    """The part of all held-out questions of which this version's likeliest answer is right."""
+    """The fraction of held-out questions to which this version's likeliest answer is right."""
     versions: set[str | None] = set()
     while versions != {str(version)}:  # until both engines have it
         _, _, rewards, versions = asyncio.run(answers(asked, temperature=0.0))

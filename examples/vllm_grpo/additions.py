@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 CHARACTERS = "0123456789+="
 END = len(CHARACTERS)
-"""The token after an answer, and what fills up a shorter one."""
+"""The token that ends an answer, and that pads a shorter one."""
 
 
 def tokens_of(text: str) -> list[int]:
@@ -31,5 +31,5 @@ def right(question: str) -> str:
 
 
 def careless(question: str) -> str:
-    """The answer of a pupil who carries nothing: ``37+58=85``."""
+    """The answer without the carry: ``37+58=85``."""
     return "".join(right(f"{a}+{b}")[-1] for a, b in zip(question[:2], question[3:5], strict=True))

@@ -1,4 +1,4 @@
-"""Makes the first model: a tiny Llama that has read sums, most of them by a pupil who carries nothing."""
+"""Makes the first model: a tiny Llama that is trained on sums, most of them without the carry."""
 
 import random
 import sys
