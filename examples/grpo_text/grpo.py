@@ -112,7 +112,7 @@ def token_losses(
 ) -> Tensor:
     """The loss ``[B, T]`` at each token, from log-probabilities ``[B, T]`` and advantages ``[B]``.
 
-        If the policy has already changed a token's probability by more than ``clip`` in the direction of its
+    If the policy has already changed a token's probability by more than ``clip`` in the direction of its
     advantage, the token has no gradient.
     """
     ratio = (log_probs - old_log_probs).exp()
