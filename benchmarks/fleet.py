@@ -28,11 +28,13 @@ from unirun.wire.aio import Stream, connect, frame_of
 from unirun.wire.certificates import temporary
 from unirun.wire.credentials import Credentials, load_credentials
 from unirun.wire.frames import decode
-from unirun.wire.messages import Message, OpenStore, StartRole
+from unirun.wire.messages import StartRole
 from unirun.wire.reports import (
     FromWorker,
     GroupFormed,
     Join,
+    Message,
+    OpenStore,
     Serving,
     StoreOpened,
     WorkerExited,

@@ -45,8 +45,8 @@ from unirun.failover.state import (
 from unirun.launcher import events
 from unirun.launcher.core import WORKER_EXIT_TIMEOUT
 from unirun.launcher.events import AgentState
-from unirun.wire.messages import Drain, Message, StartRole, StopWorkers, View
-from unirun.wire.reports import Join, StoreEnded, StoreOpened, WorkerExited
+from unirun.wire.messages import Drain, StartRole, StopWorkers, View
+from unirun.wire.reports import Join, Message, StoreEnded, StoreOpened, WorkerExited
 
 LOSS_EVENTS = LossesDue | JoinTimedOut | RejoinTimedOut
 """The events by which nodes are given up."""

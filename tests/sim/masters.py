@@ -35,8 +35,8 @@ from unirun.launcher.master.lead import TERM_TTL
 from unirun.launcher.master.writer import END_WRITE_TIMEOUT, STOP_WRITE_TIMEOUT
 from unirun.rendezvous.election import Term, campaign, job_prefix
 from unirun.wire.address import UnixAddress
-from unirun.wire.messages import Heartbeat, Message, Shutdown, View
-from unirun.wire.reports import Join
+from unirun.wire.messages import Heartbeat, Shutdown, View
+from unirun.wire.reports import Join, Message
 
 GOODBYE_SECONDS = 5.0
 

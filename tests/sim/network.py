@@ -16,7 +16,8 @@ from unirun.failover.silence import GIVE_UP_DELAY, HEARTBEAT_INTERVAL, Silence, 
 from unirun.launcher.contact import KERNEL_KILL_DELAY, MASTER_RECEIVE_TIMEOUT, RECONNECT_TIMEOUT, Fence
 from unirun.rendezvous.election import is_marked
 from unirun.wire.frames import decode, encode
-from unirun.wire.messages import Heartbeat, Message
+from unirun.wire.messages import Heartbeat
+from unirun.wire.reports import Message
 
 if TYPE_CHECKING:
     from tests.sim.masters import MasterModel

@@ -22,18 +22,18 @@ from unirun.launcher.orders import Orders
 from unirun.launcher.standby import BACKOFF_RESET_SECONDS, CANDIDACY_DELAY, CandidateAttempts, start_at, turns
 from unirun.rendezvous.election import job_prefix, leader_of
 from unirun.values import Engine, RankAddress
-from unirun.wire.messages import (
-    ExitAck,
-    Heartbeat,
+from unirun.wire.messages import ExitAck, Heartbeat, Reserve, Shutdown, StartRole, StopWorkers, View
+from unirun.wire.reports import (
+    EngineWeights,
+    Join,
+    Kill,
+    LocalEngines,
     Message,
     OpenStore,
-    Reserve,
-    Shutdown,
-    StartRole,
-    StopWorkers,
-    View,
+    Placed,
+    Reaped,
+    WorkerExited,
 )
-from unirun.wire.reports import EngineWeights, Join, Kill, LocalEngines, Placed, Reaped, WorkerExited
 
 
 class MasterProcess(Protocol):

@@ -224,7 +224,7 @@ class Simulation(Accidents):
             self.opened[event.role] = max(event.generation, self.opened.get(event.role, 0))
         if isinstance(event, Join):
             for store in event.stores:
-                if store.opened:
+                if isinstance(store, StoreOpened):
                     self.opened[store.role] = max(store.generation, self.opened.get(store.role, 0))
         self._check_master(before, event)
         self._check_places(before, event)

@@ -15,18 +15,19 @@ from unirun.launcher.environment import FRESH, SpawnerKey
 from unirun.roles.formation import LOSS_VIEW_TIMEOUT
 from unirun.roles.gloo import STUCK_TIMEOUT
 from unirun.values import WorkerId
-from unirun.wire.messages import Hello, Message, View, updated, whole
+from unirun.wire.messages import Hello, View, updated, whole
 from unirun.wire.reports import (
     Forked,
     GroupFormed,
     GroupMeets,
     Kill,
+    Message,
     Metrics,
-    Preloaded,
     Reaped,
     ServeStore,
     Serving,
     Spawn,
+    SpawnerReady,
     SpawnFailed,
     StoreEnded,
     StoreOpened,
@@ -61,7 +62,7 @@ class SpawnerModel:
 
     def _begin(self, seconds: float) -> None:
         self.ready = True
-        self._tell(Preloaded(seconds))
+        self._tell(SpawnerReady(seconds))
         for message in self._held:
             self._handle(message)
 

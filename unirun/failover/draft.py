@@ -16,12 +16,9 @@ from unirun.spec.job import JobSpec
 from unirun.values import RankAddress, Value, WorkerId
 from unirun.wire.messages import (
     FIRST,
-    ChannelBrief,
     Drain,
     Grow,
-    Message,
     Offer,
-    OpenStore,
     PassOn,
     Reserve,
     RoleBrief,
@@ -40,7 +37,9 @@ from unirun.wire.messages import (
 from unirun.wire.reports import (
     FromWorker,
     Join,
+    Message,
     Notice,
+    OpenStore,
     Placed,
     SpawnerReady,
     StoreEnded,
@@ -143,7 +142,7 @@ def welcome(view: View, spec: JobSpec) -> Welcome:
         collocations=spec.collocations,
         call_timeout=spec.call_timeout,
         transport=spec.transport,
-        channels=tuple(ChannelBrief(c.name, c.publisher, c.receivers) for c in spec.channels),
+        channels={c.name: (c.publisher, *c.receivers) for c in spec.channels},
     )
 
 

@@ -28,7 +28,8 @@ from unirun.failover.state import (
     waiting,
 )
 from unirun.values import RankAddress
-from unirun.wire.messages import OpenStore, StartRole, StartWorker
+from unirun.wire.messages import StartRole, StartWorker
+from unirun.wire.reports import OpenStore
 
 
 def form_first(draft: JobDraft, names: Collection[str]) -> None:

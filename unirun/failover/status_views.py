@@ -19,7 +19,8 @@ from unirun.observe.status import (
     shaped,
 )
 from unirun.wire.frames import finite
-from unirun.wire.messages import Ended, Message
+from unirun.wire.messages import Ended
+from unirun.wire.reports import Message
 
 FIRST_LINE = 300
 """Characters of a failure's message in a status."""

@@ -119,8 +119,8 @@ def take_up(draft: JobDraft, event: Join) -> Iterator[FromWorker | WorkerExited 
         store = stores.get(name)
         if store is None or store.generation < role.generation:
             order_store(draft, name)
-        elif store.ended is not None:
-            yield store.ended
+        elif isinstance(store, StoreEnded):
+            yield store
 
 
 def all_back(draft: JobDraft) -> None:

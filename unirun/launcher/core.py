@@ -69,7 +69,6 @@ from unirun.wire.reports import (
     MasterRequest,
     Metrics,
     Notice,
-    Preloaded,
     Reaped,
     Serving,
     SpawnerReady,
@@ -532,7 +531,7 @@ def _leave(
 
 def _from_spawner(state: AgentState, event: FromSpawner) -> tuple[AgentState, list[Command]]:
     match event.message:
-        case Preloaded(seconds):
+        case SpawnerReady(seconds):
             return _spawner_ready(state, event.key, seconds)
         case Forked(number) | SpawnFailed(number) | Reaped(number) if number not in state.workers:
             text = f"a spawner sent a message about worker {number}, which does not exist: {event.message}"
@@ -567,7 +566,7 @@ def _forked(state: AgentState, worker: Worker, pid: int) -> tuple[AgentState, li
 
 def _spawner_ready(state: AgentState, key: SpawnerKey, seconds: float) -> tuple[AgentState, list[Command]]:
     state = replace(state, spawners={**state.spawners, key: True})
-    commands: list[Command] = [ToMaster(SpawnerReady(state.node, seconds))] if seconds >= 0.1 else []
+    commands: list[Command] = [ToMaster(SpawnerReady(seconds, state.node))] if seconds >= 0.1 else []
     for role, store in state.stores.items():
         if store.spawner == key and not store.sent and not store.ended:
             state = replace(state, stores={**state.stores, role: replace(store, sent=True)})

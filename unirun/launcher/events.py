@@ -16,7 +16,7 @@ from unirun.launcher.environment import SpawnerKey
 from unirun.spec.job import Probe
 from unirun.spec.secrets import Mask
 from unirun.values import Value, WorkerId
-from unirun.wire.messages import ExitAck, Message, PassOn, Shutdown, StopWorkers, View
+from unirun.wire.messages import ExitAck, PassOn, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     CallCount,
     Cause,
@@ -24,13 +24,15 @@ from unirun.wire.reports import (
     EngineWeights,
     FromWorker,
     Health,
-    HeldStore,
     HeldWorker,
+    Message,
     Notice,
+    OpenStore,
     ServeStore,
     Serving,
     Spawn,
     StoreEnded,
+    StoreOpened,
     Stuck,
     ToWorker,
     WorkerError,
@@ -454,11 +456,13 @@ class AgentState(Value):
         return next((w for w in self.workers.values() if (w.who.role, w.who.rank) == (role, rank)), None)
 
 
-def holdings(state: AgentState) -> tuple[tuple[HeldWorker, ...], tuple[HeldStore, ...]]:
+def holdings(
+    state: AgentState,
+) -> tuple[tuple[HeldWorker, ...], tuple[OpenStore | StoreOpened | StoreEnded, ...]]:
     """The workers and stores of this node, for a new master."""
     live = (held(worker) for worker in state.workers.values())
     stores = (
-        HeldStore(role, store.request.generation, store.opened, store.ended)
+        store.ended or (StoreOpened if store.opened else OpenStore)(role, store.request.generation)
         for role, store in state.stores.items()
     )
     return fitting((*state.ended.values(), *live)), tuple(stores)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from unirun.launcher.events import TAIL_BYTES, AgentState, error_tail
 from unirun.values import Value
-from unirun.wire.messages import Message
-from unirun.wire.reports import Reaped
+from unirun.wire.reports import Message, Reaped
 
 # Evidence that the kernel's out-of-memory killer has ended a process.
 

@@ -30,8 +30,8 @@ from unirun.observe.jobdir import JobDir
 from unirun.spec.job import Probe
 from unirun.spec.programs import Own, fill, fill_roles
 from unirun.values import RankAddress, WorkerId
-from unirun.wire.messages import OpenStore, Reserve, StartRole, StartWorker
-from unirun.wire.reports import Borrow, Placed, ServeStore, Spawn
+from unirun.wire.messages import Reserve, StartRole, StartWorker
+from unirun.wire.reports import Borrow, OpenStore, Placed, ServeStore, Spawn
 
 # The ports of ranks: an agent chooses them, and no other agent of this host chooses the same ones.
 #

@@ -45,10 +45,10 @@ from unirun.wire.reports import (
     Forked,
     Kill,
     Notice,
-    Preloaded,
     Reaped,
     ServeStore,
     Spawn,
+    SpawnerReady,
     SpawnFailed,
     StoreEnded,
     StoreOpened,
@@ -344,7 +344,7 @@ def work(
     outlive_parent()
     spawner = Spawner(stream, descriptors, inherited, modules)
     try:
-        stream.send(Preloaded(time.monotonic() - began))
+        stream.send(SpawnerReady(time.monotonic() - began))
         for name, count in modules.threads.items():
             threads = f"{count} thread{'s' * (count != 1)}"
             text = f"{name} has started {threads}, which a fork would lack: workers are new interpreters"

@@ -16,7 +16,8 @@ from unirun.wire.address import Address, UnixAddress
 from unirun.wire.aio import Stream, connect
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import Credentials, load_credentials
-from unirun.wire.messages import Appointed, Attach, Dismissed, Ended, Message, Stop
+from unirun.wire.messages import Appointed, Attach, Dismissed, Ended, Stop
+from unirun.wire.reports import Message
 
 MASTER_CONNECT_TIMEOUT = 3.0
 """Seconds in which a master must answer."""

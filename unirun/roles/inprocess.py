@@ -30,8 +30,8 @@ from unirun.roles.transport.protocol import (
 )
 from unirun.roles.workload import BaseTrainer, BaseWorkload, MasterHandle, bind
 from unirun.values import WorkerId
-from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome, WorkerView
-from unirun.wire.reports import Listening, Serving
+from unirun.wire.messages import RoleBrief, RoleView, View, Welcome, WorkerView
+from unirun.wire.reports import Listening, Message, Serving
 
 # Calls between threads of one process, for tests and notebooks. Values are copied as on every other transport.
 

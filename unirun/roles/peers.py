@@ -19,8 +19,15 @@ from typing import Any
 from unirun.errors import FrameError, JobError, StoreAway, UsageError, WireError
 from unirun.values import Engine, WorkerId
 from unirun.wire.blocking import BlockingStream, open_link, out_of_the_way
-from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome, updated
-from unirun.wire.reports import LocalEngines, MasterReply, MasterRequest, MasterRequestKind, ViewWanted
+from unirun.wire.messages import RoleBrief, RoleView, View, Welcome, updated
+from unirun.wire.reports import (
+    LocalEngines,
+    MasterReply,
+    MasterRequest,
+    MasterRequestKind,
+    Message,
+    ViewWanted,
+)
 
 WELCOME_TIMEOUT = 30.0
 """Seconds in which the agent must answer."""

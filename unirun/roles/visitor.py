@@ -24,8 +24,8 @@ from unirun.roles.transport.socket_transport import SocketTransport
 from unirun.values import WorkerId
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import load_credentials
-from unirun.wire.messages import Ended, Grow, Message, View, Visit, Welcome
-from unirun.wire.reports import ViewWanted
+from unirun.wire.messages import Ended, Grow, View, Visit, Welcome
+from unirun.wire.reports import Message, ViewWanted
 
 VISIT_TIMEOUT = 10.0
 """Seconds in which a master must answer."""

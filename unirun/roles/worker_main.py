@@ -127,8 +127,8 @@ def run_trainer(context: Context, kind: type[BaseTrainer]) -> None:
     welcome = peers.welcome
     # Other receivers, such as engines, get versions by themselves.
     channels = {
-        c.name: (c.publisher, *(role for role in c.receivers if role in workloads))
-        for c in (welcome.channels if welcome else ())
+        name: (publisher, *(role for role in receivers if role in workloads))
+        for name, (publisher, *receivers) in (welcome.channels if welcome else {}).items()
     }
     bind(trainer, groups, MasterHandle(context), {role: _resource(context, role) for role in roles}, channels)
     peers.tell(Serving({}, recoverable=bool(trainer.is_recoverable())))

@@ -449,17 +449,14 @@ def _roles(
 ) -> tuple[str, tuple[str, ...]]:
     """Publisher and receivers: those that are given, else those that the job declares."""
     welcome = context.peers.welcome
-    declared = next((each for each in (welcome.channels if welcome else ()) if each.name == name), None)
-    if declared is not None:
-        if (publisher or declared.publisher, receivers or declared.receivers) != (
-            declared.publisher,
-            declared.receivers,
-        ):
+    if welcome is not None and name in welcome.channels:
+        declared, *others = welcome.channels[name]
+        if (publisher or declared) != declared or (receivers or tuple(others)) != tuple(others):
             raise UsageError(
-                f"channel {name!r} goes from {declared.publisher} to {', '.join(declared.receivers)} in this job",
+                f"channel {name!r} goes from {declared} to {', '.join(others)} in this job",
                 f"write WeightsChannel({name!r})",
             )
-        return declared.publisher, declared.receivers
+        return declared, tuple(others)
     if not publisher or not receivers:
         raise UsageError(
             f"this job declares no channel {name!r}",

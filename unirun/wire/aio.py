@@ -28,7 +28,7 @@ from unirun.wire.handshake import (
     Strangers,
     Token,
 )
-from unirun.wire.messages import Message
+from unirun.wire.reports import Message
 from unirun.wire.sockets import handshake_error, keep_alive, nobody_answers, not_the_node
 
 

@@ -22,7 +22,8 @@ from unirun.wire.address import Address, TcpAddress, UnixAddress, unix_address
 from unirun.wire.credentials import Credentials, load_credentials, server_name
 from unirun.wire.frames import FrameReader, decode, encode, encode_frame
 from unirun.wire.handshake import HANDSHAKE_TIMEOUT, HELLO_SIZE, PROOF_SIZE, ClientHandshake
-from unirun.wire.messages import Hello, Message
+from unirun.wire.messages import Hello
+from unirun.wire.reports import Message
 from unirun.wire.sockets import handshake_error, keep_alive, nobody_answers, not_the_node
 
 

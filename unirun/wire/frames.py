@@ -15,13 +15,13 @@ import math
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from msgspec import convert, to_builtins
 
 from unirun.errors import FrameError
-from unirun.wire.messages import Message
-from unirun.wire.reports import FromWorker, Metrics
+from unirun.wire.messages import KINDS
+from unirun.wire.reports import FromWorker, Message, Metrics
 
 VERSION = 3
 """Version of the protocol. It is part of the handshake, so peers of different versions never exchange a frame."""
@@ -129,7 +129,6 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite, pa
 #
 # `decode` checks each field against its annotation, so a state machine only receives values of the declared types.
 
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 T = TypeVar("T")
 
 
@@ -156,7 +155,7 @@ def finite(values: Mapping[str, T]) -> dict[str, T | None]:
 def decode(payload: dict[str, Any]) -> Message:
     """Convert `payload` to a message. Raises `FrameError` for an unknown type or a wrong field."""
     name = payload.get("type")
-    kind = _KINDS.get(name) if isinstance(name, str) else None
+    kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise FrameError(f"unknown message {_short(repr(name))}", "is the peer of another version?")
     if kind is FromWorker and isinstance(said := payload.get("message"), dict):

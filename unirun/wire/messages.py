@@ -13,9 +13,9 @@ master→CLI    Heartbeat WorkerOutput RoleChanged Notice Drained Ended
 visitor→master Visit ViewWanted Grow
 master→visitor Welcome View Ended
 agent→spawner Spawn ServeStore Kill (`unirun.wire.reports`)
-spawner→agent Preloaded Forked Reaped SpawnFailed StoreOpened StoreEnded Notice
+spawner→agent SpawnerReady Forked Reaped SpawnFailed StoreOpened StoreEnded Notice
 launcher→node Assigned Ready Dismissed, before there is a master; over ssh also Invite Resume
-node→launcher Offer Ready Dismissed; over ssh also Chunk Current Complete
+node→launcher Offer Ready Dismissed; over ssh also Chunk Current
 ============  =======================================================================
 """
 
@@ -29,55 +29,17 @@ from msgspec.structs import replace
 from unirun.errors import RendezvousError
 from unirun.values import RankAddress, Value, WorkerId
 from unirun.wire.address import TcpAddress
-from unirun.wire.reports import (
-    Borrow,
-    Calls,
-    Declined,
-    Ending,
-    EngineWeights,
-    Forked,
-    FromWorker,
-    GroupFormed,
-    GroupMeets,
-    Health,
-    Join,
-    Kill,
-    Knock,
-    Listening,
-    LocalEngines,
-    MasterReply,
-    MasterRequest,
-    Metrics,
-    Notice,
-    Placed,
-    Preloaded,
-    Reaped,
-    Sample,
-    ServeStore,
-    Serving,
-    Spawn,
-    SpawnerReady,
-    SpawnFailed,
-    StoreEnded,
-    StoreOpened,
-    Stuck,
-    ToWorker,
-    ViewWanted,
-    WorkerError,
-    WorkerExited,
-    WorkerRunning,
-    WorkerStarted,
-)
+from unirun.wire.reports import Ending, Message
 
 # Messages between the process that launches a job and the nodes that take part in it, before there is a master: from
 # the launcher Assigned, Ready, Dismissed, and over ssh also Invite, Resume; from the node Offer, Ready, Dismissed, and
-# over ssh also Chunk, Current, Complete.
+# over ssh also Chunk, Current.
 #
 # A node makes an `Offer`, gets its task (`Assigned`), binds its endpoints and says `Ready`. The launcher says
 # so when all are; then the agents begin.
 
 
-class Invite(Value, tag=True):
+class Invite(Message):
     """Asks the host on which the receiver was started to take part in a job as `node`.
 
     `token` is the job's, in hex; the stream must be one that nobody else reads, as that of ssh. `env` comes on top of
@@ -108,7 +70,7 @@ class EtcdMember(Value):
     peer: int
 
 
-class Offer(Value, tag=True):
+class Offer(Message):
     """A node offers to take part. `rank` is the position that it wants, -1 for any.
 
     `inventory` is its `collocation.Node` in JSON, `versions` those of Python, torch and unirun. `masters` is where
@@ -126,7 +88,7 @@ class Offer(Value, tag=True):
     etcd: EtcdMember | None = None
 
 
-class Assigned(Value, tag=True):
+class Assigned(Message):
     """The node's task: an `AgentTask` in JSON. An empty `cwd` or `addr` in it is for the node to fill in.
 
     Masters are found at `head`, or by the store of this URL; `etcd` are the members of the job's own etcd. A head that
@@ -144,7 +106,7 @@ class Assigned(Value, tag=True):
     env: dict[str, str] | None = None
 
 
-class Chunk(Value, tag=True):
+class Chunk(Message):
     """A part of a file of a node's directory: `data` (base64 in JSON) at `offset`, or all of a file that was replaced
     (`whole`)."""
 
@@ -154,7 +116,7 @@ class Chunk(Value, tag=True):
     whole: bool = False
 
 
-class Resume(Value, tag=True):
+class Resume(Message):
     """Asks for what the files of a node's directory have after these offsets. `env` is as in `Invite`."""
 
     run_id: str
@@ -163,15 +125,13 @@ class Resume(Value, tag=True):
     env: dict[str, str]
 
 
-class Current(Value, tag=True):
-    """All that the files had when they were asked for was sent."""
+class Current(Message):
+    """All that the files had when they were asked for was sent; `complete`: all of them, as the agent has ended."""
+
+    complete: bool = False
 
 
-class Complete(Value, tag=True):
-    """The node's agent has ended, and all of its files were sent."""
-
-
-class Ready(Value, tag=True):
+class Ready(Message):
     """The node has bound its endpoints or, from the launcher, all nodes have, and the agent begins.
 
     To a command that has let it come by ssh, a `node` tells its name in the job.
@@ -180,7 +140,7 @@ class Ready(Value, tag=True):
     node: str = ""
 
 
-class Dismissed(Value, tag=True):
+class Dismissed(Message):
     """The sender does not want the receiver in the job, or cannot take part itself."""
 
     problem: str
@@ -211,13 +171,13 @@ class StartWorker(Value):
     share: float = 1.0
 
 
-class Appointed(Value, tag=True):
+class Appointed(Message):
     """A master's first message on a stream: it leads in the term `epoch`. Agents ignore masters of earlier terms."""
 
     epoch: int
 
 
-class Heartbeat(Value, tag=True):
+class Heartbeat(Message):
     """Says over a network, at regular intervals, that its sender is there (`unirun.failover.silence`).
 
     The master answers each of an agent in their order. `sure`: the master leads, so nobody has given the node up.
@@ -226,20 +186,13 @@ class Heartbeat(Value, tag=True):
     sure: bool = True
 
 
-class ExitAck(Value, tag=True):
+class ExitAck(Message):
     """Acknowledges `WorkerExited`: the exit is in the store, so the agent may forget it."""
 
     worker: WorkerId
 
 
-class OpenStore(Value, tag=True):
-    """Orders a new, empty rendezvous store for a generation of a role, at the endpoint of its predecessor."""
-
-    role: str
-    generation: int
-
-
-class Reserve(Value, tag=True):
+class Reserve(Message):
     """Orders ports for these ranks of a role; the agent answers with `Placed`. The ports of a rank stay the same,
     except when a foreign process listens on one (`WorkerExited.taken`)."""
 
@@ -247,7 +200,7 @@ class Reserve(Value, tag=True):
     ranks: tuple[int, ...]
 
 
-class StartRole(Value, tag=True):
+class StartRole(Message):
     """Orders the start of `members` of a role for a generation of its process group; its other workers keep running.
 
     `mask` is the environment variable of the device mask (``CUDA_VISIBLE_DEVICES``), empty for none. `places` are the
@@ -267,7 +220,7 @@ class StartRole(Value, tag=True):
     places: dict[str, tuple[RankAddress, ...]] = field(default_factory=dict)
 
 
-class StopWorkers(Value, tag=True):
+class StopWorkers(Message):
     """Stops these ranks: sends `signal` in `after` seconds, `grace` seconds later SIGKILL to their process groups."""
 
     role: str
@@ -303,7 +256,7 @@ class RoleView(Value):
     workers: tuple[WorkerView, ...]
 
 
-class View(Value, tag=True):
+class View(Message):
     """The state of all roles or, unless `since` is None, the changes since the view of that number.
 
     A master numbers its views consecutively.
@@ -314,7 +267,7 @@ class View(Value, tag=True):
     since: int | None = None
 
 
-class Shutdown(Value, tag=True):
+class Shutdown(Message):
     """The job ends or has ended: the agent stops its workers and exits.
 
     Workers that were not stopped before get SIGTERM and `grace` seconds; with None all are killed at once.
@@ -325,7 +278,7 @@ class Shutdown(Value, tag=True):
     ending: Ending | None = None
 
 
-class Hello(Value, tag=True):
+class Hello(Message):
     """A worker's first message. `running`: it is about to enter the user's code."""
 
     worker: WorkerId
@@ -347,19 +300,12 @@ class RoleBrief(Value):
     group: int = 1
 
 
-class ChannelBrief(Value):
-    """A channel of weights that the job declares, from the role `publisher` to the roles `receivers`."""
-
-    name: str
-    publisher: str
-    receivers: tuple[str, ...]
-
-
-class Welcome(Value, tag=True):
+class Welcome(Message):
     """The answer to `Hello` and to `Visit`: a whole view, and the part of the spec that workers use.
 
     `config` is the user's configuration as JSON text, in which integers may have any size. `name` is the job's name.
-    `collocations` are the groups of roles that share devices. `call_timeout` is in seconds.
+    `collocations` are the groups of roles that share devices. `call_timeout` is in seconds. `channels` has the roles of
+    each channel of weights, the publisher first.
     """
 
     view: View
@@ -369,26 +315,26 @@ class Welcome(Value, tag=True):
     collocations: tuple[tuple[str, ...], ...]
     call_timeout: float
     transport: str
-    channels: tuple[ChannelBrief, ...] = ()
+    channels: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-class Attach(Value, tag=True):
+class Attach(Message):
     """A command subscribes to the job's progress. With `owner`, the job ends when this stream ends."""
 
     owner: bool = False
 
 
-class Visit(Value, tag=True):
+class Visit(Message):
     """A process outside the job wants to call its workers. It is answered with `Welcome`, then with each `View`."""
 
 
-class Grow(Value, tag=True):
+class Grow(Message):
     """A visitor asks for more workers of an elastic `role`, if there is room."""
 
     role: str
 
 
-class Stop(Value, tag=True):
+class Stop(Message):
     """Requests the end of the job: workers get `signal`, and SIGKILL after `grace` seconds (None: the job's setting).
 
     `code` is the exit code of the job, None for 128 + `signal`. `urgent`: the workers are killed now; None leaves that
@@ -411,20 +357,20 @@ class Stop(Value, tag=True):
         return asked if self.urgent is None else self.urgent
 
 
-class PassOn(Value, tag=True):
+class PassOn(Message):
     """Asks that the workers of `node`, or all if it is empty, get `signal`, which ends nothing by itself."""
 
     signal: int
     node: str = ""
 
 
-class Drain(Value, tag=True):
+class Drain(Message):
     """Asks that `node` leaves the job."""
 
     node: str
 
 
-class Drained(Value, tag=True):
+class Drained(Message):
     """The answer: `node` has left, or why it cannot."""
 
     node: str
@@ -432,7 +378,7 @@ class Drained(Value, tag=True):
     remedy: str = ""
 
 
-class RoleChanged(Value, tag=True):
+class RoleChanged(Message):
     """The progress of a role: `running` of `total` workers are in the user's code."""
 
     role: str
@@ -442,7 +388,7 @@ class RoleChanged(Value, tag=True):
     total: int
 
 
-class WorkerOutput(Value, tag=True):
+class WorkerOutput(Message):
     """A worker's process was started on `node`, so its output can be followed there. `quiet`: it is a service that is
     ready, of which the output is for the log only."""
 
@@ -452,7 +398,7 @@ class WorkerOutput(Value, tag=True):
     quiet: bool = False
 
 
-class Ended(Value, tag=True):
+class Ended(Message):
     """The job has ended with `code`. `report` is text for users; `error_file` is the root cause's, empty for none."""
 
     code: int
@@ -461,74 +407,8 @@ class Ended(Value, tag=True):
     error_file: str = ""
 
 
-Message = (
-    Invite
-    | Offer
-    | Assigned
-    | Ready
-    | Dismissed
-    | Chunk
-    | Resume
-    | Current
-    | Complete
-    | Join
-    | SpawnerReady
-    | ViewWanted
-    | WorkerStarted
-    | WorkerRunning
-    | Serving
-    | Listening
-    | GroupFormed
-    | GroupMeets
-    | Health
-    | LocalEngines
-    | EngineWeights
-    | Stuck
-    | Metrics
-    | Calls
-    | WorkerError
-    | WorkerExited
-    | Notice
-    | Placed
-    | Sample
-    | Knock
-    | MasterRequest
-    | FromWorker
-    | MasterReply
-    | ToWorker
-    | Appointed
-    | Heartbeat
-    | ExitAck
-    | OpenStore
-    | Reserve
-    | StartRole
-    | StopWorkers
-    | View
-    | Shutdown
-    | Hello
-    | Welcome
-    | Attach
-    | Visit
-    | Grow
-    | Stop
-    | PassOn
-    | Drain
-    | Drained
-    | RoleChanged
-    | WorkerOutput
-    | Ended
-    | Borrow
-    | Declined
-    | Spawn
-    | ServeStore
-    | Kill
-    | Preloaded
-    | Forked
-    | SpawnFailed
-    | StoreOpened
-    | StoreEnded
-    | Reaped
-)
+KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__subclasses__()}
+"""All messages, by their names."""
 
 
 # Views, by which workers know the state of their peers, are kept up to date by differences.

@@ -8,10 +8,15 @@ from msgspec import field
 
 from unirun.values import Engine, RankAddress, Value, WorkerId
 
+
+class Message(Value, tag=True):
+    """The base class of all messages. In JSON its field ``type`` is the name of the class."""
+
+
 # Messages between an agent and its spawners, and for borrowing a spawner from a warm process.
 
 
-class Borrow(Value, tag=True):
+class Borrow(Message):
     """Asks a fork of a warm process to become a spawner. Descriptors are passed with it: the agent's output, a pipe,
     and those that the agent has at the numbers `inherited`.
 
@@ -27,13 +32,7 @@ class Borrow(Value, tag=True):
     inherited: tuple[int, ...]
 
 
-class Declined(Value, tag=True):
-    """The fork cannot serve as this agent's spawner; `reason` is text for users."""
-
-    reason: str
-
-
-class Spawn(Value, tag=True):
+class Spawn(Message):
     """Starts one process. `id` is the agent's number for it; `kind` and `target` are those of the role's entry.
 
     With `fresh` it is a new interpreter, else a fork that keeps the spawner's imports. `env` is its complete
@@ -55,7 +54,7 @@ class Spawn(Value, tag=True):
     stdin: int | None = None
 
 
-class ServeStore(Value, tag=True):
+class ServeStore(Message):
     """Orders a new, empty TCPStore for a generation of `role` on the inherited listening socket `fd`."""
 
     role: str
@@ -63,27 +62,28 @@ class ServeStore(Value, tag=True):
     fd: int
 
 
-class Kill(Value, tag=True):
+class Kill(Message):
     """Orders `signal` to be sent to the process group of a process."""
 
     id: int
     signal: int
 
 
-class Preloaded(Value, tag=True):
-    """The spawner has imported its modules in `seconds` and is ready to fork."""
+class SpawnerReady(Message):
+    """A spawner is ready to fork workers: it has imported its modules in `seconds`. The agent adds its `node`."""
 
     seconds: float
+    node: str = ""
 
 
-class Forked(Value, tag=True):
+class Forked(Message):
     """The process was started."""
 
     id: int
     pid: int
 
 
-class SpawnFailed(Value, tag=True):
+class SpawnFailed(Message):
     """A process could not be started, at `time` (seconds since the epoch); with id 0, the spawner itself has failed."""
 
     id: int
@@ -91,14 +91,21 @@ class SpawnFailed(Value, tag=True):
     reason: str
 
 
-class StoreOpened(Value, tag=True):
+class OpenStore(Message):
+    """Orders a new, empty rendezvous store for a generation of a role, at the endpoint of its predecessor."""
+
+    role: str
+    generation: int
+
+
+class StoreOpened(Message):
     """The rendezvous store of this generation of the role listens; that of the previous generation has ended."""
 
     role: str
     generation: int
 
 
-class StoreEnded(Value, tag=True):
+class StoreEnded(Message):
     """The rendezvous store of `role` could not be opened or has exited, at `time` (see `Reaped`)."""
 
     role: str
@@ -107,7 +114,7 @@ class StoreEnded(Value, tag=True):
     reason: str
 
 
-class Reaped(Value, tag=True):
+class Reaped(Message):
     """The process has ended at `time` (seconds since the epoch), and its group was sent SIGKILL."""
 
     id: int
@@ -124,7 +131,7 @@ MasterRequestKind = Literal["save_state", "load_state", "commit_version", "versi
 """Save bytes for the next incarnation; load them; commit a version of a channel (the highest is kept); get it."""
 
 
-class MasterRequest(Value, tag=True):
+class MasterRequest(Message):
     """A request. `name` is the channel for versions; `data` is a state in base64, or a version."""
 
     number: int
@@ -133,7 +140,7 @@ class MasterRequest(Value, tag=True):
     data: str = ""
 
 
-class MasterReply(Value, tag=True):
+class MasterReply(Message):
     """The answer to an `MasterRequest` of this number: `data`, None when there is none, or the `problem`."""
 
     number: int
@@ -141,7 +148,7 @@ class MasterReply(Value, tag=True):
     problem: str = ""
 
 
-class ToWorker(Value, tag=True):
+class ToWorker(Message):
     """The master's answer to a worker, which its agent forwards."""
 
     worker: WorkerId
@@ -155,14 +162,7 @@ because something it depends on is gone (``lost_dependency``), because it was bl
 it could not be given weights, which may be half new (``torn``)."""
 
 
-class SpawnerReady(Value, tag=True):
-    """A spawner is ready to fork workers; it took `seconds` to import torch."""
-
-    node: str
-    seconds: float
-
-
-class ViewWanted(Value, tag=True):
+class ViewWanted(Message):
     """Requests a whole view after a gap in the numbers of views.
 
     `node` is that of the requesting agent; a worker, which asks its agent, leaves it empty.
@@ -171,21 +171,21 @@ class ViewWanted(Value, tag=True):
     node: str = ""
 
 
-class WorkerStarted(Value, tag=True):
+class WorkerStarted(Message):
     """A worker's process was started."""
 
     worker: WorkerId
     pid: int
 
 
-class WorkerRunning(Value, tag=True):
+class WorkerRunning(Message):
     """A worker enters the user's code; `generation` is that of its role in the view of its `Welcome`."""
 
     worker: WorkerId
     generation: int
 
 
-class Serving(Value, tag=True):
+class Serving(Message):
     """A worker takes calls at `addresses`, by transport. `recoverable`: the job can continue without the state in its
     memory."""
 
@@ -193,13 +193,13 @@ class Serving(Value, tag=True):
     recoverable: bool
 
 
-class Listening(Value, tag=True):
+class Listening(Message):
     """A worker can be reached at `addresses`, by what listens there, whether it takes calls or not."""
 
     addresses: dict[str, str]
 
 
-class Health(Value, tag=True):
+class Health(Message):
     """The answer to the probe of a program has changed at `since`, in seconds since the epoch: it is `ready`, or why
     not."""
 
@@ -208,14 +208,14 @@ class Health(Value, tag=True):
     why: str = ""
 
 
-class LocalEngines(Value, tag=True):
+class LocalEngines(Message):
     """All servers of this host that the worker who gets this brings weights into, as they are now: `ready` are those
     that have answered their probe, whatever weights they have."""
 
     engines: tuple[Engine, ...]
 
 
-class EngineWeights(Value, tag=True):
+class EngineWeights(Message):
     """The server at `rank` has `version` of a `channel` at `time`, in seconds since the epoch. None: nothing has been
     published yet, so that it serves with what it was started with. With a `problem`, it has to be started again."""
 
@@ -227,7 +227,7 @@ class EngineWeights(Value, tag=True):
     problem: str = ""
 
 
-class Placed(Value, tag=True):
+class Placed(Message):
     """The ports that an agent has chosen for these ranks of a role, in their order; or the `problem`, and what to do,
     if it has none for them."""
 
@@ -238,19 +238,19 @@ class Placed(Value, tag=True):
     problem: str = ""
 
 
-class GroupFormed(Value, tag=True):
+class GroupFormed(Message):
     """A worker has formed `generation` of its role's process group with the others."""
 
     generation: int
 
 
-class GroupMeets(Value, tag=True):
+class GroupMeets(Message):
     """A worker is about to write to the rendezvous store of `generation`, where its peers may read it."""
 
     generation: int
 
 
-class Stuck(Value, tag=True):
+class Stuck(Message):
     """A worker's main thread waits and keeps its role from being formed: in a process group that has ended, where it
     cannot be interrupted, or in a call that was given up. Has the reason `why`, and the Python `stack` of that
     thread."""
@@ -259,7 +259,7 @@ class Stuck(Value, tag=True):
     stack: str
 
 
-class Metrics(Value, tag=True):
+class Metrics(Message):
     """Metrics of a worker by name, taken at `time` in seconds since the epoch. Values may be nan, which stands for
     infinities too."""
 
@@ -274,11 +274,8 @@ VERSION = "/version"
 """At the end of the name of a metric: ``policy/version``, the version of the weights that a rank has."""
 
 
-class RankRange(Value):
-    """The ranks from `first` to `last`, inclusive."""
-
-    first: int
-    last: int
+RankRange = tuple[int, int]
+"""The first and the last of consecutive ranks."""
 
 
 class CallCount(Value):
@@ -300,20 +297,20 @@ class CallCount(Value):
     split: bool = False
 
 
-class Calls(Value, tag=True):
+class Calls(Message):
     """Totals of all calls that a worker has made so far, by method."""
 
     counts: tuple[CallCount, ...]
 
 
-class FromWorker(Value, tag=True):
+class FromWorker(Message):
     """A worker's message that its agent forwards to the master."""
 
     worker: WorkerId
     message: Serving | Listening | GroupFormed | Metrics | Calls | MasterRequest | Health
 
 
-class WorkerError(Value, tag=True):
+class WorkerError(Message):
     """An exception that ended a worker: its last line, its traceback, and its time in seconds since the epoch.
 
     `permanent`: every restart would raise it again.
@@ -325,7 +322,7 @@ class WorkerError(Value, tag=True):
     permanent: bool = False
 
 
-class WorkerExited(Value, tag=True):
+class WorkerExited(Message):
     """A worker has ended at `time`, in seconds since the epoch, with `code` or by `signal`.
 
     `sent` is the last signal that the agent sent it, by order or because the agent leaves; else None.
@@ -367,15 +364,6 @@ class HeldWorker(Value):
     health: Health | None = None
 
 
-class HeldStore(Value):
-    """The last rendezvous store of a role that an agent was ordered to serve, and whether it is open or has ended."""
-
-    role: str
-    generation: int
-    opened: bool
-    ended: StoreEnded | None = None
-
-
 class Ending(Value):
     """The end of the job, as decided by a master that could not write it to the store.
 
@@ -388,11 +376,12 @@ class Ending(Value):
     by_failure: bool = False
 
 
-class Join(Value, tag=True):
+class Join(Message):
     """An agent's first message to a master. `endpoints`: by role, the ``addr:port`` bound for its rendezvous store.
     Its workers are reached at `addr`.
 
-    `workers` and `stores` are those it already has, for a master that has taken over.
+    `workers` are those that it already has, for a master that has taken over; `stores` has for each role the last
+    rendezvous store that it was ordered to serve: the order, that it listens, or its end.
     `ending` is the decided end of the job, if an earlier master sent one (see `Shutdown`).
     """
 
@@ -401,12 +390,12 @@ class Join(Value, tag=True):
     host: str
     endpoints: dict[str, str]
     workers: tuple[HeldWorker, ...] = ()
-    stores: tuple[HeldStore, ...] = ()
+    stores: tuple[OpenStore | StoreOpened | StoreEnded, ...] = ()
     ending: Ending | None = None
     addr: str = ""
 
 
-class Notice(Value, tag=True):
+class Notice(Message):
     """A message for users; no decision depends on it. `source` is ``role:rank`` or a node; `kind` that of its event."""
 
     source: str
@@ -414,7 +403,7 @@ class Notice(Value, tag=True):
     kind: Literal["notice", "refused"] = "notice"
 
 
-class Knock(Value, tag=True):
+class Knock(Message):
     """`node`, at the address `origin`, has proved the token to the agent on the head while no master let it in. Without
     TLS the node is not known."""
 
@@ -422,7 +411,7 @@ class Knock(Value, tag=True):
     origin: str
 
 
-class Sample(Value, tag=True):
+class Sample(Message):
     """Memory (resident, bytes) and processor time (seconds) of the workers, by ``role:rank``."""
 
     node: str

@@ -23,7 +23,7 @@ from unirun.rendezvous.store.url import open_store
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
 from unirun.wire.handshake import new_token
-from unirun.wire.reports import CallCount, Calls, FromWorker, RankRange
+from unirun.wire.reports import CallCount, Calls, FromWorker
 
 LOOP = """
 script: train.py
@@ -194,7 +194,7 @@ def test_a_job_that_has_called_nothing_says_so(capsys: pytest.CaptureFixture[str
 def test_a_job_of_another_host_is_drawn_from_its_store(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    seen = CallCount("rollout", "load", 8, 4000, 0, 0.1, (RankRange(0, 1),))
+    seen = CallCount("rollout", "load", 8, 4000, 0, 0.1, ((0, 1),))
     state = (
         Job({"actor": 1, "rollout": 2})
         .running()

@@ -24,10 +24,11 @@ from unirun.failover.state import new_job, ties_of
 from unirun.failover.step import step
 from unirun.spec.job import Entry, EntryKind, JobSpec, RoleSpec
 from unirun.values import WorkerId
-from unirun.wire.messages import OpenStore, StopWorkers, View, updated
+from unirun.wire.messages import StopWorkers, View, updated
 from unirun.wire.reports import (
     Cause,
     Join,
+    OpenStore,
     StoreOpened,
     WorkerError,
     WorkerExited,

@@ -12,13 +12,14 @@ from unirun.collocation import Device, Inventory, Node
 from unirun.failover.draft import AgentLost, Event, ViewDue
 from unirun.failover.state import JOB_ENDS, JobState
 from unirun.values import WorkerId
-from unirun.wire.messages import OpenStore, Stop
+from unirun.wire.messages import Stop
 from unirun.wire.reports import (
     FromWorker,
     GroupFormed,
     Join,
     Metrics,
     Notice,
+    OpenStore,
     Serving,
     StoreEnded,
     StoreOpened,

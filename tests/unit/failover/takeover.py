@@ -14,7 +14,16 @@ from unirun.failover.state import JobState, WorkerPhase, WorkerState
 from unirun.failover.takeover import resume
 from unirun.values import WorkerId
 from unirun.wire.messages import StartRole
-from unirun.wire.reports import Cause, Ending, HeldStore, HeldWorker, Join, WorkerExited
+from unirun.wire.reports import (
+    Cause,
+    Ending,
+    HeldWorker,
+    Join,
+    OpenStore,
+    StoreEnded,
+    StoreOpened,
+    WorkerExited,
+)
 
 Who = tuple[str, int, int]
 
@@ -50,7 +59,7 @@ def join(
     lost: Collection[Who] = (),
     lost_stores: Collection[str] = (),
     ended: Iterable[WorkerExited] = (),
-    stores: Iterable[HeldStore] = (),
+    stores: Iterable[OpenStore | StoreOpened | StoreEnded] = (),
     ending: Ending | None = None,
 ) -> Job:
     """An agent finds the new master. It holds what was ordered `before`, but what was `lost`; some have `ended`."""
@@ -65,7 +74,8 @@ def join(
     workers += [HeldWorker(who, exit=end) for who, end in exits.items()]
     given = {store.role: store for store in stores}
     its_stores = [
-        given.get(role.name) or HeldStore(role.name, role.generation, role.opened == role.generation)
+        given.get(role.name)
+        or (StoreOpened if role.opened == role.generation else OpenStore)(role.name, role.generation)
         for role in before.roles.values()
         if role.workers[0].node == node and role.name not in lost_stores
     ]

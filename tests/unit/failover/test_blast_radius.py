@@ -16,18 +16,9 @@ from unirun.failover.status_views import status_of
 from unirun.failover.takeover import resume
 from unirun.observe.status import JobStatus
 from unirun.values import WorkerId
-from unirun.wire.reports import (
-    CallCount,
-    Calls,
-    FromWorker,
-    HeldWorker,
-    Join,
-    RankRange,
-    Serving,
-    WorkerRunning,
-)
+from unirun.wire.reports import CallCount, Calls, FromWorker, HeldWorker, Join, Serving, WorkerRunning
 
-TRAIN = CallCount("actor", "train", 20, 4000, 400, 0.2, (RankRange(0, 1),))
+TRAIN = CallCount("actor", "train", 20, 4000, 400, 0.2, ((0, 1),))
 
 
 def calls(*counts: CallCount, incarnation: int = 0) -> FromWorker:
@@ -81,7 +72,7 @@ class TestCalls:
     def test_calls_that_cannot_be_are_left_out(self) -> None:
         wrong = (
             replace(TRAIN, role="nobody"),
-            replace(TRAIN, ranks=(RankRange(0, 2),)),
+            replace(TRAIN, ranks=((0, 2),)),
             replace(TRAIN, calls=10**400),
         )
         assert seen(job().on(calls(*wrong)).state) == []
@@ -161,7 +152,7 @@ class TestAFailure:
             restarts={"actor": 1},
             primary=("trainer",),
         ).running()
-        found.on(calls(replace(TRAIN, ranks=(RankRange(1, 1),)))).exits("actor", 0, 1)
+        found.on(calls(replace(TRAIN, ranks=((1, 1),)))).exits("actor", 0, 1)
         assert "affected: trainer:0 waits for actor:0-1 (trainer → actor: train)" in found.records
 
     def test_a_failure_that_follows_at_once_is_not_told_again(self) -> None:

@@ -14,8 +14,8 @@ from unirun.failover.draft import ToAgent
 from unirun.failover.nodes import RETRY_REMEDY
 from unirun.failover.state import RolePhase
 from unirun.values import WorkerId
-from unirun.wire.messages import Drain, Drained, OpenStore, Shutdown, StartRole, StopWorkers
-from unirun.wire.reports import FromWorker, GroupFormed, Serving, StoreOpened, WorkerError
+from unirun.wire.messages import Drain, Drained, Shutdown, StartRole, StopWorkers
+from unirun.wire.reports import FromWorker, GroupFormed, OpenStore, Serving, StoreOpened, WorkerError
 
 
 def leaves(job: Job) -> list[str]:

@@ -15,7 +15,6 @@ from unirun.values import WorkerId
 from unirun.wire.reports import (
     FromWorker,
     GroupFormed,
-    HeldStore,
     StoreEnded,
     StoreOpened,
     WorkerExited,
@@ -66,7 +65,7 @@ def test_nor_does_what_an_agent_holds_when_it_finds_another_master(generation: i
     take_over(job)
     workers = before.roles["actor"].workers
     holds = [replace(held(before, worker, "actor"), generation=generation) for worker in workers]
-    stores = (HeldStore("actor", generation, opened=True),)
+    stores = (StoreOpened("actor", generation),)
     job.on(replace(job.join("n0"), workers=tuple(holds), stores=stores))
     role = job.state.roles["actor"]
     assert role.generation == before.roles["actor"].generation

@@ -17,8 +17,8 @@ from unirun.failover.state import JobPhase, RolePhase
 from unirun.failover.status_views import status_of
 from unirun.failover.step import step
 from unirun.values import WorkerId
-from unirun.wire.messages import OpenStore, StartRole, StopWorkers, View
-from unirun.wire.reports import FromWorker, GroupFormed, Notice, Serving, StoreOpened
+from unirun.wire.messages import StartRole, StopWorkers, View
+from unirun.wire.reports import FromWorker, GroupFormed, Notice, OpenStore, Serving, StoreOpened
 
 
 class TestNodesThatAreLostWithinAMoment:

@@ -20,16 +20,7 @@ from unirun.observe.status import (
 )
 from unirun.values import WorkerId
 from unirun.wire.messages import Ended, RoleChanged, Stop, WorkerOutput
-from unirun.wire.reports import (
-    CallCount,
-    Calls,
-    FromWorker,
-    Metrics,
-    RankRange,
-    Serving,
-    WorkerError,
-    WorkerStarted,
-)
+from unirun.wire.reports import CallCount, Calls, FromWorker, Metrics, Serving, WorkerError, WorkerStarted
 
 
 @pytest.fixture
@@ -47,7 +38,7 @@ def job() -> Job:
     job.running()
     for rank in (0, 1):
         job.on(FromWorker(WorkerId("actor", rank, 0), Serving({"socket": f"a{rank}"}, True)))
-    train = CallCount("actor", "train", 20, 4000, 400, 0.5, (RankRange(0, 1),))
+    train = CallCount("actor", "train", 20, 4000, 400, 0.5, ((0, 1),))
     job.on(
         FromWorker(WorkerId("trainer", 0, 0), Calls((train,))),
         FromWorker(WorkerId("trainer", 0, 0), Metrics({"loss": 0.25}, 105.0)),

@@ -71,7 +71,7 @@ class TestLaunching:
         assert Job({"actor": 1}).running().on(JoinTimedOut()).commands == []
 
     def test_launching_tells_when_torch_is_imported(self) -> None:
-        job = Job({"actor": 1}).on(SpawnerReady("n0", 1.25))
+        job = Job({"actor": 1}).on(SpawnerReady(1.25, "n0"))
         assert job.told(Notice) == [Notice("n0", "spawner ready in 1.2 s")]
         assert job.records == "spawner: n0: torch is imported after 1.25 s"
 

@@ -17,26 +17,16 @@ from unirun.failover.restart_or_end import shutdown_order
 from unirun.failover.state import Exit, JobPhase, Verdict, WorkerPhase, WorkerState
 from unirun.failover.takeover import REJOIN_TIMEOUT, resume
 from unirun.values import WorkerId
-from unirun.wire.messages import (
-    ExitAck,
-    OpenStore,
-    Shutdown,
-    StartRole,
-    Stop,
-    StopWorkers,
-    View,
-    WorkerOutput,
-)
+from unirun.wire.messages import ExitAck, Shutdown, StartRole, Stop, StopWorkers, View, WorkerOutput
 from unirun.wire.reports import (
     CallCount,
     Calls,
     Ending,
     FromWorker,
     Health,
-    HeldStore,
     HeldWorker,
     Join,
-    RankRange,
+    OpenStore,
     StoreEnded,
     StoreOpened,
     WorkerError,
@@ -171,7 +161,7 @@ class TestAWorkerThatAnAgentHolds:
     def test_a_worker_that_its_agent_holds_stands_as_before_when_it_does_not(self, incarnation: int) -> None:
         """The order to start it was lost."""
         job = Job({"actor": 2}, nodes=TWO, kinds={"actor": "workload"}, restarts={"actor": 1}).running()
-        told = (CallCount("actor", "sum", 2, 10, 10, 0.5, (RankRange(1, 1),)),)
+        told = (CallCount("actor", "sum", 2, 10, 10, 0.5, ((1, 1),)),)
         for _ in range(incarnation):
             job.on(FromWorker(WorkerId("actor", 0, 0), Calls(told))).exits("actor", 0, by=KILL)
         before = job.state.roles["actor"].workers[0]
@@ -226,7 +216,7 @@ class TestAnOrderThatWasLost:
         job = Job({"actor": 2}, restarts={"actor": 1}, stores_open=False).running()
         job.exits("actor", 0, 1).obey()
         assert (job.state.roles["actor"].generation, job.state.roles["actor"].opened) == (1, 0)
-        rejoin(job, stores=[HeldStore("actor", 0, True)])
+        rejoin(job, stores=[StoreOpened("actor", 0)])
         assert set(job.orders(OpenStore)) == {OpenStore("actor", 1)}
         assert starts(job) == []
         assert starts(job.on(StoreOpened("actor", 1))) == [("actor", 1, [(0, 1), (1, 1)])]
@@ -327,7 +317,7 @@ class TestAnEndThatNoMasterHasHeardOf:
             before = before.with_role(before.roles["actor"].with_worker(serving))
         job.state = before
         gone = StoreEnded("actor", 0, 200.0, "it was killed")
-        rejoin(job, stores=[HeldStore("actor", 0, True, gone)])
+        rejoin(job, stores=[gone])
         assert OpenStore("actor", 1) in job.orders(OpenStore)
 
 

@@ -12,12 +12,13 @@ from unirun.failover.draft import VIEW_DELAY, After, KeepMetrics, ToAgent, ViewD
 from unirun.failover.state import JobPhase, RolePhase, WorkerPhase
 from unirun.failover.status_views import status_of
 from unirun.values import WorkerId
-from unirun.wire.messages import OpenStore, StartRole, StopWorkers, View, WorkerView
+from unirun.wire.messages import StartRole, StopWorkers, View, WorkerView
 from unirun.wire.reports import (
     FromWorker,
     GroupFormed,
     Metrics,
     Notice,
+    OpenStore,
     Serving,
     StoreEnded,
     StoreOpened,

@@ -22,8 +22,8 @@ from unirun.launcher.events import (
     Worker,
 )
 from unirun.values import WorkerId
-from unirun.wire.messages import Hello, Message
-from unirun.wire.reports import Forked, FromWorker, Preloaded, ServeStore, Spawn
+from unirun.wire.messages import Hello
+from unirun.wire.reports import Forked, FromWorker, Message, ServeStore, Spawn, SpawnerReady
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class Agent:
 
     def alive(self, count: int = 2) -> Agent:
         """Set up workers of role actor, with processes, in the user's code."""
-        self.on(store(), launch(count=count)).spawner(Preloaded(1.0))
+        self.on(store(), launch(count=count)).spawner(SpawnerReady(1.0))
         for number in range(1, count + 1):
             self.spawner(Forked(number, 100 + number))
             self.on(LinkMessage(number, Hello(WorkerId("actor", number - 1, 0), 100 + number, True)))

@@ -6,9 +6,9 @@ from tests.unit.launcher.agent import Agent
 from unirun.launcher.events import LinkMessage, holdings
 from unirun.values import WorkerId
 from unirun.wire.messages import Hello
-from unirun.wire.reports import CallCount, Calls, FromWorker, RankRange, Reaped
+from unirun.wire.reports import CallCount, Calls, FromWorker, Reaped
 
-ONCE, TWICE = (Calls((CallCount("rollout", "play", n, 10 * n, n, 0.1, (RankRange(0, 0),)),)) for n in (1, 2))
+ONCE, TWICE = (Calls((CallCount("rollout", "play", n, 10 * n, n, 0.1, ((0, 0),)),)) for n in (1, 2))
 
 
 def test_call_counts_are_forwarded_with_their_worker() -> None:

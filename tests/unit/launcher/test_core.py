@@ -28,15 +28,15 @@ from unirun.launcher.events import (
     ToSpawner,
 )
 from unirun.values import WorkerId
-from unirun.wire.messages import Hello, Message, RoleView, Shutdown, StopWorkers, View, WorkerView
+from unirun.wire.messages import Hello, RoleView, Shutdown, StopWorkers, View, WorkerView
 from unirun.wire.reports import (
     Forked,
     FromWorker,
     GroupFormed,
     Kill,
+    Message,
     Metrics,
     Notice,
-    Preloaded,
     Reaped,
     ServeStore,
     Serving,
@@ -58,8 +58,8 @@ class TestALaunch:
         assert {w.phase for w in agent.state.workers.values()} == {Phase.QUEUED}
 
     def test_a_launch_continues_with_the_store_when_the_spawner_is_ready(self) -> None:
-        agent = Agent(spawners={TORCH: False}).on(launch(), store()).spawner(Preloaded(1.3))
-        assert agent.told(SpawnerReady) == [SpawnerReady("n0", 1.3)]
+        agent = Agent(spawners={TORCH: False}).on(launch(), store()).spawner(SpawnerReady(1.3))
+        assert agent.told(SpawnerReady) == [SpawnerReady(1.3, "n0")]
         orders = [c.message for c in agent.commands if isinstance(c, ToSpawner)]
         assert orders == [ServeStore("actor", 0, 9), spawn(1, "actor", 0), spawn(2, "actor", 1)]
         assert {w.phase for w in agent.state.workers.values()} == {Phase.FORKING}
@@ -75,7 +75,7 @@ class TestALaunch:
         assert not agent.on(launch("rollout", first=5, key=OTHER)).has(StartSpawner)
 
     def test_a_spawner_without_imports_is_not_reported(self) -> None:
-        assert Agent(spawners={FRESH: False}).spawner(Preloaded(0.001), key=FRESH).commands == []
+        assert Agent(spawners={FRESH: False}).spawner(SpawnerReady(0.001), key=FRESH).commands == []
 
     def test_a_launch_of_a_live_rank_is_refused_with_a_notice(self) -> None:
         agent = Agent().alive().on(launch(count=3, first=5, incarnation=1))
@@ -109,24 +109,24 @@ class TestALaunch:
 
 class TestAWorker:
     def test_a_worker_is_reported_when_it_has_a_process(self) -> None:
-        agent = Agent().on(launch()).spawner(Preloaded(1.0), Forked(1, 101))
+        agent = Agent().on(launch()).spawner(SpawnerReady(1.0), Forked(1, 101))
         assert agent.told(WorkerStarted) == [WorkerStarted(WorkerId("actor", 0, 0), 101)]
         assert agent.state.workers[1].phase is Phase.ALIVE
 
     def test_a_worker_is_reported_as_running_once(self) -> None:
-        agent = Agent().on(launch()).spawner(Preloaded(1.0), Forked(1, 101))
+        agent = Agent().on(launch()).spawner(SpawnerReady(1.0), Forked(1, 101))
         hello = LinkMessage(1, Hello(WorkerId("actor", 0, 0), 101, True))
         assert agent.on(hello).told(WorkerRunning) == [WorkerRunning(WorkerId("actor", 0, 0), 0)]
         assert agent.on(hello).commands == []
 
     def test_a_worker_may_start_in_a_later_generation_than_ordered(self) -> None:
-        agent = Agent().on(store(), launch()).spawner(Preloaded(1.0), Forked(1, 101))
+        agent = Agent().on(store(), launch()).spawner(SpawnerReady(1.0), Forked(1, 101))
         agent.on(View((RoleView("actor", 2, 1, "127.0.0.1:1", "reforming", ()),)))
         agent.on(LinkMessage(1, Hello(WorkerId("actor", 0, 0), 101, True)))
         assert agent.told(WorkerRunning) == [WorkerRunning(WorkerId("actor", 0, 0), 1)]
 
     def test_a_program_counts_as_running_when_it_is_forked(self) -> None:
-        agent = Agent().on(launch(kind="program")).spawner(Preloaded(1.0), Forked(1, 101))
+        agent = Agent().on(launch(kind="program")).spawner(SpawnerReady(1.0), Forked(1, 101))
         assert agent.told(WorkerRunning) == [WorkerRunning(WorkerId("actor", 0, 0), 0)]
 
     def test_a_workers_exit_is_reported_with_its_error(self) -> None:
@@ -143,7 +143,7 @@ class TestAWorker:
         assert agent.told(WorkerExited)[0].tail == "the end"
 
     def test_a_worker_that_could_not_be_spawned_has_failed(self) -> None:
-        agent = Agent().on(launch()).spawner(Preloaded(1.0), SpawnFailed(1, 7.0, "no memory"))
+        agent = Agent().on(launch()).spawner(SpawnerReady(1.0), SpawnFailed(1, 7.0, "no memory"))
         assert agent.told(WorkerExited) == [
             WorkerExited(WorkerId("actor", 0, 0), 7.0, 1, None, note="no memory")
         ]

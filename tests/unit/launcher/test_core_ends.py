@@ -31,11 +31,11 @@ from unirun.wire.reports import (
     Forked,
     Kill,
     Notice,
-    Preloaded,
     Reaped,
     ServeStore,
     Serving,
     Spawn,
+    SpawnerReady,
     StoreEnded,
     StoreOpened,
     WorkerError,
@@ -82,7 +82,7 @@ class TestAStop:
         assert agent.told(WorkerExited) == [
             WorkerExited(WorkerId("actor", 0, 0), 0.0, None, TERM, "order", TERM, note="it had not started")
         ]
-        assert [m.id for m in agent.spawner(Preloaded(1.0)).sent(Spawn)] == [2]
+        assert [m.id for m in agent.spawner(SpawnerReady(1.0)).sent(Spawn)] == [2]
 
     def test_a_stop_of_a_forking_worker_follows_its_spawn_request(self) -> None:
         agent = Agent(spawners={TORCH: True}).on(launch(count=1), StopWorkers("actor", (0,), TERM, 5.0))
@@ -268,7 +268,7 @@ class TestAStoreThatDies:
         assert agent.told(StoreEnded) == [StoreEnded("actor", 0, 5.0, "x")]
         agent.on(store(generation=1), store(generation=2))
         assert [c.key for c in agent.commands if isinstance(c, StartSpawner)] == [TORCH]
-        assert agent.spawner(Preloaded(1.0)).sent(ServeStore) == [ServeStore("actor", 2, 9)]
+        assert agent.spawner(SpawnerReady(1.0)).sent(ServeStore) == [ServeStore("actor", 2, 9)]
 
     def test_a_leaving_agent_opens_no_store(self) -> None:
         assert Agent().alive().on(Shutdown(), store(generation=1)).sent(ServeStore) == []
@@ -288,7 +288,7 @@ class TestASpawnerThatDies:
         agent = Agent().alive().on(SpawnerDown(TORCH, "x", 5.0))
         agent.on(store(generation=1), launch(first=5, incarnation=1))
         assert agent.has(StartSpawner)
-        assert [m.id for m in agent.spawner(Preloaded(1.0)).sent(Spawn)] == [5, 6]
+        assert [m.id for m in agent.spawner(SpawnerReady(1.0)).sent(Spawn)] == [5, 6]
 
     def test_a_spawner_that_dies_before_it_is_ready_fails_its_workers(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(launch(), SpawnerDown(TORCH, "cannot import x", 5.0))
@@ -323,7 +323,7 @@ class TestASpawnerThatDies:
             "the store of its role is gone: cannot import torch"
         ] * 2
         assert agent.state.stores["actor"].ended is not None
-        assert agent.spawner(Preloaded(1.0)).sent(ServeStore) == []
+        assert agent.spawner(SpawnerReady(1.0)).sent(ServeStore) == []
 
     def test_a_spawner_that_dies_while_leaving_ends_the_agent(self) -> None:
         assert Agent().alive().on(Shutdown(), SpawnerDown(TORCH, "x", 1.0)).commands[-1] == Leave()

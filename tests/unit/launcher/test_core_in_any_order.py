@@ -26,8 +26,8 @@ from unirun.wire.messages import Hello, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     Forked,
     MasterRequest,
-    Preloaded,
     Reaped,
+    SpawnerReady,
     SpawnFailed,
     StoreEnded,
     WorkerExited,
@@ -100,7 +100,7 @@ class RandomHistory:
             if kept.sent:
                 end = StoreEnded(role, kept.request.generation - rng.randrange(2), 1.0, "gone")
                 choices.append(FromSpawner(kept.spawner, end))
-        choices += [FromSpawner(key, Preloaded(1.0)) for key, ready in state.spawners.items() if not ready]
+        choices += [FromSpawner(key, SpawnerReady(1.0)) for key, ready in state.spawners.items() if not ready]
         choices += [SpawnerDown(key, "down", 1.0) for key in state.spawners if rng.random() < 0.1]
         if forking:
             one = rng.choice(forking)

@@ -20,7 +20,7 @@ from unirun.launcher.events import (
 from unirun.values import WorkerId
 from unirun.wire.aio import frame_of
 from unirun.wire.frames import FrameReader, decode
-from unirun.wire.reports import CallCount, HeldWorker, Join, RankRange, Reaped, WorkerError, WorkerExited
+from unirun.wire.reports import CallCount, HeldWorker, Join, Reaped, WorkerError, WorkerExited
 
 TRACE = "Traceback (most recent call last)\n" + "é\x1b" * 150_000 + "\nValueError: in the end"
 """300 KB, and six times as much in JSON."""
@@ -42,7 +42,7 @@ def failed(rank: int, error: WorkerError) -> HeldWorker:
     """An ended worker with all fields of its exit set."""
     end = WorkerExited(WorkerId("actor", rank, 3), 1.0 + rank, 1, None, error=replace(error, time=1.0 + rank))
     addresses = {"socket": f"/home/someone/.local/state/unirun/jobs/{'j' * 63}/calls/actor.{rank}.3"}
-    calls = (CallCount("critic", "evaluate_the_batch", 10**9, 10**12, 10**12, 123.4, (RankRange(0, 9999),)),)
+    calls = (CallCount("critic", "evaluate_the_batch", 10**9, 10**12, 10**12, 123.4, ((0, 9999),)),)
     return HeldWorker(WorkerId("actor", rank, 3), 100_000 + rank, True, 3, addresses, True, True, end, calls)
 
 

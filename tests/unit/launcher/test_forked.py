@@ -50,7 +50,7 @@ def test_a_forked_spawner_starts_programs_and_ends_with_its_stream(tmp_path: Pat
         print(json.dumps([kinds, reaped.code, forked.wait(60), forked.wait(0)]))
         """,
     )
-    assert found == [["Preloaded", "Forked", "Reaped"], 3, 0, 0]
+    assert found == [["SpawnerReady", "Forked", "Reaped"], 3, 0, 0]
     assert (tmp_path / "a/stdout.log").read_text() == "x\n"
 
 

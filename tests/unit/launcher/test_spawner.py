@@ -25,15 +25,15 @@ from unirun.launcher.preloaded import PreloadedModules
 from unirun.launcher.process import BOOT
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.frames import encode, encode_frame
-from unirun.wire.messages import Message
 from unirun.wire.reports import (
     Forked,
     Kill,
+    Message,
     Notice,
-    Preloaded,
     Reaped,
     ServeStore,
     Spawn,
+    SpawnerReady,
     SpawnFailed,
     StoreEnded,
     StoreOpened,
@@ -127,7 +127,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Spawner]]:
 @pytest.fixture
 def spawner(start: Callable[..., Spawner]) -> Spawner:
     made = start()
-    made.next(Preloaded)
+    made.next(SpawnerReady)
     return made
 
 
@@ -165,7 +165,7 @@ def test_a_spawned_worker_reads_the_given_stdin_and_the_next_one_continues(
     theirs, ours = os.pipe()
     spawner = start(pass_fds=(theirs,))
     os.close(theirs)
-    spawner.next(Preloaded)
+    spawner.next(SpawnerReady)
     os.write(ours, b"one\ntwo\n")
     os.close(ours)
     spawner.send(spawner.program(1, "sh", "-c", "read line; echo $line; ls /proc/self/fd", stdin=theirs))
@@ -281,7 +281,7 @@ def test_a_spawners_new_store_replaces_the_old_one_and_its_end_is_reported(
 ) -> None:
     """The store is reported as soon as it is forked, so its imports do not matter here."""
     spawner = start(pass_fds=(port,))
-    spawner.next(Preloaded)
+    spawner.next(SpawnerReady)
     spawner.send(ServeStore("actor", 3, port))
     assert spawner.next(StoreOpened) == StoreOpened("actor", 3)
     first = spawner.children()
@@ -321,7 +321,7 @@ def test_spawned_processes_have_no_descriptor_of_the_spawner_or_each_other(
         socket.socket(socket.AF_UNIX) as agent,
     ):
         spawner = start(pass_fds=(port.fileno(), another.fileno()))
-        spawner.next(Preloaded)
+        spawner.next(SpawnerReady)
         agent.bind(str(tmp_path / "agent.sock"))
         agent.listen()
         (tmp_path / "token").write_text("00" * 32)
@@ -382,7 +382,7 @@ def test_a_spawner_says_that_it_cannot_end_a_program_of_another_user(
 ) -> None:
     """With children and without. The spawner has no right to signal other users, as it has when it is not root."""
     spawner = start(under=("setpriv", "--bounding-set=-kill"))
-    spawner.next(Preloaded)
+    spawner.next(SpawnerReady)
     spawner.send(spawner.program(1, "setpriv", "--reuid=65534", "sh", "-c", script))
     pid = spawner.next(Forked).pid
     try:
@@ -401,7 +401,7 @@ def test_a_spawner_goes_on_when_a_program_of_another_user_leaves_a_process(
     start: Callable[..., Spawner],
 ) -> None:
     spawner = start(under=("setpriv", "--bounding-set=-kill"))
-    spawner.next(Preloaded)
+    spawner.next(SpawnerReady)
     script = "setsid sleep 100 & echo $!"
     spawner.send(spawner.program(1, "setpriv", "--reuid=65534", "sh", "-c", script))
     assert spawner.until(Reaped).code == 0
@@ -423,7 +423,7 @@ def test_a_spawner_does_not_fork_after_a_module_has_started_threads(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     spawner = start("harmless", "computes")
-    spawner.next(Preloaded)
+    spawner.next(SpawnerReady)
     assert spawner.next(Notice).text.startswith("computes has started 1 thread, which a fork would lack")
     env = {"PATH": os.environ["PATH"], "PYTHON_EXEC": "echo"}
     spawner.send(spawner.program(1, "train.py", kind="script", fresh=False, env=env))
@@ -439,7 +439,7 @@ def test_a_forked_worker_keeps_the_open_files_of_a_preloaded_module(
     (tmp_path / "journal.py").write_text(f"FILE = open({str(entries)!r}, 'wb')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     spawner = start("journal", pass_fds=(port,))
-    spawner.next(Preloaded)
+    spawner.next(SpawnerReady)
     spawner.send(ServeStore("actor", 0, port))
     spawner.next(StoreOpened)
     store = spawner.children()[-1]

@@ -15,19 +15,20 @@ from unirun.launcher.events import (
     holdings,
 )
 from unirun.values import WorkerId
-from unirun.wire.messages import ExitAck, Hello, Message, RoleView, Shutdown, StopWorkers, View
+from unirun.wire.messages import ExitAck, Hello, RoleView, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     Forked,
     GroupFormed,
-    HeldStore,
     HeldWorker,
     Listening,
+    Message,
     Metrics,
-    Preloaded,
+    OpenStore,
     Reaped,
     ServeStore,
     Serving,
     Spawn,
+    SpawnerReady,
     SpawnFailed,
     StoreEnded,
     StoreOpened,
@@ -43,7 +44,7 @@ def workers(agent: Agent) -> tuple[HeldWorker, ...]:
     return holdings(agent.state)[0]
 
 
-def stores(agent: Agent) -> tuple[HeldStore, ...]:
+def stores(agent: Agent) -> tuple[OpenStore | StoreOpened | StoreEnded, ...]:
     return holdings(agent.state)[1]
 
 
@@ -58,11 +59,11 @@ class TestAWorkerThatIsHeld:
     def test_a_worker_is_held_from_its_order_on(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(launch(count=1, incarnation=3))
         assert workers(agent) == (HeldWorker(WorkerId("actor", 0, 3)),)
-        agent.spawner(Preloaded(1.0), Forked(1, 101))
+        agent.spawner(SpawnerReady(1.0), Forked(1, 101))
         assert workers(agent) == (HeldWorker(WorkerId("actor", 0, 3), 101),)
 
     def test_a_held_worker_runs_in_the_generation_of_its_welcome(self) -> None:
-        agent = Agent().on(launch(count=1), VIEW).spawner(Preloaded(1.0), Forked(1, 101))
+        agent = Agent().on(launch(count=1), VIEW).spawner(SpawnerReady(1.0), Forked(1, 101))
         says(agent, 1, Hello(WorkerId("actor", 0, 0), 101, True))
         assert workers(agent) == (HeldWorker(WorkerId("actor", 0, 0), 101, True, 1),)
 
@@ -115,7 +116,7 @@ class TestAnEnd:
     def test_the_exit_of_a_worker_without_a_process_is_kept(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(launch(count=1), StopWorkers("actor", (0,), TERM, 5.0))
         assert [held.exit for held in workers(agent)] == agent.told(WorkerExited)
-        agent = Agent().on(launch(count=1)).spawner(Preloaded(1.0), SpawnFailed(1, 7.0, "no memory"))
+        agent = Agent().on(launch(count=1)).spawner(SpawnerReady(1.0), SpawnFailed(1, 7.0, "no memory"))
         assert [held.exit for held in workers(agent)] == agent.told(WorkerExited)
 
     def test_an_unacknowledged_exit_does_not_keep_an_agent_from_leaving(self) -> None:
@@ -133,14 +134,14 @@ class TestAnEnd:
 class TestAStore:
     def test_a_store_is_held_with_its_progress(self) -> None:
         agent = Agent(spawners={TORCH: True}).on(store(generation=2))
-        assert stores(agent) == (HeldStore("actor", 2, False),)
+        assert stores(agent) == (OpenStore("actor", 2),)
         agent.spawner(StoreOpened("actor", 1))
-        assert stores(agent) == (HeldStore("actor", 2, False),), "that is another's"
+        assert stores(agent) == (OpenStore("actor", 2),), "that is another's"
         agent.spawner(StoreOpened("actor", 2))
-        assert stores(agent) == (HeldStore("actor", 2, True),)
+        assert stores(agent) == (StoreOpened("actor", 2),)
         gone = StoreEnded("actor", 2, 5.0, "killed")
         agent.spawner(gone)
-        assert stores(agent) == (HeldStore("actor", 2, True, gone),)
+        assert stores(agent) == (gone,)
 
     def test_a_store_that_is_ordered_again_is_reported_but_not_reopened(self) -> None:
         agent = Agent(spawners={TORCH: True}).on(store(), store())
@@ -153,9 +154,9 @@ class TestAStore:
 
     def test_a_store_of_a_later_generation_replaces_the_held_one(self) -> None:
         agent = Agent(spawners={TORCH: True}).on(store(), store(generation=1))
-        assert stores(agent) == (HeldStore("actor", 1, False),)
+        assert stores(agent) == (OpenStore("actor", 1),)
         assert agent.on(store()).sent(ServeStore) == []
-        assert stores(agent) == (HeldStore("actor", 1, False),)
+        assert stores(agent) == (OpenStore("actor", 1),)
 
 
 class TestAMasterOfAnEarlierTerm:
@@ -187,7 +188,7 @@ class TestAMasterOfAnEarlierTerm:
 class TestWithoutAMaster:
     def test_an_agent_without_a_master_keeps_running_its_workers(self) -> None:
         """The loss of a master is no event for the core: workers start, report and end."""
-        agent = Agent().on(store(), launch(), VIEW).spawner(Preloaded(1.0), Forked(1, 101), Forked(2, 102))
+        agent = Agent().on(store(), launch(), VIEW).spawner(SpawnerReady(1.0), Forked(1, 101), Forked(2, 102))
         assert len(agent.told(WorkerStarted)) == 2
         says(agent, 1, Hello(WorkerId("actor", 0, 0), 101, True), Metrics({"loss": 1.0}, 1.0), GroupFormed(1))
         agent.spawner(Reaped(2, 9.0, 0, None)).on(Led(2))

@@ -19,7 +19,8 @@ from unirun.rendezvous.store.url import open_store
 from unirun.wire.address import UnixAddress
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake, Token, load_token, new_token
-from unirun.wire.messages import Appointed, Message
+from unirun.wire.messages import Appointed
+from unirun.wire.reports import Message
 from unirun.wire.sockets import listen
 
 Script = Callable[[BlockingStream], None]

@@ -14,7 +14,8 @@ from unirun.observe.status import JobStatus, write_status
 from unirun.rendezvous import masters
 from unirun.rendezvous.masters import follow_to_end
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.messages import Attach, Ended, Message, Stop
+from unirun.wire.messages import Attach, Ended, Stop
+from unirun.wire.reports import Message
 
 STOP = Stop(15, "unirun stop")
 

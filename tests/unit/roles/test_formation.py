@@ -24,8 +24,7 @@ from unirun.rendezvous.endpoints import GENERATION_KEY
 from unirun.roles.formation import Formation
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.process_groups import ProcessGroups, process_groups
-from unirun.wire.messages import Message
-from unirun.wire.reports import GroupFormed, GroupMeets, Stuck
+from unirun.wire.reports import GroupFormed, GroupMeets, Message, Stuck
 
 distributed: Any = dist
 LONG = timedelta(minutes=30)

@@ -15,8 +15,8 @@ from unirun.observe.status import JobStatus, write_status
 from unirun.rendezvous import masters
 from unirun.roles.visitor import Visitor
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.messages import Attach, Ended, Grow, Message, RoleView, View, Visit, Welcome, WorkerView
-from unirun.wire.reports import ViewWanted
+from unirun.wire.messages import Attach, Ended, Grow, RoleView, View, Visit, Welcome, WorkerView
+from unirun.wire.reports import Message, ViewWanted
 
 
 def view(ranks: int, number: int = 0, since: int | None = None) -> View:

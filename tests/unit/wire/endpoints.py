@@ -16,7 +16,7 @@ from unirun.wire.certificates import make_tls
 from unirun.wire.credentials import Credentials, load_credentials, server_name
 from unirun.wire.frames import encode, encode_frame
 from unirun.wire.handshake import Token, new_token
-from unirun.wire.messages import Message
+from unirun.wire.reports import Message
 from unirun.wire.sockets import listen, listen_tcp, tcp_address
 
 KINDS = ("unix", "long path", "tls", "insecure")

@@ -14,12 +14,12 @@ from tests.unit.wire.strategies import within
 from unirun.errors import FrameError, WireError
 from unirun.wire.frames import FrameReader, decode, encode, encode_frame
 from unirun.wire.handshake import ClientHandshake, ServerHandshake, Token
-from unirun.wire.messages import Message
+from unirun.wire.messages import KINDS
+from unirun.wire.reports import Message
 
 TOKEN = Token(b"t" * 32)
 LIMIT = 4096
 
-KINDS = {kind.__name__: kind for kind in typing.get_args(Message)}
 NAMES = sorted({name for kind in KINDS.values() for name in typing.get_type_hints(kind)})
 
 hostile = st.sampled_from(

@@ -15,7 +15,8 @@ from unirun.wire import blocking
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.frames import FrameReader, decode
 from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake
-from unirun.wire.messages import Hello, Message
+from unirun.wire.messages import Hello
+from unirun.wire.reports import Message
 
 
 @pytest.fixture

@@ -470,7 +470,7 @@ def _sound(count: CallCount, ranks: int) -> bool:
         all(0 <= each < MAX_PLAUSIBLE_COUNT for each in figures)
         and count.calls > 0 < len(count.ranks)
         and len(count.method) <= MOST_LETTERS
-        and all(0 <= span.first <= span.last < ranks for span in count.ranks)
+        and all(0 <= first <= last < ranks for first, last in count.ranks)
     )
 
 
@@ -558,7 +558,7 @@ def _bounded(counts: Sequence[CallCount]) -> Counts:
         each
         if len(each.ranks) <= MOST_SPANS
         else replace(
-            each, ranks=(RankRange(min(s.first for s in each.ranks), max(s.last for s in each.ranks)),)
+            each, ranks=((min(first for first, _ in each.ranks), max(last for _, last in each.ranks)),)
         )
         for each in counts
     )
@@ -589,13 +589,13 @@ def _union(counts: Sequence[CallCount]) -> tuple[RankRange, ...]:
 def _merged(spans: Iterable[RankRange]) -> tuple[RankRange, ...]:
     """The same ranks as ascending spans that do not overlap."""
     found: list[RankRange] = []
-    for span in sorted(spans, key=lambda each: (each.first, each.last)):
-        if found and span.first <= found[-1].last + 1:
-            found[-1] = RankRange(found[-1].first, max(found[-1].last, span.last))
+    for first, last in sorted(spans):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(found[-1][1], last)
         else:
-            found.append(span)
+            found.append((first, last))
     return tuple(found)
 
 
 def _size(spans: Iterable[RankRange]) -> int:
-    return sum(span.last - span.first + 1 for span in spans)
+    return sum(last - first + 1 for first, last in spans)

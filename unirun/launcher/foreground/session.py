@@ -36,8 +36,8 @@ from unirun.rendezvous.store.url import open_store
 from unirun.spec.job import RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.aio import Stream
-from unirun.wire.messages import Attach, Ended, Heartbeat, Message, PassOn, RoleChanged, Stop, WorkerOutput
-from unirun.wire.reports import Notice
+from unirun.wire.messages import Attach, Ended, Heartbeat, PassOn, RoleChanged, Stop, WorkerOutput
+from unirun.wire.reports import Message, Notice
 
 # Show a job in the foreground: output of its workers, the live line, notes, and its end.
 

@@ -44,8 +44,9 @@ from unirun.observe.jobdir import HOSTS, JobDir, job_at, open_log
 from unirun.observe.ownership import make_private
 from unirun.observe.status import ENDED, read_summary
 from unirun.wire.aio import Stream
-from unirun.wire.messages import Chunk, Complete, Current, Dismissed, Message, Resume
+from unirun.wire.messages import Chunk, Current, Dismissed, Resume
 from unirun.wire.reporting import report
+from unirun.wire.reports import Message
 
 # The command's copy of what nodes on other hosts write: the files of a job's directory, as `feed` sends them.
 
@@ -99,10 +100,10 @@ class Mirror:
                 match message := await self._next(stream):
                     case Chunk():
                         self._take(message)
-                    case Current():
+                    case Current(complete):
+                        if complete:
+                            return True
                         self.current.set()
-                    case Complete():
-                        return True
                     case Dismissed(problem):
                         self._note(f"{self.node}: {problem}")
                         return True

@@ -42,7 +42,8 @@ from unirun.wire.blocking import BlockingStream
 from unirun.wire.certificates import make_tls
 from unirun.wire.frames import from_json
 from unirun.wire.handshake import Token
-from unirun.wire.messages import Appointed, Assigned, Dismissed, Message, Offer, Ready, expected
+from unirun.wire.messages import Appointed, Assigned, Dismissed, Offer, Ready, expected
+from unirun.wire.reports import Message
 from unirun.wire.sockets import listen_tcp
 
 T = TypeVar("T")

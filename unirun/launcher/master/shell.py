@@ -64,7 +64,6 @@ from unirun.wire.messages import (
     Ended,
     Grow,
     Heartbeat,
-    Message,
     Offer,
     PassOn,
     Ready,
@@ -74,7 +73,7 @@ from unirun.wire.messages import (
     Visit,
 )
 from unirun.wire.reporting import report, report_error
-from unirun.wire.reports import FromWorker, Join, Knock, MasterRequest, Notice, Sample, ViewWanted
+from unirun.wire.reports import FromWorker, Join, Knock, MasterRequest, Message, Notice, Sample, ViewWanted
 
 # The file with the status of a job: written at most every so often, and by a thread, so that no event waits for it.
 

@@ -29,7 +29,8 @@ from unirun.values import Value
 from unirun.wire.address import unix_address
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.frames import from_json
-from unirun.wire.reports import Borrow, Declined
+from unirun.wire.messages import Dismissed
+from unirun.wire.reports import Borrow
 
 LOG = "log"
 """The output of a warm process, in its folder, which the process keeps locked while it lives."""
@@ -196,7 +197,7 @@ def borrow(warm: Warm, want: Borrow) -> Borrowed | str:
             sock.settimeout(None)
             return Borrowed(sock, handles[0], told)
         reply = stream.receive(BORROW_TIMEOUT) if answer else None
-        why = reply.reason if isinstance(reply, Declined) else "it has ended meanwhile"
+        why = reply.problem if isinstance(reply, Dismissed) else "it has ended meanwhile"
     except (OSError, UnirunError) as error:
         why = f"it does not answer: {error}"
     finally:

@@ -43,7 +43,8 @@ from unirun.launcher.warm.key import (
 )
 from unirun.wire.address import unix_address
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.reports import Borrow, Declined
+from unirun.wire.messages import Dismissed
+from unirun.wire.reports import Borrow
 
 # A fork of the warm process: checks that it is as described, then becomes a job's spawner and its guard.
 #
@@ -77,7 +78,7 @@ def lend(
             os._exit(1)
         if why := _changes(description, files):
             connection.sendall(b"n")
-            stream.send(Declined(why))
+            stream.send(Dismissed(why))
             os._exit(STALE)
     except (OSError, UnirunError):
         # The agent is gone or has stopped waiting.

@@ -533,4 +533,4 @@ def rank_ranges(ranks: Iterable[int]) -> tuple[RankRange, ...]:
             found.append([rank, rank])
     if len(found) > MAX_SPANS:
         found = [[found[0][0], found[-1][1]]]
-    return tuple(RankRange(first, last) for first, last in found)
+    return tuple((first, last) for first, last in found)

@@ -26,7 +26,7 @@ from unirun.collocation.graph.svg import yaml
 from unirun.spec.job import read_edges
 from unirun.spec.read import Section
 from unirun.spec.yaml import load_job_file
-from unirun.wire.reports import CallCount, RankRange
+from unirun.wire.reports import CallCount
 
 RANKS = {"a": 3, "b": 3, "c": 6}
 
@@ -44,7 +44,7 @@ def called(
 ) -> CallCount:
     """Each of `ranks` is called once a step, with `size` bytes and `back` for an answer."""
     calls = steps * len(ranks)
-    spans = tuple(RankRange(rank, rank) for rank in ranks)
+    spans = tuple((rank, rank) for rank in ranks)
     return CallCount(role, method, calls, calls * size, calls * back, 0.1 * calls, spans, asynchronous, split)
 
 
@@ -109,7 +109,7 @@ def test_a_method_that_is_called_often_weighs_what_it_moves_in_a_step() -> None:
 def test_a_restart_begins_at_zero_and_nothing_is_lost() -> None:
     first, second = called("b", [0, 1], steps=6), called("b", [1, 2], steps=4, split=True)
     (both,) = added((first,), (second,))
-    assert (both.calls, both.bytes, both.ranks, both.split) == (20, 2000, (RankRange(0, 2),), True)
+    assert (both.calls, both.bytes, both.ranks, both.split) == (20, 2000, ((0, 2),), True)
     other = called("c", [0])
     assert added((first,), (other,)) == (first, other)
     assert added((), (first,)) == added((first,), ()) == (first,)
@@ -143,9 +143,9 @@ def test_a_role_that_calls_itself_has_no_edge() -> None:
         {"seconds": float("nan")},
         {"seconds": float("inf")},
         {"ranks": ()},
-        {"ranks": (RankRange(0, 3),)},
-        {"ranks": (RankRange(-1, 0),)},
-        {"ranks": (RankRange(2, 1),)},
+        {"ranks": ((0, 3),)},
+        {"ranks": ((-1, 0),)},
+        {"ranks": ((2, 1),)},
     ],
 )
 def test_counts_that_cannot_be_are_left_out(wrong: dict[str, object]) -> None:
@@ -165,7 +165,7 @@ COUNT = st.builds(
     st.integers(0, 1000),
     st.integers(0, 1000),
     st.floats(0, 10),
-    st.lists(st.builds(RankRange, st.integers(0, 5), st.integers(0, 5)), max_size=3).map(tuple),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=3).map(tuple),
     st.booleans(),
     st.booleans(),
 )

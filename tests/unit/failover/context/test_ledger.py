@@ -13,8 +13,8 @@ from unirun.failover.context import Ledger, urgent
 from unirun.failover.draft import Command, Record, ToAgent
 from unirun.failover.state import JobState
 from unirun.values import WorkerId
-from unirun.wire.messages import ExitAck, OpenStore, Shutdown, Stop, StopWorkers
-from unirun.wire.reports import WorkerRunning
+from unirun.wire.messages import ExitAck, Shutdown, Stop, StopWorkers
+from unirun.wire.reports import OpenStore, WorkerRunning
 
 
 def note(text: str) -> list[Command]:

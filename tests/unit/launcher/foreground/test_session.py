@@ -21,7 +21,8 @@ from unirun.launcher.local import Processes, RunningJob
 from unirun.rendezvous import election
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop
+from unirun.wire.messages import Attach, Ended, RoleChanged, Stop
+from unirun.wire.reports import Message
 
 FIRST, SECOND, THIRD = (Stop(number, f"got {number}") for number in (15, 2, 3))
 HANGUP = Stop(1, "got 1")

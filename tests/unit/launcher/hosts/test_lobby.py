@@ -22,7 +22,8 @@ from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Stream
 from unirun.wire.frames import from_json
-from unirun.wire.messages import Assigned, Dismissed, Message, Offer, Ready, Stop
+from unirun.wire.messages import Assigned, Dismissed, Offer, Ready, Stop
+from unirun.wire.reports import Message
 
 OURS = versions()
 COMMON = Assigned("run", "uid", TcpAddress("10.0.0.1", 29400, "h0"))

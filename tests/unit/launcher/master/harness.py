@@ -27,13 +27,9 @@ from unirun.wire.aio import Stream, connect
 from unirun.wire.certificates import make_tls
 from unirun.wire.credentials import Credentials
 from unirun.wire.handshake import Token, new_token
-from unirun.wire.messages import (
-    Appointed,
-    Message,
-    Shutdown,
-    StartRole,
-)
+from unirun.wire.messages import Appointed, Shutdown, StartRole
 from unirun.wire.reports import (
+    Message,
     WorkerExited,
     WorkerRunning,
     WorkerStarted,

@@ -22,7 +22,8 @@ from unirun.observe.jobdir import JobDir
 from unirun.wire.address import Address, TcpAddress, UnixAddress
 from unirun.wire.aio import Stream
 from unirun.wire.frames import from_json
-from unirun.wire.messages import Assigned, Dismissed, Message, Offer, Ready
+from unirun.wire.messages import Assigned, Dismissed, Offer, Ready
+from unirun.wire.reports import Message
 
 HEAD = TcpAddress("10.0.0.1", 29400, "n0")
 

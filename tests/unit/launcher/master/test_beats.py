@@ -24,8 +24,8 @@ from unirun.rendezvous.election import silent_key
 from unirun.values import WorkerId
 from unirun.wire.aio import Stream, connect
 from unirun.wire.credentials import Credentials
-from unirun.wire.messages import Attach, Ended, Heartbeat, Message, Shutdown
-from unirun.wire.reports import HeldWorker, Knock, Notice
+from unirun.wire.messages import Attach, Ended, Heartbeat, Shutdown
+from unirun.wire.reports import HeldWorker, Knock, Message, Notice
 
 TWO = Inventory(tuple(Node(name, (0,), (Device("0", ""), Device("1", ""))) for name in ("n0", "n1")))
 

@@ -27,7 +27,6 @@ from unirun.failover.draft import (
 from unirun.failover.state import JOB_ENDS, ROLE_WORKS, Exit, JobState, RoleState, WorkerPhase, WorkerState
 from unirun.wire.messages import (
     ExitAck,
-    OpenStore,
     RoleChanged,
     RoleView,
     StartRole,
@@ -44,6 +43,7 @@ from unirun.wire.reports import (
     Join,
     Metrics,
     Notice,
+    OpenStore,
     StoreEnded,
     WorkerExited,
     WorkerStarted,

@@ -34,7 +34,8 @@ from unirun.launcher.warm.borrowing import (
 )
 from unirun.launcher.warm.key import DESCRIPTION, SOCKET, Description, state_of
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.reports import Borrow, Declined
+from unirun.wire.messages import Dismissed
+from unirun.wire.reports import Borrow
 
 NOBODY = 65534
 
@@ -218,7 +219,7 @@ class TestAJobThatBorrows:
             assert isinstance(wanted, Borrow)
             assert wanted == WANT
             connection.sendall(b"n")
-            BlockingStream(connection).send(Declined("of the weather"))
+            BlockingStream(connection).send(Dismissed("of the weather"))
             connection.close()
 
         thread = threading.Thread(target=decline)
