@@ -20,11 +20,10 @@ import torch
 from tests.contract.cluster import Cluster
 from tests.unit.wire.endpoints import credentials_in
 from tests.waiting import WAIT_TIMEOUT, eventually
-from unirun.errors import ChannelError
 from unirun.roles.transport import socket_transport, stripes
 from unirun.roles.transport.frames import INLINE, OPEN, RELEASE, REPLY, REQUEST, encode_header
 from unirun.roles.transport.protocol import CALLS, Parcel, Reply
-from unirun.roles.transport.socket_transport import CallAddress, RemoteConnection, SocketTransport
+from unirun.roles.transport.socket_transport import CallAddress, SocketConnection, SocketTransport
 from unirun.roles.transport.sockets import MANY, TlsFrameSocket
 from unirun.roles.transport.stripes import STRIPED
 from unirun.values import WorkerId
@@ -132,7 +131,7 @@ class TestHandshake:
         reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
         with worker.caller(new_token()) as caller:
             caller.connect(ME, worker.endpoint, reasons.put)
-            reason = "is not node worker of this job" if worker.kind == "tls" else "closed the connection"
+            reason = "is not node worker of this job" if worker.kind == "tls" else "closed the stream"
             assert reason in reasons.get(timeout=WAIT_TIMEOUT)
         assert worker.requests.empty()
         assert worker.answers()
@@ -179,21 +178,21 @@ class TestHandshake:
         assert 0.25 < time.monotonic() - began < WAIT_TIMEOUT
         assert worker.answers()
 
-    def test_connecting_to_no_socket_is_a_channel_error(
+    def test_connecting_to_no_socket_breaks_the_channel(
         self, worker: ListeningWorker, tmp_path: Path
     ) -> None:
-        with worker.caller() as caller, pytest.raises(ChannelError, match="worker:0 cannot be reached"):
-            caller.connect(ME, str(tmp_path / "nobody"), lambda reason: None)
+        reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+        with worker.caller() as caller:
+            caller.connect(ME, str(tmp_path / "nobody"), reasons.put)
+            assert "No such file" in reasons.get(timeout=WAIT_TIMEOUT)
 
-    def test_a_worker_that_listens_no_more_breaks_the_channel(self, tmp_path: Path) -> None:
-        worker = ListeningWorker("tls", tmp_path)
+    @pytest.mark.parametrize("kind", ["unix", "tls", "insecure"])
+    def test_a_worker_that_listens_no_more_breaks_the_channel(self, tmp_path: Path, kind: str) -> None:
+        worker = ListeningWorker(kind, tmp_path)
         worker.transport.close()
         reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
         with worker.caller() as caller:
-            try:
-                caller.connect(ME, worker.endpoint, reasons.put)
-            except ChannelError as error:
-                reasons.put(str(error))
+            caller.connect(ME, worker.endpoint, reasons.put)
             assert "Connection refused" in reasons.get(timeout=WAIT_TIMEOUT)
 
     def test_the_sockets_are_for_their_owner_only(self, worker: ListeningWorker) -> None:
@@ -249,7 +248,7 @@ class TestStripes:
         answers: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
         with worker.caller() as caller:
             connection = caller.connect(ME, worker.endpoint, lambda reason: answers.put(Parcel(b"broken")))
-            assert isinstance(connection, RemoteConnection)
+            assert isinstance(connection, SocketConnection)
             assert isinstance(connection._socket, TlsFrameSocket)
             sending = connection._socket.stripes
             for number in range(6):
@@ -269,7 +268,7 @@ class TestStripes:
         answers: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
         with worker.caller() as caller:
             connection = caller.connect(ME, worker.endpoint, reasons.put)
-            assert isinstance(connection, RemoteConnection)
+            assert isinstance(connection, SocketConnection)
             assert isinstance(connection._socket, TlsFrameSocket)
             connection.call(Parcel(b"large", (memoryview(bytes(STRIPED)),)), answers.put)
             answers.get(timeout=WAIT_TIMEOUT)

@@ -106,7 +106,7 @@ class Transport(Protocol):
     def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Connection:
         """Open a connection to `peer`. When it breaks, `broken` is called once, in some thread, with the reason.
 
-        Raises `ChannelError` when nobody answers there.
+        Raises `ChannelError` if it is known at once that nobody answers there.
         """
 
     def close(self) -> None:

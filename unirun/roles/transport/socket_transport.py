@@ -12,11 +12,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import secrets
 import select
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +23,7 @@ from pathlib import Path
 
 from msgspec import to_builtins
 
-from unirun.errors import AuthError, ChannelError, FrameError, UnirunError, WireError
+from unirun.errors import ChannelError, FrameError, UnirunError, WireError
 from unirun.roles.transport.frames import OPEN, REPLY, REQUEST, Frame, encode_header
 from unirun.roles.transport.protocol import CALLS, Connection, Handler, Inbox, Parcel, Wait
 from unirun.roles.transport.sockets import (
@@ -34,58 +32,81 @@ from unirun.roles.transport.sockets import (
     RequestInbox,
     SpinningPoll,
     TlsFrameSocket,
+    frames_over,
 )
 from unirun.roles.transport.stripes import Stripes, start
 from unirun.values import Value, WorkerId
-from unirun.wire.address import TcpAddress, unix_address
+from unirun.wire.address import Address, TcpAddress, UnixAddress
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.credentials import Credentials, server_name
+from unirun.wire.credentials import Credentials
 from unirun.wire.frames import from_json
 from unirun.wire.handshake import (
     ACCEPT_RETRY_INTERVAL,
     ANSWER_SIZE,
     HANDSHAKE_TIMEOUT,
-    HELLO_SIZE,
     OVERDUE_POLL_INTERVAL,
-    PROOF_SIZE,
-    ClientHandshake,
     Refusals,
     ServerHandshake,
     Strangers,
-    Token,
 )
-from unirun.wire.sockets import handshake_error, keep_alive, listen, listen_tcp, not_the_node, tcp_address
+from unirun.wire.sockets import handshake_error, keep_alive, listen, listen_tcp, tcp_address
 
 BUSY = 4
 """Open calls on a connection from which on its frames are not urgent."""
 
 
 class SocketConnection:
-    """The calling end of a connection. Requests wait until both ends have proved the token."""
+    """The calling end of a connection. A thread connects and proves the token; requests wait for that."""
 
     def __init__(
         self,
-        sock: socket.socket,
-        token: Token,
+        address: Address,
+        credentials: Credentials,
         loop: Loop,
         broken: Callable[[str], None],
-        kind: type[FrameSocket] = FrameSocket,
         name: str = CALLS,
     ) -> None:
-        self.number, self._loop, self._broken = sock.fileno(), loop, broken
-        self._heard = b""
-        self._handshake: ClientHandshake | None = ClientHandshake(token)
-        self._socket = kind(sock, self._wants_to_write, opened=False)
+        self.number = -1
+        self._address, self._credentials, self._loop, self._broken = address, credentials, loop, broken
+        wants_to_write = partial(loop.writable, self)
+        if isinstance(address, UnixAddress):
+            self._socket = FrameSocket(wants_to_write)
+        elif credentials.insecure:
+            self._socket = FrameSocket(wants_to_write, shares=False)
+        else:
+            self._socket = frames = TlsFrameSocket(wants_to_write)
+            key = secrets.token_hex(8)
+            frames.stripes.open = partial(self._open_stripes, frames.stripes, key)
+            name = f"{name} {key}"
         if name != CALLS:
             self._socket.send(OPEN, 0, Parcel(name.encode()))
         self._tags = itertools.count()
         self._pending: dict[int, Callable[[Parcel], None]] = {}
-        self._reading, self._turning = threading.Lock(), threading.Lock()
-        poll = select.poll()
-        poll.register(self.number, select.POLLIN)
-        self._poll = SpinningPoll(lambda seconds: poll.poll(None if seconds is None else seconds * 1000))
+        self._reading, self._turning = threading.Lock(), threading.RLock()
+        self._poll: SpinningPoll | None = None
         self._open = self._polled = True
-        loop.add(self)
+        threading.Thread(target=self._connect, name="unirun-connect", daemon=True).start()
+
+    def _connect(self) -> None:
+        try:
+            sock = BlockingStream.connect(self._address, self._credentials).socket
+        except (OSError, UnirunError) as error:
+            self._end(str(error))
+            return
+        with self._turning:
+            if not self._open:
+                sock.close()
+                return
+            self.number = sock.fileno()
+            poll = select.poll()
+            poll.register(self.number, select.POLLIN)
+            self._poll = SpinningPoll(lambda seconds: poll.poll(None if seconds is None else seconds * 1000))
+            self._socket.open(sock)
+            try:
+                self._loop.add(self)
+            except ChannelError:
+                self.close()
+        self._socket.flush()
 
     def call(
         self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None
@@ -96,34 +117,16 @@ class SocketConnection:
         urgent = patience is not None or len(self._pending) < BUSY
         self._pending[tag] = done
         self._socket.send(REQUEST, tag, parcel, urgent=urgent)
-        if patience is not None:
-            return partial(self._wait, tag, patience)
+        if patience is not None and self._poll is not None:
+            return partial(self._wait, self._poll, tag, patience)
         self._poll_in_loop(True)
         return None
-
-    def _wants_to_write(self, wanted: bool) -> None:
-        self._loop.writable(self, wanted)
 
     def keep(self) -> None:
         """Copy what is not written yet."""
         self._socket.keep()
 
-    def _greet(self, handshake: ClientHandshake) -> None:
-        """Go on with the handshake. Raises AuthError, OSError or EOFError."""
-        # The peer sends its proof after our answer, so no frame can be behind these bytes.
-        wanted = HELLO_SIZE + PROOF_SIZE
-        data = self._socket.begin(wanted - len(self._heard))
-        if not data:
-            raise EOFError("the peer closed the connection")
-        before, self._heard = len(self._heard), self._heard + data
-        if before < HELLO_SIZE <= len(self._heard):
-            self._socket.put(handshake.answer(self._heard[:HELLO_SIZE]))
-        if len(self._heard) == wanted:
-            handshake.check(self._heard[HELLO_SIZE:])
-            self._handshake = None
-            self._socket.open()
-
-    def _wait(self, tag: int, patience: float) -> None:
+    def _wait(self, poll: SpinningPoll, tag: int, patience: float) -> None:
         """Read in this thread until the answer is there, which saves waking another thread.
 
         One thread at a time reads. It also takes the answers of others, who wait for it, or for the loop after it.
@@ -134,7 +137,7 @@ class SocketConnection:
         try:
             self._poll_in_loop(False)
             while self._open and tag in self._pending and (left := deadline - time.monotonic()) > 0:
-                if self._poll(left):
+                if poll(left):
                     self._take()
         finally:
             self._reading.release()
@@ -164,85 +167,19 @@ class SocketConnection:
 
     def _take(self) -> None:
         try:
-            if self._handshake is not None:
-                self._greet(self._handshake)
-                return
             for frame, parcel in self._socket.receive():
                 done = self._pending.pop(frame.tag, None)
                 if frame.kind != REPLY or done is None:
                     raise FrameError("a worker sent an answer that nobody has asked for")
                 done(parcel)
-        except BlockingIOError:
-            return
-        except (OSError, EOFError, FrameError, AuthError) as error:
-            was_open = self._open
-            self.close()
-            if was_open:
-                self._broken(str(error))
+        except (OSError, EOFError, FrameError) as error:
+            self._end(str(error))
 
-    def close(self) -> None:
-        """Close the connection; no callback is called any more."""
-        self._open = False
-        self._loop.remove(self)
-        self._socket.close()
-        self._pending.clear()
-
-
-SYN_RETRIES = 3
-"""Attempts of the kernel to open a connection before it fails, after 15 s."""
-
-
-class RemoteConnection(SocketConnection):
-    """The calling end of a connection to another host. The loop's thread connects and does the handshakes; requests
-    wait for them."""
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        address: TcpAddress,
-        credentials: Credentials,
-        loop: Loop,
-        broken: Callable[[str], None],
-        name: str = CALLS,
-    ) -> None:
-        self._address, self._tls = address, credentials.client_context()
-        self._established = self._connected = False
-        kind = FrameSocket if self._tls is None else TlsFrameSocket
-        self._credentials, self._key = credentials, secrets.token_hex(8)
-        super().__init__(sock, credentials.token, loop, broken, kind, f"{name} {self._key}")
-        if isinstance(self._socket, TlsFrameSocket):
-            self._socket.stripes.open = partial(self._open_stripes, self._socket.stripes)
-        self._wants_to_write(False)
-
-    def _wants_to_write(self, wanted: bool) -> None:
-        # A socket that connects becomes writable then.
-        super()._wants_to_write(wanted or not self._established)
-
-    def ready(self, events: int) -> None:
-        """As for a connection on this host; whatever has happened, the handshakes go on."""
-        super().ready(events | select.EPOLLIN if self._handshake is not None else events)
-
-    def _wait(self, tag: int, patience: float) -> None:
-        if self._handshake is None:
-            super()._wait(tag, patience)
-
-    def _greet(self, handshake: ClientHandshake) -> None:
-        try:
-            if not self._connected:
-                self._connect()
-            super()._greet(handshake)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise BlockingIOError from None
-        except ssl.SSLEOFError as error:
-            raise EOFError("the peer closed the connection") from error
-        except ssl.SSLError as error:
-            raise not_the_node(self._address, error) from error
-
-    def _open_stripes(self, stripes: Stripes, sends: bool) -> None:
+    def _open_stripes(self, stripes: Stripes, key: str, sends: bool) -> None:
         """Open a connection for stripes and use it, in this thread. Without it large buffers go on as before."""
         try:
             sock = BlockingStream.connect(self._address, self._credentials).socket
-            head = f"{_STRIPES[sends]} {self._key}".encode()
+            head = f"{_STRIPES[sends]} {key}".encode()
             sock.sendall(encode_header(OPEN, 0, len(head), []) + head)
             if not sock.recv(1):
                 raise EOFError
@@ -250,44 +187,19 @@ class RemoteConnection(SocketConnection):
             return
         stripes.run(sock, sends=sends)
 
-    def _connect(self) -> None:
-        """Go on with connecting and the handshake of TLS. Raises OSError: BlockingIOError when it takes longer."""
-        sock = self._socket.socket
-        if number := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            raise OSError(number, os.strerror(number))
-        try:
-            sock.getpeername()
-        except OSError as error:
-            raise BlockingIOError from error
-        if not self._established:
-            self._established = True
-            self._wants_to_write(False)
-        if isinstance(self._socket, TlsFrameSocket) and self._tls is not None:
-            self._socket.shake_hands(self._tls, server_name(self._address.node))
-        self._connected = True
+    def _end(self, reason: str) -> None:
+        was_open = self._open
+        self.close()
+        if was_open:
+            self._broken(reason)
 
-
-def connect(
-    address: TcpAddress,
-    credentials: Credentials,
-    loop: Loop,
-    broken: Callable[[str], None],
-    name: str = CALLS,
-) -> RemoteConnection:
-    """Begin to connect to a worker on another host. Raises OSError, `JobError`."""
-    family, _, _, _, place = socket.getaddrinfo(
-        address.addr, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-    )[0]
-    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-    try:
-        keep_alive(sock)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, SYN_RETRIES)
-        with contextlib.suppress(BlockingIOError):
-            sock.connect(place)
-        return RemoteConnection(sock, address, credentials, loop, broken, name)
-    except BaseException:
-        sock.close()
-        raise
+    def close(self) -> None:
+        """Close the connection; no callback is called any more."""
+        with self._turning:
+            self._open = False
+            self._loop.remove(self)
+            self._socket.close()
+        self._pending.clear()
 
 
 class Listener:
@@ -305,10 +217,7 @@ class Listener:
     ) -> None:
         self._socket, self._token = sock, credentials.token
         self._inbox = inbox
-        self._kind: type[FrameSocket] = FrameSocket
         self._tls = credentials.server_context() if sock.family != socket.AF_UNIX else None
-        if self._tls is not None:
-            self._kind = TlsFrameSocket
         self._refusals = Refusals(refused)
         self._strangers: Strangers[_Stranger] = Strangers(known, time.monotonic())
         self._looked = time.monotonic()
@@ -397,7 +306,7 @@ class Listener:
                     raise EOFError
                 answer += data
             sock.send(handshake.proof(answer))
-            self._inbox.add(_Served(self._kind, sock, self._inbox))
+            self._inbox.add(_Served(sock, self._inbox))
         except (OSError, EOFError) as error:
             self._refuse(stranger, handshake_error(error))
         except (WireError, ChannelError) as error:
@@ -438,10 +347,10 @@ def _shut(sock: socket.socket) -> None:
 class _Served:
     """The serving end of a connection."""
 
-    def __init__(self, kind: type[FrameSocket], sock: socket.socket, inbox: RequestInbox) -> None:
+    def __init__(self, sock: socket.socket, inbox: RequestInbox) -> None:
         self.number, self._inbox = sock.fileno(), inbox
         self._handler: Handler | None = None
-        self._socket = kind(sock, partial(inbox.writable, self))
+        self._socket = frames_over(sock, partial(inbox.writable, self))
         self._received = self._replied = 0
 
     def ready(self, events: int) -> None:
@@ -574,29 +483,21 @@ class SocketTransport:
     def connect(
         self, peer: WorkerId, endpoint: str, broken: Callable[[str], None], name: str = CALLS
     ) -> Connection:
-        """Connect. The handshake goes on in the background; requests wait for it."""
+        """Connect, in the background; requests wait for it."""
         try:
             there = CallAddress.parse(endpoint)
-            if there.tcp is None or self.is_here(endpoint):
-                return self._connect_here(there.path, broken, name)
-            return connect(there.tcp, self._credentials, self._loop, broken, name)
-        except (OSError, UnirunError) as error:
+            address: Address = UnixAddress.here(there.path)
+            if there.tcp is not None and not self.is_here(endpoint):
+                address = there.tcp
+            return SocketConnection(address, self._credentials, self._loop, broken, name)
+        except (FrameError, RuntimeError) as error:
+            # A wrong endpoint, or no more threads can be started.
             raise ChannelError(f"{peer} cannot be reached: {error}") from error
 
     def is_here(self, endpoint: str) -> bool:
         """Return True if `endpoint` is on this host, so that memory can be shared with it. Raises `FrameError`."""
         tcp = CallAddress.parse(endpoint).tcp
         return tcp is None or tcp.node == self._credentials.node
-
-    def _connect_here(self, path: str, broken: Callable[[str], None], name: str) -> Connection:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        try:
-            with unix_address(path) as address:
-                sock.connect(address)
-            return SocketConnection(sock, self._credentials.token, self._loop, broken, name=name)
-        except OSError:
-            sock.close()
-            raise
 
     def close(self) -> None:
         """End the threads and every connection."""

@@ -431,34 +431,31 @@ class FrameSocket:
 
     The socket is closed while no thread reads it: a thread would read on from the file that gets its number next.
 
-    Large buffers go through shared memory on a unix socket. On others they are written as they are, so they must not be
-    changed before they are sent, or `keep` was called.
+    Large buffers go through shared memory on a unix socket, which `shares`. On others they are written as they are, so
+    they must not be changed before they are sent, or `keep` was called.
     """
 
-    def __init__(
-        self, sock: socket.socket, wants_to_write: Callable[[bool], None], *, opened: bool = True
-    ) -> None:
-        sock.setblocking(False)
-        self.socket = sock
+    def __init__(self, wants_to_write: Callable[[bool], None], *, shares: bool = True) -> None:
+        self.socket: socket.socket
         self._wants_to_write = wants_to_write
         self._lock = threading.Lock()
         self._using = threading.Lock()
         self._waiting: deque[tuple[memoryview, int | None]] = deque()
-        self._shares = sock.family == socket.AF_UNIX
+        self._shares = shares
         self._pool = SegmentPool()
-        self._parser = FrameParser(INLINE if self._shares else MAX_INLINE)
+        self._parser = FrameParser(INLINE if shares else MAX_INLINE)
         self._handles: deque[int] = deque()
         self._released: deque[int] = deque()
         self._held: list[bytes] = []
-        self._opened, self._closed = opened, False
+        self._opened = self._closed = False
         # Frames whose stripes are on their way: what waits is not written before they have come.
         self._striped = 0
 
-    def open(self) -> None:
-        """Send frames from now on."""
+    def open(self, sock: socket.socket) -> None:
+        """Use this socket from now on; `flush` sends what waits."""
+        sock.setblocking(False)
         with self._lock:
-            self._opened = True
-        self.flush()
+            self.socket, self._opened = sock, True
 
     def send(self, kind: int, tag: int, parcel: Parcel, *, urgent: bool = True) -> bool:
         """Send a frame, now or as soon as the socket is writable. False if the connection is closed.
@@ -603,11 +600,6 @@ class FrameSocket:
                     continue
                 yield frame, Parcel(frame.head, self._buffers(frame))
 
-    def begin(self, most: int) -> bytes:
-        """The next bytes of what comes before the first frame, at most `most`. Raises OSError."""
-        with self._using:
-            return self.socket.recv(most)
-
     def get(self, space: memoryview) -> tuple[int, bool]:
         """Read from the socket. Returns how many bytes came, and whether to read again before it is polled. Raises
         OSError."""
@@ -639,10 +631,11 @@ class FrameSocket:
             self._waiting.clear()
             self._handles.clear()
             self._pool.close()
-            # `close` alone does not wake a thread that polls the socket.
-            self._shut()
-            with self._using:
-                self.socket.close()
+            if self._opened:
+                # `close` alone does not wake a thread that polls the socket.
+                self._shut()
+                with self._using:
+                    self.socket.close()
 
 
 RECORD = 1 << 14
@@ -658,10 +651,8 @@ class TlsFrameSocket(FrameSocket):
     Large buffers go in stripes, once there are connections for them.
     """
 
-    def __init__(
-        self, sock: socket.socket, wants_to_write: Callable[[bool], None], *, opened: bool = True
-    ) -> None:
-        super().__init__(sock, wants_to_write, opened=opened)
+    def __init__(self, wants_to_write: Callable[[bool], None]) -> None:
+        super().__init__(wants_to_write, shares=False)
         self.stripes = Stripes(self._shut)
 
     def _stream(self, kind: int, tag: int, parcel: Parcel, sizes: list[int]) -> None:
@@ -705,15 +696,6 @@ class TlsFrameSocket(FrameSocket):
         self.stripes.close()
         super().close()
 
-    def shake_hands(self, context: ssl.SSLContext, peer: str) -> None:
-        """Go on with the handshake of a client. Raises OSError, as a socket that does not wait."""
-        with self._using:
-            if not isinstance(self.socket, ssl.SSLSocket):
-                self.socket = context.wrap_socket(
-                    self.socket, server_hostname=peer, do_handshake_on_connect=False
-                )
-            self.socket.do_handshake()
-
     def put(self, data: bytes | memoryview, handle: int | None = None) -> int:
         """As for a connection without TLS; no descriptor can be sent."""
         view, sent = memoryview(data), 0
@@ -742,3 +724,13 @@ class TlsFrameSocket(FrameSocket):
             if not count:
                 raise BlockingIOError from None
         return count, left > 0
+
+
+def frames_over(sock: socket.socket, wants_to_write: Callable[[bool], None]) -> FrameSocket:
+    """The frames of a connected socket."""
+    if isinstance(sock, ssl.SSLSocket):
+        made: FrameSocket = TlsFrameSocket(wants_to_write)
+    else:
+        made = FrameSocket(wants_to_write, shares=sock.family == socket.AF_UNIX)
+    made.open(sock)
+    return made

@@ -31,9 +31,13 @@ class End:
     """One end, and whether it has something left to send."""
 
     def __init__(self, sock: socket.socket, *, opened: bool = True) -> None:
-        self.wants = False
-        kind = TlsFrameSocket if isinstance(sock, ssl.SSLSocket) else FrameSocket
-        self.connection = kind(sock, self._want, opened=opened)
+        self.wants, self.socket = False, sock
+        if isinstance(sock, ssl.SSLSocket):
+            self.connection: FrameSocket = TlsFrameSocket(self._want)
+        else:
+            self.connection = FrameSocket(self._want, shares=sock.family == socket.AF_UNIX)
+        if opened:
+            self.connection.open(sock)
 
     def _want(self, wanted: bool) -> None:
         self.wants = wanted
@@ -124,12 +128,13 @@ def test_far_more_than_a_socket_takes_is_sent_when_it_was_asked_for_before_the_c
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     """1. It is asked for. 2. The socket could be written, before the peer has proved the token. 3. The peer has."""
-    sender, receiver = (End(sock, opened=False) for sock in pair)
+    sender, receiver = End(pair[0], opened=False), End(pair[1])
     sent = parcel(b"x" * (32 << 20))
     sender.send(1, sent)
     sender.connection.flush()
     assert not sender.wants, "nothing may be sent yet"
-    sender.connection.open()
+    sender.connection.open(sender.socket)
+    sender.connection.flush()
     assert sender.wants, "the socket has not taken all of it"
     ((_, found),) = receive(sender, receiver, 1)
     assert same(found, sent)
@@ -226,7 +231,8 @@ def test_a_socket_is_closed_only_after_a_thread_that_reads_it(
             found: tuple[int, bool] = super().get(space)
             return found
 
-    connection = Closed(pair[0], lambda wanted: None)
+    connection = Closed(lambda wanted: None)
+    connection.open(pair[0])
     closing = threading.Thread(target=connection.close)
     with pytest.raises(EOFError):
         list(connection.receive())
