@@ -140,7 +140,7 @@ def test_a_call_to_a_worker_that_is_stopped_and_was_never_called_ends_at_its_dea
 ) -> None:
     role = cluster.role(1)
     other = cluster.role(1)
-    stopped = role_group(cluster.caller, other.name, 1, role.group._role_methods.all())
+    stopped = role_group(cluster.caller, other.name, 1, cluster.caller.methods(role.name))
     other[0].signal(STOP)
     began = time.monotonic()
     ref = stopped.hold_briefly.call_async("frozen")

@@ -181,15 +181,8 @@ class Formation:
         # torch names a group after the number of groups so far, failed ones included. A rank that has failed once would
         # wait for the others under another name.
         c10d._world.group_count = 0
-        store = dist.PrefixStore(prefix, self._connect(address, port, made.timeout))
-        dist.init_process_group(
-            made.backend,
-            store=store,
-            rank=self._peers.rank,
-            world_size=info.world_size,
-            timeout=made.timeout,
-            device_id=made.device_id,
-        )
+        store = dist.PrefixStore(prefix, self._connect(address, port, made["timeout"]))
+        dist.init_process_group(**made, store=store, rank=self._peers.rank, world_size=info.world_size)
 
     def _connect(self, address: str, port: int, timeout: timedelta) -> Any:
         """A client of the role's store. Raises torch's `DistError`.

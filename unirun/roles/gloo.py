@@ -18,6 +18,7 @@ import fcntl
 import gc
 import json
 import math
+import operator
 import os
 import resource
 import socket
@@ -29,7 +30,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -61,13 +61,9 @@ Address = tuple[str, int]
 """IP address and port."""
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """The value that a rank writes into the store: the address on which it listens, and the number that each peer, in
-    rank order, sends first when it connects."""
-
-    address: Address
-    numbers: tuple[int, ...]
+Published = tuple[Address, tuple[int, ...]]
+"""The value that a rank writes into the store: the address on which it listens, and the number that each peer, in rank
+order, sends first when it connects."""
 
 
 def parse_published(value: bytes) -> Published:
@@ -92,9 +88,7 @@ def parse_published(value: bytes) -> Published:
             raise ValueError(f"an address of family {family}")
     except struct.error as error:
         raise ValueError(f"{len(value)} bytes are no rank of a gloo group: {error}") from error
-    return Published(
-        (socket.inet_ntop(family, ip), port), tuple(number for (number,) in _NUMBER.iter_unpack(rest))
-    )
+    return (socket.inet_ntop(family, ip), port), tuple(number for (number,) in _NUMBER.iter_unpack(rest))
 
 
 class GlooGroup:
@@ -121,7 +115,8 @@ class GlooGroup:
     def found(self, value: bytes) -> None:
         """Record a value that is read from the store, perhaps this rank's own."""
         with contextlib.suppress(ValueError):
-            self._peers.add(parse_published(value).address)
+            address, _ = parse_published(value)
+            self._peers.add(address)
 
     def complete(self) -> None:
         """The group is formed. Raises `GroupError` when it was ended meanwhile."""
@@ -159,14 +154,15 @@ class GlooGroup:
                         # gloo closes it, then, so that the peer learns it, too. It may still answer what has arrived.
                         sock.shutdown(socket.SHUT_RD)
         if not self.formed and self._own is not None:
-            for number in self._own.numbers or range(self._size):
-                _knock(self._own.address, number)
+            address, numbers = self._own
+            for number in numbers or range(self._size):
+                _knock(address, number)
 
     def _find(self) -> dict[int, int]:
         """The open connections of the group: descriptors with their inodes, as the number of a closed one may be used
         again."""
         found = {}
-        own = self._own.address if self._own else None
+        own = self._own[0] if self._own else None
         peers = self._peers - {own}
         with _borrowing:
             for number, inode in _sockets():
@@ -322,32 +318,33 @@ def forgotten(groups: Collection[GlooGroup]) -> bool:
     )
 
 
-class Stillness:
-    """Tells when a thread has been in one call for `STUCK_TIMEOUT` seconds."""
+class Unchanged:
+    """Tells when what is sampled has stayed the same for more than `seconds`. `same` compares two samples; None is not
+    the same as anything."""
 
-    def __init__(self) -> None:
-        self._call: object = None
+    def __init__(self, seconds: float, same: Callable[[Any, Any], bool] = operator.eq) -> None:
+        self._seconds, self._same = seconds, same
+        self._first: Any = None
         self._since = 0.0
 
-    def lasts(self, call: object, now: float) -> bool:
-        """Take a sample: the call in which the thread is, None if it is in none that counts, and the time."""
-        if call is None or call != self._call:
-            self._call, self._since = call, now
+    def lasts(self, sample: Any, now: float) -> bool:
+        """Take a sample, at the time `now` in seconds."""
+        if sample is None or self._first is None or not self._same(self._first, sample):
+            self._first, self._since = sample, now
             return False
-        return now - self._since > STUCK_TIMEOUT
+        return now - self._since > self._seconds
 
 
-class Idleness:
-    """Tells when a process has used almost no processor time for `WORKER_IDLE_TIMEOUT` seconds."""
+def stillness() -> Unchanged:
+    """Tells when a thread has been in one call for `STUCK_TIMEOUT` seconds. A sample is that call; None if it is in
+    none that counts."""
+    return Unchanged(STUCK_TIMEOUT)
 
-    def __init__(self) -> None:
-        self._since, self._used = math.inf, 0.0
 
-    def lasts(self, used: float, now: float) -> bool:
-        """Take a sample: the processor time that was used so far, and the time, in seconds."""
-        if now < self._since or used - self._used > BUSY * WORKER_IDLE_TIMEOUT:
-            self._since, self._used = now, used
-        return now - self._since > WORKER_IDLE_TIMEOUT
+def idleness() -> Unchanged:
+    """Tells when a process has used almost no processor time for `WORKER_IDLE_TIMEOUT` seconds. A sample is the time
+    that it has used so far."""
+    return Unchanged(WORKER_IDLE_TIMEOUT, lambda before, now: now - before <= BUSY * WORKER_IDLE_TIMEOUT)
 
 
 def processor_time() -> float:
@@ -380,11 +377,11 @@ def _of_tensorpipe() -> float:
 def wait_until_idle(relevant: Callable[[], bool], counts: Callable[[], bool]) -> str | None:
     """Watch this process as long as `relevant` returns True. Returns the stack of the main thread when it has been idle
     for `WORKER_IDLE_TIMEOUT` seconds, of which only those are counted in which `counts` returns True."""
-    idleness = Idleness()
+    idle = idleness()
     while relevant():
         if not counts():
-            idleness = Idleness()
-        elif idleness.lasts(processor_time(), time.monotonic()):
+            idle = idleness()
+        elif idle.lasts(processor_time(), time.monotonic()):
             frame = _main_frame()
             return "".join(traceback.format_stack(frame)) if relevant() else None
         time.sleep(WORKER_IDLE_TIMEOUT / 30)
@@ -394,11 +391,11 @@ def wait_until_idle(relevant: Callable[[], bool], counts: Callable[[], bool]) ->
 def wait_until_stuck(relevant: Callable[[], bool], call_of: Callable[[FrameType], object]) -> str | None:
     """Watch the main thread as long as `relevant` returns True, which is asked now and then. Returns the stack of the
     thread when it is stuck in what `call_of` returns for its innermost Python frame."""
-    stillness, asked = Stillness(), -math.inf
+    still, asked = stillness(), -math.inf
     while True:
         now = time.monotonic()
         frame = _main_frame()
-        stuck = stillness.lasts(call_of(frame) if frame is not None else None, now)
+        stuck = still.lasts(call_of(frame) if frame is not None else None, now)
         if stuck or now >= asked + RELEVANCE_CHECK_INTERVAL:
             if not relevant():
                 return None

@@ -7,6 +7,7 @@ import json
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -35,22 +36,15 @@ from unirun.wire.reports import Listening, Message, Serving
 
 # Calls between threads of one process, for tests and notebooks. Values are copied as on every other transport.
 
-_servers: dict[str, _Server] = {}
+_servers: dict[str, InprocTransport] = {}
 _numbers = itertools.count()
 _lock = threading.Lock()
 """Guards `_servers`: a connection is added to a server before its end, which closes all connections, or not at all."""
 
 
-class _Server:
-    def __init__(self) -> None:
-        self.handlers: dict[str, Handler] = {}
-        self.connections: set[_InprocConnection] = set()
-        self.executor = Scheduler("unirun-inproc")
-
-
 class _InprocConnection:
     def __init__(
-        self, server: _Server, handler: Handler, executor: Scheduler, broken: Callable[[str], None]
+        self, server: InprocTransport, handler: Handler, executor: Scheduler, broken: Callable[[str], None]
     ) -> None:
         self._server, self._handler, self._executor, self._broken = server, handler, executor, broken
         self._open = True
@@ -83,9 +77,12 @@ class InprocTransport:
     name = "inproc"
 
     def __init__(self) -> None:
-        self._executor = Scheduler("unirun-inproc")
+        self.executor = Scheduler("unirun-inproc")
         self._endpoint = ""
-        self._connections: list[_InprocConnection] = []
+        self._handlers: dict[str, Handler] = {}
+        self.connections: set[_InprocConnection] = set()
+        """Those of callers."""
+        self._own: list[_InprocConnection] = []
 
     def inbox(self) -> Inbox:
         """A plain queue."""
@@ -95,7 +92,8 @@ class InprocTransport:
         """Let `handler` take the requests for `name`. The endpoint is valid in this process only."""
         with _lock:
             self._endpoint = self._endpoint or f"inproc:{next(_numbers)}"
-            _servers.setdefault(self._endpoint, _Server()).handlers[name] = handler
+            _servers[self._endpoint] = self
+            self._handlers[name] = handler
         return self._endpoint
 
     def connect(
@@ -104,10 +102,10 @@ class InprocTransport:
         """A connection to a worker of this process."""
         with _lock:
             server = _servers.get(endpoint)
-            if server is None or name not in server.handlers:
+            if server is None or name not in server._handlers:
                 raise ChannelError(f"{peer} is not there", "it has ended")
-            connection = _InprocConnection(server, server.handlers[name], self._executor, broken)
-        self._connections.append(connection)
+            connection = _InprocConnection(server, server._handlers[name], self.executor, broken)
+        self._own.append(connection)
         return connection
 
     def is_here(self, endpoint: str) -> bool:
@@ -117,14 +115,12 @@ class InprocTransport:
     def close(self) -> None:
         """Break every connection to this worker, and close its own."""
         with _lock:
-            server = _servers.pop(self._endpoint, None)
-        if server is not None:
-            for connection in list(server.connections):
-                connection.cut("the worker has ended")
-            server.executor.close()
-        for connection in self._connections:
+            _servers.pop(self._endpoint, None)
+        for connection in list(self.connections):
+            connection.cut("the worker has ended")
+        for connection in self._own:
             connection.close()
-        self._executor.close()
+        self.executor.close()
 
 
 CALL_TIMEOUT = 1800.0
@@ -189,11 +185,15 @@ class _Job:
         self._welcome = Welcome(
             View(()), config, "", briefs, (), CALL_TIMEOUT, transport=InprocTransport.name
         )
-        self._all: list[_Peers] = []
+        self._all: list[Peers] = []
 
     def peers(self, role: str, rank: int) -> Peers:
         """The peers as one worker sees them."""
-        made = _Peers(role, rank, self._welcome, self._view(), self._told)
+        infos = {each.name: RoleInfo(each.name, each.world_size, 0) for each in self._views.values()}
+        welcome = replace(self._welcome, view=self._view())
+        made = Peers(role, rank, infos, welcome=welcome, send=partial(self._told, role, rank))
+        # There is no agent, and no master to ask.
+        made.linked = False
         self._all.append(made)
         return made
 
@@ -212,22 +212,6 @@ class _Job:
             self._views[role] = replace(view, workers=workers)
             for peers in self._all:
                 peers.update(self._view())
-
-
-class _Peers(Peers):
-    """The peers of a worker that is a thread; there is no agent to tell or to ask."""
-
-    def __init__(
-        self, role: str, rank: int, welcome: Welcome, view: View, told: Callable[[str, int, Message], None]
-    ) -> None:
-        infos = {each.name: RoleInfo(each.name, each.world_size, 0) for each in view.roles}
-        super().__init__(role, rank, infos, welcome=replace(welcome, view=view))
-        self.linked = False
-        self._told = told
-
-    def tell(self, message: Message) -> None:
-        """Tell it to the other threads."""
-        self._told(self.role, self.rank, message)
 
 
 class _Worker:

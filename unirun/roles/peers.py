@@ -67,8 +67,9 @@ class Peers:
     """The roles of the job and their workers. Thread-safe: the link's thread updates what others read.
 
     `generation` is the one of this worker's own group, which may be behind that of its role until it has formed
-    the next. A process outside the job has no `role` of it. `welcome` is None without a launcher. `transport` is the
-    name of that with which workers are called.
+    the next. A process outside the job has no `role` of it. `welcome` is None without a launcher. `send` sends a
+    message to the agent or, from a process outside the job, to the master. `transport` is the name of that with which
+    workers are called.
     """
 
     def __init__(
@@ -78,14 +79,14 @@ class Peers:
         roles: Mapping[str, RoleInfo],
         *,
         welcome: Welcome | None = None,
-        link: BlockingStream | None = None,
+        send: Callable[[Message], None] | None = None,
         transport: str = "",
     ) -> None:
         self.role, self.rank, self.welcome = role, rank, welcome
         self.config: Mapping[str, Any] = json.loads(welcome.config) if welcome else {}
-        self.linked = welcome is not None
+        self.linked = send is not None
         self.generation = roles[role].generation if role in roles else 0
-        self._link, self._pid = link, os.getpid()
+        self._send, self._pid = send, os.getpid()
         self._transport = welcome.transport if welcome else transport
         self._roles = dict(roles)
         self._view = updated(None, welcome.view if welcome else View(())) or View(())
@@ -177,27 +178,25 @@ class Peers:
     def tell(self, message: Message) -> None:
         """Send `message` to the agent; without a launcher, do nothing. Raises `ConnectionLost`, and `UsageError` in a
         fork of the worker."""
-        if self._link is not None:
-            self._own(self._link).send(message)
-
-    def _own(self, link: BlockingStream) -> BlockingStream:
+        if self._send is None:
+            return
         if self._pid != os.getpid():
             raise UsageError(
                 "the connection to the agent belongs to the worker's own process, this is a fork of it",
                 "use it there",
             )
-        return link
+        self._send(message)
 
     def ask(self, kind: MasterRequestKind, name: str = "", data: str = "", *, timeout: float) -> str | None:
         """Ask the master that leads now, or the next one. Raises `JobError` if it cannot do it, `StoreAway` if there
         is no answer within `timeout` seconds, `ConnectionLost`."""
-        if self._link is None:
+        if not self.linked:
             raise UsageError(
                 f"{kind} asks the job's master, and this process has none", "start it with unirun"
             )
         number = next(self._numbers)
         deadline = time.monotonic() + timeout
-        self._own(self._link).send(MasterRequest(number, kind, name, data))
+        self.tell(MasterRequest(number, kind, name, data))
         with self._changed:
             while number not in self._answers:
                 left = deadline - time.monotonic()
@@ -278,7 +277,7 @@ def linked_peers(environ: Mapping[str, str]) -> Peers:
     if not isinstance(welcome, Welcome):
         raise FrameError(f"the agent sent {type(welcome).__name__} where a Welcome was expected")
     role, rank = environ["UNIRUN_ROLE"], int(environ["UNIRUN_RANK"])
-    peers = Peers(role, rank, role_infos(welcome.view, welcome.roles), welcome=welcome, link=link)
+    peers = Peers(role, rank, role_infos(welcome.view, welcome.roles), welcome=welcome, send=link.send)
     for message in link.buffered():
         _take(peers, message)
     # Read before the script runs, which may close these descriptors.

@@ -10,7 +10,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -28,15 +27,6 @@ MIN_ADDRESS_POLL_INTERVAL, MAX_ADDRESS_POLL_INTERVAL = 0.001, 0.1
 """Seconds between two looks whether another rank's address is in the store: they grow from one to the other."""
 
 
-@dataclass(frozen=True, slots=True)
-class DefaultGroup:
-    """The arguments with which the user's code made the default process group."""
-
-    backend: str
-    timeout: timedelta
-    device_id: Any
-
-
 class ProcessGroups:
     """Watches the process groups that this process makes; holds the gloo groups that are being formed or are open."""
 
@@ -46,8 +36,8 @@ class ProcessGroups:
         generation is over."""
         self.forgot: Callable[[str], None] = lambda stack: None
         """Called with the stack of the main thread when it waits for a collective that gloo has forgotten."""
-        self.default: DefaultGroup | None = None
-        """The arguments of the latest default group; None if there was none."""
+        self.default: dict[str, Any] | None = None
+        """The arguments of ``init_process_group`` for the latest default group; None if there was none."""
         self._groups: list[GlooGroup] = []
         self._lock = threading.Lock()
         self._mine = threading.local()
@@ -172,7 +162,11 @@ def _wrapped_helper(groups: ProcessGroups, helper: Callable[..., Any]) -> Callab
         size: int, rank: int, ranks: Any, backend: Any, store: Any, group_name: str, *args: Any, **kwargs: Any
     ) -> Any:
         if kwargs.get("group_desc") == "default_pg":
-            groups.default = DefaultGroup(str(backend), kwargs["timeout"], kwargs.get("device_id"))
+            groups.default = {
+                "backend": str(backend),
+                "timeout": kwargs["timeout"],
+                "device_id": kwargs.get("device_id"),
+            }
         with groups.meeting(group_name, store):
             return helper(size, rank, ranks, backend, store, group_name, *args, **kwargs)
 

@@ -8,7 +8,6 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
 
 from msgspec.structs import replace
 
@@ -25,7 +24,7 @@ from unirun.values import WorkerId
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import load_credentials
 from unirun.wire.messages import Ended, Grow, View, Visit, Welcome
-from unirun.wire.reports import Message, ViewWanted
+from unirun.wire.reports import Message
 
 VISIT_TIMEOUT = 10.0
 """Seconds in which a master must answer."""
@@ -47,7 +46,8 @@ class Visitor:
                 "start it with --transport socket",
             )
         me = WorkerId(f"{VISITOR}{secrets.token_hex(8)}", 0, 0)
-        self._peers = _VisitorPeers(me.role, welcome, self._ask_for_view)
+        infos = role_infos(welcome.view, welcome.roles)
+        self._peers = Peers(me.role, 0, infos, welcome=welcome, send=self._tell)
         # It only connects, so it needs no folder for sockets of its own.
         self._transport = SocketTransport(job.path, load_credentials(job.path))
         self._caller = Caller(
@@ -72,8 +72,7 @@ class Visitor:
 
     def grow(self, role: str) -> None:
         """Ask for more workers of an elastic role. If there is room for some, all of them start again."""
-        with contextlib.suppress(WireError):
-            self._stream.send(Grow(role))
+        self._tell(Grow(role))
 
     def close(self) -> None:
         """Leave. Calls that are open are not answered any more."""
@@ -84,9 +83,9 @@ class Visitor:
         if threading.current_thread() is not self._thread:
             self._thread.join(VISIT_TIMEOUT)
 
-    def _ask_for_view(self) -> None:
+    def _tell(self, message: Message) -> None:
         with contextlib.suppress(WireError):
-            self._stream.send(ViewWanted())
+            self._stream.send(message)
 
     def _listen(self) -> None:
         """Take what one master after another tells."""
@@ -120,28 +119,11 @@ class Visitor:
     def _end(self) -> None:
         """The job is over: nobody answers any more."""
         self._closed = True
-        self._peers.end()
-
-
-class _VisitorPeers(Peers):
-    """The table of a process that is no worker. `ask` requests a whole view."""
-
-    def __init__(self, name: str, welcome: Welcome, ask: Callable[[], None]) -> None:
-        super().__init__(name, 0, role_infos(welcome.view, welcome.roles), welcome=welcome)
-        self._ask = ask
-
-    def tell(self, message: Message) -> None:
-        """A visitor reports nothing; it only asks for a view that it has missed."""
-        if isinstance(message, ViewWanted):
-            self._ask()
-
-    def end(self) -> None:
-        """The job is over: no worker will answer."""
-        roles = tuple(
+        ended = (
             replace(role, workers=tuple(replace(worker, phase="ended") for worker in role.workers))
-            for role in self._view.roles
+            for role in self._peers.views()
         )
-        self.update(View(roles, self._view.number))
+        self._peers.update(View(tuple(ended)))
 
 
 def _term(job: JobDir) -> int:

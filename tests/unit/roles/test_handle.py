@@ -37,7 +37,7 @@ def agent() -> Iterator[BlockingStream]:
 
 def handle(link: Any = None) -> MasterHandle:
     """The handle of a worker with this link."""
-    return MasterHandle(Context({}, Peers("actor", 1, ROLES, link=link)))
+    return MasterHandle(Context({}, Peers("actor", 1, ROLES, send=link.send if link else None)))
 
 
 def test_job_info_without_a_launcher_is_that_of_the_environment() -> None:

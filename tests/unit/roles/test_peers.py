@@ -58,7 +58,7 @@ def test_what_has_changed_is_taken_over_and_a_whole_view_is_asked_for_when_somet
     ours, agents = socket.socketpair()
     with BlockingStream(ours) as link, BlockingStream(agents) as agent:
         welcome = Welcome(View((role(3, 0),), 4), "{}", "job", (), (), 60.0, "torch")
-        peers = Peers("actor", 0, {"actor": RoleInfo("actor", 3, 0)}, welcome=welcome, link=link)
+        peers = Peers("actor", 0, {"actor": RoleInfo("actor", 3, 0)}, welcome=welcome, send=link.send)
         lost = RoleView("actor", 3, 1, "h:1", "reforming", (WorkerView(1, 0, "lost", {}),))
         peers.update(View((lost,), 5, 4))
         view = peers.view("actor")

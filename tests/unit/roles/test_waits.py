@@ -24,12 +24,12 @@ from unirun.roles.gloo import (
     STUCK_TIMEOUT,
     WORKER_IDLE_TIMEOUT,
     GlooGroup,
-    Idleness,
-    Stillness,
     blocked,
     forgotten,
+    idleness,
     in_group,
     processor_time,
+    stillness,
     wait_until_idle,
     wait_until_stuck,
 )
@@ -38,35 +38,35 @@ from unirun.roles.process_groups import dist, process_groups
 
 class TestStillness:
     def test_one_call_lasts_after_its_time(self) -> None:
-        stillness = Stillness()
-        told = [stillness.lasts("here", now / 10) for now in range(13)]
+        still = stillness()
+        told = [still.lasts("here", now / 10) for now in range(13)]
         assert told == [now / 10 > STUCK_TIMEOUT for now in range(13)]
 
     @given(st.lists(st.sampled_from(["here", "there", None]), max_size=40))
     def test_the_time_begins_anew_with_each_other_call(self, calls: list[str | None]) -> None:
-        stillness = Stillness()
+        still = stillness()
         for number, call in enumerate(calls):
             same = [*takewhile(lambda each: each == call, reversed(calls[: number + 1]))]  # noqa: B023 - used at once
             lasts = call is not None and (len(same) - 1) * 0.3 > STUCK_TIMEOUT
-            assert stillness.lasts(call, number * 0.3) == lasts
+            assert still.lasts(call, number * 0.3) == lasts
 
 
 class TestIdleness:
     def test_a_process_that_does_nothing_is_idle_after_its_time(self) -> None:
-        idleness = Idleness()
-        told = [idleness.lasts(5.0, now) for now in range(round(WORKER_IDLE_TIMEOUT) + 3)]
+        idle = idleness()
+        told = [idle.lasts(5.0, now) for now in range(round(WORKER_IDLE_TIMEOUT) + 3)]
         assert told == [now > WORKER_IDLE_TIMEOUT for now in range(round(WORKER_IDLE_TIMEOUT) + 3)]
 
     def test_one_that_computes_is_not_however_long_it_takes(self) -> None:
-        idleness = Idleness()
-        assert not any(idleness.lasts(now * 0.1, now) for now in range(1000))
+        idle = idleness()
+        assert not any(idle.lasts(now * 0.1, now) for now in range(1000))
 
     def test_its_time_begins_anew_when_it_has_computed(self) -> None:
-        idleness = Idleness()
-        idleness.lasts(0.0, 0.0)
-        assert not idleness.lasts(BUSY * WORKER_IDLE_TIMEOUT * 2, WORKER_IDLE_TIMEOUT - 1)
-        assert not idleness.lasts(BUSY * WORKER_IDLE_TIMEOUT * 2, 2 * WORKER_IDLE_TIMEOUT - 2)
-        assert idleness.lasts(BUSY * WORKER_IDLE_TIMEOUT * 2, 2 * WORKER_IDLE_TIMEOUT)
+        idle = idleness()
+        idle.lasts(0.0, 0.0)
+        assert not idle.lasts(BUSY * WORKER_IDLE_TIMEOUT * 2, WORKER_IDLE_TIMEOUT - 1)
+        assert not idle.lasts(BUSY * WORKER_IDLE_TIMEOUT * 2, 2 * WORKER_IDLE_TIMEOUT - 2)
+        assert idle.lasts(BUSY * WORKER_IDLE_TIMEOUT * 2, 2 * WORKER_IDLE_TIMEOUT)
 
 
 @pytest.mark.starts_processes

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -24,6 +24,7 @@ from unirun.errors import CallError, ChannelError, WorkerLost
 from unirun.roles.calls.call import Call, CallBook, InvocationRef, Method
 from unirun.roles.calls.codec import (
     ACK,
+    DESCRIBE,
     GIVE_UP,
     MAX_ACKS,
     OPEN_RPC,
@@ -329,6 +330,8 @@ class Caller:
         self._opened: dict[WorkerId, str] = {}
         self._turn = itertools.count()
         self._turns: dict[str, dict[int, int]] = defaultdict(dict)
+        self.described: dict[str, Mapping[str, Invocation]] = {}
+        """The methods of the workloads of those roles of which they are known."""
         peers.when_changed(lambda: self._scheduler.soon(self._look))
 
     def method(self, role: str, name: str, options: Invocation, ranks: Sequence[int] | None = None) -> Method:
@@ -364,16 +367,16 @@ class Caller:
             ranks = (self._least_busy(method),)
         if options.pre_func is not None:
             args, kwargs = rearranged(options.pre_func(*args, **kwargs))
-        shares = split(args, kwargs, len(ranks), auto=options.auto_shard)
+        shares, sharding = split(args, kwargs, len(ranks), auto=options.auto_shard)
         what = f"an argument of {method.role}'s {method.name}"
-        parcels = [Parcel(*dump(arguments, what)) for arguments in shares.arguments]
+        parcels = [Parcel(*dump(arguments, what)) for arguments in shares]
         if not options.blocking:
             # The trainer goes on and may change its tensors before they are sent, or sent again.
             parcels = [own(parcel) for parcel in parcels]
         if len(parcels) > 1 or method.chooses:
             method.count.split = True
         call: InvocationRef[Any]
-        call = InvocationRef(method, ranks, parcels, shares.sharding, self._scheduler.now())
+        call = InvocationRef(method, ranks, parcels, sharding, self._scheduler.now())
         if options.blocking and not call.joint:
             call.patience = method.timeout
         self._deadlines[method.timeout].add(call)
@@ -385,6 +388,14 @@ class Caller:
         else:
             self._send_all(call)
         return call
+
+    def methods(self, role: str) -> Mapping[str, Invocation]:
+        """Every method of a role's workloads with its options. If they are not known, a worker is asked, as soon as one
+        serves."""
+        if role not in self.described:
+            question = self.method(role, DESCRIBE, replace(DEFAULT, target=ANY, idempotent=True, retries=3))
+            self.described[role] = self.invoke(question, (), {}).result()
+        return self.described[role]
 
     def open_rpc(self, role: str, rank: int) -> tuple[WorkerId, str]:
         """Let the worker of a rank be called by torch.distributed.rpc. Returns its address, and the endpoint of its RPC

@@ -36,16 +36,12 @@ MAX_HEAD = MAX_FRAME_HEAD - (1 << 24)
 """Bytes that a pickle may have without its buffers. The rest of a frame's head is for the header of the request."""
 
 
-class _ByValue(Exception):
-    """Raised when something in the value has to be pickled by value."""
-
-
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor:
             return _reduce(obj)
         if isinstance(obj, type | _FUNCTION) and obj.__module__ == "__main__":
-            raise _ByValue
+            raise pickle.PicklingError("it goes by value")
         return NotImplemented
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from unirun.errors import EncodingError, FrameError, UnirunError, WorkerLost
+from unirun.errors import ChannelError, EncodingError, FrameError, UnirunError, WorkerLost
 from unirun.roles.calls.codec import (
     ACK,
     DESCRIBE,
@@ -226,10 +226,13 @@ class Dispatcher:
     def serve(self) -> None:
         """Run calls in this thread, one at a time, until `stop`.
 
-        Exceptions of a method that are not `Exception`, like SystemExit, are raised here.
+        Exceptions of a method that are not `Exception`, like SystemExit, are raised here, and a `ChannelError` if
+        nobody can connect to this process any more.
         """
         while not self._stopped:
             run = self._inbox.get()
+            if isinstance(run, ChannelError):
+                raise run
             while self._first:
                 self._first.pop(0)()
             if run is not None and not self._stopped:

@@ -25,7 +25,6 @@ from unirun.collocation.graph import show_ranks
 from unirun.errors import UsageError
 from unirun.roles.calls.call import InvocationRef, Method, wait
 from unirun.roles.calls.caller import Caller
-from unirun.roles.calls.codec import DESCRIBE
 from unirun.roles.calls.policy import (
     ALL,
     ANY,
@@ -43,8 +42,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Waited = TypeVar("Waited")
 Plain = TypeVar("Plain")
-
-_DESCRIPTION = replace(DEFAULT, target=ANY, idempotent=True, retries=3)
 
 
 class RemoteMethod(Generic[P, R, Waited, Plain]):
@@ -70,7 +67,7 @@ class RemoteMethod(Generic[P, R, Waited, Plain]):
                 f"{name} has target {target}, which is not in {workers!r}", "use the whole group"
             )
         self.__name__, self._workers, self._invocation = name, workers, invocation
-        self._caller = workers._role_methods.caller
+        self._caller = workers._caller
         self._methods: dict[bool, Method] = {}
         self._plain = self._method(blocking=invocation.blocking)
 
@@ -160,41 +157,16 @@ class RemoteMethod(Generic[P, R, Waited, Plain]):
         return self._methods[blocking]
 
 
-class RoleMethods:
-    """The methods of a role's workloads; when they are not `known`, a worker is asked at the first use."""
-
-    def __init__(self, caller: Caller, role: str, known: Mapping[str, Invocation] | None = None) -> None:
-        self.caller, self.role = caller, role
-        self._known = known
-
-    def all(self) -> Mapping[str, Invocation]:
-        """Every method with its options. Waits until a worker serves, if one has to be asked."""
-        if self._known is None:
-            question = self.caller.method(self.role, DESCRIBE, _DESCRIPTION)
-            self._known = self.caller.invoke(question, (), {}).result()
-        return self._known
-
-    def find(self, name: str) -> Invocation:
-        """The options of a method. Raises `AttributeError` with the nearest name and a list of all."""
-        found = self.all().get(name)
-        if found is None:
-            near = difflib.get_close_matches(name, self.all(), n=1)
-            meant = f"did you mean {near[0]!r}? " if near else ""
-            there = ", ".join(sorted(self.all())) or "none"
-            raise AttributeError(f"role {self.role} has no method {name!r}; {meant}its methods are: {there}")
-        return found
-
-
 class _Workers:
     """The common part of a role group and a handle on one worker."""
 
-    def __init__(self, methods: RoleMethods, ranks: Sequence[int]) -> None:
-        self._role_methods, self._own_ranks = methods, tuple(ranks)
+    def __init__(self, caller: Caller, role: str, ranks: Sequence[int]) -> None:
+        self._caller, self._role, self._own_ranks = caller, role, tuple(ranks)
 
     @property
     def role(self) -> str:
         """The role's name."""
-        return self._role_methods.role
+        return self._role
 
     def __getattr__(self, name: str) -> RemoteMethod[..., Any, Any, Any]:
         if name.startswith("_"):
@@ -205,10 +177,16 @@ class _Workers:
         return method
 
     def __dir__(self) -> Iterable[str]:
-        return [*super().__dir__(), *self._role_methods.all()]
+        return [*super().__dir__(), *self._caller.methods(self.role)]
 
     def _invocation(self, name: str) -> Invocation:
-        return self._role_methods.find(name)
+        methods = self._caller.methods(self.role)
+        if name not in methods:
+            near = difflib.get_close_matches(name, methods, n=1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            there = ", ".join(sorted(methods)) or "none"
+            raise AttributeError(f"role {self.role} has no method {name!r}; {meant}its methods are: {there}")
+        return methods[name]
 
 
 class WorkerHandle(_Workers):
@@ -252,8 +230,8 @@ class RoleGroup(_Workers):
             RG_ACTOR: ActorGroup
     """
 
-    def __init__(self, methods: RoleMethods, ranks: Sequence[int]) -> None:
-        super().__init__(methods, ranks)
+    def __init__(self, caller: Caller, role: str, ranks: Sequence[int]) -> None:
+        super().__init__(caller, role, ranks)
         self._worker_handles: dict[int, WorkerHandle] = {}
 
     def __len__(self) -> int:
@@ -269,7 +247,7 @@ class RoleGroup(_Workers):
         if isinstance(index, slice):
             if not self._own_ranks[index]:
                 raise UsageError(f"{self!r}[{index.start}:{index.stop}] is empty", "name at least one rank")
-            return RoleGroup(self._role_methods, self._own_ranks[index])
+            return RoleGroup(self._caller, self.role, self._own_ranks[index])
         try:
             rank = self._own_ranks[index]
         except IndexError:
@@ -283,7 +261,7 @@ class RoleGroup(_Workers):
     def _handle(self, rank: int) -> WorkerHandle:
         # The same one each time: it remembers the methods that were asked for.
         if rank not in self._worker_handles:
-            self._worker_handles[rank] = WorkerHandle(self._role_methods, (rank,))
+            self._worker_handles[rank] = WorkerHandle(self._caller, self.role, (rank,))
         return self._worker_handles[rank]
 
     def __repr__(self) -> str:
@@ -294,7 +272,9 @@ def role_group(
     caller: Caller, role: str, size: int, methods: Mapping[str, Invocation] | None = None
 ) -> RoleGroup:
     """The group of all ranks of a role, with its `methods` if they are known here."""
-    return RoleGroup(RoleMethods(caller, role, methods), range(size))
+    if methods is not None:
+        caller.described[role] = methods
+    return RoleGroup(caller, role, range(size))
 
 
 # `trainer_invocation`, and the static types of the methods that it decorates, which are not used at run time.

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from unirun.errors import UsageError
 
@@ -182,16 +182,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Marked(Generic[T]):
-    value: T
+class Marked:
+    """An argument that `shard` has marked, or `replicate`."""
 
-
-class Sharded(_Marked[T]):
-    """An argument that `shard` has marked."""
-
-
-class Replicated(_Marked[T]):
-    """An argument that `replicate` has marked."""
+    value: Any
+    sharded: bool
 
 
 def shard(value: T) -> T:
@@ -204,56 +199,55 @@ def shard(value: T) -> T:
 
         self.RG_ACTOR.update(shard([1, 2, 3]), lr=0.1)  # two workers: update([1, 2], lr=0.1), update([3], lr=0.1)
     """
-    return Sharded(value)  # type: ignore[return-value]
+    return Marked(value, sharded=True)  # type: ignore[return-value]
 
 
 def replicate(value: T) -> T:
     """Mark an argument of a call: every worker gets all of it, even if it is a list with an item for each worker."""
-    return Replicated(value)  # type: ignore[return-value]
+    return Marked(value, sharded=False)  # type: ignore[return-value]
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-@dataclass(slots=True)
-class SplitArguments:
-    """The arguments of each worker (one entry if all get the same), and how they were made.
+Sharding = Mapping[int | str, str]
+"""For each argument, by position or name: ``replicate``, ``item`` or ``shard`` with the sizes of the parts."""
 
-    `sharding` says for each argument, by position or name, ``replicate``, ``item`` or ``shard`` with the sizes.
+
+def split(
+    args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int, *, auto: bool
+) -> tuple[tuple[Arguments, ...], Sharding]:
+    """Split the arguments of a call over `ranks` workers. Returns those of each worker, one entry if all get the same.
+
+    Raises `UsageError` for what cannot be split.
     """
-
-    arguments: tuple[Arguments, ...]
-    sharding: Mapping[int | str, str]
-
-
-def split(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int, *, auto: bool) -> SplitArguments:
-    """Split the arguments of a call over `ranks` workers. Raises `UsageError` for what cannot be split."""
     if not args and not kwargs:
-        return SplitArguments((((), {}),), {})
+        return (((), {}),), {}
     named: dict[int | str, Any] = dict(enumerate(args))
     named.update(kwargs)
-    marked = any(isinstance(value, _Marked) for value in named.values())
-    if marked and not auto and any(isinstance(value, Sharded) for value in named.values()):
+    marked = any(isinstance(value, Marked) for value in named.values())
+    if not auto and any(isinstance(value, Marked) and value.sharded for value in named.values()):
         raise UsageError(
             "unirun.shard(…) is given to a method with auto_shard=False", "leave one of them out"
         )
     if not marked:
-        # As in DLRover's guide; not for a call without arguments.
+        # As in DLRover's guide.
         lists = [value for value in named.values() if isinstance(value, list) and len(value) == ranks]
-        if not auto or ranks == 1 or not named or len(lists) != len(named):
-            return SplitArguments(((args, kwargs),), dict.fromkeys(named, "replicate"))
-        parts = {where: list(value) for where, value in named.items()}
-        return SplitArguments(_rows(parts, len(args), ranks), dict.fromkeys(named, "item"))
-    parts, done = {}, {}
+        if not auto or ranks == 1 or len(lists) != len(named):
+            return ((args, kwargs),), dict.fromkeys(named, "replicate")
+        items = {where: list(value) for where, value in named.items()}
+        return _rows(items, len(args), ranks), dict.fromkeys(named, "item")
+    parts: dict[int | str, Sequence[Any]] = {}
+    done: dict[int | str, str] = {}
     for where, value in named.items():
-        if isinstance(value, Sharded):
+        if isinstance(value, Marked) and value.sharded:
             parts[where] = _parts(value.value, ranks, where)
             done[where] = f"shard {'+'.join(map(str, sizes(_length(value.value, where), ranks)))}"
         else:
-            parts[where] = [value.value if isinstance(value, Replicated) else value] * ranks
+            parts[where] = [value.value if isinstance(value, Marked) else value] * ranks
             done[where] = "replicate"
     rows = _rows(parts, len(args), ranks)
-    return SplitArguments(rows if any(d != "replicate" for d in done.values()) else rows[:1], done)
+    return rows if any(d != "replicate" for d in done.values()) else rows[:1], done
 
 
 def sizes(length: int, ranks: int) -> tuple[int, ...]:

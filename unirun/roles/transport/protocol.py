@@ -101,7 +101,7 @@ class Transport(Protocol):
         """Take requests for the worker `me`. Returns the endpoint with which others `connect`."""
 
     def inbox(self) -> Inbox:
-        """A queue for the thread that runs the requests."""
+        """A queue for the thread that runs the requests. That thread raises a `ChannelError` that it finds there."""
 
     def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Connection:
         """Open a connection to `peer`. When it breaks, `broken` is called once, in some thread, with the reason.

@@ -76,13 +76,6 @@ class Stripe:
             self._pieces = deque(memoryview(bytes(piece)) for piece in self._pieces)
 
 
-class ArrivingSegment:
-    """The memory of a frame whose stripes come; `missing` bytes are not there yet."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self.memory, self.missing = memory, len(memory)
-
-
 class Stripes:
     """The connections for stripes beside one connection. Each is used in one direction."""
 
@@ -98,7 +91,9 @@ class Stripes:
         self._sockets: set[socket.socket] = set()
         self._queues: list[queue.SimpleQueue[Stripe | None]] = []
         self._leaving: set[Stripe] = set()
-        self._segments: dict[int, ArrivingSegment] = {}
+        # By the number of a segment: its memory, and how many bytes of it are not there yet.
+        self._segments: dict[int, memoryview] = {}
+        self._missing: dict[int, int] = {}
         self._spare, self._numbers = SpareMemory(), itertools.count(1)
         self._closed = False
 
@@ -151,10 +146,10 @@ class Stripes:
         """The buffers of a segment that has come. Raises `FrameError`."""
         places, total = offsets(list(sizes))
         with self._lock:
-            segment = self._segments.pop(number, None)
-        if segment is None or segment.missing or len(segment.memory) != total:
+            segment, missing = self._segments.pop(number, None), self._missing.pop(number, None)
+        if segment is None or missing or len(segment) != total:
             raise FrameError(f"a frame without the {total} bytes of its segment {number}")
-        return tuple(segment.memory[place : place + size] for place, size in zip(places, sizes, strict=True))
+        return tuple(segment[place : place + size] for place, size in zip(places, sizes, strict=True))
 
     def run(self, sock: socket.socket, *, sends: bool) -> None:
         """Send or receive stripes in this thread, as long as the connection lives. Closes it."""
@@ -196,25 +191,26 @@ class Stripes:
             _fill(sock, header)
             number, total, place, length = _STRIPE.unpack(header)
             segment = self._segment(number, total)
-            if place + length > total or length > segment.missing:
+            if place + length > total or length > self._missing.get(number, 0):
                 raise FrameError(f"{length} bytes at {place} of a segment with {total} bytes")
-            _fill(sock, segment.memory[place : place + length])
+            _fill(sock, segment[place : place + length])
             with self._lock:
-                segment.missing -= length
+                self._missing[number] -= length
             # It belongs to the frame from now on.
             del segment
             sock.sendall(_ARRIVED)
 
-    def _segment(self, number: int, total: int) -> ArrivingSegment:
+    def _segment(self, number: int, total: int) -> memoryview:
         with self._lock:
             segment = self._segments.get(number)
             if segment is None:
                 try:
-                    segment = self._segments[number] = ArrivingSegment(memoryview(self._spare.take(total)))
+                    segment = self._segments[number] = memoryview(self._spare.take(total))
                 except (MemoryError, RuntimeError) as error:
                     raise FrameError(f"there is no memory for a frame of {total} bytes") from error
-        if len(segment.memory) != total:
-            raise FrameError(f"segment {number} has {len(segment.memory)} bytes and not {total}")
+                self._missing[number] = total
+        if len(segment) != total:
+            raise FrameError(f"segment {number} has {len(segment)} bytes and not {total}")
         return segment
 
     def close(self) -> None:

@@ -12,9 +12,9 @@ import socket
 import stat
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +29,7 @@ from unirun.roles.transport.protocol import (
     Handler,
     Inbox,
     Parcel,
+    Reply,
     Scheduler,
     Wait,
     await_end,
@@ -41,11 +42,6 @@ from unirun.values import WorkerId
 # ``init_rpc`` waits for all members of a group, and a group cannot take a restarted member back. The layer below it
 # can: each process creates its own TensorPipe agent without peers, and adds a peer before the first call to it, with
 # the function that torch uses for dynamic groups. So no process waits for others, and a restarted worker is a new peer.
-#
-# `ListenerGuard`: notices when a library closes the sockets on which it listens.
-#
-# TensorPipe closes its listener when it gets bytes of another protocol. It writes a warning and goes on with the
-# connections that it has, but nobody can connect to the process any more.
 
 GUARD_POLL_INTERVAL = 1.0
 """Seconds between two checks; a check takes a microsecond."""
@@ -71,25 +67,16 @@ def _listens(handle: int) -> bool:
         return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-class ListenerGuard:
-    """Calls `lost` once, in a thread of its own, when one of `guarded` is closed before `close` was called."""
+def watch_listeners(guarded: Listeners, closed: threading.Event, lost: Callable[[], None]) -> None:
+    """Call `lost` when one of `guarded` is closed before `closed` is set, and return.
 
-    def __init__(self, guarded: Listeners, lost: Callable[[], None]) -> None:
-        self._guarded, self._lost = guarded, lost
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="unirun-listener", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop checking."""
-        self._closed.set()
-        await_end(self._thread)
-
-    def _watch(self) -> None:
-        while not self._closed.wait(GUARD_POLL_INTERVAL):
-            if not all(_is_open(handle, inode) for handle, inode in self._guarded.items()):
-                self._lost()
-                return
+    TensorPipe closes its listener when it gets bytes of another protocol. It writes a warning and goes on with the
+    connections that it has, but nobody can connect to the process any more.
+    """
+    while not closed.wait(GUARD_POLL_INTERVAL):
+        if not all(_is_open(handle, inode) for handle, inode in guarded.items()):
+            lost()
+            return
 
 
 def _is_open(handle: int, inode: int) -> bool:
@@ -232,43 +219,8 @@ Form = tuple[bytes, list[int], list[torch.Tensor]] | tuple[bytes]
 parcels have only a head."""
 
 
-@dataclass(eq=False)
-class _Arrivals:
-    """The requests of one connection: the number of the next one, and those that came before it."""
-
-    next: int = 0
-    early: dict[int, tuple[Parcel, Callable[[Parcel], None]]] = field(default_factory=dict)
-
-
-class _Reception:
-    """Passes requests on in the order of each connection, as the agent's threads may overtake each other."""
-
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
-        # Held while the handler runs, which returns soon.
-        self._lock = threading.Lock()
-        self._arrivals: dict[str, _Arrivals] = {}
-
-    def take(self, name: str, number: int, parcel: Parcel, reply: Callable[[Parcel], None]) -> None:
-        with self._lock:
-            arrivals = self._arrivals.setdefault(name, _Arrivals())
-            arrivals.early[number] = parcel, reply
-            while (request := arrivals.early.pop(arrivals.next, None)) is not None:
-                arrivals.next += 1
-                self._handler(*request)
-
-
-_reception: _Reception | None = None
-
-
-class _Inbox(queue.SimpleQueue[Any]):
-    """`get` raises an item that is an error."""
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        item = super().get(block, timeout)
-        if isinstance(item, ChannelError):
-            raise item
-        return item
+_serving: TorchTransport | None = None
+"""The transport that takes the requests of this process."""
 
 
 class TorchTransport:
@@ -279,24 +231,43 @@ class TorchTransport:
     def __init__(self, agent: RpcAgent) -> None:
         self._agent = agent
         self._executor = Scheduler("unirun-rpc")
-        self._inbox = _Inbox()
-        self._guard: ListenerGuard | None = None
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._guard: threading.Thread | None = None
+        # Held while the handler runs, which returns soon.
+        self._receiving = threading.Lock()
+        # The number of the next request of each connection, and the requests that came before it.
+        self._next: dict[str, int] = defaultdict(int)
+        self._early: dict[tuple[str, int], tuple[Parcel, Reply]] = {}
+        self._handler: Handler
 
     def inbox(self) -> Inbox:
-        """A queue whose `get` raises `ChannelError` if nobody can connect to this process any more."""
+        """A queue that gets a `ChannelError` if nobody can connect to this process any more."""
         return self._inbox
 
     def serve(self, me: WorkerId, handler: Handler) -> str:
         """Take requests. The endpoint is the address of this process's TensorPipe agent."""
-        global _reception
-        _reception = _Reception(handler)
+        global _serving
+        self._handler, _serving = handler, self
         endpoint = self._agent.start()
         lost = ChannelError(
             f"torch.distributed.rpc does not listen at {endpoint} any more, as it got bytes that are not its own",
             "find out who connects to the ports of this host; --transport socket lets nobody else in",
         )
-        self._guard = ListenerGuard(self._agent.listeners, lambda: self._inbox.put(lost))
+        watched = self._agent.listeners, self._closed, partial(self._inbox.put, lost)
+        self._guard = threading.Thread(
+            target=watch_listeners, args=watched, name="unirun-listener", daemon=True
+        )
+        self._guard.start()
         return endpoint
+
+    def take(self, name: str, number: int, parcel: Parcel, reply: Reply) -> None:
+        """Pass requests on in the order of their connection, as the agent's threads may overtake each other."""
+        with self._receiving:
+            self._early[name, number] = parcel, reply
+            while (request := self._early.pop((name, self._next[name]), None)) is not None:
+                self._next[name] += 1
+                self._handler(*request)
 
     def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Connection:
         """Add `peer` to the agent. The connection is made with the first call."""
@@ -308,11 +279,11 @@ class TorchTransport:
 
     def close(self) -> None:
         """Shut the agent down; open calls fail in the peers at once."""
-        global _reception
-        if self._guard is not None:
-            self._guard.close()
+        global _serving
+        self._closed.set()
+        await_end(self._guard)
         if self._agent.close():
-            _reception = None
+            _serving = None
             self._executor.close()
 
 
@@ -429,8 +400,8 @@ def _parcel(form: Form) -> Parcel:
 def _enter(name: str, number: int, *form: Any) -> torch.futures.Future[Form]:
     """Runs in the called process, in a thread of its agent."""
     future: torch.futures.Future[Form] = torch.futures.Future()
-    if _reception is None:
+    if _serving is None:
         future.set_exception(RuntimeError("this process does not serve calls"))  # type: ignore[arg-type]
         return future
-    _reception.take(name, number, _parcel(form), lambda reply: future.set_result(_form(reply)))
+    _serving.take(name, number, _parcel(form), lambda reply: future.set_result(_form(reply)))
     return future

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from unirun.errors import UsageError
 from unirun.roles import replicate, shard
-from unirun.roles.calls.policy import SplitArguments, rearranged, sizes, split
+from unirun.roles.calls.policy import Arguments, Sharding, rearranged, sizes, split
 
 RANKS = st.integers(1, 20)
 
 
-def parts_of(done: SplitArguments, ranks: int, where: int | str = 0) -> list[Any]:
+def parts_of(done: tuple[tuple[Arguments, ...], Sharding], ranks: int, where: int | str = 0) -> list[Any]:
     """The part of one argument that each rank gets."""
-    rows = done.arguments * ranks if len(done.arguments) == 1 else done.arguments
+    rows = done[0] * ranks if len(done[0]) == 1 else done[0]
     assert len(rows) == ranks
     return [row[0][where] if isinstance(where, int) else row[1][where] for row in rows]
 
@@ -69,13 +69,13 @@ def test_without_marks_and_lists_everybody_gets_everything(
     args: list[int], kwargs: dict[str, int], ranks: int
 ) -> None:
     done = split(tuple(args), kwargs, ranks, auto=True)
-    assert done.arguments == ((tuple(args), kwargs),), "pickled once"
-    assert set(done.sharding.values()) <= {"replicate"}
+    assert done[0] == ((tuple(args), kwargs),), "pickled once"
+    assert set(done[1].values()) <= {"replicate"}
 
 
 @pytest.mark.parametrize("auto", [True, False])
 def test_a_call_without_arguments_has_nothing_to_split(auto: bool) -> None:
-    assert split((), {}, 4, auto=auto) == SplitArguments((((), {}),), {})
+    assert split((), {}, 4, auto=auto) == ((((), {}),), {})
 
 
 class TestTheRuleOfTheGuide:
@@ -83,12 +83,12 @@ class TestTheRuleOfTheGuide:
 
     def test_lists_with_an_item_for_each_worker_are_split_by_items(self) -> None:
         done = split(([1, 2, 3], ["a", "b", "c"]), {"x": [None, True, 0.5]}, 3, auto=True)
-        assert done.arguments == (
+        assert done[0] == (
             ((1, "a"), {"x": None}),
             ((2, "b"), {"x": True}),
             ((3, "c"), {"x": 0.5}),
         )
-        assert done.sharding == {0: "item", 1: "item", "x": "item"}
+        assert done[1] == {0: "item", 1: "item", "x": "item"}
 
     @pytest.mark.parametrize(
         ("args", "ranks"),
@@ -104,29 +104,29 @@ class TestTheRuleOfTheGuide:
     )
     def test_other_arguments_go_to_all_workers(self, args: tuple[Any, ...], ranks: int) -> None:
         done = split(args, {}, ranks, auto=True)
-        assert len(done.arguments) == 1
-        assert done.arguments[0][0] is args
+        assert len(done[0]) == 1
+        assert done[0][0][0] is args
 
     def test_lists_are_not_split_with_auto_shard_off(self) -> None:
-        assert split(([1, 2],), {}, 2, auto=False).arguments == ((([1, 2],), {}),)
+        assert split(([1, 2],), {}, 2, auto=False)[0] == ((([1, 2],), {}),)
 
     def test_lists_are_not_split_when_an_argument_is_marked(self) -> None:
         done = split((replicate([1, 2]), [3, 4]), {}, 2, auto=True)
-        assert done.arguments == ((([1, 2], [3, 4]), {}),)
-        assert done.sharding == {0: "replicate", 1: "replicate"}
+        assert done[0] == ((([1, 2], [3, 4]), {}),)
+        assert done[1] == {0: "replicate", 1: "replicate"}
 
 
 class TestMarks:
     def test_marked_arguments_are_split_and_the_others_go_to_all(self) -> None:
         done = split((shard([1, 2, 3]), "x"), {"y": [7, 8]}, 2, auto=True)
-        assert done.arguments == ((([1, 2], "x"), {"y": [7, 8]}), (([3], "x"), {"y": [7, 8]}))
-        assert done.sharding == {0: "shard 2+1", 1: "replicate", "y": "replicate"}
+        assert done[0] == ((([1, 2], "x"), {"y": [7, 8]}), (([3], "x"), {"y": [7, 8]}))
+        assert done[1] == {0: "shard 2+1", 1: "replicate", "y": "replicate"}
 
     def test_more_workers_than_items_leave_some_with_nothing(self) -> None:
         assert parts_of(split((shard([1]),), {}, 3, auto=True), 3) == [[1], [], []]
 
     def test_a_single_worker_gets_the_whole_value(self) -> None:
-        assert split((shard([1, 2]),), {}, 1, auto=True).arguments == ((([1, 2],), {}),)
+        assert split((shard([1, 2]),), {}, 1, auto=True)[0] == ((([1, 2],), {}),)
 
     @pytest.mark.parametrize("value", [(1, 2), range(4), np.arange(4), bytearray(b"abcd")], ids=repr)
     def test_a_value_with_a_length_and_slices_is_split(self, value: Any) -> None:
@@ -137,7 +137,7 @@ class TestMarks:
     def test_shard_is_refused_where_splitting_is_switched_off(self) -> None:
         with pytest.raises(UsageError, match=r"auto_shard=False; leave one of them out"):
             split((shard([1, 2]),), {}, 2, auto=False)
-        assert split((replicate([1, 2]),), {}, 2, auto=False).arguments == ((([1, 2],), {}),)
+        assert split((replicate([1, 2]),), {}, 2, auto=False)[0] == ((([1, 2],), {}),)
 
     @pytest.mark.parametrize(
         ("value", "words"),
