@@ -15,7 +15,7 @@ from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.masters import Masters
 from unirun.wire.aio import frame_of
 from unirun.wire.frames import FrameReader
-from unirun.wire.handshake import HELLO_SIZE, PROOF_SIZE, ClientHandshake, Token, load_token
+from unirun.wire.handshake import HELLO_SIZE, PROOF_SIZE, Handshake, Token, load_token
 from unirun.wire.reports import Join, Sample
 
 SAMPLES = 5.0
@@ -28,7 +28,7 @@ async def agent(path: str, token: Token, number: int) -> asyncio.StreamWriter:
     What the master says is not checked as an agent does: a thousand of them have a thousand hosts for that.
     """
     reader, writer = await asyncio.open_unix_connection(path)
-    handshake = ClientHandshake(token)
+    handshake = Handshake(token)
     writer.write(handshake.answer(await reader.readexactly(HELLO_SIZE)))
     handshake.check(await reader.readexactly(PROOF_SIZE))
     writer.write(frame_of(Join(f"n{number}", 1, f"host{number}", {"actor": f"10.0.0.1:{number}"})))

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.unit.wire.endpoints import credentials_in
 from tests.waiting import WAIT_TIMEOUT
 from unirun.wire.credentials import AUTHORITY, CERTIFICATE, Credentials, server_name
-from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, PROOF_SIZE, ClientHandshake, new_token
+from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, PROOF_SIZE, Handshake, new_token
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Target:
     def admitted(self) -> Iterator[ssl.SSLSocket]:
         """A connection that has proved the token."""
         with self.connect_tls() as sock:
-            handshake = ClientHandshake(self.inside.token)
+            handshake = Handshake(self.inside.token)
             sock.sendall(handshake.answer(exactly(sock, HELLO_SIZE)))
             handshake.check(exactly(sock, PROOF_SIZE))
             yield sock
@@ -100,7 +100,7 @@ def random_bytes(target: Target) -> None:
 def plaintext(target: Target) -> None:
     """The answer of somebody who knows the token, to a listener without TLS."""
     with target.connect() as sock:
-        ended(sock, ClientHandshake(target.inside.token).answer(b"unirun\3" + bytes(32)))
+        ended(sock, Handshake(target.inside.token).answer(b"unirun\3" + bytes(32)))
 
 
 def a_request_of_http(target: Target) -> None:
@@ -175,13 +175,13 @@ def no_token(target: Target) -> None:
 def a_wrong_token(target: Target) -> None:
     with target.connect_tls() as sock:
         hello = exactly(sock, HELLO_SIZE)
-        ended(sock, ClientHandshake(new_token()).answer(hello))
+        ended(sock, Handshake(new_token()).answer(hello))
 
 
 def a_replayed_handshake(target: Target) -> None:
     """The answer of a process with the token to another greeting."""
     with target.connect_tls() as sock:
-        recorded = ClientHandshake(target.inside.token).answer(exactly(sock, HELLO_SIZE))
+        recorded = Handshake(target.inside.token).answer(exactly(sock, HELLO_SIZE))
         sock.sendall(recorded)
         exactly(sock, PROOF_SIZE)
     with target.connect_tls() as sock:

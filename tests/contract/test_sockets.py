@@ -30,7 +30,7 @@ from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import Credentials, server_name
-from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, ClientHandshake, Token, new_token
+from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, Handshake, Token, new_token
 
 ME, CALLER = WorkerId("worker", 0, 0), WorkerId("trainer", 0, 0)
 NUMBERS = itertools.count()
@@ -139,7 +139,7 @@ class TestHandshake:
     def test_what_follows_a_wrong_proof_is_not_read(self, worker: ListeningWorker) -> None:
         with worker.connect_raw() as sock:
             hello = sock.recv(HELLO_SIZE)
-            answer = ClientHandshake(new_token()).answer(hello)
+            answer = Handshake(new_token()).answer(hello)
             with contextlib.suppress(OSError):
                 sock.sendall(answer + encode_header(REQUEST, 1, 5, []) + b"hello")
             assert closed_by_peer(sock)

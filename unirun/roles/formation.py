@@ -10,7 +10,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -317,15 +316,8 @@ RankSets = Sequence[RankSet]
 Infos = Sequence[RoleInfo]
 
 
-@dataclass(frozen=True)
-class _Group:
-    """A group, the generations of its roles, and its gloo groups, one for each device that gloo serves."""
-
-    rank_sets: tuple[RankSet, ...]
-    infos: tuple[RoleInfo, ...]
-    backend: str
-    pg: ProcessGroup
-    gloo: tuple[GlooGroup, ...]
+Formed = tuple[tuple[RoleInfo, ...], ProcessGroup, list[GlooGroup]]
+"""The generations of the roles of a group, the group, and its gloo groups, one for each device that gloo serves."""
 
 
 class GroupForge:
@@ -333,7 +325,7 @@ class GroupForge:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._groups: dict[tuple[tuple[RankSet, ...], str], _Group] = {}
+        self._groups: dict[tuple[tuple[RankSet, ...], str], Formed] = {}
         peers.when_changed(self._end_outdated)
 
     def group(self, rank_sets: tuple[RankSet, ...], backend: str | None, timeout: timedelta) -> ProcessGroup:
@@ -342,25 +334,26 @@ class GroupForge:
         deadline = time.monotonic() + timeout.total_seconds()
         kept = self._groups.get((rank_sets, backend))
         if kept is not None:
-            if kept.infos == self._infos(rank_sets) and all(each.intact() for each in kept.gloo):
-                return kept.pg
+            infos, pg, parts = kept
+            if infos == self._infos(rank_sets) and all(each.intact() for each in parts):
+                return pg
             del self._groups[rank_sets, backend]
-            for each in kept.gloo:
+            for each in parts:
                 each.end()
             # Remove it from torch's registry without waiting.
-            c10d._abort_process_group(kept.pg)
-            self._await_change(kept, deadline)
+            c10d._abort_process_group(pg)
+            self._await_change(rank_sets, infos, deadline)
         while True:
             infos, store = self._meet(rank_sets, backend, deadline)
             try:
-                formed = self._form(rank_sets, infos, store, backend, timeout)
+                pg, parts = self._form(rank_sets, infos, store, backend, timeout)
             except GroupError:
                 if self._infos(rank_sets) == infos:
                     raise
                 # A member was started again meanwhile; the next group has another prefix.
                 continue
-            self._groups[rank_sets, backend] = formed
-            return formed.pg
+            self._groups[rank_sets, backend] = infos, pg, parts
+            return pg
 
     def _form(
         self,
@@ -369,7 +362,7 @@ class GroupForge:
         store: Store,
         backend: str,
         timeout: timedelta,
-    ) -> _Group:
+    ) -> tuple[ProcessGroup, list[GlooGroup]]:
         """Connect with the other members. Raises `GroupError`, also as soon as a role has another generation."""
         size, name = _size(rank_sets, infos), _name(rank_sets, infos, backend)
         store.set_timeout(timeout)
@@ -377,31 +370,31 @@ class GroupForge:
         groups.forgot = forgot(self._peers)
         with groups.forming(lambda: self._outdated(infos)) as made:
             pg = _build(self._rank(rank_sets, infos), size, name, store, backend, timeout)
-        return _Group(rank_sets, infos, backend, pg, tuple(made))
+        return pg, made
 
     def _end_outdated(self) -> None:
         """Called after each view: end groups of earlier generations, so that threads that wait in them fail."""
         end_outdated()
-        for group in list(self._groups.values()):
-            if self._outdated(group.infos) and "nccl" in group.backend:
+        for (_, backend), (infos, pg, _) in list(self._groups.items()):
+            if self._outdated(infos) and "nccl" in backend:
                 # NCCL has other connections than sockets; `abort` ends all of them.
-                threading.Thread(target=group.pg.abort, name="unirun-abort", daemon=True).start()
+                threading.Thread(target=pg.abort, name="unirun-abort", daemon=True).start()
 
     def _outdated(self, infos: Infos) -> bool:
         return infos != tuple(self._peers.roles().get(info.name) for info in infos)
 
-    def _await_change(self, broken: _Group, deadline: float) -> None:
+    def _await_change(self, rank_sets: RankSets, infos: Infos, deadline: float) -> None:
         """A member of a broken group is gone; wait until its role is started again."""
 
         def changed() -> bool:
-            if self._infos(broken.rank_sets) != broken.infos:
+            if self._infos(rank_sets) != infos:
                 return True
-            self._raise_if_hopeless(broken.rank_sets, None)
+            self._raise_if_hopeless(rank_sets, None)
             return False
 
         if not self._peers.wait_for(changed, deadline - time.monotonic()):
             raise GroupError(
-                f"a member of group {_words(broken.rank_sets)} is gone and its role was not started again",
+                f"a member of group {_words(rank_sets)} is gone and its role was not started again",
                 "did it end before the others?",
             )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import socket
 import threading
 import time
 
@@ -25,6 +24,7 @@ from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import load_credentials
 from unirun.wire.messages import Ended, Grow, View, Visit, Welcome
 from unirun.wire.reports import Message
+from unirun.wire.sockets import shut
 
 VISIT_TIMEOUT = 10.0
 """Seconds in which a master must answer."""
@@ -79,7 +79,7 @@ class Visitor:
         self._closed = True
         self._caller.close()
         self._transport.close()
-        _wake(self._stream)
+        shut(self._stream.socket)
         if threading.current_thread() is not self._thread:
             self._thread.join(VISIT_TIMEOUT)
 
@@ -150,10 +150,3 @@ def _visit(job: JobDir) -> tuple[BlockingStream, Welcome]:
         stream.close()
         raise
     return stream, welcome
-
-
-def _wake(stream: BlockingStream) -> None:
-    """End a stream that another thread reads, which closes it."""
-    with contextlib.suppress(OSError):
-        # Not the method of a TLS socket, which would go on without TLS.
-        socket.socket.shutdown(stream.socket, socket.SHUT_RDWR)

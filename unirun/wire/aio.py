@@ -22,9 +22,8 @@ from unirun.wire.handshake import (
     HELLO_SIZE,
     OVERDUE_POLL_INTERVAL,
     PROOF_SIZE,
-    ClientHandshake,
+    Handshake,
     Refusals,
-    ServerHandshake,
     Strangers,
     Token,
 )
@@ -119,7 +118,7 @@ async def connect(
             except ssl.SSLError as error:
                 raise not_the_node(address, error) from error
             try:
-                handshake = ClientHandshake(credentials.token)
+                handshake = Handshake(credentials.token)
                 writer.write(handshake.answer(await reader.readexactly(HELLO_SIZE)))
                 handshake.check(await reader.readexactly(PROOF_SIZE))
             except BaseException:
@@ -220,7 +219,7 @@ async def _accept(
                 raise
             writer = asyncio.StreamWriter(transport, protocol, reader, loop)
             try:
-                handshake = ServerHandshake(token)
+                handshake = Handshake(token)
                 writer.write(handshake.hello())
                 proof = handshake.proof(await reader.readexactly(ANSWER_SIZE))
                 stream = Stream(reader, writer)

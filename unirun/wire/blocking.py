@@ -21,10 +21,10 @@ from unirun.values import WorkerId
 from unirun.wire.address import Address, TcpAddress, UnixAddress, unix_address
 from unirun.wire.credentials import Credentials, load_credentials, server_name
 from unirun.wire.frames import FrameReader, decode, encode, encode_frame
-from unirun.wire.handshake import HANDSHAKE_TIMEOUT, HELLO_SIZE, PROOF_SIZE, ClientHandshake
+from unirun.wire.handshake import HANDSHAKE_TIMEOUT, HELLO_SIZE, PROOF_SIZE, Handshake
 from unirun.wire.messages import Hello
 from unirun.wire.reports import Message
-from unirun.wire.sockets import handshake_error, keep_alive, nobody_answers, not_the_node
+from unirun.wire.sockets import exactly, handshake_error, keep_alive, nobody_answers, not_the_node
 
 
 class BlockingStream:
@@ -53,13 +53,13 @@ class BlockingStream:
         else:
             sock = _open_tcp(address, credentials, deadline)
         try:
-            handshake = ClientHandshake(credentials.token)
-            answer = handshake.answer(_exactly(sock, HELLO_SIZE, deadline))
+            handshake = Handshake(credentials.token)
+            answer = handshake.answer(exactly(sock, HELLO_SIZE, deadline))
             try:
                 sock.sendall(answer)
             except OSError as error:
                 raise handshake_error(error) from error
-            handshake.check(_exactly(sock, PROOF_SIZE, deadline))
+            handshake.check(exactly(sock, PROOF_SIZE, deadline))
             # With TLS a read may have to wait for the rest of a record.
             sock.settimeout(None if isinstance(address, UnixAddress) else HANDSHAKE_TIMEOUT)
         except BaseException:
@@ -165,20 +165,6 @@ def _open_tcp(address: TcpAddress, credentials: Credentials, deadline: float) ->
         raise not_the_node(address, error) from error
     except OSError as error:
         raise nobody_answers(address, error) from error
-
-
-def _exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < size:
-        sock.settimeout(max(deadline - time.monotonic(), 0.001))
-        try:
-            part = sock.recv(size - len(data))
-        except OSError as error:
-            raise handshake_error(error) from error
-        if not part:
-            raise handshake_error(EOFError())
-        data += part
-    return data
 
 
 # The connection of a worker to its agent, one per process: the bootstrap opens it, `unirun.init` uses it.

@@ -6,7 +6,7 @@ Three messages of fixed size, without JSON and without lengths sent by the peer:
     client → server   b"unirun" version(1) nonce_c(32) HMAC(token, "client" nonce_s nonce_c)
     server → client   HMAC(token, "server" nonce_c nonce_s)
 
-HMAC-SHA256, compared in constant time. The classes do no I/O; `aio` and `blocking` move the bytes.
+HMAC-SHA256, compared in constant time. `Handshake` does no I/O; `aio` and `blocking` move the bytes.
 """
 
 from __future__ import annotations
@@ -61,16 +61,22 @@ def load_token(path: Path) -> Token:
     return Token(token)
 
 
-class ServerHandshake:
-    """The accepting end."""
+class Handshake:
+    """One end of it: `hello` and `proof` are the server's, `answer` and `check` the client's."""
 
     def __init__(self, token: Token, nonce: bytes | None = None) -> None:
         self._token = token
         self._nonce = nonce or os.urandom(_NONCE)
+        self._peer_nonce = b""
 
     def hello(self) -> bytes:
         """Return the first message of the server."""
         return _MAGIC + self._nonce
+
+    def answer(self, hello: bytes) -> bytes:
+        """Return the client's answer to the server's `hello`. Raises `AuthError`."""
+        self._peer_nonce = _peer_nonce(hello)
+        return _MAGIC + self._nonce + _mac(self._token, b"client", self._peer_nonce, self._nonce)
 
     def proof(self, answer: bytes) -> bytes:
         """Check the client's `answer` and return the server's proof. Raises `AuthError`."""
@@ -79,20 +85,6 @@ class ServerHandshake:
         if not hmac.compare_digest(expected, answer[HELLO_SIZE:]):
             raise AuthError("the peer does not know this job's token", "it may belong to another job")
         return _mac(self._token, b"server", peer_nonce, self._nonce)
-
-
-class ClientHandshake:
-    """The connecting end."""
-
-    def __init__(self, token: Token, nonce: bytes | None = None) -> None:
-        self._token = token
-        self._nonce = nonce or os.urandom(_NONCE)
-        self._peer_nonce = b""
-
-    def answer(self, hello: bytes) -> bytes:
-        """Return the client's answer to the server's `hello`. Raises `AuthError`."""
-        self._peer_nonce = _peer_nonce(hello)
-        return _MAGIC + self._nonce + _mac(self._token, b"client", self._peer_nonce, self._nonce)
 
     def check(self, proof: bytes) -> None:
         """Check the server's `proof`. Raises `AuthError` when the server does not know the token."""
@@ -127,15 +119,14 @@ class Refusals:
 
     def __init__(self, tell: Callable[[str, int], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._tell, self._clock = tell, clock
-        self._count, self._left, self._since = 0, float(BURST), clock()
+        self._count, self._bucket = 0, _Bucket(BURST, 1.0, clock())
 
     def add(self, error: Exception | str, origin: str = "") -> None:
         """Count the refusal of a connection from the address `origin`, and perhaps tell of it."""
         now = self._clock()
         self._count += 1
-        self._left, self._since = min(self._left + now - self._since, BURST), now
-        if self._left >= 1:
-            self._left -= 1
+        if self._bucket.left(now) >= 1:
+            self._bucket.take(now)
             whence = f" from {origin}" if origin else ""
             self._tell(f"a connection{whence} was refused: {error}", self._count)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,21 +22,21 @@ IDLE, INTERVAL, PROBES = 10, 3, 4
 not answered `PROBES` times."""
 
 
-def listen(path: str | Path, *, backlog: int = BACKLOG) -> socket.socket:
+def listen(path: str | Path) -> socket.socket:
     """A listening unix socket at `path`, mode 0600 (its directory is 0700 before it exists)."""
     sock = socket.socket(socket.AF_UNIX)
     try:
         with unix_address(path) as address:
             sock.bind(address)
         Path(path).chmod(0o600)
-        sock.listen(backlog)
+        sock.listen(BACKLOG)
     except BaseException:
         sock.close()
         raise
     return sock
 
 
-def listen_tcp(addr: str, port: int = 0, *, backlog: int = BACKLOG) -> socket.socket:
+def listen_tcp(addr: str, port: int = 0) -> socket.socket:
     """A listening socket at the numeric address `addr` of this host, and no other address; port 0: any that is free.
 
     Raises `UsageError` for a name and for an address that stands for all, `RendezvousError` when it cannot be bound.
@@ -54,7 +56,7 @@ def listen_tcp(addr: str, port: int = 0, *, backlog: int = BACKLOG) -> socket.so
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(place)
-        sock.listen(backlog)
+        sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
         raise RendezvousError(
@@ -77,6 +79,28 @@ def keep_alive(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, INTERVAL)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+
+
+def shut(sock: socket.socket) -> None:
+    """End a stream in both directions, which wakes a thread that uses it."""
+    with contextlib.suppress(OSError):
+        # Not the method of a TLS socket: after that it would write and read without TLS.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
+    """The next `size` bytes of a handshake, until `deadline` on the monotonic clock. Raises `WireError`."""
+    data = b""
+    while len(data) < size:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            part = sock.recv(size - len(data))
+        except OSError as error:
+            raise handshake_error(error) from error
+        if not part:
+            raise handshake_error(EOFError())
+        data += part
+    return data
 
 
 def nobody_answers(address: Address, error: OSError | str) -> RendezvousError:

@@ -18,7 +18,7 @@ from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.address import UnixAddress
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake, Token, load_token, new_token
+from unirun.wire.handshake import ANSWER_SIZE, Handshake, Token, load_token, new_token
 from unirun.wire.messages import Appointed
 from unirun.wire.reports import Message
 from unirun.wire.sockets import listen
@@ -81,7 +81,7 @@ class FakeMaster:
     def _converse(self, sock: socket.socket) -> None:
         with BlockingStream(sock) as stream, contextlib.suppress(WireError, OSError):
             self._streams.append(stream)
-            handshake = ServerHandshake(self._token)
+            handshake = Handshake(self._token)
             sock.sendall(handshake.hello())
             sock.sendall(handshake.proof(sock.recv(ANSWER_SIZE, socket.MSG_WAITALL)))
             if self._first is not None:

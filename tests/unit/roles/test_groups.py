@@ -200,10 +200,10 @@ def test_a_member_whose_connection_breaks_is_waited_for(
         return rollout.comes(0, 1)
 
     news = pool.submit(agent)
-    (kept,) = forge._groups.values()
-    for each in kept.gloo:
+    ((_, _, parts),) = forge._groups.values()
+    for each in parts:
         each.end()
-    assert not any(each.intact() for each in kept.gloo)
+    assert not any(each.intact() for each in parts)
     broken.set()
     assert sum_of(group_of(forge), news.result(WAIT_TIMEOUT).result(WAIT_TIMEOUT)) == 3
 

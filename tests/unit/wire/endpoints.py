@@ -64,15 +64,15 @@ class Endpoint:
         insecure = self.kind == "insecure"
         return credentials_in(folder, token or self.token, node, tls=self.tcp, insecure=insecure)
 
-    def listen(self, *, backlog: int = 64) -> socket.socket:
+    def listen(self) -> socket.socket:
         """Listen, where nobody does now."""
         if self.tcp:
-            listener = self.listener = listen_tcp("127.0.0.1", self._port, backlog=backlog)
+            listener = self.listener = listen_tcp("127.0.0.1", self._port)
             self.address = tcp_address(listener, NODE)
             self._port = self.address.port
             return listener
         self.path.unlink(missing_ok=True)
-        return listen(self.path, backlog=backlog)
+        return listen(self.path)
 
     def wrap(self, connection: socket.socket) -> socket.socket:
         """The server's end of a connection, for servers that are written by hand."""

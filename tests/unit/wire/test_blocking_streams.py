@@ -16,7 +16,7 @@ from unirun.errors import ConnectionLost, FrameError, RendezvousError
 from unirun.wire.address import unix_address
 from unirun.wire.aio import Stream, StreamServer
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake
+from unirun.wire.handshake import ANSWER_SIZE, Handshake
 from unirun.wire.messages import Shutdown, Stop
 from unirun.wire.reports import Notice
 
@@ -77,7 +77,7 @@ class TestBlockingStream:
         self, endpoint: Endpoint
     ) -> None:
         def serve(connection: socket.socket) -> None:
-            handshake = ServerHandshake(endpoint.token)
+            handshake = Handshake(endpoint.token)
             hello = handshake.hello()
             for n in range(len(hello)):
                 time.sleep(0.002)
@@ -95,7 +95,8 @@ class TestBlockingStream:
 
     def test_a_blocking_stream_waits_for_a_unix_listener_whose_queue_is_full(self, tmp_path: Path) -> None:
         endpoint = Endpoint("unix", tmp_path)
-        listener = endpoint.listen(backlog=0)
+        listener = endpoint.listen()
+        listener.listen(0)
         first = socket.socket(socket.AF_UNIX)
         with listener, first, unix_address(endpoint.path) as path:
             first.connect(path)
@@ -105,7 +106,7 @@ class TestBlockingStream:
             def make_room() -> None:
                 listener.accept()[0].close()
                 with listener.accept()[0] as second:
-                    handshake = ServerHandshake(endpoint.token)
+                    handshake = Handshake(endpoint.token)
                     second.sendall(handshake.hello())
                     second.sendall(handshake.proof(second.recv(ANSWER_SIZE)) + encoded(Shutdown()))
 

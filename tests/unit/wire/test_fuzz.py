@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.wire.strategies import within
 from unirun.errors import FrameError, WireError
 from unirun.wire.frames import FrameReader, decode, encode, encode_frame
-from unirun.wire.handshake import ClientHandshake, ServerHandshake, Token
+from unirun.wire.handshake import Handshake, Token
 from unirun.wire.messages import KINDS
 from unirun.wire.reports import Message
 
@@ -100,9 +100,9 @@ def test_any_text_that_is_nearly_json_decodes_or_is_a_wire_error(body: bytes) ->
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
 def test_any_handshake_bytes_raise_nothing_but_a_wire_error(first: bytes, second: bytes) -> None:
-    client = ClientHandshake(TOKEN)
+    client = Handshake(TOKEN)
     for attempt in (
-        lambda: ServerHandshake(TOKEN).proof(first),
+        lambda: Handshake(TOKEN).proof(first),
         lambda: client.answer(first),
         lambda: client.check(second),
     ):

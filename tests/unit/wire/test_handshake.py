@@ -9,23 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import AuthError, JobError
-from unirun.wire.handshake import (
-    ANSWER_SIZE,
-    HELLO_SIZE,
-    PROOF_SIZE,
-    ClientHandshake,
-    ServerHandshake,
-    Token,
-    load_token,
-    new_token,
-)
+from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, PROOF_SIZE, Handshake, Token, load_token, new_token
 
 TOKEN = Token(b"t" * 32)
 OTHER = Token(b"o" * 32)
 
 
 def test_a_handshake_succeeds_when_both_ends_know_the_token() -> None:
-    server, client = ServerHandshake(TOKEN), ClientHandshake(TOKEN)
+    server, client = Handshake(TOKEN), Handshake(TOKEN)
     hello = server.hello()
     answer = client.answer(hello)
     proof = server.proof(answer)
@@ -34,30 +25,30 @@ def test_a_handshake_succeeds_when_both_ends_know_the_token() -> None:
 
 
 def test_a_handshake_refuses_a_client_with_another_token_before_the_servers_proof() -> None:
-    server = ServerHandshake(TOKEN)
+    server = Handshake(TOKEN)
     with pytest.raises(AuthError, match="the peer does not know this job's token"):
-        server.proof(ClientHandshake(OTHER).answer(server.hello()))
+        server.proof(Handshake(OTHER).answer(server.hello()))
 
 
 def test_a_handshake_refuses_a_server_with_another_token() -> None:
-    server, client = ServerHandshake(OTHER), ClientHandshake(TOKEN)
+    server, client = Handshake(OTHER), Handshake(TOKEN)
     client.answer(server.hello())
     with pytest.raises(AuthError, match="the server does not know this job's token"):
         client.check(b"\0" * PROOF_SIZE)
 
 
 def test_a_recorded_handshake_answer_cannot_be_replayed() -> None:
-    first = ServerHandshake(TOKEN)
-    overheard = ClientHandshake(TOKEN).answer(first.hello())
+    first = Handshake(TOKEN)
+    overheard = Handshake(TOKEN).answer(first.hello())
     assert first.proof(overheard)
     with pytest.raises(AuthError):
-        ServerHandshake(TOKEN).proof(overheard)
+        Handshake(TOKEN).proof(overheard)
 
 
 def test_a_recorded_handshake_proof_cannot_be_replayed() -> None:
-    server, client = ServerHandshake(TOKEN), ClientHandshake(TOKEN)
+    server, client = Handshake(TOKEN), Handshake(TOKEN)
     overheard = server.proof(client.answer(server.hello()))
-    later = ClientHandshake(TOKEN)
+    later = Handshake(TOKEN)
     later.answer(server.hello())
     with pytest.raises(AuthError):
         later.check(overheard)
@@ -65,8 +56,8 @@ def test_a_recorded_handshake_proof_cannot_be_replayed() -> None:
 
 def test_a_servers_proof_is_not_accepted_as_a_clients_answer() -> None:
     """The proof of one server is no answer to another, although both know the token."""
-    one, two = ServerHandshake(TOKEN), ServerHandshake(TOKEN)
-    mac = one.proof(ClientHandshake(TOKEN).answer(one.hello()))
+    one, two = Handshake(TOKEN), Handshake(TOKEN)
+    mac = one.proof(Handshake(TOKEN).answer(one.hello()))
     with pytest.raises(AuthError):
         two.proof(two.hello() + mac)
 
@@ -74,34 +65,34 @@ def test_a_servers_proof_is_not_accepted_as_a_clients_answer() -> None:
 def test_a_clients_reflected_answer_is_not_accepted_as_a_servers_proof() -> None:
     """An attacker reflects the client's nonce and answer."""
     nonce = b"n" * 32
-    client = ClientHandshake(TOKEN, nonce)
-    answer = client.answer(ServerHandshake(TOKEN, nonce).hello())
+    client = Handshake(TOKEN, nonce)
+    answer = client.answer(Handshake(TOKEN, nonce).hello())
     with pytest.raises(AuthError):
         client.check(answer[HELLO_SIZE:])
 
 
 def test_a_hello_of_another_wire_version_is_distinguished_from_garbage() -> None:
-    hello = bytearray(ServerHandshake(TOKEN).hello())
+    hello = bytearray(Handshake(TOKEN).hello())
     hello[6] = 9
     with pytest.raises(
         AuthError, match="speaks version 9 of the wire, this is version 3; use the same unirun"
     ):
-        ClientHandshake(TOKEN).answer(bytes(hello))
+        Handshake(TOKEN).answer(bytes(hello))
     with pytest.raises(AuthError, match="does not speak unirun's wire"):
-        ClientHandshake(TOKEN).answer(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        Handshake(TOKEN).answer(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
 def test_a_hello_of_another_length_is_refused() -> None:
-    hello = ServerHandshake(TOKEN).hello()
+    hello = Handshake(TOKEN).hello()
     for other in (hello[:-1], hello + b"x"):
         with pytest.raises(AuthError, match="does not speak unirun's wire"):
-            ClientHandshake(TOKEN).answer(other)
+            Handshake(TOKEN).answer(other)
 
 
 @given(st.data())
 def test_a_handshake_answer_with_any_bit_changed_or_missing_is_refused(data: st.DataObject) -> None:
-    server = ServerHandshake(TOKEN)
-    answer = bytearray(ClientHandshake(TOKEN).answer(server.hello()))
+    server = Handshake(TOKEN)
+    answer = bytearray(Handshake(TOKEN).answer(server.hello()))
     if data.draw(st.booleans()):
         place = data.draw(st.integers(0, len(answer) - 1))
         answer[place] ^= 1 << data.draw(st.integers(0, 7))
@@ -114,13 +105,13 @@ def test_a_handshake_answer_with_any_bit_changed_or_missing_is_refused(data: st.
 @given(st.binary(max_size=200))
 def test_random_bytes_do_not_pass_a_handshake(raw: bytes) -> None:
     with pytest.raises(AuthError):
-        ServerHandshake(TOKEN).proof(raw)
+        Handshake(TOKEN).proof(raw)
     with pytest.raises(AuthError):
-        ClientHandshake(TOKEN).check(raw)
+        Handshake(TOKEN).check(raw)
 
 
 def test_each_handshake_has_its_own_nonces() -> None:
-    assert len({ServerHandshake(TOKEN).hello() for _ in range(50)}) == 50
+    assert len({Handshake(TOKEN).hello() for _ in range(50)}) == 50
     assert len({new_token() for _ in range(50)}) == 50
     assert {len(new_token()) for _ in range(5)} == {32}, "as many bytes as a token file has"
 

@@ -14,7 +14,7 @@ from unirun.values import WorkerId
 from unirun.wire import blocking
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.frames import FrameReader, decode
-from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake
+from unirun.wire.handshake import ANSWER_SIZE, Handshake
 from unirun.wire.messages import Hello
 from unirun.wire.reports import Message
 
@@ -47,7 +47,7 @@ def test_a_link_sends_hello_to_an_agent_that_knows_the_token(
     heard: list[Message] = []
 
     def agent(connection) -> None:  # type: ignore[no-untyped-def]
-        handshake, reader = ServerHandshake(endpoint.token), FrameReader()
+        handshake, reader = Handshake(endpoint.token), FrameReader()
         connection.sendall(handshake.hello())
         connection.sendall(handshake.proof(connection.recv(ANSWER_SIZE)))
         while not heard:

@@ -24,7 +24,7 @@ from unirun.wire import frames, handshake
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Stream, StreamServer, connect
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.handshake import HELLO_SIZE, ClientHandshake, ServerHandshake, new_token
+from unirun.wire.handshake import HELLO_SIZE, Handshake, new_token
 from unirun.wire.messages import Shutdown, Stop
 from unirun.wire.reports import Notice
 from unirun.wire.sockets import listen, listen_tcp
@@ -134,7 +134,7 @@ class TestStreamAuthentication:
             server = Refusing(endpoint)
             reader, writer = await endpoint.open()
             hello = await reader.readexactly(HELLO_SIZE)
-            writer.write(ClientHandshake(new_token()).answer(hello) + encoded(Stop(9, "let me in")))
+            writer.write(Handshake(new_token()).answer(hello) + encoded(Stop(9, "let me in")))
             with contextlib.suppress(OSError):
                 assert await asyncio.wait_for(reader.read(), WAIT_TIMEOUT) == b"", (
                     "not even a proof comes back"
@@ -148,7 +148,7 @@ class TestStreamAuthentication:
 
     def test_both_kinds_of_stream_refuse_a_server_with_another_token(self, endpoint: Endpoint) -> None:
         def lie(connection: socket.socket) -> None:
-            connection.sendall(ServerHandshake(new_token()).hello())
+            connection.sendall(Handshake(new_token()).hello())
             connection.recv(4096)
             connection.sendall(b"\0" * 32)
 
@@ -182,7 +182,7 @@ class TestStreamAuthentication:
         listener.close()
 
     def test_a_server_that_hangs_up_is_named_in_the_error(self, endpoint: Endpoint) -> None:
-        for hang_up in (lambda c: None, lambda c: c.sendall(ServerHandshake(endpoint.token).hello())):
+        for hang_up in (lambda c: None, lambda c: c.sendall(Handshake(endpoint.token).hello())):
             with serve_once(endpoint, hang_up), pytest.raises(ConnectionLost):
                 BlockingStream.connect(endpoint.address, endpoint.credentials)
             with serve_once(endpoint, hang_up), pytest.raises(ConnectionLost):

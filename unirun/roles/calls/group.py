@@ -13,7 +13,6 @@ from typing import (
     Generic,
     Literal,
     ParamSpec,
-    Protocol,
     Self,
     TypedDict,
     TypeVar,
@@ -288,6 +287,8 @@ def role_group(
 #         RG_ACTOR: ActorGroup
 
 Local = TypeVar("Local")
+Whose = TypeVar("Whose")
+Blocking = TypeVar("Blocking")
 
 
 class Options(TypedDict, total=False):
@@ -301,13 +302,60 @@ class Options(TypedDict, total=False):
     retries: int | None
 
 
-class Invocable(Generic[P, Local, R, Waited, Plain]):
-    """A method that returns `Local` in the worker. See `RemoteMethod` for the other parameters."""
+class Invocable(Generic[P, Local, Whose, Blocking]):
+    """A method with the parameters `P` that returns `Local` in the worker.
+
+    `Whose` is ``Literal["ALL"]`` if a call of the trainer goes to several workers, ``Literal["ONE"]`` if to one;
+    `Blocking` says whether it waits. Both are Any if that is not known. A coroutine's result is awaited in the worker.
+    """
 
     @overload
     def __get__(self, instance: None, owner: Any) -> Callable[Concatenate[Any, P], Local]: ...
+    # The first that fits if `Whose` and `Blocking` are Any.
     @overload
-    def __get__(self, instance: RoleGroup, owner: Any) -> RemoteMethod[P, R, Waited, Plain]: ...
+    def __get__(
+        self: Invocable[P, R, None, None], instance: RoleGroup, owner: Any
+    ) -> RemoteMethod[P, R, Any, Any]: ...
+    @overload
+    def __get__(
+        self: Invocable[P, Coroutine[Any, Any, R], Literal["ALL"], Literal[True]],
+        instance: RoleGroup,
+        owner: Any,
+    ) -> RemoteMethod[P, R, list[R], list[R]]: ...
+    @overload
+    def __get__(
+        self: Invocable[P, R, Literal["ALL"], Literal[True]], instance: RoleGroup, owner: Any
+    ) -> RemoteMethod[P, R, list[R], list[R]]: ...
+    @overload
+    def __get__(
+        self: Invocable[P, Coroutine[Any, Any, R], Literal["ALL"], Literal[False]],
+        instance: RoleGroup,
+        owner: Any,
+    ) -> RemoteMethod[P, R, list[R], InvocationRef[list[R]]]: ...
+    @overload
+    def __get__(
+        self: Invocable[P, R, Literal["ALL"], Literal[False]], instance: RoleGroup, owner: Any
+    ) -> RemoteMethod[P, R, list[R], InvocationRef[list[R]]]: ...
+    @overload
+    def __get__(
+        self: Invocable[P, Coroutine[Any, Any, R], Literal["ONE"], Literal[True]],
+        instance: RoleGroup,
+        owner: Any,
+    ) -> RemoteMethod[P, R, R, R]: ...
+    @overload
+    def __get__(
+        self: Invocable[P, R, Literal["ONE"], Literal[True]], instance: RoleGroup, owner: Any
+    ) -> RemoteMethod[P, R, R, R]: ...
+    @overload
+    def __get__(
+        self: Invocable[P, Coroutine[Any, Any, R], Literal["ONE"], Literal[False]],
+        instance: RoleGroup,
+        owner: Any,
+    ) -> RemoteMethod[P, R, R, InvocationRef[R]]: ...
+    @overload
+    def __get__(
+        self: Invocable[P, R, Literal["ONE"], Literal[False]], instance: RoleGroup, owner: Any
+    ) -> RemoteMethod[P, R, R, InvocationRef[R]]: ...
     @overload
     def __get__(self, instance: object, owner: Any) -> Callable[P, Local]: ...
     def __get__(self, instance: Any, owner: Any) -> Any:
@@ -317,82 +365,38 @@ class Invocable(Generic[P, Local, R, Waited, Plain]):
         raise NotImplementedError
 
 
-class AllBlocking(Protocol):
-    """Several workers are called and waited for."""
-
-    @overload
-    def __call__(
-        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]
-    ) -> Invocable[P, Coroutine[Any, Any, R], R, list[R], list[R]]: ...
-    @overload
-    def __call__(self, method: Callable[Concatenate[Any, P], R]) -> Invocable[P, R, R, list[R], list[R]]: ...
-
-
-class AllAsync(Protocol):
-    """Several workers are called and not waited for."""
-
-    @overload
-    def __call__(
-        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]
-    ) -> Invocable[P, Coroutine[Any, Any, R], R, list[R], InvocationRef[list[R]]]: ...
-    @overload
-    def __call__(
-        self, method: Callable[Concatenate[Any, P], R]
-    ) -> Invocable[P, R, R, list[R], InvocationRef[list[R]]]: ...
-
-
-class OneBlocking(Protocol):
-    """One worker is called and waited for."""
-
-    @overload
-    def __call__(
-        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]
-    ) -> Invocable[P, Coroutine[Any, Any, R], R, R, R]: ...
-    @overload
-    def __call__(self, method: Callable[Concatenate[Any, P], R]) -> Invocable[P, R, R, R, R]: ...
-
-
-class OneAsync(Protocol):
-    """One worker is called and not waited for."""
-
-    @overload
-    def __call__(
-        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]
-    ) -> Invocable[P, Coroutine[Any, Any, R], R, R, InvocationRef[R]]: ...
-    @overload
-    def __call__(
-        self, method: Callable[Concatenate[Any, P], R]
-    ) -> Invocable[P, R, R, R, InvocationRef[R]]: ...
-
-
 @overload
 def trainer_invocation(
-    method: Callable[Concatenate[Any, P], R], /
-) -> Invocable[P, R, R, list[R], list[R]]: ...
+    method: Callable[Concatenate[Any, P], Local], /
+) -> Invocable[P, Local, Literal["ALL"], Literal[True]]: ...
 
 
 @overload
 def trainer_invocation(
     *, target: OneWorker, blocking: Literal[True] = ..., **options: Unpack[Options]
-) -> OneBlocking: ...
+) -> Callable[[Callable[Concatenate[Any, P], Local]], Invocable[P, Local, Literal["ONE"], Literal[True]]]: ...
 
 
 @overload
 def trainer_invocation(
     *, target: OneWorker, blocking: Literal[False], **options: Unpack[Options]
-) -> OneAsync: ...
+) -> Callable[
+    [Callable[Concatenate[Any, P], Local]], Invocable[P, Local, Literal["ONE"], Literal[False]]
+]: ...
 
 
 @overload
 def trainer_invocation(
     *, target: Workers = ..., blocking: Literal[True] = ..., **options: Unpack[Options]
-) -> AllBlocking: ...
+) -> Callable[[Callable[Concatenate[Any, P], Local]], Invocable[P, Local, Literal["ALL"], Literal[True]]]: ...
 
 
 @overload
 def trainer_invocation(
     *, target: Workers = ..., blocking: Literal[False], **options: Unpack[Options]
-) -> AllAsync: ...
+) -> Callable[
+    [Callable[Concatenate[Any, P], Local]], Invocable[P, Local, Literal["ALL"], Literal[False]]
+]: ...
 
 
 @overload
@@ -408,7 +412,7 @@ def trainer_invocation(
     idempotent: bool = False,
     concurrency: int = 1,
     retries: int | None = None,
-) -> Callable[[Callable[..., R]], Invocable[..., R, Any, Any, Any]]: ...
+) -> Callable[[Callable[..., Local]], Invocable[..., Local, Any, Any]]: ...
 
 
 def trainer_invocation(*method: Any, **options: Any) -> Any:

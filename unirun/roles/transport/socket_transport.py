@@ -45,11 +45,11 @@ from unirun.wire.handshake import (
     ANSWER_SIZE,
     HANDSHAKE_TIMEOUT,
     OVERDUE_POLL_INTERVAL,
+    Handshake,
     Refusals,
-    ServerHandshake,
     Strangers,
 )
-from unirun.wire.sockets import handshake_error, keep_alive, listen, listen_tcp, tcp_address
+from unirun.wire.sockets import exactly, handshake_error, keep_alive, listen, listen_tcp, shut, tcp_address
 
 BUSY = 4
 """Open calls on a connection from which on its frames are not urgent."""
@@ -231,8 +231,8 @@ class Listener:
             self._closed = True
             strangers = list(self._strangers)
         for each in strangers:
-            _shut(each.sock)
-        _shut(self._socket)
+            shut(each.sock)
+        shut(self._socket)
         self._socket.close()
 
     def _accept_all(self) -> None:
@@ -274,7 +274,7 @@ class Listener:
         for each in out:
             if each.entering:
                 # Its thread sees that the socket has ended, and counts the refusal.
-                _shut(each.sock)
+                shut(each.sock)
             else:
                 self._refuse(each, WireError("it has waited for its turn too long"))
         for each in begin:
@@ -288,7 +288,7 @@ class Listener:
 
     def _admit(self, stranger: _Stranger) -> None:
         """Let a peer prove the token, and take its requests then."""
-        handshake, answer, end = ServerHandshake(self._token), b"", time.monotonic() + HANDSHAKE_TIMEOUT
+        handshake, deadline = Handshake(self._token), time.monotonic() + HANDSHAKE_TIMEOUT
         try:
             sock = stranger.sock
             sock.settimeout(HANDSHAKE_TIMEOUT)
@@ -299,15 +299,9 @@ class Listener:
                 stranger.sock = sock = tls
                 tls.do_handshake()
             sock.send(handshake.hello())
-            while len(answer) < ANSWER_SIZE:
-                sock.settimeout(max(end - time.monotonic(), 0.001))
-                data = sock.recv(ANSWER_SIZE - len(answer))
-                if not data:
-                    raise EOFError
-                answer += data
-            sock.send(handshake.proof(answer))
+            sock.send(handshake.proof(exactly(sock, ANSWER_SIZE, deadline)))
             self._inbox.add(_Served(sock, self._inbox))
-        except (OSError, EOFError) as error:
+        except OSError as error:
             self._refuse(stranger, handshake_error(error))
         except (WireError, ChannelError) as error:
             # A wrong proof, or this process serves no longer.
@@ -336,12 +330,6 @@ class _Stranger:
 
     def __init__(self, sock: socket.socket, origin: str) -> None:
         self.sock, self.origin, self.entering = sock, origin, False
-
-
-def _shut(sock: socket.socket) -> None:
-    """End a socket that another thread uses, which wakes that."""
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 class _Served:

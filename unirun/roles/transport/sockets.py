@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import fcntl
 import math
 import os
@@ -36,6 +35,7 @@ from unirun.roles.transport.frames import (
 from unirun.roles.transport.protocol import Handler, Lent, Parcel, await_end
 from unirun.roles.transport.stripes import STRIPED, Stripes
 from unirun.wire.reporting import report_error
+from unirun.wire.sockets import shut
 
 # Reading from the sockets of this process: by a reading thread, or by a thread that would only wait.
 #
@@ -537,7 +537,7 @@ class FrameSocket:
             return 0
         except OSError:
             # Mostly the peer has ended. Whatever it is, the reading thread sees the end and reports it.
-            self._shut()
+            shut(self.socket)
             return len(data)
 
     def put(self, data: bytes | memoryview, handle: int | None = None) -> int:
@@ -545,12 +545,6 @@ class FrameSocket:
         if handle is not None:
             return socket.send_fds(self.socket, [data], [handle], socket.MSG_NOSIGNAL)
         return self.socket.send(data, socket.MSG_NOSIGNAL)
-
-    def _shut(self) -> None:
-        """End the stream in both directions, which wakes a thread that polls the socket."""
-        with contextlib.suppress(OSError):
-            # Not the method of a TLS socket: after that it would write and read without TLS.
-            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def flush(self) -> None:
         """Write the frames that wait, as many as the socket takes."""
@@ -633,7 +627,7 @@ class FrameSocket:
             self._pool.close()
             if self._opened:
                 # `close` alone does not wake a thread that polls the socket.
-                self._shut()
+                shut(self.socket)
                 with self._using:
                     self.socket.close()
 
@@ -653,7 +647,7 @@ class TlsFrameSocket(FrameSocket):
 
     def __init__(self, wants_to_write: Callable[[bool], None]) -> None:
         super().__init__(wants_to_write, shares=False)
-        self.stripes = Stripes(self._shut)
+        self.stripes = Stripes(lambda: shut(self.socket))
 
     def _stream(self, kind: int, tag: int, parcel: Parcel, sizes: list[int]) -> None:
         """As for a connection without TLS, or in stripes."""

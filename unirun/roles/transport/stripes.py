@@ -7,7 +7,6 @@ receiver's memory at once; when they are there, the frame follows in its order.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import queue
@@ -20,6 +19,7 @@ from functools import partial
 
 from unirun.errors import FrameError
 from unirun.roles.transport.frames import SpareMemory, offsets, stream_of
+from unirun.wire.sockets import shut
 
 STRIPED = 4 << 20
 """Bytes of buffers from which they are sent in stripes."""
@@ -221,9 +221,7 @@ class Stripes:
             for waiting in self._queues:
                 waiting.put(None)
             for sock in self._sockets:
-                with contextlib.suppress(OSError):
-                    # Not the method of a TLS socket, which another thread uses.
-                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
+                shut(sock)
 
 
 def start(work: Callable[[], None]) -> bool:

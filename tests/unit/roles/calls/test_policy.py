@@ -24,7 +24,7 @@ def options_of(**options: Any) -> Invocation:
     """The options of a method that is decorated with these."""
 
     class Desk:
-        @trainer_invocation(**options)  # type: ignore[untyped-decorator]
+        @trainer_invocation(**options)
         def work(self) -> None:
             """Works."""
 

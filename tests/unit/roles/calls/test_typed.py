@@ -38,6 +38,10 @@ PPO = """
         def bare(self) -> str:
             return ""
 
+        @trainer_invocation
+        async def soon(self) -> str:
+            return ""
+
         @trainer_invocation(target="RANK0", timeout=3.0)
         def save(self, path: str) -> int:
             return 1
@@ -75,6 +79,7 @@ PPO = """
             losses: list[float] = actor.update([1.0], clip=False)
             losses = actor[1:].update.call([1.0])
             texts: list[str] = actor.bare()
+            texts = actor.soon()
             size: int = actor.save("x")
             size = actor.save.options(timeout=5.0).call("x")
             ref: InvocationRef[list[bytes]] = actor.later("b")

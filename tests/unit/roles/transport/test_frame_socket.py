@@ -22,7 +22,7 @@ from unirun.roles.transport.protocol import Parcel
 from unirun.roles.transport.sockets import BATCH, FrameSocket, TlsFrameSocket
 from unirun.wire.credentials import server_name
 from unirun.wire.handshake import new_token
-from unirun.wire.sockets import listen_tcp
+from unirun.wire.sockets import listen_tcp, shut
 
 KINDS = ("unix", "tcp", "tls")
 
@@ -206,7 +206,7 @@ def test_buffers_that_are_kept_may_be_changed_before_they_are_sent(ends: tuple[E
 
 def test_a_connection_of_tls_that_has_ended_writes_nothing_in_the_clear(ends: tuple[End, End]) -> None:
     sock = ends[0].connection.socket
-    ends[0].connection._shut()
+    shut(sock)
     if isinstance(sock, ssl.SSLSocket):
         inner = sock._sslobj  # type: ignore[attr-defined]
         assert inner is not None, "without it, Python would write what it is given"
