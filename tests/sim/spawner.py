@@ -23,8 +23,8 @@ from unirun.wire.reports import (
     Kill,
     Message,
     Metrics,
+    OpenStore,
     Reaped,
-    ServeStore,
     Serving,
     Spawn,
     SpawnerReady,
@@ -94,12 +94,12 @@ class SpawnerModel:
             case Kill(number, signum):
                 if number in self.processes:
                     self._signal(number, signum)
-            case ServeStore():
+            case OpenStore():
                 self._serve_store(message)
             case _:
                 raise AssertionError(f"the agent sent a spawner {message}")
 
-    def _serve_store(self, request: ServeStore) -> None:
+    def _serve_store(self, request: OpenStore) -> None:
         role, rng = request.role, self.simulation.rng
         before = self.simulation.stores.get(role)
         # Where its node is gone, the store that nobody has met in is served on another.
@@ -167,9 +167,7 @@ class SpawnerModel:
         rng = self.simulation.rng
         role, rank, incarnation = process.who
         assert self.node.state.view is not None, f"{process.who} is welcomed without a view"
-        self.node.apply(
-            events.LinkMessage(request.id, Hello(WorkerId(role, rank, incarnation), process.pid, True))
-        )
+        self.node.apply(events.LinkMessage(request.id, Hello(WorkerId(role, rank, incarnation))))
         (own,) = (seen for seen in self.node.state.view.roles if seen.name == role)
         assert own.generation >= process.generation, f"{process.who} is welcomed in the past"
         process.generation, process.view = own.generation, updated(None, whole(self.node.state.view))

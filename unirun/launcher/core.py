@@ -200,9 +200,9 @@ def from_worker(state: AgentState, event: LinkMessage) -> tuple[AgentState, list
     if worker is None:
         return state, []
     match event.message:
-        case Hello(running=running):
+        case Hello():
             told: list[Command] = []
-            if running and not worker.running:
+            if not worker.running:
                 state, told = runs(state, worker)
             if worker.who.role in state.companions:
                 told = [*told, ToLink(worker.id, engines_of(state, worker))]

@@ -28,7 +28,6 @@ from unirun.wire.reports import (
     Message,
     Notice,
     OpenStore,
-    ServeStore,
     Serving,
     Spawn,
     StoreEnded,
@@ -102,7 +101,7 @@ class RendezvousStore(Value):
     """
 
     spawner: SpawnerKey
-    request: ServeStore
+    request: OpenStore
     sent: bool = False
     opened: bool = False
     ended: StoreEnded | None = None

@@ -31,7 +31,7 @@ from unirun.spec.job import Probe
 from unirun.spec.programs import Own, fill, fill_roles
 from unirun.values import RankAddress, WorkerId
 from unirun.wire.messages import Reserve, StartRole, StartWorker
-from unirun.wire.reports import Borrow, OpenStore, Placed, ServeStore, Spawn
+from unirun.wire.reports import Borrow, OpenStore, Placed, Spawn
 
 # The ports of ranks: an agent chooses them, and no other agent of this host chooses the same ones.
 #
@@ -285,7 +285,7 @@ class Orders:
 
     def store(self, order: OpenStore, fd: int) -> RendezvousStore:
         """The store to serve on the listening socket `fd`."""
-        return RendezvousStore(self._store_key(order.role), ServeStore(order.role, order.generation, fd))
+        return RendezvousStore(self._store_key(order.role), replace(order, fd=fd))
 
     def stdin_for(self, key: SpawnerKey) -> list[int]:
         """The descriptors, one or none, that the spawner with this key must inherit for the job's reader."""

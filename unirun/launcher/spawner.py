@@ -45,8 +45,8 @@ from unirun.wire.reports import (
     Forked,
     Kill,
     Notice,
+    OpenStore,
     Reaped,
-    ServeStore,
     Spawn,
     SpawnerReady,
     SpawnFailed,
@@ -144,7 +144,7 @@ class Spawner:
                     task: child.Task | None = self._spawn(message)
                 case Spawn(stdin=int(number)):
                     task = self._spawn(replace(message, stdin=self._inherited[number]))
-                case ServeStore(fd=number):
+                case OpenStore(fd=number):
                     task = self._open_store(replace(message, fd=self._inherited[number]))
                 case Kill(number, signum):
                     task = None
@@ -219,7 +219,7 @@ class Spawner:
             if handle != keep:
                 os.close(handle)
 
-    def _open_store(self, request: ServeStore) -> child.Task | None:
+    def _open_store(self, request: OpenStore) -> child.Task | None:
         """Fork a process for the store, so that a new generation cannot see keys of an old one."""
         role, generation = request.role, request.generation
         if role in self._stores:

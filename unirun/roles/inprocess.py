@@ -179,7 +179,7 @@ class _Job:
             for role, count in counts.items()
         }
         briefs = tuple(
-            RoleBrief(role, "workload", f"{kind.__module__}:{kind.__qualname__}", count, None, "none")
+            RoleBrief(role, "workload", f"{kind.__module__}:{kind.__qualname__}", count, None)
             for role, (kind, count) in workloads.items()
         )
         self._welcome = Welcome(

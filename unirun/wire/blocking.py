@@ -191,15 +191,10 @@ def open_link(environ: Mapping[str, str]) -> BlockingStream:
         path = Path(environ["UNIRUN_SOCKET"])
         link = BlockingStream.connect(UnixAddress.here(path), load_credentials(path.parent))
         link.socket = socket.socket(fileno=out_of_the_way(link.socket.detach()))
-        link.send(
-            Hello(
-                WorkerId(
-                    environ["UNIRUN_ROLE"], int(environ["UNIRUN_RANK"]), int(environ["UNIRUN_INCARNATION"])
-                ),
-                pid=pid,
-                running=True,
-            )
+        who = WorkerId(
+            environ["UNIRUN_ROLE"], int(environ["UNIRUN_RANK"]), int(environ["UNIRUN_INCARNATION"])
         )
+        link.send(Hello(who))
         _current[pid] = link
     return _current[pid]
 

@@ -12,7 +12,7 @@ CLI→master    Attach Stop PassOn Drain Heartbeat
 master→CLI    Heartbeat WorkerOutput RoleChanged Notice Drained Ended
 visitor→master Visit ViewWanted Grow
 master→visitor Welcome View Ended
-agent→spawner Spawn ServeStore Kill (`unirun.wire.reports`)
+agent→spawner Spawn OpenStore Kill (`unirun.wire.reports`)
 spawner→agent SpawnerReady Forked Reaped SpawnFailed StoreOpened StoreEnded Notice
 launcher→node Assigned Ready Dismissed, before there is a master; over ssh also Invite Resume
 node→launcher Offer Ready Dismissed; over ssh also Chunk Current
@@ -279,24 +279,19 @@ class Shutdown(Message):
 
 
 class Hello(Message):
-    """A worker's first message. `running`: it is about to enter the user's code."""
+    """A worker's first message: it is about to enter the user's code."""
 
     worker: WorkerId
-    pid: int
-    running: bool
 
 
 class RoleBrief(Value):
-    """The part of a role's spec that workers see: its entry (`kind`, `target`), its `restart` level, the names of the
-    ports of each rank, and the number of ranks in a `group`."""
+    """The part of a role's spec that workers see. `kind` and `target` are its entry; a `group` has that many ranks."""
 
     name: str
     kind: str
     target: str
     count: int
     per_node: int | None
-    restart: str
-    ports: tuple[str, ...] = ()
     group: int = 1
 
 

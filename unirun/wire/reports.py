@@ -54,14 +54,6 @@ class Spawn(Message):
     stdin: int | None = None
 
 
-class ServeStore(Message):
-    """Orders a new, empty TCPStore for a generation of `role` on the inherited listening socket `fd`."""
-
-    role: str
-    generation: int
-    fd: int
-
-
 class Kill(Message):
     """Orders `signal` to be sent to the process group of a process."""
 
@@ -92,10 +84,12 @@ class SpawnFailed(Message):
 
 
 class OpenStore(Message):
-    """Orders a new, empty rendezvous store for a generation of a role, at the endpoint of its predecessor."""
+    """Orders a new, empty rendezvous store for a generation of a role, at the endpoint of its predecessor. For the
+    spawner, the agent adds the inherited listening socket `fd`."""
 
     role: str
     generation: int
+    fd: int = -1
 
 
 class StoreOpened(Message):

@@ -23,7 +23,7 @@ from unirun.launcher.events import (
 )
 from unirun.values import WorkerId
 from unirun.wire.messages import Hello
-from unirun.wire.reports import Forked, FromWorker, Message, ServeStore, Spawn, SpawnerReady
+from unirun.wire.reports import Forked, FromWorker, Message, OpenStore, Spawn, SpawnerReady
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def launch(
 
 
 def store(role: str = "actor", generation: int = 0, key: SpawnerKey = TORCH) -> RendezvousStore:
-    return RendezvousStore(key, ServeStore(role, generation, 9))
+    return RendezvousStore(key, OpenStore(role, generation, 9))
 
 
 class Agent:
@@ -81,7 +81,7 @@ class Agent:
         self.on(store(), launch(count=count)).spawner(SpawnerReady(1.0))
         for number in range(1, count + 1):
             self.spawner(Forked(number, 100 + number))
-            self.on(LinkMessage(number, Hello(WorkerId("actor", number - 1, 0), 100 + number, True)))
+            self.on(LinkMessage(number, Hello(WorkerId("actor", number - 1, 0))))
         return self
 
     def told(self, kind: type) -> list[Any]:

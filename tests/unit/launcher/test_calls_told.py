@@ -21,7 +21,7 @@ def test_a_new_master_gets_the_latest_call_counts() -> None:
         Agent()
         .alive()
         .on(
-            LinkMessage(1, Hello(WorkerId("actor", 0, 0), 101, True)),
+            LinkMessage(1, Hello(WorkerId("actor", 0, 0))),
             LinkMessage(1, ONCE),
             LinkMessage(1, TWICE),
         )

@@ -37,8 +37,8 @@ from unirun.wire.reports import (
     Message,
     Metrics,
     Notice,
+    OpenStore,
     Reaped,
-    ServeStore,
     Serving,
     Spawn,
     SpawnerReady,
@@ -61,12 +61,12 @@ class TestALaunch:
         agent = Agent(spawners={TORCH: False}).on(launch(), store()).spawner(SpawnerReady(1.3))
         assert agent.told(SpawnerReady) == [SpawnerReady(1.3, "n0")]
         orders = [c.message for c in agent.commands if isinstance(c, ToSpawner)]
-        assert orders == [ServeStore("actor", 0, 9), spawn(1, "actor", 0), spawn(2, "actor", 1)]
+        assert orders == [OpenStore("actor", 0, 9), spawn(1, "actor", 0), spawn(2, "actor", 1)]
         assert {w.phase for w in agent.state.workers.values()} == {Phase.FORKING}
 
     def test_a_launch_continues_at_once_with_a_ready_spawner(self) -> None:
         agent = Agent(spawners={TORCH: True}).on(store(), launch())
-        assert agent.sent(ServeStore) == [ServeStore("actor", 0, 9)]
+        assert agent.sent(OpenStore) == [OpenStore("actor", 0, 9)]
         assert len(agent.sent(Spawn)) == 2
 
     def test_a_launch_starts_missing_spawners_once(self) -> None:
@@ -95,7 +95,7 @@ class TestALaunch:
         agent = Agent(in_place=frozenset({"actor"})).alive().spawner(Reaped(1, 1.0, None, KILL))
         assert agent.sent(Kill) == []
         agent.on(store(generation=1), Launch((worker(5, "actor", 0, incarnation=1),)))
-        assert [type(c.message) for c in agent.commands if isinstance(c, ToSpawner)] == [ServeStore, Spawn]
+        assert [type(c.message) for c in agent.commands if isinstance(c, ToSpawner)] == [OpenStore, Spawn]
         assert {w.who[1:] for w in agent.state.workers.values()} == {(0, 1), (1, 0)}
 
     def test_a_launch_is_refused_while_the_agent_leaves(self) -> None:
@@ -115,14 +115,14 @@ class TestAWorker:
 
     def test_a_worker_is_reported_as_running_once(self) -> None:
         agent = Agent().on(launch()).spawner(SpawnerReady(1.0), Forked(1, 101))
-        hello = LinkMessage(1, Hello(WorkerId("actor", 0, 0), 101, True))
+        hello = LinkMessage(1, Hello(WorkerId("actor", 0, 0)))
         assert agent.on(hello).told(WorkerRunning) == [WorkerRunning(WorkerId("actor", 0, 0), 0)]
         assert agent.on(hello).commands == []
 
     def test_a_worker_may_start_in_a_later_generation_than_ordered(self) -> None:
         agent = Agent().on(store(), launch()).spawner(SpawnerReady(1.0), Forked(1, 101))
         agent.on(View((RoleView("actor", 2, 1, "127.0.0.1:1", "reforming", ()),)))
-        agent.on(LinkMessage(1, Hello(WorkerId("actor", 0, 0), 101, True)))
+        agent.on(LinkMessage(1, Hello(WorkerId("actor", 0, 0))))
         assert agent.told(WorkerRunning) == [WorkerRunning(WorkerId("actor", 0, 0), 1)]
 
     def test_a_program_counts_as_running_when_it_is_forked(self) -> None:

@@ -31,8 +31,8 @@ from unirun.wire.reports import (
     Forked,
     Kill,
     Notice,
+    OpenStore,
     Reaped,
-    ServeStore,
     Serving,
     Spawn,
     SpawnerReady,
@@ -268,10 +268,10 @@ class TestAStoreThatDies:
         assert agent.told(StoreEnded) == [StoreEnded("actor", 0, 5.0, "x")]
         agent.on(store(generation=1), store(generation=2))
         assert [c.key for c in agent.commands if isinstance(c, StartSpawner)] == [TORCH]
-        assert agent.spawner(SpawnerReady(1.0)).sent(ServeStore) == [ServeStore("actor", 2, 9)]
+        assert agent.spawner(SpawnerReady(1.0)).sent(OpenStore) == [OpenStore("actor", 2, 9)]
 
     def test_a_leaving_agent_opens_no_store(self) -> None:
-        assert Agent().alive().on(Shutdown(), store(generation=1)).sent(ServeStore) == []
+        assert Agent().alive().on(Shutdown(), store(generation=1)).sent(OpenStore) == []
 
 
 class TestASpawnerThatDies:
@@ -323,7 +323,7 @@ class TestASpawnerThatDies:
             "the store of its role is gone: cannot import torch"
         ] * 2
         assert agent.state.stores["actor"].ended is not None
-        assert agent.spawner(SpawnerReady(1.0)).sent(ServeStore) == []
+        assert agent.spawner(SpawnerReady(1.0)).sent(OpenStore) == []
 
     def test_a_spawner_that_dies_while_leaving_ends_the_agent(self) -> None:
         assert Agent().alive().on(Shutdown(), SpawnerDown(TORCH, "x", 1.0)).commands[-1] == Leave()

@@ -110,7 +110,7 @@ class RandomHistory:
             one = rng.choice(alive)
             choices.append(FromSpawner(one.spawner, Reaped(one.id, 1.0, rng.choice([0, 1]), None)))
             choices += [
-                LinkMessage(one.id, Hello(one.who, 1, True)),
+                LinkMessage(one.id, Hello(one.who)),
                 LinkClosed(one.id),
             ]
             choices.append(LinkMessage(one.id, MasterRequest(rng.randrange(100), "load_state")))

@@ -187,7 +187,7 @@ def with_companion(**more: Any) -> Agent:
     agent = started(url="http://h:1", companion="engine-weights", **more)
     companion = replace(worker(2, "engine-weights", 0, key=FRESH))
     agent.on(Launch((companion,))).spawner(Forked(2, 102), key=FRESH)
-    return agent.on(LinkMessage(2, Hello(companion.who, 102, True)))
+    return agent.on(LinkMessage(2, Hello(companion.who)))
 
 
 def news(agent: Agent) -> list[LocalEngines]:
@@ -244,7 +244,7 @@ class TestWeights:
         agent = with_companion()
         second = worker(3, "engine-weights", 1, key=FRESH)
         agent.on(Launch((second,))).spawner(Forked(3, 103), key=FRESH)
-        agent.on(LinkMessage(3, Hello(second.who, 103, True)))
+        agent.on(LinkMessage(3, Hello(second.who)))
         assert [c.message for c in agent.commands if isinstance(c, ToLink)] == [LocalEngines(())]
         agent.spawner(Reaped(2, 20.0, None, KILL), key=FRESH)
         told = [c.message for c in agent.commands if isinstance(c, ToLink) and c.id == 3]
@@ -265,5 +265,5 @@ class TestWeights:
 
     def test_a_companion_that_starts_again_learns_of_all(self) -> None:
         agent = says(with_companion(), "")
-        agent.on(LinkMessage(2, Hello(WorkerId("engine-weights", 0, 1), 103, True)))
+        agent.on(LinkMessage(2, Hello(WorkerId("engine-weights", 0, 1))))
         assert news(agent) == engines(alive=True)

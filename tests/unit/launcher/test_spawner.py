@@ -30,8 +30,8 @@ from unirun.wire.reports import (
     Kill,
     Message,
     Notice,
+    OpenStore,
     Reaped,
-    ServeStore,
     Spawn,
     SpawnerReady,
     SpawnFailed,
@@ -282,10 +282,10 @@ def test_a_spawners_new_store_replaces_the_old_one_and_its_end_is_reported(
     """The store is reported as soon as it is forked, so its imports do not matter here."""
     spawner = start(pass_fds=(port,))
     spawner.next(SpawnerReady)
-    spawner.send(ServeStore("actor", 3, port))
+    spawner.send(OpenStore("actor", 3, port))
     assert spawner.next(StoreOpened) == StoreOpened("actor", 3)
     first = spawner.children()
-    spawner.send(ServeStore("actor", 4, port))
+    spawner.send(OpenStore("actor", 4, port))
     assert spawner.next(StoreOpened) == StoreOpened("actor", 4)
     second = spawner.children()
     assert len(first) == len(second) == 1
@@ -328,9 +328,9 @@ def test_spawned_processes_have_no_descriptor_of_the_spawner_or_each_other(
         (tmp_path / "token").chmod(0o600)
         spawner.send(spawner.program(1, "sleep", "100"))
         spawner.next(Forked)
-        spawner.send(ServeStore("critic", 0, another.fileno()))
+        spawner.send(OpenStore("critic", 0, another.fileno()))
         spawner.next(StoreOpened)
-        spawner.send(ServeStore("actor", 0, port.fileno()))
+        spawner.send(OpenStore("actor", 0, port.fileno()))
         spawner.next(StoreOpened)
         store = spawner.children()[-1]
         assert eventually(lambda: files_of(store).keys() == {port.fileno()}), files_of(store)
@@ -440,7 +440,7 @@ def test_a_forked_worker_keeps_the_open_files_of_a_preloaded_module(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     spawner = start("journal", pass_fds=(port,))
     spawner.next(SpawnerReady)
-    spawner.send(ServeStore("actor", 0, port))
+    spawner.send(OpenStore("actor", 0, port))
     spawner.next(StoreOpened)
     store = spawner.children()[-1]
     kept = {port, next(n for n, link in files_of(spawner.process.pid).items() if link == str(entries))}

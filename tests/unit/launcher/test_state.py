@@ -25,7 +25,6 @@ from unirun.wire.reports import (
     Metrics,
     OpenStore,
     Reaped,
-    ServeStore,
     Serving,
     Spawn,
     SpawnerReady,
@@ -64,7 +63,7 @@ class TestAWorkerThatIsHeld:
 
     def test_a_held_worker_runs_in_the_generation_of_its_welcome(self) -> None:
         agent = Agent().on(launch(count=1), VIEW).spawner(SpawnerReady(1.0), Forked(1, 101))
-        says(agent, 1, Hello(WorkerId("actor", 0, 0), 101, True))
+        says(agent, 1, Hello(WorkerId("actor", 0, 0)))
         assert workers(agent) == (HeldWorker(WorkerId("actor", 0, 0), 101, True, 1),)
 
     def test_a_held_worker_has_the_latest_generation_that_it_formed(self) -> None:
@@ -145,7 +144,7 @@ class TestAStore:
 
     def test_a_store_that_is_ordered_again_is_reported_but_not_reopened(self) -> None:
         agent = Agent(spawners={TORCH: True}).on(store(), store())
-        assert agent.sent(ServeStore) == [ServeStore("actor", 0, 9)]
+        assert agent.sent(OpenStore) == [OpenStore("actor", 0, 9)]
         assert agent.on(store()).commands == []
         opened = agent.spawner(StoreOpened("actor", 0)).on(store())
         assert opened.commands == [ToMaster(StoreOpened("actor", 0))]
@@ -155,7 +154,7 @@ class TestAStore:
     def test_a_store_of_a_later_generation_replaces_the_held_one(self) -> None:
         agent = Agent(spawners={TORCH: True}).on(store(), store(generation=1))
         assert stores(agent) == (OpenStore("actor", 1),)
-        assert agent.on(store()).sent(ServeStore) == []
+        assert agent.on(store()).sent(OpenStore) == []
         assert stores(agent) == (OpenStore("actor", 1),)
 
 
@@ -190,7 +189,7 @@ class TestWithoutAMaster:
         """The loss of a master is no event for the core: workers start, report and end."""
         agent = Agent().on(store(), launch(), VIEW).spawner(SpawnerReady(1.0), Forked(1, 101), Forked(2, 102))
         assert len(agent.told(WorkerStarted)) == 2
-        says(agent, 1, Hello(WorkerId("actor", 0, 0), 101, True), Metrics({"loss": 1.0}, 1.0), GroupFormed(1))
+        says(agent, 1, Hello(WorkerId("actor", 0, 0)), Metrics({"loss": 1.0}, 1.0), GroupFormed(1))
         agent.spawner(Reaped(2, 9.0, 0, None)).on(Led(2))
         assert {(held.worker.rank, held.running, held.exit is not None) for held in workers(agent)} == {
             (0, True, False),
@@ -201,7 +200,7 @@ class TestWithoutAMaster:
         agent = Agent().alive().spawner(Reaped(1, 9.0, 1, None))
         again = launch(first=11)
         assert agent.on(Led(2), Order(2, store()), Order(2, again)).sent(Spawn) == []
-        assert agent.sent(ServeStore) == []
+        assert agent.sent(OpenStore) == []
         agent.on(ExitAck(WorkerId("actor", 0, 0)), Order(2, again))
         assert agent.sent(Spawn) == [], "nor when the end is forgotten"
 

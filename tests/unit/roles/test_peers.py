@@ -23,7 +23,7 @@ def role(ranks: int, generation: int) -> RoleView:
 @pytest.fixture
 def peers() -> Peers:
     """Of a job whose three actors have become two."""
-    briefs = (RoleBrief("actor", "script", "a.py", 3, None, "role"),)
+    briefs = (RoleBrief("actor", "script", "a.py", 3, None),)
     welcome = Welcome(View((role(3, 0),)), "{}", "job", briefs, (), 60.0, "torch")
     found = Peers("actor", 0, {"actor": RoleInfo("actor", 3, 0, "h:1")}, welcome=welcome)
     found.update(View((role(2, 1),)))
