@@ -43,11 +43,8 @@ if TYPE_CHECKING:
     from unirun.roles.transport.torch_rpc import RpcAgent
 
 
-# `CallSession`: the transport, the caller and the role groups of one process, made at their first use.
-
-
 class CallSession:
-    """One per process. Its parts are made when they are first used."""
+    """The transport, the caller and the role groups of one process, made when they are first used."""
 
     def __init__(
         self,
@@ -361,7 +358,7 @@ _of_thread: ContextVar[Context | None] = ContextVar("unirun-context", default=No
 
 @contextlib.contextmanager
 def acting(context: Context) -> Iterator[None]:
-    """In this thread, `init` returns `context`: it is that of a worker which is no process."""
+    """A block in which `init` returns `context` in this thread, for a worker that is a thread."""
     token = _of_thread.set(context)
     try:
         yield

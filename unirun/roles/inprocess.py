@@ -59,7 +59,7 @@ class _InprocConnection:
         self._executor.soon(lambda: done(answer) if self._open else None)
 
     def keep(self) -> None:
-        """Everything is sent at once."""
+        """Do nothing, as everything is sent at once."""
 
     def close(self) -> None:
         self._open = False
@@ -72,7 +72,7 @@ class _InprocConnection:
 
 
 class InprocTransport:
-    """One for each worker that is a thread of this process. ``close`` is the worker's death for the others."""
+    """The transport of a worker that is a thread of this process. For the others, ``close`` is the worker's death."""
 
     name = "inproc"
 

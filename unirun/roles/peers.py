@@ -108,7 +108,7 @@ class Peers:
             return MappingProxyType(self._roles)
 
     def known(self, role: str) -> RoleInfo:
-        """One role. Raises `UsageError` when the job has none of that name."""
+        """The role of that name, as it is now. Raises `UsageError` when the job has none."""
         found = self.roles().get(role)
         if found is None:
             raise UsageError(f"this job has no role {role!r}", f"it has {', '.join(self.roles())}")

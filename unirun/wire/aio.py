@@ -158,7 +158,7 @@ async def _reach(address: Address) -> socket.socket:
 async def _streams(
     sock: socket.socket, address: Address, credentials: Credentials
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Over a connected socket; with TLS to another host, unless the job is `insecure`."""
+    """Streams over a connected socket, with TLS to another host unless the job is `insecure`."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     protocol = _Protocol(reader)
@@ -180,7 +180,7 @@ async def _streams(
 
 
 class _Protocol(asyncio.StreamReaderProtocol):
-    """Knows its transport also when nobody else gets it.
+    """A protocol that keeps its transport, so that this can be closed if nobody else got it.
 
     A task that is cancelled when TLS has just been established gets none, and asyncio waits for the peer's end of TLS.
     If the socket were closed meanwhile, the event loop would take the next one with its number for the old one.

@@ -43,7 +43,7 @@ class BlockingStream:
     def connect(
         cls, address: Address, credentials: Credentials, *, timeout: float = HANDSHAKE_TIMEOUT
     ) -> BlockingStream:
-        """Connect to who listens at `address` and prove the token, within `timeout` seconds.
+        """Connect to the listener at `address` and prove the token, within `timeout` seconds.
 
         Raises `RendezvousError` when nobody listens, `AuthError` when a token or a certificate is wrong.
         """

@@ -39,8 +39,8 @@ class Credentials(Value):
     insecure: bool = False
 
     def client_context(self, *, any_node: bool = False) -> ssl.SSLContext | None:
-        """The context of TLS for who connects to a node that it names, or to `any_node` of the job; None with
-        `insecure`. Raises `JobError`."""
+        """The TLS context of a client that names the node, or takes `any_node` of the job; None with `insecure`. Raises
+        `JobError`."""
         import ssl
 
         context = self._context(ssl.PROTOCOL_TLS_CLIENT)
@@ -49,7 +49,7 @@ class Credentials(Value):
         return context
 
     def server_context(self) -> ssl.SSLContext | None:
-        """The context of TLS for who listens; None with `insecure`. Raises `JobError`."""
+        """The TLS context of a server; None with `insecure`. Raises `JobError`."""
         import ssl
 
         return self._context(ssl.PROTOCOL_TLS_SERVER)

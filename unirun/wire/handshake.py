@@ -62,7 +62,7 @@ def load_token(path: Path) -> Token:
 
 
 class Handshake:
-    """One end of it: `hello` and `proof` are the server's, `answer` and `check` the client's."""
+    """One end of a handshake: `hello` and `proof` are the server's, `answer` and `check` the client's."""
 
     def __init__(self, token: Token, nonce: bytes | None = None) -> None:
         self._token = token
@@ -108,21 +108,21 @@ def _mac(token: Token, side: bytes, first: bytes, second: bytes) -> bytes:
     return hmac.digest(token, side + first + second, "sha256")
 
 
-# Counts the connections that a listener refuses, and limits how many of them are told of.
+# Counts the connections that a listener refuses, and limits how many of them are reported.
 
 BURST = 20
-"""Refusals that are told of at once; after these one a second, as whoever can connect must not fill a log."""
+"""Refusals that are reported at once; after these one a second, as whoever can connect must not fill a log."""
 
 
 class Refusals:
-    """Those of one listener. `tell` gets a text and the number of refusals so far."""
+    """The refused connections of one listener. `tell` gets a text and the number of refusals so far."""
 
     def __init__(self, tell: Callable[[str, int], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._tell, self._clock = tell, clock
         self._count, self._bucket = 0, _Bucket(BURST, 1.0, clock())
 
     def add(self, error: Exception | str, origin: str = "") -> None:
-        """Count the refusal of a connection from the address `origin`, and perhaps tell of it."""
+        """Count the refusal of a connection from the address `origin`, and report it unless there were too many."""
         now = self._clock()
         self._count += 1
         if self._bucket.left(now) >= 1:

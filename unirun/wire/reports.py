@@ -203,8 +203,8 @@ class Health(Message):
 
 
 class LocalEngines(Message):
-    """All servers of this host that the worker who gets this brings weights into, as they are now: `ready` are those
-    that have answered their probe, whatever weights they have."""
+    """All servers of this host that the receiving worker brings weights into, as they are now. `ready` are those that
+    have answered their probe, whatever weights they have."""
 
     engines: tuple[Engine, ...]
 

@@ -53,7 +53,7 @@ Part = tuple[Call, int]
 
 
 class ReliableConnection:
-    """To one worker's process. It connects with the first call, and again as long as calls are open."""
+    """A connection to one worker's process. It is opened with the first call, and again as long as calls are open."""
 
     def __init__(
         self,
@@ -262,15 +262,15 @@ class Deadlines(Generic[T]):
         self._lock = threading.Lock()
         self._watched = False
 
-    def add(self, thing: T) -> None:
-        """Add `thing`; its timeout begins."""
-        self._open[thing] = self._scheduler.now() + self.seconds
+    def add(self, item: T) -> None:
+        """Add `item`; its timeout begins."""
+        self._open[item] = self._scheduler.now() + self.seconds
         if not self._watched:
             self._watch()
 
-    def drop(self, thing: T) -> None:
-        """Forget `thing`, which was in time or has expired already."""
-        self._open.pop(thing, None)
+    def drop(self, item: T) -> None:
+        """Forget `item`, which was in time or has expired already."""
+        self._open.pop(item, None)
 
     def _watch(self) -> None:
         with self._lock:
@@ -280,14 +280,14 @@ class Deadlines(Generic[T]):
         self._scheduler.at(self._scheduler.now() + self.seconds, self._look)
 
     def _look(self) -> None:
-        for thing in list(self._open):
-            when = self._open.get(thing)
+        for item in list(self._open):
+            when = self._open.get(item)
             if when is not None and when > self._scheduler.now():
                 self._scheduler.at(when, self._look)
                 return
             if when is not None:
-                self.drop(thing)
-                self._scheduler.soon(partial(self._late, thing))
+                self.drop(item)
+                self._scheduler.soon(partial(self._late, item))
         self._watched = False
         # `add` starts no watch while this function runs, so what was added meanwhile needs one now.
         if self._open:

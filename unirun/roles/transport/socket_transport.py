@@ -416,14 +416,17 @@ class CallAddress(Value):
 
     @classmethod
     def parse(cls, text: str) -> CallAddress:
-        """From its text: a path, or JSON. Raises `FrameError`."""
+        """Parse the text of an address: a path, or JSON. Raises `FrameError`."""
         return from_json(cls, text) if text.startswith("{") else cls(text)
 
 
 class SocketTransport:
-    """One per process. `folder`, of mode 0700, has the unix sockets of the job's workers on this node. With `addr`, an
-    address of this host, workers on other hosts can connect. `refused` gets a text for connections that were refused,
-    and their number; `known` says whether an address is one of the job's hosts."""
+    """The socket transport of this process.
+
+    `folder`, of mode 0700, has the unix sockets of the job's workers on this node. With `addr`, an address of this
+    host, workers on other hosts can connect. `refused` gets a text for connections that were refused, and their number;
+    `known` says whether an address is one of the job's hosts.
+    """
 
     name = "socket"
 

@@ -640,7 +640,7 @@ RECORDS = 64
 
 
 class TlsFrameSocket(FrameSocket):
-    """Over a TLS socket, which takes and gives a record at a time. Only one thread at a time may use that.
+    """A `FrameSocket` over TLS, which takes and gives a record at a time. Only one thread at a time may use its socket.
 
     Large buffers go in stripes, once there are connections for them.
     """

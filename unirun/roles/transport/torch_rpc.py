@@ -224,7 +224,7 @@ _serving: TorchTransport | None = None
 
 
 class TorchTransport:
-    """One per process, as torch has one RPC agent per process."""
+    """The transport over the RPC agent of this process, of which torch has one."""
 
     name = "torch"
 
@@ -345,7 +345,7 @@ class _RpcConnection:
             self._broken(reason.partition(" (this error")[0] or "the connection has ended")
 
     def keep(self) -> None:
-        """Nothing can be done: torch reads the memory when it sends it."""
+        """Do nothing, as torch reads the memory when it sends it."""
 
     def close(self) -> None:
         with self._lock:
