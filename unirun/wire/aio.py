@@ -23,7 +23,6 @@ from unirun.wire.handshake import (
     OVERDUE_POLL_INTERVAL,
     PROOF_SIZE,
     Handshake,
-    Refusals,
     Strangers,
     Token,
 )
@@ -239,7 +238,7 @@ AT_ONCE = 16
 
 class StreamServer:
     """Accepts connections on `listener`, a unix or a TCP socket, and calls `handler` with each that has proved the
-    token. `refused` gets a text for those that have not, and their number so far (`Refusals`).
+    token. `refused` gets a text for those that have not, and their number so far.
 
     A connection has `timeout` seconds to prove the token. `Strangers` says which of them may begin to, so that
     one peer with many connections cannot keep others out. `known` says whether an address is one of the job's hosts.
@@ -260,10 +259,7 @@ class StreamServer:
         self._listener, self._token = listener, credentials.token
         self._handler, self._timeout, self._proved = handler, timeout, proved
         self._tls = credentials.server_context() if listener.family != socket.AF_UNIX else None
-        self._refusals = Refusals(refused)
-        self._clock = asyncio.get_running_loop().time
-        self._strangers: Strangers[socket.socket] = Strangers(known, self._clock())
-        self._origins: dict[socket.socket, str] = {}
+        self._strangers: Strangers[socket.socket] = Strangers(known, refused)
         self._entering: dict[socket.socket, asyncio.Task[Stream]] = {}
         self._look: asyncio.TimerHandle | None = None
         self._known: set[asyncio.Future[None]] = set()
@@ -300,7 +296,7 @@ class StreamServer:
                     continue
                 except OSError as error:
                     # Out of descriptors or memory: connections wait in the listener's queue.
-                    self._refusals.add(error)
+                    self._strangers.refused(error)
                     await asyncio.sleep(ACCEPT_RETRY_INTERVAL)
                     continue
                 self.take(sock, place)
@@ -310,15 +306,14 @@ class StreamServer:
     def take(self, sock: socket.socket, place: Any) -> None:
         """Take a connection that was accepted, from the address `place` of its family."""
         sock.setblocking(False)
-        origin = self._origins[sock] = place[0] if place else ""
-        out = self._strangers.arrives(sock, origin, self._clock())
+        out = self._strangers.arrives(sock, place[0] if place else "")
         if out is not None:
-            self._turn_away(out, "too many connections of its kind wait")
+            out.close()
         self._go_on()
 
     def _go_on(self) -> None:
         """Let connections begin whose turn it is."""
-        while (begins := self._strangers.next(self._clock())) is not None:
+        while (begins := self._strangers.next()) is not None:
             task = self._entering[begins] = asyncio.ensure_future(self._admit(begins))
             task.add_done_callback(partial(self._entered, begins))
         if self._strangers.waiting and self._look is None:
@@ -327,16 +322,12 @@ class StreamServer:
     def _look_again(self) -> None:
         """End the connections that make room for others."""
         self._look = None
-        for sock in self._strangers.overdue(self._clock()):
+        for sock in self._strangers.overdue():
             if (task := self._entering.get(sock)) is not None:
                 task.cancel()
-            self._turn_away(sock, "it has not proved the token yet, and others wait")
+            else:
+                sock.close()
         self._go_on()
-
-    def _turn_away(self, sock: socket.socket, why: str) -> None:
-        self._refusals.add(why, self._origins.pop(sock, ""))
-        if sock not in self._entering:
-            sock.close()
 
     async def _admit(self, sock: socket.socket) -> Stream:
         if sock.family != socket.AF_UNIX:
@@ -345,18 +336,16 @@ class StreamServer:
 
     def _entered(self, sock: socket.socket, task: asyncio.Task[Stream]) -> None:
         """Serve a connection that has proved the token; close any other."""
-        origin = self._origins.pop(sock, "")
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         del self._entering[sock]
-        self._strangers.ends(sock, proved=error is None)
+        if not task.cancelled():
+            self._strangers.ends(sock, error)
         if error is None:
             serving = asyncio.ensure_future(self._handler(task.result()))
             self._known.add(serving)
             serving.add_done_callback(self._known.discard)
         else:
             sock.close()
-            if isinstance(error, WireError | OSError):
-                self._refusals.add(error, origin)
             _free(error)
         if not self._accepting.done():
             self._go_on()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Generic, NewType, TypeVar
 
-from unirun.errors import AuthError, JobError
+from unirun.errors import AuthError, JobError, WireError
 from unirun.wire.frames import VERSION
 
 ACCEPT_RETRY_INTERVAL = 0.1
@@ -108,29 +108,6 @@ def _mac(token: Token, side: bytes, first: bytes, second: bytes) -> bytes:
     return hmac.digest(token, side + first + second, "sha256")
 
 
-# Counts the connections that a listener refuses, and limits how many of them are reported.
-
-BURST = 20
-"""Refusals that are reported at once; after these one a second, as whoever can connect must not fill a log."""
-
-
-class Refusals:
-    """The refused connections of one listener. `tell` gets a text and the number of refusals so far."""
-
-    def __init__(self, tell: Callable[[str, int], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._tell, self._clock = tell, clock
-        self._count, self._bucket = 0, _Bucket(BURST, 1.0, clock())
-
-    def add(self, error: Exception | str, origin: str = "") -> None:
-        """Count the refusal of a connection from the address `origin`, and report it unless there were too many."""
-        now = self._clock()
-        self._count += 1
-        if self._bucket.left(now) >= 1:
-            self._bucket.take(now)
-            whence = f" from {origin}" if origin else ""
-            self._tell(f"a connection{whence} was refused: {error}", self._count)
-
-
 # Admission of connections to the handshake in which they prove the token. They are strangers until then. No I/O.
 #
 # Any machine that can send packets to a listener can connect, and a handshake of TLS takes processor time and memory.
@@ -138,6 +115,9 @@ class Refusals:
 # address that is not known, handshakes in a second. Addresses take turns. Those of the job's own hosts are *known*,
 # come first, and do not share their limits with others. An address from which the token was proved once is known from
 # then on. On a unix socket all connections are this user's; they have no address, and are known.
+
+BURST = 20
+"""Refusals that are reported at once; after these one a second, as whoever can connect must not fill a log."""
 
 KNOWN, EACH, TOGETHER = 64, 16, 64
 """Maximum of handshakes at one time: of a known address, of one that is not known, of all that are not known."""
@@ -197,18 +177,28 @@ class _Origin(Generic[C]):
 
 
 class Strangers(Generic[C]):
-    """The connections of one listener that have not proved the token. `known` says whether an address is one of the
-    job's hosts. Times are seconds of a monotonic clock."""
+    """The connections of one listener that have not proved the token, and how many of them were refused.
 
-    def __init__(self, known: Callable[[str], bool], now: float) -> None:
-        self._is_known = known
+    `known` says whether an address is one of the job's hosts. `tell` gets a text for a refused connection, unless there
+    are too many, and the number of refusals so far. `clock` gives the time in seconds.
+    """
+
+    def __init__(
+        self,
+        known: Callable[[str], bool],
+        tell: Callable[[str, int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._is_known, self._tell, self._clock = known, tell, clock
         self._origins: dict[str, _Origin[C]] = {}
         self._of: dict[C, _Origin[C]] = {}
+        self._addresses: dict[C, str] = {}
         # Origins with connections that wait, in the order of their turns.
         self._turns: dict[str, _Origin[C]] = {}
         self._proved: set[str] = set()
         self._begun = self._queued = 0  # of addresses that are not known
-        self._together = _Bucket(TOGETHER, RATE_TOGETHER, now)
+        self._together = _Bucket(TOGETHER, RATE_TOGETHER, clock())
+        self._refused, self._reports = 0, _Bucket(BURST, 1.0, clock())
 
     def __iter__(self) -> Iterator[C]:
         return iter(tuple(self._of))
@@ -218,9 +208,16 @@ class Strangers(Generic[C]):
         """True if any connection waits."""
         return bool(self._turns)
 
-    def arrives(self, connection: C, origin: str, now: float) -> C | None:
+    def arrives(self, connection: C, origin: str) -> C | None:
         """Add a connection from the address `origin`. Returns the one to close, this or another; None if there is
         room."""
+        self._addresses[connection] = origin
+        out = self._add(connection, origin, self._clock())
+        if out is not None:
+            self.refused("too many connections of its kind wait", self._addresses.pop(out))
+        return out
+
+    def _add(self, connection: C, origin: str, now: float) -> C | None:
         found = self._origin(origin, now)
         if len(found.waiting) >= (QUEUE_KNOWN if found.known else QUEUE):
             return connection
@@ -239,8 +236,9 @@ class Strangers(Generic[C]):
         self._turns.setdefault(found.name, found)
         return out
 
-    def next(self, now: float) -> C | None:
+    def next(self) -> C | None:
         """Begin the handshake of the connection whose turn it is, and return it; None when none may begin now."""
+        now = self._clock()
         room = self._begun < TOGETHER and self._together.left(now) >= 1
         for known in (True, False):
             if not known and not room:
@@ -258,13 +256,14 @@ class Strangers(Generic[C]):
                     return connection
         return None
 
-    def overdue(self, now: float) -> list[C]:
+    def overdue(self) -> list[C]:
         """Remove and return the connections to close: those that have waited too long, and handshakes that make room
         for others."""
-        found = []
+        now, found = self._clock(), []
         for each in tuple(self._turns.values()):
             while each.waiting and each.waiting[0][1] + CONNECTION_QUEUE_TIMEOUT <= now:
                 found.append(self._leave(each))
+                self.refused("it has waited for its turn too long", self._addresses.pop(found[-1]))
             if len(each.begun) >= (KNOWN if each.known else EACH):
                 found += self._make_room(each.begun.items(), len(each.waiting), now)
         if self._begun >= TOGETHER:
@@ -276,19 +275,31 @@ class Strangers(Generic[C]):
         """End the first `count` of the handshakes in `begun` that have had their time."""
         out = [connection for connection, since in begun if since + MIN_HANDSHAKE_SECONDS <= now][:count]
         for connection in out:
-            self.ends(connection)
+            self.ends(connection, WireError("it has not proved the token yet, and others wait"))
         return out
 
-    def ends(self, connection: C, *, proved: bool = False) -> None:
-        """Remove a handshake that has ended; `proved`: it has proved the token. Does nothing for one that was
+    def ends(self, connection: C, error: BaseException | None) -> None:
+        """Remove a handshake that has ended with `error`, None if the token was proved. Does nothing for one that was
         removed."""
         found = self._of.pop(connection, None)
         if found is None:
             return
         del found.begun[connection]
         self._begun -= not found.known
-        if proved and not found.known:
+        origin = self._addresses.pop(connection)
+        if error is not None:
+            self.refused(error, origin)
+        elif not found.known:
             self._trust(found)
+
+    def refused(self, error: BaseException | str, origin: str = "") -> None:
+        """Count the refusal of a connection from the address `origin`, and report it unless there were too many."""
+        now = self._clock()
+        self._refused += 1
+        if self._reports.left(now) >= 1:
+            self._reports.take(now)
+            whence = f" from {origin}" if origin else ""
+            self._tell(f"a connection{whence} was refused: {error}", self._refused)
 
     def _trust(self, found: _Origin[C]) -> None:
         self._begun -= len(found.begun)

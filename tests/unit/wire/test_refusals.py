@@ -5,16 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.wire.handshake import BURST, Refusals
+from unirun.wire.handshake import BURST, Strangers
 
 
 @given(st.lists(st.floats(0, 5), max_size=200))
 def test_refusals_are_told_of_at_most_as_often_as_the_limit_says(pauses: list[float]) -> None:
     now, told = 0.0, []
-    refusals = Refusals(lambda text, count: told.append((now, count)), lambda: now)
+    strangers: Strangers[int] = Strangers(
+        lambda address: False, lambda text, count: told.append((now, count)), lambda: now
+    )
     for number, pause in enumerate(pauses, 1):
         now += pause
-        refusals.add("why")
+        strangers.refused("why")
         assert len(told) <= BURST + now + 1
         assert not told or told[-1][1] <= number
     if len(pauses) <= BURST:
@@ -23,12 +25,14 @@ def test_refusals_are_told_of_at_most_as_often_as_the_limit_says(pauses: list[fl
 
 def test_a_refusal_after_a_flood_has_the_number_of_all() -> None:
     now, told = 0.0, []
-    refusals = Refusals(lambda text, count: told.append((text, count)), lambda: now)
+    strangers: Strangers[int] = Strangers(
+        lambda address: False, lambda text, count: told.append((text, count)), lambda: now
+    )
     for _ in range(1000):
-        refusals.add("why", "10.0.0.9")
+        strangers.refused("why", "10.0.0.9")
     assert len(told) == BURST
     now = 60.0
-    refusals.add("why", "10.0.0.9")
+    strangers.refused("why", "10.0.0.9")
     assert told[-1] == ("a connection from 10.0.0.9 was refused: why", 1001)
 
 

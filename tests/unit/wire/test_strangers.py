@@ -32,7 +32,9 @@ class Listener:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.strangers: Strangers[int] = Strangers(lambda address: address == OURS, 0.0)
+        self.strangers: Strangers[int] = Strangers(
+            lambda address: address == OURS, lambda text, count: None, lambda: self.now
+        )
         self.numbers = itertools.count()
         self.begun: dict[int, str] = {}
         self.came: dict[int, str] = {}
@@ -43,16 +45,16 @@ class Listener:
         numbers = [next(self.numbers) for _ in range(count)]
         for number in numbers:
             self.came[number] = origin
-            if (out := self.strangers.arrives(number, origin, self.now)) is not None:
+            if (out := self.strangers.arrives(number, origin)) is not None:
                 self.out.append(out)
             self.look()
         return [number for number in numbers if number in self.begun]
 
     def look(self) -> None:
-        for number in self.strangers.overdue(self.now):
+        for number in self.strangers.overdue():
             self.begun.pop(number, None)
             self.out.append(number)
-        while (begins := self.strangers.next(self.now)) is not None:
+        while (begins := self.strangers.next()) is not None:
             self.begun[begins] = self.came[begins]
 
     def pass_time(self, seconds: float) -> None:
@@ -64,7 +66,7 @@ class Listener:
     def end(self, *numbers: int, proved: bool = False) -> None:
         for number in numbers:
             del self.begun[number]
-            self.strangers.ends(number, proved=proved)
+            self.strangers.ends(number, None if proved else OSError())
         self.look()
 
     def begun_by(self, origin: str) -> int:

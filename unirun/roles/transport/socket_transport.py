@@ -46,7 +46,6 @@ from unirun.wire.handshake import (
     HANDSHAKE_TIMEOUT,
     OVERDUE_POLL_INTERVAL,
     Handshake,
-    Refusals,
     Strangers,
 )
 from unirun.wire.sockets import exactly, handshake_error, keep_alive, listen, listen_tcp, shut, tcp_address
@@ -218,8 +217,7 @@ class Listener:
         self._socket, self._token = sock, credentials.token
         self._inbox = inbox
         self._tls = credentials.server_context() if sock.family != socket.AF_UNIX else None
-        self._refusals = Refusals(refused)
-        self._strangers: Strangers[_Stranger] = Strangers(known, time.monotonic())
+        self._strangers: Strangers[_Stranger] = Strangers(known, refused)
         self._looked = time.monotonic()
         self._changing = threading.Lock()
         self._closed = False
@@ -249,14 +247,14 @@ class Listener:
             except OSError as error:
                 if not self._closed:
                     # Out of descriptors or memory: connections wait in the listener's queue.
-                    self._refusals.add(error)
+                    with self._changing:
+                        self._strangers.refused(error)
                     time.sleep(ACCEPT_RETRY_INTERVAL)
                 continue
-            came = _Stranger(sock, place[0] if place else "")
             with self._changing:
-                out = self._strangers.arrives(came, came.origin, time.monotonic())
+                out = self._strangers.arrives(_Stranger(sock), place[0] if place else "")
             if out is not None:
-                self._refuse(out, WireError("too many connections of its kind wait"))
+                out.sock.close()
             self._go_on()
         for each in list(self._strangers):
             if not each.entering:
@@ -267,16 +265,16 @@ class Listener:
         with self._changing:
             now, out, begin = time.monotonic(), [], []
             if now >= self._looked + OVERDUE_POLL_INTERVAL:
-                self._looked, out = now, self._strangers.overdue(now)
-            while not self._closed and (begins := self._strangers.next(now)) is not None:
+                self._looked, out = now, self._strangers.overdue()
+            while not self._closed and (begins := self._strangers.next()) is not None:
                 begins.entering = True
                 begin.append(begins)
         for each in out:
             if each.entering:
-                # Its thread sees that the socket has ended, and counts the refusal.
+                # Its thread sees that the socket has ended.
                 shut(each.sock)
             else:
-                self._refuse(each, WireError("it has waited for its turn too long"))
+                each.sock.close()
         for each in begin:
             try:
                 threading.Thread(
@@ -284,7 +282,7 @@ class Listener:
                 ).start()
             except RuntimeError as error:
                 # No more threads can be started.
-                self._refuse(each, error)
+                self._end(each, error)
 
     def _admit(self, stranger: _Stranger) -> None:
         """Let a peer prove the token, and take its requests then."""
@@ -302,34 +300,32 @@ class Listener:
             sock.send(handshake.proof(exactly(sock, ANSWER_SIZE, deadline)))
             self._inbox.add(_Served(sock, self._inbox))
         except OSError as error:
-            self._refuse(stranger, handshake_error(error))
+            self._end(stranger, handshake_error(error))
         except (WireError, ChannelError) as error:
             # A wrong proof, or this process serves no longer.
-            self._refuse(stranger, error)
+            self._end(stranger, error)
         except BaseException:
-            self._refuse(stranger, WireError("it could not be let in"))
+            self._end(stranger, WireError("it could not be let in"))
             raise
         else:
-            self._forget(stranger, proved=True)
+            self._end(stranger, None)
         finally:
             self._go_on()
 
-    def _forget(self, stranger: _Stranger, *, proved: bool = False) -> None:
+    def _end(self, stranger: _Stranger, error: Exception | None) -> None:
+        """End a handshake, with an error if the token was not proved."""
+        if error is not None:
+            stranger.sock.close()
         with self._changing:
-            self._strangers.ends(stranger, proved=proved)
-
-    def _refuse(self, stranger: _Stranger, error: Exception) -> None:
-        stranger.sock.close()
-        if not self._closed:
-            self._refusals.add(error, stranger.origin)
-        self._forget(stranger)
+            if not self._closed:
+                self._strangers.ends(stranger, error)
 
 
 class _Stranger:
     """A connection that has not proved the token; `entering`: a thread is in the handshake with it."""
 
-    def __init__(self, sock: socket.socket, origin: str) -> None:
-        self.sock, self.origin, self.entering = sock, origin, False
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self.entering = sock, False
 
 
 class _Served:
