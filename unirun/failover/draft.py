@@ -292,7 +292,7 @@ class KeepMetrics(Value):
     role: str
     rank: int
     time: float
-    values: Mapping[str, float]
+    values: Mapping[str, float | None]
 
 
 class After(Value):

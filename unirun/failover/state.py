@@ -297,7 +297,7 @@ class WorkerState(Value, omit_defaults=True):
     generation: int = 0
     addresses: Mapping[str, str] = field(default_factory=dict)
     recoverable: bool | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
     calls: tuple[CallCount, ...] = ()
     called: tuple[CallCount, ...] = ()
     own: tuple[str, ...] = ()

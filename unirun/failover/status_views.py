@@ -18,7 +18,6 @@ from unirun.observe.status import (
     WorkerStatus,
     shaped,
 )
-from unirun.wire.frames import finite
 from unirun.wire.messages import Ended
 from unirun.wire.reports import Message
 
@@ -70,7 +69,7 @@ def status_of(
                     memory=memory.get(f"{role.name}:{worker.rank}") if worker.live else None,
                     cpu=cpu.get(f"{role.name}:{worker.rank}") if worker.live else None,
                     generation=worker.generation,
-                    metrics=finite(worker.metrics),
+                    metrics=dict(worker.metrics),
                     address=worker.place.addr() if worker.place is not None else "",
                     ready=worker.health.ready if worker.health is not None else None,
                     since=worker.health.since if worker.health is not None else 0.0,

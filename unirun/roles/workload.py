@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from unirun.errors import UsageError
 from unirun.roles.calls.group import RoleGroup, WorkerHandle, trainer_invocation
 from unirun.roles.context import Context
+from unirun.wire.frames import finite
 from unirun.wire.reports import Metrics
 
 MAX_STATE = 8 << 20
@@ -64,7 +65,7 @@ class MasterHandle:
                 raise UsageError(
                     f"metric {key!r} is a {type(value).__name__} that is no float: {error}", "report floats"
                 ) from error
-        self._peers.tell(Metrics(values, time.time()))
+        self._peers.tell(Metrics(finite(values), time.time()))
 
     def save_state(self, state: bytes) -> None:
         """Keep `state`, at most 8 MiB, for the next incarnation of this rank. It is in the job's store when this

@@ -274,7 +274,7 @@ class WeightsChannel:
                 name = f"{self.name}{FROM}{got.source.who}/{got.path}"
                 sizes[name] += sum(view.nbytes for view in got.views)
             self._moves = {name for name, size in sizes.items() if size}
-            values = {name: float(size) for name, size in sizes.items()}
+            values: dict[str, float | None] = {name: float(size) for name, size in sizes.items()}
             values[f"{self.name}{VERSION}"] = float(self.version or 0)
             self._context.peers.tell(Metrics(values, time.time()))
 

@@ -21,7 +21,7 @@ from msgspec import convert, to_builtins
 
 from unirun.errors import FrameError
 from unirun.wire.messages import KINDS
-from unirun.wire.reports import FromWorker, Message, Metrics
+from unirun.wire.reports import Message
 
 VERSION = 3
 """Version of the protocol. It is part of the handshake, so peers of different versions never exchange a frame."""
@@ -135,11 +135,6 @@ T = TypeVar("T")
 def encode(message: Message) -> dict[str, Any]:
     """Convert `message` to plain values for a frame."""
     payload: dict[str, Any] = to_builtins(message)
-    said, place = message, payload
-    if isinstance(message, FromWorker):
-        said, place = message.message, payload["message"]
-    if isinstance(said, Metrics):
-        place["values"] = finite(said.values)
     return payload
 
 
@@ -158,17 +153,7 @@ def decode(payload: dict[str, Any]) -> Message:
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise FrameError(f"unknown message {_short(repr(name))}", "is the peer of another version?")
-    if kind is FromWorker and isinstance(said := payload.get("message"), dict):
-        payload = {**payload, "message": _with_floats(said)}
-    return typed(kind, _with_floats(payload))
-
-
-def _with_floats(payload: dict[str, Any]) -> dict[str, Any]:
-    """Make nan of the nulls in the payload of `Metrics`, which stand for values that are not finite."""
-    values = payload.get("values")
-    if payload.get("type") != "Metrics" or not isinstance(values, dict):
-        return payload
-    return {**payload, "values": {k: math.nan if v is None else v for k, v in values.items()}}
+    return typed(kind, payload)
 
 
 def typed(kind: type[T], fields: dict[str, Any]) -> T:

@@ -254,10 +254,9 @@ class Stuck(Message):
 
 
 class Metrics(Message):
-    """Metrics of a worker by name, taken at `time` in seconds since the epoch. Values may be nan, which stands for
-    infinities too."""
+    """Metrics of a worker by name, taken at `time` in seconds since the epoch. None stands for nan and infinities."""
 
-    values: dict[str, float]
+    values: dict[str, float | None]
     time: float
 
 

@@ -54,7 +54,6 @@ from unirun.values import Value
 from unirun.wire.address import Address, TcpAddress
 from unirun.wire.aio import Stream, StreamServer, frame_of
 from unirun.wire.credentials import load_credentials
-from unirun.wire.frames import finite
 from unirun.wire.messages import (
     Appointed,
     Assigned,
@@ -463,7 +462,7 @@ class Master:
             case Record(kind, text, number, cause, about):
                 self._log.write(kind, text, id=number, cause=cause, about=about)
             case KeepMetrics(role, rank, when, values):
-                self._metrics.append({"time": when, "role": role, "rank": rank, "values": finite(values)})
+                self._metrics.append({"time": when, "role": role, "rank": rank, "values": values})
             case After(delay, event):
                 self._beats.after(delay, event, self._apply)
             case Finish():

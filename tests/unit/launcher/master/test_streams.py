@@ -62,7 +62,7 @@ class TestAnAgent:
             watcher, agent = await harness.greet(Attach()), await harness.agent()
             agent.send(Notice("actor:0", "is slow"))
             agent.send(Sample("n0", {"actor:0": 5_000}, {"actor:0": 1.5}))
-            agent.send(FromWorker(WorkerId("actor", 1, 0), Metrics({"loss": 0.5, "norm": float("nan")}, 3.0)))
+            agent.send(FromWorker(WorkerId("actor", 1, 0), Metrics({"loss": 0.5, "norm": None}, 3.0)))
             told = await receive_until(watcher, Notice)
             assert WorkerOutput(WorkerId("actor", 1, 0), 1, "n0") in told
             assert RoleChanged("actor", "running", 0, 2, 2) in told
