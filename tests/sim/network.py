@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections import deque
@@ -13,8 +14,14 @@ from tests.sim.store import RUN, ProcessKilled
 from unirun.errors import ConnectionLost, Fenced, StoreError
 from unirun.failover.draft import AgentLost, Event, JoinTimedOut, RejoinTimedOut
 from unirun.failover.silence import GIVE_UP_DELAY, HEARTBEAT_INTERVAL, Silence, may_answer
-from unirun.launcher.contact import KERNEL_KILL_DELAY, MASTER_RECEIVE_TIMEOUT, RECONNECT_TIMEOUT, Fence
-from unirun.rendezvous.election import is_marked
+from unirun.launcher.contact import (
+    KERNEL_KILL_DELAY,
+    MASTER_RECEIVE_TIMEOUT,
+    RECONNECT_TIMEOUT,
+    TERM_CHECK_INTERVAL,
+    Fence,
+)
+from unirun.rendezvous.election import is_marked, job_prefix, latest_epoch
 from unirun.wire.frames import decode, encode
 from unirun.wire.messages import Heartbeat
 from unirun.wire.reports import Message
@@ -109,7 +116,7 @@ class ContactModel:
         self._node, self._simulation = node, node.simulation
         self._fence = Fence()
         self._rate = self._simulation.scenario.rates.get(node.name, 1.0)
-        self._heard = 0.0
+        self._heard = self._led = 0.0
         self._stream = 0
         self._watches = False
 
@@ -122,6 +129,7 @@ class ContactModel:
 
     def begin(self) -> None:
         """A stream begins, with `Join`."""
+        self._led = self._simulation.clock.now
         if not self._simulation.scenario.hosts:
             return
         self._fence.joins(self._now())
@@ -138,6 +146,17 @@ class ContactModel:
         self._heard = self._now()
         if isinstance(message, Heartbeat):
             self._fence.answered(self._now(), sure=message.sure)
+
+    def leads(self, epoch: int) -> bool:
+        """Return False if the master of term `epoch` has been replaced. Hosts have the fence."""
+        now = self._simulation.clock.now
+        if self._simulation.scenario.hosts or now - self._led < TERM_CHECK_INTERVAL:
+            return True
+        with contextlib.suppress(StoreError):
+            if latest_epoch(self._node.client, job_prefix(RUN)) != epoch:
+                return False
+            self._led = now
+        return True
 
     def _beat(self, stream: int) -> None:
         if stream == self._stream and self._node.to_master is not None:

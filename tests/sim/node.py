@@ -278,6 +278,9 @@ class NodeModel:
 
     def _handle(self, epoch: int, message: Message) -> None:
         match message:
+            case StartRole() | OpenStore() if not self.contact.leads(epoch):
+                self._disconnect("another leads")
+                self._look_from_now()
             case StartRole():
                 self.apply(events.Order(epoch, self.orders.launch(message)))
             case Reserve():

@@ -491,6 +491,8 @@ class Agent:
                 match message:
                     case Heartbeat():
                         self._contact.answered(message)
+                    case StartRole() | OpenStore() if not (master.remote or await self._contact.leads(epoch)):
+                        return
                     case StartRole():
                         self._apply(events.Order(epoch, self._orders.launch(message)))
                     case Reserve():

@@ -19,7 +19,7 @@ from typing import Any
 from unirun.errors import RendezvousError, StoreError, UnirunError, WireError
 from unirun.failover.silence import FENCE_TIMEOUT, HEARTBEAT_INTERVAL, SILENCE_POLL_INTERVAL, UNMARKED_SECONDS
 from unirun.observe.jobdir import JobDir
-from unirun.rendezvous.election import is_marked
+from unirun.rendezvous.election import is_marked, job_prefix, latest_epoch
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.address import TcpAddress
@@ -155,8 +155,12 @@ HEAD_CONNECT_TIMEOUT = 3.0
 """Seconds in which a process on the head must let this node in: the agent there needs half a second to see that no
 master does, and handshakes take longer on a busy host."""
 
-MARK_READ_TIMEOUT = 0.9
-"""Seconds in which the store must answer whether the node is marked: a member of etcd on a dead host takes a third."""
+STORE_READ_TIMEOUT = 0.9
+"""Seconds in which the store must answer: a member of etcd on a dead host takes a third."""
+
+TERM_CHECK_INTERVAL = 5.0
+"""Seconds after which the store is asked again who leads, before a process is started. Another master that leads since
+the latest answer waits 15 s for this node (`unirun.failover.takeover.REJOIN_TIMEOUT`)."""
 
 KERNEL_KILL_DELAY = 0.4
 """Seconds after the end of the fence at which the kernel kills an agent that has not done anything about it."""
@@ -165,7 +169,7 @@ _BEAT = frame_of(Heartbeat())
 
 
 class Contact:
-    """Keeps the contact of the agent of `node` with masters on other hosts.
+    """Keeps the contact of the agent of `node` with masters, and with those on other hosts by heartbeats.
 
     `again` connects anew to the master of a term, within so many seconds. `expire` is called when the agent must
     kill its workers at once; an agent that cannot do that is killed by the kernel, and its workers with it.
@@ -183,10 +187,11 @@ class Contact:
         self._store: Store | None = None
         self._fence = Fence()
         self._timer: KillTimer | None = None
-        self._heard = 0.0
+        self._heard = self._led = 0.0
 
     def begin(self, stream: Stream) -> tuple[Coroutine[Any, Any, None], ...]:
         """A stream to a master begins, with `Join`. Returns what has to run from now on."""
+        self._led = clock()
         if not stream.remote:
             return ()
         self._heard = time.monotonic()
@@ -238,6 +243,21 @@ class Contact:
         finally:
             beating.cancel()
 
+    async def leads(self, epoch: int) -> bool:
+        """Return False if the master of term `epoch`, on this host, has been replaced.
+
+        Orders wait in the socket of an agent that is stopped. Meanwhile their master may have died, and the next one
+        may have given the node up. While the store is away nobody is elected.
+        """
+        began = clock()
+        if began - self._led < TERM_CHECK_INTERVAL:
+            return True
+        with contextlib.suppress(StoreError):
+            if await asyncio.to_thread(self._latest_epoch) != epoch:
+                return False
+            self._led = began
+        return True
+
     async def _beat(self, stream: Stream) -> None:
         while True:
             self._fence.beats(clock())
@@ -269,8 +289,14 @@ class Contact:
             self._set_timer()
 
     def _is_marked(self) -> bool:
-        self._store = self._store or open_store(self._job.store_url, timeout=MARK_READ_TIMEOUT)
-        return is_marked(self._store, self._job.run_id, self._node)
+        return is_marked(self._opened(), self._job.run_id, self._node)
+
+    def _latest_epoch(self) -> int:
+        return latest_epoch(self._opened(), job_prefix(self._job.run_id))
+
+    def _opened(self) -> Store:
+        self._store = self._store or open_store(self._job.store_url, timeout=STORE_READ_TIMEOUT)
+        return self._store
 
 
 async def _lets_in(head: TcpAddress, credentials: Credentials) -> bool:

@@ -71,6 +71,12 @@ def leader_of(store: Store, prefix: str) -> Leader | None:
     return _leader(store.get(_leader_key(prefix)))
 
 
+def latest_epoch(store: Store, prefix: str) -> int:
+    """Return the number of the latest term under `prefix`, 0 when there was none. Raises `StoreError`."""
+    item = store.get(_epoch_key(prefix))
+    return _number(item) if item is not None else 0
+
+
 def read_seat(prefix: str, values: Mapping[str, str]) -> tuple[int, Leader | None]:
     """Return the number of the latest term under `prefix` (0: none) and its leader. `values` are those of the keys
     below `seat_prefix`. Raises `StoreRefused` for values that unirun has not written."""

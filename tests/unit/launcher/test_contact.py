@@ -15,16 +15,17 @@ from tests.unit.rendezvous.fake_master import FakeJob
 from tests.unit.wire.endpoints import NODE, Endpoint, fail_on_refusal
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ConnectionLost, RendezvousError
-from unirun.failover import silence
+from unirun.failover import silence, takeover
 from unirun.launcher import contact as contacts
 from unirun.launcher import contact as fences
 from unirun.launcher.contact import Contact, Witness
 from unirun.observe.jobdir import job_at
 from unirun.rendezvous import masters
 from unirun.rendezvous.creation import create_job
-from unirun.rendezvous.election import Leader, is_marked, silent_key
+from unirun.rendezvous.election import Leader, campaign, is_marked, job_prefix, silent_key
 from unirun.rendezvous.masters import Masters, Vacant, call_master
 from unirun.rendezvous.store.protocol import Put
+from unirun.wire.address import UnixAddress
 from unirun.wire.aio import Stream, StreamServer, connect
 from unirun.wire.certificates import make_tls
 from unirun.wire.messages import Heartbeat
@@ -144,6 +145,40 @@ def test_there_are_no_beats_to_a_master_on_this_host(harness: ContactHarness, tm
     harness.run(play)
     assert harness.beats == 0
     assert harness.contact._timer is None
+
+
+def test_an_agent_that_was_stopped_asks_the_store_who_leads(
+    harness: ContactHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer counts for some seconds. A master whose successor leads is not obeyed."""
+    harness.endpoint = Endpoint("unix", tmp_path)
+    now = 100.0
+    monkeypatch.setattr(contacts, "clock", lambda: now)
+    store, prefix = harness.job.store, job_prefix("run-1")
+
+    def lead(epoch: int) -> None:
+        term = campaign(store, prefix, UnixAddress("/m", "h"), 1, ttl=60.0, deposing=epoch - 1)
+        assert term is not None
+        assert term.epoch == epoch
+
+    async def play() -> None:
+        nonlocal now
+        lead(1)
+        stream = await harness.stream()
+        harness.begin(stream)
+        now += contacts.TERM_CHECK_INTERVAL + 1.0
+        assert await harness.contact.leads(1)
+        lead(2)
+        assert await harness.contact.leads(1)
+        now += contacts.TERM_CHECK_INTERVAL + 1.0
+        assert not await harness.contact.leads(1)
+        stream.abort()
+
+    harness.run(play)
+
+
+def test_the_answer_who_leads_counts_for_less_time_than_a_new_master_waits_for_a_node() -> None:
+    assert contacts.TERM_CHECK_INTERVAL < takeover.REJOIN_TIMEOUT
 
 
 def test_an_agent_that_is_not_answered_is_told_to_end_its_workers(
