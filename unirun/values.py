@@ -58,3 +58,9 @@ class RankAddress(Value):
         """``host:port`` of a port, with an IPv6 address in brackets; the host alone when the rank has no port."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.ports[number]}" if self.ports else self.host
+
+
+def split_endpoint(text: str) -> tuple[str, int]:
+    """Split ``addr:port`` or ``[v6]:port``. Raises ValueError."""
+    addr, _, port = text.rpartition(":")
+    return addr.removeprefix("[").removesuffix("]"), int(port)

@@ -18,13 +18,12 @@ from unirun.errors import RendezvousError
 from unirun.launcher.interfaces import interface_of
 from unirun.launcher.timers import ENABLE, PIPE
 from unirun.observe.jobdir import JobDir
-from unirun.rendezvous.endpoints import split_endpoint
 from unirun.rendezvous.store.protocol import PASSWORD_VARIABLE
 from unirun.spec.job import JobSpec, RoleSpec
 from unirun.spec.programs import variables_of
 from unirun.spec.read import RESERVED_ENV
 from unirun.spec.secrets import Mask, read_env_file, secret_names
-from unirun.values import WorkerId
+from unirun.values import WorkerId, split_endpoint
 from unirun.wire.messages import StartRole, StartWorker
 
 # fmt: off
@@ -162,6 +161,8 @@ def _set_defaults(env: dict[str, str], spec: JobSpec, role: str) -> None:
 
 def _with_interpreter(env: dict[str, str], role: RoleSpec) -> dict[str, str]:
     """`env` for the role's own interpreter, as the ``activate`` of its virtual environment changes it."""
+    if role.python is None:
+        return env
     for name, value in variables_of(role.python).items():
         if value is None:
             env.pop(name, None)
@@ -169,7 +170,7 @@ def _with_interpreter(env: dict[str, str], role: RoleSpec) -> dict[str, str]:
             env[name] = os.pathsep.join(filter(None, (value, env.get(name))))
         else:
             env[name] = value
-    if role.python is not None and role.entry.kind != "program":
+    if role.entry.kind != "program":
         env[INTERPRETER] = role.python
     return env
 

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 from unirun.launcher.events import Worker
 from unirun.launcher.process import kill_group
-from unirun.rendezvous.endpoints import split_endpoint
 from unirun.spec.job import Probe
+from unirun.values import split_endpoint
 from unirun.wire.reports import Spawn
 
 # The sockets that listen on a port, as the kernel tells them over netlink (sock_diag(7)).

@@ -43,12 +43,6 @@ class Endpoint(Value):
         self.socket.close()
 
 
-def split_endpoint(text: str) -> tuple[str, int]:
-    """Split ``addr:port`` or ``[v6]:port``. Raises ValueError."""
-    addr, _, port = text.rpartition(":")
-    return addr.removeprefix("[").removesuffix("]"), int(port)
-
-
 def hold_endpoint(addr: str, port: int = 0, given: socket.socket | None = None) -> Endpoint:
     """Bind `addr`:`port` (0: any free port) and listen, on the socket `given` if its family fits. Raises
     `RendezvousError`."""

@@ -23,7 +23,6 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from unirun.errors import ChannelError, FrameError, UnirunError, UsageError, WireError
-from unirun.rendezvous.endpoints import split_endpoint
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import Dispatcher, Generations
 from unirun.roles.calls.group import RoleGroup, role_group
@@ -31,7 +30,7 @@ from unirun.roles.calls.policy import Invocation, invocations
 from unirun.roles.formation import GroupForge, RankSet, group_rank
 from unirun.roles.peers import Peers, RoleInfo, linked_peers, lone_peers
 from unirun.roles.transport.protocol import LendingTransport, Transport
-from unirun.values import WorkerId
+from unirun.values import WorkerId, split_endpoint
 from unirun.wire.credentials import load_credentials
 from unirun.wire.messages import RoleView
 from unirun.wire.reporting import report_error

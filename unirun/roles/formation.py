@@ -18,11 +18,11 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
 from unirun.errors import GroupError, UsageError
-from unirun.rendezvous.endpoints import GENERATION_KEY, split_endpoint
+from unirun.rendezvous.endpoints import GENERATION_KEY
 from unirun.roles.gloo import WORKER_IDLE_TIMEOUT, GlooGroup, in_group, wait_until_idle, wait_until_stuck
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.process_groups import c10d, dist, end_outdated, process_groups
-from unirun.values import Value
+from unirun.values import Value, split_endpoint
 from unirun.wire.messages import RoleView
 from unirun.wire.reports import GroupFormed, GroupMeets, Stuck
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import RendezvousError
-from unirun.rendezvous.endpoints import Endpoint, hold_endpoint, split_endpoint
+from unirun.rendezvous.endpoints import Endpoint, hold_endpoint
 
 
 def test_port_0_binds_a_free_port_and_listens() -> None:
@@ -69,24 +69,6 @@ def test_each_roles_endpoint_has_its_own_port() -> None:
 def test_an_address_of_another_host_is_an_error(addr: str) -> None:
     with pytest.raises(RendezvousError, match="see --master-addr"):
         hold_endpoint(addr)
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("127.0.0.1:5", ("127.0.0.1", 5)),
-        ("[::1]:5", ("::1", 5)),
-        ("::1:5", ("::1", 5)),
-        ("host:0", ("host", 0)),
-    ],
-)
-def test_split_endpoint_separates_address_and_port(text: str, parts: tuple[str, int]) -> None:
-    assert split_endpoint(text) == parts
-
-
-def test_split_endpoint_refuses_half_an_endpoint() -> None:
-    with pytest.raises(ValueError, match="invalid literal"):
-        split_endpoint("host:")
 
 
 def test_an_endpoint_may_have_an_ipv6_address() -> None:
