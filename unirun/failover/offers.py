@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from unirun.collocation import Inventory
 from unirun.collocation.inventory import Node
+from unirun.errors import Fault
 from unirun.spec.job import JobSpec
 from unirun.values import Value
 from unirun.wire.frames import from_json
@@ -37,19 +38,6 @@ class AgentTask(Value):
         return to_json(to_builtins(self)).decode()
 
 
-class NodeFault(Value):
-    """The reason why a node cannot take part."""
-
-    node: str
-    problem: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.node}: {self.problem}; {self.remedy}" if self.remedy else f"{self.node}: {self.problem}"
-        )
-
-
 def versions() -> dict[str, str]:
     """The versions that must be the same on all hosts of a job. A missing package has none."""
     # Imported here: a job of one host does not ask.
@@ -64,16 +52,16 @@ def versions() -> dict[str, str]:
     return found
 
 
-def misfits(offers: Sequence[Offer], ours: Mapping[str, str]) -> list[NodeFault]:
+def misfits(offers: Sequence[Offer], ours: Mapping[str, str]) -> list[Fault]:
     """The nodes whose versions are not `ours`, and those that have said themselves why they cannot take part."""
     found = []
     for offered in offers:
-        found += [NodeFault(offered.node, problem, remedy) for problem, remedy in offered.faults]
+        found += [Fault(offered.node, problem, remedy) for problem, remedy in offered.faults]
         for name, version in ours.items():
             theirs = offered.versions.get(name, "")
             if theirs != version:
                 problem = f"it has {name} {theirs}, here it is {version}" if theirs else f"it has no {name}"
-                found.append(NodeFault(offered.node, problem, f"install {name} {version} there"))
+                found.append(Fault(offered.node, problem, f"install {name} {version} there"))
     return found
 
 

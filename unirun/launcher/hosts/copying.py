@@ -24,8 +24,7 @@ from typing import IO
 
 from msgspec import convert, to_builtins
 
-from unirun.errors import FrameError, JobError, RendezvousError, UsageError, WireError
-from unirun.failover.offers import NodeFault
+from unirun.errors import Fault, FrameError, JobError, RendezvousError, UsageError, WireError
 from unirun.failover.silence import SILENCE_TIMEOUT
 from unirun.launcher.environment import carried
 from unirun.launcher.hostlist import Host
@@ -397,16 +396,16 @@ async def send_tree(hosts: Sequence[Host], folder: Path, needed: Iterable[str] =
         raise UsageError(f"--sync: {top} has no files", "call unirun in the directory of your code")
     names += directories_in(top, needed)
     mark = top / f".unirun-sync-{secrets.token_hex(8)}"
-    unfit: list[NodeFault] = []
+    unfit: list[Fault] = []
 
     async def one(host: Host, packed: Path) -> None:
         try:
             async with asyncio.timeout(TIMEOUT):
                 await _send(host, top, mark, packed)
         except TimeoutError:
-            unfit.append(NodeFault(host.name, f"the tree was not taken within {TIMEOUT:g} s"))
+            unfit.append(Fault(host.name, f"the tree was not taken within {TIMEOUT:g} s"))
         except RendezvousError as error:
-            unfit.append(NodeFault(host.name, error.problem, error.remedy))
+            unfit.append(Fault(host.name, error.problem, error.remedy))
 
     with tempfile.NamedTemporaryFile(prefix="unirun-sync-") as packed:
         await asyncio.to_thread(pack, top, names, packed.file)

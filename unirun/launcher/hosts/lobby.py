@@ -20,8 +20,8 @@ from msgspec.json import encode as to_json
 from msgspec.structs import replace
 
 from unirun.collocation import Inventory, local_inventory
-from unirun.errors import JobError, RendezvousError, UnirunError, WireError
-from unirun.failover.offers import AgentTask, NodeFault, inventory_of, misfits, versions
+from unirun.errors import Fault, JobError, RendezvousError, UnirunError, WireError
+from unirun.failover.offers import AgentTask, inventory_of, misfits, versions
 from unirun.launcher.environment import joined
 from unirun.launcher.interfaces import choose, route_to
 from unirun.launcher.launch import agents_of, check_host, task_of
@@ -49,10 +49,10 @@ from unirun.wire.sockets import listen_tcp
 T = TypeVar("T")
 
 
-def refusal(unfit: Sequence[NodeFault]) -> RendezvousError:
+def refusal(unfit: Sequence[Fault]) -> RendezvousError:
     """One error for all nodes that cannot take part."""
     if len(unfit) == 1:
-        return RendezvousError(f"{unfit[0].node}: {unfit[0].problem}", unfit[0].remedy)
+        return RendezvousError(f"{unfit[0].where}: {unfit[0].problem}", unfit[0].remedy)
     return RendezvousError(
         f"{len(unfit)} nodes cannot take part\n" + "\n".join(f"  {each}" for each in unfit)
     )
@@ -63,20 +63,20 @@ async def from_all(
     ask: Callable[[str], Awaitable[T]],
     timeout: float,
     remedy: Callable[[str], str] = lambda _: "",
-) -> tuple[dict[str, T], list[NodeFault]]:
+) -> tuple[dict[str, T], list[Fault]]:
     """Ask all `nodes` at once. Returns the answers, and what went wrong with the others; `remedy` is for those that
     have not answered within `timeout` seconds."""
     answers: dict[str, T] = {}
-    unfit: dict[str, NodeFault] = {}
+    unfit: dict[str, Fault] = {}
 
     async def one(node: str) -> None:
         try:
             async with asyncio.timeout(timeout):
                 answers[node] = await ask(node)
         except TimeoutError:
-            unfit[node] = NodeFault(node, f"it has not answered within {timeout:g} s", remedy(node))
+            unfit[node] = Fault(node, f"it has not answered within {timeout:g} s", remedy(node))
         except UnirunError as error:
-            unfit[node] = NodeFault(node, error.problem, error.remedy)
+            unfit[node] = Fault(node, error.problem, error.remedy)
 
     await asyncio.gather(*map(one, nodes))
     return answers, [unfit[node] for node in nodes if node in unfit]

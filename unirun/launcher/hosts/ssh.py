@@ -18,8 +18,8 @@ from msgspec.json import encode as to_json
 from msgspec.structs import replace
 
 from unirun.collocation import Inventory
-from unirun.errors import JobError, RendezvousError
-from unirun.failover.offers import NodeFault, misfits, versions
+from unirun.errors import Fault, JobError, RendezvousError
+from unirun.failover.offers import misfits, versions
 from unirun.launcher.environment import carried
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts.connection import RemoteNode, reach
@@ -60,7 +60,7 @@ async def invite_all(
     invitation: Callable[[Host], Invite],
     kind: type[W],
     timeout: float,
-    faults: Callable[[list[W]], list[NodeFault]] = lambda _: [],
+    faults: Callable[[list[W]], list[Fault]] = lambda _: [],
 ) -> list[tuple[RemoteNode, W]]:
     """Start the process of a node on each of `hosts`, send it its invitation, and hear its answer, a `kind`.
 
