@@ -22,12 +22,9 @@ from unirun.failover.crashes import MAX_MASTERS_PER_ERROR
 from unirun.failover.draft import (
     VIEW_DELAY,
     Command,
+    Due,
     Event,
     Finish,
-    GrowthDue,
-    JoinTimedOut,
-    LossesDue,
-    RejoinTimedOut,
     ToAgents,
     leader,
 )
@@ -48,11 +45,14 @@ from unirun.launcher.events import AgentState
 from unirun.wire.messages import Drain, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, Message, StoreEnded, StoreOpened, WorkerExited
 
-LOSS_EVENTS = LossesDue | JoinTimedOut | RejoinTimedOut
+LOSS_EVENTS = (Due.LOSSES, Due.JOIN, Due.REJOIN)
 """The events by which nodes are given up."""
 
-MOVE_EVENTS = Drain | GrowthDue
-"""The events by which ranks move though nothing has failed."""
+
+def moves(event: Event) -> bool:
+    """Return True for the events by which ranks move though nothing has failed."""
+    return isinstance(event, Drain) or event is Due.GROWTH
+
 
 DEAD = (RolePhase.FAILED, RolePhase.STOPPED)
 
@@ -115,17 +115,21 @@ class Invariants:
                 assert role.opened in (old.opened, role.generation)
             assert role.restarts >= old.restarts
             assert role.opened >= old.opened
-            if isinstance(event, MOVE_EVENTS):
+            if moves(event):
                 assert (role.restarts, after.failures) == (old.restarts, before.failures), (
                     "that is no failure"
                 )
                 self.orderly[name] += role.phase is RolePhase.RESTARTING and old.phase in ROLE_WORKS
             if len(role.workers) > len(old.workers):
                 # A companion has a rank on each node that its engines have moved to.
-                beside = after.role_spec(name).beside is not None and isinstance(event, LOSS_EVENTS | Drain)
-                assert beside or isinstance(event, GrowthDue), f"{event} makes {name} larger"
+                beside = after.role_spec(name).beside is not None and (
+                    event in LOSS_EVENTS or isinstance(event, Drain)
+                )
+                assert beside or event is Due.GROWTH, f"{event} makes {name} larger"
             elif len(role.workers) != len(old.workers) and old.phase is not RolePhase.WAITING:
-                assert isinstance(event, StoreOpened | LOSS_EVENTS | Drain), f"{event} makes {name} smaller"
+                assert event in LOSS_EVENTS or isinstance(event, StoreOpened | Drain), (
+                    f"{event} makes {name} smaller"
+                )
                 assert len(after.placement.of_role(name)) == len(role.workers) < len(old.workers)
             if role.restart == "role":
                 # A rank of which an order was lost on the way has started less often.
@@ -140,7 +144,7 @@ class Invariants:
                 if worker.incarnation != earlier.incarnation and role.is_program:
                     # When it is due, after whatever event.
                     ended = isinstance(event, WorkerExited) and event.worker[:2] == (name, worker.rank)
-                    fell = isinstance(event, LOSS_EVENTS) and after.given_up(earlier.node)
+                    fell = event in LOSS_EVENTS and after.given_up(earlier.node)
                     assert ended or fell or not earlier.live, f"{name}:{worker.rank} starts while it lives"
                 elif worker.incarnation != earlier.incarnation:
                     joins = isinstance(event, WorkerExited) and event.worker[:2] == (
@@ -148,12 +152,12 @@ class Invariants:
                         worker.rank,
                     )
                     # When the last one is back, or given up, who was not started is started in the store that is open.
-                    opens = isinstance(event, StoreOpened | RejoinTimedOut)
+                    opens = event is Due.REJOIN or isinstance(event, StoreOpened)
                     assert joins or opens, f"{event} starts {name}:{worker.rank}"
                     assert joins or not earlier.live, f"{name}:{worker.rank} is started while it lives"
                     assert worker.generation > earlier.generation
             if role.generation != old.generation and not isinstance(event, Join):
-                allowed = isinstance(event, WorkerExited | StoreEnded | LOSS_EVENTS | MOVE_EVENTS)
+                allowed = event in LOSS_EVENTS or isinstance(event, WorkerExited | StoreEnded) or moves(event)
                 assert allowed, f"{event} starts one of {name}"
                 if isinstance(event, WorkerExited | StoreEnded):
                     assert role_of(event) == name, f"{event} starts a new generation of {name}"
@@ -175,7 +179,7 @@ class Invariants:
                 assert not nowhere, f"{name}:{nowhere} have no place"
                 gone = {*state.placement.lost} - {*before.placement.lost}
                 was = before.placement.of_role(name)
-                told = isinstance(event, LossesDue) and before.phase is JobPhase.RUNNING
+                told = event is Due.LOSSES and before.phase is JobPhase.RUNNING
                 # Its store may have been there though nobody of it lived there any more.
                 if role.is_program or role.phase is not before.roles[name].phase:
                     continue
@@ -191,7 +195,7 @@ class Invariants:
             assert not ended, f"the job runs on without {ended}"
         gone = {*state.placement.lost} - {*before.placement.lost}
         asked = {*before.draining, event.node} if isinstance(event, Drain) else {*before.draining}
-        assert isinstance(event, LOSS_EVENTS) or gone <= asked, f"{event} makes {gone} leave"
+        assert event in LOSS_EVENTS or gone <= asked, f"{event} makes {gone} leave"
 
     def _check_optional(self, before: JobState, event: Event) -> None:
         """A job goes on without an optional service: no end of a rank of one ends it, and no loss of nodes on which the
@@ -205,9 +209,9 @@ class Invariants:
             ended = before.roles[event.worker.role]
             own = not ended.living or event.cause == "leaving" or event.worker.role in state.spec.primary
             assert own or not state.role_spec(ended.name).optional, f"{event} ends the job"
-        elif isinstance(event, LOSS_EVENTS):
+        elif event in LOSS_EVENTS:
             gone = {*before.losses, *before.away}
-            if isinstance(event, JoinTimedOut):
+            if event is Due.JOIN:
                 gone = {*before.nodes} - ({*before.agents} - before.away)
             needed = {
                 name
@@ -330,13 +334,13 @@ class Invariants:
     def _check_order(self, before: JobState, event: Event, message: Message) -> None:
         """A worker is stopped when its own role restarts or the job ends, never for another role."""
         if isinstance(message, StopWorkers) and self.state.phase is JobPhase.RUNNING:
-            assert isinstance(event, WorkerExited | Join | LOSS_EVENTS | MOVE_EVENTS)
+            assert event in LOSS_EVENTS or isinstance(event, WorkerExited | Join) or moves(event)
             assert not isinstance(event, WorkerExited) or event.worker.role == message.role
             role = self.state.roles[message.role]
             state_spec = self.state.role_spec(message.role)
             alone = role.restart == "process" and role.phase is not RolePhase.STOPPING
             grouped = state_spec.group is not None
-            assert not alone or grouped or isinstance(event, Join | LOSS_EVENTS | Drain), (
+            assert not alone or grouped or event in LOSS_EVENTS or isinstance(event, Join | Drain), (
                 "it is stopped for its peer"
             )
         if isinstance(message, StartRole):
@@ -346,7 +350,7 @@ class Invariants:
             workers = before.roles[message.role].workers
             ended = event.worker.rank if isinstance(event, WorkerExited) else None
             again = isinstance(event, Join) or (
-                isinstance(event, LOSS_EVENTS) and before.roles[message.role].is_program
+                event in LOSS_EVENTS and before.roles[message.role].is_program
             )
             assert again or not any(workers[m.rank].live for m in message.members if m.rank != ended)
         if isinstance(message, View):

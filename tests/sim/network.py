@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tests.sim.fake_clock import FakeClock
 from tests.sim.store import RUN, ProcessKilled
 from unirun.errors import ConnectionLost, Fenced, StoreError
-from unirun.failover.draft import AgentLost, Event, JoinTimedOut, RejoinTimedOut
+from unirun.failover.draft import AgentLost, Due, Event
 from unirun.failover.silence import GIVE_UP_DELAY, HEARTBEAT_INTERVAL, Silence, may_answer
 from unirun.launcher.contact import (
     KERNEL_KILL_DELAY,
@@ -243,14 +243,14 @@ class BeatsModel:
         def due() -> None:
             if not self._master.leads:
                 return
-            if not self._simulation.scenario.hosts or not isinstance(event, JoinTimedOut | RejoinTimedOut):
+            if not self._simulation.scenario.hosts or event not in (Due.JOIN, Due.REJOIN):
                 self._master.apply(event)
                 return
             self._look()
             away = sorted(self._master.ledger.kept.away | self._master.state.away)
             if (left := end - self._running_time()) > 0.001:
                 clock.after(left / self._rate, lambda: self._master.awake(due))
-            elif isinstance(event, RejoinTimedOut) and away:
+            elif event is Due.REJOIN and away:
                 self._mark(
                     away, lambda: clock.after(GIVE_UP_DELAY / self._rate, lambda: self._master.apply(event))
                 )
@@ -271,16 +271,16 @@ class BeatsModel:
             self._look_later()
 
     def _look(self) -> None:
-        found = self._silence.look(self.now())
-        for node in (*found.silent, *found.back):
+        silent, lost, back = self._silence.look(self.now())
+        for node in (*silent, *back):
             self._simulation.trace(
-                f"master {self._master.number}: {node} is {'silent' if node in found.silent else 'back'}"
+                f"master {self._master.number}: {node} is {'silent' if node in silent else 'back'}"
             )
-        if found.silent:
-            self._mark(found.silent, lambda: self._silence.marked(found.silent, self.now()))
-        if found.back:
-            self._in_order(lambda: self._master.contexts.unmark_silent(found.back), lambda: None)
-        for node in found.lost:
+        if silent:
+            self._mark(silent, lambda: self._silence.marked(silent, self.now()))
+        if back:
+            self._in_order(lambda: self._master.contexts.unmark_silent(back), lambda: None)
+        for node in lost:
             self._simulation.given_up_silent(node)
             self._master.abort(node)
             self._master.apply(AgentLost(node, "it is silent"))

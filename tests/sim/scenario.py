@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from unirun.collocation import Assignment, Device, Inventory, Node, Placement, place
 from unirun.errors import PlacementError
+from unirun.failover.draft import Due
 from unirun.launcher.orders import CALLS
 from unirun.observe.jobdir import JobDir
 from unirun.spec.job import Entry, EntryKind, JobSpec, Probe, Restart, RoleSpec
@@ -100,11 +101,11 @@ BUG_PLACES = (
     "StoreOpened",
     "StoreEnded",
     "AgentLost",
-    "RejoinTimedOut",
+    Due.REJOIN,
     "Stop",
-    "ViewDue",
+    Due.VIEW,
     "Drain",
-    "GrowthDue",
+    Due.GROWTH,
 )
 
 ACCIDENTS = (

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import quote
 
 from msgspec.json import decode as decode_json
-from msgspec.json import encode as encode_json
 
 from unirun.errors import Fenced, OutcomeUnknown, StoreRefused
 from unirun.failover.context import decode, encode
 from unirun.failover.state import JobState
-from unirun.failover.status_views import summary_of
+from unirun.observe.status import Summary, shaped
 from unirun.rendezvous.election import (
     CONTEXT,
     STATES,
@@ -25,7 +24,7 @@ from unirun.rendezvous.election import (
     silent_key,
 )
 from unirun.rendezvous.store.protocol import Compare, Put, RevisionIs, Store, ValueIs
-from unirun.values import Value, WorkerId
+from unirun.values import WorkerId
 from unirun.wire.reports import MasterReply, MasterRequest
 
 MAX_CHANNEL = 200
@@ -54,11 +53,9 @@ def load(store: Store, run_id: str) -> JobState | None:
     return None if text is None else decode(text)
 
 
-class _Saved(Value):
-    """The head of a text: the number of its `pieces`, and that of the `save`, which their keys have."""
-
-    save: int
-    pieces: int
+def summary_of(state: JobState) -> Summary:
+    """The state as the line that ``unirun ls`` reads."""
+    return shaped(Summary, state.spec, state, phase=state.phase.value, code=state.code, roles=state.sizes)
 
 
 def _saved_text(name: str, get: Callable[[str], str | None]) -> str | None:
@@ -66,14 +63,19 @@ def _saved_text(name: str, get: Callable[[str], str | None]) -> str | None:
     head = get(name)
     if head is None:
         return None
-    saved = decode_json(head, type=_Saved)
+    save, count = _read_head(head)
     pieces: list[str] = []
-    while len(pieces) < saved.pieces:
-        piece = get(f"{name}/{saved.save}/{len(pieces)}")
+    while len(pieces) < count:
+        piece = get(f"{name}/{save}/{len(pieces)}")
         if piece is None:
-            raise ValueError(f"piece {len(pieces)} of {saved.pieces} of {name} is missing")
+            raise ValueError(f"piece {len(pieces)} of {count} of {name} is missing")
         pieces.append(piece)
     return "".join(pieces)
+
+
+def _read_head(head: str) -> tuple[int, int]:
+    """The number of the save, which the keys of its pieces have, and that of the pieces. Raises ValueError."""
+    return decode_json(head, type=tuple[int, int])
 
 
 def _pieces(text: str) -> list[str]:
@@ -82,13 +84,8 @@ def _pieces(text: str) -> list[str]:
     return [text[at : at + length] for at in range(0, len(text), length)]
 
 
-class _Write(Value):
-    """One transaction; `head` is a value that no other write of the job has."""
-
-    compares: tuple[Compare, ...]
-    puts: tuple[Put, ...]
-    deletes: tuple[str, ...]
-    head: str
+_Write = tuple[Sequence[Compare], Sequence[Put], Sequence[str]]
+"""The arguments of a transaction. It puts the head first, with a value that no other write of the job has."""
 
 
 class ContextStore:
@@ -141,12 +138,12 @@ class ContextStore:
         """
         self._settle()
         before = self._get(name)
-        number = 1 + (decode_json(before, type=_Saved).save if before else 0)
+        number = 1 + (_read_head(before)[0] if before else 0)
         pieces = {f"{name}/{number}/{n}": piece for n, piece in enumerate(_pieces(text))}
         last = dict([pieces.popitem()] if pieces else [])
         for key, piece in pieces.items():
             self._write({key: piece})
-        head = encode_json(_Saved(number, len(pieces) + len(last))).decode()
+        head = json.dumps((number, len(pieces) + len(last)))
         self._write({**last, name: head}, puts, deletes=[f"{self._prefix}{name}/{number - 1}/"])
 
     def save_state(self, role: str, rank: int, state: str) -> None:
@@ -233,9 +230,8 @@ class ContextStore:
         self._number += 1
         head = json.dumps({"epoch": self._term.epoch, "write": self._number})
         named = (Put(f"{self._prefix}{name}", value) for name, value in values.items())
-        self._open = _Write(
-            (self._term.fence, self._head), (Put(self._head_key, head), *named, *puts), tuple(deletes), head
-        )
+        puts = (Put(self._head_key, head), *named, *puts)
+        self._open = (self._term.fence, self._head), puts, tuple(deletes)
         self._do(self._open)
 
     def _settle(self) -> None:
@@ -247,23 +243,22 @@ class ContextStore:
         """Do a write that may have been done: it is, when its number stands at the head. If it is sent twice, only
         one of the two finds the head as it was."""
         try:
-            done = self._txn(write)
+            done = self._store.txn(*write).succeeded
         except OutcomeUnknown:
-            done = self._is_done(write) or self._txn(write)
+            done = self._is_done(write) or self._store.txn(*write).succeeded
         except ValueError:
             # No store takes such a write, so it was not sent and is not to be sent again.
             self._open = None
             raise
         if not done and not self._is_done(write):
             raise self._fenced()
-        self._head, self._open = ValueIs(self._head_key, write.head), None
+        _, (head, *_), _ = write
+        self._head, self._open = ValueIs(head.key, head.value), None
 
     def _fenced(self) -> Fenced:
         return Fenced(f"the term {self._term.epoch} of job {self._run_id} is over: another master leads")
 
-    def _txn(self, write: _Write) -> bool:
-        return self._store.txn(write.compares, write.puts, write.deletes).succeeded
-
     def _is_done(self, write: _Write) -> bool:
+        _, (written, *_), _ = write
         head = self._store.get(self._head_key)
-        return head is not None and head.value == write.head
+        return head is not None and head.value == written.value

@@ -24,10 +24,10 @@ from unirun.failover.draft import (
     After,
     AgentLost,
     Command,
+    Due,
     Event,
     JobDraft,
     OwnerLost,
-    RejoinTimedOut,
     ToWatchers,
 )
 from unirun.failover.phases import PhaseEvent
@@ -182,7 +182,7 @@ def begin_abort(state: JobState, verdict: Verdict, now: float) -> tuple[JobState
     draft.record("stopping", verdict.reason)
     stopping = replace(state, phase=JobPhase.STOPPING, verdict=verdict, roles=roles, cause=draft.cause)
     draft.put(replace(stopping, agents=agents, away=away, view_due=False), PhaseEvent.ABORTED)
-    draft.send(ToWatchers(Notice("master", verdict.reason)), After(REJOIN_TIMEOUT, RejoinTimedOut()))
+    draft.send(ToWatchers(Notice("master", verdict.reason)), After(REJOIN_TIMEOUT, Due.REJOIN))
     return _ended_if_over(draft)
 
 
@@ -203,7 +203,7 @@ def abort_step(state: JobState, event: Event, now: float) -> tuple[JobState, lis
         case AgentLost(node, reason):
             draft.put(_without(state, node), PhaseEvent.NODE_LOST)
             draft.record("agent_lost", f"{node}: {reason}", node)
-        case RejoinTimedOut():
+        case Due.REJOIN:
             for node in state.away:
                 draft.put(_without(draft.state, node), PhaseEvent.NODE_LOST)
         case WorkerExited():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
+from enum import StrEnum
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -174,8 +175,15 @@ class AgentLost(Value):
     reason: str
 
 
-class LossesDue(Value):
-    """The time in which lost agents are gathered into one decision is over."""
+class Due(StrEnum):
+    """A time that is over: the master has asked for it with `After`."""
+
+    LOSSES = "lost agents were gathered for one decision"
+    GROWTH = "nodes that have come were gathered for one decision"
+    VIEW = "changes were gathered for one view"
+    START = "the back-off of a program is over"
+    JOIN = "every node had to join by now"
+    REJOIN = "every node had to join this master, which has come in another's place, by now"
 
 
 class Arrived(Value):
@@ -184,28 +192,8 @@ class Arrived(Value):
     offer: Offer
 
 
-class GrowthDue(Value):
-    """The time in which nodes that have come are gathered into one decision is over."""
-
-
 class OwnerLost(Value):
     """The CLI that the job belongs to has died."""
-
-
-class JoinTimedOut(Value):
-    """The time in which every node had to join is over."""
-
-
-class RejoinTimedOut(Value):
-    """The time in which every node had to join a master that has come in another's place is over."""
-
-
-class StartDue(Value):
-    """The back-off of a program that has ended is over."""
-
-
-class ViewDue(Value):
-    """The time in which changes are gathered into one view is over."""
 
 
 Event = (
@@ -224,15 +212,10 @@ Event = (
     | Drain
     | Grow
     | Arrived
-    | GrowthDue
     | AgentLost
-    | LossesDue
+    | Due
     | OwnerLost
-    | JoinTimedOut
-    | RejoinTimedOut
     | Placed
-    | StartDue
-    | ViewDue
 )
 
 
@@ -437,12 +420,12 @@ class JobDraft:
         if not self.state.view_due:
             self.put(replace(self.state, view_due=True))
             delay = max(VIEW_DELAY, VIEW_DELAY_PER_AGENT * len(self.state.agents))
-            self.send(After(delay, ViewDue()))
+            self.send(After(delay, Due.VIEW))
 
     def grow_soon(self) -> None:
         """Decide about the growth of roles if nodes have come, after a delay in which more may come."""
         if self.state.newcomers:
-            self.send(After(GROWTH_DELAY, GrowthDue()))
+            self.send(After(GROWTH_DELAY, Due.GROWTH))
 
     def stop(self, role: str, signum: int, grace: float, after: float = 0.0) -> None:
         """Order the end of all live workers of `role`, in `after` seconds."""

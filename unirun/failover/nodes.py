@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from unirun.collocation import Inventory
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_PLACEMENT, PlacementError
-from unirun.failover.draft import After, Arrived, JobDraft, LossesDue, ToGuest, ToWatchers
+from unirun.failover.draft import After, Arrived, Due, JobDraft, ToGuest, ToWatchers
 from unirun.failover.moving import (
     Cause,
     Relocation,
@@ -45,7 +45,7 @@ KILLED = 128 + signal.SIGKILL
 def agent_lost(draft: JobDraft, node: str, reason: str) -> None:
     """The agent of `node` is gone. When a rack loses its power, many are: one decision is made for all of them."""
     if not draft.state.losses:
-        draft.send(After(LOSS_DELAY, LossesDue()))
+        draft.send(After(LOSS_DELAY, Due.LOSSES))
     draft.put(replace(draft.state, losses={**draft.state.losses, node: reason}))
 
 
@@ -246,7 +246,7 @@ def drain(draft: JobDraft, node: str) -> None:
 def leave_when_empty(draft: JobDraft) -> None:
     """Let the agents of draining nodes leave on which nothing runs any more."""
     state = draft.state
-    if not state.draining or state.away or state.phase not in ON_ITS_WAY:
+    if state.away or state.phase not in ON_ITS_WAY:
         return
     # Until its role meets elsewhere, a node may serve the store in which those that live on have met.
     if any(role.living and role.forming for role in state.roles.values()):

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from enum import StrEnum
 
 from unirun.failover.state import ROLE_WORKS, JobPhase, RolePhase, WorkerPhase
-from unirun.values import Value
 
 Phase = JobPhase | RolePhase | WorkerPhase
 
@@ -56,14 +55,8 @@ class PhaseEvent(StrEnum):
     ABORTED = "a bug has ended too many masters"
 
 
-class PhaseChange(Value):
-    """A row: in one of the `phases` before, `event` leads to the phase `then`. `function` carries that out."""
-
-    phases: tuple[Phase, ...]
-    event: PhaseEvent
-    then: Phase
-    function: str
-
+PhaseChange = tuple[tuple[Phase, ...], PhaseEvent, Phase, str]
+"""A row: in one of these phases the event leads to the next phase; the function carries that out."""
 
 J, R, W, E = JobPhase, RolePhase, WorkerPhase, PhaseEvent
 
@@ -71,65 +64,65 @@ NOT_TOLD_TO_END = (R.WAITING, R.STARTING, R.RUNNING, R.REFORMING, R.RESTARTING)
 LIVE = (W.STARTING, W.ALIVE, W.RUNNING, W.SERVING)
 
 # fmt: off
-JOB_CHANGES = (
-    PhaseChange((J.LAUNCHING,), E.NODES_JOINED, J.RUNNING, "generations.form_if_all_are_there"),
-    PhaseChange((J.LAUNCHING, J.RUNNING), E.END_DECIDED, J.STOPPING, "restart_or_end.stop_all"),
-    PhaseChange((J.LAUNCHING, J.RUNNING), E.ABORTED, J.STOPPING, "crashes.begin_abort"),
-    PhaseChange((J.STOPPING,), E.JOB_OVER, J.SUCCEEDED, "restart_or_end.finish"),
-    PhaseChange((J.STOPPING,), E.JOB_OVER, J.FAILED, "restart_or_end.finish"),
-    PhaseChange((J.STOPPING,), E.JOB_OVER, J.STOPPED, "restart_or_end.finish"),
+JOB_CHANGES: tuple[PhaseChange, ...] = (
+    ((J.LAUNCHING,), E.NODES_JOINED, J.RUNNING, "generations.form_if_all_are_there"),
+    ((J.LAUNCHING, J.RUNNING), E.END_DECIDED, J.STOPPING, "restart_or_end.stop_all"),
+    ((J.LAUNCHING, J.RUNNING), E.ABORTED, J.STOPPING, "crashes.begin_abort"),
+    ((J.STOPPING,), E.JOB_OVER, J.SUCCEEDED, "restart_or_end.finish"),
+    ((J.STOPPING,), E.JOB_OVER, J.FAILED, "restart_or_end.finish"),
+    ((J.STOPPING,), E.JOB_OVER, J.STOPPED, "restart_or_end.finish"),
 )
 
-ROLE_CHANGES = (
-    PhaseChange((R.WAITING,), E.TURN_COMES, R.STARTING, "generations.form_first"),
-    PhaseChange((R.STARTING, R.REFORMING), E.ALL_UP, R.RUNNING, "restart_or_end.settle"),
-    PhaseChange((R.RUNNING,), E.NOT_ALL_UP, R.STARTING, "restart_or_end.unsettle"),
-    PhaseChange((R.RUNNING,), E.PROGRAMS_RESTART, R.STARTING, "restart_or_end.restart"),
-    PhaseChange((R.STARTING, R.RUNNING), E.RANKS_RESTART, R.REFORMING, "restart_or_end.restart"),
-    PhaseChange((R.RUNNING,), E.STORE_ENDED, R.REFORMING, "worker_failure.store_ended"),
-    PhaseChange(ROLE_WORKS, E.ROLE_RESTARTS, R.RESTARTING, "restart_or_end.restart"),
-    PhaseChange((R.RESTARTING,), E.STORE_OPENED, R.STARTING, "generations.opened"),
-    PhaseChange((R.RUNNING,), E.TAKEN_OVER, R.STARTING, "takeover.resume"),
-    PhaseChange(ROLE_WORKS, E.ALL_SUCCEEDED, R.SUCCEEDED, "restart_or_end.advance"),
-    PhaseChange(ROLE_WORKS, E.SEEN_TO_SUCCEED, R.SUCCEEDED, "restart_or_end.end_as_told"),
-    PhaseChange((R.WAITING, R.STARTING, R.RUNNING, R.RESTARTING), E.GIVEN_UP, R.FAILED, "restart_or_end.give_up"),
-    PhaseChange((R.WAITING, R.STARTING, R.RUNNING, R.RESTARTING), E.GIVEN_UP, R.STOPPING, "restart_or_end.give_up"),
-    PhaseChange((R.STARTING, R.RUNNING, R.RESTARTING), E.NONE_WANTED, R.FAILED, "restart_or_end.advance"),
-    PhaseChange((R.REFORMING, R.RESTARTING), E.NO_PLACE, R.STOPPING, "restart_or_end.form_anew"),
-    PhaseChange(ROLE_WORKS, E.AGENT_LEAVES, R.STOPPING, "worker_failure.exited"),
-    PhaseChange(NOT_TOLD_TO_END, E.TOLD_TO_END, R.STOPPING, "restart_or_end.stop_role"),
-    PhaseChange(NOT_TOLD_TO_END, E.ABORTED, R.STOPPING, "crashes.begin_abort"),
-    PhaseChange((R.STOPPING,), E.WORKERS_GONE, R.STOPPED, "restart_or_end.advance"),
-    PhaseChange((R.STOPPING,), E.WORKERS_GONE_BY_FAILURE, R.FAILED, "restart_or_end.advance"),
-    PhaseChange((R.STOPPING,), E.ABORTED, R.STOPPED, "crashes._ended_if_over"),
+ROLE_CHANGES: tuple[PhaseChange, ...] = (
+    ((R.WAITING,), E.TURN_COMES, R.STARTING, "generations.form_first"),
+    ((R.STARTING, R.REFORMING), E.ALL_UP, R.RUNNING, "restart_or_end.settle"),
+    ((R.RUNNING,), E.NOT_ALL_UP, R.STARTING, "restart_or_end.unsettle"),
+    ((R.RUNNING,), E.PROGRAMS_RESTART, R.STARTING, "restart_or_end.restart"),
+    ((R.STARTING, R.RUNNING), E.RANKS_RESTART, R.REFORMING, "restart_or_end.restart"),
+    ((R.RUNNING,), E.STORE_ENDED, R.REFORMING, "worker_failure.store_ended"),
+    (ROLE_WORKS, E.ROLE_RESTARTS, R.RESTARTING, "restart_or_end.restart"),
+    ((R.RESTARTING,), E.STORE_OPENED, R.STARTING, "generations.opened"),
+    ((R.RUNNING,), E.TAKEN_OVER, R.STARTING, "takeover.resume"),
+    (ROLE_WORKS, E.ALL_SUCCEEDED, R.SUCCEEDED, "restart_or_end.advance"),
+    (ROLE_WORKS, E.SEEN_TO_SUCCEED, R.SUCCEEDED, "restart_or_end.end_as_told"),
+    ((R.WAITING, R.STARTING, R.RUNNING, R.RESTARTING), E.GIVEN_UP, R.FAILED, "restart_or_end.give_up"),
+    ((R.WAITING, R.STARTING, R.RUNNING, R.RESTARTING), E.GIVEN_UP, R.STOPPING, "restart_or_end.give_up"),
+    ((R.STARTING, R.RUNNING, R.RESTARTING), E.NONE_WANTED, R.FAILED, "restart_or_end.advance"),
+    ((R.REFORMING, R.RESTARTING), E.NO_PLACE, R.STOPPING, "restart_or_end.form_anew"),
+    (ROLE_WORKS, E.AGENT_LEAVES, R.STOPPING, "worker_failure.exited"),
+    (NOT_TOLD_TO_END, E.TOLD_TO_END, R.STOPPING, "restart_or_end.stop_role"),
+    (NOT_TOLD_TO_END, E.ABORTED, R.STOPPING, "crashes.begin_abort"),
+    ((R.STOPPING,), E.WORKERS_GONE, R.STOPPED, "restart_or_end.advance"),
+    ((R.STOPPING,), E.WORKERS_GONE_BY_FAILURE, R.FAILED, "restart_or_end.advance"),
+    ((R.STOPPING,), E.ABORTED, R.STOPPED, "crashes._ended_if_over"),
 )
 
-WORKER_CHANGES = (
-    PhaseChange((W.WAITING,), E.TURN_COMES, W.STARTING, "generations.form_first"),
-    PhaseChange((W.WAITING, W.EXITED), E.ORDERED, W.STARTING, "generations._complete"),
-    PhaseChange((W.STARTING,), E.FORKED, W.ALIVE, "step._started"),
-    PhaseChange((W.STARTING, W.ALIVE), E.RUNS, W.RUNNING, "step._running"),
-    PhaseChange((W.STARTING, W.ALIVE), E.MEMBER_RUNS, W.SERVING, "step._running"),
-    PhaseChange((W.STARTING, W.ALIVE, W.RUNNING), E.SERVES, W.SERVING, "step._serving"),
-    PhaseChange((W.STARTING, W.ALIVE, W.RUNNING), E.READY, W.SERVING, "readiness.health_changed"),
-    PhaseChange((W.STARTING, W.ALIVE, W.SERVING), E.UNREADY, W.RUNNING, "readiness.health_changed"),
-    PhaseChange(LIVE, E.ENDED, W.EXITED, "worker_failure.exited, crashes.abort_step"),
-    PhaseChange(LIVE, E.NODE_LOST, W.EXITED, "nodes._fall, crashes.abort_step"),
-    PhaseChange((W.ALIVE, W.RUNNING, W.SERVING), E.TAKEN_OVER, W.STARTING, "takeover.resume"),
-    PhaseChange((W.STARTING,), E.HELD, W.ALIVE, "takeover._take_up_role"),
-    PhaseChange((W.STARTING, W.ALIVE, W.SERVING), E.HELD, W.RUNNING, "takeover._take_up_role"),
-    PhaseChange((W.STARTING, W.ALIVE, W.RUNNING), E.HELD, W.SERVING, "takeover._take_up_role"),
-    PhaseChange(LIVE, E.NOT_HELD, W.WAITING, "takeover._take_up_role"),
-    PhaseChange(LIVE, E.NOT_HELD, W.EXITED, "takeover._take_up_role"),
-    PhaseChange((W.WAITING, *LIVE), E.SEEN_TO_SUCCEED, W.EXITED, "restart_or_end.end_as_told"),
-    PhaseChange(LIVE, E.ABORTED, W.EXITED, "crashes._ended_if_over"),
+WORKER_CHANGES: tuple[PhaseChange, ...] = (
+    ((W.WAITING,), E.TURN_COMES, W.STARTING, "generations.form_first"),
+    ((W.WAITING, W.EXITED), E.ORDERED, W.STARTING, "generations._complete"),
+    ((W.STARTING,), E.FORKED, W.ALIVE, "step._started"),
+    ((W.STARTING, W.ALIVE), E.RUNS, W.RUNNING, "step._running"),
+    ((W.STARTING, W.ALIVE), E.MEMBER_RUNS, W.SERVING, "step._running"),
+    ((W.STARTING, W.ALIVE, W.RUNNING), E.SERVES, W.SERVING, "step._serving"),
+    ((W.STARTING, W.ALIVE, W.RUNNING), E.READY, W.SERVING, "readiness.health_changed"),
+    ((W.STARTING, W.ALIVE, W.SERVING), E.UNREADY, W.RUNNING, "readiness.health_changed"),
+    (LIVE, E.ENDED, W.EXITED, "worker_failure.exited, crashes.abort_step"),
+    (LIVE, E.NODE_LOST, W.EXITED, "nodes._fall, crashes.abort_step"),
+    ((W.ALIVE, W.RUNNING, W.SERVING), E.TAKEN_OVER, W.STARTING, "takeover.resume"),
+    ((W.STARTING,), E.HELD, W.ALIVE, "takeover._take_up_role"),
+    ((W.STARTING, W.ALIVE, W.SERVING), E.HELD, W.RUNNING, "takeover._take_up_role"),
+    ((W.STARTING, W.ALIVE, W.RUNNING), E.HELD, W.SERVING, "takeover._take_up_role"),
+    (LIVE, E.NOT_HELD, W.WAITING, "takeover._take_up_role"),
+    (LIVE, E.NOT_HELD, W.EXITED, "takeover._take_up_role"),
+    ((W.WAITING, *LIVE), E.SEEN_TO_SUCCEED, W.EXITED, "restart_or_end.end_as_told"),
+    (LIVE, E.ABORTED, W.EXITED, "crashes._ended_if_over"),
 )
 # fmt: on
 
 _ALLOWED = frozenset(
-    (type(row.then), phase, row.event, row.then)
-    for row in (*JOB_CHANGES, *ROLE_CHANGES, *WORKER_CHANGES)
-    for phase in row.phases
+    (type(then), phase, event, then)
+    for phases, event, then, _ in (*JOB_CHANGES, *ROLE_CHANGES, *WORKER_CHANGES)
+    for phase in phases
 )
 
 
@@ -148,5 +141,5 @@ def tables() -> str:
 def _table(rows: tuple[PhaseChange, ...]) -> Iterator[str]:
     yield "| phase | event | next phase | function |"
     yield "| --- | --- | --- | --- |"
-    for row in rows:
-        yield f"| {', '.join(row.phases)} | {row.event} | {row.then} | `{row.function}` |"
+    for phases, event, then, function in rows:
+        yield f"| {', '.join(phases)} | {event} | {then} | `{function}` |"

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_PLACEMENT, Refused
-from unirun.failover.draft import After, JobDraft, StartDue, ToWatchers, output_of
+from unirun.failover.draft import After, Due, JobDraft, ToWatchers, output_of
 from unirun.failover.generations import form_first, obstructed, opened, start_again
 from unirun.failover.phases import PhaseEvent
 from unirun.failover.policy import LONGEST_DELAY, Decision
@@ -262,7 +262,7 @@ def wait_again(draft: JobDraft) -> None:
     workers = (worker for role in draft.state.roles.values() if role.is_program for worker in role.workers)
     dues = {worker.due for worker in workers if not worker.live and worker.due > draft.now}
     for due in dues:
-        draft.send(After(min(due - draft.now, LONGEST_DELAY), StartDue()))
+        draft.send(After(min(due - draft.now, LONGEST_DELAY), Due.START))
 
 
 def stop_due(draft: JobDraft) -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from unirun.collocation.graph import show_ranks
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, IllegalTransition
-from unirun.failover.draft import After, Finish, JobDraft, StartDue, ToWatchers
+from unirun.failover.draft import After, Due, Finish, JobDraft, ToWatchers
 from unirun.failover.generations import form_next, start_missing
 from unirun.failover.phases import PhaseEvent
 from unirun.failover.policy import Budget, Decision, History
@@ -574,7 +574,7 @@ def _back_off(draft: JobDraft, name: str, decision: Decision) -> None:
         paid = worker.paid if decision.free else _paid(draft, name, worker.paid)
         draft.put_worker(name, replace(worker, due=now + delay, paid=paid))
         if delay:
-            draft.send(After(delay, StartDue()))
+            draft.send(After(delay, Due.START))
 
 
 def _paid(draft: JobDraft, name: str, before: Sequence[float]) -> tuple[float, ...]:

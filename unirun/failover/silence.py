@@ -45,8 +45,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from unirun.values import Value
-
 HEARTBEAT_INTERVAL = 1.5
 """Seconds between two beats of an agent; the master answers each at once."""
 
@@ -70,14 +68,6 @@ SILENCE_POLL_INTERVAL = 0.25
 
 _STALL_SECONDS = 0.1
 """A look that is later than this by so many seconds means that the master did not run."""
-
-
-class SilenceReport(Value):
-    """The result of a look: nodes that are `silent` since now, are `lost`, or were silent and are `back`."""
-
-    silent: tuple[str, ...] = ()
-    lost: tuple[str, ...] = ()
-    back: tuple[str, ...] = ()
 
 
 class Silence:
@@ -117,8 +107,9 @@ class Silence:
         """Return True if `node` was found to be silent, and not to be back."""
         return node in self._silent
 
-    def look(self, now: float) -> SilenceReport:
-        """Compare all times with `now`; to be called every `SILENCE_POLL_INTERVAL` seconds.
+    def look(self, now: float) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """The nodes that are silent since `now`, those that are lost, and those that were silent and are back; to be
+        called every `SILENCE_POLL_INTERVAL` seconds.
 
         Nodes that are lost together are returned together, as their loss is one decision: the power of a rack fails at
         once, but their last beats came within `HEARTBEAT_INTERVAL`. So the first waits for the others, for that long.
@@ -139,10 +130,10 @@ class Silence:
             if at is not None and now >= at + GIVE_UP_DELAY
         }
         if not due or (len(due) < len(self._silent) and now < min(due.values()) + HEARTBEAT_INTERVAL):
-            return SilenceReport(silent, (), back)
+            return silent, (), back
         for node in due:
             self.forget(node)
-        return SilenceReport(silent, tuple(due), back)
+        return silent, tuple(due), back
 
     def _skip_stall(self, now: float) -> None:
         late = now - self._looked - SILENCE_POLL_INTERVAL

@@ -584,6 +584,11 @@ class JobState(Value):
         return (worker.node, worker.own) != (places[worker.rank].node, places[worker.rank].own)
 
     @property
+    def code(self) -> int | None:
+        """The exit code of a job that has ended; None before."""
+        return self.verdict.code if self.verdict and self.phase in JOB_ENDS else None
+
+    @property
     def sizes(self) -> dict[str, int]:
         """The number of ranks of every role."""
         return {role.name: len(role.workers) for role in self.roles.values()}

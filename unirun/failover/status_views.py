@@ -14,7 +14,6 @@ from unirun.observe.status import (
     FailureStatus,
     JobStatus,
     RoleStatus,
-    Summary,
     WorkerStatus,
     shaped,
 )
@@ -87,7 +86,7 @@ def status_of(
         state,
         phase=state.phase.value,
         reason=state.verdict.reason if state.verdict else "",
-        code=_code(state),
+        code=state.code,
         roles=roles,
         epoch=epoch,
         trouble=trouble,
@@ -98,15 +97,6 @@ def status_of(
         ),
         waiting=(*waiting_to_start(state), *waiting(state)),
     )
-
-
-def summary_of(state: JobState) -> Summary:
-    """The state as the line that ``unirun ls`` reads."""
-    return shaped(Summary, state.spec, state, phase=state.phase.value, code=_code(state), roles=state.sizes)
-
-
-def _code(state: JobState) -> int | None:
-    return state.verdict.code if state.verdict and state.phase in JOB_ENDS else None
 
 
 def _failure(failure: Failure) -> FailureStatus:

@@ -13,17 +13,12 @@ from unirun.failover.draft import (
     AgentLost,
     Arrived,
     Command,
+    Due,
     Event,
-    GrowthDue,
     JobDraft,
-    JoinTimedOut,
     KeepMetrics,
-    LossesDue,
     OwnerLost,
-    RejoinTimedOut,
-    StartDue,
     ToWatchers,
-    ViewDue,
     is_member,
     output_of,
 )
@@ -87,7 +82,8 @@ def step(state: JobState, event: Event, now: float) -> tuple[JobState, list[Comm
     draft = JobDraft(state, now)
     try:
         _handle(draft, event)
-        leave_when_empty(draft)
+        if draft.state.draining:
+            leave_when_empty(draft)
         end_if_over(draft)
         start_due(draft)
         stop_due(draft)
@@ -128,7 +124,7 @@ def _handle(draft: JobDraft, event: Event) -> None:
             health_changed(draft, who, said)
         case Placed():
             placed(draft, event)
-        case StartDue():
+        case Due.START:
             # What is due is started after every event.
             pass
         case WorkerExited():
@@ -150,22 +146,22 @@ def _handle(draft: JobDraft, event: Event) -> None:
             grow_elastic(draft, role)
         case Arrived():
             arrived(draft, event)
-        case GrowthDue():
+        case Due.GROWTH:
             grow(draft)
         case OwnerLost():
             lost = Stop(signal.SIGTERM, "the unirun command was killed", OWNER_LOST_GRACE_SECONDS)
             _stop(draft, lost, together=True)
         case AgentLost(node, reason):
             agent_lost(draft, node, reason)
-        case LossesDue():
+        case Due.LOSSES:
             losses = draft.state.losses
             draft.put(replace(draft.state, losses={}))
             nodes_lost(draft, losses)
-        case JoinTimedOut():
+        case Due.JOIN:
             _join_timed_out(draft)
-        case RejoinTimedOut():
+        case Due.REJOIN:
             _rejoin_timed_out(draft)
-        case ViewDue():
+        case Due.VIEW:
             if draft.state.view_due:
                 draft.tell_now()
 

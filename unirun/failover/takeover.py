@@ -14,9 +14,8 @@ from msgspec.structs import replace
 from unirun.failover.draft import (
     After,
     Command,
+    Due,
     JobDraft,
-    JoinTimedOut,
-    RejoinTimedOut,
     ToAgent,
     ToWatchers,
     is_member,
@@ -64,12 +63,12 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
     if state.away or state.phase is not JobPhase.LAUNCHING:
         draft.record("master", "another master goes on with the job")
     if state.away:
-        draft.send(After(REJOIN_TIMEOUT, RejoinTimedOut()))
+        draft.send(After(REJOIN_TIMEOUT, Due.REJOIN))
     if state.phase is JobPhase.LAUNCHING:
         # No agent could join while there was no master; and the clock may have been set in the meantime.
         limit = state.spec.join_timeout
         left = min(state.started + limit - now, limit)
-        draft.send(After(max(left, min(REJOIN_TIMEOUT, limit)), JoinTimedOut()))
+        draft.send(After(max(left, min(REJOIN_TIMEOUT, limit)), Due.JOIN))
     return draft.done()
 
 

@@ -12,9 +12,9 @@ from unirun.collocation.graph import declared
 from unirun.failover.draft import (
     After,
     Command,
+    Due,
     Event,
     Finish,
-    LossesDue,
     Record,
     ToAgent,
     ToAgents,
@@ -105,8 +105,8 @@ class Job:
             self.commands += commands
             assert all(c.node in self.state.nodes for c in commands if isinstance(c, ToAgent))
             orders = [c.message for c in commands if isinstance(c, ToAgent)]
-            if any(isinstance(c, After) and c.event == LossesDue() for c in commands):
-                pending = [LossesDue(), *pending] if self.losses_apart else [*pending, LossesDue()]
+            if any(isinstance(c, After) and c.event == Due.LOSSES for c in commands):
+                pending = [Due.LOSSES, *pending] if self.losses_apart else [*pending, Due.LOSSES]
             if self.stores_open:
                 opened = [StoreOpened(o.role, o.generation) for o in orders if isinstance(o, OpenStore)]
                 pending = [*(each for each in opened if each.generation > 0), *pending]

@@ -54,9 +54,9 @@ def row(before: Phase, event: PhaseEvent | None, then: Phase) -> Row:
 
 
 EVERY_ROW = frozenset(
-    row(before, change.event, change.then)
-    for change in (*JOB_CHANGES, *ROLE_CHANGES, *WORKER_CHANGES)
-    for before in change.phases
+    row(before, event, then)
+    for phases_before, event, then, _ in (*JOB_CHANGES, *ROLE_CHANGES, *WORKER_CHANGES)
+    for before in phases_before
 )
 
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tests.unit.failover.job import KILL, TERM, Job
 from unirun.collocation import Device, Inventory, Node
-from unirun.failover.draft import AgentLost, Event, ViewDue
+from unirun.failover.draft import AgentLost, Due, Event
 from unirun.failover.state import JOB_ENDS, JobState
 from unirun.values import WorkerId
 from unirun.wire.messages import Stop
@@ -85,7 +85,7 @@ class RandomWalk:
             return rng.choice(ends)
         if self.stores and rng.random() < 0.3:
             return self.stores.pop(0)
-        told: list[Event] = [ViewDue(), Notice("n0", "hm"), StoreEnded(role.name, role.generation, 1.0, "x")]
+        told: list[Event] = [Due.VIEW, Notice("n0", "hm"), StoreEnded(role.name, role.generation, 1.0, "x")]
         if worker.live:
             news: list[Event] = [WorkerStarted(who, 100), WorkerRunning(who, role.opened)]
             told += 4 * news

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from tests.unit.failover.job import Job
 from unirun.collocation import Inventory
-from unirun.failover.draft import After, StartDue, ToAgent
+from unirun.failover.draft import After, Due, ToAgent
 from unirun.failover.state import WorkerState, new_job
 from unirun.spec.job import Entry, Probe, RoleSpec
 from unirun.values import RankAddress, WorkerId
@@ -90,7 +90,7 @@ class Services(Job):
     def later(self, seconds: float) -> Self:
         """The time after which the job looks again."""
         self.now += seconds
-        self.on(StartDue())
+        self.on(Due.START)
         return self
 
     def worker(self, name: str = "engine", rank: int = 0) -> WorkerState:
@@ -109,7 +109,7 @@ class Services(Job):
     @property
     def delays(self) -> list[float]:
         """The seconds after which it looks again."""
-        return [c.delay for c in self.commands if isinstance(c, After) and c.event == StartDue()]
+        return [c.delay for c in self.commands if isinstance(c, After) and c.event == Due.START]
 
 
 def place(node: str, rank: int, port: int = 20000) -> RankAddress:

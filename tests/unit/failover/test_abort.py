@@ -17,11 +17,11 @@ from unirun.failover.draft import (
     After,
     AgentLost,
     Command,
+    Due,
     Event,
     Finish,
     OwnerLost,
     Record,
-    RejoinTimedOut,
     ToAgent,
     ToWatchers,
 )
@@ -67,7 +67,7 @@ def test_agents_are_told_to_end_what_they_have_and_then_it_is_over() -> None:
     assert plain(ending.commands) == [
         Record("stopping", "a bug"),
         ToWatchers(Notice("master", "a bug")),
-        After(REJOIN_TIMEOUT, RejoinTimedOut()),
+        After(REJOIN_TIMEOUT, Due.REJOIN),
     ]
     assert (ending.state.phase, ending.state.roles["actor"].phase) == (JobPhase.STOPPING, RolePhase.STOPPING)
     assert (ending.state.away, ending.state.view_due) == (frozenset({"n0"}), False)
@@ -91,11 +91,11 @@ def test_agents_are_told_to_end_what_they_have_and_then_it_is_over() -> None:
 
 def test_whoever_does_not_come_is_gone() -> None:
     ending = Ending(Job({"actor": 2}, nodes=TWO).running())
-    assert any(isinstance(c, After) and c.event == RejoinTimedOut() for c in ending.commands)
+    assert any(isinstance(c, After) and c.event == Due.REJOIN for c in ending.commands)
     ending.join("n0")
     ending.on(AgentLost("n0", "it left"))
     assert ending.end is None
-    ending.on(RejoinTimedOut())
+    ending.on(Due.REJOIN)
     assert ending.end == VERDICT
 
 
@@ -169,7 +169,7 @@ def test_nodes_that_were_given_up_are_not_waited_for_and_roles_that_have_ended_s
     ending.on(AgentLost("n1", "it left"))
     assert {w.live for w in ending.state.roles["critic"].workers if w.node == "n1"} <= {False}
     assert ending.end is None
-    ending.on(RejoinTimedOut())
+    ending.on(Due.REJOIN)
     assert ending.end == VERDICT
     assert (ending.state.away, dict(ending.state.agents)) == (frozenset(), {})
     assert ending.state.roles["actor"] == before

@@ -14,7 +14,7 @@ from tests.unit.failover.takeover import join, take_over
 from unirun.collocation import Device, Node
 from unirun.errors import Refused
 from unirun.failover.context import decode, encode, urgent
-from unirun.failover.draft import GROWTH_DELAY, After, Arrived, GrowthDue, ToGuest
+from unirun.failover.draft import GROWTH_DELAY, After, Arrived, Due, ToGuest
 from unirun.failover.nodes import next_life, trouble
 from unirun.values import WorkerId
 from unirun.wire.messages import Dismissed, Grow, Offer, Ready, StartRole, StopWorkers
@@ -137,7 +137,7 @@ class TestANodeThatHasCome:
         assert job.state.nodes == ("n0", "n1", "n2")
 
     def test_it_is_a_spare_for_a_job_that_does_not_grow(self) -> None:
-        job = come(scripts(of=2).running(), "n2").on(GrowthDue())
+        job = come(scripts(of=2).running(), "n2").on(Due.GROWTH)
         assert job.commands == []
         assert job.state.placement.spares == ("n2",)
         job.on(gone("n1")).exits("actor", 0, by=TERM, asked=TERM).exits("actor", 1, by=TERM, asked=TERM)
@@ -147,8 +147,8 @@ class TestANodeThatHasCome:
 class TestGrowth:
     def test_a_role_that_may_have_more_ranks_starts_again_with_them_and_spends_no_restart(self) -> None:
         job = come(elastic(), "n2")
-        assert After(GROWTH_DELAY, GrowthDue()) in job.commands
-        job.on(GrowthDue())
+        assert After(GROWTH_DELAY, Due.GROWTH) in job.commands
+        job.on(Due.GROWTH)
         assert job.orders(StopWorkers) == [
             StopWorkers("actor", (0, 1), TERM, 30.0),
             StopWorkers("actor", (2, 3), TERM, 30.0),
@@ -163,20 +163,20 @@ class TestGrowth:
         assert job.state.failures == ()
 
     def test_nodes_that_come_within_a_second_are_one_restart(self) -> None:
-        job = come(elastic(), "n2", "n3").on(GrowthDue()).obey().all_run("actor").on(GrowthDue())
+        job = come(elastic(), "n2", "n3").on(Due.GROWTH).obey().all_run("actor").on(Due.GROWTH)
         assert job.commands == []
         assert (len(places(job)), job.state.roles["actor"].generation) == (8, 1)
 
     def test_a_role_that_starts_again_after_a_failure_grows_when_it_runs(self) -> None:
         job = elastic().exits("actor", 0, 1)
-        come(job, "n2").on(GrowthDue())
+        come(job, "n2").on(Due.GROWTH)
         assert job.commands == []
         job.obey()
         for rank in (1, 2, 3):
             job.exits("actor", rank, by=TERM, asked=TERM)
         job.all_run("actor")
-        assert After(GROWTH_DELAY, GrowthDue()) in job.commands
-        assert len(places(job.on(GrowthDue()))) == 6
+        assert After(GROWTH_DELAY, Due.GROWTH) in job.commands
+        assert len(places(job.on(Due.GROWTH))) == 6
 
     def test_ranks_that_a_role_had_once_go_on_with_the_next_incarnation(self) -> None:
         job = elastic(of=3)
@@ -187,12 +187,12 @@ class TestGrowth:
         for rank in range(4):
             job.exits("actor", rank, by=TERM, asked=TERM)
         assert len(job.all_run("actor").state.roles["actor"].workers) == 4
-        come(job, "n3").on(GrowthDue()).obey()
+        come(job, "n3").on(Due.GROWTH).obey()
         started = {m.rank: m.incarnation for order in job.orders(StartRole) for m in order.members}
         assert started == {0: 3, 1: 3, 2: 3, 3: 3, 4: 2, 5: 2}
 
     def test_a_node_that_is_lost_before_the_role_has_grown_takes_the_new_ranks_with_it(self) -> None:
-        job = come(elastic(), "n2").on(GrowthDue()).on(gone("n2"))
+        job = come(elastic(), "n2").on(Due.GROWTH).on(gone("n2"))
         for rank in range(4):
             job.exits("actor", rank, by=TERM, asked=TERM)
         assert ranks(job) == {"n0": [0, 1], "n1": [2, 3]}
@@ -200,10 +200,10 @@ class TestGrowth:
 
     def test_workloads_keep_their_number_because_callers_rely_on_it(self) -> None:
         job = Job({"actor": 8}, kinds={"actor": "workload"}, inventory=nodes(2), least={"actor": 2}).running()
-        assert come(job, "n2").on(GrowthDue()).commands == []
+        assert come(job, "n2").on(Due.GROWTH).commands == []
 
     def test_elastic_workloads_grow_when_a_visitor_asks_and_not_before(self) -> None:
-        job = come(elastic_workloads(), "n2").on(GrowthDue())
+        job = come(elastic_workloads(), "n2").on(Due.GROWTH)
         assert job.commands == []
         job.on(Grow("actor"))
         assert "more ranks were asked for; actor grows from 4 to 6 ranks" in job.records
@@ -226,7 +226,7 @@ class TestGrowth:
     def test_nodes_that_the_job_holds_back_are_not_used(self) -> None:
         job = elastic(spares=1)
         assert places(job) == ["n0", "n0"]
-        come(job, "n2", "n3").on(GrowthDue())
+        come(job, "n2", "n3").on(Due.GROWTH)
         assert len({*places(job)}) == 3
 
     def test_a_new_master_does_what_was_due(self) -> None:
@@ -235,5 +235,5 @@ class TestGrowth:
         take_over(job)
         for node in ("n0", "n1", "n2"):
             join(job, before, node)
-        assert After(GROWTH_DELAY, GrowthDue()) in job.commands
-        assert len(places(job.on(GrowthDue()))) == 6
+        assert After(GROWTH_DELAY, Due.GROWTH) in job.commands
+        assert len(places(job.on(Due.GROWTH))) == 6

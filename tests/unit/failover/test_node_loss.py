@@ -11,7 +11,7 @@ from tests.unit.failover.takeover import join, take_over
 from unirun.collocation import Device, Inventory, Node
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, IllegalTransition, Refused
 from unirun.failover.context import decode, encode
-from unirun.failover.draft import After, LossesDue, RejoinTimedOut
+from unirun.failover.draft import After, Due
 from unirun.failover.nodes import LOSS_DELAY
 from unirun.failover.state import JobPhase, RolePhase
 from unirun.failover.status_views import status_of
@@ -35,7 +35,7 @@ class TestNodesThatAreLostWithinAMoment:
 
     def test_nodes_lost_within_5_ms_are_waited_for_once(self) -> None:
         state, commands = step(scripts(of=4).running().state, gone("n0"), 1.0)
-        assert commands == [After(LOSS_DELAY, LossesDue())]
+        assert commands == [After(LOSS_DELAY, Due.LOSSES)]
         state, commands = step(state, gone("n1"), 1.0)
         assert commands == []
         assert state.losses.keys() == {"n0", "n1"}
@@ -369,7 +369,7 @@ class TestWorkloads:
         take_over(job)
         for node in set(before.nodes) - {home}:
             join(job, before, node)
-        job.on(RejoinTimedOut())
+        job.on(Due.REJOIN)
         assert job.state.phase is JobPhase.RUNNING
         assert job.state.roles["trainer"].workers[0].incarnation == 1
 

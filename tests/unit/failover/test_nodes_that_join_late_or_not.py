@@ -10,7 +10,7 @@ from tests.unit.failover.multi_node import gone, nodes, places, ranks, scripts
 from tests.unit.failover.takeover import join, take_over
 from unirun.errors import EXIT_PLACEMENT, EXIT_RENDEZVOUS, Refused
 from unirun.failover.context import decode, encode
-from unirun.failover.draft import JoinTimedOut, RejoinTimedOut
+from unirun.failover.draft import Due
 from unirun.failover.state import JobPhase
 from unirun.values import WorkerId
 from unirun.wire.messages import StartRole, Stop, View
@@ -69,7 +69,7 @@ class TestANode:
 
     def test_a_node_that_is_held_back_and_never_comes_is_given_up(self) -> None:
         job = scripts(spares=1)
-        job.on(job.join("n0"), job.join("n1"), JoinTimedOut())
+        job.on(job.join("n0"), job.join("n1"), Due.JOIN)
         assert (job.state.placement.lost, job.state.placement.spares) == (("n2",), ())
         assert "agent_lost: n2: it did not join within 60 s" in job.records
 
@@ -86,13 +86,13 @@ class TestANode:
         job = scripts()
         job.on(job.join("n0"), job.join("n2"))
         assert job.state.phase is JobPhase.LAUNCHING
-        job.on(JoinTimedOut())
+        job.on(Due.JOIN)
         assert ranks(job) == {"n0": [0, 1], "n2": [2, 3]}
         assert job.state.placement.lost == ("n1",)
 
     def test_a_node_that_does_not_join_in_time_ends_the_job_where_it_is_needed(self) -> None:
         job = scripts(of=2)
-        job.on(job.join("n0"), JoinTimedOut())
+        job.on(job.join("n0"), Due.JOIN)
         assert job.end == (EXIT_RENDEZVOUS, "n1 did not join within 60 s")
 
     @pytest.mark.parametrize("restarting", ["all have ended", "some are still ending"])
@@ -114,7 +114,7 @@ class TestANode:
         take_over(job)
         for node in ("n0", "n3"):
             job.on(job.join(node))
-        job.on(RejoinTimedOut())
+        job.on(Due.REJOIN)
         assert job.state.placement.lost == ("n1", "n2")
         assert places(job) == ["n0", "n0", "n3", "n3"]
         assert job.state.roles["actor"].restarts == 1
@@ -133,7 +133,7 @@ class TestANode:
         for node in before.nodes[20:]:
             job.on(job.join(node))
         join(job, before, "n0")
-        job.on(RejoinTimedOut())
+        job.on(Due.REJOIN)
         assert len(job.state.placement.lost) == 19
         assert job.state.roles["actor"].restarts == 1
         assert {w.node for w in job.state.roles["actor"].workers}.isdisjoint(job.state.placement.lost)
@@ -143,7 +143,7 @@ class TestANode:
         for node in job.state.placement.nodes:
             job.on(job.join(node))
         assert job.state.phase is JobPhase.RUNNING
-        job.on(JoinTimedOut())
+        job.on(Due.JOIN)
         assert len(job.state.placement.lost) == 12
 
     def test_a_node_that_is_lost_while_the_job_stops_is_part_of_that(self) -> None:

@@ -34,25 +34,25 @@ def test_a_row_that_few_histories_use_is_used_by_one(used: Row, history: Callabl
 
 def test_no_row_stands_twice() -> None:
     rows = [
-        row(before, change.event, change.then)
-        for change in (*JOB_CHANGES, *ROLE_CHANGES, *WORKER_CHANGES)
-        for before in change.phases
+        row(before, event, then)
+        for phases, event, then, _ in (*JOB_CHANGES, *ROLE_CHANGES, *WORKER_CHANGES)
+        for before in phases
     ]
     assert len(rows) == len(EVERY_ROW)
-    assert {change.event for change in (*JOB_CHANGES, *ROLE_CHANGES, *WORKER_CHANGES)} == {*PhaseEvent}
+    assert {event for _, event, _, _ in (*JOB_CHANGES, *ROLE_CHANGES, *WORKER_CHANGES)} == {*PhaseEvent}
 
 
 def test_the_functions_of_the_table_are_those_that_put_with_its_events() -> None:
     told: dict[str, set[str]] = {}
-    for change in (*JOB_CHANGES, *ROLE_CHANGES, *WORKER_CHANGES):
-        told.setdefault(change.event.name, set()).update(change.function.split(", "))
+    for _, event, _, function in (*JOB_CHANGES, *ROLE_CHANGES, *WORKER_CHANGES):
+        told.setdefault(event.name, set()).update(function.split(", "))
     found: dict[str, set[str]] = {}
     for path in (ROOT / "unirun/failover").glob("*.py"):
-        functions = (each for each in ast.parse(path.read_text()).body if isinstance(each, ast.FunctionDef))
-        for function in functions:
-            for node in ast.walk(function):
+        functions = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
+        for each in functions:
+            for node in ast.walk(each):
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "PhaseEvent":
-                    found.setdefault(node.attr, set()).add(f"{path.stem}.{function.name}")
+                    found.setdefault(node.attr, set()).add(f"{path.stem}.{each.name}")
     assert found == told
 
 

@@ -12,7 +12,7 @@ from tests.unit.failover.job import KILL, TERM
 from tests.unit.failover.services import Services, place, program, service
 from tests.unit.failover.takeover import join, rejoin, take_over
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, EXIT_RENDEZVOUS, Refused
-from unirun.failover.draft import ViewDue, addresses_of
+from unirun.failover.draft import Due, addresses_of
 from unirun.failover.policy import LONGEST_DELAY
 from unirun.failover.readiness import waiting_to_start
 from unirun.failover.state import NEVER, JobPhase, RolePhase
@@ -113,7 +113,7 @@ class TestPorts:
 
     def test_ports_are_told_to_all_processes_with_the_readiness_of_their_ranks(self) -> None:
         job = Services(service(count=2), program()).begin()
-        job.all_run("engine").ready("engine", 1).on(ViewDue())
+        job.all_run("engine").ready("engine", 1).on(Due.VIEW)
         told = addresses_of(job.orders(View)[-1], job.state.spec)["engine"]
         assert [(each["rank"], each["addr"], each["ready"]) for each in told] == [
             (0, "n0:20000", False),

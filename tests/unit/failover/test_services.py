@@ -13,7 +13,7 @@ from tests.unit.failover.services import Services, program, service
 from tests.unit.failover.takeover import rejoin
 from unirun.collocation import Device, Inventory, Node, place
 from unirun.errors import EXIT_PLACEMENT
-from unirun.failover.draft import AgentLost, JoinTimedOut, LossesDue, ToAgent
+from unirun.failover.draft import AgentLost, Due, ToAgent
 from unirun.failover.state import NEVER, ROLE_ENDS, JobPhase, RolePhase, new_job
 from unirun.spec.job import Entry, RoleSpec
 from unirun.wire.messages import Drain, Drained, Reserve, StartRole, StopWorkers
@@ -93,7 +93,7 @@ def test_the_job_goes_on_without_the_ranks_of_an_optional_service_on_a_lost_node
     )
     job.state = replace(job.state, spec=replace(job.state.spec, roles=tuple(roles)))
     lost = [worker.rank for worker in job.state.roles["engine"].workers if worker.node == "n1"]
-    job.on(AgentLost("n1", "it is gone"), LossesDue())
+    job.on(AgentLost("n1", "it is gone"), Due.LOSSES)
     assert job.state.phase is JobPhase.RUNNING
     assert [w.rank for w in job.state.roles["engine"].workers if not w.live] == lost
     assert "the job goes on without it" in job.records
@@ -105,7 +105,7 @@ class TestAnOptionalServiceThatFitsNowhereElse:
 
     def lost(self, job: Services, node: str) -> None:
         """The loss of a node. The job goes on."""
-        job.on(AgentLost(node, "it is gone"), LossesDue())
+        job.on(AgentLost(node, "it is gone"), Due.LOSSES)
         assert job.state.phase is JobPhase.RUNNING
 
     def test_it_is_given_up_and_the_others_go_on(self) -> None:
@@ -207,14 +207,14 @@ class TestAnOptionalServiceThatFitsNowhereElse:
     def test_it_is_given_up_before_the_job_has_started(self) -> None:
         job = on_nodes(engines(optional=True), trainer(), slots=(1, 1))
         lost, left = place_of(job), place_of(job, "train")
-        job.on(job.join(lost), AgentLost(lost, "it is gone"), LossesDue())
+        job.on(job.join(lost), AgentLost(lost, "it is gone"), Due.LOSSES)
         assert job.on(job.join(left)).begun == [("train", [0])]
         assert job.phases() == {"engine": "failed", "train": "starting"}
 
     def test_it_is_given_up_when_its_node_never_joins(self) -> None:
         job = on_nodes(engines(count=2, optional=True), trainer(), slots=(1, 1, 1))
         missing = place_of(job, rank=1)
-        job.on(*(job.join(node) for node in job.state.nodes if node != missing), JoinTimedOut()).reserve()
+        job.on(*(job.join(node) for node in job.state.nodes if node != missing), Due.JOIN).reserve()
         assert sorted(job.begun) == [("engine", [0]), ("train", [0])]
         assert job.worker(rank=1).due == NEVER
 
@@ -284,7 +284,7 @@ class TestAnOptionalServiceThatFitsNowhereElse:
 
     def test_it_is_not_given_up_when_another_role_has_no_room_either(self) -> None:
         job = placed(engines(count=1, optional=True), trainer(count=3, restart="process"), slots=(2, 2))
-        job.on(AgentLost(job.worker().node, "it is gone"), LossesDue())
+        job.on(AgentLost(job.worker().node, "it is gone"), Due.LOSSES)
         assert job.state.verdict is not None
         assert job.state.verdict.code == EXIT_PLACEMENT
         assert "goes on without" not in job.records
@@ -296,7 +296,7 @@ def test_a_rank_that_waits_for_its_start_pays_nothing_for_the_loss_of_its_node()
     job.all_run("engine").dies()
     assert len(job.worker().paid) == 2
     before = job.worker()
-    job.on(AgentLost(before.node, "it is gone"), LossesDue())
+    job.on(AgentLost(before.node, "it is gone"), Due.LOSSES)
     assert job.state.phase is JobPhase.RUNNING
     assert (job.worker().paid, job.worker().due) == (before.paid, before.due)
     assert asked_for_ports(job) == [node for node in ("n1", "n2") if node != job.worker("train").node]
@@ -308,7 +308,7 @@ def test_a_companion_is_heard_that_came_when_engines_moved_to_more_nodes() -> No
         *("engine-weights", 1, entry), restart="process", slots=0.0, service=True, beside="engine"
     )
     job = placed(engines(count=2), replace(companion, max_restarts=5), trainer(), slots=(2, 1, 1, 1))
-    job.on(AgentLost(place_of(job), "it is gone"), LossesDue()).reserve()
+    job.on(AgentLost(place_of(job), "it is gone"), Due.LOSSES).reserve()
     assert job.state.sizes["engine-weights"] == 2
     job.all_run("engine-weights")
     assert job.phases()["engine-weights"] == "running"

@@ -103,9 +103,9 @@ def given_up(heard: list[float], stalls: list[tuple[float, float]], rate: float)
         while heard and heard[0] <= now:
             heard.pop(0)
             silence.heard("n0", now * rate)
-        look = silence.look(now * rate)
-        silence.marked(look.silent, now * rate)
-        if look.lost:
+        silent, lost, _ = silence.look(now * rate)
+        silence.marked(silent, now * rate)
+        if lost:
             return now
         now = running(now + SILENCE_POLL_INTERVAL / rate, stalls)
     return None

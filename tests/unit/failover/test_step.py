@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.failover.job import TERM, Job
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
-from unirun.failover.draft import AgentLost, Event, JoinTimedOut, OwnerLost, ToAgent
+from unirun.failover.draft import AgentLost, Due, Event, OwnerLost, ToAgent
 from unirun.failover.state import JobPhase, WorkerPhase
 from unirun.failover.status_views import present, status_of
 from unirun.values import WorkerId
@@ -63,12 +63,12 @@ class TestLaunching:
 
     def test_launching_ends_when_a_node_does_not_come(self) -> None:
         job = Job({"actor": 2}, nodes=("n0", "n1"))
-        job.on(Join("n0", 1, "h", {"actor": "h:1"}), JoinTimedOut())
+        job.on(Join("n0", 1, "h", {"actor": "h:1"}), Due.JOIN)
         assert job.state.phase is JobPhase.FAILED
         assert job.end == (EXIT_RENDEZVOUS, "n1 did not join within 60 s")
 
     def test_launching_does_not_mind_the_deadline_when_all_are_there(self) -> None:
-        assert Job({"actor": 1}).running().on(JoinTimedOut()).commands == []
+        assert Job({"actor": 1}).running().on(Due.JOIN).commands == []
 
     def test_launching_tells_when_torch_is_imported(self) -> None:
         job = Job({"actor": 1}).on(SpawnerReady(1.25, "n0"))
@@ -128,7 +128,7 @@ class TestTheEnd:
         job = Job({"actor": 1}).running().exits("actor", 0)
         state = job.state
         late = (Stop(TERM, "late"), AgentLost("n0", "late"), OwnerLost(), Join("n0", 1, "h", {}))
-        job.on(*late, WorkerExited(WorkerId("actor", 0, 0), 1.0, 1, None), JoinTimedOut())
+        job.on(*late, WorkerExited(WorkerId("actor", 0, 0), 1.0, 1, None), Due.JOIN)
         assert job.state == state
         assert job.commands == []
 

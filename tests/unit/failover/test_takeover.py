@@ -12,7 +12,7 @@ from tests.unit.failover.services import Services, program, service
 from tests.unit.failover.takeover import TWO, end, join, kinds, rejoin, starts, take_over
 from unirun.errors import IllegalTransition, Refused
 from unirun.failover.context import decode, encode
-from unirun.failover.draft import After, JoinTimedOut, Record, RejoinTimedOut, ToAgent
+from unirun.failover.draft import After, Due, Record, ToAgent
 from unirun.failover.restart_or_end import shutdown_order
 from unirun.failover.state import Exit, JobPhase, Verdict, WorkerPhase, WorkerState
 from unirun.failover.takeover import REJOIN_TIMEOUT, resume
@@ -51,15 +51,15 @@ class TestTakingOver:
         job = Job({"actor": 1}).running()
         assert plain(take_over(job)) == [
             Record("master", "another master goes on with the job"),
-            After(REJOIN_TIMEOUT, RejoinTimedOut()),
+            After(REJOIN_TIMEOUT, Due.REJOIN),
         ]
 
     def test_taking_over_of_a_job_that_nobody_has_joined_yet_waits_for_the_rest_of_the_time(self) -> None:
         job = Job({"actor": 1})
         job.now = 110.0
-        assert take_over(job) == [After(48.0, JoinTimedOut())]
+        assert take_over(job) == [After(48.0, Due.JOIN)]
         job.now = 158.0
-        assert take_over(job) == [After(REJOIN_TIMEOUT, JoinTimedOut())], "nobody could join meanwhile"
+        assert take_over(job) == [After(REJOIN_TIMEOUT, Due.JOIN)], "nobody could join meanwhile"
 
     def test_taking_over_tells_nobody_anything(self) -> None:
         job = Job({"actor": 1}).running().exits("actor", 0, 1)
@@ -346,7 +346,7 @@ class TestAnEndOfTheJobThatCouldNotBeWritten:
         join(job, before, "n0", ending=ending, ended=[end("actor", 0, 0)])
         assert job.phases() == {"actor": "succeeded", "rollout": "stopping"}
         assert job.orders(StopWorkers)[-1].role == "rollout"
-        job.on(RejoinTimedOut())
+        job.on(Due.REJOIN)
         assert job.exits("rollout", 0, by=TERM, asked=TERM, cause="leaving").end == (0, "actor succeeded")
 
     def test_an_unwritten_end_of_the_job_has_the_exit_code_of_its_cause(self) -> None:

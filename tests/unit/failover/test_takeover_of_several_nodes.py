@@ -11,7 +11,7 @@ from tests.unit.failover.job import TERM, Job
 from tests.unit.failover.random_walk import RandomWalk
 from tests.unit.failover.takeover import TWO, Who, end, join, kinds, starts, take_over
 from unirun.errors import EXIT_RENDEZVOUS
-from unirun.failover.draft import JoinTimedOut, RejoinTimedOut
+from unirun.failover.draft import Due
 from unirun.failover.state import JOB_ENDS, ROLE_ENDS, ROLE_WORKS, JobPhase, WorkerPhase
 from unirun.wire.messages import StartRole, Stop, StopWorkers, View
 from unirun.wire.reports import Join
@@ -47,7 +47,7 @@ class TestANodeOfSeveral:
         before = job.state
         take_over(job)
         join(job, before, "n0")
-        job.on(RejoinTimedOut())
+        job.on(Due.REJOIN)
         assert job.orders(StopWorkers) == [StopWorkers("actor", (0, 2), TERM, 30.0)]
         job.obey()
         assert job.state.phase is JobPhase.FAILED
@@ -62,12 +62,12 @@ class TestANodeOfSeveral:
         join(job, before, "n0")
         job.obey()
         assert job.end is None
-        assert job.on(RejoinTimedOut()).end == (143, "enough")
+        assert job.on(Due.REJOIN).end == (143, "enough")
 
     def test_one_node_of_several_that_never_had_joined_may_fail_the_launch(self) -> None:
         job = Job({"actor": 2}, nodes=TWO).on(Join("n0", 1, "n0", {"actor": "h:1"}))
         take_over(job)
-        job.on(Join("n0", 1, "n0", {"actor": "h:1"}), JoinTimedOut())
+        job.on(Join("n0", 1, "n0", {"actor": "h:1"}), Due.JOIN)
         assert job.end == (EXIT_RENDEZVOUS, "n1 did not join within 60 s")
 
     def test_one_node_of_several_is_not_awaited_any_more_when_all_are_back(self, job: Job) -> None:
@@ -75,7 +75,7 @@ class TestANodeOfSeveral:
         take_over(job)
         for node in TWO:
             join(job, before, node)
-        assert job.on(RejoinTimedOut()).commands == []
+        assert job.on(Due.REJOIN).commands == []
 
 
 @examples(40)

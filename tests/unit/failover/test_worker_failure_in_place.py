@@ -8,7 +8,7 @@ from tests.unit.failover.job import KILL, TERM, Job
 from tests.unit.failover.phase_rows import shrinks
 from tests.unit.failover.workloads import reformed, seen, serving, up, workload
 from unirun.errors import EXIT_BUDGET, EXIT_RENDEZVOUS, IllegalTransition
-from unirun.failover.draft import VIEW_DELAY, After, KeepMetrics, ToAgent, ViewDue
+from unirun.failover.draft import VIEW_DELAY, After, Due, KeepMetrics, ToAgent
 from unirun.failover.state import JobPhase, RolePhase, WorkerPhase
 from unirun.failover.status_views import status_of
 from unirun.values import WorkerId
@@ -232,14 +232,14 @@ class TestServing:
         assert [w.phase for w in seen(job).workers] == ["serving", "serving"]
 
     def test_serving_is_told_in_a_moment_when_it_does_not_come_from_all(self) -> None:
-        job = workload(count=3).running().on(ViewDue())
+        job = workload(count=3).running().on(Due.VIEW)
         job.on(FromWorker(WorkerId("actor", 0, 0), Serving({}, True)))
-        assert [c for c in job.commands if isinstance(c, After)] == [After(VIEW_DELAY, ViewDue())]
+        assert [c for c in job.commands if isinstance(c, After)] == [After(VIEW_DELAY, Due.VIEW)]
         job.on(FromWorker(WorkerId("actor", 1, 0), Serving({}, True)))
         assert [c for c in job.commands if isinstance(c, After)] == []
-        job.on(ViewDue())
+        job.on(Due.VIEW)
         assert [w.phase for w in seen(job).workers] == ["serving", "serving", "running"]
-        assert job.on(ViewDue()).commands == []
+        assert job.on(Due.VIEW).commands == []
 
     def test_serving_is_what_makes_a_role_of_workloads_run(self) -> None:
         job = workload(count=1).running()
@@ -384,9 +384,9 @@ class TestMetrics:
 
 
 def test_the_end_of_a_worker_that_was_told_to_end_is_news_in_a_moment() -> None:
-    job = Job({"actor": 2}, restarts={"actor": 1}).running().on(ViewDue()).exits("actor", 0, 1).on(ViewDue())
+    job = Job({"actor": 2}, restarts={"actor": 1}).running().on(Due.VIEW).exits("actor", 0, 1).on(Due.VIEW)
     job.exits("actor", 1, by=TERM, asked=TERM)
     assert seen(job, "actor").generation == 1
-    job = Job({"actor": 2}).running().on(ViewDue()).exits("actor", 0, 0)
+    job = Job({"actor": 2}).running().on(Due.VIEW).exits("actor", 0, 0)
     assert job.orders(View) == []
-    assert [w.phase for w in seen(job.on(ViewDue())).workers] == ["ended", "running"]
+    assert [w.phase for w in seen(job.on(Due.VIEW)).workers] == ["ended", "running"]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from unirun.errors import WireError
-from unirun.failover.draft import AgentLost, Event, JoinTimedOut, RejoinTimedOut
+from unirun.failover.draft import AgentLost, Due, Event
 from unirun.failover.silence import (
     GIVE_UP_DELAY,
     HEARTBEAT_INTERVAL,
@@ -109,13 +109,13 @@ class HeartbeatMonitor:
         loop, end = asyncio.get_running_loop(), self._running_time() + delay
 
         def due() -> None:
-            if self._looking is None or not isinstance(event, JoinTimedOut | RejoinTimedOut):
+            if self._looking is None or event not in (Due.JOIN, Due.REJOIN):
                 apply(event)
                 return
             self._look()
             if (left := end - self._running_time()) > 0.001:
                 loop.call_later(left + 0.001, due)
-            elif isinstance(event, RejoinTimedOut) and (away := sorted(self._writer.certain.away)):
+            elif event is Due.REJOIN and (away := sorted(self._writer.certain.away)):
                 self._writer.mark(away, partial(loop.call_later, GIVE_UP_DELAY, apply, event))
             else:
                 apply(event)
@@ -134,17 +134,17 @@ class HeartbeatMonitor:
 
     def _look(self) -> None:
         """Report nodes that are silent or back, and give up those that are lost."""
-        found = self._silence.look(time.monotonic())
-        for node in found.silent:
+        silent, lost, back = self._silence.look(time.monotonic())
+        for node in silent:
             rest = f"its ranks start elsewhere in {GIVE_UP_DELAY:g} s unless it is heard"
             self._say(node, f"node {node} has been silent for {SILENCE_TIMEOUT:g} s; {rest}")
-        if found.silent:
-            self._writer.mark(found.silent, lambda: self._silence.marked(found.silent, time.monotonic()))
-        for node in found.back:
+        if silent:
+            self._writer.mark(silent, lambda: self._silence.marked(silent, time.monotonic()))
+        for node in back:
             self._say(node, f"node {node} is heard again")
-        if found.back:
-            self._writer.unmark(found.back)
-        for node in found.lost:
+        if back:
+            self._writer.unmark(back)
+        for node in lost:
             if node in self._agents:
                 self._agents.pop(node).abort()
             self._lose(

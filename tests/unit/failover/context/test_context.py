@@ -23,7 +23,7 @@ from tests.unit.failover.random_walk import RandomWalk
 from unirun.errors import StoreRefused
 from unirun.failover import context
 from unirun.failover.context import SCHEMA, decode, encode, urgent
-from unirun.failover.draft import Event, JoinTimedOut, ViewDue
+from unirun.failover.draft import Due, Event
 from unirun.failover.state import JobState
 from unirun.failover.takeover import resume
 from unirun.values import WorkerId
@@ -111,7 +111,7 @@ class TestUrgent:
             job, WorkerStarted(WorkerId("actor", 0, 0), 7), WorkerRunning(WorkerId("actor", 0, 0), 0)
         )
         assert job.phases() == {"actor": "running"}
-        assert not happens(job, FromWorker(WorkerId("actor", 0, 0), Metrics({"loss": 1.0}, 1.0)), ViewDue())
+        assert not happens(job, FromWorker(WorkerId("actor", 0, 0), Metrics({"loss": 1.0}, 1.0)), Due.VIEW)
 
     @pytest.mark.parametrize("code", [0, 1])
     def test_urgent_is_every_end_of_a_worker(self, code: int) -> None:
@@ -132,7 +132,7 @@ class TestUrgent:
     def test_urgent_is_the_wish_to_stop_and_the_second_one(self) -> None:
         job = Job({"actor": 1, "rollout": 1}, primary=("actor",)).running().exits("actor", 0)
         assert happens(job, Stop(TERM, "one"))
-        assert happens(Job({"actor": 1}), JoinTimedOut())
+        assert happens(Job({"actor": 1}), Due.JOIN)
 
     def test_urgent_is_not_what_changes_nothing(self) -> None:
         job = Job({"actor": 1}, restarts={"actor": 1}).running().exits("actor", 0, 1)

@@ -285,7 +285,7 @@ class TestAMasterWhoseTermIsOver:
         assert load(store, RUN) == kept(after)
 
 
-@pytest.mark.parametrize("head", ["", "[]", "7", '{"save": 1, "pieces": 2}', '{"save": 1, "pieces": 1}'])
+@pytest.mark.parametrize("head", ["", "[]", "7", "[1, 2]", "[1, 1]"])
 def test_a_context_of_somebody_else_is_refused(store: FaultyStore, head: str) -> None:
     name = "jobs/job-1/context/state"
     store.txn([], [Put(name, head), Put(f"{name}/1/0", "no context")])

@@ -16,7 +16,7 @@ from tests.waiting import eventually_async
 from unirun.collocation import Device, Inventory, Node
 from unirun.errors import ConnectionLost
 from unirun.failover import silence
-from unirun.failover.draft import RejoinTimedOut
+from unirun.failover.draft import Due
 from unirun.failover.takeover import resume
 from unirun.launcher.master import beats
 from unirun.launcher.master.beats import unheard
@@ -253,7 +253,7 @@ def test_nodes_that_do_not_join_another_master_are_marked_before_they_are_given_
     def begin(state, now):  # type: ignore[no-untyped-def]
         state, commands = resume(state, now)
         return state, [
-            replace(each, delay=0.05) if getattr(each, "event", None) == RejoinTimedOut() else each
+            replace(each, delay=0.05) if getattr(each, "event", None) == Due.REJOIN else each
             for each in commands
         ]
 

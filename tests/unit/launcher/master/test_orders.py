@@ -16,13 +16,13 @@ from unirun.failover.draft import (
     After,
     AgentLost,
     Command,
+    Due,
     Event,
     Finish,
     KeepMetrics,
     Record,
     ToAgent,
     ToWatchers,
-    ViewDue,
 )
 from unirun.failover.state import JOB_ENDS, ROLE_WORKS, Exit, JobState, RoleState, WorkerPhase, WorkerState
 from unirun.wire.messages import (
@@ -218,9 +218,9 @@ class Step:
         views = {node: order for node, order in self.orders if isinstance(order, View)}
         nodes, true = self.after.agents.keys(), view_of(self.after)
         assert views.keys() <= nodes
-        later = [c for c in self.commands if isinstance(c, After) and c.event == ViewDue()]
+        later = [c for c in self.commands if isinstance(c, After) and c.event == Due.VIEW]
         if self.after.view_due:
-            assert later == [After(VIEW_DELAY, ViewDue())] or (self.before.view_due and later == [])
+            assert later == [After(VIEW_DELAY, Due.VIEW)] or (self.before.view_due and later == [])
             return
         for told in views.values():
             assert known_of(told) == known_of(true)
