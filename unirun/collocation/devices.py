@@ -10,12 +10,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import CDLL
-from enum import Enum
 from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec.structs import replace
 
@@ -251,19 +250,15 @@ _TYPES = (DeviceType("cpu", tuple, None), DeviceType("cuda", nvml_devices, "CUDA
 # that choose a device themselves.
 
 
-class Mode(Enum):
-    """The way in which ranks get their devices."""
-
-    NONE = "the node has no devices"
-    MASKED = "the device mask of each rank has its own device"
-    BY_LOCAL_RANK = "every worker sees all devices, and uses the one with the index LOCAL_RANK"
-    UNKNOWN = "there are fewer devices than ranks, so only the workers know which they use"
-
-
 class TorchrunDevices(Value):
-    """The devices of a job whose ranks are all on `node`. It needs `needed` of its `devices` for one per rank."""
+    """The devices of a job whose ranks are all on `node`. It needs `needed` of its `devices` for one per rank.
 
-    mode: Mode
+    With the `mode` ``masked``, the device mask of each rank has its own device; with ``local_rank``, every worker sees
+    all devices, and uses the one with the index LOCAL_RANK. The mode is ``unknown`` where there are fewer devices than
+    ranks, so that only the workers know which they use, and ``none`` where the node has no devices.
+    """
+
+    mode: Literal["none", "masked", "local_rank", "unknown"]
     node: Node
     devices: tuple[Slot, ...]
     needed: int
@@ -276,7 +271,7 @@ class TorchrunDevices(Value):
         roles = tuple(
             replace(
                 role,
-                device=role.device if self.mode is Mode.MASKED or role.device is None else CPU,
+                device=role.device if self.mode == "masked" or role.device is None else CPU,
                 per_node=role.per_node or (None if role.device is None or role.needs else role.count),
             )
             for role in request.roles
@@ -285,20 +280,20 @@ class TorchrunDevices(Value):
 
     def assigned(self, planned: Assignment) -> Assignment:
         """`planned` by the planner, with the device that the rank uses, as far as that is known."""
-        if planned.slot < 0 or self.mode in (Mode.NONE, Mode.MASKED):
+        if planned.slot < 0 or self.mode in ("none", "masked"):
             return planned
-        if self.mode is Mode.UNKNOWN:
+        if self.mode == "unknown":
             return replace(planned, own=(), share=1.0, numa=-1)
-        device = self.devices[planned.local_rank]
-        return replace(planned, own=(device.index,), numa=device.numa)
+        index, numa = self.devices[planned.local_rank]
+        return replace(planned, own=(index,), numa=numa)
 
     def note(self, spec: JobSpec) -> str:
         """The decision in words."""
-        if self.mode is Mode.NONE:
+        if self.mode == "none":
             return f"{self.node.name} has no accelerator: each rank has a CPU slot"
-        if self.mode is Mode.BY_LOCAL_RANK:
+        if self.mode == "local_rank":
             return "one role: every worker sees all devices and chooses by LOCAL_RANK"
-        if self.mode is Mode.UNKNOWN:
+        if self.mode == "unknown":
             return (
                 f"{self.needed} ranks on {len(self.devices)} devices: CUDA_VISIBLE_DEVICES is left as it is"
             )
@@ -326,14 +321,11 @@ def torchrun_devices(spec: JobSpec, nodes: Sequence[Node], usual: str) -> Torchr
     if not takers:
         return None
     if not devices:
-        mode = Mode.NONE
-    elif len(devices) < needed:
-        mode = Mode.UNKNOWN
-    elif len(takers) > 1 or trained or spec.virtual_local_rank:
-        mode = Mode.MASKED
-    else:
-        mode = Mode.BY_LOCAL_RANK
-    return TorchrunDevices(mode, nodes[0], devices, needed)
+        return TorchrunDevices("none", nodes[0], devices, needed)
+    if len(devices) < needed:
+        return TorchrunDevices("unknown", nodes[0], devices, needed)
+    masked = len(takers) > 1 or trained or spec.virtual_local_rank
+    return TorchrunDevices("masked" if masked else "local_rank", nodes[0], devices, needed)
 
 
 def _has_placement_options(spec: JobSpec) -> bool:

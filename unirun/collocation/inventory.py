@@ -143,16 +143,9 @@ def count_slots(kind: str, inventory: Inventory) -> int:
     raise ValueError(f"unirun knows no way to count {kind!r} devices; use a number, 'cpu', 'gpu' or 'auto'")
 
 
-class Slot(Value):
-    """A device, or a CPU slot for one process. `index` is its name in a device mask, or the number of the CPU slot.
-
-    `numa` is the nearest NUMA node, 0 when it is not known.
-    """
-
-    node: str
-    type: str
-    index: str
-    numa: int
+Slot = tuple[str, int]
+"""A device, or a CPU slot for one process: its name in a device mask, or the number of the CPU slot; and the nearest
+NUMA node, 0 when it is not known."""
 
 
 def slots_of(node: Node, type: str, crowd: int = 1) -> tuple[Slot, ...]:
@@ -161,14 +154,10 @@ def slots_of(node: Node, type: str, crowd: int = 1) -> tuple[Slot, ...]:
     There are `crowd` CPU slots per usable processor: a host may run more processes than it has processors.
     """
     if type != CPU:
-        return tuple(
-            Slot(node.name, type, device.index, max(device.numa, 0))
-            for device in node.devices
-            if device.type == type
-        )
+        return tuple((device.index, max(device.numa, 0)) for device in node.devices if device.type == type)
     numa_of = {cpu: numa.id for numa in node.numa for cpu in numa.cpus}
     numas = [numa_of.get(cpu, 0) for cpu in node.cpus] or [0]
-    return tuple(Slot(node.name, CPU, str(number), numa) for number, numa in enumerate(numas * crowd))
+    return tuple((str(number), numa) for number, numa in enumerate(numas * crowd))
 
 
 def number_of_slots(node: Node, type: str, crowd: int = 1) -> int:

@@ -111,23 +111,15 @@ def slurm_devices(environ: Mapping[str, str], seen: int) -> str | None:
 def cgroup_limits(root: Path = Path("/")) -> Limits:
     """The limits of this process's control groups and of all above them that it can see."""
     found = Limits()
-    for mount in _mounts(root):
-        for folder in _levels(root, mount):
-            found = least(found, _limits_of(folder, mount.version))
+    for version, point, top, group in _mounts(root):
+        for folder in _levels(root / point.lstrip("/"), top, group):
+            found = least(found, _limits_of(folder, version))
     return found
 
 
-class _Mount(Value):
-    """The mount point of a hierarchy of control groups: its `top` group at `point`; this process is in `group`."""
-
-    version: int
-    point: str
-    top: str
-    group: str
-
-
-def _mounts(root: Path) -> Iterator[_Mount]:
-    """The cgroup hierarchies that may have limits. See proc_pid_mountinfo(5) and cgroups(7)."""
+def _mounts(root: Path) -> Iterator[tuple[int, str, str, str]]:
+    """The cgroup hierarchies that may have limits: the version, the point where the top group is mounted, that group,
+    and the one of this process. See proc_pid_mountinfo(5) and cgroups(7)."""
     groups: dict[str, str] = {}
     """By controller; the second version has none there."""
     for line in read_text(root / "proc/self/cgroup").splitlines():
@@ -140,20 +132,18 @@ def _mounts(root: Path) -> Iterator[_Mount]:
             continue
         top, point = (_unescaped(field) for field in fields[3:5])
         if kind[0] == "cgroup2" and "" in groups:
-            yield _Mount(2, point, top, groups[""])
+            yield 2, point, top, groups[""]
         elif kind[0] == "cgroup":
             mine = [name for name in kind[2].split(",") if name in ("cpu", "cpuset", "memory", "pids")]
             group = next((groups[name] for name in mine if name in groups), None)
             if group is not None:
-                yield _Mount(1, point, top, group)
+                yield 1, point, top, group
 
 
-def _levels(root: Path, mount: _Mount) -> Iterator[Path]:
-    """The folders of this process's group and of those above it."""
-    point = root / mount.point.lstrip("/")
-    inside = mount.group
-    if mount.top != "/" and f"{inside}/".startswith(f"{mount.top.rstrip('/')}/"):
-        inside = inside[len(mount.top.rstrip("/")) :]
+def _levels(point: Path, top: str, inside: str) -> Iterator[Path]:
+    """The folders of the group `inside` and of those above it, where the group `top` is mounted at `point`."""
+    if top != "/" and f"{inside}/".startswith(f"{top.rstrip('/')}/"):
+        inside = inside[len(top.rstrip("/")) :]
     folder = point / inside.strip("/")
     # In a container that shares the host's view, the group's path need not be below the mount: its top is ours then.
     if ".." in Path(inside).parts or not folder.is_dir():

@@ -295,7 +295,7 @@ def _binding(spec: JobSpec, inventory: Inventory, topology: TopologyOf) -> Calla
         if not devices:
             # With fewer devices than ranks, assume round robin.
             there = slots_of(nodes[rank.node], type)
-            devices = (there[rank.slot % len(there)].index,)
+            devices = (there[rank.slot % len(there)][0],)
         return near(mode, devices, topology_of(rank.node))
 
     return cpus_of

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from unirun.collocation.graph import (
     Affected,
     LearnedEdge,
-    ProcessCalls,
     RoleGraph,
     added,
     affected,
@@ -190,7 +189,7 @@ def _survivors(role: str, history: History) -> str:
 def learned(state: JobState) -> tuple[LearnedEdge, ...]:
     """The calls between roles that were observed so far."""
     callers = (
-        ProcessCalls(role.name, worker.rank, added(worker.called, worker.calls))
+        (role.name, worker.rank, added(worker.called, worker.calls))
         for role in state.roles.values()
         for worker in role.workers
         if worker.calls or worker.called

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from math import isfinite
 from statistics import median_low
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -440,12 +440,8 @@ MOST_COUNTS, MOST_SPANS, MOST_LETTERS = 100, 16, 200
 the methods with the most bytes; of more spans, one from the first to the last."""
 
 
-class ProcessCalls(NamedTuple):
-    """The calls of one rank."""
-
-    role: str
-    rank: int
-    counts: Counts
+ProcessCalls = tuple[str, int, Counts]
+"""The calls of one rank: its role, its number in it, and the counts."""
 
 
 class LearnedEdge(Value):

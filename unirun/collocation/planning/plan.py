@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import chain, repeat
 from operator import add, attrgetter, le, sub
-from typing import NamedTuple, TypeVar, cast
+from typing import cast
 
 from msgspec.structs import replace
 
@@ -232,9 +232,9 @@ def _searched(
     nodes = sorted(nodes, key=lambda node: node.name not in spares) if spares else nodes
     kinds = [Kinds(problem, number) for number in processes(problem, nodes)]
     for homes in _stays(pins, nodes):
-        moved = _move(packer, kinds, pins, homes, nodes, spares)
-        if moved is not None:
-            return _result(request, packer, pins, moved, sound)
+        placed = _move(packer, kinds, pins, homes, nodes, spares)
+        if placed is not None:
+            return _result(request, packer, pins, homes, placed, sound)
     return None
 
 
@@ -293,8 +293,6 @@ def _parts(request: PlacementRequest, problem: Problem, there: Mapping[Cells, in
 #
 # A hundred thousand ranks stay where a few move, so whole columns of them are handled at once.
 
-T = TypeVar("T")
-
 _type = attrgetter("type")
 
 RELEASES = 4_000
@@ -304,13 +302,8 @@ Homes = tuple[Sequence[str | None], ...]
 """By bundle, and by the number of the cell: its node, or None when the cell has none."""
 
 
-class Moved(NamedTuple):
-    """The cells that are placed on `nodes`, and the homes of those that stay."""
-
-    homes: Homes
-    nodes: Sequence[Node]
-    kinds: Sequence[NodeKind]
-    placed: Sequence[Cells]
+Placed = list[tuple[Node, NodeKind, Cells]]
+"""The cells that nodes get besides those that stay."""
 
 
 class _Pins:
@@ -453,7 +446,7 @@ def _move(
     homes: Homes,
     nodes: Sequence[Node],
     spares: frozenset[str],
-) -> Moved | None:
+) -> Placed | None:
     """Nodes for the cells without a home, when the others stay at `homes`; None when they do not fit."""
     problem = pins.problem
     held = tuple(len(cells) - cells.count(None) for cells in homes)
@@ -466,29 +459,35 @@ def _move(
     for each in kinds:
         empty = each.of(idle)
         if least == most and idle and (placed := Search(packer, empty, least, held).best()) is not None:
-            return Moved(homes, idle, empty, placed)
+            return list(zip(idle, empty, placed, strict=True))
         there = pins.left(each, nodes, homes, wanted)
         counts = most_cells(packer, there, least, most)
         if counts is None:
             continue
         if idle and least != most and (placed := Search(packer, empty, counts, held).best()) is not None:
-            return Moved(homes, idle, empty, placed)
+            return list(zip(idle, empty, placed, strict=True))
         placed = Search(packer, there, counts, held).best()
         if placed is not None:
-            return Moved(homes, nodes, there, placed)
+            return list(zip(nodes, there, placed, strict=True))
     return None
 
 
 def _result(
-    request: PlacementRequest, packer: Packer, pins: _Pins, moved: Moved, sound: Sequence[Node]
+    request: PlacementRequest,
+    packer: Packer,
+    pins: _Pins,
+    homes: Homes,
+    placed: Placed,
+    sound: Sequence[Node],
 ) -> Placement:
-    """The placement in which the cells that are placed have the missing numbers, in the order of the nodes."""
+    """The placement in which the cells that are placed have the missing numbers, in the order of the nodes; the others
+    stay at `homes`."""
     problem = packer.problem
     by_role: dict[str, list[Assignment | None]] = {}
     missing: dict[str, Iterator[int]] = {}
     """By role: the ranks that are to be placed."""
-    for number, (bundle, cells) in enumerate(zip(problem.bundles, moved.homes, strict=True)):
-        count = len(cells) - cells.count(None) + sum(each[number] for each in moved.placed)
+    for number, (bundle, cells) in enumerate(zip(problem.bundles, homes, strict=True)):
+        count = len(cells) - cells.count(None) + sum(own[number] for _, _, own in placed)
         holes = [cell for cell, node in enumerate(cells[:count]) if node is None]
         # When fewer than before are left, the cells with the highest numbers take those that are missing.
         over = [cell for cell in range(count, len(cells)) if cells[cell] is not None]
@@ -508,12 +507,12 @@ def _result(
             missing[name] = iter(
                 [cell * size + at for cell in numbers for at in range(size)] if size > 1 else numbers
             )
-    counts = [Counter(cells) for cells in moved.homes]
+    counts = [Counter(cells) for cells in homes]
     names = dict.fromkeys(name for name in chain.from_iterable(counts) if name is not None)
     used = dict(
         zip(names, zip(*(map(count.get, names, repeat(0)) for count in counts), strict=True), strict=True)
     )
-    placed = [each for each in zip(moved.nodes, moved.kinds, moved.placed, strict=True) if any(each[2])]
+    placed = [each for each in placed if any(each[2])]
     joined = {node.name for node, kind, _ in placed if any(kind.held)}
     on = {name: _on(joined, ranks) for name, ranks in by_role.items()}
     seats: dict[str, list[Assignment]] = {name: [] for name in by_role}

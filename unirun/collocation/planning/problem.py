@@ -542,10 +542,8 @@ class Kinds:
             devices = [device for device in node.devices if device.type == type]
             of, distances[type] = _islands(slots, devices)
             found += [
-                KindSlot(
-                    type, number, slot.index if self._named else "", slot.numa, island, self._problem.unit
-                )
-                for number, (slot, island) in enumerate(zip(slots, of, strict=True))
+                KindSlot(type, number, index if self._named else "", numa, island, self._problem.unit)
+                for number, ((index, numa), island) in enumerate(zip(slots, of, strict=True))
             ]
         # Devices may have names of their own on each node, as with masks by UUID: these nodes are of one kind.
         offer = self.offer(node)
@@ -618,7 +616,7 @@ def _islands(slots: Sequence[Slot], devices: Sequence[Device]) -> tuple[Sequence
     Where the driver reports no link, the distance follows from the NUMA nodes.
     """
     told = [dict(device.links) for device in devices]
-    numas = [slot.numa for slot in slots]
+    numas = [numa for _, numa in slots]
 
     def distance(one: int, other: int) -> int:
         same = numas[one] == numas[other]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -52,12 +53,12 @@ def callers(pairs: list[tuple[int, int]], target: str = "b", *, split: bool = Fa
     """Ranks of ``a`` that call ranks of `target`."""
     sources = sorted({source for source, _ in pairs})
     return [
-        ProcessCalls("a", source, (called(target, [t for s, t in pairs if s == source], split=split),))
+        ("a", source, (called(target, [t for s, t in pairs if s == source], split=split),))
         for source in sources
     ]
 
 
-def learned(seen: list[ProcessCalls], ranks: dict[str, int] = RANKS) -> Edge:
+def learned(seen: Sequence[ProcessCalls], ranks: dict[str, int] = RANKS) -> Edge:
     (found,) = learn(seen, ranks)
     return found.edge
 
@@ -87,18 +88,18 @@ def test_the_kind_is_seen_from_who_calls_whom(
     [(100, 0, "forward"), (100, 11, "forward"), (100, 20, "both"), (1, 100, "back"), (0, 0, "forward")],
 )
 def test_the_direction_is_where_the_bytes_go(there: int, back: int, direction: str) -> None:
-    seen = [ProcessCalls("a", 0, (called("b", [0], size=there, back=back),))]
+    seen = [("a", 0, (called("b", [0], size=there, back=back),))]
     assert learned(seen).direction == direction
 
 
 def test_the_weight_is_in_bytes_per_step_of_all_ranks() -> None:
-    seen = [ProcessCalls("a", 0, (called("b", [0, 1], size=200, back=50, steps=7),))]
+    seen = [("a", 0, (called("b", [0, 1], size=200, back=50, steps=7),))]
     assert learned(seen).weight == 500
 
 
 def test_a_method_that_is_called_often_weighs_what_it_moves_in_a_step() -> None:
     often = called("c", [0], "g", steps=50)
-    seen = [ProcessCalls("a", 0, (called("b", [0], steps=5), called("b", [0], "h", steps=5), often))]
+    seen = [("a", 0, (called("b", [0], steps=5), called("b", [0], "h", steps=5), often))]
     assert [(each.edge.invocation, each.edge.weight) for each in learn(seen, RANKS)] == [
         ("f", 100),
         ("h", 100),
@@ -123,13 +124,13 @@ def test_figures_are_those_of_all_ranks() -> None:
 
 
 def test_calls_that_nobody_waits_for_are_asynchronous() -> None:
-    cast = ProcessCalls("a", 0, (called("b", [0], asynchronous=True),))
+    cast = ("a", 0, (called("b", [0], asynchronous=True),))
     assert learned([cast]).asynchronous
-    assert not learned([cast, ProcessCalls("a", 1, (called("b", [0]),))]).asynchronous
+    assert not learned([cast, ("a", 1, (called("b", [0]),))]).asynchronous
 
 
 def test_a_role_that_calls_itself_has_no_edge() -> None:
-    assert learn([ProcessCalls("a", 0, (called("a", [1]),))], RANKS) == ()
+    assert learn([("a", 0, (called("a", [1]),))], RANKS) == ()
 
 
 @pytest.mark.parametrize(
@@ -171,9 +172,7 @@ COUNT = st.builds(
 )
 CALLERS = st.dictionaries(
     st.tuples(st.sampled_from("abc"), st.integers(0, 2)), st.lists(COUNT, max_size=4).map(tuple), max_size=6
-).map(
-    lambda found: [ProcessCalls(role, rank, sound(counts, RANKS)) for (role, rank), counts in found.items()]
-)
+).map(lambda found: [(role, rank, sound(counts, RANKS)) for (role, rank), counts in found.items()])
 
 
 @given(CALLERS, st.integers())
