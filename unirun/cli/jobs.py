@@ -160,9 +160,9 @@ class _Stores:
         """The store at `url` and its index, by job."""
         if url not in self._open:
             store = self._stack.enter_context(opened(url))
-            index = read_index(store)
-            self.refused += index.refused
-            self._open[url] = store, {summary.run_id: summary for summary in index.jobs}
+            jobs, refused = read_index(store)
+            self.refused += refused
+            self._open[url] = store, {summary.run_id: summary for summary in jobs}
         return self._open[url]
 
 

@@ -56,14 +56,14 @@ def find_job(name: str | None) -> JobDir:
 
 def find_summary(store: Store, name: str | None) -> Summary:
     """The job of `store` that `name` means, as in `find_job`. Raises `JobError`, `StoreError`."""
-    index = read_index(store)
-    summaries = {summary.run_id: summary for summary in index.jobs}
+    jobs, refused = read_index(store)
+    summaries = {summary.run_id: summary for summary in jobs}
     try:
         return summaries[choose_job(name, tuple(summaries), lambda run_id: _is_led(store, summaries[run_id]))]
     except JobError:
         # The job may be on a line of the index that cannot be read.
-        if index.refused:
-            raise index.refused[0] from None
+        if refused:
+            raise refused[0] from None
         raise
 
 
@@ -73,7 +73,8 @@ def running_jobs(option: str | None) -> list[str]:
     if url is None:
         return [job.run_id for job in all_jobs() if runs(job)]
     with opened(url) as store:
-        return [summary.run_id for summary in read_index(store).jobs if _is_led(store, summary)]
+        jobs, _ = read_index(store)
+        return [summary.run_id for summary in jobs if _is_led(store, summary)]
 
 
 def _is_led(store: Store, summary: Summary) -> bool:

@@ -224,8 +224,8 @@ class Standby:
                     continue
                 try:
                     stream = await self._masters.reach(seat.leader)
-                except MasterGone as gone:
-                    dead, dead_since = gone.epoch, time.monotonic()
+                except MasterGone:
+                    dead, dead_since = seat.leader.epoch, time.monotonic()
                     continue
                 except (RendezvousError, WireError) as error:
                     trouble, pause = str(error), MASTER_RETRY_INTERVAL

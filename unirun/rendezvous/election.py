@@ -90,9 +90,6 @@ def read_seat(prefix: str, values: Mapping[str, str]) -> tuple[int, Leader | Non
 def _leader(item: KeyValue | None) -> Leader | None:
     if item is None:
         return None
-    # Imported here: processes without a store should not pay for it.
-    from unirun.wire.frames import from_json
-
     try:
         return from_json(Leader, item.value)
     except FrameError as error:
@@ -352,16 +349,9 @@ def index_key(run_id: str) -> str:
 # The index of a store: one summary for each job.
 
 
-class Index(Value):
-    """The `jobs` of a store, the oldest first. `refused` are entries that no unirun of this version has written; they
-    do not keep users from seeing their jobs."""
-
-    jobs: tuple[Summary, ...]
-    refused: tuple[StoreRefused, ...]
-
-
-def read_index(store: Store) -> Index:
-    """The index of a store. Raises `StoreError`."""
+def read_index(store: Store) -> tuple[list[Summary], list[StoreRefused]]:
+    """The jobs of a store, the oldest first, and the errors of entries that no unirun of this version has written: they
+    do not keep users from seeing their jobs. Raises `StoreError`."""
     jobs: list[Summary] = []
     refused: list[StoreRefused] = []
     for item in store.get_prefix(INDEX).items:
@@ -369,7 +359,7 @@ def read_index(store: Store) -> Index:
             jobs.append(_read(item))
         except StoreRefused as error:
             refused.append(error)
-    return Index(tuple(sorted(jobs, key=lambda job: (job.started, job.run_id))), tuple(refused))
+    return sorted(jobs, key=lambda job: (job.started, job.run_id)), refused
 
 
 def _read(item: KeyValue) -> Summary:

@@ -33,11 +33,7 @@ HEAD_RETRY_INTERVAL = 0.1
 
 
 class MasterGone(RendezvousError):
-    """The process that the store calls the leader of term `epoch` is not there any more."""
-
-    def __init__(self, problem: str, *, epoch: int) -> None:
-        self.epoch = epoch
-        super().__init__(problem)
+    """The process that the store calls the leader is not there any more."""
 
 
 class Vacant(RendezvousError):
@@ -91,7 +87,7 @@ class Masters:
             epoch, stream = await appointed(leader.address, self._credentials, timeout)
         except RendezvousError as error:
             if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
-                raise MasterGone(str(error), epoch=leader.epoch) from error
+                raise MasterGone(str(error)) from error
             raise
         if epoch < leader.epoch:
             await stream.close()

@@ -103,16 +103,14 @@ class TestAMasterThatIsReached:
 class TestAMasterThatIsGone:
     def test_a_master_whose_socket_has_no_listener_is_gone(self, fake_job: FakeJob) -> None:
         fake_job.leader().die()
-        with pytest.raises(MasterGone, match=r"first.sock") as gone:
+        with pytest.raises(MasterGone, match=r"first.sock"):
             reach(fake_job)
-        assert gone.value.epoch == 1
 
     def test_a_master_whose_socket_is_missing_is_gone(self, fake_job: FakeJob) -> None:
         master = fake_job.leader()
         master.path.unlink()
-        with pytest.raises(MasterGone) as gone:
+        with pytest.raises(MasterGone):
             reach(fake_job)
-        assert gone.value.epoch == 1
 
     def test_a_master_on_another_host_is_not_taken_for_gone(self, fake_job: FakeJob) -> None:
         """The file may be missing on this host while the master leads on its own; it must not be deposed."""

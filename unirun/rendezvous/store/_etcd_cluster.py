@@ -7,6 +7,7 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
@@ -16,7 +17,6 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from unirun.errors import LeaseExpired, OutcomeUnknown, StoreAway, StoreBroken, StoreError, StoreRefused
 from unirun.observe.jobdir import expanded
 from unirun.rendezvous.store.protocol import EtcdAddress
-from unirun.values import Value
 
 __all__ = ["grpc"]
 
@@ -346,31 +346,12 @@ _MEMBERS_RETRY_INTERVAL = 0.05
 """Seconds before all members are tried again."""
 
 
-class Login(Value):
-    """A user of etcd. Its repr omits the password."""
-
-    user: str
-    password: str
-
-    def __repr__(self) -> str:
-        return f"Login(user={self.user!r})"
-
-
-class GrpcMethod(Value):
-    """A method of etcd's API, and the type of its response."""
-
-    path: str
-    response: str
-
-
-RANGE = GrpcMethod("KV/Range", "RangeResponse")
-TXN = GrpcMethod("KV/Txn", "TxnResponse")
-GRANT = GrpcMethod("Lease/LeaseGrant", "LeaseGrantResponse")
-REVOKE = GrpcMethod("Lease/LeaseRevoke", "LeaseRevokeResponse")
-# A streaming method, called as a unary one: a stream of one request is the same on the wire.
-KEEP_ALIVE = GrpcMethod("Lease/LeaseKeepAlive", "LeaseKeepAliveResponse")
-WATCH = GrpcMethod("Watch/Watch", "WatchResponse")
-_AUTHENTICATE = GrpcMethod("Auth/Authenticate", "AuthenticateResponse")
+RANGE, TXN = "KV/Range", "KV/Txn"
+GRANT, REVOKE = "Lease/LeaseGrant", "Lease/LeaseRevoke"
+KEEP_ALIVE = "Lease/LeaseKeepAlive"
+"""A streaming method, called as a unary one: a stream of one request is the same on the wire."""
+WATCH = "Watch/Watch"
+_AUTHENTICATE = "Auth/Authenticate"
 
 
 def range_end(prefix: bytes) -> bytes:
@@ -378,9 +359,14 @@ def range_end(prefix: bytes) -> bytes:
     return prefix[:-1] + b"0"
 
 
-def serialize(request: Any) -> bytes:
-    """Serialize a message."""
-    return bytes(request.SerializeToString())
+def _called(method: str) -> tuple[str, Callable[[Any], bytes], Callable[[bytes], Any]]:
+    """The path of a method of etcd's API, a function that serializes its request, and one that reads its response."""
+    response = f"{method.partition('/')[2]}Response"
+    return (
+        f"/etcdserverpb.{method}",
+        lambda request: request.SerializeToString(),
+        message_class(response).FromString,
+    )
 
 
 class Cluster:
@@ -388,7 +374,12 @@ class Cluster:
 
     def __init__(self, address: EtcdAddress, password: str | None) -> None:
         self.address = address
-        self._login = Login(address.user, password) if address.user and password else None
+
+        def login() -> Any:
+            return message("AuthenticateRequest", name=address.user, password=password)
+
+        # A function, whose repr does not show the password.
+        self._login = login if address.user and password else None
         self._credentials = credentials(address)
         self._lock = threading.Lock()
         self._channels: dict[str, grpc.Channel] = {}
@@ -401,7 +392,7 @@ class Cluster:
         self._closed = False
         self._pid = os.getpid()
 
-    def call(self, method: GrpcMethod, request: Any, *, repeatable: bool = True) -> Any:
+    def call(self, method: str, request: Any, *, repeatable: bool = True) -> Any:
         """Return the response of any member, within the timeout. Raises `StoreError`.
 
         A request that is not `repeatable` is sent once, and raises `OutcomeUnknown` when it is not answered.
@@ -455,14 +446,10 @@ class Cluster:
         if self._login:
             self._log_out(self._token)
 
-    def stream(self, member: str, method: GrpcMethod, requests: Any) -> Any:
+    def stream(self, member: str, method: str, requests: Any) -> Any:
         """Open a bidirectional stream to `member`."""
         try:
-            rpc = self._channel(member).stream_stream(
-                f"/etcdserverpb.{method.path}",
-                request_serializer=serialize,
-                response_deserializer=message_class(method.response).FromString,
-            )
+            rpc = self._channel(member).stream_stream(*_called(method))
             return rpc(requests, metadata=self._metadata())
         except ValueError as error:
             raise self._closed_under_us() from error
@@ -512,8 +499,7 @@ class Cluster:
         request = message("RangeRequest", key=prefix, range_end=range_end(prefix), limit=1, keys_only=True)
         for attempt in range(2):
             if self._login and self._token is None:
-                login = message("AuthenticateRequest", name=self._login.user, password=self._login.password)
-                self._token = self._send(endpoint, _AUTHENTICATE, login, timeout).token
+                self._token = self._send(endpoint, _AUTHENTICATE, self._login(), timeout).token
             try:
                 self._send(endpoint, RANGE, request, timeout)
                 return
@@ -522,14 +508,10 @@ class Cluster:
                     raise
                 self._token = None
 
-    def _send(self, member: str, method: GrpcMethod, request: Any, timeout: float) -> Any:
+    def _send(self, member: str, method: str, request: Any, timeout: float) -> Any:
         deadline = time.monotonic() + timeout
         while True:
-            rpc = self._channel(member).unary_unary(
-                f"/etcdserverpb.{method.path}",
-                request_serializer=serialize,
-                response_deserializer=message_class(method.response).FromString,
-            )
+            rpc = self._channel(member).unary_unary(*_called(method))
             try:
                 left = max(0.0, deadline - time.monotonic())
                 return rpc(request, timeout=left, metadata=self._metadata())

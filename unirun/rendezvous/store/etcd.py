@@ -1,6 +1,6 @@
 """The store in etcd v3, for jobs on many hosts.
 
-It speaks gRPC with etcd's own messages (`_etcd_messages`). No existing Python client moves a watch to another member,
+It speaks gRPC with etcd's own messages (`_etcd_cluster`). No existing Python client moves a watch to another member,
 logs in again when its token expires, and distinguishes a write that was not sent from one of unknown outcome.
 """
 

@@ -23,12 +23,6 @@ from unirun.rendezvous.store.protocol import (
     check_ttl,
     check_txn,
 )
-from unirun.values import Value
-
-
-class _Entry(Value):
-    item: KeyValue
-    lease: int | None
 
 
 class MemoryStore:
@@ -43,7 +37,9 @@ class MemoryStore:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._changed = Condition()
-        self._entries: dict[str, _Entry] = {}
+        self._items: dict[str, KeyValue] = {}
+        self._leases: dict[str, int] = {}
+        """The lease of each key that has one."""
         self._ends: dict[int, float] = {}
         self._lease_ids = count(1)
         self._revision = 1
@@ -57,8 +53,7 @@ class MemoryStore:
         check_key(key)
         with self._changed:
             self._enter()
-            entry = self._entries.get(key)
-            return entry.item if entry else None
+            return self._items.get(key)
 
     def get_prefix(self, prefix: str) -> Listing:
         """Return all items under `prefix`."""
@@ -143,17 +138,20 @@ class MemoryStore:
 
     def _end(self, lease: int) -> None:
         if self._ends.pop(lease, None) is not None:
-            self._commit((), sorted(key for key, entry in self._entries.items() if entry.lease == lease))
+            self._commit((), sorted(key for key, own in self._leases.items() if own == lease))
 
     def _commit(self, puts: Sequence[Put], gone: Sequence[str]) -> None:
         if not puts and not gone:
             return
         self._revision += 1
         for put in puts:
-            item = KeyValue(put.key, put.value, self._revision)
-            self._entries[put.key] = _Entry(item, put.lease.id if put.lease else None)
+            self._items[put.key] = KeyValue(put.key, put.value, self._revision)
+            self._leases.pop(put.key, None)
+            if put.lease:
+                self._leases[put.key] = put.lease.id
         for key in gone:
-            del self._entries[key]
+            del self._items[key]
+            self._leases.pop(key, None)
         self._log.append(
             (
                 *(Change("put", put.key, put.value, self._revision) for put in puts),
@@ -163,19 +161,19 @@ class MemoryStore:
         self._changed.notify_all()
 
     def _holds(self, compare: Compare) -> bool:
-        entry = self._entries.get(compare.key)
+        item = self._items.get(compare.key)
         if isinstance(compare, ValueIs):
-            return entry is not None and entry.item.value == compare.value
-        return (entry.item.revision if entry else 0) == compare.revision
+            return item is not None and item.value == compare.value
+        return (item.revision if item else 0) == compare.revision
 
     def _keys(self, target: str) -> list[str]:
         """Existing keys of `target`, a key or a prefix."""
         if target and not target.endswith("/"):
-            return [target] if target in self._entries else []
-        return sorted(key for key in self._entries if key.startswith(target))
+            return [target] if target in self._items else []
+        return sorted(key for key in self._items if key.startswith(target))
 
     def _listing(self, prefix: str) -> Listing:
-        return Listing(tuple(self._entries[key].item for key in self._keys(prefix)), self._revision)
+        return Listing(tuple(self._items[key] for key in self._keys(prefix)), self._revision)
 
     def _since(self, revision: int, prefix: str) -> tuple[Change, ...] | Listing:
         if revision < self._first:
