@@ -10,7 +10,7 @@ import getpass
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
@@ -22,7 +22,7 @@ from unirun.rendezvous.store.protocol import PASSWORD_VARIABLE
 from unirun.spec.job import JobSpec, RoleSpec
 from unirun.spec.programs import variables_of
 from unirun.spec.read import RESERVED_ENV
-from unirun.spec.secrets import Mask, read_env_file, secret_names
+from unirun.spec.secrets import masking, read_env_file, secret_names
 from unirun.values import WorkerId, split_endpoint
 from unirun.wire.messages import StartRole, StartWorker
 
@@ -192,11 +192,11 @@ def with_env_files(spec: JobSpec) -> JobSpec:
     return replace(spec, roles=roles)
 
 
-def mask_of(spec: JobSpec, inherited: Mapping[str, str]) -> Mask:
+def mask_of(spec: JobSpec, inherited: Mapping[str, str]) -> Callable[[str], str]:
     """The mask of the secrets that the workers of a node have. Raises `RendezvousError`."""
     names, whole = secret_names(spec), with_env_files(spec)
     envs = [base_env(whole, role.name, inherited) for role in spec.roles] if names else []
-    return Mask(env[name] for env in envs for name in names if name in env)
+    return masking(env[name] for env in envs for name in names if name in env)
 
 
 def bound_to(addr: str, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from signal import SIGTERM
 
@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from unirun.failover.state import MESSAGE, NOTE, OWNER_LOST_GRACE_SECONDS, TAIL, TRACEBACK, beginning, ending
 from unirun.launcher.environment import SpawnerKey
 from unirun.spec.job import Probe
-from unirun.spec.secrets import Mask
 from unirun.values import Value, WorkerId
 from unirun.wire.messages import ExitAck, PassOn, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
@@ -382,7 +381,7 @@ def fitting(held: Iterable[HeldWorker]) -> tuple[HeldWorker, ...]:
     )
 
 
-def masked(message: Message, mask: Mask) -> Message:
+def masked(message: Message, mask: Callable[[str], str]) -> Message:
     """A message of a worker without secrets in its texts."""
     match message:
         case WorkerError():

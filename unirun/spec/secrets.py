@@ -7,7 +7,8 @@ variables, and never a value.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from unirun.errors import Fault
 from unirun.spec.job import JobSpec
@@ -79,18 +80,9 @@ def secret_names(spec: JobSpec) -> frozenset[str]:
     return frozenset(names)
 
 
-class Mask:
-    """Replaces secret values in texts."""
-
-    def __init__(self, values: Iterable[str]) -> None:
-        long = sorted(
-            {value for value in values if len(value) >= MIN_SECRET_CHARACTERS}, key=len, reverse=True
-        )
-        self._pattern = re.compile("|".join(map(re.escape, long))) if long else None
-
-    def __bool__(self) -> bool:
-        return self._pattern is not None
-
-    def __call__(self, text: str) -> str:
-        """`text` with `MASK` in place of each secret."""
-        return self._pattern.sub(MASK, text) if self._pattern is not None else text
+def masking(values: Iterable[str]) -> Callable[[str], str]:
+    """A function that puts `MASK` in place of each of these secret values in a text."""
+    long = sorted({value for value in values if len(value) >= MIN_SECRET_CHARACTERS}, key=len, reverse=True)
+    if not long:
+        return str
+    return partial(re.compile("|".join(map(re.escape, long))).sub, MASK)

@@ -13,7 +13,7 @@ from unirun.launcher.environment import mask_of, with_env_files
 from unirun.launcher.events import masked
 from unirun.spec.job import JobSpec
 from unirun.spec.parse import parse_job
-from unirun.spec.secrets import MASK, Mask, read_env_file
+from unirun.spec.secrets import MASK, masking, read_env_file
 from unirun.wire.reports import EngineWeights, Notice, Stuck, WorkerError
 
 
@@ -83,15 +83,15 @@ def test_a_mask_has_long_values_of_files_and_of_named_variables(file: Path) -> N
     spec = parse(env_file=str(file), secret=["KEY", "MISSING"])
     mask = mask_of(spec, {"KEY": "k-123456", "OTHER": "public-value"})
     assert mask("k-123456 and hf_a b=c, B=1, public-value") == f"{MASK} and {MASK}, B=1, public-value"
-    assert not mask_of(parse(), {"KEY": "k-123456"})
+    assert mask_of(parse(), {"KEY": "k-123456"})("k-123456") == "k-123456"
 
 
 def test_a_value_that_contains_another_is_masked_as_a_whole() -> None:
-    assert Mask(["secret", "secret-longer"])("secret-longer secret") == f"{MASK} {MASK}"
+    assert masking(["secret", "secret-longer"])("secret-longer secret") == f"{MASK} {MASK}"
 
 
 def test_texts_of_messages_are_masked() -> None:
-    mask = Mask(["hf_token"])
+    mask = masking(["hf_token"])
     error = masked(WorkerError("bad hf_token", "line: hf_token", 1.0), mask)
     assert error == WorkerError(f"bad {MASK}", f"line: {MASK}", 1.0)
     assert masked(Stuck("hf_token", "at hf_token"), mask) == Stuck(MASK, f"at {MASK}")
