@@ -62,20 +62,14 @@ class CommandLine(Value):
     args: tuple[str, ...]
 
 
-class ServiceItem(Value):
-    """One ``--service``, ``NAME=COUNT: COMMAND``. The count is None when it is left out."""
-
-    name: str
-    count: str | None
-    words: tuple[str, ...]
-
-
 class RoleItem(Value):
-    """One item of ``--roles``, ``NAME=COUNT@TARGET``. Count and target are None when they are left out."""
+    """One item of ``--roles``, ``NAME=COUNT@TARGET``; or one ``--service``, ``NAME=COUNT: COMMAND``, with the words of
+    its command. Count and target are None when they are left out."""
 
     name: str
     count: str | None
-    target: str | None
+    target: str | None = None
+    command: tuple[str, ...] = ()
 
 
 def parser_of_job(prog: str, extra: Sequence[Option] = ()) -> Parser:
@@ -242,7 +236,7 @@ def items(values: Iterable[str]) -> list[str]:
     return [item.strip() for value in values for item in value.split(",") if item.strip()]
 
 
-def service_items(options: Mapping[str, Any]) -> list[ServiceItem]:
+def service_items(options: Mapping[str, Any]) -> list[RoleItem]:
     """The services of all ``--service``. Raises `UsageError`."""
     found = []
     for text in options.get("service", ()):
@@ -256,7 +250,7 @@ def service_items(options: Mapping[str, Any]) -> list[ServiceItem]:
             raise UsageError(
                 f"--service {text!r} names no command", "write 'engine=2: COMMAND --port {port}'"
             )
-        found.append(ServiceItem(name, count if equals else None, tuple(words)))
+        found.append(RoleItem(name, count if equals else None, command=tuple(words)))
     return found
 
 

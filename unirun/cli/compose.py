@@ -16,7 +16,6 @@ from typing import Any
 from unirun.cli.commandline import (
     CommandLine,
     RoleItem,
-    ServiceItem,
     from_environment,
     items,
     role_items,
@@ -119,11 +118,12 @@ def _add_role(item: RoleItem, roles: dict[str, dict[str, Any]], faults: list[Fau
         roles[item.name] = {} if item.count is None else {"count": item.count}
 
 
-def _add_service(item: ServiceItem, roles: dict[str, dict[str, Any]], faults: list[Fault]) -> None:
+def _add_service(item: RoleItem, roles: dict[str, dict[str, Any]], faults: list[Fault]) -> None:
     if item.name in roles:
         faults.append(Fault("--service", f"role {item.name!r} is there twice", "give each role one name"))
         return
-    command = {"program": item.words[0], "args": [*item.words[1:]], "service": True}
+    program, *args = item.command
+    command = {"program": program, "args": args, "service": True}
     roles[item.name] = command if item.count is None else {"count": item.count, **command}
 
 

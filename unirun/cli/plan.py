@@ -364,7 +364,7 @@ def main(argv: list[str]) -> int:
             "spares": placement.spares,
             "excluded": placement.excluded,
             "lost": placement.lost,
-            "moved": [to_builtins(each) for each in moved],
+            "moved": moved,
             "crossing": placement.crossing,
             "workers": rows,
         }
@@ -381,8 +381,8 @@ def main(argv: list[str]) -> int:
     if lost:
         say(f"{_ranks(len(moved))} of {len(before.placement.assignments)} would move{':' if moved else ''}")
         if moved:
-            rows_of_moves = [[each.worker, each.before, each.after or "nowhere"] for each in moved]
-            print_table(["WORKER", "FROM", "TO"], rows_of_moves)
+            places = [[each["worker"], each["before"], each["after"] or "nowhere"] for each in moved]
+            print_table(["WORKER", "FROM", "TO"], places)
         say()
     names = ("role", "rank", "node")
     needs = {role.name: shown_need(role) for role in spec.roles}
@@ -412,21 +412,14 @@ def _without(planned: PlannedJob, lost: Sequence[str], topology: TopologyOf) -> 
     return plan_without(planned, lost, topology)
 
 
-class WorkerMove(Value):
-    """A worker that moves from `before` to `after`, each as ``node0 cuda 1``; empty when it has no slot left."""
-
-    worker: str
-    before: str
-    after: str
-
-
-def moves(before: Placement, after: Placement, types: Mapping[str, str]) -> list[WorkerMove]:
-    """The workers whose node or slots differ. `types` are the types of slots by role."""
+def moves(before: Placement, after: Placement, types: Mapping[str, str]) -> list[dict[str, str]]:
+    """The workers whose node or slots differ, with their places ``before`` and ``after``, each as ``node0 cuda 1``;
+    empty when there is no slot left. `types` are the types of slots by role."""
     was, now = _places(before, types), _places(after, types)
     return [
-        WorkerMove(worker, was[worker], now.get(worker, ""))
-        for worker in was
-        if was[worker] != now.get(worker)
+        {"worker": worker, "before": place, "after": now.get(worker, "")}
+        for worker, place in was.items()
+        if place != now.get(worker)
     ]
 
 

@@ -6,6 +6,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from msgspec import to_builtins
@@ -19,7 +20,6 @@ from unirun.observe.batchjob import BatchJob, batch_state, read_batch
 from unirun.observe.events import LoggedEvent, read_events, story
 from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus
 from unirun.spec.read import show_size
-from unirun.values import Value
 from unirun.wire.reports import FROM, VERSION
 
 
@@ -189,14 +189,8 @@ def lines(events: Sequence[LoggedEvent]) -> list[str]:
 # ``unirun weights``: the versions that a job's ranks have of each channel, and on which paths they have come.
 
 
-class Transfer(Value):
-    """Bytes of the last version that `receiver` has got from `source`."""
-
-    channel: str
-    receiver: str
-    source: str
-    path: str
-    size: float
+Transfer = tuple[str, str, str, str, float]
+"""The channel, the receiver, the source and the path of what has come of the last version, and its bytes."""
 
 
 def show_weights(options: Any) -> int:
@@ -240,17 +234,17 @@ def moves(status: JobStatus) -> list[Transfer]:
                 channel, separator, rest = name.partition(FROM)
                 source, _, path = rest.partition("/")
                 if separator and value:
-                    found.append(Transfer(channel, f"{role.name}:{worker.rank}", source, path, value))
-    return sorted(found, key=lambda move: (move.channel, move.path))
+                    found.append((channel, f"{role.name}:{worker.rank}", source, path, value))
+    return sorted(found, key=itemgetter(0, 3))
 
 
 def _print_moves(found: list[Transfer]) -> None:
     print_table(
         ["CHANNEL", "RECEIVER", "FROM", "PATH", "SIZE"],
-        [[m.channel, m.receiver, m.source, m.path, show_size(m.size)] for m in found],
+        [[*words, show_size(size)] for *words, size in found],
     )
     sums: dict[str, float] = defaultdict(float)
-    for move in found:
-        sums[move.path] += move.size
+    for *_, path, size in found:
+        sums[path] += size
     say()
     say("in all: " + ", ".join(f"{show_size(size)} by {path}" for path, size in sums.items()))

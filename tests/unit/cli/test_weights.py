@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirun.cli.status import Transfer, moves, versions
+from unirun.cli.status import moves, versions
 from unirun.observe.status import JobStatus
 
 
@@ -57,7 +57,7 @@ def test_what_came_from_whom_is_told_by_path_and_what_no_longer_comes_is_left_ou
         ]
     )
     assert moves(job) == [
-        Transfer("policy", "rollout:1", "rollout:0", "neighbour", 64.0),
-        Transfer("policy", "rollout:2", "actor:0", "shared memory", 32.0),
-        Transfer("policy", "rollout:0", "actor:0", "socket", 64.0),
+        ("policy", "rollout:1", "rollout:0", "neighbour", 64.0),
+        ("policy", "rollout:2", "actor:0", "shared memory", 32.0),
+        ("policy", "rollout:0", "actor:0", "socket", 64.0),
     ]
