@@ -8,8 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from enum import Enum, auto
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -35,28 +34,21 @@ _ANOTHER_MEMBER = ("no leader", "not leader", "not supported for learner", "too 
 _TOO_LARGE = ("request is too large", "too many operations", "message larger than max")
 
 
-class FailureKind(Enum):
-    """The outcome of a failed call."""
-
-    NOT_DONE = auto()
-    """Not applied; try another member."""
-    UNKNOWN = auto()
-    """It may have been applied, or may be applied later."""
-    LOGGED_OUT = auto()
-    """The token has expired; log in and repeat."""
-    FINAL = auto()
-    """Refused; repeating does not help."""
+FailureKind = Literal["not done", "unknown", "logged out", "final"]
+"""The outcome of a failed call. Not done: another member may be tried. Unknown: it may have been applied, or may be
+applied later. Logged out: the token has expired, so the call is repeated after a login. Final: it was refused, and
+repeating does not help."""
 
 
 def judge(error: grpc.RpcError) -> FailureKind:
     """Classify the call that raised `error`."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAUTHENTICATED or "auth store is old" in details:
-        return FailureKind.LOGGED_OUT
+        return "logged out"
     if any(f"etcdserver: {words}" in details or f"rpc {words}" in details for words in _ANOTHER_MEMBER):
-        return FailureKind.NOT_DONE
+        return "not done"
     if code is grpc.StatusCode.UNAVAILABLE and details.startswith("failed to connect to all addresses"):
-        return FailureKind.NOT_DONE  # the only text by which gRPC guarantees that nothing was sent
+        return "not done"  # the only text by which gRPC guarantees that nothing was sent
     if code in (
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -65,8 +57,8 @@ def judge(error: grpc.RpcError) -> FailureKind:
         grpc.StatusCode.UNKNOWN,
         grpc.StatusCode.ABORTED,
     ):
-        return FailureKind.UNKNOWN
-    return FailureKind.FINAL
+        return "unknown"
+    return "final"
 
 
 def explain(error: grpc.RpcError, address: EtcdAddress) -> StoreError:
@@ -406,12 +398,12 @@ class Cluster:
                 return self._send(member, method, request, self._share(deadline, repeatable))
             except grpc.RpcError as error:
                 verdict = judge(error)
-                if verdict is FailureKind.LOGGED_OUT and self._login and not logins:
+                if verdict == "logged out" and self._login and not logins:
                     logins += 1
                     self._log_out(token)
-                elif verdict in (FailureKind.FINAL, FailureKind.LOGGED_OUT):
+                elif verdict in ("final", "logged out"):
                     raise explain(error, self.address) from error
-                elif verdict is FailureKind.UNKNOWN and not repeatable:
+                elif verdict == "unknown" and not repeatable:
                     self.leave(member, error)
                     raise self._unknown(member, error) from error
                 else:
@@ -482,7 +474,7 @@ class Cluster:
                     self._troubles.pop(endpoint, None)
                     return endpoint
                 except grpc.RpcError as error:
-                    if judge(error) in (FailureKind.FINAL, FailureKind.LOGGED_OUT):
+                    if judge(error) in ("final", "logged out"):
                         raise explain(error, self.address) from error
                     self._troubles[endpoint] = _say(error)
                     self._drop(endpoint)
@@ -504,7 +496,7 @@ class Cluster:
                 self._send(endpoint, RANGE, request, timeout)
                 return
             except grpc.RpcError as error:
-                if attempt or not self._login or judge(error) is not FailureKind.LOGGED_OUT:
+                if attempt or not self._login or judge(error) != "logged out":
                     raise
                 self._token = None
 

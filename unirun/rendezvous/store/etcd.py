@@ -23,7 +23,6 @@ from unirun.rendezvous.store._etcd_cluster import (
     TXN,
     WATCH,
     Cluster,
-    FailureKind,
     explain,
     explain_text,
     grpc,
@@ -179,9 +178,9 @@ class EtcdWatch:
         if self._closed:
             return
         verdict = judge(error)
-        if verdict is FailureKind.LOGGED_OUT:
+        if verdict == "logged out":
             self._cluster.log_in_again()
-        elif verdict is FailureKind.FINAL:
+        elif verdict == "final":
             raise explain(error, self._cluster.address) from error
         else:
             self._cluster.leave(member, error)
