@@ -29,20 +29,20 @@ from unirun.values import Value
 PORT = 29400
 """Of the head, as torchrun's."""
 
-_FOLDER = "/etc/unirun"
+_FOLDER, _FILE = "/etc/unirun", "job.yaml"
+"""The directory and the name of the job file in a container."""
 _INDEX = "UNIRUN_POD"
 _SECRET = "/run/secrets/unirun"
 """Not ``/run/secrets``: what is below it belongs to Kubernetes."""
 
 
 class Containers(Value):
-    """A job of `nodes` containers of `image` with `gpus` each. `job_file` is the text of the job file, which is called
-    `file` in a container, and `words` are further arguments of unirun."""
+    """A job of `nodes` containers of `image` with `gpus` each. `job_file` is the text of the job file, and `words` are
+    further arguments of unirun."""
 
     name: str
     image: str
     job_file: str
-    file: str = "job.yaml"
     words: tuple[str, ...] = ()
     nodes: int = 1
     gpus: int = 0
@@ -54,7 +54,7 @@ class Containers(Value):
 
     def command(self, rank: str, head: str, token: str) -> list[str]:
         """The command that the node `rank` runs when the first node can be reached as `head`."""
-        command = ["unirun", "--config", f"{_FOLDER}/{self.file}", "--rdzv-id", self.label]
+        command = ["unirun", "--config", f"{_FOLDER}/{_FILE}", "--rdzv-id", self.label]
         if self.nodes > 1:
             command += ["--nnodes", str(self.nodes), "--node-rank", rank]
             command += ["--rdzv-endpoint", f"{head}:{PORT}", "--token-file", token]
@@ -66,7 +66,7 @@ def compose_file(job: Containers) -> dict[str, Any]:
     secrets = {"token": {"file": "./token"}} if job.nodes > 1 else {}
     service: dict[str, Any] = {
         "image": job.image,
-        "configs": [{"source": "job", "target": f"{_FOLDER}/{job.file}"}],
+        "configs": [{"source": "job", "target": f"{_FOLDER}/{_FILE}"}],
         "secrets": [*secrets],
         # Workers of one node share tensors in /dev/shm, of which a container has 64 MB by default.
         "shm_size": "8gb",
@@ -129,7 +129,7 @@ def job_set(job: Containers) -> list[dict[str, Any]]:
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": {"name": label},
-            "data": {job.file: job.job_file},
+            "data": {_FILE: job.job_file},
         },
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",

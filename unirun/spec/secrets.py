@@ -40,8 +40,9 @@ def read_env_file(path: str) -> dict[str, str]:
     return found
 
 
-def check_env_file(section: Section, key: str = "env_file") -> str | None:
-    """The path at `key`, which can be read. The faults are added to those of `section`, without any value."""
+def check_env_file(section: Section) -> str | None:
+    """The path at ``env_file``, which can be read. The faults are added to those of `section`, without any value."""
+    key = "env_file"
     path = section.text(key)
     if not path:
         return None
