@@ -427,12 +427,21 @@ class JobDraft:
         if self.state.newcomers:
             self.send(After(GROWTH_DELAY, Due.GROWTH))
 
-    def stop(self, role: str, signum: int, grace: float, after: float = 0.0) -> None:
-        """Order the end of all live workers of `role`, in `after` seconds."""
-        ranks: dict[str, list[int]] = {}
+    def stop(
+        self,
+        role: str,
+        signum: int,
+        grace: float,
+        after: float = 0.0,
+        *,
+        ranks: Collection[int] | None = None,
+    ) -> None:
+        """Order the end of all live workers of `role`, or of those of these `ranks`, in `after` seconds."""
+        found: dict[str, list[int]] = {}
         for worker in self.role(role).live:
-            ranks.setdefault(worker.node, []).append(worker.rank)
-        for node, there in ranks.items():
+            if ranks is None or worker.rank in ranks:
+                found.setdefault(worker.node, []).append(worker.rank)
+        for node, there in found.items():
             self.order(node, StopWorkers(role, tuple(there), int(signum), grace, after))
 
     def order(self, node: str, message: Message) -> None:

@@ -16,10 +16,10 @@ from msgspec.structs import replace
 from unirun.collocation import Assignment, Inventory, Placement, place_again
 from unirun.collocation.graph import show_ranks
 from unirun.errors import PlacementError
-from unirun.failover.draft import JobDraft, ToAgent, ToWatchers, leader
+from unirun.failover.draft import JobDraft, ToWatchers, leader
 from unirun.failover.generations import form_if_all_are_there, obstructed, order_store
 from unirun.failover.policy import Decision, Loss, consequences, decide, seen_graph, unit_of
-from unirun.failover.restart_or_end import advance, history_of, restart
+from unirun.failover.restart_or_end import advance, budget_for, restart
 from unirun.failover.state import (
     NEVER,
     ROLE_ENDS,
@@ -35,7 +35,6 @@ from unirun.failover.state import (
 )
 from unirun.spec.job import RoleSpec
 from unirun.values import Value
-from unirun.wire.messages import StopWorkers
 from unirun.wire.reports import Notice
 
 # The new places of ranks when nodes are lost, leave or come: ranks that need not move stay where they are.
@@ -277,10 +276,10 @@ class Relocation(Value):
     told: tuple[tuple[str, str], ...]
     missing: tuple[str, ...]
 
-    @property
-    def end(self) -> Decision | None:
-        """The decision that ends the job, if there is one."""
-        return next((each for each in self.decisions.values() if each.action == "end_job"), None)
+
+def end_of(decisions: Mapping[str, Decision]) -> Decision | None:
+    """The decision that ends the job, if there is one."""
+    return next((each for each in decisions.values() if each.action == "end_job"), None)
 
 
 def decide_missing(
@@ -422,7 +421,7 @@ def _decide(
         together=together,
         asked=cause.asked,
     )
-    return decide(loss, history_of(state, role, cause.time, ranks))
+    return decide(loss, role, budget_for(state, role, cause.time, ranks))
 
 
 def _grown(role: RoleState, placement: Placement) -> RoleState:
@@ -439,14 +438,8 @@ def _let_go(draft: JobDraft, name: str) -> None:
     role = draft.state.roles[name]
     if role.phase not in ROLE_WORKS:
         return
-    leaving: dict[str, list[int]] = {}
-    for worker in role.live:
-        if draft.state.misplaced(role, worker):
-            leaving.setdefault(worker.node, []).append(worker.rank)
-    grace = draft.state.spec.shutdown_timeout
-    for node, ranks in leaving.items():
-        order = StopWorkers(name, tuple(ranks), int(signal.SIGTERM), grace)
-        draft.send(ToAgent(node, order, draft.cause))
+    leaving = {worker.rank for worker in role.live if draft.state.misplaced(role, worker)}
+    draft.stop(name, signal.SIGTERM, draft.state.spec.shutdown_timeout, ranks=leaving)
 
 
 def _go_on_without_decision(draft: JobDraft, before: JobState, name: str) -> None:

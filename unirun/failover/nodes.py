@@ -18,6 +18,7 @@ from unirun.failover.moving import (
     Relocation,
     begin,
     decide_missing,
+    end_of,
     named,
     place_without,
     placed_again,
@@ -135,7 +136,7 @@ def _go_on(draft: JobDraft, before: JobState, cause: Cause, failures: Sequence[F
             give_up(draft, name, _ranks(missing, name), decision.reason)
     _, decisions = decide_missing(before, draft.state, cause)
     no_room: PlacementError | None = None
-    if not _end_of(decisions):
+    if end_of(decisions) is None:
         try:
             found = _relocation(draft, before, cause)
             decisions = dict(found.decisions)
@@ -144,7 +145,8 @@ def _go_on(draft: JobDraft, before: JobState, cause: Cause, failures: Sequence[F
     reasons = {name: decision.reason for name, decision in decisions.items()}
     decided = [replace(each, decision=reasons.get(each.worker.role, cause.reason)) for each in failures]
     draft.put(draft.state.with_failures(*decided))
-    if _ends(draft, decisions, by_failure=bool(failures)):
+    if (end := end_of(decisions)) is not None:
+        end_job(draft, end, KILLED, by_failure=bool(failures))
         return
     if no_room is not None:
         end = Decision("end_job", f"{cause.reason}; its ranks fit nowhere else: {no_room}")
@@ -165,9 +167,9 @@ def _relocation(draft: JobDraft, before: JobState, cause: Cause) -> Relocation:
     error: PlacementError | None = None
     try:
         found = _relocated(draft.state, before, cause)
-        if found.end is None:
+        if (end := end_of(found.decisions)) is None:
             return found
-        reason = f"with a place for it the job would end: {found.end.reason}"
+        reason = f"with a place for it the job would end: {end.reason}"
     except PlacementError as no_room:
         error, reason = no_room, f"{cause.reason}; it fits nowhere else: {no_room}"
     optional = without_room(draft.state, cause.gone)
@@ -177,7 +179,7 @@ def _relocation(draft: JobDraft, before: JobState, cause: Cause) -> Relocation:
             give_up(trial, name, optional[name], reason)
         with suppress(PlacementError):
             without_it = _relocated(trial.state, before, cause)
-            if without_it.end is None:
+            if end_of(without_it.decisions) is None:
                 for name in chosen:
                     give_up(draft, name, optional[name], reason)
                 return without_it
@@ -201,19 +203,6 @@ def _choices(optional: Sequence[str]) -> Iterator[Sequence[str]]:
 def _ranks(missing: Sequence[str], name: str) -> list[int]:
     """Those of the role `name`."""
     return [int(who.rpartition(":")[2]) for who in missing if who.rpartition(":")[0] == name]
-
-
-def _end_of(decisions: Mapping[str, Decision]) -> Decision | None:
-    """The decision that ends the job, if there is one."""
-    return next((each for each in decisions.values() if each.action == "end_job"), None)
-
-
-def _ends(draft: JobDraft, decisions: Mapping[str, Decision], *, by_failure: bool) -> bool:
-    """End the job if one of the decisions says so. Returns whether it did."""
-    decision = _end_of(decisions)
-    if decision is not None:
-        end_job(draft, decision, KILLED, by_failure=by_failure)
-    return decision is not None
 
 
 def _workers_on(state: JobState, node: str) -> list[str]:
@@ -296,8 +285,8 @@ def _move(draft: JobDraft, node: str) -> Drained | None:
         return Drained(node, f"its ranks fit nowhere else: {error.problem}", error.remedy)
     placement = replace(placement, spares=tuple(name for name in placement.spares if name != node))
     found = relocation_to(before, after, placement, cause, missing, decisions)
-    if found.end is not None:
-        return Drained(node, f"its ranks cannot move: {found.end.reason}")
+    if (end := end_of(found.decisions)) is not None:
+        return Drained(node, f"its ranks cannot move: {end.reason}")
     draft.record("drain", f"{node} is to leave the job", node)
     draft.put(after)
     if before.phase is JobPhase.LAUNCHING:

@@ -16,8 +16,7 @@ from unirun.collocation.graph import (
     declared,
     learn,
 )
-from unirun.failover.state import ROLE_WORKS, JobState, RolePhase
-from unirun.spec.job import EntryKind, Restart
+from unirun.failover.state import ROLE_WORKS, JobState, RolePhase, RoleState
 from unirun.values import Value
 
 Action = Literal["restart_role", "restart_worker", "join", "end_job"]
@@ -99,20 +98,8 @@ class Loss(Value):
         return f"{self.role}:{self.ranks}"
 
 
-class History(Value):
-    """The policy's knowledge of a role. `survivors` are its workers that live on; `generation` is the present one.
-    `grouped`: its ranks have a process group, as those of programs have not."""
-
-    budget: Budget
-    kind: EntryKind = "script"
-    restart: Restart = "role"
-    survivors: int = 0
-    generation: int = 0
-    grouped: bool = True
-
-
-def decide(loss: Loss, history: History) -> Decision:
-    """The decision after `loss`.
+def decide(loss: Loss, role: RoleState, budget: Budget) -> Decision:
+    """The decision after the `loss` of a role that has this budget. What it has lost has ended in `role`.
 
     A restart resets nothing: the second failure is handled like the first, with one restart less left. However many
     ranks are lost at once, that is one restart of the role. A `stale` worker costs none: the death that ended its
@@ -123,38 +110,38 @@ def decide(loss: Loss, history: History) -> Decision:
     """
     if loss.permanent and loss.recoverable is None and loss.first_start:
         return Decision("end_job", f"{loss.what}, before it was up, with an error that a restart cannot mend")
-    if history.kind == "trainer" and loss.ranks and not loss.recoverable:
+    if role.kind == "trainer" and loss.ranks and not loss.recoverable:
         return Decision("end_job", f"{loss.what}; {_why_not_recoverable(loss)}")
     if loss.stale:
-        joins = f"joins generation {history.generation} at no cost"
+        joins = f"joins generation {role.generation} at no cost"
         return Decision(
             "join", f"{loss.what}; it was in a generation that another death had ended, and {joins}"
         )
     if loss.asked:
-        return _move(loss, history)
+        return _move(loss, role)
     if loss.taken:
         others = f"{loss.what}, as another process listens on its port; it gets another one, at no cost"
-        return Decision("restart_role" if history.restart == "role" else "restart_worker", others, free=True)
-    if history.budget.left <= 0:
-        return _without_budget(loss, history.budget)
-    restart = f"{loss.what}; {history.budget}"
-    if history.restart == "role" or loss.together:
+        return Decision("restart_role" if role.restart == "role" else "restart_worker", others, free=True)
+    if budget.left <= 0:
+        return _without_budget(loss, budget)
+    restart = f"{loss.what}; {budget}"
+    if role.restart == "role" or loss.together:
         others = f", with {loss.who} elsewhere" if loss.elsewhere else ""
         return Decision("restart_role", f"{restart} of role {loss.role}{others}")
     if not loss.ranks:
         return Decision("restart_worker", f"{restart} of role {loss.role}")
     manner = "elsewhere" if loss.elsewhere else "alone"
-    if not history.grouped:
+    if not role.grouped:
         return Decision("restart_worker", f"{restart}, {manner}")
-    return Decision("restart_worker", f"{restart}: {loss.who} {manner}, {_survivors(loss.role, history)}")
+    return Decision("restart_worker", f"{restart}: {loss.who} {manner}, {_survivors(role)}")
 
 
-def _move(loss: Loss, history: History) -> Decision:
+def _move(loss: Loss, role: RoleState) -> Decision:
     """The decision when ranks leave because somebody has asked for that."""
-    if history.restart == "role" or loss.together:
+    if role.restart == "role" or loss.together:
         others = f", with {loss.who} elsewhere" if loss.elsewhere else ""
         return Decision("restart_role", f"{loss.what}; role {loss.role} starts again{others}", free=True)
-    others = f", {_survivors(loss.role, history)}" if history.grouped else ""
+    others = f", {_survivors(role)}" if role.grouped else ""
     return Decision("restart_worker", f"{loss.what}; {loss.who} moves{others}", free=True)
 
 
@@ -172,15 +159,15 @@ def _why_not_recoverable(loss: Loss) -> str:
     return f"{loss.who} is not recoverable (is_recoverable() returned False)"
 
 
-def _survivors(role: str, history: History) -> str:
-    forms = f"generation {history.generation + 1}"
-    match history.survivors:
+def _survivors(role: RoleState) -> str:
+    forms = f"generation {role.generation + 1}"
+    match role.living:
         case 0:
             return f"as {forms}"
         case 1:
-            return f"{role}'s other rank keeps its memory and forms {forms}"
+            return f"{role.name}'s other rank keeps its memory and forms {forms}"
         case count:
-            return f"{role}'s other {count} ranks keep their memory and form {forms}"
+            return f"{role.name}'s other {count} ranks keep their memory and form {forms}"
 
 
 # The job's graph as far as it is known, and who is affected when a part of the job fails.

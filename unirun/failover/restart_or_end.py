@@ -13,7 +13,7 @@ from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, IllegalTran
 from unirun.failover.draft import After, Due, Finish, JobDraft, ToWatchers
 from unirun.failover.generations import form_next, start_missing
 from unirun.failover.phases import PhaseEvent
-from unirun.failover.policy import Budget, Decision, History
+from unirun.failover.policy import Budget, Decision
 from unirun.failover.state import (
     NEVER,
     ROLE_ENDS,
@@ -113,17 +113,6 @@ CONSEQUENCE_SECONDS = 60.0
 """Seconds from the end of a rank to the failures in another role that are taken for a consequence of it."""
 
 
-class Bystander(Value):
-    """A worker that has not failed. `left` is the time at which it ended with 0 by itself, in seconds since
-    the epoch; 0 if it lived until it was told to end. `log` is its log directory."""
-
-    worker: WorkerId
-    node: str
-    exit: Exit | None
-    left: float
-    log: str
-
-
 class Diagnosis(Value):
     """The `cause`, the `reason` for taking it, and the `others` in order of time.
 
@@ -167,8 +156,9 @@ def episode(failures: Sequence[Failure], gap: float = 5.0) -> tuple[Failure, ...
     return tuple(ordered[max(start, 0) :])
 
 
-def bystanders(state: JobState, failures: Sequence[Failure]) -> tuple[Bystander, ...]:
-    """The workers that are not among `failures`: those of the same generations, and those of other roles."""
+def bystanders(state: JobState, failures: Sequence[Failure]) -> tuple[Failure, ...]:
+    """The workers that are not among `failures`: those of the same generations, and those of other roles. They may be
+    the cause. The time of each is that at which it ended with 0 by itself; 0 if it lived until it was told to end."""
     failed = {failure.worker for failure in (*state.failures, *failures)}
     generations = {failure.worker.role: failure.generation for failure in failures}
     found = []
@@ -178,11 +168,12 @@ def bystanders(state: JobState, failures: Sequence[Failure]) -> tuple[Bystander,
             if who in failed or worker.generation != generations.get(role.name, worker.generation):
                 continue
             log = f"{state.logs}/{role.name}/{worker.rank}/{worker.incarnation}"
-            found.append(Bystander(who, worker.node, worker.exit, worker.left, log))
+            generation, end = generations.get(role.name, 0), worker.exit or Exit()
+            found.append(Failure(who, generation, worker.node, worker.left, end, log=log, inferred=True))
     return tuple(found)
 
 
-def diagnose(failures: Sequence[Failure], others: Sequence[Bystander] = ()) -> Diagnosis:
+def diagnose(failures: Sequence[Failure], others: Sequence[Failure] = ()) -> Diagnosis:
     """The root cause among `failures` (at least one), or among the `others`, which have not failed."""
     ordered = sorted(failures, key=lambda f: (f.time, f.worker.role, f.worker.rank, f.generation))
     firsts = [failure for failure in ordered if not is_consequence(failure)]
@@ -202,55 +193,52 @@ def diagnose(failures: Sequence[Failure], others: Sequence[Bystander] = ()) -> D
     return Diagnosis(cause, reason, rest)
 
 
-def _idle(failures: Sequence[Failure], others: Sequence[Bystander]) -> str:
+def _idle(failures: Sequence[Failure], others: Sequence[Failure]) -> str:
     """The hint for the case that all ranks of a role have waited for a peer in vain: it may be of another role, with
     which they have a group."""
     roles = {failure.worker.role for failure in failures}
-    silent = [each.worker for each in others if not each.left]
+    silent = [each.worker for each in others if not each.time]
     if not any(map(waited_for_a_peer, failures)) or not silent or any(each.role in roles for each in silent):
         return ""
     return f"; {_named(silent)} had not failed"
 
 
-def _without_failure(failures: Sequence[Failure], others: Sequence[Bystander]) -> Failure | None:
+def _without_failure(failures: Sequence[Failure], others: Sequence[Failure]) -> Failure | None:
     """The rank that all `failures` are a consequence of, though it has not failed itself; None if it is not known."""
     left = "ended with exit code 0 while {others} waited for {it}"
     for each in others:
         who = each.worker.role, each.worker.rank
-        if each.left and (callers := [failure for failure in failures if who in lost(failure)]):
+        if each.time and (callers := [failure for failure in failures if who in lost(failure)]):
             return _blamed([each], callers, left)
     waiting = [failure for failure in failures if waited_for_a_peer(failure)]
     if not waiting:
         return None
     roles = {failure.worker.role for failure in waiting}
     first = waiting[0].time
-    early = [each for each in others if each.left and each.left <= first + MAX_DETECTION_DELAY]
+    early = [each for each in others if each.time and each.time <= first + MAX_DETECTION_DELAY]
     if mates := [each for each in early if each.worker.role in roles]:
         return _blamed(mates, waiting, left)
-    silent = [each for each in others if each.worker.role in roles and not each.left]
+    silent = [each for each in others if each.worker.role in roles and not each.time]
     named = {(failure.worker.role, rank) for failure in waiting for rank in missed(failure)}
     if absent := [each for each in silent if (each.worker.role, each.worker.rank) in named]:
         return _blamed(absent, waiting, "did not come to a barrier where {others} waited for {it}")
     if len(silent) == 1 or 0 < len(silent) < len(waiting):
         # If there are more such ranks, most of them were told to end before their own wait was over.
         return _blamed(silent, waiting, "had not failed when {others} waited for a peer in vain")
-    if gone := [each for each in early if each.left >= first - CONSEQUENCE_SECONDS]:
+    if gone := [each for each in early if each.time >= first - CONSEQUENCE_SECONDS]:
         return _blamed(gone, waiting, left)
     return None
 
 
-def _blamed(ranks: Sequence[Bystander], waiting: Sequence[Failure], words: str) -> Failure:
+def _blamed(ranks: Sequence[Failure], waiting: Sequence[Failure], words: str) -> Failure:
     """The first of `ranks` as the cause of what `waiting` ranks report."""
-    first = min(ranks, key=lambda each: (each.left, each.worker.role, each.worker.rank))
+    first = min(ranks, key=lambda each: (each.time, each.worker.role, each.worker.rank))
     note = words.format(
         others=_named(failure.worker for failure in waiting), it="it" if len(ranks) == 1 else "them"
     )
     if rest := [each.worker for each in ranks if each is not first]:
         note = f"{note}, as {_named(rest)} did"
-    generation = next((f.generation for f in waiting if f.worker.role == first.worker.role), 0)
-    time = first.left or waiting[0].time
-    end = first.exit or Exit()
-    return Failure(first.worker, generation, first.node, time, end, note=note, log=first.log, inferred=True)
+    return replace(first, time=first.time or waiting[0].time, note=note)
 
 
 def _named(workers: Iterable[WorkerId]) -> str:
@@ -477,16 +465,13 @@ def finish(draft: JobDraft, verdict: Verdict) -> None:
     draft.send(Finish(verdict))
 
 
-def history_of(state: JobState, role: RoleState, now: float, ranks: Collection[int] = ()) -> History:
-    """The policy's knowledge of `role` at the time `now`, when these of its ranks have ended."""
-    grouped = not (role.is_program and role.restart == "process")
-    if grouped:
-        budget = budget_of(state.role_spec(role.name), role.restarts, role.paid, now)
-    else:
-        ended = [role.workers[rank].paid for rank in ranks] or [()]
-        budgets = (budget_of(state.role_spec(role.name), len(paid), paid, now) for paid in ended)
-        budget = max(budgets, key=lambda each: each.spent)
-    return History(budget, role.kind, role.restart, role.living, role.generation, grouped)
+def budget_for(state: JobState, role: RoleState, now: float, ranks: Collection[int] = ()) -> Budget:
+    """The budget of `role` at the time `now`, when these of its ranks have ended."""
+    spec = state.role_spec(role.name)
+    if role.grouped:
+        return budget_of(spec, role.restarts, role.paid, now)
+    ended = [role.workers[rank].paid for rank in ranks] or [()]
+    return max((budget_of(spec, len(paid), paid, now) for paid in ended), key=lambda each: each.spent)
 
 
 def budget_of(spec: RoleSpec, restarts: int, paid: Sequence[float], now: float) -> Budget:
@@ -527,13 +512,7 @@ def stop_groups(draft: JobDraft, name: str) -> None:
     for worker in role.workers if spec.group else ():
         if not worker.live and not worker.ended_well:
             ranks.update(spec.members(worker.rank))
-    nodes: dict[str, list[int]] = {}
-    for worker in role.live:
-        if worker.rank in ranks:
-            nodes.setdefault(worker.node, []).append(worker.rank)
-    for node, there in nodes.items():
-        grace = draft.state.spec.shutdown_timeout
-        draft.order(node, StopWorkers(name, tuple(there), int(signal.SIGTERM), grace))
+    draft.stop(name, signal.SIGTERM, draft.state.spec.shutdown_timeout, ranks=ranks)
 
 
 def give_up(draft: JobDraft, name: str, ranks: Collection[int], reason: str, *, tail: str = "") -> None:
@@ -570,7 +549,7 @@ def _back_off(draft: JobDraft, name: str, decision: Decision) -> None:
     for worker in draft.role(name).workers:
         if worker.live or worker.ended_well or worker.due or worker.exit is None:
             continue
-        delay = history_of(draft.state, draft.role(name), now, [worker.rank]).budget.back_off
+        delay = budget_for(draft.state, draft.role(name), now, [worker.rank]).back_off
         paid = worker.paid if decision.free else _paid(draft, name, worker.paid)
         draft.put_worker(name, replace(worker, due=now + delay, paid=paid))
         if delay:

@@ -267,11 +267,8 @@ CountKey = tuple[WorkerPhase, int, bool]
 """The facts that decide how far a role is: a worker's phase, its generation, and whether it has ended well."""
 
 
-class Ports(Value, omit_defaults=True):
-    """The ports of a rank, which were asked of the agent of `node`; `place` is its answer."""
-
-    node: str
-    place: RankAddress | None = None
+Ports = tuple[str, RankAddress | None]
+"""The ports of a rank: the node whose agent was asked for them, and its answer."""
 
 
 class WorkerState(Value, omit_defaults=True):
@@ -311,7 +308,7 @@ class WorkerState(Value, omit_defaults=True):
     @property
     def place(self) -> RankAddress | None:
         """Its address, if it was given one."""
-        return self.ports.place if self.ports is not None else None
+        return self.ports[1] if self.ports is not None else None
 
     @property
     def live(self) -> bool:
@@ -431,6 +428,11 @@ class RoleState(Value):
     def has_done_its_work(self) -> bool:
         """True if every rank has succeeded."""
         return all(well for _, _, well in self.workers.counts)
+
+    @property
+    def grouped(self) -> bool:
+        """True if its ranks have a process group, or restart together: they have one budget, not one each."""
+        return not (self.is_program and self.restart == "process")
 
     def up(self, worker: WorkerState) -> bool:
         """Return True if `worker` is in the user's code and, if it is a workload, takes calls."""

@@ -11,10 +11,10 @@ from unirun.failover.phases import PhaseEvent
 from unirun.failover.policy import Decision, Loss, consequences, decide, unit_of
 from unirun.failover.restart_or_end import (
     advance,
+    budget_for,
     end_job,
     form_anew,
     give_up,
-    history_of,
     restart,
     stop_groups,
     unsettle,
@@ -98,7 +98,7 @@ def _fail(draft: JobDraft, worker: WorkerState, event: WorkerExited, end: Exit) 
     """Decide what follows from the failure of `worker` (its state before it ended), and carry it out."""
     name, rank = event.worker.role, event.worker.rank
     role = draft.role(name)
-    decision = decide(_loss(role, worker, event, end), history_of(draft.state, role, draft.now, [rank]))
+    decision = decide(_loss(role, worker, event, end), role, budget_for(draft.state, role, draft.now, [rank]))
     failure = failure_of(draft.state, worker, event, end)
     draft.put(draft.state.with_failures(replace(failure, decision=decision.reason)))
     if event.taken and decision.action != "end_job":
@@ -221,5 +221,5 @@ def store_ended(draft: JobDraft, event: StoreEnded) -> None:
         what = f"the store of role {role.name} is gone before its workers have met: {event.reason}"
         # When all ranks of it are about to start, there is none that could keep what it has.
         loss = Loss(what, role.name, together=role.phase is RolePhase.RESTARTING)
-        decision = decide(loss, history_of(draft.state, role, draft.now))
+        decision = decide(loss, role, budget_for(draft.state, role, draft.now))
         _carry_out(draft, role.name, decision, EXIT_RENDEZVOUS)

@@ -7,15 +7,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from unirun.failover.policy import LONGEST_DELAY, Budget, History, Loss, decide
+from unirun.failover.policy import LONGEST_DELAY, Budget, Loss, decide
 from unirun.failover.restart_or_end import budget_of
-from unirun.spec.job import Entry, Restart, RoleSpec
+from unirun.failover.state import Ranks, RoleState, WorkerPhase, WorkerState
+from unirun.spec.job import Entry, EntryKind, Restart, RoleSpec
 
 counts = st.integers(0, 4)
 budgets = st.builds(Budget, counts, counts)
-histories = st.builds(
-    History,
-    budgets,
+
+
+def role(
+    kind: EntryKind = "script",
+    restart: Restart = "role",
+    survivors: int = 0,
+    generation: int = 0,
+    *,
+    is_program: bool = False,
+) -> RoleState:
+    live = (WorkerState(rank, "n0", phase=WorkerPhase.RUNNING) for rank in range(survivors))
+    return RoleState("actor", kind, restart, Ranks(live), generation=generation, is_program=is_program)
+
+
+roles = st.builds(
+    role,
     kind=st.sampled_from(["script", "workload", "trainer"]),
     restart=st.sampled_from(["role", "process"]),
     survivors=counts,
@@ -31,14 +45,14 @@ losses = st.builds(
 
 
 def alone(
-    kind: str = "workload", limit: int = 3, spent: int = 0, survivors: int = 3, generation: int = 0
-) -> History:
-    """A role whose processes restart alone."""
-    return History(Budget(limit, spent), kind, "process", survivors, generation)  # type: ignore[arg-type]
+    kind: EntryKind = "workload", limit: int = 3, spent: int = 0, survivors: int = 3, generation: int = 0
+) -> tuple[RoleState, Budget]:
+    """A role whose processes restart alone, and its budget."""
+    return role(kind, "process", survivors, generation), Budget(limit, spent)
 
 
 def test_a_budget_is_spent_one_by_one() -> None:
-    decisions = [decide(WORKER, History(Budget(2, spent))) for spent in range(3)]
+    decisions = [decide(WORKER, role(), Budget(2, spent)) for spent in range(3)]
     assert [d.action for d in decisions] == ["restart_role", "restart_role", "end_job"]
     assert [d.budget_spent for d in decisions] == [False, False, True]
     assert decisions[0].reason == "actor:2 ended with exit code 1; restart 1 of 2 of role actor"
@@ -47,14 +61,14 @@ def test_a_budget_is_spent_one_by_one() -> None:
 
 
 def test_without_a_budget_nothing_was_spent() -> None:
-    decision = decide(WORKER, History(Budget(0)))
+    decision = decide(WORKER, role(), Budget(0))
     assert (decision.action, decision.budget_spent) == ("end_job", False)
     assert decision.reason == "actor:2 ended with exit code 1; role actor has no restarts (--max-restarts 0)"
 
 
 @given(st.integers(0, 10), st.integers(0, 10))
 def test_a_restart_is_decided_exactly_within_the_budget(spent: int, limit: int) -> None:
-    decision = decide(WORKER, History(Budget(limit, spent)))
+    decision = decide(WORKER, role(), Budget(limit, spent))
     assert (decision.action == "restart_role") == (spent < limit)
     assert decision.budget_spent == (decision.action == "end_job" and limit > 0)
     assert "actor:2" in decision.reason
@@ -75,8 +89,8 @@ class TestABackOff:
         assert str(Budget(3, 2, delay=2.0)) == "restart 3 of 3 in 4 s"
 
     def test_a_back_off_is_part_of_the_reason(self) -> None:
-        history = History(Budget(3, 1, delay=2.0), "program", "process", grouped=False)
-        decision = decide(WORKER, history)
+        program = role("program", "process", is_program=True)
+        decision = decide(WORKER, program, Budget(3, 1, delay=2.0))
         assert decision.reason == "actor:2 ended with exit code 1; restart 2 of 3 in 2 s, alone"
 
 
@@ -104,7 +118,7 @@ class TestAWindow:
         assert budget.spent + budget.left == 3
 
     def test_a_window_is_named_when_its_restarts_are_spent(self) -> None:
-        decision = decide(WORKER, History(Budget(3, 3, window=60.0)))
+        decision = decide(WORKER, role(), Budget(3, 3, window=60.0))
         assert decision.reason.endswith("all 3 restarts of role actor in 60 s are used up")
 
 
@@ -113,7 +127,7 @@ class TestATakenPort:
 
     @pytest.mark.parametrize(("restart", "action"), [("process", "restart_worker"), ("role", "restart_role")])
     def test_a_taken_port_costs_nothing_whatever_is_left(self, restart: Restart, action: str) -> None:
-        decision = decide(self.LOSS, History(Budget(0), "program", restart))
+        decision = decide(self.LOSS, role("program", restart), Budget(0))
         assert (decision.action, decision.free, decision.budget_spent) == (action, True, False)
         assert decision.reason == (
             "actor:2 ended with exit code 1, as another process listens on its port; it gets another one, at no cost"
@@ -126,9 +140,9 @@ class TestAPermanentError:
     @pytest.mark.parametrize("stale", [False, True])
     @pytest.mark.parametrize("kind", ["workload", "trainer"])
     def test_a_permanent_error_ends_the_job_in_the_first_start_of_a_rank(
-        self, kind: str, stale: bool
+        self, kind: EntryKind, stale: bool
     ) -> None:
-        decision = decide(replace(self.LOSS, stale=stale), alone(kind))
+        decision = decide(replace(self.LOSS, stale=stale), *alone(kind))
         assert (decision.action, decision.budget_spent) == ("end_job", False)
         assert decision.reason == (
             "actor:2 ended with exit code 1, before it was up, with an error that a restart cannot mend"
@@ -137,8 +151,8 @@ class TestAPermanentError:
     def test_a_permanent_error_is_one_like_any_other_when_the_worker_was_up_or_the_rank_may_have_been(
         self,
     ) -> None:
-        assert decide(replace(self.LOSS, recoverable=True), alone()).action == "restart_worker"
-        assert decide(replace(self.LOSS, first_start=False), alone()).action == "restart_worker"
+        assert decide(replace(self.LOSS, recoverable=True), *alone()).action == "restart_worker"
+        assert decide(replace(self.LOSS, first_start=False), *alone()).action == "restart_worker"
 
 
 class TestAProcessAlone:
@@ -153,18 +167,18 @@ class TestAProcessAlone:
     def test_a_single_process_is_started_again_where_the_others_keep_their_memory(
         self, survivors: int, words: str
     ) -> None:
-        decision = decide(WORKER, alone(survivors=survivors))
+        decision = decide(WORKER, *alone(survivors=survivors))
         assert decision.action == "restart_worker"
         assert decision.reason == f"actor:2 ended with exit code 1; restart 1 of 3: {words}"
 
     def test_a_single_process_spends_the_budget_of_its_role(self) -> None:
-        decision = decide(WORKER, alone(spent=3))
+        decision = decide(WORKER, *alone(spent=3))
         assert (decision.action, decision.budget_spent) == ("end_job", True)
         assert decision.reason.endswith("all 3 restarts of role actor are used up")
 
     def test_a_single_process_that_is_a_trainer_must_have_said_that_it_is_recoverable(self) -> None:
         yes, no, unknown = (
-            decide(replace(WORKER, recoverable=said), alone("trainer")) for said in (True, False, None)
+            decide(replace(WORKER, recoverable=said), *alone("trainer")) for said in (True, False, None)
         )
         assert (yes.action, no.action, unknown.action) == ("restart_worker", "end_job", "end_job")
         assert not no.budget_spent
@@ -175,41 +189,40 @@ class TestAProcessAlone:
 
     def test_a_single_process_that_waited_in_a_generation_that_is_over_spends_nothing(self) -> None:
         stale = replace(WORKER, stale=True)
-        decision = decide(stale, alone(spent=3, generation=2))
+        decision = decide(stale, *alone(spent=3, generation=2))
         assert decision.action == "join"
         assert decision.reason == (
             "actor:2 ended with exit code 1; it was in a generation that another death had ended, and joins "
             "generation 2 at no cost"
         )
-        assert decide(replace(stale, recoverable=False), alone("trainer")).action == "end_job"
+        assert decide(replace(stale, recoverable=False), *alone("trainer")).action == "end_job"
 
 
 @pytest.mark.parametrize(("restart", "action"), [("process", "restart_worker"), ("role", "restart_role")])
 def test_a_store_that_never_served_spends_a_restart(restart: Restart, action: str) -> None:
-    history = History(Budget(1), restart=restart)
-    decision = decide(STORE, history)
+    decision = decide(STORE, role(restart=restart), Budget(1))
     assert decision.action == action
     assert decision.reason == "the store of role actor is gone; restart 1 of 1 of role actor"
-    spent = decide(STORE, replace(history, budget=Budget(1, 1)))
+    spent = decide(STORE, role(restart=restart), Budget(1, 1))
     assert (spent.action, spent.budget_spent) == ("end_job", True)
 
 
 class TestALostNode:
     def test_a_lost_node_has_its_workloads_started_elsewhere_and_the_others_keep_their_memory(self) -> None:
-        decision = decide(NODE, alone(survivors=2))
+        decision = decide(NODE, *alone(survivors=2))
         assert decision.action == "restart_worker"
         assert decision.reason == (
             "n1 is gone; restart 1 of 3: actor:0-1 elsewhere, actor's other 2 ranks keep their memory and form generation 1"
         )
 
     def test_a_lost_node_has_its_scripts_start_again_together(self) -> None:
-        decision = decide(NODE, History(Budget(3)))
+        decision = decide(NODE, role(), Budget(3))
         assert decision.action == "restart_role"
         assert decision.reason == "n1 is gone; restart 1 of 3 of role actor, with actor:0-1 elsewhere"
 
     @given(st.integers(0, 5), st.integers(0, 5))
     def test_a_lost_node_is_one_restart_of_the_role_while_there_is_one(self, spent: int, limit: int) -> None:
-        decision = decide(NODE, alone(limit=limit, spent=spent))
+        decision = decide(NODE, *alone(limit=limit, spent=spent))
         assert (decision.action == "restart_worker") == (spent < limit)
         assert decision.budget_spent == (spent >= limit > 0)
 
@@ -219,21 +232,20 @@ class TestALostNode:
     def test_a_lost_node_ends_the_job_unless_its_trainer_had_said_that_it_is_recoverable(
         self, recoverable: bool | None, action: str
     ) -> None:
-        assert decide(replace(NODE, recoverable=recoverable), alone("trainer")).action == action
+        assert decide(replace(NODE, recoverable=recoverable), *alone("trainer")).action == action
 
 
 class TestAnyLoss:
     """A loss in words, the ranks that it is about, and whether one worker may start again alone."""
 
-    @given(losses, histories)
+    @given(losses, roles, budgets)
     def test_any_loss_has_a_reason_that_begins_with_what_happened_and_says_what_follows(
-        self, loss: Loss, history: History
+        self, loss: Loss, role: RoleState, budget: Budget
     ) -> None:
-        decision = decide(loss, history)
-        budget = history.budget
+        decision = decide(loss, role, budget)
         told = decision.reason.removeprefix(f"{loss.what}; ")
         assert told != decision.reason
-        if unrecoverable(loss, history):
+        if unrecoverable(loss, role):
             no = "is not recoverable (is_recoverable() returned False)"
             unknown = "had not told yet whether it is recoverable"
             assert told == f"{loss.who} {unknown if loss.recoverable is None else no}"
@@ -244,27 +256,27 @@ class TestAnyLoss:
         else:
             assert told.startswith(f"restart {budget.spent + 1} of {budget.limit}")
             whole = decision.action == "restart_role" or not loss.ranks
-            assert whole or f"generation {history.generation + 1}" in told
+            assert whole or f"generation {role.generation + 1}" in told
 
-    @given(losses, histories)
+    @given(losses, roles, budgets)
     def test_any_loss_is_followed_by_a_restart_within_the_budget_and_never_of_an_unrecoverable_trainer(
-        self, loss: Loss, history: History
+        self, loss: Loss, role: RoleState, budget: Budget
     ) -> None:
-        decision = decide(loss, history)
-        by_itself = history.restart == "process" and not loss.together
+        decision = decide(loss, role, budget)
+        by_itself = role.restart == "process" and not loss.together
         again = "restart_worker" if by_itself else "restart_role"
-        fatal, spent = unrecoverable(loss, history), history.budget.left <= 0
+        fatal, spent = unrecoverable(loss, role), budget.left <= 0
         assert decision.action == ("end_job" if fatal or spent else again)
-        assert decision.budget_spent == (spent and history.budget.limit > 0 and not fatal)
+        assert decision.budget_spent == (spent and budget.limit > 0 and not fatal)
 
-    @given(losses, histories)
+    @given(losses, roles, budgets)
     def test_any_loss_of_a_stale_worker_spends_nothing_whatever_is_left_of_the_budget(
-        self, loss: Loss, history: History
+        self, loss: Loss, role: RoleState, budget: Budget
     ) -> None:
-        decision = decide(replace(loss, stale=True), history)
-        assert decision.action == ("end_job" if unrecoverable(loss, history) else "join")
+        decision = decide(replace(loss, stale=True), role, budget)
+        assert decision.action == ("end_job" if unrecoverable(loss, role) else "join")
         assert not decision.budget_spent
 
 
-def unrecoverable(loss: Loss, history: History) -> bool:
-    return history.kind == "trainer" and bool(loss.ranks) and not loss.recoverable
+def unrecoverable(loss: Loss, role: RoleState) -> bool:
+    return role.kind == "trainer" and bool(loss.ranks) and not loss.recoverable

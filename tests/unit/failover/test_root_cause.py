@@ -8,7 +8,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.failover.restart_or_end import Bystander, diagnose, episode, is_consequence
+from unirun.failover.restart_or_end import diagnose, episode, is_consequence
 from unirun.failover.state import Exit, Failure
 from unirun.values import WorkerId
 
@@ -115,9 +115,9 @@ def test_without_failures_there_is_no_episode() -> None:
     assert episode([]) == ()
 
 
-def stood_by(rank: int, *, role: str = "actor", left: float = 0.0) -> Bystander:
+def stood_by(rank: int, *, role: str = "actor", left: float = 0.0) -> Failure:
     end = Exit(code=0) if left else Exit(signal=15)
-    return Bystander(WorkerId(role, rank, 0), "n0", end, left, f"/logs/{role}/{rank}")
+    return Failure(WorkerId(role, rank, 0), 0, "n0", left, end, log=f"/logs/{role}/{rank}", inferred=True)
 
 
 class TestARankThatHasNotFailed:
