@@ -23,7 +23,6 @@
     │   ├── StoreAway           it cannot be reached; nothing was changed                     exit code 4
     │   ├── OutcomeUnknown      a write was sent but not answered; it may have been applied
     │   ├── StoreRefused        wrong password, certificate or permission; foreign data
-    │   ├── StoreBroken         its file is corrupt or cannot be written
     │   ├── LeaseExpired        the lease has expired, its keys are deleted
     │   └── Fenced              another master leads the job now
     ├── ChannelError            a connection between a caller and a worker failed (inside the transports)
@@ -88,7 +87,6 @@ __all__ = [
     "ServerTimeout",
     "SpecError",
     "StoreAway",
-    "StoreBroken",
     "StoreError",
     "StoreRefused",
     "TrainingFailed",
@@ -275,7 +273,7 @@ class RemoteTraceback(Exception):
 
 
 class StoreError(UnirunError):
-    """An operation on the store of job contexts failed."""
+    """An operation on the store of job contexts failed: its file is corrupt, for example, or its disk is full."""
 
     exit_code = EXIT_RENDEZVOUS
 
@@ -290,10 +288,6 @@ class OutcomeUnknown(StoreError):
 
 class StoreRefused(StoreError):
     """The store denied authentication or permission, or holds data that is not unirun's."""
-
-
-class StoreBroken(StoreError):
-    """The store's file is corrupt, or the disk cannot be written."""
 
 
 class LeaseExpired(StoreError):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.store.etcd_server import EtcdCluster, program
-from unirun.errors import StoreBroken, StoreRefused
+from unirun.errors import StoreError, StoreRefused
 from unirun.rendezvous.store.protocol import MAX_SIZE, Put, Store
 from unirun.rendezvous.store.url import open_store
 
@@ -37,7 +37,7 @@ def test_a_full_or_limited_etcd_server_is_reported_with_a_remedy(narrow: EtcdClu
         store.txn([], [Put("a", "x" * (MAX_SIZE - 1))])
     with pytest.raises(StoreRefused, match=r"takes smaller transactions only.*--max-txn-ops"):
         store.txn([], [Put(str(number), "") for number in range(50)])
-    with pytest.raises(StoreBroken, match=r"is full.*etcdctl alarm disarm"):
+    with pytest.raises(StoreError, match=r"is full.*etcdctl alarm disarm"):
         fill(store)
     assert store.get("a") is not None, "what is there can still be read"
     store.close()

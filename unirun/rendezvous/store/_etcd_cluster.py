@@ -13,7 +13,7 @@ from typing import Any, Literal
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from unirun.errors import LeaseExpired, OutcomeUnknown, StoreAway, StoreBroken, StoreError, StoreRefused
+from unirun.errors import LeaseExpired, OutcomeUnknown, StoreAway, StoreError, StoreRefused
 from unirun.observe.jobdir import expanded
 from unirun.rendezvous.store.protocol import EtcdAddress
 
@@ -91,7 +91,7 @@ def explain_text(code: grpc.StatusCode, details: str, address: EtcdAddress) -> S
             f"etcdctl role grant-permission ROLE readwrite --prefix=true {address.prefix}",
         )
     if "database space exceeded" in details:
-        return StoreBroken(
+        return StoreError(
             f"etcd at {where} is full, and takes no more writes",
             "compact and defragment it, then: etcdctl alarm disarm",
         )
@@ -101,7 +101,7 @@ def explain_text(code: grpc.StatusCode, details: str, address: EtcdAddress) -> S
             "start it with the defaults of --max-request-bytes and --max-txn-ops, or more",
         )
     if code is grpc.StatusCode.DATA_LOSS:
-        return StoreBroken(f"etcd at {where} is corrupt: {details}", "see etcd's guide to disaster recovery")
+        return StoreError(f"etcd at {where} is corrupt: {details}", "see etcd's guide to disaster recovery")
     name = code.name.lower().replace("_", " ")
     return StoreRefused(
         f"etcd at {where} refuses: {name}: {details}", "see what it logs; etcd 3.4 or later is needed"

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from unirun.errors import LeaseExpired, StoreAway, StoreBroken, StoreError, StoreRefused
+from unirun.errors import LeaseExpired, StoreAway, StoreError, StoreRefused
 from unirun.observe.ownership import exposure, listed_writer, owner, writers
 from unirun.rendezvous.store.protocol import (
     Change,
@@ -120,7 +120,7 @@ def _touch(path: Path) -> None:
             f"{path} may not be opened for writing", "see who owns it and its directory, or name another file"
         ) from error
     except OSError as error:
-        raise StoreBroken(f"{path} cannot be opened: {error.strerror}", "name another file") from error
+        raise StoreError(f"{path} cannot be opened: {error.strerror}", "name another file") from error
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
@@ -208,20 +208,20 @@ def _explain(error: sqlite3.Error, path: Path) -> StoreError:
         )
     match _code(error):
         case sqlite3.SQLITE_FULL:
-            return StoreBroken(
+            return StoreError(
                 f"the disk of {path} is full; nothing was changed", "free some space, and try again"
             )
         case sqlite3.SQLITE_NOTADB:
             return StoreRefused(f"{path} is no SQLite database", "name a new file")
         case sqlite3.SQLITE_CORRUPT:
-            return StoreBroken(f"{path} is damaged ({error})", "restore it from a copy, or name a new file")
+            return StoreError(f"{path} is damaged ({error})", "restore it from a copy, or name a new file")
         case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_CANTOPEN | sqlite3.SQLITE_PERM:
             return StoreRefused(
                 f"{path}, or what SQLite needs beside it, may not be written",
                 "see who owns the file and its directory, and whether the file system is read-only",
             )
         case _:
-            return StoreBroken(
+            return StoreError(
                 f"{path} cannot be used: {error}", "see the kernel's log for errors of the disk"
             )
 
@@ -381,7 +381,7 @@ class SqliteStore:
         except OSError:
             same = False
         if not same:
-            raise StoreBroken(f"{self.path} was deleted or replaced", "start the job anew")
+            raise StoreError(f"{self.path} was deleted or replaced", "start the job anew")
 
 
 def _closed() -> StoreAway:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unirun.errors import StoreAway, StoreBroken, StoreError, StoreRefused
+from unirun.errors import StoreAway, StoreError, StoreRefused
 from unirun.rendezvous.store import sqlite
 from unirun.rendezvous.store.sqlite import SqliteStore, explained, open_database
 
@@ -28,15 +28,15 @@ def failure(code: int | None) -> sqlite3.OperationalError:
         (sqlite3.SQLITE_BUSY, StoreAway, "has been locked by another process"),
         (sqlite3.SQLITE_LOCKED, StoreAway, "has been locked by another process"),
         (sqlite3.SQLITE_BUSY_SNAPSHOT, StoreAway, "has been locked by another process"),
-        (sqlite3.SQLITE_FULL, StoreBroken, "is full; nothing was changed"),
+        (sqlite3.SQLITE_FULL, StoreError, "is full; nothing was changed"),
         (sqlite3.SQLITE_NOTADB, StoreRefused, "is no SQLite database"),
-        (sqlite3.SQLITE_CORRUPT, StoreBroken, r"is damaged \(as SQLite says\)"),
+        (sqlite3.SQLITE_CORRUPT, StoreError, r"is damaged \(as SQLite says\)"),
         (sqlite3.SQLITE_READONLY, StoreRefused, "may not be written"),
         (sqlite3.SQLITE_READONLY_DIRECTORY, StoreRefused, "may not be written"),
         (sqlite3.SQLITE_CANTOPEN, StoreRefused, "may not be written"),
         (sqlite3.SQLITE_PERM, StoreRefused, "may not be written"),
-        (sqlite3.SQLITE_IOERR, StoreBroken, "cannot be used: as SQLite says"),
-        (None, StoreBroken, "cannot be used: as SQLite says"),
+        (sqlite3.SQLITE_IOERR, StoreError, "cannot be used: as SQLite says"),
+        (None, StoreError, "cannot be used: as SQLite says"),
     ],
 )
 def test_each_sqlite_error_has_a_remedy(code: int | None, becomes: type[StoreError], says: str) -> None:
@@ -86,7 +86,7 @@ class TestConcurrentlyPreparedFile:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
     ) -> None:
         self.fail(monkeypatch, 1, sqlite3.SQLITE_IOERR)
-        with pytest.raises(StoreBroken, match="store.db cannot be used"):
+        with pytest.raises(StoreError, match="store.db cannot be used"):
             open_database(tmp_path / "store.db", 60)
         assert pauses == []
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import WAIT_TIMEOUT
-from unirun.errors import LeaseExpired, StoreAway, StoreBroken, StoreRefused
+from unirun.errors import LeaseExpired, StoreAway, StoreError, StoreRefused
 from unirun.rendezvous.store import sqlite
 from unirun.rendezvous.store.protocol import Change, Listing, Put
 from unirun.rendezvous.store.sqlite import SqliteStore
@@ -163,7 +163,7 @@ def test_a_damaged_sqlite_file_is_distinguished_from_a_missing_one(tmp_path: Pat
     content = bytearray(path.read_bytes())
     content[4096:] = os.urandom(len(content) - 4096)
     path.write_bytes(content)
-    with pytest.raises(StoreBroken, match=r"damaged.*restore it from a copy"):
+    with pytest.raises(StoreError, match=r"damaged.*restore it from a copy"):
         SqliteStore(path).get_prefix("")
 
 
@@ -176,7 +176,7 @@ def test_a_deleted_or_replaced_sqlite_file_is_noticed(store: SqliteStore, *, the
     if there:
         SqliteStore(store.path).close()
     for call in (lambda: store.get("a"), lambda: store.txn([], [Put("a", "2")]), lambda: watch.changes(1)):
-        with pytest.raises(StoreBroken, match="deleted or replaced"):
+        with pytest.raises(StoreError, match="deleted or replaced"):
             call()
 
 
@@ -198,7 +198,7 @@ def test_a_full_disk_rolls_back_one_sqlite_transaction(small_disk: Path) -> None
     ballast = small_disk / "ballast"
     with pytest.raises(OSError, match="No space"):
         ballast.write_bytes(bytes(4 * 1024 * 1024))
-    with pytest.raises(StoreBroken, match="disk of .* is full; nothing was changed; free some space"):
+    with pytest.raises(StoreError, match="disk of .* is full; nothing was changed; free some space"):
         store.txn([], [Put("a", "x" * 500_000)])
     item = store.get("a")
     assert item is not None
@@ -212,7 +212,7 @@ def test_a_full_disk_rolls_back_one_sqlite_transaction(small_disk: Path) -> None
 def test_a_read_only_file_system_of_a_sqlite_file_is_named(small_disk: Path) -> None:
     SqliteStore(small_disk / "store.db").close()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(StoreBroken, match="Read-only file system"):
+    with pytest.raises(StoreError, match="Read-only file system"):
         SqliteStore(small_disk / "store.db")
 
 

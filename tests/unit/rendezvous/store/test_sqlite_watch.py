@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.waiting import WAIT_TIMEOUT
-from unirun.errors import StoreBroken
+from unirun.errors import StoreError
 from unirun.rendezvous.store import sqlite
 from unirun.rendezvous.store.protocol import Change, Put
 from unirun.rendezvous.store.sqlite import SqliteStore, now
@@ -99,7 +99,7 @@ class TestSqliteWatch:
             raise sqlite3.OperationalError("disk I/O error")
 
         monkeypatch.setattr(watch, "_read", read)
-        with pytest.raises(StoreBroken, match=rf"{store.path} cannot be used: disk I/O error"):
+        with pytest.raises(StoreError, match=rf"{store.path} cannot be used: disk I/O error"):
             watch.changes(0)
         monkeypatch.undo()
         assert watch.changes(0) == (), "it goes on when the file can be read again"
