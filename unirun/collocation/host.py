@@ -97,10 +97,7 @@ def _device_order(index: str) -> tuple[int, str]:
 def _share(cores: Sequence[tuple[int, ...]], index: int, shares: int) -> tuple[int, ...]:
     """The `index`-th of `shares` even parts of the distinct `cores`; the first parts get what is left over."""
     distinct = sorted(set(cores))
-    size, rest = divmod(len(distinct), shares)
-    start = index * size + min(index, rest)
-    end = start + size + (1 if index < rest else 0)
-    return tuple(cpu for core in distinct[start:end] for cpu in core)
+    return tuple(cpu for at in _part(len(distinct), index, shares) for cpu in distinct[at])
 
 
 def read_topology(cpus: Sequence[int], device_pci: dict[str, str], root: Path = Path("/sys")) -> Topology:
@@ -141,7 +138,7 @@ def told_topology(node: Node) -> Topology:
 def _told(
     cpus: tuple[int, ...], numa: tuple[NumaNode, ...], devices: tuple[tuple[str, int], ...]
 ) -> Topology:
-    parts = {part.id: part.cpus for part in numa} or {0: cpus}
+    parts = dict(numa) or {0: cpus}
     found = tuple(Cpu(cpu, numa, numa, (cpu,), there) for numa, there in parts.items() for cpu in there)
     return Topology(found, dict(devices))
 
@@ -197,17 +194,14 @@ def read_node(
         else device
         for device in devices
     )
-    hugepages = _hugepages(root)
-    memory = memory_field(root / "proc/meminfo", "MemTotal")
     # Memory reserved for huge pages cannot be allocated otherwise.
-    memory = max(memory - hugepages, 0)
+    memory = max(memory_field(root / "proc/meminfo", "MemTotal") - _hugepages(root), 0)
     return Node(
         name=name,
         cpus=cpus,
         devices=devices,
         memory=min((size for size in (memory, limits.memory) if size), default=0),
-        hugepages=hugepages,
-        numa=_numa_nodes(root, numa_cpus, frozenset(cpus), {device.numa for device in devices}),
+        numa=_numa_nodes(numa_cpus, frozenset(cpus), {device.numa for device in devices}),
     )
 
 
@@ -236,15 +230,11 @@ def _numa_cpus(root: Path) -> dict[int, tuple[int, ...]]:
 
 
 def _numa_nodes(
-    root: Path, numa_cpus: Mapping[int, tuple[int, ...]], usable: frozenset[int], near: set[int]
+    numa_cpus: Mapping[int, tuple[int, ...]], usable: frozenset[int], near: set[int]
 ) -> tuple[NumaNode, ...]:
     """The NUMA nodes with usable processors or a device; empty when there is only one."""
     nodes = tuple(
-        NumaNode(
-            number,
-            tuple(cpu for cpu in cpus if cpu in usable),
-            memory_field(root / f"sys/devices/system/node/node{number}/meminfo", "MemTotal"),
-        )
+        (number, tuple(cpu for cpu in cpus if cpu in usable))
         for number, cpus in numa_cpus.items()
         if usable.intersection(cpus) or number in near
     )
@@ -357,7 +347,7 @@ def _size(text: str | None, faults: list[Fault]) -> int:
 def _inventory(numbers: dict[str, int], names: dict[str, str], memory: int) -> Inventory:
     count, numa, cpus = numbers["nodes"], numbers["numa"], tuple(range(numbers["cpus"]))
     devices = _devices(numbers["devices"], numa, numbers["nvlink"], names["type"])
-    nodes = tuple(NumaNode(n, tuple(_part(len(cpus), n, numa)), memory // numa) for n in range(numa))
+    nodes = tuple((n, tuple(_part(len(cpus), n, numa))) for n in range(numa))
     digits = len(str(count - 1))
     # All nodes share one tuple of devices, so that ten thousand nodes are created quickly.
     return Inventory(

@@ -45,19 +45,15 @@ class Device(Value):
     links: tuple[tuple[str, str], ...] = ()
 
 
-class NumaNode(Value):
-    """One NUMA node of a host: its number, the usable processors in it, and its memory in bytes."""
-
-    id: int
-    cpus: tuple[int, ...]
-    memory: int = 0
+NumaNode = tuple[int, tuple[int, ...]]
+"""One NUMA node of a host: its number, and the usable processors in it."""
 
 
 class Node(Value):
     """One host: the processors that this process may run on, and its devices.
 
-    `memory` and `hugepages` are in bytes, 0 when not known: what the job may use, and what is set aside for huge
-    pages. `numa` are its NUMA nodes in the order of their numbers; empty when it has but one, or does not say.
+    `memory` is what the job may use, in bytes, 0 when not known. `numa` are its NUMA nodes in the order of their
+    numbers; empty when it has but one, or does not say.
     `component` is the component of a heterogeneous Slurm job that it belongs to; 0 in other jobs. `resources` are
     amounts of other things that ranks may need of it, by name.
     """
@@ -66,7 +62,6 @@ class Node(Value):
     cpus: tuple[int, ...]
     devices: tuple[Device, ...] = ()
     memory: int = 0
-    hugepages: int = 0
     numa: tuple[NumaNode, ...] = ()
     component: int = 0
     resources: Mapping[str, int] = field(default_factory=dict)
@@ -155,7 +150,7 @@ def slots_of(node: Node, type: str, crowd: int = 1) -> tuple[Slot, ...]:
     """
     if type != CPU:
         return tuple((device.index, max(device.numa, 0)) for device in node.devices if device.type == type)
-    numa_of = {cpu: numa.id for numa in node.numa for cpu in numa.cpus}
+    numa_of = {cpu: number for number, cpus in node.numa for cpu in cpus}
     numas = [numa_of.get(cpu, 0) for cpu in node.cpus] or [0]
     return tuple((str(number), numa) for number, numa in enumerate(numas * crowd))
 

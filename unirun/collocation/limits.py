@@ -42,7 +42,7 @@ def read_integer(path: Path, default: int) -> int:
 
 
 def memory_field(path: Path, name: str) -> int:
-    """The bytes of a line ``MemTotal: 16 kB`` (``Node 0 MemTotal: 16 kB`` in sysfs); 0 when there is none."""
+    """The bytes of a line ``MemTotal: 16 kB``; 0 when there is none."""
     for line in read_text(path).splitlines():
         words = line.split()
         if f"{name}:" in words:

@@ -20,7 +20,7 @@ def test_the_nodes_are_alike_and_have_names_in_their_order() -> None:
 def test_devices_and_processors_are_spread_over_the_numa_nodes() -> None:
     (node,) = parse_fake("fake:devices=5,numa=2,cpus=8").nodes
     assert [device.numa for device in node.devices] == [0, 0, 0, 1, 1]
-    assert [numa.cpus for numa in node.numa] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [cpus for _, cpus in node.numa] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert node.devices[3].links == (("0", "system"), ("1", "system"), ("2", "system"), ("4", "nvlink"))
 
 
@@ -95,5 +95,5 @@ def test_what_is_asked_for_is_there(nodes: int, devices: int, numa: int, cpus: i
     assert list(found) == sorted(found, key=lambda node: node.name)
     for node in found:
         assert [device.index for device in node.devices] == [str(number) for number in range(devices)]
-        assert not node.numa or sorted(cpu for part in node.numa for cpu in part.cpus) == list(node.cpus)
+        assert not node.numa or sorted(cpu for _, cpus in node.numa for cpu in cpus) == list(node.cpus)
         assert all(len(device.links) == devices - 1 for device in node.devices)

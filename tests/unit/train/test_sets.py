@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.effort import examples
 from unirun.collocation import Device, Inventory, Node, parse_fake
-from unirun.collocation.inventory import NEARNESS, NumaNode
+from unirun.collocation.inventory import NEARNESS
 from unirun.errors import PlacementError, UsageError
 from unirun.train.setup import MANY, Setup
 from unirun.train.trainer import Trainer, _planned, another, inventory_of, setups, with_threads
@@ -92,7 +92,7 @@ def hosts(draw: st.DrawFn) -> Inventory:
         )
         for one in range(count)
     )
-    nodes = tuple(NumaNode(number, tuple(range(number, 8, numa))) for number in range(numa))
+    nodes = tuple((number, tuple(range(number, 8, numa))) for number in range(numa))
     return Inventory((Node("host", tuple(range(8)), gpus, numa=nodes),))
 
 

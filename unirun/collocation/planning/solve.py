@@ -414,7 +414,7 @@ def processes(problem: Problem, nodes: Sequence[Node]) -> Iterator[int]:
         at = problem.types.index(CPU)
         demand = sum(bundle.most * -(-bundle.needs[at] // problem.unit) for bundle in problem.bundles)
         # Roles that are isolated have one NUMA node of a host.
-        numas = (len(numa.cpus) for node in nodes for numa in node.numa if numa.cpus)
+        numas = (len(cpus) for node in nodes for _, cpus in node.numa if cpus)
         least = min((*numas, *(max(len(node.cpus), 1) for node in nodes)), default=demand)
         number = 1
         while number * least < demand:

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from tests.unit.failover.context.states import kept, many
 from unirun.collocation import Assignment, Device, Inventory, Node, Placement
-from unirun.collocation.inventory import NumaNode
 from unirun.failover.context import decode, encode
 from unirun.failover.state import JobState, new_job
 
@@ -26,14 +25,13 @@ devices = st.builds(
     numa=st.integers(-1, 1),
     links=links,
 )
-numa = st.builds(NumaNode, st.integers(0, 3), processors, st.integers(0, 2**40))
+numa = st.tuples(st.integers(0, 3), processors)
 nodes = st.builds(
     Node,
     name=names,
     cpus=processors,
     devices=st.lists(devices, max_size=3).map(tuple),
     memory=st.integers(0, 2**40),
-    hugepages=st.integers(0, 2**30),
     numa=st.lists(numa, max_size=2).map(tuple),
 )
 inventories = st.lists(nodes, max_size=4, unique_by=lambda node: node.name).map(
