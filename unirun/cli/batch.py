@@ -50,7 +50,7 @@ def submit_job(line: CommandLine) -> int:
         spec, options, batch, tell=lambda text: None if quiet else warn(f"sbatch: {text}")
     )
     if not quiet:
-        warn(f"job {spec.run_id} is Slurm job {submitted.id}")
+        warn(f"job {spec.run_id} is Slurm job {submitted}")
     if given.get("detach"):
         say(spec.run_id)
         warn(f"submitted; follow it with: unirun status {spec.run_id}, unirun logs -f {spec.run_id}")

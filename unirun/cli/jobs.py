@@ -24,7 +24,7 @@ from unirun.cli.stored import (
 )
 from unirun.errors import JobError, StoreError, StoreRefused, UnirunError, UsageError
 from unirun.launcher.foreground.terminal import say, warn
-from unirun.observe.batchjob import BatchJob, batch_state, read_batch
+from unirun.observe.batchjob import batch_state, read_batch
 from unirun.observe.jobdir import JobDir, all_jobs, jobs_of_nodes
 from unirun.observe.status import ENDED, Summary, is_alive, read_status, read_summary
 from unirun.rendezvous.creation import clear_here, clear_in, size_here, size_in
@@ -333,20 +333,20 @@ def stop_job(options: Namespace) -> int:
     return 0
 
 
-def _cancel(run_id: str, batch: BatchJob, *, now: bool, wait: bool) -> int:
+def _cancel(run_id: str, batch: str, *, now: bool, wait: bool) -> int:
     """End the job of a batch job, from any host of the cluster. Returns 0."""
     from unirun.launcher.slurm.submit import cancel, wait_for_end
 
     cancel(batch, now=now)
     if not wait:
-        say(f"job {run_id} is stopping, as Slurm job {batch.id}")
+        say(f"job {run_id} is stopping, as Slurm job {batch}")
         return 0
     try:
         state = wait_for_end(batch, STOP_TIMEOUT)
     except TimeoutError as error:
         raise JobError("the job did not end within 10 minutes", "unirun stop --now kills it") from error
     code = "" if state.code is None else f", exit code {state.code}"
-    say(f"job {run_id}: Slurm job {batch.id} {state.state}{code}")
+    say(f"job {run_id}: Slurm job {batch} {state.state}{code}")
     return 0
 
 

@@ -16,7 +16,7 @@ from unirun.cli.stored import StoredJob, find_here, find_status
 from unirun.collocation.graph import show_ranks
 from unirun.errors import JobError, UnirunError
 from unirun.launcher.foreground.terminal import say, warn
-from unirun.observe.batchjob import BatchJob, batch_state, read_batch
+from unirun.observe.batchjob import batch_state, read_batch
 from unirun.observe.events import LoggedEvent, read_events, story
 from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus
 from unirun.spec.read import show_size
@@ -45,12 +45,12 @@ def show_status(options: Any) -> int:
     return 0
 
 
-def _batch(batch: BatchJob) -> str:
+def _batch(batch: str) -> str:
     """The state of a batch job, in words."""
     try:
-        return f"job {batch.id} {batch_state(batch).words}"
+        return f"job {batch} {batch_state(batch).words}"
     except UnirunError as error:
-        return f"job {batch.id}: {error}"
+        return f"job {batch}: {error}"
 
 
 def _master(stored: StoredJob) -> str:

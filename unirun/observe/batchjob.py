@@ -8,12 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from msgspec import to_builtins
-
 from unirun.errors import JobError, RendezvousError, UnirunError, UsageError
 from unirun.observe.jobdir import JobDir
 from unirun.values import Value
-from unirun.wire.frames import typed
 
 SLURM_COMMAND_TIMEOUT = 30.0
 """Seconds in which a command of Slurm must answer; a busy controller takes its time."""
@@ -47,13 +44,6 @@ _FIELD = re.compile(
 _CODE = re.compile(r"([0-9]{1,3}):([0-9]{1,3})")
 
 
-class BatchJob(Value):
-    """The id of a Slurm job, and when it was submitted, in seconds since the epoch."""
-
-    id: str
-    submitted: float
-
-
 class BatchState(Value):
     """The state of a batch job: Slurm's word for its `state`, the `reason` why it is pending, its nodes, how
     often it was requeued and whether it may be, and the file with its output. `code` is its exit code once it
@@ -81,16 +71,16 @@ class BatchState(Value):
         return f"{self.state}{reason}{nodes}{f', requeued {times}' if self.restarts else ''}"
 
 
-def read_batch(job: JobDir) -> BatchJob | None:
-    """The batch job that was submitted for `job`; None when there is none. Raises `JobError`, `FrameError`."""
+def read_batch(job: JobDir) -> str | None:
+    """The id of the Slurm job that was submitted for `job`; None when there is none. Raises `JobError`."""
     if not (job.batch / _RECORD).exists():
         return None
-    return typed(BatchJob, job.read_json(f"{job.batch.name}/{_RECORD}"))
+    return str(job.read_json(f"{job.batch.name}/{_RECORD}").get("id", ""))
 
 
-def write_batch(job: JobDir, batch: BatchJob) -> None:
-    """Record the batch job of `job`. Raises OSError."""
-    job.write_json(f"{job.batch.name}/{_RECORD}", to_builtins(batch))
+def write_batch(job: JobDir, batch: str) -> None:
+    """Record the id of the Slurm job of `job`. Raises OSError."""
+    job.write_json(f"{job.batch.name}/{_RECORD}", {"id": batch})
 
 
 def own_batch(run_id: str, environ: Mapping[str, str]) -> tuple[bool, int]:
@@ -100,17 +90,17 @@ def own_batch(run_id: str, environ: Mapping[str, str]) -> tuple[bool, int]:
     return batch, int(count) if batch and count.isascii() and count.isdecimal() else 0
 
 
-def batch_state(batch: BatchJob) -> BatchState:
-    """Ask Slurm how `batch` stands. Raises `RendezvousError` when it does not answer, `UsageError` without Slurm.
+def batch_state(batch: str) -> BatchState:
+    """Ask Slurm how its job `batch` stands. Raises `RendezvousError` if it does not answer, `UsageError` without Slurm.
 
     The controller forgets a job some minutes after its end (``MinJobAge``); accounting, where there is any, does not.
     """
     try:
-        return parse_scontrol(ask_slurm("scontrol", "show", "job", "--oneliner", batch.id))
+        return parse_scontrol(ask_slurm("scontrol", "show", "job", "--oneliner", batch))
     except JobError:
         pass
     try:
-        return parse_sacct(ask_slurm("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", batch.id))
+        return parse_sacct(ask_slurm("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", batch))
     except JobError:
         return BatchState("UNKNOWN")
 

@@ -26,7 +26,6 @@ from unirun.launcher.slurm.allocation import SlurmAllocation
 from unirun.observe.batchjob import (
     SLURM_OUTAGE_TIMEOUT,
     SLURM_RETRY_INTERVAL,
-    BatchJob,
     ask_slurm,
     batch_state,
     own_batch,
@@ -89,7 +88,7 @@ def _end(job: JobDir, number: str) -> None:
     deadline = time.monotonic() + SLURM_OUTAGE_TIMEOUT
     while True:
         try:
-            state = batch_state(BatchJob(number, 0.0))
+            state = batch_state(number)
             if state.state != "RUNNING":
                 return
             ended = _end_of(job)

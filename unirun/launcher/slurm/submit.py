@@ -21,7 +21,6 @@ from unirun.launcher.slurm.options import BatchOptions, Component
 from unirun.observe.batchjob import (
     SLURM_OUTAGE_TIMEOUT,
     VARIABLE,
-    BatchJob,
     BatchState,
     ask_slurm,
     batch_state,
@@ -271,7 +270,7 @@ def environment_of(options: BatchOptions, environ: Mapping[str, str]) -> dict[st
 
 def submit(
     spec: JobSpec, options: BatchOptions, batch: Batch, tell: Callable[[str], None]
-) -> tuple[JobDir, BatchJob]:
+) -> tuple[JobDir, str]:
     """Make the directory of the job and give its batch script to sbatch, with this process's environment. `tell` is
     called with what sbatch says besides the job's id.
 
@@ -287,7 +286,7 @@ def submit(
         environ = environment_of(options, os.environ)
         told = ask_slurm("sbatch", "--parsable", str(job.batch / SCRIPT), environ=environ, tell=tell)
         # With a cluster's name: 12;cluster.
-        submitted = BatchJob(told.strip().partition(";")[0], time.time())
+        submitted = told.strip().partition(";")[0]
         write_batch(job, submitted)
     except (UnirunError, OSError):
         shutil.rmtree(job.path, ignore_errors=True)
@@ -329,20 +328,20 @@ FIRST_LOOK, LAST_LOOK = 1.0, 5.0
 """Seconds between two looks at a batch job: the longer nothing has changed the longer, up to the second."""
 
 
-def cancel(batch: BatchJob, *, now: bool = False) -> None:
+def cancel(batch: str, *, now: bool = False) -> None:
     """End a batch job: SIGTERM to all its processes, and SIGKILL after the cluster's KillWait, or with `now` at once.
 
     Raises `JobError` when it has ended or is another user's, `RendezvousError` when Slurm does not answer.
     """
-    ask_slurm("scancel", *(["--signal=KILL", "--full"] if now else []), batch.id)
+    ask_slurm("scancel", *(["--signal=KILL", "--full"] if now else []), batch)
 
 
-def wait_for_end(batch: BatchJob, timeout: float) -> BatchState:
+def wait_for_end(batch: str, timeout: float) -> BatchState:
     """Wait until a batch job has ended. Raises `TimeoutError` after `timeout` seconds, `RendezvousError`."""
     deadline = time.monotonic() + timeout
     while (state := batch_state(batch)).active:
         if time.monotonic() >= deadline:
-            raise TimeoutError(f"Slurm job {batch.id} has not ended within {timeout:g} s")
+            raise TimeoutError(f"Slurm job {batch} has not ended within {timeout:g} s")
         time.sleep(FIRST_LOOK)
     return state
 
@@ -350,7 +349,7 @@ def wait_for_end(batch: BatchJob, timeout: float) -> BatchState:
 class Follower:
     """Follows one batch job in the foreground."""
 
-    def __init__(self, job: JobDir, batch: BatchJob, *, quiet: bool) -> None:
+    def __init__(self, job: JobDir, batch: str, *, quiet: bool) -> None:
         self._job, self._batch, self._quiet = job, batch, quiet
         self._signals: list[signal.Signals] = []
         self._woken = threading.Event()
@@ -399,7 +398,7 @@ class Follower:
     def _tell(self, state: BatchState) -> bool:
         """Tell a new state, and the first reason for which the job is pending; whether there was something to tell."""
         key = (state.state, state.nodes, state.restarts, bool(state.reason))
-        return self._note(key, f"Slurm job {self._batch.id}: {state.words}")
+        return self._note(key, f"Slurm job {self._batch}: {state.words}")
 
     def _note(self, key: tuple[object, ...], text: str) -> bool:
         new = key != self._shown
@@ -410,7 +409,7 @@ class Follower:
 
     def _cancel(self, *, now: bool) -> None:
         name = self._signals[-1].name
-        warn(f"{name}: {'killing' if now else 'cancelling'} Slurm job {self._batch.id}")
+        warn(f"{name}: {'killing' if now else 'cancelling'} Slurm job {self._batch}")
         try:
             cancel(self._batch, now=now)
         except (JobError, RendezvousError) as error:
@@ -433,7 +432,7 @@ class Follower:
                 return told
         if state.code is not None:
             return state.code
-        warn(f"Slurm does not tell how job {self._batch.id} has ended")
+        warn(f"Slurm does not tell how job {self._batch} has ended")
         return EXIT_FAILURE
 
     @contextlib.contextmanager
