@@ -38,6 +38,8 @@ def test_a_refusal_after_a_flood_has_the_number_of_all() -> None:
 
 def test_a_refusal_without_an_address_tells_of_none() -> None:
     told: list[str] = []
-    refusals = Refusals(lambda text, count: told.append(text), lambda: 0.0)
-    refusals.add("why")
+    strangers: Strangers[int] = Strangers(
+        lambda address: False, lambda text, count: told.append(text), lambda: 0.0
+    )
+    strangers.refused("why")
     assert told == ["a connection was refused: why"]
