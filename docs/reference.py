@@ -93,7 +93,6 @@ SECTIONS = {
         "train.Trainable",
         "train.trainer.resume",
         "train.Backend",
-        "train.NoBackend",
     ],
     "In a training function": [
         *("train.report", "train.save_checkpoint", "train.load_checkpoint", "train.get_dataset_shard"),
@@ -175,7 +174,7 @@ SECTIONS = {
     ],
 }
 
-OTHER_NAMES = {"JobBuilder": "DLJobBuilder", "Workload": "BaseWorkload"}
+OTHER_NAMES = {"JobBuilder": "DLJobBuilder", "NoBackend": "train.Backend", "Workload": "BaseWorkload"}
 
 CALLBACKS = (
     *("ProgressCallback", "JsonLoggerCallback", "CsvLoggerCallback"),
@@ -189,7 +188,6 @@ OWN_USE = {
     "InvocationRef": {"wake_with", "forget_wake"},
     "JobHandle": {"await_start"},
     "MasterHandle": {"context"},
-    "NoBackend": {"on_start", "on_failure", "on_shutdown", "encode_data", "decode_data"},
     "Shard": {"consume", "first", "upcoming", "source"},
     **{name: {"start_training", "handle_result", "finish_training"} for name in CALLBACKS},
 }
@@ -292,7 +290,6 @@ def _rendered(package: Object, name: str) -> str:
         target.parameters = target.overloads[-1].parameters
     template = _ENVIRONMENT.get_template(f"{found.kind.value}.md.jinja")
     text = template.render(**prepare_context(found, style))
-    text = text.replace("-> J\n", "-> Self\n").replace("[J]", "")
     # A name is what users write; a literal block begins with ``::`` in docstrings alone.
     text = re.sub(r"^(#+ `)unirun\.(?:[a-z_]+\.)*?(?=[A-Z]|[a-z_]+`)", r"\1", text, flags=re.MULTILINE)
     text = text.replace("```python\n", "```py\n")

@@ -8,9 +8,11 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import entry_points
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from unirun.errors import UsageError
 
@@ -19,9 +21,9 @@ TIMEOUT = timedelta(minutes=30)
 """torch's default."""
 
 
-@runtime_checkable
-class Backend(Protocol):
-    """The hooks that are called in each worker of a trainer. It is made without arguments."""
+class Backend:
+    """The hooks that are called in each worker of a trainer. It is made without arguments. These hooks do nothing, so
+    the workers compute alone; a backend derives from this class and overrides what it needs."""
 
     def on_start(self, rank: int, world_size: int) -> None:
         """The worker has started, also one in the place of a lost one, and takes no calls yet."""
@@ -34,68 +36,41 @@ class Backend(Protocol):
 
     def encode_data(self, data: Any) -> Any:
         """Encode the value that the function has returned, before it is sent to the driver."""
+        return data
 
     def decode_data(self, data: Any) -> Any:
         """The inverse, in the driver."""
-
-
-class NoBackend:
-    """Workers that compute alone. A base class for others."""
-
-    def on_start(self, rank: int, world_size: int) -> None:
-        """As `Backend.on_start`."""
-
-    def on_failure(self, rank: int, world_size: int) -> None:
-        """As `Backend.on_failure`."""
-
-    def on_shutdown(self) -> None:
-        """As `Backend.on_shutdown`."""
-
-    def encode_data(self, data: Any) -> Any:
-        """As `Backend.encode_data`."""
-        return data
-
-    def decode_data(self, data: Any) -> Any:
-        """As `Backend.decode_data`."""
         return data
 
 
-class TorchBackend(NoBackend):
-    """The default process group of torch.distributed."""
+NoBackend = Backend
 
-    kind: str | None = None
+
+class TorchBackend(Backend):
+    """The default process group of torch.distributed, over `kind`: by default nccl with GPUs, and gloo without."""
+
+    def __init__(self, kind: str | None = None) -> None:
+        self._kind = kind
 
     def on_start(self, rank: int, world_size: int) -> None:
         """Form the group with the other ranks."""
         import torch
         from torch import distributed
 
-        kind = self.kind or ("nccl" if torch.cuda.is_available() else "gloo")
+        kind = self._kind or ("nccl" if torch.cuda.is_available() else "gloo")
         distributed.init_process_group(kind, timeout=TIMEOUT)
 
 
-class GlooBackend(TorchBackend):
-    """The same, over gloo."""
-
-    kind = "gloo"
-
-
-class NcclBackend(TorchBackend):
-    """The same, over nccl."""
-
-    kind = "nccl"
-
-
-BUILT_IN: dict[str, type[Backend]] = {
+BUILT_IN: dict[str, Callable[[], Backend]] = {
     "torch": TorchBackend,
-    "gloo": GlooBackend,
-    "nccl": NcclBackend,
-    "none": NoBackend,
+    "gloo": partial(TorchBackend, "gloo"),
+    "nccl": partial(TorchBackend, "nccl"),
+    "none": Backend,
 }
 
 
-def find_backend(name: str, *, use_gpu: bool = True) -> type[Backend]:
-    """The class of the backend called `name`. Raises `UsageError`, which names those that there are."""
+def find_backend(name: str, *, use_gpu: bool = True) -> Callable[[], Backend]:
+    """The maker of the backend called `name`, as its class. Raises `UsageError`, which names those that there are."""
     if not isinstance(name, str):
         raise UsageError(f"backend={name!r}", "give its name, or pkg.mod:Class")
     if name == "nccl" and not use_gpu:
@@ -117,12 +92,12 @@ def find_backend(name: str, *, use_gpu: bool = True) -> type[Backend]:
     raise UsageError(f"there is no backend {name!r}", f"there are: {there}; or name a class: pkg.mod:Class")
 
 
-def _checked(name: str, found: Any) -> type[Backend]:
+def _checked(name: str, found: Any) -> Callable[[], Backend]:
     hooks = ("on_start", "on_failure", "on_shutdown", "encode_data", "decode_data")
     missing = [hook for hook in hooks if not hasattr(found, hook)]
     if missing:
         raise UsageError(
             f"backend {name!r} has no {', '.join(missing)}", "derive it from unirun.train.NoBackend"
         )
-    kind: type[Backend] = found
-    return kind
+    make: Callable[[], Backend] = found
+    return make

@@ -20,7 +20,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 from msgspec.structs import replace
 
@@ -32,49 +32,74 @@ from unirun.spec.builder import Draft, EntryDraft, WorkloadDraft, job_mapping
 from unirun.spec.parse import parse_job
 from unirun.train.job import Job, entry_of, importable, load
 
-J = TypeVar("J", bound="_JobMethods[Any]")
 
+class DLJobBuilder:
+    """Describes a job of any type. Methods may be called in any order; only `build` checks them.
 
-class _JobMethods(Generic[J]):
-    """The methods for a job, which the builders of its workloads have too."""
+    ::
 
-    _job: J
-    """The builder of the job, which has the draft."""
-    _draft = Draft()
+        job = DLJobBuilder().dl_type("SFT").node_num(1).device_per_node(8).config({"lr": 3e-4})
+        job = job.trainer("sft", "Trainer").workload("worker", "sft", "Worker").total(8).per_node(8).build()
+        job.submit("sft")
+    """
 
-    def _say(self, **more: Any) -> J:
+    def __init__(self) -> None:
+        self._job: DLJobBuilder = self
+        self._draft = Draft()
+
+    def _say(self, **more: Any) -> DLJobBuilder:
         self._job._draft = replace(self._job._draft, **more)
         return self._job
 
-    def dl_type(self, dl_type: str = "SFT") -> J:
+    def dl_type(self, dl_type: str = "SFT") -> DLJobBuilder:
         """The type of learning: ``PRE``, ``SFT``, ``RL`` or ``MULTIMODAL``. Required."""
         return self._say(dl_type=dl_type)
 
-    def node_num(self, num: int = 1) -> J:
+    def node_num(self, num: int = 1) -> DLJobBuilder:
         """The number of nodes. Required."""
         return self._say(node_num=num)
 
-    def device_per_node(self, num: int = 8) -> J:
+    def device_per_node(self, num: int = 8) -> DLJobBuilder:
         """The number of devices per node; without accelerators, the number of CPU slots. Required."""
         return self._say(device_per_node=num)
 
-    def config(self, config: Any) -> J:
+    def config(self, config: Any) -> DLJobBuilder:
         """The value of ``self.config`` in workers: a dict or an OmegaConf ``DictConfig``, may be empty. Required."""
         return self._say(config=config)
 
-    def global_env(self, env: Mapping[str, Any]) -> J:
+    def global_env(self, env: Mapping[str, Any]) -> DLJobBuilder:
         """Environment variables of all workers. Those of a role take precedence. Several calls add up."""
         return self._say(env=_merged(self._job._draft.env, env))
 
-    def trainer(self, module_name: str, class_name: str) -> J:
+    def trainer(self, module_name: str, class_name: str) -> DLJobBuilder:
         """The class that calls the workloads, a `BaseTrainer`. The job ends when it does. Required."""
         return self._say(trainer=EntryDraft(importable(module_name), class_name))
 
-    def workload(self, role_name: str, module_name: str, class_name: str) -> WorkloadBuilder[J]:
+    def workload(self, role_name: str, module_name: str, class_name: str) -> WorkloadBuilder:
         """A role, and the class of its workers, a `BaseWorkload`. At least one is required."""
         return WorkloadBuilder(self._job, role_name, EntryDraft(importable(module_name), class_name))
 
-    def function(self, role_name: str, function: Callable[..., Any] | str) -> WorkloadBuilder[J]:
+    def actor(self, module_name: str, class_name: str) -> WorkloadBuilder:
+        """The role ``actor``. Required in a job of type ``RL``."""
+        return self.workload("actor", module_name, class_name)
+
+    def rollout(self, module_name: str, class_name: str) -> WorkloadBuilder:
+        """The role ``rollout``."""
+        return self.workload("rollout", module_name, class_name)
+
+    def reference(self, module_name: str, class_name: str) -> WorkloadBuilder:
+        """The role ``reference``."""
+        return self.workload("reference", module_name, class_name)
+
+    def reward(self, module_name: str, class_name: str) -> WorkloadBuilder:
+        """The role ``reward``."""
+        return self.workload("reward", module_name, class_name)
+
+    def critic(self, module_name: str, class_name: str) -> WorkloadBuilder:
+        """The role ``critic``."""
+        return self.workload("critic", module_name, class_name)
+
+    def function(self, role_name: str, function: Callable[..., Any] | str) -> WorkloadBuilder:
         """A role whose workers call a function: ``def main(): …``, or ``def main(ctx): …`` with the worker's `Context`.
 
         `function` is the object or ``"pkg.mod:main"``. Workers import it, so it is defined at the top level of a
@@ -86,7 +111,7 @@ class _JobMethods(Generic[J]):
         """
         return WorkloadBuilder(self._job, role_name, entry_of(function), "function")
 
-    def service(self, role_name: str, *command: str, **settings: Any) -> J:
+    def service(self, role_name: str, *command: str, **settings: Any) -> DLJobBuilder:
         """A program that the job needs until its end, such as a server. `settings` are those of a role in a job file:
         ``count``, ``slots``, ``ports``, ``ready``, ``after``, ``env``, ``python`` and so on.
 
@@ -99,34 +124,34 @@ class _JobMethods(Generic[J]):
         role = {**runs, "service": True, **settings}
         return self._say(services={**self._job._draft.services, role_name: role})
 
-    def with_collocation(self, *roles: str) -> J:
+    def with_collocation(self, *roles: str) -> DLJobBuilder:
         """These roles share devices: one rank of each on every device. Names in upper or lower case."""
         return self._group("collocations", roles)
 
-    def with_collocation_all(self) -> J:
+    def with_collocation_all(self) -> DLJobBuilder:
         """All workloads share devices, also those that are added later."""
         return self._say(collocate_all=True)
 
-    def with_host_collocation(self, *roles: str) -> J:
+    def with_host_collocation(self, *roles: str) -> DLJobBuilder:
         """These roles are on the same nodes, in proportion to their numbers of ranks, on devices of their own."""
         return self._group("host_collocations", roles)
 
-    def with_separation(self, *roles: str) -> J:
+    def with_separation(self, *roles: str) -> DLJobBuilder:
         """These roles are never on the same node."""
         return self._group("separations", roles)
 
-    def with_isolation(self, *roles: str) -> J:
+    def with_isolation(self, *roles: str) -> DLJobBuilder:
         """These roles are never on the same NUMA node. They may share a host."""
         return self._group("isolations", roles)
 
-    def _group(self, key: str, roles: tuple[str, ...]) -> J:
+    def _group(self, key: str, roles: tuple[str, ...]) -> DLJobBuilder:
         return self._say(groups=(*self._job._draft.groups, (key, roles)))
 
-    def spares(self, num: int = 1) -> J:
+    def spares(self, num: int = 1) -> DLJobBuilder:
         """The number of nodes that are held back, to replace lost ones."""
         return self._say(spares=num)
 
-    def exclude_nodes(self, *names: str) -> J:
+    def exclude_nodes(self, *names: str) -> DLJobBuilder:
         """Nodes that the job does not use. Several calls add up."""
         return self._say(exclude_nodes=(*self._job._draft.exclude_nodes, *names))
 
@@ -139,7 +164,7 @@ class _JobMethods(Generic[J]):
         kind: str | None = None,
         asynchronous: bool = False,
         weight: str | float = 0,
-    ) -> J:
+    ) -> DLJobBuilder:
         """Role `source` calls role `target`, and `weight` bytes go there per step (a number, or ``"64MB"``).
 
         `invocation` names the method, for pictures. `kind` is ``one_to_one``, ``broadcast``, ``scatter``, ``gather`` or
@@ -151,17 +176,17 @@ class _JobMethods(Generic[J]):
         edge |= {"kind": kind} if kind is not None else {}
         return self._say(edges=(*self._job._draft.edges, edge))
 
-    def channel(self, name: str, *, publisher: str, receivers: Sequence[str]) -> J:
+    def channel(self, name: str, *, publisher: str, receivers: Sequence[str]) -> DLJobBuilder:
         """Weights go from role `publisher` to the roles `receivers`: ``WeightsChannel(name)`` in their workers, and
         ``self.sync_weights(name)`` in the trainer."""
         channel = {"publisher": publisher, "receivers": [*receivers]}
         return self._say(channels={**self._job._draft.channels, name: channel})
 
-    def transport(self, name: str) -> J:
+    def transport(self, name: str) -> DLJobBuilder:
         """The transport of calls: ``socket`` (the default) or ``torch``, torch.distributed.rpc."""
         return self._say(transport=name)
 
-    def call_timeout(self, seconds: float) -> J:
+    def call_timeout(self, seconds: float) -> DLJobBuilder:
         """The deadline, in seconds, of calls that have no `timeout` of their own. 1800 by default."""
         return self._say(call_timeout=seconds)
 
@@ -179,11 +204,15 @@ class _JobMethods(Generic[J]):
         return Job(mapping, draft.node_num)
 
 
-class WorkloadBuilder(_JobMethods[J]):
-    """Describes one workload. It has the methods of the job's builder too, which return that builder."""
+class WorkloadBuilder(DLJobBuilder):
+    """Describes one workload. The methods for the job change the job, and return its builder."""
 
     def __init__(
-        self, job: J, role: str, entry: EntryDraft, kind: Literal["workload", "function"] = "workload"
+        self,
+        job: DLJobBuilder,
+        role: str,
+        entry: EntryDraft,
+        kind: Literal["workload", "function"] = "workload",
     ) -> None:
         self._job, self._number = job, len(job._draft.workloads)
         # `build` refuses a name that is not a text.
@@ -252,66 +281,14 @@ class WorkloadBuilder(_JobMethods[J]):
         return self.auto_visible_device()
 
 
-class DLJobBuilder(_JobMethods["DLJobBuilder"]):
-    """Describes a job of any type. Methods may be called in any order; only `build` checks them.
-
-    ::
-
-        job = DLJobBuilder().dl_type("SFT").node_num(1).device_per_node(8).config({"lr": 3e-4})
-        job = job.trainer("sft", "Trainer").workload("worker", "sft", "Worker").total(8).per_node(8).build()
-        job.submit("sft")
-    """
-
-    def __init__(self) -> None:
-        self._job = self
-
-
 JobBuilder = DLJobBuilder
 
 
-class _RLMethods(_JobMethods["RLJobBuilder"]):
-    """The roles of reinforcement learning, at the builder of the job and at those of its workloads."""
-
-    def workload(self, role_name: str, module_name: str, class_name: str) -> RLWorkloadBuilder:
-        """A role with a name of its own."""
-        entry = EntryDraft(importable(module_name), class_name)
-        return RLWorkloadBuilder(self._job, role_name, entry)
-
-    def function(self, role_name: str, function: Callable[..., Any] | str) -> RLWorkloadBuilder:
-        """A role whose workers call a function, see `DLJobBuilder.function`."""
-        return RLWorkloadBuilder(self._job, role_name, entry_of(function), "function")
-
-    def actor(self, module_name: str, class_name: str) -> RLWorkloadBuilder:
-        """The role ``actor``. Required."""
-        return self.workload("actor", module_name, class_name)
-
-    def rollout(self, module_name: str, class_name: str) -> RLWorkloadBuilder:
-        """The role ``rollout``."""
-        return self.workload("rollout", module_name, class_name)
-
-    def reference(self, module_name: str, class_name: str) -> RLWorkloadBuilder:
-        """The role ``reference``."""
-        return self.workload("reference", module_name, class_name)
-
-    def reward(self, module_name: str, class_name: str) -> RLWorkloadBuilder:
-        """The role ``reward``."""
-        return self.workload("reward", module_name, class_name)
-
-    def critic(self, module_name: str, class_name: str) -> RLWorkloadBuilder:
-        """The role ``critic``."""
-        return self.workload("critic", module_name, class_name)
-
-
-class RLWorkloadBuilder(WorkloadBuilder["RLJobBuilder"], _RLMethods):
-    """Describes one workload of a job of reinforcement learning."""
-
-
-class RLJobBuilder(_RLMethods):
-    """Describes a job of type ``RL``: a `DLJobBuilder` with a method for each of the usual roles, which returns a
-    `WorkloadBuilder`."""
+class RLJobBuilder(DLJobBuilder):
+    """Describes a job of type ``RL``."""
 
     def __init__(self) -> None:
-        self._job = self
+        super().__init__()
         self.dl_type("RL")
 
 

@@ -35,7 +35,7 @@ def local() -> Callable[[], None]:
 RULES: list[tuple[str, Change, str, str, str]] = [
     ("a lambda", function(lambda: 1), "data.function", "<lambda> is a lambda, which workers", "with def"),
     ("a local function", function(local()), "data.function", "main is a local function or", "top level"),
-    ("a method", function(DLJobBuilder.build), "data.function", "_JobMethods.build is a local", "def"),
+    ("a method", function(DLJobBuilder.build), "data.function", "DLJobBuilder.build is a local", "def"),
     ("a function without a name", function(partial(local)), "data.function", "expected a func", "with def"),
     ("a function's module alone", function("algo"), "data.function", "expected a function", "with def"),
     ("an unknown function", function("algo:mak"), "data.function", "did you mean 'make'?", "correct"),
