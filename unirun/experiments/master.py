@@ -38,8 +38,7 @@ from unirun.experiments.recovery import (
 from unirun.experiments.starting import end_of, make_root, started
 from unirun.roles import BaseTrainer
 from unirun.train.data.plan import SampleOrder
-from unirun.train.losses import LOSS_REPORT_TIMEOUT, Repeats, loss_of
-from unirun.values import Value
+from unirun.train.losses import LOSS_REPORT_TIMEOUT, Repeats, kind_of, loss_of
 from unirun.wire.reporting import report
 
 WORKERS = "model_worker"
@@ -53,28 +52,12 @@ STARTS = "at its start"
 """The phase in which a trial reads the configuration, the data and a checkpoint, and makes its models."""
 
 
-class Losses(Value):
-    """The losses of workers since a step was done for the first time: `number` in all, and how often the last one came
-    in the same place with the same end. `step` is the furthest step that was done."""
-
-    number: int = 0
-    repeats: Repeats = Repeats()
-    step: int = -1
-
-    def after(self, doing: str, kind: str, step: int) -> Losses:
-        """One more of this `kind` (`Loss.kind`), while the trial was `doing` this, and `step` steps were done."""
-        progress = step > self.step
-        number = 1 if progress else self.number + 1
-        repeats = self.repeats.after(f"{doing}, {kind}", progress=progress)
-        return Losses(number, repeats, max(step, self.step))
-
-    def over(self) -> str:
-        """The reason to end the trial; empty if it goes on."""
-        if self.repeats.hopeless:
-            return f"that is the same end {self.repeats.count} times, without a new step between them"
-        return (
-            f"that is loss {self.number} without a new step" if self.number > MAX_LOSSES_WITHOUT_STEP else ""
-        )
+def why_over(losses: Repeats) -> str:
+    """The reason to end a trial after these losses of workers, between which a new step is progress; empty if it goes
+    on."""
+    if losses.hopeless:
+        return f"that is the same end {losses.count} times, without a new step between them"
+    return f"that is loss {losses.total} without a new step" if losses.total > MAX_LOSSES_WITHOUT_STEP else ""
 
 
 class MasterWorkerProcess(BaseTrainer):
@@ -128,7 +111,7 @@ class MasterWorkerProcess(BaseTrainer):
             self._recovery.clear()
         figures: dict[str, float] = {}
         info: RecoverInfo | None = None
-        losses = Losses()
+        losses, furthest = Repeats(), 0
         while True:
             try:
                 if info is None:
@@ -152,8 +135,10 @@ class MasterWorkerProcess(BaseTrainer):
                         raise
                     raise self._failure(error) from _cause(error)
                 problem, kind = self._lost(error)
-                losses = losses.after(self._doing, kind, info.step if info is not None else 0)
-                if why := losses.over():
+                step = info.step if info is not None else 0
+                losses = losses.after(f"{self._doing}, {kind}", progress=step > furthest)
+                furthest = max(step, furthest)
+                if why := why_over(losses):
                     raise TrainingFailed(
                         f"a worker was lost {self._doing}: {problem}; {why}",
                         f"unirun logs {getattr(error, 'worker', WORKERS)} shows its output",
@@ -169,7 +154,7 @@ class MasterWorkerProcess(BaseTrainer):
         while started(self._root) is not None and time.monotonic() < deadline:
             if found := end_of(self._root, worker, self._began):
                 who, end = found
-                return f"{who} was lost: {end}", loss_of(who, end).kind
+                return f"{who} was lost: {end}", kind_of(loss_of(who, end))
             # The state of the job is written a moment after the loss.
             time.sleep(0.05)
         # Losses of different workers whose ends are not known may have different causes.

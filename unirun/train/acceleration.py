@@ -31,7 +31,7 @@ def device() -> torch.device:
     """The device of this rank: its GPU, if it has one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", session().place.local_rank % torch.cuda.device_count())
+    return torch.device("cuda", session().local_rank % torch.cuda.device_count())
 
 
 def accelerate(amp: Literal["bf16", "fp16"] | bool | None = None) -> None:
@@ -44,16 +44,16 @@ def accelerate(amp: Literal["bf16", "fp16"] | bool | None = None) -> None:
     kind = "bf16" if amp is True else amp
     if kind and kind not in DTYPES:
         raise UsageError(f"amp={amp!r}", "it is 'bf16', 'fp16' or None")
-    precision = session().precision
-    if kind and precision.used and not precision.chosen and in_worker():
+    own = session()
+    if kind and own.has_prepared and not own.accelerated_first and in_worker():
         raise UsageError(
             "accelerate was called after prepare_model or prepare_optimizer, and has no effect on what these returned",
             "call it first",
         )
-    precision.chosen = precision.chosen or not precision.used
-    precision.dtype = DTYPES[kind] if kind else None
+    own.accelerated_first = own.accelerated_first or not own.has_prepared
+    own.dtype = DTYPES[kind] if kind else None
     needs_scale = kind == "fp16" and device().type == "cuda"
-    precision.scaler = torch.amp.GradScaler(device().type) if needs_scale else None
+    own.scaler = torch.amp.GradScaler(device().type) if needs_scale else None
 
 
 def prepare_model(model: M, parallel: Parallel = "ddp", *, move: bool = True, **options: Any) -> M:
@@ -67,10 +67,10 @@ def prepare_model(model: M, parallel: Parallel = "ddp", *, move: bool = True, **
         raise UsageError(f"parallel={parallel!r}", "it is 'ddp', 'fsdp' or None")
     if move:
         model = model.to(device())
-    session().precision.used = True
-    if (dtype := session().precision.dtype) is not None:
+    session().has_prepared = True
+    if (dtype := session().dtype) is not None:
         model.forward = _Autocast(model.forward, dtype)
-    if parallel is None or session().place.world == 1:
+    if parallel is None or session().world == 1:
         return model
     if not torch.distributed.is_initialized():
         raise UsageError("the ranks have no process group", "use backend='torch', or parallel=None")
@@ -121,8 +121,8 @@ def prepare_data_loader(loader: DataLoader[Any]) -> Loader | DataLoader[Any]:
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer, of which `step` undoes the scaling of gradients with ``accelerate("fp16")``."""
-    session().precision.used = True
-    scaler = session().precision.scaler
+    session().has_prepared = True
+    scaler = session().scaler
     if scaler is not None:
         step = optimizer.step
 
@@ -144,7 +144,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
 
 def backward(loss: torch.Tensor) -> None:
     """``loss.backward()``, scaled with ``accelerate("fp16")``."""
-    scaler = session().precision.scaler
+    scaler = session().scaler
     (loss if scaler is None else scaler.scale(loss)).backward()
 
 
@@ -159,7 +159,7 @@ def enable_reproducibility(seed: int = 0) -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = False
-    rank = session().place.rank
+    rank = session().rank
 
     def reseed(number: int) -> None:
         state = numpy.random.SeedSequence([seed, rank, number]).generate_state(2, numpy.uint32)

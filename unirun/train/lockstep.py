@@ -37,13 +37,8 @@ class Reported(Value):
     ended: bool = False
 
 
-class Round(Value):
-    """The reports of all ranks: their metrics in rank order, or None when all have finished; the checkpoint that is to
-    be committed first; and in `dropped`, in words, the values of other ranks than 0 that it does not have."""
-
-    results: tuple[Mapping[str, Any], ...] | None
-    pending: int | None
-    dropped: str = ""
+Round = tuple[tuple[Mapping[str, Any], ...] | None, int | None]
+"""The metrics of all ranks in rank order, None when all have finished; the checkpoint that is to be committed first."""
 
 
 class Lockstep:
@@ -51,6 +46,8 @@ class Lockstep:
 
     def __init__(self, world: int) -> None:
         self._world = world
+        self.dropped = ""
+        """In words, the values of other ranks than 0 that checkpoints until the last round do not have."""
         self._said: dict[int, Reported] = {}
         self._lags: dict[int, int] = {}
         self._outlines: dict[int, Mapping[str, int]] = {}
@@ -83,7 +80,8 @@ class Lockstep:
         if wrong:
             raise _unequal(saved, sorted(wrong))
         results = tuple(each.metrics for _, each in sorted(said_by.items()))
-        return Round(None if finished else results, said_by[0].pending, dropped(saved))
+        self.dropped = dropped(saved)
+        return None if finished else results, said_by[0].pending
 
     def _with_outline(self, rank: int, saved: Saved) -> Saved:
         """`saved` with the outline that the rank has reported, now or before; outlines of other ranks may

@@ -24,33 +24,25 @@ FROM_OUTSIDE = re.compile(
 """The beginnings of descriptions of ends whose causes are outside of the process."""
 
 
-class LostWorker(Value):
-    """A worker that was lost (``worker:1``), and its `end`, the predicate of a sentence about it."""
-
-    worker: str
-    end: str
-
-    def __str__(self) -> str:
-        return f"{self.worker} {self.end}"
-
-    @property
-    def kind(self) -> str:
-        """A text that is equal for losses with the same cause. The same exit code or signal in another rank
-        has the same cause, as the function runs in all of them. SIGKILL, SIGTERM and unknown ends come from
-        outside, so another rank has another cause; a note on these does not count."""
-        outside = FROM_OUTSIDE.match(self.end)
-        return f"{self.worker} {outside[0]}" if outside is not None else self.end
-
-
-def loss_of(worker: str, exit_: str, message: str = "") -> LostWorker:
-    """The loss of a worker. `exit_` is the job's text for its end (``exit code 3``, ``killed by SIGSEGV``),
-    `message` the first line of its error, or a note on a kill. Both may be empty."""
+def loss_of(worker: str, exit_: str, message: str = "") -> str:
+    """The loss of a worker in words: ``worker:1 ended with exit code 3``. `exit_` is the job's text for its end
+    (``exit code 3``, ``killed by SIGSEGV``), `message` the first line of its error, or a note on a kill. Both may be
+    empty."""
     if not exit_:
-        return LostWorker(worker, "was lost")
+        return f"{worker} was lost"
     end = f"was {exit_}" if exit_.startswith("killed") else f"ended with {exit_}"
     if KILLED in end:
-        return LostWorker(worker, f"{end}, {message or PERHAPS}")
-    return LostWorker(worker, f"{end} ({message})" if message else end)
+        return f"{worker} {end}, {message or PERHAPS}"
+    return f"{worker} {end} ({message})" if message else f"{worker} {end}"
+
+
+def kind_of(loss: str) -> str:
+    """A text that is equal for losses with the same cause. The same exit code or signal in another rank has the same
+    cause, as the function runs in all of them. SIGKILL, SIGTERM and unknown ends come from outside, so another rank has
+    another cause; a note on these does not count."""
+    worker, _, end = loss.partition(" ")
+    outside = FROM_OUTSIDE.match(end)
+    return f"{worker} {outside[0]}" if outside is not None else end
 
 
 def is_loss(error: BaseException) -> bool:
@@ -83,7 +75,8 @@ LIMIT = 3
 
 
 class Repeats(Value):
-    """The last failure, and how often it came in a row. Progress, such as a step or a checkpoint, ends the row.
+    """The last failure, how often it came in a row, and how many failures there were in `total` in that time. Progress,
+    such as a step or a checkpoint, ends both.
 
     ::
 
@@ -94,12 +87,13 @@ class Repeats(Value):
 
     failure: str = ""
     count: int = 0
+    total: int = 0
 
     def after(self, failure: str, *, progress: bool) -> Repeats:
         """One more failure. Equal failures have equal texts, so these have no times and no process ids. `progress`:
         whether there was any since the failure before."""
         again = failure == self.failure and not progress
-        return Repeats(failure, self.count + 1 if again else 1)
+        return Repeats(failure, self.count + 1 if again else 1, 1 if progress else self.total + 1)
 
     @property
     def hopeless(self) -> bool:

@@ -32,10 +32,9 @@ from unirun.train.arguments import name_of, unsendable
 from unirun.train.callbacks import Callbacks
 from unirun.train.checkpoints import Info, skipped
 from unirun.train.lockstep import Lockstep, Round
-from unirun.train.losses import LostWorker, Repeats, is_loss
-from unirun.train.worker import Attempt, Program, RunTask, Stopped
+from unirun.train.losses import Repeats, is_loss, kind_of
+from unirun.train.worker import Attempt, Program, RunTask
 from unirun.train.workers import Workers
-from unirun.values import Value
 from unirun.wire.reporting import report
 
 # `Attempts`: the functions that one trainer calls in its workers, one after the other.
@@ -107,7 +106,7 @@ class Attempts:
             if not is_loss(error):
                 raise
             loss = self.loss(error)
-            repeats = repeats.after(loss.kind, progress=False)
+            repeats = repeats.after(kind_of(loss), progress=False)
             if repeats.hopeless or self._now() >= deadline:
                 parts = (("the initialization hook", self._hook), ("the class", self._kind))
                 what = " or ".join(f"{name} {name_of(each)}" for name, each in parts if each is not None)
@@ -118,7 +117,7 @@ class Attempts:
             return repeats
         return Repeats()
 
-    def loss(self, error: WorkerLost) -> LostWorker:
+    def loss(self, error: WorkerLost) -> str:
         """The end of the worker that was called and lost."""
         return self.workers.loss(error, self._called)
 
@@ -206,7 +205,7 @@ class Attempts:
             if not is_loss(error):
                 raise
             raise WorkerLost(
-                str(self.loss(error)), f"see unirun logs {self.workers.name}", worker=error.worker
+                self.loss(error), f"see unirun logs {self.workers.name}", worker=error.worker
             ) from error
 
     def _finish(self, turn: Attempt, begin: Callable[[], Sequence[InvocationRef[Any]]]) -> list[Any]:
@@ -251,27 +250,6 @@ RUN_CLOSE_TIMEOUT = 5.0
 """Seconds that `close` waits for the thread that iterates."""
 
 
-class RunRequest(Value):
-    """The function of a run, the `checkpoint` that it goes on from, and its settings. `max_failures` is how many losses
-    of workers a run survives, -1: any number. An exception of one of the types `retry` counts as such a loss.
-    `grow_every`: seconds between two attempts to have more ranks."""
-
-    task: RunTask
-    checkpoint: str | dict[str, Any] | None
-    logdir: str
-    max_failures: int
-    retry: tuple[type[Exception], ...]
-    elastic: bool
-    grow_every: float
-
-
-class _Retry(Exception):
-    """The attempt of `world` ranks is over, and another one follows."""
-
-    def __init__(self, cause: Exception, world: int) -> None:
-        self.cause, self.world = cause, world
-
-
 class TrainingIterator:
     """The rounds of reports of one run: each a list with the metrics of each rank. It ends with the function.
 
@@ -289,17 +267,30 @@ class TrainingIterator:
     def __init__(
         self,
         attempts: Attempts,
-        request: RunRequest,
+        task: RunTask,
         callbacks: Callbacks,
         decode: Callable[[Any], Any],
+        *,
+        checkpoint: str | dict[str, Any] | None,
+        logdir: str,
+        max_failures: int,
+        retry: tuple[type[Exception], ...],
+        elastic: bool,
+        grow_every: float,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._attempts, self._workers, self._request = attempts, attempts.workers, request
+        """`task` goes on from `checkpoint`. A run survives `max_failures` losses of workers, -1: any number; an
+        exception of one of the types `retry` counts as a loss. `grow_every`: seconds between two attempts of an
+        `elastic` run to have more ranks."""
+        self._attempts, self._workers, self._task = attempts, attempts.workers, task
         self._callbacks, self._decode, self._now = callbacks, decode, now
+        self._checkpoint, self._logdir = checkpoint, logdir
+        self._max_failures, self._retry = max_failures, retry
+        self._elastic, self._grow_every = elastic, grow_every
         self._failures, self._iteration = 0, 0
         self._repeats, self._reached = Repeats(), (0, 0)
         self._grown = now()
-        self._held: tuple[Round, int] | None = None
+        self._held: Round | None = None
         self._results: list[Any] | None = None
         self._of_callback: Exception | None = None
         self._finished = self._dropped = self._start_verified = False
@@ -346,7 +337,7 @@ class TrainingIterator:
     @property
     def best(self) -> str | None:
         """The path or URL of the best checkpoint of those that are kept; None without one."""
-        found = self._request.task.strategy.best(self.checkpoints)
+        found = self._task.strategy.best(self.checkpoints)
         return found.path if found is not None else None
 
     def close(self) -> None:
@@ -379,12 +370,11 @@ class TrainingIterator:
     def _run(self) -> Generator[list[dict[str, Any]], None, None]:
         error: BaseException | None = None
         try:
-            self._callbacks.start(self._request.logdir, self._request.task.config)
+            self._callbacks.start(self._logdir, self._task.config)
             while self._results is None:
-                try:
-                    yield from self._attempt()
-                except _Retry as again:
-                    self._count(again)
+                failed = yield from self._attempt()
+                if failed is not None:
+                    self._count(*failed)
             self._finished = True
         except GeneratorExit:
             raise
@@ -400,22 +390,23 @@ class TrainingIterator:
         finally:
             self._callbacks.finish(error)
 
-    def _count(self, again: _Retry) -> None:
-        """Count a failure, and wait until all ranks are there again. Raises its cause when it is one too many."""
+    def _count(self, cause: Exception, world: int) -> None:
+        """Count the failure of an attempt of `world` ranks, and wait until all ranks are there again. Raises its
+        `cause` when it is one too many."""
         self._check_open()
-        lost, most = is_loss(again.cause), self._request.max_failures
-        if lost and self._request.elastic:
+        lost, most = is_loss(cause), self._max_failures
+        if lost and self._elastic:
             # A role that has become larger or smaller has started again as a whole: that is no failure.
             self._workers.wait_until_whole(RECOVERY_TIMEOUT)
-            if self._workers.world_size != again.world:
-                report(f"unirun: {self._workers.world_size} ranks go on, {again.world} were there before")
+            if self._workers.world_size != world:
+                report(f"unirun: {self._workers.world_size} ranks go on, {world} were there before")
                 return
         self._failures += 1
-        what = again.cause.problem if isinstance(again.cause, UnirunError) else repr(again.cause)
+        what = cause.problem if isinstance(cause, UnirunError) else repr(cause)
         kind = what
-        if lost and isinstance(again.cause, WorkerLost):
-            loss = self._attempts.loss(again.cause)
-            what, kind = str(loss), loss.kind
+        if lost and isinstance(cause, WorkerLost):
+            what = self._attempts.loss(cause)
+            kind = kind_of(what)
         self._repeats = self._repeats.after(kind, progress=self._progressed())
         if self._repeats.hopeless and self._has_saved():
             self._repeats = self._repeats.after(kind, progress=True)
@@ -424,18 +415,18 @@ class TrainingIterator:
             problem = f"that is failure {self._failures}, and max_failures is {most}"
         elif self._repeats.hopeless:
             problem = (
-                f"{self._repeats.count} times in a row in {name_of(self._request.task.function)}, without a report "
+                f"{self._repeats.count} times in a row in {name_of(self._task.function)}, without a report "
                 "or a checkpoint between"
             )
         if problem:
             if not lost:
-                again.cause.add_note(f"unirun: {problem}")
-                raise again.cause
+                cause.add_note(f"unirun: {problem}")
+                raise cause
             raise TrainingFailed(
                 f"{what}; {problem}",
                 f"see unirun logs {self._workers.name} for their output"
                 + ", or allow more" * (not self._repeats.hopeless),
-            ) from again.cause
+            ) from cause
         limit = f" of {most}" if most >= 0 else ""
         report(f"unirun: failure {self._failures}{limit}: {what}; the run goes on")
 
@@ -451,20 +442,21 @@ class TrainingIterator:
             self._where(self._attempts.ready())
         return self._progressed()
 
-    def _attempt(self) -> Iterator[list[dict[str, Any]]]:
-        """Run the function once in all ranks. Raises `_Retry` when that has to be repeated."""
-        group, request = self._attempts.ready(), self._request
+    def _attempt(self) -> Generator[list[dict[str, Any]], None, tuple[Exception, int] | None]:
+        """Run the function once in all ranks. When that has to be repeated, returns the cause and the number of
+        ranks."""
+        group = self._attempts.ready()
         try:
             resume, number = self._where(group)
             yield from self._given_up(resume)
-            order = replace(request.task, number=number, kept=self.checkpoints, resume=resume)
+            order = replace(self._task, number=number, kept=self.checkpoints, resume=resume)
             turn = self._attempts.next()
             run: InvocationRef[Any] | None = None
             try:
                 try:
                     run = group.run.call_async(turn, order)
                 except EncodingError as error:
-                    raise unsendable(_parts(request), error) from error
+                    raise unsendable(self._sent(), error) from error
                 yield from self._follow(group, run, turn.attempt)
                 self._results = [self._decode(each) for each in run.result()]
             except BaseException as error:
@@ -473,14 +465,26 @@ class TrainingIterator:
                     self._attempts.end(turn, f"the run has ended: {type(error).__name__}")
                 raise
         except Exception as error:
-            retried = isinstance(error, request.retry) and error is not self._of_callback
-            if is_loss(error) or retried:
-                raise _Retry(error, len(group)) from error
-            raise
+            retried = isinstance(error, self._retry) and error is not self._of_callback
+            if not is_loss(error) and not retried:
+                raise
+            return error, len(group)
+        return None
+
+    def _sent(self) -> dict[str, Any]:
+        """The objects that are sent to the workers, by the names that users know."""
+        task = self._task
+        return {
+            f"the function {name_of(task.function)}": task.function,
+            "config": task.config,
+            "dataset": task.datasets.get(None, task.datasets),
+            "checkpoint": self._checkpoint,
+            "checkpoint_strategy": task.strategy,
+        }
 
     def _where(self, group: RoleGroup) -> tuple[Any, int]:
         """The checkpoint that the attempt goes on from, and the number of its first new one."""
-        url = self._request.task.url
+        url = self._task.url
         group[0].clear(url)
         infos, number = group[0].checkpoints(url, None)
         while infos and not self._verified(group, url, infos[-1].number):
@@ -488,7 +492,7 @@ class TrainingIterator:
         self.checkpoints = infos
         if infos:
             return infos[-1].number, number
-        start = self._request.checkpoint
+        start = self._checkpoint
         if isinstance(start, str):
             url, _, name = start.rstrip("/").rpartition("/")
             if not self._start_verified:
@@ -509,8 +513,8 @@ class TrainingIterator:
     def _given_up(self, resume: Any) -> Iterator[list[dict[str, Any]]]:
         """Hand out the round that was complete when the attempt before was lost, if its checkpoint counts."""
         held, self._held = self._held, None
-        if held is not None and held[0].results is not None and resume == held[1]:
-            yield self._handed_out(held[0].results)
+        if held is not None and held[0] is not None and resume == held[1]:
+            yield self._handed_out(held[0])
 
     def _follow(
         self, group: RoleGroup, run: InvocationRef[Any], attempt: int
@@ -541,27 +545,28 @@ class TrainingIterator:
                 ref.result()
                 continue
             said = ref.result()
-            if isinstance(said, Stopped):
+            if isinstance(said, str):
                 # Another rank has the cause, and the run raises it.
                 run.result()
-                raise TrainingFailed(f"rank {rank} has stopped: {said.reason}")
+                raise TrainingFailed(f"rank {rank} has stopped: {said}")
             whole = lockstep.hear(rank, said)
             if whole is None:
                 continue
-            if whole.results is not None:
+            results, pending = whole
+            if results is not None:
                 number += 1
                 ask(number)
-            if whole.dropped and not self._dropped:
+            if lockstep.dropped and not self._dropped:
                 self._dropped = True
-                report(f"unirun: {whole.dropped}")
-            if whole.pending is not None:
-                self._held = whole, whole.pending
-                self._keep(group, run, attempt, whole.pending)
+                report(f"unirun: {lockstep.dropped}")
+            if pending is not None:
+                self._held = whole
+                self._keep(group, run, attempt, pending)
                 self._held = None
-            if whole.results is None:
+            if results is None:
                 return
-            yield self._handed_out(whole.results)
-            self._grow(whole.pending)
+            yield self._handed_out(results)
+            self._grow(pending)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -595,22 +600,10 @@ class TrainingIterator:
 
     def _grow(self, committed: int | None) -> None:
         """Have more ranks now and then, right after a checkpoint, when that costs nothing."""
-        due = self._now() >= self._grown + self._request.grow_every
-        if self._request.elastic and committed is not None and due:
+        due = self._now() >= self._grown + self._grow_every
+        if self._elastic and committed is not None and due:
             self._grown = self._now()
             self._workers.grow()
-
-
-def _parts(request: RunRequest) -> dict[str, Any]:
-    """The objects that are sent to the workers, by the names that users know."""
-    task = request.task
-    return {
-        f"the function {name_of(task.function)}": task.function,
-        "config": task.config,
-        "dataset": task.datasets.get(None, task.datasets),
-        "checkpoint": request.checkpoint,
-        "checkpoint_strategy": task.strategy,
-    }
 
 
 def _closed() -> TrainingFailed:

@@ -37,7 +37,6 @@ from unirun.train.checkpoints import (
 from unirun.train.data import Consumed, Loader, Shard, sharded
 from unirun.train.lockstep import Reported, Saved
 from unirun.train.nested import mapped
-from unirun.values import Value
 from unirun.wire.reporting import report as report_error
 
 AHEAD = 2
@@ -52,31 +51,26 @@ class Interrupted(BaseException):
     user's function, which has no reason to catch it."""
 
 
-class RankInfo(Value):
-    """The place of a rank: its number among all, how many there are, and its number among those of its node."""
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-
-
-class Precision:
-    """The precision in which the function computes (`accelerate`): its `dtype`, None for that of the
-    parameters, and the scaler of gradients, which exists for float16 on a GPU only. `used`: a model or an
-    optimizer was prepared for it; `chosen`: the function called `accelerate` before that."""
-
-    chosen = used = False
-    dtype: torch.dtype | None = None
-    scaler: torch.amp.GradScaler | None = None
-
-
 class Session:
-    """One rank's part of one attempt of a run."""
+    """One rank's part of one attempt of a run; or of a function that `Trainer.execute` calls, which is no run, so it
+    has no reports and no checkpoints."""
+
+    dtype: torch.dtype | None = None
+    """The precision in which the function computes (`accelerate`); None for that of the parameters."""
+    scaler: torch.amp.GradScaler | None = None
+    """The scaler of gradients, for float16 on a GPU."""
+    has_prepared = False
+    """True if a model or an optimizer was prepared in this precision."""
+    accelerated_first = False
+    """True if the function has called `accelerate` before that."""
 
     def __init__(
         self,
-        place: RankInfo,
+        rank: int = 0,
+        world: int = 1,
+        local_rank: int = 0,
         *,
+        is_run: bool = True,
         config: Mapping[str, Any] | None = None,
         datasets: Mapping[str | None, Any] | None = None,
         writer: CheckpointWriter | None = None,
@@ -85,9 +79,11 @@ class Session:
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`resume` is the checkpoint that the function goes on from: one in a folder, or a state; `saves` is the number
-        of the last one of the run, 0 at first. Without a `writer` nothing that is saved is kept."""
-        self.place, self.config, self.precision = place, dict(config or {}), Precision()
+        """`local_rank` is the number of this rank among those of its node. `resume` is the checkpoint that the function
+        goes on from: one in a folder, or a state; `saves` is the number of the last one of the run, 0 at first. Without
+        a `writer` nothing that is saved is kept."""
+        self.rank, self.world, self.local_rank, self.is_run = rank, world, local_rank, is_run
+        self.config = dict(config or {})
         self._deterministic: bool | None = None
         self._datasets, self._writer, self._resume = dict(datasets or {}), writer, resume
         self._now, self._wall = now, wall
@@ -107,6 +103,7 @@ class Session:
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Hand `metrics` to the driver. Waits while it has not taken those before."""
+        self._check_run("report")
         self.check()
         check_names(metrics)
         self._check_loaded()
@@ -172,6 +169,7 @@ class Session:
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Save a checkpoint."""
+        self._check_run("save_checkpoint")
         self.check()
         if state:
             # Without one it has nothing to load: the positions of datasets are all that it saves.
@@ -184,9 +182,15 @@ class Session:
         self._saves += 1
         self._reseed(self._saves)
 
+    def _check_run(self, what: str) -> None:
+        if not self.is_run:
+            raise UsageError(
+                f"{what}() was called in a function that is no run", "use Trainer.run, or return the value"
+            )
+
     def _count_saved(self, whole: dict[str, Any], *, together: bool) -> None:
         count, shown = self._saved.count + 1, self._saved.outline
-        if count == 1 and self.place.world > 1:
+        if count == 1 and self.world > 1:
             shown = outline(whole)
             self._saved = replace(self._saved, sharded=is_sharded(whole))
         self._saved = replace(self._saved, count=count, outline=shown, together=together)
@@ -194,7 +198,7 @@ class Session:
     def _check_loaded(self) -> None:
         """Warn once if the function has not loaded the checkpoint that the run goes on from. Only rank 0 warns, as one
         rank may load it for all."""
-        if not self._loaded and not self.place.rank:
+        if not self._loaded and not self.rank:
             found = (
                 self._resume[0].path(self._resume[1].number) if isinstance(self._resume, tuple) else "a state"
             )
@@ -246,8 +250,8 @@ class Session:
             self._shards[key] = Shard(
                 key or "dataset",
                 dataset,
-                self.place.rank,
-                self.place.world,
+                self.rank,
+                self.world,
                 shuffle=shuffle,
                 seed=seed,
                 block=block,
@@ -279,7 +283,7 @@ class Session:
             if _are_alike(before, loader):
                 return known
         key = f"loader {len(self._adopted)}"
-        found = sharded(loader, key, self.place.rank, self.place.world, consumed=self._consumed(key))
+        found = sharded(loader, key, self.rank, self.world, consumed=self._consumed(key))
         self._shards[key] = found.shard
         self._adopted.append((loader, found))
         return found
@@ -299,18 +303,6 @@ class Session:
             torch.use_deterministic_algorithms(self._deterministic)
         if self._writer is not None:
             self._writer.close()
-
-
-class ExecuteSession(Session):
-    """The session of a function that `Trainer.execute` calls. It is no run, so it has no reports and no checkpoints."""
-
-    def report(self, metrics: Mapping[str, Any]) -> None:
-        """Raises `UsageError`."""
-        raise _no_run("report")
-
-    def save(self, state: Mapping[str, Any]) -> None:
-        """Raises `UsageError`."""
-        raise _no_run("save_checkpoint")
 
 
 def _are_alike(one: DataLoader[Any], other: DataLoader[Any]) -> bool:
@@ -336,12 +328,6 @@ def _shown(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
-def _no_run(what: str) -> UsageError:
-    return UsageError(
-        f"{what}() was called in a function that is no run", "use Trainer.run, or return the value"
-    )
-
-
 def _plain(name: str, value: Any) -> Any:
     """A copy of a metric, as the function goes on: tensors and arrays of one element as numbers, others in the memory
     of the host. Raises `EncodingError` for one that cannot be sent."""
@@ -365,9 +351,6 @@ def _number_or_copy(value: Any, name: str) -> Any:
 
 class Alone(Session):
     """The session of rank 0 of 1. A function that is called again finds nothing of the call before."""
-
-    def __init__(self) -> None:
-        super().__init__(RankInfo())
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Print `metrics`."""
@@ -487,17 +470,17 @@ def get_dataset_shard(
 
 def world_rank() -> int:
     """The rank of this process, from 0 on."""
-    return session().place.rank
+    return session().rank
 
 
 def local_rank() -> int:
     """Its rank among those of its node."""
-    return session().place.local_rank
+    return session().local_rank
 
 
 def world_size() -> int:
     """The number of ranks now."""
-    return session().place.world
+    return session().world
 
 
 def config() -> Mapping[str, Any]:

@@ -42,7 +42,7 @@ from unirun.train.backends import find_backend
 from unirun.train.callbacks import Callbacks, TrainingCallback
 from unirun.train.callbacks.base import numbers
 from unirun.train.checkpoints import CheckpointStrategy
-from unirun.train.running import Attempts, RunRequest, TrainingIterator
+from unirun.train.running import Attempts, TrainingIterator
 from unirun.train.setup import MANY, Setup, options_of, range_of, resources_of
 from unirun.train.worker import RunTask, cell_of
 from unirun.train.workers import Workers
@@ -645,16 +645,18 @@ class Trainer:
         attempts = self._started()
         url, local = next_run(self.logdir)
         own = dict(config or {})
-        request = RunRequest(
+        self._run = TrainingIterator(
+            attempts,
             RunTask(train_func, cell_of(train_func), takes, own, data, f"{url}/checkpoints", strategy),
-            start,
-            local,
-            self._max_failures,
-            self._retry,
-            self._setup.least != self._setup.most,
-            self._grow_every,
+            called,
+            self._decode,
+            checkpoint=start,
+            logdir=local,
+            max_failures=self._max_failures,
+            retry=self._retry,
+            elastic=self._setup.least != self._setup.most,
+            grow_every=self._grow_every,
         )
-        self._run = TrainingIterator(attempts, request, called, self._decode)
         return self._run
 
     run_generator = run_iterator

@@ -22,31 +22,28 @@ from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folde
 from unirun.train.lockstep import Reported
 from unirun.train.losses import loader_loss
 from unirun.train.nested import mapped
-from unirun.train.session import ExecuteSession, Interrupted, RankInfo, Session, enter
+from unirun.train.session import Interrupted, Session, enter
 from unirun.values import Value
+
+Program = Callable[..., Any]
+
 
 # The source of a function that is in no file, as in a cell of a notebook: so that tracebacks of workers show it.
 
 
-class Cell(Value):
-    """The lines of what Python compiled under the name `file`."""
-
-    file: str
-    lines: tuple[str, ...]
-
-    def show(self) -> None:
-        """Have tracebacks of this process show these lines."""
-        size = sum(map(len, self.lines))
-        linecache.cache[self.file] = (size, None, [*self.lines], self.file)
-
-
-def cell_of(function: Callable[..., Any]) -> Cell | None:
-    """The cell in which a function is defined; None for one in a file, and when its lines are not known."""
+def cell_of(function: Program) -> list[str]:
+    """The lines of the cell in which a function is defined; none for one in a file, and when they are not known."""
     code = getattr(function, "__code__", None)
     if code is None or Path(code.co_filename).exists():
-        return None
-    lines = linecache.getlines(code.co_filename)
-    return Cell(code.co_filename, tuple(lines)) if lines else None
+        return []
+    return linecache.getlines(code.co_filename)
+
+
+def show_cell(function: Program, lines: list[str]) -> None:
+    """Have tracebacks of this process show these lines of the cell of a function."""
+    if lines:
+        file = function.__code__.co_filename
+        linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
 
 
 INTERRUPT = signal.SIGRTMIN + 7
@@ -60,14 +57,6 @@ OVER = 1 << 62
 
 CALLS = 8
 """Calls that run beside the function at most."""
-
-Program = Callable[..., Any]
-
-
-class Stopped(Value):
-    """The run is over for a rank that was interrupted."""
-
-    reason: str
 
 
 class Attempt(Value):
@@ -83,12 +72,12 @@ class Attempt(Value):
 
 
 class RunTask(Value):
-    """The function that a run calls, as every rank gets it. Checkpoints go to `url`, in an attempt from `number` on;
-    `kept` are there already. `resume` is the number of the one there to go on from, another folder and a number, or
-    a state."""
+    """The function that a run calls, and the lines of its `cell`, as every rank gets them. Checkpoints go to `url`, in
+    an attempt from `number` on; `kept` are there already. `resume` is the number of the one there to go on from,
+    another folder and a number, or a state."""
 
     function: Program
-    cell: Cell | None
+    cell: list[str]
     takes_config: bool
     config: Mapping[str, Any]
     datasets: Mapping[str | None, Any]
@@ -140,8 +129,7 @@ class TrainWorker(BaseWorkload):
 
     def run(self, turn: Attempt, order: RunTask) -> Any:
         """Run the training function. Returns what it returns."""
-        if order.cell is not None:
-            order.cell.show()
+        show_cell(order.function, order.cell)
         args = (dict(order.config),) if order.takes_config else ()
         return self._call(
             turn,
@@ -165,7 +153,7 @@ class TrainWorker(BaseWorkload):
         own = () if self._instance is None else (self._instance,)
         return self._call(
             turn,
-            lambda: ExecuteSession(self._place),
+            self._session_of_call,
             lambda: _returned(function(*own, *args, **kwargs)),
             alone=alone,
         )
@@ -186,18 +174,18 @@ class TrainWorker(BaseWorkload):
                 hook()
             self._instance = None if kind is None else kind()
 
-        self._call(turn, lambda: ExecuteSession(self._place), prepared, alone=alone)
+        self._call(turn, self._session_of_call, prepared, alone=alone)
 
     # Called by the driver while the function runs.
 
     @trainer_invocation(concurrency=CALLS)
-    def take(self, attempt: int, number: int) -> Reported | Stopped:
-        """The next report of an attempt, its end, or that it was interrupted."""
+    def take(self, attempt: int, number: int) -> Reported | str:
+        """The next report of an attempt, or its end; the reason when it was interrupted."""
         session = self._of(attempt)
         try:
-            return session.take(number) if session is not None else Stopped("another attempt has begun")
+            return session.take(number) if session is not None else "another attempt has begun"
         except Interrupted as error:
-            return Stopped(str(error))
+            return str(error)
 
     @trainer_invocation(concurrency=CALLS)
     def commit(self, attempt: int, number: int) -> list[Info] | None:
@@ -266,14 +254,13 @@ class TrainWorker(BaseWorkload):
             self._begun.wait_for(lambda: self._attempt >= attempt)
             return self._session if self._attempt == attempt else None
 
-    @property
-    def _place(self) -> RankInfo:
-        return RankInfo(self.rank, self.world_size, self.local_rank)
+    def _session_of_call(self) -> Session:
+        return Session(self.rank, self.world_size, self.local_rank, is_run=False)
 
     def _session_of(self, order: RunTask) -> Session:
-        place, folder = self._place, Folder(order.url)
+        folder, strategy = Folder(order.url), order.strategy
         writer = CheckpointWriter(
-            folder, order.strategy, place.rank, place.world, order.number, order.kept, _gloo_group, _end_group
+            folder, strategy, self.rank, self.world_size, order.number, order.kept, _gloo_group, _end_group
         )
         resume: Any = order.resume
         if isinstance(resume, int):
@@ -282,7 +269,9 @@ class TrainWorker(BaseWorkload):
             other = Folder(resume[0])
             resume = other, other.require(resume[1])
         return Session(
-            place,
+            self.rank,
+            self.world_size,
+            self.local_rank,
             config=order.config,
             datasets=order.datasets,
             writer=writer,
@@ -328,7 +317,7 @@ class TrainWorker(BaseWorkload):
         except BaseException as error:
             session.interrupt(f"rank {self.rank} has failed: {type(error).__name__}")
             lost = loader_loss(f"{self.role}:{self.rank}", error)
-            if lost is not None and not isinstance(session, ExecuteSession):
+            if lost is not None and session.is_run:
                 raise lost from error
             raise
         finally:

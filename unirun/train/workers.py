@@ -37,7 +37,7 @@ from unirun.rendezvous.masters import follow_to_end
 from unirun.roles.calls.group import RoleGroup
 from unirun.roles.visitor import Visitor
 from unirun.train.job import JobHandle, python_path
-from unirun.train.losses import LIMIT, LOSS_REPORT_TIMEOUT, LostWorker, loss_of
+from unirun.train.losses import LIMIT, LOSS_REPORT_TIMEOUT, loss_of
 from unirun.train.setup import ROLE, Setup
 from unirun.wire.messages import Stop
 
@@ -218,12 +218,12 @@ class Workers:
                 problem = f"{problem}: {loss_of(last.who, last.exit, last.message)}"
         return TrainingFailed(problem, f"see unirun logs {self.name}")
 
-    def loss(self, error: WorkerLost, called: Sequence[int]) -> LostWorker:
+    def loss(self, error: WorkerLost, called: Sequence[int]) -> str:
         """The end of the worker whose loss `error` reports. `called` are the incarnations of the ranks that were
         called."""
         if isinstance(error.__cause__, RemoteTraceback):
             # The worker has reported its end itself.
-            return LostWorker(error.worker, error.problem.removeprefix(f"{error.worker} "))
+            return f"{error.worker} {error.problem.removeprefix(f'{error.worker} ')}"
         rank, deadline = int(error.worker.rpartition(":")[2]), time.monotonic() + LOSS_REPORT_TIMEOUT
         while True:
             updates = self.visitor.peers.updates

@@ -26,9 +26,9 @@ from unirun.experiments.config import (
 )
 from unirun.experiments.experiment import Experiment, ExperimentConfig, Trial, register_experiment
 from unirun.experiments.graph import topology
-from unirun.experiments.master import Losses, MasterWorkerProcess
+from unirun.experiments.master import MasterWorkerProcess, why_over
 from unirun.experiments.recovery import Recovery
-from unirun.train.losses import loss_of
+from unirun.train.losses import Repeats, kind_of, loss_of
 
 from .sample_configs import ACTOR, PROMPTS, TRAIN, at, call, config_with
 
@@ -329,15 +329,18 @@ class TestErrorsThatComeAgain:
         assert workers.asked == ["about"]
 
     def test_other_losses_end_a_trial_when_there_are_too_many_of_them_without_a_new_step(self) -> None:
-        losses = Losses()
+        losses = Repeats()
         for number in range(10):
-            losses = losses.after(f"in step 3, call {number % 2}", "ended with exit code 3", 2)
-            assert not losses.over()
-        assert losses.after("in step 3, another", "", 3).over() == ""
-        assert losses.after("in step 3, another", "", 2).over() == "that is loss 11 without a new step"
+            losses = losses.after(f"in step 3, call {number % 2}", progress=False)
+            assert not why_over(losses)
+        assert why_over(losses.after("in step 3, another", progress=True)) == ""
+        assert (
+            why_over(losses.after("in step 3, another", progress=False))
+            == "that is loss 11 without a new step"
+        )
 
     def test_workers_that_end_in_other_ways_in_one_place_are_not_the_same_end(self) -> None:
-        losses = Losses()
+        losses = Repeats()
         ends = [("model_worker:3", "killed by SIGKILL"), ("model_worker:9", "killed by SIGKILL")]
         for worker, end in [
             *ends,
@@ -345,11 +348,11 @@ class TestErrorsThatComeAgain:
             *ends,
             ("model_worker:2", "exit code 3"),
         ]:
-            losses = losses.after("in step 3, train", loss_of(worker, end).kind, 2)
-            assert not losses.over()
+            losses = losses.after(kind_of(loss_of(worker, end)), progress=False)
+            assert not why_over(losses)
         for worker in ("model_worker:0", "model_worker:5"):
-            losses = losses.after("in step 3, train", loss_of(worker, "exit code 3").kind, 2)
-        assert losses.over().startswith("that is the same end 3 times")
+            losses = losses.after(kind_of(loss_of(worker, "exit code 3")), progress=False)
+        assert why_over(losses).startswith("that is the same end 3 times")
 
     def test_workers_whose_ends_are_not_known_are_told_apart(self, run: Run, tmp_path: Path) -> None:
         run(Workers("first", lost_in=2, times=5, lost=("model_worker:0", "model_worker:1")))

@@ -18,13 +18,13 @@ from transformers.modeling_outputs import CausalLMOutput
 from unirun import train
 from unirun.errors import UsageError
 from unirun.train import session as sessions
-from unirun.train.session import RankInfo, Session
+from unirun.train.session import Session
 
 
 @pytest.fixture
 def session() -> Iterator[Session]:
     """Rank 1 of 4, which have no process group."""
-    made = Session(RankInfo(1, 4, 1))
+    made = Session(1, 4, 1)
     sessions.enter(made)
     yield made
     sessions.enter(None)
@@ -34,7 +34,7 @@ def session() -> Iterator[Session]:
 @pytest.fixture
 def alone() -> Iterator[Session]:
     """The only rank."""
-    made = Session(RankInfo())
+    made = Session()
     sessions.enter(made)
     yield made
     sessions.enter(None)
@@ -181,7 +181,7 @@ class TestPrecision:
     @pytest.mark.parametrize("order", ["optimizer first", "scheduler first"])
     def test_an_optimizer_that_undoes_the_scaling_has_a_scheduler(self, alone: Session, order: str) -> None:
         # A GPU scales so.
-        alone.precision.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        alone.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         weight = torch.nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([weight], lr=1.0)
         if order == "optimizer first":

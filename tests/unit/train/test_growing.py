@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from unirun.train.callbacks import Callbacks
 from unirun.train.checkpoints import CheckpointStrategy
-from unirun.train.running import RunRequest, TrainingIterator
+from unirun.train.running import TrainingIterator
 from unirun.train.worker import RunTask
 
 EVERY = 60.0
@@ -37,10 +37,21 @@ class FakeWorkers:
 def run(
     clock: FakeClock, asked: FakeWorkers, *, elastic: bool = True, every: float = EVERY
 ) -> TrainingIterator:
-    task = RunTask(print, None, False, {}, {}, "", CheckpointStrategy())
-    request = RunRequest(task, None, "", 0, (), elastic, every)
+    task = RunTask(print, [], False, {}, {}, "", CheckpointStrategy())
     attempts: Any = asked
-    return TrainingIterator(attempts, request, Callbacks(()), lambda data: data, clock)
+    return TrainingIterator(
+        attempts,
+        task,
+        Callbacks(()),
+        lambda data: data,
+        checkpoint=None,
+        logdir="",
+        max_failures=0,
+        retry=(),
+        elastic=elastic,
+        grow_every=every,
+        now=clock,
+    )
 
 
 def asks(

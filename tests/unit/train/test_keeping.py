@@ -11,7 +11,7 @@ import pytest
 from unirun.errors import TrainingFailed, WorkerLost
 from unirun.train.callbacks import Callbacks
 from unirun.train.checkpoints import CheckpointStrategy
-from unirun.train.running import RunRequest, TrainingIterator
+from unirun.train.running import TrainingIterator
 from unirun.train.worker import RunTask
 
 
@@ -47,9 +47,18 @@ class Committing:
 def kept(answer: Any, run: Callable[[], Any]) -> TrainingIterator:
     """The iterator, after it had a checkpoint committed: rank 0 gave `answer`, and `run` is the end of the run."""
     unused: Any = SimpleNamespace(workers=None)
-    task = RunTask(print, None, False, {}, {}, "", CheckpointStrategy())
-    request = RunRequest(task, None, "", 0, (), False, 60.0)
-    iterator = TrainingIterator(unused, request, Callbacks(()), lambda data: data)
+    iterator = TrainingIterator(
+        unused,
+        RunTask(print, [], False, {}, {}, "", CheckpointStrategy()),
+        Callbacks(()),
+        lambda data: data,
+        checkpoint=None,
+        logdir="",
+        max_failures=0,
+        retry=(),
+        elastic=False,
+        grow_every=60.0,
+    )
     group: Any = Committing(answer)
     ref: Any = Answered(run)
     iterator._keep(group, ref, 1, 7)

@@ -15,7 +15,7 @@ def test_a_round_is_in_rank_order_whoever_comes_first(order: list[int]) -> None:
     lockstep = Lockstep(4)
     heard = [lockstep.hear(rank, Reported(1, {"rank": rank}, 7 if rank == 0 else None)) for rank in order]
     assert heard[:3] == [None] * 3
-    assert heard[3] == Round(tuple({"rank": rank} for rank in range(4)), 7)
+    assert heard[3] == (tuple({"rank": rank} for rank in range(4)), 7)
 
 
 def test_rounds_follow_each_other_and_end_when_all_ranks_have_finished() -> None:
@@ -24,7 +24,7 @@ def test_rounds_follow_each_other_and_end_when_all_ranks_have_finished() -> None
         assert lockstep.hear(0, Reported(number, {})) is None
         assert lockstep.hear(1, Reported(number, {})) is not None
     assert lockstep.hear(1, Reported(3, ended=True)) is None
-    assert lockstep.hear(0, Reported(3, {}, 3, ended=True)) == Round(None, 3)
+    assert lockstep.hear(0, Reported(3, {}, 3, ended=True)) == (None, 3)
 
 
 @pytest.mark.parametrize("first", ["finished", "reported"])
@@ -39,12 +39,15 @@ def test_ranks_that_report_unequally_often_are_named(first: str) -> None:
             lockstep.hear(rank, each)
 
 
-def rounds_of(*rounds: list[Saved], end: list[Saved] | None = None) -> list[Round | None]:
-    """The result of the last report of each round, and of the end; the ranks have saved these checkpoints before."""
+def rounds_of(*rounds: list[Saved], end: list[Saved] | None = None) -> list[tuple[Round | None, str]]:
+    """The result of the last report of each round and of the end, with the values that are dropped. The ranks have
+    saved these checkpoints before."""
     said = [[Reported(number, {}, saved=each) for each in saved] for number, saved in enumerate(rounds, 1)]
     said += [[Reported(len(rounds) + 1, saved=each, ended=True) for each in end]] if end is not None else []
     lockstep = Lockstep(len(said[0]))
-    return [[lockstep.hear(rank, each) for rank, each in enumerate(one)][-1] for one in said]
+    return [
+        ([lockstep.hear(rank, each) for rank, each in enumerate(one)][-1], lockstep.dropped) for one in said
+    ]
 
 
 UNEQUAL = [
@@ -82,11 +85,11 @@ def test_ranks_that_save_by_the_clock_may_do_so_on_both_sides_of_a_report(
 
     # The late rank lags at rounds 2 and 3, and has saved between them.
     found = rounds_of(saved(0, 0), saved(1, 0), saved(2, 1), saved(2, 2), end=saved(2, 2))
-    assert [each is not None and not each.dropped for each in found] == [True] * 5
+    assert [each is not None and not dropped for each, dropped in found] == [True] * 5
 
 
 def test_rank_0_may_save_alone_what_is_not_in_parts() -> None:
-    assert rounds_of([Saved(3), Saved(0)], [Saved(3), Saved(0)]) == [Round(({}, {}), None)] * 2
+    assert rounds_of([Saved(3), Saved(0)], [Saved(3), Saved(0)]) == [((({}, {}), None), "")] * 2
 
 
 class TestWhatIsNotInTheCheckpoint:
@@ -95,15 +98,14 @@ class TestWhatIsNotInTheCheckpoint:
         assert dropped([same, same, Saved(0)]) == ""
 
     def test_names_that_rank_0_does_not_have_and_other_values_are_told_with_their_ranks(self) -> None:
-        (found,) = rounds_of(
+        ((_, found),) = rounds_of(
             [
                 Saved(1, outline={"model": 5, "rng": 1}),
                 Saved(1, outline={"model": 5, "rng": 2, "mine": 3}),
                 Saved(1, outline={"model": 5, "rng": 3}),
             ]
         )
-        assert found is not None
-        assert found.dropped == (
+        assert found == (
             "'rng' of ranks 1-2, 'mine' of rank 1 differs from the value of rank 0: the checkpoint has that of rank 0, "
             "as none of it is a DTensor"
         )
@@ -113,10 +115,8 @@ class TestWhatIsNotInTheCheckpoint:
         outlines = [{"model": 5, "rng": 1}, {"model": 5, "rng": 2}]
         first = [Saved(0) if rank == late else Saved(1, outline=outlines[rank]) for rank in range(2)]
         then = [Saved(1, outline=outlines[rank]) if rank == late else Saved(1) for rank in range(2)]
-        before, after = rounds_of(first, then)
-        assert before is not None
-        assert after is not None
-        assert (before.dropped, after.dropped.split(" differs ")[0]) == ("", "'rng' of rank 1")
+        (_, before), (_, after) = rounds_of(first, then)
+        assert (before, after.split(" differs ")[0]) == ("", "'rng' of rank 1")
 
     def test_a_sharded_one_has_the_names_of_all_ranks(self) -> None:
         own = Saved(1, sharded=True, outline={"rng": 1})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unirun.errors import InvocationTimeout, RemoteTraceback, WorkerLost
-from unirun.train.losses import LostWorker, is_loss, loader_loss, loss_of
+from unirun.train.losses import is_loss, kind_of, loader_loss, loss_of
 
 
 @pytest.mark.parametrize(
@@ -25,22 +25,25 @@ from unirun.train.losses import LostWorker, is_loss, loader_loss, loss_of
     ],
 )
 def test_a_loss_says_how_the_process_ended(exit_: str, message: str, words: str) -> None:
-    assert str(loss_of("worker:1", exit_, message)) == f"worker:1 {words}"
+    assert loss_of("worker:1", exit_, message) == f"worker:1 {words}"
+
+
+def kind(rank: int, exit_: str) -> str:
+    return kind_of(loss_of(f"worker:{rank}", exit_))
 
 
 def test_what_ends_every_rank_is_one_kind_whichever_was_first_and_a_kill_is_one_of_its_rank() -> None:
-    assert loss_of("worker:0", "exit code 3").kind == loss_of("worker:1", "exit code 3").kind
-    assert loss_of("worker:0", "exit code 3").kind != loss_of("worker:0", "exit code 4").kind
+    assert kind(0, "exit code 3") == kind(1, "exit code 3")
+    assert kind(0, "exit code 3") != kind(0, "exit code 4")
     for exit_ in ("killed by SIGKILL", "killed by SIGTERM", ""):
-        assert loss_of("worker:0", exit_).kind == loss_of("worker:0", exit_).kind
-        assert loss_of("worker:0", exit_).kind != loss_of("worker:1", exit_).kind
-    assert loss_of("worker:0", "killed by SIGSEGV").kind == loss_of("worker:1", "killed by SIGSEGV").kind
-    assert loss_of("worker:0", "killed by SIGKILL").kind != loss_of("worker:0", "killed by SIGTERM").kind
+        assert kind(0, exit_) != kind(1, exit_)
+    assert kind(0, "killed by SIGSEGV") == kind(1, "killed by SIGSEGV")
+    assert kind(0, "killed by SIGKILL") != kind(0, "killed by SIGTERM")
 
 
 def test_a_kill_is_of_one_kind_whatever_the_kernel_says_of_it() -> None:
     known = loss_of("worker:0", "killed by SIGKILL", "the kernel killed it: out of memory")
-    assert known.kind == loss_of("worker:0", "killed by SIGKILL").kind
+    assert kind_of(known) == kind(0, "killed by SIGKILL")
 
 
 def test_a_killed_process_of_a_loader_is_of_its_rank() -> None:
@@ -48,7 +51,7 @@ def test_a_killed_process_of_a_loader_is_of_its_rank() -> None:
     for worker in ("worker:0", "worker:1"):
         found = loader_loss(worker, RuntimeError("DataLoader worker (pid 4) is killed by signal: Killed. "))
         assert found is not None
-        kinds.add(LostWorker(worker, found.problem.removeprefix(f"{worker} ")).kind)
+        kinds.add(kind_of(found.problem))
     assert len(kinds) == 2
 
 
@@ -100,7 +103,3 @@ def test_a_process_of_a_loader_that_ends_is_a_loss_of_its_rank(said: str, words:
 )
 def test_no_other_error_is(error: BaseException) -> None:
     assert loader_loss("worker:1", error) is None
-
-
-def test_a_loss_is_a_value() -> None:
-    assert loss_of("worker:1", "exit code 3") == LostWorker("worker:1", "ended with exit code 3")

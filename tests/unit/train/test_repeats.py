@@ -11,10 +11,10 @@ def test_three_equal_failures_without_progress_are_hopeless() -> None:
         assert not repeats.hopeless, number
         repeats = repeats.after("exit code 3 in train", progress=False)
     assert repeats.hopeless
-    assert repeats == Repeats("exit code 3 in train", 3)
+    assert repeats == Repeats("exit code 3 in train", 3, 3)
 
 
 def test_progress_and_another_failure_each_begin_a_new_row() -> None:
-    twice = Repeats("exit code 3 in train", 2)
-    assert twice.after("exit code 3 in train", progress=True) == Repeats("exit code 3 in train", 1)
-    assert twice.after("exit code 3 in evaluate", progress=False) == Repeats("exit code 3 in evaluate", 1)
+    twice = Repeats("exit code 3 in train", 2, 5)
+    assert twice.after("exit code 3 in train", progress=True) == Repeats("exit code 3 in train", 1, 1)
+    assert twice.after("exit code 3 in evaluate", progress=False) == Repeats("exit code 3 in evaluate", 1, 6)

@@ -20,7 +20,7 @@ from unirun.train import session as sessions
 from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Manifest
 from unirun.train.data import Consumed
 from unirun.train.lockstep import Reported
-from unirun.train.session import Interrupted, RankInfo, Session
+from unirun.train.session import Interrupted, Session
 
 
 class Losses:
@@ -38,7 +38,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    made = Session(RankInfo(1, 4, 1), config={"lr": 0.1}, datasets={None: range(8), "other": range(4)})
+    made = Session(1, 4, 1, config={"lr": 0.1}, datasets={None: range(8), "other": range(4)})
     sessions.enter(made)
     yield made
     sessions.enter(None)
@@ -111,8 +111,8 @@ class TestInAWorker:
         with pytest.raises(
             UsageError, match="of another size than 3; .*in Trainer.run with a dict as the checkpoint"
         ):
-            Session(RankInfo(), datasets=datasets, resume=(folder, manifest)).shard(None)
-        session = Session(RankInfo(), datasets=datasets, resume={"epoch": 1})
+            Session(datasets=datasets, resume=(folder, manifest)).shard(None)
+        session = Session(datasets=datasets, resume={"epoch": 1})
         assert session.load(None) == {"epoch": 1}
         assert [*session.shard(None)] == [1, 2, 3]
 
@@ -222,7 +222,7 @@ class TestACheckpointThatIsNotLoaded:
 
     @pytest.fixture
     def going_on(self, tmp_path: Path) -> Iterator[Session]:
-        made = Session(RankInfo(), resume={"epoch": 1})
+        made = Session(resume={"epoch": 1})
         sessions.enter(made)
         yield made
         sessions.enter(None)
@@ -240,7 +240,7 @@ class TestACheckpointThatIsNotLoaded:
 
     def test_its_path_is_told(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         resume = Folder(str(tmp_path)), Manifest(3, 1, False, {})
-        Session(RankInfo(), resume=resume).report({})
+        Session(resume=resume).report({})
         assert f"goes on from {tmp_path}/000003, which" in capfd.readouterr().err
 
     def test_nothing_is_told_when_it_was_loaded(
@@ -256,9 +256,9 @@ class TestACheckpointThatIsNotLoaded:
     ) -> None:
         train.save_checkpoint()
         train.report()
-        Session(RankInfo()).report({})
+        Session().report({})
         # Rank 0 may load it for all.
-        Session(RankInfo(1, 2), resume={"epoch": 1}).report({})
+        Session(1, 2, resume={"epoch": 1}).report({})
         assert capfd.readouterr().err == ""
 
 
@@ -277,7 +277,7 @@ class TestInterrupts:
                 session.report({})
 
         # Of another one: it would take the reports of this one.
-        silent = Session(RankInfo())
+        silent = Session()
         threads = [
             threading.Thread(target=wait, args=(lambda: silent.take(1),)),
             threading.Thread(target=wait, args=(report,)),
@@ -302,7 +302,7 @@ class TestRandomNumbers:
             folder = Folder(str(tmp_path))
             writer = CheckpointWriter(folder, CheckpointStrategy(), 0, 1, first)
             resume = (folder, folder.manifest(first - 1)) if first > 1 else None
-            session = Session(RankInfo(), writer=writer, resume=resume, saves=first - 1)
+            session = Session(writer=writer, resume=resume, saves=first - 1)
             sessions.enter(session)
             try:
                 train.enable_reproducibility(7)
@@ -339,7 +339,7 @@ class Gathering:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_state_dict_is_made_once_for_each_checkpoint(tmp_path: Path, rank: int) -> None:
     writer = CheckpointWriter(Folder(str(tmp_path)), CheckpointStrategy(), rank, 2, 1)
-    session, model = Session(RankInfo(rank, 2), writer=writer), Gathering()
+    session, model = Session(rank, 2, writer=writer), Gathering()
     for number in (1, 2):
         session.save({"model": model})
         assert model.made == number
