@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from unirun.errors import UsageError
 from unirun.train.callbacks.base import (
@@ -67,29 +67,73 @@ class ProgressCallback(TrainingCallback):
             raise UsageError(f"metrics={metrics!r} is a text, no list", f"write metrics=[{metrics!r}]")
         self._metrics = None if metrics is None else [*metrics]
         self._given, self._clock = console, clock
-        self._view: _Lines | _Table | None = None
 
     def start_training(self, logdir: str, config: Mapping[str, Any]) -> None:
         """Look at where the reports are to be shown."""
         from rich.console import Console
+        from rich.live import Live
 
-        console = self._given or Console()
-        if console.is_jupyter:
-            self._view = _Table(console, _Cell(), self._metrics, self._clock)
-        elif _is_screen(console):
-            self._view = _Table(console, _Screen(console), self._metrics, self._clock)
-        else:
-            self._view = _Lines(console, self._metrics)
+        self._console = self._given or Console()
+        self._names = dict.fromkeys(self._metrics or ())
+        self._drawn_at = -math.inf
+        self._waiting: list[dict[str, Any]] | None = None
+        # rich's own display of a notebook would need ipywidgets.
+        self._cell: Any = None
+        self._screen = None
+        if not self._console.is_jupyter and _is_screen(self._console):
+            # What is printed meanwhile goes above the table.
+            self._screen = Live(console=self._console, auto_refresh=False)
 
     def handle_result(self, results: list[dict[str, Any]]) -> None:
         """Show the report."""
-        assert self._view is not None
-        self._view.show(results)
+        now = self._clock()
+        if self._screen is None and not self._console.is_jupyter:
+            # `out` does not break lines.
+            self._console.out(_writable(_line(results, self._metrics), self._console), highlight=False)
+        elif now - self._drawn_at < _DRAW_INTERVAL:
+            self._waiting = results
+        else:
+            self._drawn_at, self._waiting = now, None
+            self._draw(self._table(results))
 
     def finish_training(self, error: BaseException | None) -> None:
         """Show the last report, and leave the table where it is."""
-        assert self._view is not None
-        self._view.close()
+        try:
+            if self._waiting is not None:
+                self._draw(self._table(self._waiting))
+        finally:
+            if self._screen is not None:
+                self._screen.stop()
+
+    def _draw(self, table: Table) -> None:
+        if self._screen is not None:
+            self._screen.start()
+            self._screen.update(table, refresh=True)
+        elif self._cell is None:
+            display = importlib.import_module("IPython.display").display
+            self._cell = display(table, display_id=True)
+        else:
+            self._cell.update(table)
+
+    def _table(self, results: list[dict[str, Any]]) -> Table:
+        shown = results[:_ROWS]
+        if self._metrics is None:
+            # A metric that is not in each report keeps its column.
+            for result in shown:
+                self._names |= dict.fromkeys(_numeric(result))
+        values = [flat(result) for result in shown]
+        ranks = ["rank", *(str(rank) for rank in range(len(shown)))]
+        iterations = self._column("iteration", _ITERATION, values)
+        seconds = self._column("seconds", _SECONDS, values)
+        metrics = [self._column(name, name, values) for name in self._names]
+        fit = _fitting(metrics, self._console.width - sum(map(_width, (ranks, iterations, seconds))))
+        left_out = [_more(len(results) - len(shown), "rank"), _more(len(metrics) - fit, "metric")]
+        caption = [_writable(line, self._console) for line in left_out if line]
+        return _drawn([ranks, iterations, *metrics[:fit], seconds], "\n".join(caption), self._console)
+
+    def _column(self, header: str, name: str, values: list[dict[str, Any]]) -> list[str]:
+        cells = (_shown(value.get(name)) for value in values)
+        return [_writable(cell, self._console) for cell in (header, *cells)]
 
 
 def _is_screen(console: Console) -> bool:
@@ -101,124 +145,24 @@ def _is_screen(console: Console) -> bool:
     return isatty and console.is_terminal and not console.is_dumb_terminal
 
 
-class _Lines:
-    """A line per report."""
-
-    def __init__(self, console: Console, metrics: list[str] | None) -> None:
-        self._console, self._metrics = console, metrics
-
-    def show(self, results: list[dict[str, Any]]) -> None:
-        values = flat(results[0])
-        names = _numeric(results[0]) if self._metrics is None else self._metrics
-        metrics = ", ".join(f"{name} {_shown(values[name])}" for name in names if name in values)
-        ranks = f", rank 0 of {len(results)}" if len(results) > 1 else ""
-        begin = f"iteration {_shown(values.get(_ITERATION))}{': ' if metrics else ''}{metrics}"
-        line = f"{begin} ({_shown(values.get(_SECONDS))} s{ranks})"
-        # `out` does not break lines.
-        self._console.out(_writable(line, self._console), highlight=False)
-
-    def close(self) -> None:
-        pass
+def _line(results: list[dict[str, Any]], chosen: list[str] | None) -> str:
+    """A report as one line."""
+    values = flat(results[0])
+    names = _numeric(results[0]) if chosen is None else chosen
+    metrics = ", ".join(f"{name} {_shown(values[name])}" for name in names if name in values)
+    ranks = f", rank 0 of {len(results)}" if len(results) > 1 else ""
+    begin = f"iteration {_shown(values.get(_ITERATION))}{': ' if metrics else ''}{metrics}"
+    return f"{begin} ({_shown(values.get(_SECONDS))} s{ranks})"
 
 
-class _Table:
-    """A table of the latest report, drawn again and again."""
-
-    def __init__(
-        self,
-        console: Console,
-        on: _Cell | _Screen,
-        metrics: list[str] | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self._console, self._on, self._clock = console, on, clock
-        self._all = metrics is None
-        self._names = dict.fromkeys(metrics or ())
-        self._drawn_at = -math.inf
-        self._waiting: list[dict[str, Any]] | None = None
-
-    def show(self, results: list[dict[str, Any]]) -> None:
-        now = self._clock()
-        if now - self._drawn_at < _DRAW_INTERVAL:
-            self._waiting = results
-            return
-        self._drawn_at, self._waiting = now, None
-        self._on.draw(self._table(results))
-
-    def close(self) -> None:
-        try:
-            if self._waiting is not None:
-                self._on.draw(self._table(self._waiting))
-        finally:
-            self._on.close()
-
-    def _table(self, results: list[dict[str, Any]]) -> Table:
-        shown = results[:_ROWS]
-        if self._all:
-            # A metric that is not in each report keeps its column.
-            for result in shown:
-                self._names |= dict.fromkeys(_numeric(result))
-        values = [flat(result) for result in shown]
-        ranks = _Column("rank", [str(rank) for rank in range(len(shown))])
-        iterations = self._column("iteration", _ITERATION, values)
-        seconds = self._column("seconds", _SECONDS, values)
-        metrics = [self._column(name, name, values) for name in self._names]
-        fit = _fitting(metrics, self._console.width - sum(map(_width, (ranks, iterations, seconds))))
-        left_out = [_more(len(results) - len(shown), "rank"), _more(len(metrics) - fit, "metric")]
-        caption = [_writable(line, self._console) for line in left_out if line]
-        return _drawn([ranks, iterations, *metrics[:fit], seconds], "\n".join(caption), self._console)
-
-    def _column(self, header: str, name: str, values: list[dict[str, Any]]) -> _Column:
-        cells = [_writable(_shown(value.get(name)), self._console) for value in values]
-        return _Column(_writable(header, self._console), cells)
-
-
-class _Screen:
-    """A terminal. What is printed meanwhile goes above the table."""
-
-    def __init__(self, console: Console) -> None:
-        from rich.live import Live
-
-        self._live = Live(console=console, auto_refresh=False)
-
-    def draw(self, table: Table) -> None:
-        self._live.start()
-        self._live.update(table, refresh=True)
-
-    def close(self) -> None:
-        self._live.stop()
-
-
-class _Cell:
-    """The output of a notebook's cell. rich's own live display would need ipywidgets."""
-
-    def __init__(self) -> None:
-        self._handle: Any = None
-
-    def draw(self, table: Table) -> None:
-        if self._handle is None:
-            display = importlib.import_module("IPython.display").display
-            self._handle = display(table, display_id=True)
-        else:
-            self._handle.update(table)
-
-    def close(self) -> None:
-        pass
-
-
-class _Column(NamedTuple):
-    header: str
-    cells: list[str]
-
-
-def _width(column: _Column) -> int:
-    """Characters on the screen, with the space to the next column."""
+def _width(column: list[str]) -> int:
+    """Characters of a header and its cells on the screen, with the space to the next column."""
     from rich.cells import cell_len
 
-    return max(map(cell_len, (column.header, *column.cells))) + 2
+    return max(map(cell_len, column)) + 2
 
 
-def _fitting(columns: list[_Column], width: int) -> int:
+def _fitting(columns: list[list[str]], width: int) -> int:
     """The number of `columns` that fit into `width` characters, but one at least."""
     widths = itertools.accumulate(map(_width, columns))
     return max(sum(each <= width for each in widths), 1)
@@ -228,7 +172,7 @@ def _more(number: int, name: str) -> str:
     return f"… and {number} more {name}{'s' if number > 1 else ''}" if number > 0 else ""
 
 
-def _drawn(columns: list[_Column], caption: str, console: Console) -> Table:
+def _drawn(columns: list[list[str]], caption: str, console: Console) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -236,9 +180,10 @@ def _drawn(columns: list[_Column], caption: str, console: Console) -> Table:
     # An ellipsis cannot be written on every terminal.
     overflow: OverflowMethod = "crop" if console.options.ascii_only else "ellipsis"
     # Texts, as square brackets in a plain string are markup.
-    for column in columns:
-        table.add_column(Text(column.header), justify="right", overflow=overflow, no_wrap=True)
-    for row in zip(*(column.cells for column in columns), strict=True):
+    header, *rows = zip(*columns, strict=True)
+    for cell in header:
+        table.add_column(Text(cell), justify="right", overflow=overflow, no_wrap=True)
+    for row in rows:
         table.add_row(*map(Text, row))
     table.caption = Text(caption) if caption else None
     return table
