@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, Literal, TypeVar
 
@@ -69,7 +69,8 @@ def prepare_model(model: M, parallel: Parallel = "ddp", *, move: bool = True, **
         model = model.to(device())
     session().has_prepared = True
     if (dtype := session().dtype) is not None:
-        model.forward = _Autocast(model.forward, dtype)
+        # With the bound method, so that of a copy of the model is the copy's.
+        model.forward = partial(_autocast, model.forward, dtype)
     if parallel is None or session().world == 1:
         return model
     if not torch.distributed.is_initialized():
@@ -91,16 +92,10 @@ def unwrap(model: nn.Module) -> nn.Module:
     return inner
 
 
-class _Autocast:
-    """The forward pass of a model, which computes in `dtype` and returns float32. It holds the bound method, so that of
-    a copy of the model is the copy's."""
-
-    def __init__(self, forward: Callable[..., Any], dtype: torch.dtype) -> None:
-        self._forward, self._dtype = forward, dtype
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device().type, self._dtype):
-            return _float(self._forward(*args, **kwargs))
+def _autocast(forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    """The forward pass of a model, which computes in `dtype` and returns float32."""
+    with torch.autocast(device().type, dtype):
+        return _float(forward(*args, **kwargs))
 
 
 def _float(value: Any) -> Any:

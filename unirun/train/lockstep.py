@@ -15,26 +15,23 @@ from unirun.errors import TrainingFailed
 from unirun.values import Value
 
 
-class Saved(Value):
-    """The checkpoints that a rank has saved in this attempt. `together`: each of them needs all ranks, as it has the
-    positions of datasets. `sharded`: each rank has written a part. `outline` is the outline of the first one
-    (`checkpoints.state.outline`), sent with the report that follows it."""
-
-    count: int = 0
-    together: bool = False
-    sharded: bool = False
-    outline: Mapping[str, int] = {}
-
-
 class Reported(Value):
-    """The report of a rank with this `number`, from 1 on. `pending` is the checkpoint that counts when it does, `saved`
-    are those that the rank has saved before it. The one after the last has `ended`: the function has returned."""
+    """The report of a rank with this `number`, from 1 on. `pending` is the checkpoint that counts when it does. The one
+    after the last has `ended`: the function has returned.
+
+    `saves` is the number of checkpoints that the rank has saved in this attempt before it. `together`: each of them
+    needs all ranks, as it has the positions of datasets. `sharded`: each rank has written a part. `outline` is the
+    outline of the first one (`checkpoints.state.outline`), sent with the report that follows it.
+    """
 
     number: int
     metrics: Mapping[str, Any] = {}
     pending: int | None = None
-    saved: Saved = Saved()
     ended: bool = False
+    saves: int = 0
+    together: bool = False
+    sharded: bool = False
+    outline: Mapping[str, int] = {}
 
 
 Round = tuple[tuple[Mapping[str, Any], ...] | None, int | None]
@@ -52,14 +49,14 @@ class Lockstep:
         self._lags: dict[int, int] = {}
         self._outlines: dict[int, Mapping[str, int]] = {}
 
-    def hear(self, rank: int, said: Reported) -> Round | None:
+    def hear(self, rank: int, report: Reported) -> Round | None:
         """Take the next message of a rank. Returns the round when it is complete.
 
         Raises `TrainingFailed` when some ranks have finished and others report once more, and when a checkpoint would
         not be kept, as ranks have saved unequally often: at the end, and before that if the rank that lags has not
         saved from one round to the next. Ranks that save by the clock do so on both sides of a report.
         """
-        self._said[rank] = said
+        self._said[rank] = report
         finished = {rank: each.number - 1 for rank, each in self._said.items() if each.ended}
         reported = {rank: each.number for rank, each in self._said.items() if not each.ended}
         if finished and reported:
@@ -73,42 +70,41 @@ class Lockstep:
         if len(self._said) < self._world:
             return None
         said_by, self._said = self._said, {}
-        saved = [self._with_outline(rank, said_by[rank].saved) for rank in range(self._world)]
-        lags = _lags(saved)
+        said = [self._with_outline(rank, said_by[rank]) for rank in range(self._world)]
+        lags = _lags(said)
         wrong = lags if finished else {rank: lags[rank] for rank, _ in lags.items() & self._lags.items()}
         self._lags = lags
         if wrong:
-            raise _unequal(saved, sorted(wrong))
-        results = tuple(each.metrics for _, each in sorted(said_by.items()))
-        self.dropped = dropped(saved)
-        return None if finished else results, said_by[0].pending
+            raise _unequal(said, sorted(wrong))
+        self.dropped = dropped(said)
+        return None if finished else tuple(each.metrics for each in said), said[0].pending
 
-    def _with_outline(self, rank: int, saved: Saved) -> Saved:
-        """`saved` with the outline that the rank has reported, now or before; outlines of other ranks may
+    def _with_outline(self, rank: int, said: Reported) -> Reported:
+        """`said` with the outline that the rank has reported, now or before; outlines of other ranks may
         come later."""
-        if saved.outline:
-            self._outlines[rank] = saved.outline
-        return replace(saved, outline=self._outlines.get(rank, {}))
+        if said.outline:
+            self._outlines[rank] = said.outline
+        return replace(said, outline=self._outlines.get(rank, {}))
 
 
-def _lags(saved: Sequence[Saved]) -> dict[int, int]:
+def _lags(said: Sequence[Reported]) -> dict[int, int]:
     """The ranks that have saved more or less often than rank 0, each with the smaller one of the two numbers.
     A checkpoint counts if rank 0 saves it; without datasets rank 0 may save alone.
     """
-    own = saved[0]
+    own = said[0]
     return {
-        rank: min(each.count, own.count)
-        for rank, each in enumerate(saved)
-        if each.count > own.count or (own.together and each.count < own.count)
+        rank: min(each.saves, own.saves)
+        for rank, each in enumerate(said)
+        if each.saves > own.saves or (own.together and each.saves < own.saves)
     }
 
 
-def _unequal(saved: Sequence[Saved], wrong: Sequence[int]) -> TrainingFailed:
+def _unequal(said: Sequence[Reported], wrong: Sequence[int]) -> TrainingFailed:
     """The error of the ranks `wrong`, which have not saved as often as rank 0."""
-    count = saved[wrong[0]].count
-    ranks = [rank for rank in wrong if saved[rank].count == count]
+    count = said[wrong[0]].saves
+    ranks = [rank for rank in wrong if said[rank].saves == count]
     return TrainingFailed(
-        f"the ranks have saved unequally often: rank 0 {_checkpoints(saved[0].count)}, rank{'s' * (len(ranks) > 1)} "
+        f"the ranks have saved unequally often: rank 0 {_checkpoints(said[0].saves)}, rank{'s' * (len(ranks) > 1)} "
         f"{show_ranks(ranks)} {_checkpoints(count)}",
         "every rank calls save_checkpoint, equally often: without rank 0 none is kept",
     )
@@ -118,11 +114,11 @@ def _checkpoints(count: int) -> str:
     return f"{count or 'no'} checkpoint{'s' * (count != 1)}"
 
 
-def dropped(saved: Sequence[Saved]) -> str:
+def dropped(said: Sequence[Reported]) -> str:
     """Values that ranks have saved and the checkpoint does not have, in words; empty if there are none."""
-    own = saved[0]
+    own = said[0]
     found: dict[str, list[int]] = {}
-    for rank, each in enumerate(saved):
+    for rank, each in enumerate(said):
         for name, mark in each.outline.items():
             # A name that only other ranks have is kept in a sharded checkpoint.
             if mark != own.outline.get(name, mark if own.sharded else None):

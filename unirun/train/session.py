@@ -35,7 +35,7 @@ from unirun.train.checkpoints import (
     snapshot,
 )
 from unirun.train.data import Consumed, Loader, Shard, sharded
-from unirun.train.lockstep import Reported, Saved
+from unirun.train.lockstep import Reported
 from unirun.train.nested import mapped
 from unirun.wire.reporting import report as report_error
 
@@ -92,13 +92,13 @@ class Session:
         self._adopted: list[tuple[DataLoader[Any], Loader]] = []
         self._changed = threading.Condition()
         self._reports: deque[Reported] = deque()
-        self._count = 0
         self._interrupted = ""
         self._last = now()
         self._waited = 0.0
         self._reseed: Callable[[int], None] = lambda number: None
         self._saves = saves
-        self._saved = Saved()
+        self._next = Reported(1)
+        """The next report, as far as it is known."""
         self._loaded = resume is None
 
     def report(self, metrics: Mapping[str, Any]) -> None:
@@ -120,16 +120,15 @@ class Session:
             while len(self._reports) >= AHEAD and not self._interrupted:
                 self._changed.wait()
             self.check()
-            self._count += 1
-            self._reports.append(Reported(self._count, values, pending, self._saved))
-            self._saved = replace(self._saved, outline={})
+            self._reports.append(replace(self._next, metrics=values, pending=pending))
+            self._next = replace(self._next, number=self._next.number + 1, outline={})
             self._changed.notify_all()
 
     def finish(self) -> None:
         """The function has returned: wait for checkpoints that are being written."""
         pending = self._writer.finish() if self._writer is not None else None
         with self._changed:
-            self._reports.append(Reported(self._count + 1, {}, pending, self._saved, ended=True))
+            self._reports.append(replace(self._next, pending=pending, ended=True))
             self._changed.notify_all()
 
     def take(self, number: int) -> Reported:
@@ -189,11 +188,9 @@ class Session:
             )
 
     def _count_saved(self, whole: dict[str, Any], *, together: bool) -> None:
-        count, shown = self._saved.count + 1, self._saved.outline
-        if count == 1 and self.world > 1:
-            shown = outline(whole)
-            self._saved = replace(self._saved, sharded=is_sharded(whole))
-        self._saved = replace(self._saved, count=count, outline=shown, together=together)
+        if not self._next.saves and self.world > 1:
+            self._next = replace(self._next, outline=outline(whole), sharded=is_sharded(whole))
+        self._next = replace(self._next, saves=self._next.saves + 1, together=together)
 
     def _check_loaded(self) -> None:
         """Warn once if the function has not loaded the checkpoint that the run goes on from. Only rank 0 warns, as one

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,7 +19,7 @@ from unirun.errors import TrainingFailed, UsageError
 from unirun.roles import BaseWorkload, MasterHandle, init, trainer_invocation
 from unirun.roles.process_groups import process_groups
 from unirun.train.backends import find_backend
-from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, GivenUp, Info, unwrapped
+from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Info, unwrapped
 from unirun.train.lockstep import Reported
 from unirun.train.losses import loader_loss
 from unirun.train.nested import mapped
@@ -194,7 +195,7 @@ class TrainWorker(BaseWorkload):
         session = self._of(attempt)
         try:
             return session.commit(number).result() if session is not None else None
-        except GivenUp:
+        except CancelledError:
             return None
 
     @trainer_invocation(concurrency=CALLS)

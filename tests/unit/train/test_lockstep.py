@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from unirun.errors import TrainingFailed
-from unirun.train.lockstep import Lockstep, Reported, Round, Saved, dropped
+from unirun.train.lockstep import Lockstep, Reported, Round, dropped
 
 
 @given(st.permutations(range(4)))
@@ -39,11 +42,16 @@ def test_ranks_that_report_unequally_often_are_named(first: str) -> None:
             lockstep.hear(rank, each)
 
 
-def rounds_of(*rounds: list[Saved], end: list[Saved] | None = None) -> list[tuple[Round | None, str]]:
+def saved(count: int, **more: Any) -> Reported:
+    """A report of a rank that has saved so many checkpoints."""
+    return Reported(1, saves=count, **more)
+
+
+def rounds_of(*rounds: list[Reported], end: list[Reported] | None = None) -> list[tuple[Round | None, str]]:
     """The result of the last report of each round and of the end, with the values that are dropped. The ranks have
     saved these checkpoints before."""
-    said = [[Reported(number, {}, saved=each) for each in saved] for number, saved in enumerate(rounds, 1)]
-    said += [[Reported(len(rounds) + 1, saved=each, ended=True) for each in end]] if end is not None else []
+    said = [[replace(each, number=number) for each in some] for number, some in enumerate(rounds, 1)]
+    said += [[replace(each, number=len(rounds) + 1, ended=True) for each in end]] if end is not None else []
     lockstep = Lockstep(len(said[0]))
     return [
         ([lockstep.hear(rank, each) for rank, each in enumerate(one)][-1], lockstep.dropped) for one in said
@@ -51,27 +59,27 @@ def rounds_of(*rounds: list[Saved], end: list[Saved] | None = None) -> list[tupl
 
 
 UNEQUAL = [
-    ([Saved(0), Saved(1), Saved(1)], "rank 0 no checkpoints, ranks 1-2 1 checkpoint"),
-    ([Saved(1), Saved(1), Saved(2)], "rank 0 1 checkpoint, rank 2 2 checkpoints"),
-    ([Saved(1, together=True), Saved(0), Saved(1)], "rank 0 1 checkpoint, rank 1 no checkpoints"),
+    ([saved(0), saved(1), saved(1)], "rank 0 no checkpoints, ranks 1-2 1 checkpoint"),
+    ([saved(1), saved(1), saved(2)], "rank 0 1 checkpoint, rank 2 2 checkpoints"),
+    ([saved(1, together=True), saved(0), saved(1)], "rank 0 1 checkpoint, rank 1 no checkpoints"),
 ]
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["reported again", "finished"])
-@pytest.mark.parametrize(("saved", "problem"), UNEQUAL)
+@pytest.mark.parametrize(("reports", "problem"), UNEQUAL)
 def test_a_checkpoint_that_would_not_be_kept_is_an_error_of_the_next_round_and_of_the_end(
-    saved: list[Saved], problem: str, *, ends: bool
+    reports: list[Reported], problem: str, *, ends: bool
 ) -> None:
     with pytest.raises(
         TrainingFailed,
         match=f"the ranks have saved unequally often: {problem}; every rank calls save_checkpoint",
     ):
-        rounds_of(*[saved] * (1 if ends else 2), end=saved if ends else None)
+        rounds_of(*[reports] * (1 if ends else 2), end=reports if ends else None)
 
 
 def test_another_rank_than_0_that_saves_alone_again_and_again_is_an_error_of_the_second_round() -> None:
     with pytest.raises(TrainingFailed, match="rank 0 no checkpoints, rank 1 2 checkpoints"):
-        rounds_of([Saved(0), Saved(1)], [Saved(0), Saved(2)])
+        rounds_of([saved(0), saved(1)], [saved(0), saved(2)])
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -79,30 +87,30 @@ def test_another_rank_than_0_that_saves_alone_again_and_again_is_an_error_of_the
 def test_ranks_that_save_by_the_clock_may_do_so_on_both_sides_of_a_report(
     *, together: bool, late: int
 ) -> None:
-    def saved(early: int, count: int) -> list[Saved]:
+    def both(early: int, count: int) -> list[Reported]:
         counts = [count, early] if late == 0 else [early, count]
-        return [Saved(each, together=together and each > 0) for each in counts]
+        return [saved(each, together=together and each > 0) for each in counts]
 
     # The late rank lags at rounds 2 and 3, and has saved between them.
-    found = rounds_of(saved(0, 0), saved(1, 0), saved(2, 1), saved(2, 2), end=saved(2, 2))
+    found = rounds_of(both(0, 0), both(1, 0), both(2, 1), both(2, 2), end=both(2, 2))
     assert [each is not None and not dropped for each, dropped in found] == [True] * 5
 
 
 def test_rank_0_may_save_alone_what_is_not_in_parts() -> None:
-    assert rounds_of([Saved(3), Saved(0)], [Saved(3), Saved(0)]) == [((({}, {}), None), "")] * 2
+    assert rounds_of([saved(3), saved(0)], [saved(3), saved(0)]) == [((({}, {}), None), "")] * 2
 
 
 class TestWhatIsNotInTheCheckpoint:
     def test_nothing_is_said_when_ranks_have_saved_the_same(self) -> None:
-        same = Saved(1, outline={"model": 5, "epoch": 7})
-        assert dropped([same, same, Saved(0)]) == ""
+        same = saved(1, outline={"model": 5, "epoch": 7})
+        assert dropped([same, same, saved(0)]) == ""
 
     def test_names_that_rank_0_does_not_have_and_other_values_are_told_with_their_ranks(self) -> None:
         ((_, found),) = rounds_of(
             [
-                Saved(1, outline={"model": 5, "rng": 1}),
-                Saved(1, outline={"model": 5, "rng": 2, "mine": 3}),
-                Saved(1, outline={"model": 5, "rng": 3}),
+                saved(1, outline={"model": 5, "rng": 1}),
+                saved(1, outline={"model": 5, "rng": 2, "mine": 3}),
+                saved(1, outline={"model": 5, "rng": 3}),
             ]
         )
         assert found == (
@@ -113,12 +121,12 @@ class TestWhatIsNotInTheCheckpoint:
     @pytest.mark.parametrize("late", [0, 1])
     def test_the_outlines_of_one_checkpoint_may_come_with_two_reports(self, late: int) -> None:
         outlines = [{"model": 5, "rng": 1}, {"model": 5, "rng": 2}]
-        first = [Saved(0) if rank == late else Saved(1, outline=outlines[rank]) for rank in range(2)]
-        then = [Saved(1, outline=outlines[rank]) if rank == late else Saved(1) for rank in range(2)]
+        first = [saved(0) if rank == late else saved(1, outline=outlines[rank]) for rank in range(2)]
+        then = [saved(1, outline=outlines[rank]) if rank == late else saved(1) for rank in range(2)]
         (_, before), (_, after) = rounds_of(first, then)
         assert (before, after.split(" differs ")[0]) == ("", "'rng' of rank 1")
 
     def test_a_sharded_one_has_the_names_of_all_ranks(self) -> None:
-        own = Saved(1, sharded=True, outline={"rng": 1})
-        assert dropped([own, Saved(1, sharded=True, outline={"rng": 1, "mine": 3})]) == ""
-        assert dropped([own, Saved(1, sharded=True, outline={"rng": 2})]).startswith("'rng' of rank 1 ")
+        own = saved(1, sharded=True, outline={"rng": 1})
+        assert dropped([own, saved(1, sharded=True, outline={"rng": 1, "mine": 3})]) == ""
+        assert dropped([own, saved(1, sharded=True, outline={"rng": 2})]).startswith("'rng' of rank 1 ")

@@ -345,5 +345,5 @@ def test_a_state_dict_is_made_once_for_each_checkpoint(tmp_path: Path, rank: int
         assert model.made == number
     session.report({})
     said = session.take(1)
-    assert (said.saved.count, [*said.saved.outline]) == (2, ["model"])
+    assert (said.saves, [*said.outline]) == (2, ["model"])
     session.close()

@@ -12,13 +12,12 @@ from unirun.train.checkpoints.state import (
     unwrapped,
 )
 from unirun.train.checkpoints.strategy import CheckpointStrategy, Info
-from unirun.train.checkpoints.writer import CheckpointWriter, GivenUp
+from unirun.train.checkpoints.writer import CheckpointWriter
 
 __all__ = [
     "CheckpointStrategy",
     "CheckpointWriter",
     "Folder",
-    "GivenUp",
     "Info",
     "Manifest",
     "encode",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -33,7 +33,6 @@ from unirun.train.checkpoints.state import (
 )
 from unirun.train.checkpoints.strategy import CheckpointStrategy, Info
 from unirun.train.data import Consumed, Share, merged
-from unirun.values import Value
 
 REPORT_TIMEOUT = 1.0
 """Seconds in which the report that follows a checkpoint must be made for both to count together."""
@@ -48,12 +47,9 @@ RANKS_SAVE_POLL_INTERVAL = 0.02
 """Seconds between two looks whether they have."""
 
 
-class CheckpointPart(Value):
-    """The report of one rank on its part of a checkpoint: the size and the CRC-32 of each file that it has written, and
-    its shares of the datasets."""
-
-    files: dict[str, tuple[int, int]]
-    data: dict[str, Share]
+Part = tuple[dict[str, tuple[int, int]], dict[str, Share]]
+"""The report of one rank on its part of a checkpoint: the size and the CRC-32 of each file that it has written, and its
+shares of the datasets."""
 
 
 class _Pending:
@@ -71,10 +67,6 @@ class _Pending:
         self.sharded = self.in_parts = False
         """In parts: each rank writes a file of it."""
         self.reported = self.counts = False
-
-
-class GivenUp(TrainingFailed):
-    """The attempt was over before a checkpoint counted: a consequence. What has ended the attempt is the cause."""
 
 
 class CheckpointWriter:
@@ -151,7 +143,7 @@ class CheckpointWriter:
             if write is not None:
                 write()
             if pending.in_parts:
-                raw = msgspec.json.encode(CheckpointPart(pending.files, data))
+                raw = msgspec.json.encode((pending.files, data))
                 self._folder.publish(pending.number, f"rank.{self._rank:05}.json", raw)
 
     @contextmanager
@@ -194,7 +186,8 @@ class CheckpointWriter:
 
     def commit(self, number: int) -> Future[list[Info]]:
         """Make the checkpoint with this number count, in the background. The future has all that are kept, this one is
-        the last; it raises what writing it has raised, `UsageError` for its score, and `GivenUp`."""
+        the last; it raises what writing it has raised, `UsageError` for its score, and `CancelledError` when the
+        attempt was over before it counted: a consequence of what has ended the attempt."""
         with self._changed:
             pending = self._pending
             if pending is None or pending.number != number:
@@ -214,9 +207,9 @@ class CheckpointWriter:
             files, data = dict(pending.files), {}
             if pending.in_parts:
                 parts = self._gathered(pending)
-                data = _together([part.data for part in parts])
-                for part in parts:
-                    files |= part.files
+                data = _together([shares for _, shares in parts])
+                for written, _ in parts:
+                    files |= written
                 sizes = self._folder.sizes(pending.number)
                 files = {name: files.get(name, (size, 0)) for name, size in sizes.items()}
             score = self._strategy.score(*pending.scores)
@@ -233,7 +226,7 @@ class CheckpointWriter:
                 self._pending = None
         return self._kept
 
-    def _gathered(self, pending: _Pending) -> list[CheckpointPart]:
+    def _gathered(self, pending: _Pending) -> list[Part]:
         """The parts of all ranks in rank order, once all of them have written theirs."""
         names = {f"rank.{rank:05}.json" for rank in range(self._world)}
         deadline = self._now() + RANKS_SAVE_TIMEOUT
@@ -246,15 +239,15 @@ class CheckpointWriter:
                     "every rank calls save_checkpoint, equally often",
                 )
             time.sleep(RANKS_SAVE_POLL_INTERVAL)
-        found: list[CheckpointPart] = []
+        found: list[Part] = []
         for name in sorted(names):
             with self._folder.open(pending.number, name) as file:
-                found.append(msgspec.json.decode(file.read(), type=CheckpointPart))
+                found.append(msgspec.json.decode(file.read(), type=Part))
         return found
 
     def _check_open(self, pending: _Pending) -> None:
         if self._closed:
-            raise GivenUp(f"checkpoint {pending.number} was given up, as its attempt is over")
+            raise CancelledError(f"checkpoint {pending.number} was given up, as its attempt is over")
 
     def _await_last(self) -> None:
         """Wait until the last checkpoint is written, and raise what that has raised."""

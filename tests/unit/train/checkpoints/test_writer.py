@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ import torch
 
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import TrainingFailed, UsageError
-from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, GivenUp, Info, load
+from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Info, load
 from unirun.train.checkpoints import writer as module
 from unirun.train.data import Consumed, Share
 
@@ -279,6 +280,6 @@ def test_one_that_a_dead_rank_has_not_written_is_given_up_with_its_attempt(folde
     writer.save({"epoch": 1}, {"train": Share(0, 1, 9)})
     commit = writer.commit(1)
     writer.close()
-    with pytest.raises(GivenUp, match="checkpoint 1 was given up, as its attempt is over"):
+    with pytest.raises(CancelledError, match="checkpoint 1 was given up, as its attempt is over"):
         commit.result(WAIT_TIMEOUT)
     assert folder.infos() == []
