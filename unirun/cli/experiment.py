@@ -25,7 +25,7 @@ def start(options: Any) -> int:
     """Start a trial and follow it to its end. Returns the exit code."""
     from unirun.experiments import experiment, starting
     from unirun.experiments.experiment import Trial
-    from unirun.experiments.recovery import Recovery, Settings
+    from unirun.experiments.recovery import Recovery, settings_of
 
     _refuse_options(options)
     name, trial = options.experiment_name, options.trial_name
@@ -47,7 +47,7 @@ def start(options: Any) -> int:
         )
     accept = (*options.accept_change,)
     if last is not None:
-        recovery.check(last, Settings.of(config), accept)
+        recovery.check(last, settings_of(config), accept)
     about = Trial(
         name, trial, str(root), (*options.module,), (*options.overrides,), folder, resume, only, accept
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ from unirun.experiments.recovery import (
     RecoverInfo,
     Recovery,
     SavedModels,
-    Settings,
+    settings_of,
 )
 from unirun.experiments.starting import end_of, make_root, started
 from unirun.roles import BaseTrainer
@@ -86,7 +87,7 @@ class MasterWorkerProcess(BaseTrainer):
             self._source = self._graph.calls[self._graph.sources[0]]
             self._root = Path(self._trial.root)
             make_root(self._root)
-            self._recovery, self._settings = Recovery(self._root), Settings.of(config)
+            self._recovery, self._settings = Recovery(self._root), settings_of(config)
             self._told: set[str] = set()
             self._group: Any = self.RG_MODEL_WORKER
             self._attempt = int(time.time() * 1000)
@@ -178,8 +179,7 @@ class MasterWorkerProcess(BaseTrainer):
         read: list[tuple[int, str]] = group.about.options(idempotent=True, retries=0).call()
         samples, content = max(count for count, _ in read), _content_of(read)
         # Once in a job: a worker that was started again may make its samples anew.
-        if DATA not in self._settings.values:
-            self._settings = self._settings.with_data(content)
+        self._settings.setdefault(DATA, json.dumps(content))
         if info is not None:
             self._check_settings(info)
         n_seqs = self._source.n_seqs

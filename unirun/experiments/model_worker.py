@@ -9,6 +9,7 @@ import gc
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -61,14 +62,24 @@ GIVING_THREADS = 8
 """Calls of other workers for data that one worker answers at a time."""
 
 
-class DataStore:
-    """The data that one process has: those of the sequences of a step, by key and id, and parameters of models."""
+Ask = Callable[..., InvocationRef[Any]]
+"""``ask(rank, "data", step, key, ids)`` starts a call of this method of the store of a rank. Raises `PeerLost` when the
+rank cannot be reached."""
 
-    def __init__(self) -> None:
+
+class DataStore:
+    """The data that the process `rank` has: those of the sequences of a step, by key and id, and parameters of models.
+    Stores of other processes `ask` for them, and it asks these."""
+
+    def __init__(self, rank: int, ask: Ask) -> None:
+        self._rank, self._ask = rank, ask
+        # The main thread alone changes what is here.
         self._lock = threading.Lock()
         self._step = -1
         self._data: dict[tuple[str, str], torch.Tensor] = {}
         self._models: dict[str, Callable[[], Mapping[str, torch.Tensor]]] = {}
+        self._layouts: dict[tuple[str, int], Layout] = {}
+        self.traffic: Traffic = Counter()
 
     def begin(self, step: int) -> None:
         """Data that is put here from now on belongs to `step`. Data of another step is dropped."""
@@ -84,25 +95,18 @@ class DataStore:
             for key, tensors in parts.items():
                 self._data.update(zip([(key, each) for each in sample.ids], tensors, strict=True))
 
-    def has(self, key: str, each: str) -> bool:
-        """Return True if the data of an id is here."""
-        with self._lock:
-            return (key, each) in self._data
-
-    def get(self, key: str, ids: Sequence[str]) -> list[torch.Tensor]:
-        """The data of these ids, which are here."""
-        with self._lock:
-            return [self._data[key, each] for each in ids]
-
-    def model(self, name: str, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+    def put_model(self, name: str, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Others may ask for the parameters of a model, which `tensors` gives as they are now."""
         with self._lock:
             self._models[name] = tensors
 
-    def forget(self) -> None:
-        """There are no models any more."""
+    def forget_models(self) -> None:
+        """There are no models any more, and the layouts of those of other ranks may change."""
         with self._lock:
             self._models.clear()
+        self._layouts.clear()
+
+    # Others ask for these.
 
     def layout(self, model: str) -> Layout:
         """The layout of a model in this process. Raises KeyError."""
@@ -127,43 +131,32 @@ class DataStore:
         with self._lock:
             return self._models[model]()
 
+    # It asks others.
 
-Ask = Callable[..., InvocationRef[Any]]
-"""``ask(rank, "data", step, key, ids)`` starts a call of this method of the store of a rank. Raises `PeerLost` when the
-rank cannot be reached."""
-
-
-class DataClient:
-    """Asks other shelves. `traffic` is what that has cost so far."""
-
-    def __init__(self, rank: int, shelf: DataStore, ask: Ask) -> None:
-        self._rank, self._shelf, self._ask = rank, shelf, ask
-        self._layouts: dict[tuple[str, int], Layout] = {}
-        self.traffic = Traffic()
-
-    def data(
+    def gather(
         self, step: int, meta: SequenceSample, where: Mapping[str, Sequence[Sequence[int]]]
     ) -> SequenceSample:
         """The sample `meta` with its data. `where` has, for each key and id, the ranks that hold it. Received data
-        is kept on this shelf, so that it is sent once."""
+        is kept here, so that it is sent once."""
         asked: list[tuple[str, list[int], int, InvocationRef[Any]]] = []
         for key in meta.keys:
             missing: dict[int, list[int]] = {}
             size = meta.dtypes[key].itemsize * math.prod(meta.trailing[key])
             for at, (each, ranks) in enumerate(zip(meta.ids, where[key], strict=True)):
-                if not self._shelf.has(key, each):
+                if (key, each) not in self._data:
                     # Different ranks ask different owners, so that the load is shared.
                     missing.setdefault(ranks[self._rank % len(ranks)], []).append(at)
-                    self.traffic += Traffic(needed=sum(meta.seqlens[key][at]) * size)
+                    self.traffic["needed"] += sum(meta.seqlens[key][at]) * size
             for rank, places in missing.items():
                 ids = [meta.ids[at] for at in places]
                 asked.append((key, places, rank, self._ask(rank, "data", step, key, ids)))
         for key, places, rank, ref in asked:
-            (tensor,) = self._got(rank, [_answer(rank, ref)])
+            tensor: torch.Tensor = _answer(rank, ref)
+            self.traffic["moved"] += tensor.nbytes
             some = meta.select([key]).reorder(places)
-            self._shelf.put(SequenceSample(some.ids, some.seqlens, some.dtypes, some.trailing, {key: tensor}))
+            self.put(SequenceSample(some.ids, some.seqlens, some.dtypes, some.trailing, {key: tensor}))
         data = {
-            key: torch.cat(self._shelf.get(key, meta.ids))
+            key: torch.cat([self._data[key, each] for each in meta.ids])
             if meta.ids
             else torch.empty((0, *meta.trailing[key]), dtype=meta.dtypes[key])
             for key in meta.keys
@@ -171,7 +164,7 @@ class DataClient:
         return SequenceSample(meta.ids, meta.seqlens, meta.dtypes, meta.trailing, data, meta.metadata)
 
     @torch.no_grad()
-    def parameters(
+    def copy_parameters(
         self, model: str, ranks: Sequence[int], into: Mapping[str, torch.Tensor], eta: float = 1.0
     ) -> None:
         """Copy the parameters of `model`, which `ranks` hold, into the tensors of the same names. Each element is sent
@@ -179,7 +172,7 @@ class DataClient:
 
         Raises `WeightsError` for tensors that do not fit.
         """
-        layouts = [self._layout(model, rank) for rank in ranks]
+        layouts = [self._layout_of(model, rank) for rank in ranks]
         wanted = layout_of(into)
         near = [n for n, rank in enumerate(ranks) if rank == self._rank]
         takes = plan(layouts, wanted, near, self._rank)
@@ -189,29 +182,21 @@ class DataClient:
             if ranks[n] != self._rank
         }
         for n, some in takes.items():
-            if ranks[n] == self._rank:
-                _put(self._shelf.parts(model, some), some, into, wanted, eta)
-            else:
-                came = self._got(ranks[n], _answer(ranks[n], asked[n]))
-                size = sum(t.box.count * dtype_of(wanted[t.name].tensor.dtype).itemsize for t in some)
-                self.traffic += Traffic(needed=size)
-                _put(came, some, into, wanted, eta)
+            if n not in asked:
+                _put(self.parts(model, some), some, into, wanted, eta)
+                continue
+            came: list[torch.Tensor] = _answer(ranks[n], asked[n])
+            sizes = (t.box.count * dtype_of(wanted[t.name].tensor.dtype).itemsize for t in some)
+            self.traffic["needed"] += sum(sizes)
+            self.traffic["moved"] += sum(tensor.nbytes for tensor in came)
+            _put(came, some, into, wanted, eta)
 
-    def _layout(self, model: str, rank: int) -> Layout:
+    def _layout_of(self, model: str, rank: int) -> Layout:
+        if rank == self._rank:
+            return self.layout(model)
         if (model, rank) not in self._layouts:
-            if rank == self._rank:
-                self._layouts[model, rank] = self._shelf.layout(model)
-            else:
-                self._layouts[model, rank] = _answer(rank, self._ask(rank, "layout", model))
+            self._layouts[model, rank] = _answer(rank, self._ask(rank, "layout", model))
         return self._layouts[model, rank]
-
-    def forget(self) -> None:
-        """Forget the layouts of all ranks: they may have changed after a restart."""
-        self._layouts.clear()
-
-    def _got(self, rank: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        self.traffic += Traffic(moved=sum(tensor.nbytes for tensor in tensors))
-        return tensors
 
 
 def _answer(rank: int, ref: InvocationRef[Any]) -> Any:
@@ -288,8 +273,7 @@ class ModelWorkerProcess(BaseWorkload):
         self._mine = self._experiment.model_worker[self.rank]
         self._recovery = Recovery(Path(self._trial.root))
         self._peers, self._others = init().peers, init().role_group(self.role)
-        self._shelf = DataStore()
-        self._getting = DataClient(self.rank, self._shelf, self._ask)
+        self._store = DataStore(self.rank, self._ask)
         self._device = _device()
         self._shards: dict[ModelName, ModelShard] = {}
         self._interfaces: dict[str, ModelInterface] = {}
@@ -350,12 +334,11 @@ class ModelWorkerProcess(BaseWorkload):
         Returns the versions of the models."""
         self._read()
         self._attempt = attempt
-        self._shelf.begin(-1)
-        self._getting.forget()
+        self._store.begin(-1)
         # Interfaces may keep state of the attempt that failed, and it may differ between ranks.
         self._interfaces.clear()
         # Before the new models are made, as there may not be memory for both.
-        self._shelf.forget()
+        self._store.forget_models()
         while self._shards:
             old = self._shards.popitem()[1]
             old.backend.destroy(old.model)
@@ -375,7 +358,7 @@ class ModelWorkerProcess(BaseWorkload):
             model = backend.initialize(Model(place, module, self._tokenizer), spec)
             self._shards[name] = ModelShard(about, model, backend)
             if model.engine is not None:
-                self._shelf.model(str(name), model.engine.tensors)
+                self._store.put_model(str(name), model.engine.tensors)
         # After the last collective: one rank may find that its file is damaged.
         for name, shard in self._shards.items():
             if step is not None and shard.about.should_instantiate:
@@ -402,9 +385,9 @@ class ModelWorkerProcess(BaseWorkload):
         """Read these samples of the dataset. They stay here; what is known of them is returned."""
         self._check(attempt)
         assert self._dataset is not None
-        self._shelf.begin(step)
+        self._store.begin(step)
         sample = SequenceSample.gather([self._dataset[index] for index in indices])
-        self._shelf.put(sample)
+        self._store.put(sample)
         return sample.meta()
 
     @trainer_invocation(target="ALL", auto_shard=True)
@@ -413,26 +396,26 @@ class ModelWorkerProcess(BaseWorkload):
         self._check(order.attempt)
         definition = self._resolved.graph.calls[order.call]
         shard = self._shards[definition.model_name]
-        before = self._getting.traffic
-        self._shelf.begin(order.step)
+        self._store.begin(order.step)
+        self._store.traffic.clear()
         for hook in definition.pre_hooks:
             self._run_hook(hook, shard)
         self._fetch(shard)
-        sample = self._getting.data(order.step, order.meta, order.where).remap(definition.input_key_remap)
+        sample = self._store.gather(order.step, order.meta, order.where).remap(definition.input_key_remap)
         torch.manual_seed(order.seed)
         found, place = self._run(definition, shard.model, sample), shard.model.place
         meta, figures = None, dict[str, float]()
         if definition.interface_type in (ModelInterfaceType.GENERATE, ModelInterfaceType.INFERENCE):
             if place.last_stage and definition.output_keys:
                 made = data_of(definition, found, sample, place.rank)
-                self._shelf.put(made)
+                self._store.put(made)
                 meta = made.meta()
         else:
             figures = figures_of(definition, found, place.rank)
         for hook in definition.post_hooks:
             self._run_hook(hook, shard)
-        traffic = self._getting.traffic - before
-        return MFCReply(meta, figures, traffic) if place.is_dp_head else MFCReply(None, {}, traffic)
+        traffic = self._store.traffic.copy()
+        return (meta, figures, traffic) if place.is_dp_head else (None, {}, traffic)
 
     def _run(self, definition: MFCDef, model: Model, sample: SequenceSample) -> Any:
         interface = self._interface(definition)
@@ -460,14 +443,14 @@ class ModelWorkerProcess(BaseWorkload):
     def reallocate(self, attempt: int, source: ModelName, target: ModelName, eta: float) -> Traffic:
         """Copy the parameters of `source` into those of `target`, of which each of these workers has a shard."""
         self._check(attempt)
-        before = self._getting.traffic
+        self._store.traffic.clear()
         self._copy(source, self._shards[target], eta)
-        return self._getting.traffic - before
+        return self._store.traffic.copy()
 
     def _copy(self, source: ModelName, shard: ModelShard, eta: float) -> None:
         self._fetch(shard)
         workers = self._resolved.workers_of(source)
-        self._getting.parameters(str(source), workers, shard.model.running().tensors(), eta)
+        self._store.copy_parameters(str(source), workers, shard.model.running().tensors(), eta)
 
     def _fetch(self, shard: ModelShard) -> None:
         if shard.offloaded:
@@ -533,7 +516,7 @@ class ModelWorkerProcess(BaseWorkload):
     )
     def give(self, what: Literal["data", "layout", "parts"], *request: Any) -> Any:
         """The data, layout or parts of a model that another worker asks the store of this one for."""
-        return getattr(self._shelf, what)(*request)
+        return getattr(self._store, what)(*request)
 
 
 def _device() -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,6 @@ from unirun.experiments.config import INTERFACES, Resolved
 from unirun.experiments.graph import Graph, Hook, MFCDef, ModelInterfaceType, ModelName, ParamReallocHook
 from unirun.experiments.sample import SequenceSample, balanced
 from unirun.roles import wait
-from unirun.values import Value
 
 Where = Mapping[str, Sequence[tuple[int, ...]]]
 """For each key and id of a sample the model workers that have the data."""
@@ -37,31 +37,12 @@ class MFCRequest:
         assert self.meta.data is None
 
 
-class Traffic(Value):
-    """Bytes that a worker got from others: `moved` were received; `needed` is the size of what it lacked."""
+Traffic = Counter[str]
+"""Bytes that a worker got from others: ``moved`` were received; ``needed`` is the size of what it lacked."""
 
-    moved: int = 0
-    needed: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.moved + other.moved, self.needed + other.needed)
-
-    def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(self.moved - other.moved, self.needed - other.needed)
-
-
-@dataclass(frozen=True)
-class MFCReply:
-    """The result of a call: `meta` of new data, which stays on its worker; or the `figures` of a train step. Only ranks
-    with `Place.is_dp_head` send them; other ranks send their traffic only."""
-
-    meta: SequenceSample | None
-    figures: Mapping[str, float]
-    traffic: Traffic
-
-    def __post_init__(self) -> None:
-        """The master gets no tensors."""
-        assert self.meta is None or self.meta.data is None
+MFCReply = tuple[SequenceSample | None, Mapping[str, float], Traffic]
+"""The result of a call: metadata of new data, which stays on its worker, or the figures of a train step. Only ranks
+with `Place.is_dp_head` send them; other ranks send their traffic only."""
 
 
 def seed_of(base: int, step: int, call: str, rank: int) -> int:
@@ -258,7 +239,7 @@ class Step:
         self._group, self._resolved, self._graph = group, resolved, resolved.graph
         self._attempt, self._number, self._seed = attempt, number, seed
         self._workers = {name: resolved.workers_of(name) for name in resolved.topologies}
-        self._traffic = Traffic()
+        self._traffic: Traffic = Counter()
         self._where: dict[str, dict[str, tuple[int, ...]]] = {}
         self._counts: dict[str, list[float]] = {}
         self._batch: SequenceSample | None = None
@@ -302,8 +283,7 @@ class Step:
                 found = self._finish(self._graph.calls[name], ref.result())
                 figures |= {f"{name}/{key}": value for key, value in found.items()}
                 done.add(name)
-        moved, needed = float(self._traffic.moved), float(self._traffic.needed)
-        return {**figures, "bytes_moved": moved, "bytes_needed": needed}
+        return {**figures, **{f"bytes_{kind}": float(self._traffic[kind]) for kind in ("moved", "needed")}}
 
     def _start(self, name: str) -> Any:
         """Send a call to all workers of its model."""
@@ -333,23 +313,21 @@ class Step:
 
     def _finish(self, call: MFCDef, answers: Sequence[MFCReply]) -> dict[str, float]:
         """Note where new data is. Returns the figures of the call."""
-        self._count(answer.traffic for answer in answers)
+        self._count(traffic for _, _, traffic in answers)
         self._reallocate(call, call.post_hooks)
         topo, workers = self._resolved.topologies[call.model_name], self._workers[call.model_name]
         last = topo.get_dim("pipe") - 1
         metas = []
-        for rank, answer in zip(self._ranks(call), answers, strict=True):
-            if answer.meta is not None:
-                at = topo.coordinates(rank)["data"]
-                self._has(answer.meta, tuple(workers[r] for r in topo.matching(pipe=last, data=at)))
-                metas.append(answer.meta)
+        told = []
+        for rank, (meta, figures, _) in zip(self._ranks(call), answers, strict=True):
+            at = topo.coordinates(rank)["data"]
+            if meta is not None:
+                self._has(meta, tuple(workers[r] for r in topo.matching(pipe=last, data=at)))
+                metas.append(meta)
+            if figures:
+                told.append((figures, self._counts[call.name][at]))
         if metas and self._batch is not None:
             self._batch = self._batch.update(SequenceSample.gather(metas))
-        told = [
-            (answer.figures, self._counts[call.name][topo.coordinates(rank)["data"]])
-            for rank, answer in zip(self._ranks(call), answers, strict=True)
-            if answer.figures
-        ]
         if call.interface_type is ModelInterfaceType.EVALUATE:
             return means([figures for figures, _ in told], reductions_of(call))
         return reduced(told, reductions_of(call))
@@ -362,4 +340,5 @@ class Step:
                 self._count(method.call(self._attempt, call.model_name, hook.target, hook.eta))
 
     def _count(self, traffic: Iterable[Traffic]) -> None:
-        self._traffic = sum(traffic, self._traffic)
+        for each in traffic:
+            self._traffic.update(each)

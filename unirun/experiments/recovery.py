@@ -44,55 +44,54 @@ EPOCHS = "total_train_epochs"
 """The setting that decides numbers only where the learning rate follows from it."""
 
 
-class Settings(Value):
-    """The settings that decide the numbers of a trial, in JSON, by names such as ``models.actor@0.backend.lr``. A long
-    value is a digest. `code` has digests of the files with the interfaces: a change there is reported, not refused."""
+CODE = "code."
+"""The beginning of settings with the digest of the file of an interface. A change there is reported, not refused."""
 
-    values: dict[str, str]
-    code: dict[str, str] = {}  # noqa: RUF012
+Settings = dict[str, str]
+"""The settings that decide the numbers of a trial, in JSON, by names such as ``models.actor@0.backend.lr``. A long
+value is a digest."""
 
-    @staticmethod
-    def of(config: ExperimentConfig) -> Settings:
-        """The settings of a resolved configuration, without `DATA`. All of its calls have one `n_seqs`."""
-        first = config.model_worker[0]
-        found: dict[str, Any] = {
-            "n_seqs": config.model_rpcs[0].n_seqs,
-            "seed": first.base_seed,
-            "shuffle_dataset": config.master_worker[0].shuffle_dataset,
-            "tokenizer": first.tokenizer_name_or_path,
-            "datasets": {str(at): _named(each) for at, each in enumerate(_datasets(config))},
-        }
-        for worker in config.model_worker:
-            for shard in worker.shards:
-                if shard.should_instantiate:
-                    found[f"models.{shard.id.model_name}"] = {
-                        "layout": {**plain(shard.id.topo), "order": shard.id.topo.axes},
-                        "backend": _named(shard.backend),
-                        "model": _named(shard.model),
-                        "eval_dataset": _named(shard.eval_dataset) if shard.eval_dataset else {},
-                    }
-                    rate = shard.backend.args
-                    if rate.get("schedule", "constant") != "constant" or rate.get("warmup"):
-                        found[EPOCHS] = config.exp_ctrl.total_train_epochs
-        for call in config.model_rpcs:
-            named = {name: getattr(call, name) for name in _OF_CALLS}
-            found[f"model_rpcs.{call.name}"] = {**named, "interface": _named(call.interface_impl)}
-        return Settings(dict(_flat("", plain(found))), _code(config))
 
-    def with_data(self, content: str) -> Settings:
-        """The same, with the content of the datasets."""
-        return Settings({**self.values, DATA: json.dumps(content)}, self.code)
+def settings_of(config: ExperimentConfig) -> Settings:
+    """The settings of a resolved configuration, without `DATA`. All of its calls have one `n_seqs`."""
+    first = config.model_worker[0]
+    found: dict[str, Any] = {
+        "n_seqs": config.model_rpcs[0].n_seqs,
+        "seed": first.base_seed,
+        "shuffle_dataset": config.master_worker[0].shuffle_dataset,
+        "tokenizer": first.tokenizer_name_or_path,
+        "datasets": {str(at): _named(each) for at, each in enumerate(_datasets(config))},
+    }
+    for worker in config.model_worker:
+        for shard in worker.shards:
+            if shard.should_instantiate:
+                found[f"models.{shard.id.model_name}"] = {
+                    "layout": {**plain(shard.id.topo), "order": shard.id.topo.axes},
+                    "backend": _named(shard.backend),
+                    "model": _named(shard.model),
+                    "eval_dataset": _named(shard.eval_dataset) if shard.eval_dataset else {},
+                }
+                rate = shard.backend.args
+                if rate.get("schedule", "constant") != "constant" or rate.get("warmup"):
+                    found[EPOCHS] = config.exp_ctrl.total_train_epochs
+    for call in config.model_rpcs:
+        named = {name: getattr(call, name) for name in _OF_CALLS}
+        found[f"model_rpcs.{call.name}"] = {**named, "interface": _named(call.interface_impl)}
+    return {**dict(_flat("", plain(found))), **_code(config)}
 
-    def changes(self, now: Settings) -> dict[str, str]:
-        """The settings that are different `now`: by name what has changed, in words. The content of datasets and the
-        number of epochs are compared only if both have them."""
-        names = {*self.values, *now.values} - ({DATA, EPOCHS} - ({*self.values} & {*now.values}))
-        both = {name: (self.values.get(name, ""), now.values.get(name, "")) for name in sorted(names)}
-        return {
-            name: f"{name}: {before or 'none'} → {after or 'none'}"
-            for name, (before, after) in both.items()
-            if before != after
-        }
+
+def changes(before: Settings, now: Settings) -> dict[str, str]:
+    """The settings that are different `now`: by name what has changed, in words. The content of datasets, the number of
+    epochs and code are compared only if both have them."""
+    found: dict[str, str] = {}
+    for name in sorted({*before, *now}):
+        old, new = before.get(name), now.get(name)
+        if old == new or (None in (old, new) and (name in (DATA, EPOCHS) or name.startswith(CODE))):
+            continue
+        found[name] = f"{name}: {old or 'none'} → {new or 'none'}"
+        if name.startswith(CODE):
+            found[name] = f"the code of interface {name.removeprefix(CODE)!r} has changed"
+    return found
 
 
 _OF_CALLS = (
@@ -136,7 +135,7 @@ def _code(config: ExperimentConfig) -> dict[str, str]:
         kind = call.interface_impl.type_
         file = getattr(sys.modules.get(getattr(INTERFACES.at_hand(kind), "__module__", "")), "__file__", None)
         if file is not None and Path(file).is_file():
-            found[kind] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+            found[CODE + kind] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
     return found
 
 
@@ -152,7 +151,7 @@ class RecoverInfo(Value):
     used_ids: tuple[str, ...] = ()
     frequencies: Since = {}  # noqa: RUF012
     versions: dict[str, int] = {}  # noqa: RUF012
-    settings: Settings | None = None
+    settings: dict[str, str] | None = None
 
 
 class Recovery:
@@ -237,9 +236,10 @@ class Recovery:
             return []
         told: dict[str, str] = {}
         refused: dict[str, str] = {}
-        for name, change in info.settings.changes(now).items():
+        for name, change in changes(info.settings, now).items():
             named = any(name == key or name.startswith(f"{key}.") for key in accepted)
-            (told if named and _may_be_accepted(name) else refused)[name] = change
+            allowed = name.startswith(CODE) or (named and _may_be_accepted(name))
+            (told if allowed else refused)[name] = change
         if refused:
             remedy = (
                 "start with the settings of before, with another trial name, or with --recover-mode disabled"
@@ -249,12 +249,7 @@ class Recovery:
                 remedy = f"{remedy}; to go on all the same: {names}"
             problem = f"was written with other settings: {'; '.join(refused.values())}"
             raise UsageError(f"{self.path(info.step)} {problem}", remedy)
-        code = [
-            f"the code of interface {kind!r} has changed"
-            for kind in sorted(info.settings.code.keys() & now.code.keys())
-            if info.settings.code[kind] != now.code[kind]
-        ]
-        return [*told.values(), *code]
+        return [*told.values()]
 
     def discard(self, step: int) -> None:
         """A checkpoint cannot be read: it is none from now on."""

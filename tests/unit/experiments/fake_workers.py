@@ -1,4 +1,4 @@
-"""Processes in memory that ask each other's shelves, and what is on them."""
+"""Processes in memory that ask each other's stores, and what these have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from unirun.experiments.model_worker import DataClient, DataStore
+from unirun.experiments.model_worker import Ask, DataStore
 from unirun.experiments.sample import SequenceSample
 from unirun.roles.calls.call import InvocationRef
 from unirun.weights.tensors import LocalShard
@@ -20,25 +20,25 @@ Parts = Mapping[str, Any]
 
 
 class FakeWorkers:
-    """So many processes, each with a shelf; every one can ask every other one. It keeps what was asked."""
+    """So many processes, each with a store; every one can ask every other one. It keeps what was asked."""
 
     def __init__(self, count: int) -> None:
-        self.shelves = [DataStore() for _ in range(count)]
+        self.stores = [DataStore(rank, self._asks(rank)) for rank in range(count)]
         self.calls: list[tuple[int, str, tuple[Any, ...]]] = []
 
-    def getting(self, rank: int) -> DataClient:
+    def _asks(self, rank: int) -> Ask:
         def ask(other: int, what: str, *request: Any) -> InvocationRef[Any]:
             assert other != rank, "a process asks itself"
             self.calls.append((other, what, request))
             future: Future[Any] = Future()
             try:
                 # In memory of its own, as a call delivers it.
-                future.set_result(copy.deepcopy(getattr(self.shelves[other], what)(*request)))
+                future.set_result(copy.deepcopy(getattr(self.stores[other], what)(*request)))
             except Exception as error:  # noqa: BLE001 - a call raises what the method has raised
                 future.set_exception(error)
             return cast("InvocationRef[Any]", future)
 
-        return DataClient(rank, self.shelves[rank], ask)
+        return ask
 
     @property
     def asked(self) -> list[tuple[int, str, tuple[str, ...]]]:

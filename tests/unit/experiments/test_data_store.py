@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.unit.experiments.fake_workers import LAYOUTS, NETWORK, FakeWorkers, Parts, batch
 from unirun.errors import InvocationTimeout, PeerLost, RemoteError, WeightsError, WorkerLost
-from unirun.experiments.model_worker import DataClient, DataStore
+from unirun.experiments.model_worker import DataStore
 from unirun.experiments.orders import LOST
 from unirun.experiments.sample import SequenceSample
 from unirun.roles.calls.call import InvocationRef
@@ -23,11 +23,11 @@ from unirun.weights.tensors import LocalShard, local
 def spread(
     workers: FakeWorkers, sample: SequenceSample, ranks: Sequence[int], step: int = 0
 ) -> dict[str, Any]:
-    """Put each id on the shelf of its rank. Returns where they are."""
-    for shelf in workers.shelves:
-        shelf.begin(step)
+    """Put each id into the store of its rank. Returns where they are."""
+    for store in workers.stores:
+        store.begin(step)
     for part, rank in zip(sample.unpack(), ranks, strict=True):
-        workers.shelves[rank].put(part)
+        workers.stores[rank].put(part)
     return {key: [(rank,) for rank in ranks] for key in sample.keys}
 
 
@@ -50,63 +50,64 @@ class TestData:
         places = data.draw(st.permutations(range(len(ranks))))
         places = places[: data.draw(st.integers(0, len(places)))]
         wanted = whole.reorder(places)
-        getting = workers.getting(0)
+        store = workers.stores[0]
         some = {key: [found[at] for at in places] for key, found in where.items()}
-        check_same(getting.data(0, wanted.meta(), some), wanted)
+        check_same(store.gather(0, wanted.meta(), some), wanted)
         remote = [at for at in places if ranks[at] != 0]
-        assert getting.traffic.moved == getting.traffic.needed == nbytes(whole.reorder(remote))
+        assert store.traffic["moved"] == store.traffic["needed"] == nbytes(whole.reorder(remote))
 
     def test_data_that_is_needed_again_is_moved_once(self) -> None:
         workers, whole = FakeWorkers(2), batch()
         where = spread(workers, whole, [1, 0, 1, 1])
-        getting = workers.getting(0)
+        store = workers.stores[0]
         for _ in range(3):
-            check_same(getting.data(0, whole.meta(), where), whole)
+            check_same(store.gather(0, whole.meta(), where), whole)
         assert workers.asked == [(1, key, ("id0", "id2", "id3")) for key in whole.keys]
-        assert getting.traffic.moved == nbytes(whole.reorder([0, 2, 3]))
+        assert store.traffic["moved"] == nbytes(whole.reorder([0, 2, 3]))
 
     def test_only_what_is_wanted_comes(self) -> None:
         workers, whole = FakeWorkers(2), batch()
         where = spread(workers, whole, [1] * 4)
         wanted = whole.select(["logprobs"]).reorder([3, 1])
-        getting = workers.getting(0)
-        check_same(getting.data(0, wanted.meta(), {"logprobs": where["logprobs"][:2]}), wanted)
+        store = workers.stores[0]
+        check_same(store.gather(0, wanted.meta(), {"logprobs": where["logprobs"][:2]}), wanted)
         assert workers.asked == [(1, "logprobs", ("id3", "id1"))]
-        assert getting.traffic.moved == wanted["logprobs"].nbytes
+        assert store.traffic["moved"] == wanted["logprobs"].nbytes
 
     def test_what_has_come_is_there_for_others(self) -> None:
         workers, whole = FakeWorkers(3), batch()
         where = spread(workers, whole, [2] * 4)
-        workers.getting(0).data(0, whole.meta(), where)
-        check_same(workers.getting(1).data(0, whole.meta(), {key: [(0,)] * 4 for key in whole.keys}), whole)
+        workers.stores[0].gather(0, whole.meta(), where)
+        check_same(workers.stores[1].gather(0, whole.meta(), {key: [(0,)] * 4 for key in whole.keys}), whole)
 
     def test_what_several_have_comes_from_different_ones(self) -> None:
         workers, whole = FakeWorkers(4), batch()
-        for shelf in workers.shelves[:2]:
-            shelf.begin(0)
-            shelf.put(whole)
+        for store in workers.stores[:2]:
+            store.begin(0)
+            store.put(whole)
         for rank in (2, 3):
-            workers.shelves[rank].begin(0)
-            workers.getting(rank).data(0, whole.meta(), {key: [(0, 1)] * 4 for key in whole.keys})
+            workers.stores[rank].begin(0)
+            workers.stores[rank].gather(0, whole.meta(), {key: [(0, 1)] * 4 for key in whole.keys})
         assert sorted(rank for rank, _, _ in workers.asked) == [0, 0, 0, 1, 1, 1]
 
     def test_the_next_step_begins_with_nothing(self) -> None:
-        shelf = DataStore()
-        shelf.begin(0)
-        shelf.put(batch())
-        shelf.begin(0)
-        assert shelf.has("tokens", "id0")
-        shelf.begin(1)
-        assert not shelf.has("tokens", "id0")
+        store = FakeWorkers(1).stores[0]
+        store.begin(0)
+        store.put(batch())
+        store.begin(0)
+        assert len(store.data(0, "tokens", ["id1"])) == 3
+        store.begin(1)
+        with pytest.raises(KeyError):
+            store.data(1, "tokens", ["id1"])
 
     def test_data_of_another_step_is_not_given(self) -> None:
         workers, whole = FakeWorkers(2), batch()
         where = spread(workers, whole, [1] * 4, step=3)
-        workers.shelves[0].begin(4)
+        workers.stores[0].begin(4)
         with pytest.raises(
             PeerLost, match="rank 1 does not give what was asked for: .* step 4: it is in step 3"
         ):
-            workers.getting(0).data(4, whole.meta(), where)
+            workers.stores[0].gather(4, whole.meta(), where)
 
     @pytest.mark.parametrize(
         ("error", "told"),
@@ -127,26 +128,26 @@ class TestData:
 
         whole = batch()
         with pytest.raises(told[0], match=told[1]) as caught:
-            DataClient(0, DataStore(), ask).data(0, whole.meta(), {key: [(1,)] * 4 for key in whole.keys})
+            DataStore(0, ask).gather(0, whole.meta(), {key: [(1,)] * 4 for key in whole.keys})
         assert isinstance(caught.value, LOST)
 
     def test_data_of_different_kinds_under_one_key_is_told(self) -> None:
         workers, whole = FakeWorkers(2), batch()
         where = spread(workers, whole, [1] * len(whole))
-        workers.shelves[1].put(SequenceSample.of({"image": [torch.zeros(1, 5)]}, ["id0"]))
+        workers.stores[1].put(SequenceSample.of({"image": [torch.zeros(1, 5)]}, ["id0"]))
         with pytest.raises(PeerLost, match="same number of dimensions"):
-            workers.getting(0).data(0, whole.meta(), where)
+            workers.stores[0].gather(0, whole.meta(), where)
 
     def test_data_that_is_not_there_is_told(self) -> None:
         workers, whole = FakeWorkers(2), batch()
         spread(workers, whole, [0] * 4)
         nowhere = SequenceSample.of({"tokens": [torch.zeros(1)]}, ["id9"])
         with pytest.raises(PeerLost, match="rank 1 does not give what was asked for: it has no .*id9"):
-            workers.getting(0).data(0, nowhere.meta(), {"tokens": [(1,)]})
+            workers.stores[0].gather(0, nowhere.meta(), {"tokens": [(1,)]})
 
     def test_no_ids_have_tensors_of_their_dtypes_and_shapes(self) -> None:
         none = batch().reorder([])
-        found = FakeWorkers(1).getting(0).data(0, none.meta(), {key: [] for key in none.keys})
+        found = FakeWorkers(1).stores[0].gather(0, none.meta(), {key: [] for key in none.keys})
         check_same(found, none)
         assert found["image"].shape == (0, 2, 3)
 
@@ -168,11 +169,11 @@ def bits(tensor: Any) -> bytes:
     return raw
 
 
-def shelved(layout: Sequence[Parts], more: int = 0) -> FakeWorkers:
+def stored(layout: Sequence[Parts], more: int = 0) -> FakeWorkers:
     """Workers of which the first ones have the model, in this layout."""
     workers = FakeWorkers(len(layout) + more)
-    for shelf, parts in zip(workers.shelves, layout, strict=False):
-        shelf.model("actor@0", lambda parts=parts: parts)  # type: ignore[misc]
+    for store, parts in zip(workers.stores, layout, strict=False):
+        store.put_model("actor@0", lambda parts=parts: parts)  # type: ignore[misc]
     return workers
 
 
@@ -180,58 +181,58 @@ class TestParameters:
     @pytest.mark.parametrize("source", LAYOUTS)
     @pytest.mark.parametrize("target", LAYOUTS)
     def test_they_are_copied_bit_for_bit_between_layouts(self, source: str, target: str) -> None:
-        workers = shelved(LAYOUTS[source], len(LAYOUTS[target]))
+        workers = stored(LAYOUTS[source], len(LAYOUTS[target]))
         count = len(LAYOUTS[source])
         for at, parts in enumerate(LAYOUTS[target]):
             into = emptied(parts, 3.0)
-            getting = workers.getting(count + at)
-            getting.parameters("actor@0", range(count), into)
+            store = workers.stores[count + at]
+            store.copy_parameters("actor@0", range(count), into)
             assert [*map(bits, into.values())] == [*map(bits, parts.values())]
             assert (
-                getting.traffic.moved
-                == getting.traffic.needed
+                store.traffic["moved"]
+                == store.traffic["needed"]
                 == sum(local(each).nbytes for each in parts.values())
             )
 
     def test_what_is_here_is_not_asked_for(self) -> None:
-        workers = shelved(LAYOUTS["tensor 2"])
+        workers = stored(LAYOUTS["tensor 2"])
         into = emptied(NETWORK)
-        getting = workers.getting(0)
-        getting.parameters("actor@0", [0, 1], into)
+        store = workers.stores[0]
+        store.copy_parameters("actor@0", [0, 1], into)
         assert [*map(bits, into.values())] == [*map(bits, NETWORK.values())]
-        assert getting.traffic.moved == (NETWORK["a"].nbytes + NETWORK["b"].nbytes) // 2
+        assert store.traffic["moved"] == (NETWORK["a"].nbytes + NETWORK["b"].nbytes) // 2
 
     def test_layouts_are_asked_for_once(self) -> None:
-        workers = shelved(LAYOUTS["tensor 2"], 1)
-        getting = workers.getting(2)
+        workers = stored(LAYOUTS["tensor 2"], 1)
+        store = workers.stores[2]
         kinds = []
         for _ in range(2):
-            getting.parameters("actor@0", [0, 1], emptied(NETWORK))
+            store.copy_parameters("actor@0", [0, 1], emptied(NETWORK))
         kinds.append([what for rank, what, _ in workers.calls if rank == 0])
-        getting.forget()
-        getting.parameters("actor@0", [0, 1], emptied(NETWORK))
+        store.forget_models()
+        store.copy_parameters("actor@0", [0, 1], emptied(NETWORK))
         kinds.append([what for rank, what, _ in workers.calls if rank == 0])
         assert kinds[0] == ["layout", "parts", "parts"]
         assert kinds[1] == [*kinds[0], "layout", "parts"]
 
     def test_they_are_as_they_are_now(self) -> None:
         weight = torch.zeros(3)
-        workers = shelved([{"w": weight}], 1)
-        getting, into = workers.getting(1), {"w": torch.full((3,), 9.0)}
+        workers = stored([{"w": weight}], 1)
+        store, into = workers.stores[1], {"w": torch.full((3,), 9.0)}
         for value in (1.0, 2.0):
             weight.fill_(value)
-            getting.parameters("actor@0", [0], into)
+            store.copy_parameters("actor@0", [0], into)
             assert into["w"].tolist() == [value] * 3
 
     @pytest.mark.parametrize("eta", [0.25, 0.9])
     @pytest.mark.parametrize("source", ["tensor 2", "pipe 2"])
     def test_they_become_a_moving_average(self, eta: float, source: str) -> None:
-        workers = shelved(LAYOUTS[source], 1)
+        workers = stored(LAYOUTS[source], 1)
         into = emptied(NETWORK, 3.0)
-        getting = workers.getting(len(LAYOUTS[source]))
+        store = workers.stores[len(LAYOUTS[source])]
         old = 3.0
         for _ in range(3):
-            getting.parameters("actor@0", range(len(LAYOUTS[source])), into, eta)
+            store.copy_parameters("actor@0", range(len(LAYOUTS[source])), into, eta)
         for name in ("a", "norm"):
             # Three times eta of the new ones and the rest of the old ones.
             left = (1.0 - eta) ** 3
@@ -240,9 +241,9 @@ class TestParameters:
         assert into["steps"].item() == 2**40 + 1
 
     def test_with_all_of_the_new_ones_they_are_copied(self) -> None:
-        workers = shelved([{"w": torch.tensor([0.1, float("inf")])}], 1)
+        workers = stored([{"w": torch.tensor([0.1, float("inf")])}], 1)
         into = {"w": torch.tensor([float("nan"), 1.0])}
-        workers.getting(1).parameters("actor@0", [0], into, eta=1.0)
+        workers.stores[1].copy_parameters("actor@0", [0], into, eta=1.0)
         assert into["w"].tolist() == [pytest.approx(0.1), float("inf")]
 
     @pytest.mark.parametrize(
@@ -255,13 +256,13 @@ class TestParameters:
     )
     def test_tensors_that_do_not_fit_are_told(self, into: dict[str, torch.Tensor], problem: str) -> None:
         with pytest.raises(WeightsError, match=problem):
-            shelved(LAYOUTS["whole"], 1).getting(1).parameters("actor@0", [0], into)
+            stored(LAYOUTS["whole"], 1).stores[1].copy_parameters("actor@0", [0], into)
 
     def test_a_part_that_nobody_has_is_told(self) -> None:
-        workers = shelved(LAYOUTS["tensor 2"], 1)
+        workers = stored(LAYOUTS["tensor 2"], 1)
         with pytest.raises(WeightsError, match=r"no publisher has \[6:12, 0:6\]"):
-            workers.getting(2).parameters("actor@0", [0], {"a": torch.zeros(12, 6)})
+            workers.stores[2].copy_parameters("actor@0", [0], {"a": torch.zeros(12, 6)})
 
     def test_a_model_that_is_not_there_is_told(self) -> None:
         with pytest.raises(PeerLost, match="rank 0 does not give what was asked for: it has no 'critic@0'"):
-            shelved(LAYOUTS["whole"], 1).getting(1).parameters("critic@0", [0], emptied(NETWORK))
+            stored(LAYOUTS["whole"], 1).stores[1].copy_parameters("critic@0", [0], emptied(NETWORK))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.experiments.config import (
@@ -20,12 +19,21 @@ from unirun.experiments.config import (
     model_workers,
 )
 from unirun.experiments.graph import MicroBatchSpec, topology
-from unirun.experiments.recovery import FILE, RecoverInfo, Recovery, Settings, _flat
+from unirun.experiments.recovery import (
+    DATA,
+    FILE,
+    RecoverInfo,
+    Recovery,
+    Settings,
+    _flat,
+    changes,
+    settings_of,
+)
 
 from .sample_configs import ACTOR, NETWORK, TRAIN, call, config_with, ppo
 
 MODELS = ["actor@0", "critic@0"]
-SETTINGS = Settings({"n_seqs": "8", "models.actor@0.backend.lr": "0.1"}, {"ppo": "ab"})
+SETTINGS = {"n_seqs": "8", "models.actor@0.backend.lr": "0.1", "code.ppo": "ab"}
 INFO = RecoverInfo(
     12,
     2,
@@ -167,18 +175,18 @@ def settings(lr: float = 0.1, seed: int = 1, tensor: int = 1, **more: Any) -> Se
     control = ExperimentSaveEvalControl(more.pop("epochs", 1), save_freq_steps=more.pop("saves", None))
     config = config_with([call("train", ["prompt"], kind=TRAIN, **more)], workers, control)
     config.lazy_init()
-    return Settings.of(config)
+    return settings_of(config)
 
 
-def changes(before: Settings, now: Settings) -> list[str]:
-    return [*before.changes(now).values()]
+def told(before: Settings, now: Settings) -> list[str]:
+    return [*changes(before, now).values()]
 
 
 class TestSettings:
     def test_they_are_of_the_models_that_have_files_in_a_checkpoint(self) -> None:
         config = ppo(separate=True)
         config.lazy_init()
-        found = Settings.of(config).values
+        found = settings_of(config)
         assert found["n_seqs"] == "8"
         # The replica that generates gets its parameters from the other one.
         models = {name.split(".")[1] for name in found if name.startswith("models.")}
@@ -189,17 +197,15 @@ class TestSettings:
         assert found["model_rpcs.refInf.output_key_remap.logprobs"] == '"ref_logprobs"'
 
     def test_what_decides_the_numbers_is_told_by_name_with_both_values(self) -> None:
-        assert changes(settings(), settings()) == []
-        assert changes(settings(), settings(lr=0.2)) == ["models.actor@0.backend.lr: 0.1 → 0.2"]
-        assert changes(settings(), settings(seed=2)) == ["seed: 1 → 2"]
-        assert changes(settings(), settings(balanced_dp=True)) == [
-            "model_rpcs.train.balanced_dp: false → true"
-        ]
-        more = changes(settings(), settings(mb_spec=MicroBatchSpec(2)))
+        assert told(settings(), settings()) == []
+        assert told(settings(), settings(lr=0.2)) == ["models.actor@0.backend.lr: 0.1 → 0.2"]
+        assert told(settings(), settings(seed=2)) == ["seed: 1 → 2"]
+        assert told(settings(), settings(balanced_dp=True)) == ["model_rpcs.train.balanced_dp: false → true"]
+        more = told(settings(), settings(mb_spec=MicroBatchSpec(2)))
         assert more == ["model_rpcs.train.mb_spec.n_mbs: 1 → 2"]
 
     def test_long_values_are_known_by_their_digests(self) -> None:
-        (found,) = changes(settings(rows=100), settings(rows=101))
+        (found,) = told(settings(rows=100), settings(rows=101))
         assert re.fullmatch(
             r"datasets.0.rows: sha256 \w{16}, \d+ characters → sha256 \w{16}, \d+ characters", found
         )
@@ -207,26 +213,25 @@ class TestSettings:
     def test_how_often_something_is_saved_decides_nothing_nor_how_long_a_trial_is_without_a_schedule(
         self,
     ) -> None:
-        assert changes(settings(), settings(epochs=2, saves=3)) == []
-        assert changes(settings(warmup=0.0), settings(warmup=0.0, epochs=2)) == []
+        assert told(settings(), settings(epochs=2, saves=3)) == []
+        assert told(settings(warmup=0.0), settings(warmup=0.0, epochs=2)) == []
         shapes: list[dict[str, Any]] = [
             {"schedule": "cosine"},
             {"warmup": 0.1},
             {"schedule": "constant", "warmup": 0.1},
         ]
         for shape in shapes:
-            told = changes(settings(**shape), settings(**shape, epochs=2))
-            assert told == ["total_train_epochs: 1 → 2"]
+            assert told(settings(**shape), settings(**shape, epochs=2)) == ["total_train_epochs: 1 → 2"]
 
     def test_a_checkpoint_that_does_not_say_how_long_its_trial_is_goes_on(self) -> None:
         now = settings(warmup=0.1)
-        values = {name: value for name, value in now.values.items() if name != "total_train_epochs"}
-        assert changes(replace(now, values=values), now) == []
+        before = {name: value for name, value in now.items() if name != "total_train_epochs"}
+        assert told(before, now) == []
 
     def test_the_content_of_datasets_counts_once_it_is_known(self) -> None:
-        one, other = settings().with_data("8 samples, a"), settings().with_data("8 samples, b")
-        assert changes(one, other) == ['datasets.content: "8 samples, a" → "8 samples, b"']
-        assert changes(one, settings()) == []
+        one, other = ({**settings(), DATA: f'"8 samples, {each}"'} for each in "ab")
+        assert told(one, other) == ['datasets.content: "8 samples, a" → "8 samples, b"']
+        assert told(one, settings()) == []
 
     def test_an_address_in_memory_is_no_setting(self) -> None:
         assert dict(_flat("args", "<Thing at 0x7f00>")) == {"args": '"<Thing>"'}
@@ -276,13 +281,13 @@ class TestChecks:
 
     def test_other_code_of_an_interface_is_told_and_not_refused(self, recovery: Recovery) -> None:
         before, now = (
-            replace(settings(), code={"ppo": "1", "old": "1"}),
-            replace(settings(), code={"ppo": "2"}),
+            {**settings(), "code.ppo": "1", "code.old": "1"},
+            {**settings(), "code.ppo": "2"},
         )
         assert recovery.check(RecoverInfo(12, settings=before), now) == [
             "the code of interface 'ppo' has changed"
         ]
-        assert [*settings().code] == ["tests-interface"]
+        assert [name for name in settings() if name.startswith("code.")] == ["code.tests-interface"]
 
 
 class TestKeeping:

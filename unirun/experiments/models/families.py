@@ -17,7 +17,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from unirun.errors import SpecError
-from unirun.values import Value
 
 # The cut of the layers of a decoder over tensor-parallel ranks (Shoeybi et al. 2019, Megatron-LM).
 #
@@ -30,16 +29,13 @@ from unirun.values import Value
 # are cut. All ranks have the same inputs there, and the same gradient.
 
 
-class Cut(Value):
-    """The linear layers of a module that are cut, by name."""
-
-    columns: tuple[str, ...]
-    rows: tuple[str, ...]
-
+Cut = Mapping[str, int]
+"""The linear layers of a module that are cut, by name, and the dimension of their weights: 0 is by columns, 1 by rows,
+as torch has the weight of a linear layer transposed."""
 
 PLAN: Mapping[str, Cut] = {
-    "self_attn": Cut(("q_proj", "k_proj", "v_proj"), ("o_proj",)),
-    "mlp": Cut(("gate_proj", "up_proj"), ("down_proj",)),
+    "self_attn": {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1},
+    "mlp": {"gate_proj": 0, "up_proj": 0, "down_proj": 1},
 }
 """The modules of a layer that are cut."""
 
@@ -50,12 +46,12 @@ OPTIONAL = ("gate_proj",)
 def cuts(layer: nn.Module) -> dict[str, Cut]:
     """The modules of this layer that are cut. One whose linear layers are others, as a fused projection or the experts
     of a mixture, is left whole."""
-    found = {}
+    found: dict[str, Cut] = {}
     for name, cut in PLAN.items():
         module = getattr(layer, name, None)
-        there = {each for each in (*cut.columns, *cut.rows) if type(getattr(module, each, None)) is nn.Linear}
-        if {*cut.columns, *cut.rows} - there <= set(OPTIONAL):
-            found[name] = Cut(tuple(each for each in cut.columns if each in there), cut.rows)
+        there = {each: dim for each, dim in cut.items() if type(getattr(module, each, None)) is nn.Linear}
+        if cut.keys() - there.keys() <= set(OPTIONAL):
+            found[name] = there
     return found
 
 
@@ -63,7 +59,7 @@ def partial_names(layer: nn.Module) -> set[str]:
     """The names of the partial parameters of this layer."""
     found = set()
     for name, cut in cuts(layer).items():
-        sharded = tuple(f"{each}." for each in (*cut.columns, *cut.rows))
+        sharded = tuple(f"{each}." for each in cut)
         module: Any = getattr(layer, name)
         found |= {f"{name}.{n}" for n, _ in module.named_parameters() if not n.startswith(sharded)}
     return found
@@ -431,11 +427,11 @@ def _parts(
         total = total + found.detach()
         for key, parameter in part.named_parameters():
             grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            if key.removesuffix(".weight").removesuffix(".bias") in cut.columns:
-                sums[key] = torch.cat([sums[key], grad]) if rank else grad
-            elif key.removesuffix(".weight") in cut.rows:
-                sums[key] = torch.cat([sums[key], grad], 1) if rank else grad
-            elif key.removesuffix(".bias") not in cut.rows:
+            linear, _, what = key.rpartition(".")
+            dim = cut.get(linear)
+            if dim == 0 or (dim == 1 and what == "weight"):
+                sums[key] = torch.cat([sums[key], grad], dim) if rank else grad
+            elif dim is None:
                 sums[key] = sums[key] + grad if rank else grad
     if why := _differ(total, output.detach()):
         return f"the outputs of its parts do not add up: {why}"
@@ -461,8 +457,9 @@ def _interrupted(part: nn.Module, cut: Cut) -> list[tuple[torch.Tensor, torch.Te
         found.append((output, output.detach().requires_grad_()))
         return found[-1][1]
 
-    for name in cut.rows:
-        getattr(part, name).register_forward_hook(remember)
+    for name, dim in cut.items():
+        if dim == 1:
+            getattr(part, name).register_forward_hook(remember)
     return found
 
 
@@ -471,9 +468,8 @@ def _part(module: nn.Module, cut: Cut, rank: int) -> Any:
     part: Any = _copied(module)
     for parameter in part.parameters():
         parameter.grad = None
-    for name in (*cut.columns, *cut.rows):
+    for name, dim in cut.items():
         linear = getattr(part, name)
-        dim = 0 if name in cut.columns else 1
         weight = linear.weight.detach().chunk(PARTS, dim)[rank].clone()
         mine = nn.Linear(weight.shape[1], weight.shape[0], bias=linear.bias is not None)
         mine.weight = nn.Parameter(weight)

@@ -17,7 +17,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from unirun.errors import Fault, SpecError
 from unirun.experiments.graph import ModelName, ProcessTopology, topology
@@ -79,10 +84,10 @@ class Stage(nn.Module):
             self._partial |= {f"body.layers.{number}.{name}" for name in partial_names(layer)}
             for name, cut in cuts(layer).items():
                 module: Any = getattr(layer, name)
-                styles = dict.fromkeys(cut.columns, ColwiseParallel) | dict.fromkeys(
-                    cut.rows, RowwiseParallel
-                )
-                parallelize_module(module, mesh, {each: style() for each, style in styles.items()})
+                styles: dict[str, ParallelStyle] = {
+                    each: RowwiseParallel() if dim else ColwiseParallel() for each, dim in cut.items()
+                }
+                parallelize_module(module, mesh, styles)
         # Embeddings are not cut, so neither is a last layer with the same weights.
         if isinstance(self.head, nn.Linear) and self.head.out_features > 1 and not self._ties:
             parallelize_module(self.head, mesh, ColwiseParallel(output_layouts=Replicate()))
@@ -177,9 +182,8 @@ def _uneven(where: str, layer: nn.Module, tensor: int) -> Iterator[Fault]:
     for name, cut in cuts(layer).items():
         module: Any = getattr(layer, name)
         unit = getattr(module, "head_dim", 1)
-        for each in (*cut.columns, *cut.rows):
-            linear = getattr(module, each)
-            size = linear.out_features if each in cut.columns else linear.in_features
+        for each, dim in cut.items():
+            size = getattr(module, each).weight.shape[dim]
             if size % (unit * tensor):
                 problem = f"{name}.{each} has {size} elements in units of {unit}, and tensor is {tensor}"
                 yield Fault(where, problem, f"tensor has to divide {size // unit}")
