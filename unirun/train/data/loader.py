@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import torch.utils.data._utils.worker as torch_worker
 from msgspec.structs import replace
 from torch import Generator
 from torch.utils.data import (
@@ -18,7 +17,6 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     default_collate,
-    get_worker_info,
 )
 
 from unirun.errors import UsageError
@@ -50,15 +48,14 @@ class Loader:
         self.shard, self._size = shard, batch_size
         # The samples of a dataset that is not indexed are not known beforehand, so they are split one by one.
         self._batch = batch_size if source.indexed else 1
-        self._rest = _Rest(source, batch_size)
         if source.indexed:
             # torch takes what can be iterated, though its types ask for a sampler.
-            options = {**options, "batch_sampler": self._rest}
+            options = {**options, "batch_sampler": source}
             self._batches: DataLoader[Any] = DataLoader(source.dataset, **options)
         else:
             collate = partial(_collated, options.get("collate_fn") or default_collate)
             options = {**options, "collate_fn": collate}
-            self._batches = DataLoader(self._rest, batch_size, **options)
+            self._batches = DataLoader(source, batch_size, **options)
 
     @property
     def dataset(self) -> Any:
@@ -78,7 +75,8 @@ class Loader:
         return self.shard.consume(self._batch, self._read)
 
     def _read(self, share: Share) -> Iterator[Marked]:
-        self._rest.share = share
+        # A `DataLoader` cannot be given another dataset or sampler once it is made.
+        self.shard.source.begin(share, self._size)
         if not self.shard.source.indexed:
             yield from self._batches
             return
@@ -114,27 +112,6 @@ def _check_options(name: str, options: Mapping[str, Any], source: DataSource) ->
             f"dataset {name!r}: persistent_workers=True, with a dataset that is not indexed",
             "leave it out: each epoch needs processes that begin at its position",
         )
-
-
-class _Rest(IterableDataset[Any]):
-    """The rest of a share: the samples of each batch of a dataset that is indexed, as a `DataLoader` cannot be given
-    another sampler once it is made; else the items for one process of a `DataLoader`, or for all of them."""
-
-    share: Share
-
-    def __init__(self, source: DataSource, batch_size: int) -> None:
-        self._source, self._batch_size = source, batch_size
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._source.indexed:
-            return self._source.batches(self.share)
-        info = get_worker_info()
-        if info is None:
-            return self._source.read(self.share)
-        if self._source.size is None:
-            # Some datasets give each process another part. Here every process gets all, and takes its batches.
-            torch_worker._worker_info = None
-        return self._source.read(self.share, info.id, info.num_workers, self._batch_size)
 
 
 def _collated(collate: Callable[[list[Any]], Any], found: list[Marked]) -> Marked:

@@ -20,8 +20,9 @@ from typing import IO, Any, Self
 
 import fsspec
 import numpy as np
+import torch.utils.data._utils.worker as torch_worker
 from msgspec.structs import replace
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unirun.errors import UsageError
 from unirun.train.data.plan import WHOLE, Numbers, SampleOrder, Share
@@ -170,16 +171,33 @@ Marked = tuple[Sequence[Mark], Any]
 """An item or a batch, and the marks of the steps that it ends or goes on with."""
 
 
-class DataSource:
-    """A dataset, and the order of its positions in an epoch: None for one that can only be iterated.
+class DataSource(IterableDataset[Any]):
+    """A dataset, and the order of its positions in an epoch: None for one that can only be iterated. That one gives the
+    same items in each iteration of one epoch. ``dataset.set_epoch(n)``, if it has that, is called before each. What is
+    used is skipped with ``dataset.skip(n)`` where that leaves the rest of the same order, and otherwise read again and
+    dropped. A file is used whole when its last item is.
 
-    That gives the same items in each iteration of one epoch. ``dataset.set_epoch(n)``, if it has that, is called before
-    each. What is used is skipped with ``dataset.skip(n)`` where that leaves the rest of the same order, and otherwise
-    read again and dropped. A file is used whole when its last item is.
+    Its own iterator, for a `DataLoader`, has the rest of a share: of a dataset that is indexed the samples of each
+    batch, of others the items for this process of the `DataLoader`.
     """
 
     def __init__(self, dataset: Any, order: SampleOrder | None) -> None:
         self.dataset, self._order = dataset, order
+
+    def begin(self, share: Share, batch: int) -> None:
+        """Iterators have the rest of `share` from now on, in batches of this size."""
+        self._share, self._batch = share, batch
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.indexed:
+            return self._batches(self._share)
+        info = get_worker_info()
+        if info is None:
+            return self.read(self._share)
+        if self.size is None:
+            # Some datasets give each process another part. Here every process gets all, and takes its batches.
+            torch_worker._worker_info = None
+        return self.read(self._share, info.id, info.num_workers, self._batch)
 
     @property
     def size(self) -> int | None:
@@ -191,8 +209,7 @@ class DataSource:
         """True if each position is a sample that can be read by itself."""
         return self._order is not None and not isinstance(self.dataset, Files)
 
-    def batches(self, share: Share) -> Iterator[list[int]]:
-        """The samples of each step that is left of `share`."""
+    def _batches(self, share: Share) -> Iterator[list[int]]:
         indices = self._indices(share)
         for _, positions in share.cells():
             yield indices(positions)
