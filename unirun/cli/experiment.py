@@ -63,14 +63,10 @@ def start(options: Any) -> int:
         while True:
             # A job may run without its command, too.
             starting.refuse_running(root)
-            before = starting.started(root)
-            path = starting.write_job(about, config, mapping, f"{mapping['name']}-{secrets.token_hex(3)}")
-            warn(f"trial {name}/{trial}, files in {root}")
-            try:
+            run_id = f"{mapping['name']}-{secrets.token_hex(3)}"
+            with starting.job_file(root, config, mapping, run_id) as path:
+                warn(f"trial {name}/{trial}, files in {root}")
                 code = _run(path, where)
-            except BaseException:
-                starting.take_back(root, before)
-                raise
             if not code or code in FINAL or not retries:
                 return code
             retries -= 1
@@ -168,13 +164,13 @@ def stop(options: Any) -> int:
     from unirun.experiments import starting
 
     root = starting.root_of(options.root, options.experiment_name, options.trial_name)
-    known = starting.started(root)
-    if known is None:
+    job = starting.job_of(root)
+    if not job:
         raise UsageError(
             f"there is no trial {options.trial_name!r} of {options.experiment_name!r}",
             "unirun experiment list shows all",
         )
-    return call("stop", [known.job])
+    return call("stop", [job])
 
 
 def show(options: Any) -> int:
@@ -182,8 +178,8 @@ def show(options: Any) -> int:
     from unirun.experiments import starting
 
     rows = [
-        (each.experiment, each.trial, starting.phase_of(each), each.job)
-        for each in starting.trials(options.root)
+        (*root.parts[-2:], starting.phase_of(job := starting.job_of(root)), job)
+        for root in starting.trials(options.root)
     ]
     print_table(("EXPERIMENT", "TRIAL", "STATE", "JOB"), rows)
     return 0

@@ -30,13 +30,12 @@ from unirun.experiments.recovery import (
     DATA,
     EVALUATIONS,
     STEPS,
-    Records,
     RecoverInfo,
     Recovery,
     SavedModels,
     settings_of,
 )
-from unirun.experiments.starting import end_of, make_root, started
+from unirun.experiments.starting import end_of, job_of, make_root
 from unirun.roles import BaseTrainer
 from unirun.train.data.plan import SampleOrder
 from unirun.train.losses import LOSS_REPORT_TIMEOUT, Repeats, kind_of, loss_of
@@ -91,7 +90,6 @@ class MasterWorkerProcess(BaseTrainer):
             self._told: set[str] = set()
             self._group: Any = self.RG_MODEL_WORKER
             self._attempt = int(time.time() * 1000)
-            self._records = Records(self._root)
             self._saved = config.evaluated().role if config.auto_eval else ""
 
     @contextlib.contextmanager
@@ -152,7 +150,7 @@ class MasterWorkerProcess(BaseTrainer):
         is a consequence of a loss does not name the lost worker."""
         worker = str(getattr(error, "worker", ""))
         deadline = time.monotonic() + LOSS_REPORT_TIMEOUT
-        while started(self._root) is not None and time.monotonic() < deadline:
+        while job_of(self._root) and time.monotonic() < deadline:
             if found := end_of(self._root, worker, self._began):
                 who, end = found
                 return f"{who} was lost: {end}", kind_of(loss_of(who, end))
@@ -239,12 +237,12 @@ class MasterWorkerProcess(BaseTrainer):
     def _drop_what_is_made_again(self, info: RecoverInfo | None) -> None:
         """Records and saved models are those up to the checkpoint. Without one, those of a job before are set aside."""
         if info is None and self.load_state() is None:
-            self._records.set_aside()
-        self._records.drop_after(info.step if info is not None else -1)
+            self._recovery.set_aside()
+        self._recovery.drop_after(info.step if info is not None else -1)
         # If this process dies, its successor goes on from the last checkpoint, and what it finds is of this job.
         self.save_state(b"begun")
         evaluator: Any = getattr(self, "RG_EVALUATOR") if self._saved else None  # noqa: B009 - no type knows it
-        self._saves = SavedModels(self._records, self._root / CHECKPOINTS / self._saved, evaluator)
+        self._saves = SavedModels(self._recovery, self._root / CHECKPOINTS / self._saved, evaluator)
 
     def _generation_now(self) -> int:
         return int(self.master_handle.job_info()["roles"][WORKERS]["generation"])
@@ -342,7 +340,7 @@ class MasterWorkerProcess(BaseTrainer):
 
     def _evaluate(self, info: RecoverInfo) -> dict[str, float]:
         """The figures of all models that are trained, of their held-out data. A step is evaluated once."""
-        figures: dict[str, float] = self._records.of_step(EVALUATIONS, info.step)
+        figures: dict[str, float] = self._recovery.record_of(EVALUATIONS, info.step)
         if figures:
             return figures
         self._doing = f"in the evaluation after step {info.step}"
@@ -357,7 +355,7 @@ class MasterWorkerProcess(BaseTrainer):
 
     def _write(self, name: str, step: int, figures: dict[str, float]) -> None:
         line = {"step": step, **figures}
-        self._records.write(name, line)
+        self._recovery.record(name, line)
         self.master_handle.report(line)
 
     def _write_figures(self, step: int, figures: dict[str, float]) -> None:

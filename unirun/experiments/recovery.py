@@ -32,6 +32,10 @@ from unirun.values import Value
 from unirun.wire.frames import finite
 from unirun.wire.reporting import report
 
+STEPS, EVALUATIONS, SAVES = "steps.jsonl", "evaluations.jsonl", "saves.jsonl"
+CHECKPOINTS, SAVED = "checkpoints", "step"
+"""The directory of saved models; how the name of each one begins, which ends with its step."""
+
 FILE = "recover.json"
 KEPT = 2
 """Checkpoints that are kept: the last one, and the one before, which is used if recover.json is damaged."""
@@ -155,10 +159,11 @@ class RecoverInfo(Value):
 
 
 class Recovery:
-    """The checkpoints of a trial, in a directory that all of its processes reach."""
+    """The checkpoints of a trial, and its records, from which it goes on, in a directory that all of its processes
+    reach. Records are figures of steps, of held-out data and of saved models, an object in each line."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root / "recover"
+        self._top, self._root = root, root / "recover"
 
     def path(self, step: int) -> Path:
         """The path of the checkpoint after so many steps."""
@@ -259,48 +264,29 @@ class Recovery:
         """The trial begins anew."""
         shutil.rmtree(self._root, ignore_errors=True)
 
-
-def _may_be_accepted(setting: str) -> bool:
-    """False for `n_seqs` and layouts: the checkpoint has a file for each rank, and a position counted in batches."""
-    return setting != "n_seqs" and ".layout." not in setting
-
-
-# The records of a trial: figures of steps, of held-out data and of saved models, an object in each line.
-
-STEPS, EVALUATIONS, SAVES = "steps.jsonl", "evaluations.jsonl", "saves.jsonl"
-CHECKPOINTS, SAVED = "checkpoints", "step"
-"""The directory of saved models; how the name of each one begins, which ends with its step."""
-
-
-class Records:
-    """The files in the directory of a trial."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def write(self, name: str, line: Mapping[str, Any]) -> None:
-        """Add a line to one of the files. A figure that is not finite is null in it."""
-        with (self._root / name).open("a") as file:
+    def record(self, name: str, line: Mapping[str, Any]) -> None:
+        """Add a line to the records of this name. A figure that is not finite is null in it."""
+        with (self._top / name).open("a") as file:
             file.write(_json(line))
 
-    def read(self, name: str) -> list[dict[str, Any]]:
-        """All lines of a file. One that was cut, as its process was killed, is left out."""
-        path = self._root / name
+    def records(self, name: str) -> list[dict[str, Any]]:
+        """All lines of these records. One that was cut, as its process was killed, is left out."""
+        path = self._top / name
         return [*read_lines(path)] if path.exists() else []
 
-    def of_step(self, name: str, step: int) -> dict[str, Any]:
+    def record_of(self, name: str, step: int) -> dict[str, Any]:
         """The figures of the line of `step`, nan for those that are null; none if there is no such line."""
-        found = [line for line in self.read(name) if line.pop("step") == step]
+        found = [line for line in self.records(name) if line.pop("step") == step]
         return (
             {key: math.nan if value is None else value for key, value in found[-1].items()} if found else {}
         )
 
     def set_aside(self) -> None:
         """The trial begins anew: move these files and the saved models of the run before to ``earlier/1``, …"""
-        there = [self._root / name for name in (STEPS, EVALUATIONS, SAVES, CHECKPOINTS)]
+        there = [self._top / name for name in (STEPS, EVALUATIONS, SAVES, CHECKPOINTS)]
         there = [path for path in there if path.exists()]
         if there:
-            top = self._root / "earlier"
+            top = self._top / "earlier"
             top.mkdir(exist_ok=True)
             numbers = [int(path.name) for path in top.iterdir() if path.name.isdecimal()]
             folder = top / str(1 + max(numbers, default=0))
@@ -310,15 +296,20 @@ class Records:
 
     def drop_after(self, step: int) -> None:
         """Drop the lines and the saved models of steps after `step`: the trial goes on there and makes them again."""
-        for path in self._root.glob(f"{CHECKPOINTS}/*/{SAVED}*"):
+        for path in self._top.glob(f"{CHECKPOINTS}/*/{SAVED}*"):
             if _number(path.name) > step:
                 shutil.rmtree(path)
         for name in (STEPS, EVALUATIONS, SAVES):
-            if (self._root / name).exists():
-                lines = [line for line in self.read(name) if _step_of(line) <= step]
-                part = self._root / f"{name}.partial"
+            if (self._top / name).exists():
+                lines = [line for line in self.records(name) if _step_of(line) <= step]
+                part = self._top / f"{name}.partial"
                 part.write_text("".join(map(_json, lines)))
-                part.rename(self._root / name)
+                part.rename(self._top / name)
+
+
+def _may_be_accepted(setting: str) -> bool:
+    """False for `n_seqs` and layouts: the checkpoint has a file for each rank, and a position counted in batches."""
+    return setting != "n_seqs" and ".layout." not in setting
 
 
 def _json(line: Mapping[str, Any]) -> str:
@@ -338,10 +329,10 @@ def _step_of(line: Mapping[str, Any]) -> int:
 class SavedModels:
     """Has an evaluator, if there is one, evaluate each model that was saved in `folder`, in their order."""
 
-    def __init__(self, records: Records, folder: Path, evaluator: Any | None) -> None:
-        self._records, self._folder, self._evaluator = records, folder, evaluator
+    def __init__(self, recovery: Recovery, folder: Path, evaluator: Any | None) -> None:
+        self._recovery, self._folder, self._evaluator = recovery, folder, evaluator
         self._asked: tuple[str, Any] | None = None
-        self._known = {str(line["save"]) for line in records.read(SAVES)}
+        self._known = {str(line["save"]) for line in recovery.records(SAVES)}
 
     def follow(self, *, to_end: bool) -> None:
         """Write what is known by now, and ask for the next one; with `to_end`, wait for all of them."""
@@ -363,6 +354,6 @@ class SavedModels:
                     f"{error.problem}; that is the same end {LIMIT} times while it evaluated {name}",
                     f"unirun logs {error.worker} shows its output",
                 ) from error
-            self._records.write(SAVES, {"save": name, **found})
+            self._recovery.record(SAVES, {"save": name, **found})
             self._known.add(name)
             self._asked = None

@@ -25,7 +25,6 @@ from unirun.experiments.graph import ModelName, ProcessTopology
 from unirun.observe.jobdir import job_at, unirun_home
 from unirun.observe.ownership import exposure, make_private
 from unirun.observe.status import ENDED, read_status
-from unirun.values import Value
 from unirun.wire.reporting import report
 
 # An experiment as text: its configuration, where its models are, and its graph.
@@ -100,7 +99,6 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float) or value is None else str(value)
 
 
-TRIAL = "trial.json"
 JOB = "job.json"
 GRAPH = "graph.svg"
 LOCK = "lock"
@@ -116,14 +114,6 @@ PRELOAD = (
 """The modules that are imported once, in the spawner, and not by each worker."""
 
 
-class Started(Value):
-    """The content of ``trial.json``: the job of the latest start."""
-
-    experiment: str
-    trial: str
-    job: str
-
-
 def root_of(top: str, experiment: str, trial: str) -> Path:
     """The directory of a trial; `top` is that of all of them. Raises `UsageError` for names that no path can have."""
     check_names(experiment, trial)
@@ -134,24 +124,24 @@ def _top(top: str) -> Path:
     return Path(top).absolute() if top else unirun_home() / "experiments"
 
 
-def trials(top: str) -> list[Started]:
-    """All trials that were started, by their names."""
-    found = (started(path.parent) for path in sorted(_top(top).glob(f"*/*/{TRIAL}")))
-    return [each for each in found if each is not None]
+def trials(top: str) -> list[Path]:
+    """The directories of all trials that were started, by their names."""
+    return [path.parent for path in sorted(_top(top).glob(f"*/*/{JOB}")) if job_of(path.parent)]
 
 
-def started(root: Path) -> Started | None:
-    """The latest start of the trial in this directory."""
+def job_of(root: Path) -> str:
+    """The job of the latest start of the trial in this directory; empty without one."""
     try:
-        return msgspec.json.decode((root / TRIAL).read_bytes(), type=Started)
+        found = json.loads((root / JOB).read_bytes())
     except (OSError, ValueError):
-        return None
+        return ""
+    return str(found.get("run_id", "")) if isinstance(found, dict) else ""
 
 
-def phase_of(start: Started) -> str:
+def phase_of(job: str) -> str:
     """The phase of a trial: the phase of its job; ``gone`` when nothing is known of it any more."""
     try:
-        return str(read_status(job_at(start.job)).phase)
+        return str(read_status(job_at(job)).phase)
     except (JobError, OSError):
         return "gone"
 
@@ -160,9 +150,9 @@ def end_of(root: Path, worker: str, since: float) -> tuple[str, str] | None:
     """The worker of the trial's job that has last ended `since` then, in seconds since the epoch, and the way
     in which it ended: ``model_worker:1`` and ``exit code 3``. It is `worker`, or any if that is empty. None
     when it has not ended, or when this host does not know the state of the job."""
-    start = started(root)
+    job = job_of(root)
     try:
-        failures = read_status(job_at(start.job)).failures if start is not None else ()
+        failures = read_status(job_at(job)).failures if job else ()
     except (JobError, OSError):
         return None
     ended = (each for each in reversed(failures) if worker in ("", each.who) and each.time >= since)
@@ -171,12 +161,13 @@ def end_of(root: Path, worker: str, since: float) -> tuple[str, str] | None:
 
 def refuse_running(root: Path) -> None:
     """Raise `UsageError` while the trial runs."""
-    known = started(root)
-    if known is not None and phase_of(known) not in (*ENDED, "gone"):
-        raise _runs_already(known.experiment, known.trial, f", as job {known.job}")
+    job = job_of(root)
+    if job and phase_of(job) not in (*ENDED, "gone"):
+        raise _runs_already(root, f", as job {job}")
 
 
-def _runs_already(experiment: str, trial: str, job: str) -> UsageError:
+def _runs_already(root: Path, job: str) -> UsageError:
+    experiment, trial = root.parts[-2:]
     return UsageError(
         f"trial {trial!r} of {experiment!r} runs already{job}",
         f"wait for its end, or: unirun experiment stop -e {experiment} -f {trial}",
@@ -221,9 +212,8 @@ def _lock(handle: int, root: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        known = started(root)
-        job = f", its latest job is {known.job}" if known is not None else ""
-        raise _runs_already(root.parent.name, root.name, job) from None
+        job = job_of(root)
+        raise _runs_already(root, f", its latest job is {job}" if job else "") from None
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
             raise
@@ -275,27 +265,25 @@ def _role(count: int, workload: str, needs: Scheduling) -> dict[str, Any]:
     return {**role, "device": "cuda", "slots": needs.gpu, "env": dict(needs.env_vars)}
 
 
-def write_job(trial: Trial, config: ExperimentConfig, mapping: dict[str, Any], run_id: str) -> Path:
-    """Write the files of a start: the picture of the graph, the job file. Returns the job file."""
-    root = Path(trial.root)
+@contextlib.contextmanager
+def job_file(root: Path, config: ExperimentConfig, mapping: dict[str, Any], run_id: str) -> Iterator[Path]:
+    """The job file of a start in the directory of a trial, beside the picture of the graph. When the block raises and
+    there is no job, the job file before is there again."""
     make_root(root)
     assert config.resolved is not None
     _replace(root / GRAPH, picture(config.resolved).encode())
     path = root / JOB
+    before = path.read_bytes() if path.exists() else None
     _replace(path, json.dumps({**mapping, "run_id": run_id}, indent=1).encode())
-    _replace(root / TRIAL, msgspec.json.encode(Started(trial.experiment, trial.trial, run_id)))
-    return path
-
-
-def take_back(root: Path, before: Started | None) -> None:
-    """Make the start before the latest one the latest again, if that has made no job."""
-    latest = started(root)
-    if latest is None or phase_of(latest) != "gone":
-        return
-    if before is None:
-        (root / TRIAL).unlink()
-    else:
-        _replace(root / TRIAL, msgspec.json.encode(before))
+    try:
+        yield path
+    except BaseException:
+        if phase_of(run_id) == "gone":
+            if before is None:
+                path.unlink()
+            else:
+                _replace(path, before)
+        raise
 
 
 def _replace(path: Path, data: bytes) -> None:

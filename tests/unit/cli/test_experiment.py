@@ -16,7 +16,7 @@ from tests.unit.experiments.test_checks_of_arguments import of
 from unirun.errors import PlacementError
 from unirun.experiments.config import ExperimentScheduling, ModelAbstraction, Scheduling, TasksGroup
 from unirun.experiments.experiment import Experiment, ExperimentConfig, register_experiment
-from unirun.experiments.starting import started
+from unirun.experiments.starting import job_of
 from unirun.observe.status import JobStatus, write_status
 from unirun.rendezvous.creation import create_job
 from unirun.wire.handshake import new_token
@@ -234,12 +234,12 @@ class TestAStart:
     def test_one_that_finds_no_place_leaves_the_trial_as_it_was(self, trial: Path, jobs: Jobs) -> None:
         jobs.does = [placed]
         assert run_cli(*START) == 3
-        assert started(trial) is None
+        assert job_of(trial) == ""
         assert run_cli(*START) == 0
-        before = started(trial)
+        before = job_of(trial)
         jobs.does = [placed]
         assert run_cli(*START) == 3
-        assert started(trial) == before
+        assert job_of(trial) == before
 
     def test_a_second_one_at_the_same_moment_is_refused_and_changes_nothing(
         self, trial: Path, jobs: Jobs, capsys: Captured

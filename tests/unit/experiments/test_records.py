@@ -9,88 +9,88 @@ from typing import Any
 
 import pytest
 
-from unirun.experiments.recovery import CHECKPOINTS, EVALUATIONS, SAVES, STEPS, Records, SavedModels
+from unirun.experiments.recovery import CHECKPOINTS, EVALUATIONS, SAVES, STEPS, Recovery, SavedModels
 
 
 @pytest.fixture
-def records(tmp_path: Path) -> Records:
-    return Records(tmp_path)
+def recovery(tmp_path: Path) -> Recovery:
+    return Recovery(tmp_path)
 
 
 class TestRecords:
-    def test_lines_are_read_in_their_order(self, records: Records) -> None:
+    def test_lines_are_read_in_their_order(self, recovery: Recovery) -> None:
         for step in (1, 2):
-            records.write(STEPS, {"step": step, "loss": 0.5})
-        assert records.read(STEPS) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}]
-        assert records.read(EVALUATIONS) == []
+            recovery.record(STEPS, {"step": step, "loss": 0.5})
+        assert recovery.records(STEPS) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}]
+        assert recovery.records(EVALUATIONS) == []
 
-    def test_a_line_that_was_cut_is_left_out(self, records: Records, tmp_path: Path) -> None:
-        records.write(STEPS, {"step": 1})
+    def test_a_line_that_was_cut_is_left_out(self, recovery: Recovery, tmp_path: Path) -> None:
+        recovery.record(STEPS, {"step": 1})
         with (tmp_path / STEPS).open("a") as file:
             file.write('{"step": 2, "lo')
-        assert records.read(STEPS) == [{"step": 1}]
+        assert recovery.records(STEPS) == [{"step": 1}]
 
     def test_figures_that_are_not_finite_are_null_which_every_reader_of_json_knows(
-        self, records: Records, tmp_path: Path
+        self, recovery: Recovery, tmp_path: Path
     ) -> None:
-        records.write(STEPS, {"step": 1, "loss": math.nan, "norm": math.inf, "lr": 0.5})
+        recovery.record(STEPS, {"step": 1, "loss": math.nan, "norm": math.inf, "lr": 0.5})
         with (tmp_path / STEPS).open("a") as file:
             file.write('{"step": 2, "loss": NaN}\n')
-        records.drop_after(2)
+        recovery.drop_after(2)
         text = (tmp_path / STEPS).read_text()
         assert text == '{"step": 1, "loss": null, "norm": null, "lr": 0.5}\n{"step": 2, "loss": null}\n'
-        found = records.of_step(STEPS, 1)
+        found = recovery.record_of(STEPS, 1)
         assert math.isnan(found.pop("loss"))
         assert math.isnan(found.pop("norm"))
         assert found == {"lr": 0.5}
 
-    def test_steps_that_are_made_again_are_dropped(self, records: Records) -> None:
+    def test_steps_that_are_made_again_are_dropped(self, recovery: Recovery) -> None:
         for step in range(1, 5):
-            records.write(STEPS, {"step": step})
-            records.write(SAVES, {"save": f"step{step:06}"})
-        records.write(EVALUATIONS, {"step": 4})
-        records.drop_after(2)
-        records.write(STEPS, {"step": 3})
-        assert [line["step"] for line in records.read(STEPS)] == [1, 2, 3]
-        assert records.read(EVALUATIONS) == []
-        assert records.read(SAVES) == [{"save": "step000001"}, {"save": "step000002"}]
+            recovery.record(STEPS, {"step": step})
+            recovery.record(SAVES, {"save": f"step{step:06}"})
+        recovery.record(EVALUATIONS, {"step": 4})
+        recovery.drop_after(2)
+        recovery.record(STEPS, {"step": 3})
+        assert [line["step"] for line in recovery.records(STEPS)] == [1, 2, 3]
+        assert recovery.records(EVALUATIONS) == []
+        assert recovery.records(SAVES) == [{"save": "step000001"}, {"save": "step000002"}]
 
-    def test_models_that_are_saved_again_are_dropped(self, records: Records, tmp_path: Path) -> None:
+    def test_models_that_are_saved_again_are_dropped(self, recovery: Recovery, tmp_path: Path) -> None:
         for role in ("actor", "critic"):
             for name in ("step000002", "step000003", "step1000000", "step000003.mine", "notes"):
                 (tmp_path / CHECKPOINTS / role / name).mkdir(parents=True)
-        records.drop_after(2)
+        recovery.drop_after(2)
         for role in ("actor", "critic"):
             there = sorted(path.name for path in (tmp_path / CHECKPOINTS / role).iterdir())
             assert there == ["notes", "step000002", "step000003.mine"]
         assert not (tmp_path / SAVES).exists()
 
-    def test_the_figures_of_a_step_are_found(self, records: Records) -> None:
-        assert records.of_step(EVALUATIONS, 2) == {}
+    def test_the_figures_of_a_step_are_found(self, recovery: Recovery) -> None:
+        assert recovery.record_of(EVALUATIONS, 2) == {}
         for step in (1, 2):
-            records.write(EVALUATIONS, {"step": step, "right": 0.1 * step})
-        assert records.of_step(EVALUATIONS, 2) == {"right": 0.2}
-        assert records.of_step(EVALUATIONS, 3) == {}
+            recovery.record(EVALUATIONS, {"step": step, "right": 0.1 * step})
+        assert recovery.record_of(EVALUATIONS, 2) == {"right": 0.2}
+        assert recovery.record_of(EVALUATIONS, 3) == {}
 
     def test_what_was_cut_does_not_spoil_what_follows_when_the_trial_goes_on(
-        self, records: Records, tmp_path: Path
+        self, recovery: Recovery, tmp_path: Path
     ) -> None:
         (tmp_path / STEPS).write_text('{"step": 1}\n{"step": 2, "lo')
-        records.drop_after(1)
-        records.write(STEPS, {"step": 2})
-        assert [line["step"] for line in records.read(STEPS)] == [1, 2]
+        recovery.drop_after(1)
+        recovery.record(STEPS, {"step": 2})
+        assert [line["step"] for line in recovery.records(STEPS)] == [1, 2]
 
-    def test_what_a_run_before_has_left_is_set_aside(self, records: Records, tmp_path: Path) -> None:
+    def test_what_a_run_before_has_left_is_set_aside(self, recovery: Recovery, tmp_path: Path) -> None:
         for number in (1, 2):
-            records.write(STEPS, {"step": number})
+            recovery.record(STEPS, {"step": number})
             (tmp_path / CHECKPOINTS / "actor" / f"step{number}").mkdir(parents=True)
-            records.set_aside()
-            assert records.read(STEPS) == []
+            recovery.set_aside()
+            assert recovery.records(STEPS) == []
             assert not (tmp_path / CHECKPOINTS).exists()
             folder = tmp_path / "earlier" / str(number)
-            assert Records(folder).read(STEPS) == [{"step": number}]
+            assert Recovery(folder).records(STEPS) == [{"step": number}]
             assert (folder / CHECKPOINTS / "actor" / f"step{number}").is_dir()
-        records.set_aside()
+        recovery.set_aside()
         assert len([*(tmp_path / "earlier").iterdir()]) == 2
 
 
@@ -112,42 +112,42 @@ class TestSavedModels:
         folder.mkdir(parents=True)
         return folder
 
-    def test_each_save_is_evaluated_once_and_in_order(self, records: Records, saves: Path) -> None:
+    def test_each_save_is_evaluated_once_and_in_order(self, recovery: Recovery, saves: Path) -> None:
         evaluator: Any = Evaluator()
-        models = SavedModels(records, saves, evaluator)
+        models = SavedModels(recovery, saves, evaluator)
         for step in (2, 1):
             (saves / f"step{step:06}").mkdir()
         (saves / ".step000003.partial").mkdir()
         models.follow(to_end=False)
         models.follow(to_end=False)
         assert [*evaluator.asked] == ["step000001"]
-        assert records.read(SAVES) == []
+        assert recovery.records(SAVES) == []
         evaluator.asked["step000001"].set_result({"loss": 1.0})
         models.follow(to_end=False)
         assert [*evaluator.asked] == ["step000001", "step000002"]
         evaluator.asked["step000002"].set_result({"loss": 2.0})
         models.follow(to_end=False)
-        assert records.read(SAVES) == [
+        assert recovery.records(SAVES) == [
             {"save": "step000001", "loss": 1.0},
             {"save": "step000002", "loss": 2.0},
         ]
 
-    def test_at_the_end_all_are_waited_for(self, records: Records, saves: Path) -> None:
+    def test_at_the_end_all_are_waited_for(self, recovery: Recovery, saves: Path) -> None:
         evaluator: Any = Evaluator()
         (saves / "step000001").mkdir()
         evaluator.call_async("step000001").set_result({"loss": 1.0})
-        SavedModels(records, saves, evaluator).follow(to_end=True)
-        assert records.read(SAVES) == [{"save": "step000001", "loss": 1.0}]
+        SavedModels(recovery, saves, evaluator).follow(to_end=True)
+        assert recovery.records(SAVES) == [{"save": "step000001", "loss": 1.0}]
 
-    def test_a_master_that_begins_anew_asks_for_the_rest(self, records: Records, saves: Path) -> None:
+    def test_a_master_that_begins_anew_asks_for_the_rest(self, recovery: Recovery, saves: Path) -> None:
         evaluator: Any = Evaluator()
-        records.write(SAVES, {"save": "step000001", "loss": 1.0})
+        recovery.record(SAVES, {"save": "step000001", "loss": 1.0})
         for step in (1, 2):
             (saves / f"step{step:06}").mkdir()
-        SavedModels(records, saves, evaluator).follow(to_end=False)
+        SavedModels(recovery, saves, evaluator).follow(to_end=False)
         assert [*evaluator.asked] == ["step000002"]
 
-    def test_without_an_evaluator_nothing_is_asked(self, records: Records, saves: Path) -> None:
+    def test_without_an_evaluator_nothing_is_asked(self, recovery: Recovery, saves: Path) -> None:
         (saves / "step000001").mkdir()
-        SavedModels(records, saves, None).follow(to_end=True)
-        assert records.read(SAVES) == []
+        SavedModels(recovery, saves, None).follow(to_end=True)
+        assert recovery.records(SAVES) == []

@@ -30,19 +30,16 @@ from unirun.experiments.starting import (
     JOB,
     LOCK,
     PRELOAD,
-    TRIAL,
-    Started,
     alone,
     end_of,
+    job_file,
     job_mapping,
+    job_of,
     options_of_slurm,
     phase_of,
     refuse_running,
     root_of,
-    started,
-    take_back,
     trials,
-    write_job,
 )
 from unirun.launcher.slurm.options import parse_slurm
 from unirun.observe.status import FailureStatus, JobStatus, write_status
@@ -74,7 +71,8 @@ def two(**needs: object) -> ExperimentScheduling:
 
 def start(config: ExperimentConfig, run_id: str, about: Trial | None = None) -> Path:
     about = about or trial()
-    return write_job(about, config, job_mapping(about, config, two()), run_id)
+    with job_file(Path(about.root), config, job_mapping(about, config, two()), run_id) as path:
+        return path
 
 
 class TestDirectories:
@@ -171,21 +169,19 @@ class TestFiles:
         assert json.loads(path.read_text()) == json.loads(
             json.dumps({**mapping, "run_id": "ppo-first-0a1b2c"})
         )
-        assert started(root) == Started("ppo", "first", "ppo-first-0a1b2c")
+        assert job_of(root) == "ppo-first-0a1b2c"
         assert (root / GRAPH).read_text().startswith("<svg")
 
     def test_the_latest_start_counts(self, home: Path, config: ExperimentConfig) -> None:
         start(config, "one")
         start(config, "two")
-        known = started(root_of("", "ppo", "first"))
-        assert known is not None
-        assert known.job == "two"
+        assert job_of(root_of("", "ppo", "first")) == "two"
         assert sorted(path.name for path in (home / "experiments/ppo/first").iterdir()) == sorted(
-            [GRAPH, JOB, TRIAL]
+            [GRAPH, JOB]
         )
 
     def test_one_that_was_never_started_is_not_known(self) -> None:
-        assert started(root_of("", "ppo", "first")) is None
+        assert job_of(root_of("", "ppo", "first")) == ""
 
     def test_all_trials_are_listed_by_name(
         self, home: Path, config: ExperimentConfig, tmp_path: Path
@@ -193,17 +189,17 @@ class TestFiles:
         for name, experiment in (("b", "sft"), ("a", "sft"), ("c", "ppo")):
             start(config, f"{experiment}-{name}", trial(name, experiment))
         start(config, "elsewhere", trial("d", "ppo", str(tmp_path / "shared")))
-        assert [each.job for each in trials("")] == ["ppo-c", "sft-a", "sft-b"]
-        assert [each.job for each in trials(str(tmp_path / "shared"))] == ["elsewhere"]
+        assert [*map(job_of, trials(""))] == ["ppo-c", "sft-a", "sft-b"]
+        assert [*map(job_of, trials(str(tmp_path / "shared")))] == ["elsewhere"]
 
-    @pytest.mark.parametrize("data", [b"", b"{", b'{"experiment": "a"}', b'{"job": "\xff"}'])
+    @pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"name": "a"}', b'{"run_id": "\xff"}'])
     def test_one_that_cannot_be_read_is_left_out(
         self, home: Path, config: ExperimentConfig, data: bytes
     ) -> None:
         start(config, "good")
         start(config, "bad", trial("second"))
-        (root_of("", "ppo", "second") / TRIAL).write_bytes(data)
-        assert [each.job for each in trials("")] == ["good"]
+        (root_of("", "ppo", "second") / JOB).write_bytes(data)
+        assert [*map(job_of, trials(""))] == ["good"]
 
     def test_without_any_there_are_none(self) -> None:
         assert trials("") == []
@@ -221,7 +217,7 @@ class TestHowItStands:
     def test_one_that_runs_is_not_started_again(self, config: ExperimentConfig) -> None:
         start(config, "ppo-first-1")
         self.stands("running", alive=True)
-        assert phase_of(Started("ppo", "first", "ppo-first-1")) == "running"
+        assert phase_of("ppo-first-1") == "running"
         with pytest.raises(UsageError, match="trial 'first' of 'ppo' runs already, as job ppo-first-1"):
             refuse_running(root_of("", "ppo", "first"))
 
@@ -229,19 +225,19 @@ class TestHowItStands:
     def test_one_that_has_ended_may_be_started_again(self, config: ExperimentConfig, phase: str) -> None:
         start(config, "ppo-first-1")
         self.stands(phase, alive=False)
-        assert phase_of(Started("ppo", "first", "ppo-first-1")) == phase
+        assert phase_of("ppo-first-1") == phase
         refuse_running(root_of("", "ppo", "first"))
 
     def test_so_may_one_whose_processes_are_gone(self, config: ExperimentConfig) -> None:
         start(config, "ppo-first-1")
         self.stands("running", alive=False)
-        assert phase_of(Started("ppo", "first", "ppo-first-1")) == "lost"
+        assert phase_of("ppo-first-1") == "lost"
         refuse_running(root_of("", "ppo", "first"))
 
     @pytest.mark.parametrize("job", ["ppo-first-9", "no id/", ""])
     def test_one_of_which_nothing_is_known_any_more_is_gone(self, config: ExperimentConfig, job: str) -> None:
         start(config, job)
-        assert phase_of(Started("ppo", "first", job)) == "gone"
+        assert phase_of(job) == "gone"
         refuse_running(root_of("", "ppo", "first"))
 
     def test_one_that_was_never_started_may_be(self) -> None:
@@ -311,28 +307,28 @@ def points_to(fd: str, path: Path) -> bool:
 
 
 class TestAStartThatMakesNoJob:
+    @staticmethod
+    def fails(config: ExperimentConfig, run_id: str) -> None:
+        mapping = job_mapping(trial(), config, two())
+        with pytest.raises(KeyboardInterrupt), job_file(root_of("", "ppo", "first"), config, mapping, run_id):
+            raise KeyboardInterrupt
+
     def test_the_one_before_counts(self, config: ExperimentConfig) -> None:
+        before = start(config, "one").read_bytes()
+        self.fails(config, "two")
         root = root_of("", "ppo", "first")
-        start(config, "one")
-        before = started(root)
-        start(config, "two")
-        take_back(root, before)
-        assert started(root) == before
+        assert job_of(root) == "one"
+        assert (root / JOB).read_bytes() == before
 
     def test_without_one_before_there_is_none(self, config: ExperimentConfig) -> None:
-        root = root_of("", "ppo", "first")
-        start(config, "one")
-        take_back(root, None)
-        take_back(root, None)
-        assert started(root) is None
+        self.fails(config, "one")
+        assert job_of(root_of("", "ppo", "first")) == ""
         assert trials("") == []
 
     def test_one_that_has_made_its_job_stays(self, config: ExperimentConfig) -> None:
-        root = root_of("", "ppo", "first")
-        start(config, "ppo-first-1")
         TestHowItStands.stands("failed", alive=False)
-        take_back(root, None)
-        assert started(root) == Started("ppo", "first", "ppo-first-1")
+        self.fails(config, "ppo-first-1")
+        assert job_of(root_of("", "ppo", "first")) == "ppo-first-1"
 
 
 class TestSlurm:
