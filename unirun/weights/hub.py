@@ -31,7 +31,7 @@ from unirun.weights.messages import (
     encode,
 )
 from unirun.weights.pairing import PairGroup
-from unirun.weights.producing import Begun, Demand, Enter, Gate, Producer
+from unirun.weights.producing import Demand, Enter, Gate, Producer
 from unirun.weights.publishing import Publisher, buffers_of
 from unirun.weights.sources import Copy, PeerConnection, RemoteSource, Sent
 from unirun.weights.tensors import Box, Layout, Part
@@ -198,13 +198,13 @@ def _view(held: HeldVersion, name: str, box: Box) -> torch.Tensor:
     raise ValueError(f"{box} of {name} is not here")
 
 
-_demands = msgspec.json.Decoder(Request | Demand | Enter | Begun)
+_demands = msgspec.json.Decoder(Request | Demand | Enter)
 
 
-def request_of(head: bytes) -> Request | Demand | Enter | Begun:
+def request_of(head: bytes) -> Request | Demand | Enter:
     """Decode the request in a parcel. Raises `FrameError` for anything else."""
     try:
-        found: Request | Demand | Enter | Begun = _demands.decode(head)
+        found: Request | Demand | Enter = _demands.decode(head)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise FrameError(f"this is no request: {error}") from error
     return found
@@ -308,7 +308,7 @@ class Hub:
         except FrameError:
             reply(Parcel(b""))
             return
-        if isinstance(request, Enter | Begun):
+        if isinstance(request, Enter):
             self.gate(request.queue).handle(request, reply)
         elif isinstance(request, Demand):
             self.producer(request.queue).handle(request, reply)

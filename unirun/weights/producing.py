@@ -28,15 +28,15 @@ from unirun.weights.publishing import Block, Blocks
 
 
 class AwaitItem(Value, tag=True):
-    """Asks whether there is an item. Answered with `Ack` when there is, or not at all after `patience` seconds."""
+    """Asks whether there is an item. Answered when there is, or not at all after `patience` seconds."""
 
     queue: str
     patience: float
 
 
 class Take(Value, tag=True):
-    """Asks for the first item. Answered with `Offered` at once; its `number` is 0 when there is none. `here`: it is to
-    be in shared memory, as the taker is on the same host."""
+    """Asks for the first item. Answered at once. `here`: it is to be in shared memory, as the taker is on the same
+    host."""
 
     queue: str
     taker: WorkerId
@@ -62,56 +62,47 @@ class Done(Value, tag=True):
 
 class Enter(Value, tag=True):
     """The producer asks whether it may begin one more item. It has begun `count` so far, without those that were
-    dropped, and consumers have used `delivered`. Answered with `Ack` as soon as it may, or not at all after
-    `patience` seconds."""
+    dropped, and consumers have used `delivered`. Answered as soon as it may, or not at all after `patience` seconds.
+
+    With None it tells the counts alone, as it has given an admission back, or waits no longer. Answered at once.
+    """
 
     queue: str
     producer: WorkerId
     count: int
     delivered: int
-    patience: float
-
-
-class Begun(Value, tag=True):
-    """The counts of `Enter`, without a request to begin an item: the producer has given an admission back, or waits no
-    longer. Answered with `Ack` at once."""
-
-    queue: str
-    producer: WorkerId
-    count: int
-    delivered: int
+    patience: float | None = None
 
 
 class Offered(Value, tag=True):
-    """An item of `version`; `sizes` are those of its pickle and of each buffer, in bytes. Number 0: there is none."""
+    """The answer to all requests: an item of `version`. `sizes` are those of its pickle and of each buffer, in bytes.
+    Number 0: there is no item with it."""
 
-    number: int
+    number: int = 0
     version: int | None = None
     sizes: tuple[int, ...] = ()
 
 
-class Ack(Value, tag=True):
-    """The answer to what needs no other."""
-
-
 Demand = AwaitItem | Take | Hold | Done
-Supply = Offered | Ack
 
-_supplies = msgspec.json.Decoder(Supply)
+_offers = msgspec.json.Decoder(Offered)
 
 
-def encode(message: Demand | Enter | Begun | Supply) -> bytes:
+def encode(message: Demand | Enter | Offered) -> bytes:
     """The head of a parcel."""
     return msgspec.json.encode(message)
 
 
-def supply_of(head: bytes) -> Supply:
+def offered(head: bytes) -> Offered:
     """The inverse of `encode` for answers. Raises `FrameError` for anything else."""
     try:
-        found: Supply = _supplies.decode(head)
+        return _offers.decode(head)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise FrameError(f"this is no answer of a queue: {error}") from error
-    return found
+
+
+ACK = Parcel(encode(Offered()))
+"""The answer to what needs no other."""
 
 
 class Bound(Value):
@@ -134,14 +125,6 @@ class Bound(Value):
         return version - made_with > self.max_head_offpolicyness
 
 
-class _Count(Value):
-    """Items that a producer has begun, and those that consumers have used, since the gate knows it."""
-
-    base: int
-    made: int
-    delivered: int
-
-
 class Gate:
     """Lets producers begin. It is in rank 0 of the consumer, which knows the version. `handle` is called in a thread of
     the transport.
@@ -154,8 +137,10 @@ class Gate:
         self._lock = threading.Lock()
         self._bound: Bound | None = None
         self._version = 0
+        # Items in the batches before, without those that producers count themselves.
         self._before = 0
-        self._counts: dict[WorkerId, _Count] = {}
+        # The latest counts of each producer.
+        self._counts: dict[WorkerId, Enter] = {}
         # Producers that want to begin, and when their time is over.
         self._waiting: dict[WorkerId, tuple[Reply, float]] = {}
 
@@ -163,7 +148,8 @@ class Gate:
         """Let producers begin; `version` weights were trained before."""
         with self._lock:
             if self._bound is None:
-                self._bound, self._version, self._before = bound, version, version * bound.batch
+                self._bound, self._version = bound, version
+                self._before += version * bound.batch
         self._let_in()
 
     def advance(self, version: int) -> None:
@@ -180,20 +166,20 @@ class Gate:
             self._waiting = {who: each for who, each in self._waiting.items() if who in alive}
         self._let_in()
 
-    def handle(self, request: Enter | Begun, reply: Reply) -> None:
+    def handle(self, request: Enter, reply: Reply) -> None:
         """Answer when the producer may begin; at once when it does not want to."""
         with self._lock:
-            # What was delivered before this gate was there is in the batches of earlier versions.
-            known = self._counts.get(request.producer)
-            base = known.base if known is not None else request.delivered
-            self._counts[request.producer] = _Count(base, request.count - base, request.delivered - base)
+            if request.producer not in self._counts:
+                # What was delivered before this gate was there is in the batches of earlier versions.
+                self._before -= request.delivered
+            self._counts[request.producer] = request
             # A producer has one request at a time: an earlier one that still waits was given up.
             self._waiting.pop(request.producer, None)
-            if isinstance(request, Enter):
+            if request.patience is not None:
                 self._waiting[request.producer] = reply, self._now() + request.patience
         self._let_in()
-        if isinstance(request, Begun):
-            reply(Parcel(encode(Ack())))
+        if request.patience is None:
+            reply(ACK)
 
     def _let_in(self) -> None:
         replies = []
@@ -203,13 +189,13 @@ class Gate:
             while self._waiting and self._bound is not None and self._may_begin(self._bound):
                 first = next(iter(self._waiting))
                 count = self._counts[first]
-                self._counts[first] = replace(count, made=count.made + 1)
+                self._counts[first] = replace(count, count=count.count + 1)
                 replies.append(self._waiting.pop(first)[0])
         for reply in replies:
-            reply(Parcel(encode(Ack())))
+            reply(ACK)
 
     def _may_begin(self, bound: Bound) -> bool:
-        made = self._before + sum(count.made for count in self._counts.values())
+        made = self._before + sum(each.count for each in self._counts.values())
         return bound.may_begin(made, self._version)
 
 
@@ -220,13 +206,8 @@ SPARE = 16
 """Blocks that are kept for the next items."""
 
 
-class _Item(Value):
-    """An item, and where it is: a pickle and buffers of these `sizes`, in bytes, in `block`."""
-
-    number: int
-    version: int | None
-    sizes: tuple[int, ...]
-    block: Block
+_Item = tuple[Offered, Block]
+"""An item, and the block in which its pickle and its buffers are."""
 
 
 class Producer:
@@ -291,7 +272,7 @@ class Producer:
         with self._changed:
             self._filling -= 1
             self._number += 1
-            self._items.append(_Item(self._number, version, sizes, block))
+            self._items.append((Offered(self._number, version, sizes), block))
             woken = self._woken()
         self._tell(woken)
 
@@ -304,7 +285,7 @@ class Producer:
 
     def _tell(self, woken: list[Reply]) -> None:
         for reply in woken:
-            reply(Parcel(encode(Ack())))
+            reply(ACK)
 
     def handle(self, request: Demand, reply: Reply) -> None:
         """Answer a consumer, now or when there is an item."""
@@ -322,21 +303,20 @@ class Producer:
                 self._put_back(lambda number, who: who == taker and number not in numbers)
             case Done():
                 self._used(request)
-        reply(Parcel(encode(Ack())))
+        reply(ACK)
 
     def _take(self, taker: WorkerId, *, here: bool) -> Parcel:
         with self._changed:
             if not self._items:
-                return Parcel(encode(Offered(0)))
-            item = self._items.popleft()
-            self._taken[item.number] = item, taker
+                return ACK
+            offer, block = item = self._items.popleft()
+            self._taken[offer.number] = item, taker
             self._sent += 1
             reader = f"{taker} {self._sent}"
-            item.block.readers.add(reader)
+            block.readers.add(reader)
             self._changed.notify_all()
-        head = encode(Offered(item.number, item.version, item.sizes))
-        _, total = offsets(item.sizes)
-        block = item.block
+        head = encode(offer)
+        _, total = offsets(offer.sizes)
 
         def released() -> None:
             with self._changed:
@@ -354,7 +334,8 @@ class Producer:
                 if number not in self._taken or self._taken[number][1] != request.taker:
                     # It was thought dead, and another one has it now.
                     continue
-                self._taken.pop(number)[0].block.readers.discard(KEPT)
+                (_, block), _ = self._taken.pop(number)
+                block.readers.discard(KEPT)
                 if request.dropped:
                     self.dropped += 1
                 else:

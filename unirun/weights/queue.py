@@ -21,7 +21,6 @@ from unirun.values import Value, WorkerId
 from unirun.weights.hub import MAX_WAIT_SECONDS, hub_of
 from unirun.weights.producing import (
     AwaitItem,
-    Begun,
     Bound,
     Done,
     Enter,
@@ -29,7 +28,7 @@ from unirun.weights.producing import (
     Offered,
     Take,
     encode,
-    supply_of,
+    offered,
 )
 from unirun.weights.sources import PeerConnection
 from unirun.wire.reports import Metrics
@@ -109,9 +108,7 @@ class RemoteProducer:
                 self._woken.add_done_callback(lambda _: self._changed())
 
     def _item(self, parcel: Parcel) -> tuple[Offered, Any] | None:
-        said = supply_of(parcel.head)
-        if not isinstance(said, Offered):
-            raise FrameError(f"{self.line.who} answered {type(said).__name__} to a consumer")
+        said = offered(parcel.head)
         if not said.number:
             return None
         places, total = offsets(said.sizes)
@@ -457,7 +454,7 @@ class Queue:
                     # The successor of a gate that is gone learns the counts from the next request.
                     self._gate = self._hub.line(self.consumer, 0, self._gate)
                     if self._gate is not None:
-                        self._gate.ask(encode(Begun(self.name, self._context.session.me, *self._counts())))
+                        self._gate.ask(encode(Enter(self.name, self._context.session.me, *self._counts())))
             finally:
                 self._asking.release()
 

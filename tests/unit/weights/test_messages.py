@@ -14,7 +14,7 @@ from unirun.weights import messages
 from unirun.weights import producing as queues
 from unirun.weights.hub import request_of
 from unirun.weights.messages import Describe, Fetch, Fetched, Peek, Release, Released, answer_of
-from unirun.weights.producing import Ack, AwaitItem, Offered, supply_of
+from unirun.weights.producing import AwaitItem, Offered, offered
 from unirun.weights.tensors import Box, NamedBox
 
 anything = st.recursive(
@@ -29,7 +29,7 @@ fields = st.sampled_from(
     ["channel", "queue", "reader", "patience", "parts", "taker", "numbers", "version", "block"]
 )
 
-READERS = pytest.mark.parametrize("read", [request_of, answer_of, supply_of])
+READERS = pytest.mark.parametrize("read", [request_of, answer_of, offered])
 
 
 @READERS
@@ -81,6 +81,6 @@ def test_a_request_is_read_as_it_was_sent(request_: messages.Request) -> None:
 def test_an_answer_is_read_as_it_was_sent() -> None:
     for answer in (Fetched(1, 2, 3), Released(held=True)):
         assert answer_of(messages.encode(answer)) == answer
-    for supply in (Ack(), Offered(1, None, (4, 5))):
-        assert supply_of(queues.encode(supply)) == supply
+    for offer in (Offered(), Offered(1, None, (4, 5))):
+        assert offered(queues.encode(offer)) == offer
     assert request_of(queues.encode(AwaitItem("q", 1.0))) == AwaitItem("q", 1.0)

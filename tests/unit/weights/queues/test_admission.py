@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
-from unirun.weights.producing import Begun, Bound, Enter, Gate
+from unirun.weights.producing import Bound, Enter, Gate
 
 
 class Asking:
@@ -32,7 +32,7 @@ class Asking:
     def tell(self, rank: int = 0, *, made: int, delivered: int = 0) -> list[Parcel]:
         """Tell the gate how many items were begun, without a request."""
         answers: list[Parcel] = []
-        self.gate.handle(Begun("q", WorkerId("rollout", rank, 0), made, delivered), answers.append)
+        self.gate.handle(Enter("q", WorkerId("rollout", rank, 0), made, delivered), answers.append)
         return answers
 
     def begins(self, count: int, rank: int = 0) -> int:
@@ -148,7 +148,7 @@ def test_nothing_too_old_is_trained_on_and_producers_never_stand_still_for_ever(
     def begin_nothing(rank: int) -> None:
         if asking.ask(rank, incarnation[rank], made=made[rank], delivered=delivered[rank]):
             who = WorkerId("rollout", rank, incarnation[rank])
-            asking.gate.handle(Begun("q", who, made[rank], delivered[rank]), lambda _: None)
+            asking.gate.handle(Enter("q", who, made[rank], delivered[rank]), lambda _: None)
         else:
             asking.now += 11.0
 

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from unirun.roles.calls.codec import load
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
-from unirun.weights.producing import AwaitItem, Done, Hold, Offered, Producer, Take, supply_of
+from unirun.weights.producing import AwaitItem, Done, Hold, Offered, Producer, Take, offered
 
 MOST = 4
 RANKS = st.integers(0, 2)
@@ -43,8 +43,7 @@ class Items(RuleBasedStateMachine):
         answers: list[Parcel] = []
         self.producer.handle(Take("q", self.who(rank), here), answers.append)
         (parcel,) = answers
-        said = supply_of(parcel.head)
-        assert isinstance(said, Offered)
+        said = offered(parcel.head)
         if not self.there:
             assert said.number == 0
             return
