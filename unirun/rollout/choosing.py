@@ -8,6 +8,7 @@ It is given up when the server says that the request is wrong, or when engines h
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from math import inf
 from typing import Any, Literal
 
 import msgspec
@@ -17,30 +18,18 @@ from unirun.values import Engine, Value, WorkerId
 __all__ = [
     "Answer",
     "Engine",
-    "GiveUp",
     "Load",
     "RequestFailure",
-    "Send",
     "Span",
-    "Wait",
     "answered",
     "begun",
     "choose",
     "cut",
     "ended",
     "fault",
-    "follow",
+    "has_failed",
     "is_aborted",
 ]
-
-
-# `Engines`: the engines of a role, their addresses and their readiness; in memory, or in the file of addresses.
-#
-# The agent of each node keeps the file, for all processes that it starts; its path is in ``UNIRUN_ADDRS_FILE``. It is
-# JSON, with a list for each role that has addresses, and is replaced whenever something changes::
-#
-#     {"engine": [{"rank": 0, "incarnation": 0, "host": "10.0.0.5", "ports": {"http": 20001},
-#                  "addr": "10.0.0.5:20001", "ready": true, "node": "n0"}]}
 
 
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 2.0
@@ -58,18 +47,6 @@ class Load(Value):
     turn: int = 0
     failures: int = 0
     doubted: float = 0.0
-
-
-class Send(Value):
-    """The request goes to this engine."""
-
-    engine: Engine
-
-
-class Wait(Value):
-    """No engine can have it now; look again after so many `seconds` (None: only when the engines have changed)."""
-
-    seconds: float | None
 
 
 Kind = Literal["refused", "lost", "unready", "aborted", "status"]
@@ -99,30 +76,24 @@ class RequestFailure(Value):
         return self.kind == "status" and (self.status < 500 or self.status == 501)
 
 
-class GiveUp(Value):
-    """The request has failed, because of `failure`; if not `wrong`, engines have failed on it too often."""
+def choose(loads: Iterable[Load], avoid: Collection[Engine], now: float) -> Engine | float:
+    """The engine for a request that those to `avoid` have failed on; they get it only when there is no other.
 
-    failure: RequestFailure
-    wrong: bool
-
-
-def choose(loads: Iterable[Load], avoid: Collection[Engine], now: float) -> Send | Wait:
-    """The engine for a request that those to `avoid` have failed on; they get it only when there is no other."""
+    If none can have it now, the seconds after which to look again; inf: only when the engines have changed.
+    """
     best: Load | None = None
     order: tuple[bool, int, int] | None = None
-    next_look: float | None = None
+    next_look = inf
     for load in loads:
         if not load.engine.ready:
             continue
         if load.doubted > now:
-            next_look = load.doubted if next_look is None else min(next_look, load.doubted)
+            next_look = min(next_look, load.doubted)
             continue
         its = (load.engine in avoid, load.in_flight, load.turn)
         if order is None or its < order:
             best, order = load, its
-    if best is not None:
-        return Send(best.engine)
-    return Wait(None if next_look is None else next_look - now)
+    return best.engine if best is not None else next_look - now
 
 
 def begun(load: Load, turn: int) -> Load:
@@ -147,14 +118,9 @@ def ended(load: Load, failure: RequestFailure | None, now: float) -> Load:
     return msgspec.structs.replace(load, in_flight=left, failures=load.failures + 1, doubted=now + doubt)
 
 
-def follow(failures: tuple[RequestFailure, ...], attempts: int) -> GiveUp | None:
-    """The end of a request with these `failures`; None when it is sent again."""
-    latest = failures[-1]
-    if latest.is_final:
-        return GiveUp(latest, True)
-    if sum(each.was_tried for each in failures) >= attempts:
-        return GiveUp(latest, False)
-    return None
+def has_failed(failures: tuple[RequestFailure, ...], attempts: int) -> bool:
+    """True if a request with these `failures` is given up; False when it is sent again."""
+    return failures[-1].is_final or sum(each.was_tried for each in failures) >= attempts
 
 
 # `Answer`: the answer to one request. It is read from the JSON of vLLM, and of servers compatible with OpenAI's.

@@ -22,10 +22,9 @@ import asyncio
 import importlib
 import os
 import socket
-import ssl
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import msgspec
@@ -33,18 +32,16 @@ import msgspec
 from unirun.errors import ServerError, ServerTimeout, UnirunError, UsageError
 from unirun.rollout.choosing import (
     Answer,
-    GiveUp,
     Kind,
     Load,
     RequestFailure,
-    Wait,
     answered,
     begun,
     choose,
     cut,
     ended,
     fault,
-    follow,
+    has_failed,
     is_aborted,
 )
 from unirun.values import Engine, Value, WorkerId
@@ -79,21 +76,6 @@ AT_ONCE = 64
 """Requests of one pool of connections. A pool looks at all of them whenever one begins or ends."""
 
 
-class Pool:
-    """Some of the connections to an engine."""
-
-    def __init__(self, httpx: ModuleType, context: ssl.SSLContext) -> None:
-        self.in_flight = 0
-        self.transport: httpx2.AsyncHTTPTransport = httpx.AsyncHTTPTransport(
-            verify=context,
-            trust_env=False,
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_SECONDS
-            ),
-            socket_options=PROBES,
-        )
-
-
 class Connections:
     """Those to the engine of `load`.
 
@@ -110,7 +92,8 @@ class Connections:
         self._httpx = httpx2
         # To read the certificates of authorities takes longer than many requests.
         self._context = httpx2.create_ssl_context(verify=engine.url.startswith("https"), trust_env=False)
-        self._pools: list[Pool] = []
+        # Pools of connections, and the number of requests of each.
+        self._pools: dict[httpx2.AsyncHTTPTransport, int] = {}
         self._base = engine.url.rstrip("/")
         self._headers = [(b"Host", httpx2.URL(self._base).netloc), (b"Content-Type", b"application/json")]
         if api_key:
@@ -159,15 +142,15 @@ class Connections:
             "POST", self._url(path), headers=self._headers, content=body, extensions={"timeout": TIMEOUTS}
         )
         pool = self._pool()
-        pool.in_flight += 1
+        self._pools[pool] += 1
         try:
-            response = await pool.transport.handle_async_request(request)
+            response = await pool.handle_async_request(request)
             try:
                 raw = await response.aread()
             finally:
                 await response.aclose()
         finally:
-            pool.in_flight -= 1
+            self._pools[pool] -= 1
         if response.status_code != 200:
             words = raw.decode(errors="replace").strip()
             return self._failed("status", words or response.reason_phrase, response.status_code)
@@ -179,13 +162,21 @@ class Connections:
             return self._failed("aborted", "it has aborted the request")
         return found
 
-    def _pool(self) -> Pool:
+    def _pool(self) -> httpx2.AsyncHTTPTransport:
         """The first one that has room, so that those beyond it come to rest when there are fewer requests."""
-        for pool in self._pools:
-            if pool.in_flight < AT_ONCE:
+        for pool, in_flight in self._pools.items():
+            if in_flight < AT_ONCE:
                 return pool
-        self._pools.append(Pool(self._httpx, self._context))
-        return self._pools[-1]
+        made: httpx2.AsyncHTTPTransport = self._httpx.AsyncHTTPTransport(
+            verify=self._context,
+            trust_env=False,
+            limits=self._httpx.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_SECONDS
+            ),
+            socket_options=PROBES,
+        )
+        self._pools[made] = 0
+        return made
 
     def _url(self, path: str) -> httpx2.URL:
         url = self._urls.get(path)
@@ -211,7 +202,7 @@ class Connections:
     async def close(self) -> None:
         """Close the connections."""
         for pool in self._pools:
-            await pool.transport.aclose()
+            await pool.aclose()
 
 
 def _words(error: Exception) -> str:
@@ -375,8 +366,8 @@ class EngineClient:
                 if not isinstance(found, RequestFailure):
                     return self._answer(found, line.load.engine)
                 failures = (*failures, found)
-                if (end := follow(failures, self.attempts)) is not None:
-                    raise self._given_up(end, len(failures), path)
+                if has_failed(failures, self.attempts):
+                    raise self._given_up(found, len(failures), path)
         except TimeoutError as error:
             holder = None if line is None else line.load.engine
             raise self._late(path, seconds, holder, failures) from error
@@ -391,9 +382,9 @@ class EngineClient:
         while True:
             self._update()
             chosen = choose([each.load for each in self._lines.values()], avoid, now())
-            if not isinstance(chosen, Wait):
-                return self._lines[chosen.engine]
-            look = deadline if chosen.seconds is None else min(deadline, now() + chosen.seconds)
+            if isinstance(chosen, Engine):
+                return self._lines[chosen]
+            look = min(deadline, now() + chosen)
             try:
                 async with asyncio.timeout_at(look):
                     await self._news.wait()
@@ -455,14 +446,13 @@ class EngineClient:
     def _name(self, engine: Engine) -> str:
         return f"{self.role}:{engine.rank}"
 
-    def _given_up(self, end: GiveUp, times: int, path: str) -> ServerError:
-        failure = end.failure
+    def _given_up(self, failure: RequestFailure, times: int, path: str) -> ServerError:
         where = f"{self._name(failure.engine)} ({failure.engine.url}{path})"
         if failure.status >= 300:
             problem = f"{where} refused ({failure.status}): {fault(failure.words)}"
         else:
             problem = f"{where} did not answer: {failure.words}"
-        if end.wrong:
+        if failure.is_final:
             remedy = ""
             if failure.status in (403, 404) and path == GENERATE:
                 remedy = (
@@ -513,7 +503,7 @@ ADDRESSES_POLL_INTERVAL = 0.05
 
 
 class Engines(Protocol):
-    """The engines of one role."""
+    """The engines of one role, their addresses and their readiness."""
 
     def engines(self) -> tuple[Engine, ...]:
         """All of them as they are now, and the same tuple while nothing changes. Raises `UsageError`: no such role."""
@@ -553,6 +543,13 @@ class EngineList:
         except TimeoutError:
             pass
         return self._engines
+
+
+# The agent of each node keeps the file of addresses, for all processes that it starts. It is JSON, with a list for each
+# role that has addresses, and is replaced whenever something changes::
+#
+#     {"engine": [{"rank": 0, "incarnation": 0, "host": "10.0.0.5", "ports": {"http": 20001},
+#                  "addr": "10.0.0.5:20001", "ready": true, "node": "n0"}]}
 
 
 class _Address(Value, forbid_unknown_fields=False):

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from unirun.roles.calls.codec import load
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
-from unirun.weights.producing import AwaitItem, Done, Hold, Offered, Producer, Take, offered
+from unirun.weights.producing import AwaitItem, Done, Hold, Producer, Take, offered
 
 MOST = 4
 RANKS = st.integers(0, 2)
