@@ -15,15 +15,22 @@ COMPANION = """
     import sys
     import torch
     import unirun
-    from unirun.weights.companion import Companion, Engine, EnginesInMemory
+    from unirun.values import Engine
+    from unirun.weights.companion.running import Companion
 
     ctx = unirun.init()
     channel = unirun.WeightsChannel("policy", publisher="actor", receivers=["companion"])
 
-    class Told(EnginesInMemory):
-        def up_to_date(self, rank, incarnation, version):
-            super().up_to_date(rank, incarnation, version)
-            print(f"engine {rank} has {version}, of {channel.latest()[1]}", flush=True)
+    class Told:
+        engines = tuple(Engine(rank, 0, url, True) for rank, url in enumerate(sys.argv[1:]))
+        versions = {}
+
+        def when_changed(self, listener):
+            pass
+
+        def tell(self, told):
+            self.versions[told.rank] = told.version
+            print(f"engine {told.rank} has {told.version}, of {channel.latest()[1]}", flush=True)
             if [*self.versions.values()] == [2, 2]:
                 companion.stop()
 
@@ -34,8 +41,7 @@ COMPANION = """
             channel.publish(weights | ({"bias": torch.ones(1)} if ctx.rank else {}), version)
             torch.distributed.barrier(group=ctx.group("actor", "companion"))
     else:
-        told = Told([Engine(rank, 0, url, True) for rank, url in enumerate(sys.argv[1:])])
-        companion = Companion(channel, told)
+        companion = Companion(channel, Told())
         torch.distributed.barrier(group=ctx.group("actor", "companion"))
         companion.run()
         torch.distributed.barrier(group=ctx.group("actor", "companion"))
@@ -44,7 +50,8 @@ COMPANION = """
 RESTARTED = """
     import os, signal, sys, threading, time, torch
     import unirun
-    from unirun.weights.companion import Companion, Engine, EnginesInMemory
+    from unirun.values import Engine
+    from unirun.weights.companion.running import Companion
 
     ctx = unirun.init()
     channel = unirun.WeightsChannel("policy", publisher="actor", receivers=["companion"])
@@ -53,24 +60,30 @@ RESTARTED = """
         while not os.path.exists(name):
             time.sleep(0.01)
 
-    def told(name):
+    def say(name):
         open(name, "w").close()
 
-    class Told(EnginesInMemory):
-        def up_to_date(self, rank, incarnation, version):
-            print(f"engine {rank} {incarnation} has {version}", flush=True)
-            if (incarnation, version) == (0, 1):
-                told("first")
+    class Told:
+        engines = (Engine(0, 0, sys.argv[1], True),)
+
+        def when_changed(self, listener):
+            self.changed = listener
+
+        def tell(self, told):
+            print(f"engine {told.rank} {told.incarnation} has {told.version}", flush=True)
+            if (told.incarnation, told.version) == (0, 1):
+                say("first")
                 threading.Thread(target=another).start()
-            elif (incarnation, version) == (1, 1):
-                told("again")
-            elif version == 2:
-                told("done")
+            elif (told.incarnation, told.version) == (1, 1):
+                say("again")
+            elif told.version == 2:
+                say("done")
                 companion.stop()
 
     def another():
         ctx.peers.wait_for(lambda: ctx.peers.find("actor", 0).address.incarnation > 0, 60.0)
-        engines.set(Engine(0, 1, sys.argv[1], True))
+        engines.engines = (Engine(0, 1, sys.argv[1], True),)
+        engines.changed()
 
     weights = {"weight": torch.full((1, 4), float(ctx.incarnation)), "bias": torch.zeros(1)}
     if ctx.role == "actor" and ctx.incarnation == 0:
@@ -83,7 +96,7 @@ RESTARTED = """
         channel.publish(weights, 2)
         seen("done")
     else:
-        engines = Told([Engine(0, 0, sys.argv[1], True)])
+        engines = Told()
         companion = Companion(channel, engines)
         companion.run()
 """

@@ -2,8 +2,3 @@
 
 ``python -m unirun.weights.companion CHANNEL`` is a worker of the job beside the engines (`unirun.spec.engines`).
 """
-
-from unirun.values import Engine
-from unirun.weights.companion.running import AgentEngines, Companion, EnginesInMemory, HostEngines
-
-__all__ = ["AgentEngines", "Companion", "Engine", "EnginesInMemory", "HostEngines"]

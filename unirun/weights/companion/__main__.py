@@ -12,7 +12,7 @@ import sys
 from unirun.roles.context import init
 from unirun.roles.peers import Peers
 from unirun.weights.channel import WeightsChannel
-from unirun.weights.companion import AgentEngines, Companion
+from unirun.weights.companion.running import Companion
 from unirun.wire.reports import GroupFormed
 
 
@@ -26,7 +26,7 @@ def follow(peers: Peers) -> None:
 
 if __name__ == "__main__":
     peers, channel = init().peers, WeightsChannel(sys.argv[1])
-    companion = Companion(channel, AgentEngines(channel.name, peers))
+    companion = Companion(channel, peers)
     signal.signal(signal.SIGTERM, lambda *_: companion.stop())
     peers.when_changed(lambda: follow(peers))
     follow(peers)

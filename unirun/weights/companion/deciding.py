@@ -8,7 +8,7 @@ engine half new, so that it has to be started again; that of a process which is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -42,44 +42,6 @@ class State(Value):
     engines: Mapping[int, Known] = {}
 
 
-class Seen(Value):
-    """The engines of this host are these now."""
-
-    engines: tuple[Engine, ...]
-
-
-class VersionPolled(Value):
-    """The latest version of the channel was `version` when this was asked for these ranks; None: there was none."""
-
-    version: Version | None
-    engines: tuple[tuple[int, int], ...]
-
-
-class Received(Value):
-    """This host has `version`."""
-
-    version: Version
-
-
-class Brought(Value):
-    """The engine of a rank has `version`."""
-
-    rank: int
-    incarnation: int
-    version: Version
-
-
-class UpdateFailed(Value):
-    """A version could not be brought into the engine of a rank. `why`: in words."""
-
-    rank: int
-    incarnation: int
-    why: str
-
-
-Event = Seen | VersionPolled | Received | Brought | UpdateFailed
-
-
 class PollVersion(Value):
     """Ask for the latest version, for these ranks and incarnations."""
 
@@ -93,50 +55,66 @@ class Bring(Value):
     version: Version
 
 
-class UpToDate(Value):
-    """Tell that an engine has `version`, and may serve; None: it may with what it was started with."""
+class Tell(Value):
+    """Tell that an engine has `version`, and may serve; None: it may with what it was started with. With a `problem`,
+    it has to be started again."""
 
     rank: int
     incarnation: int
     version: Version | None
+    problem: str = ""
 
 
-class Broken(Value):
-    """Tell that an engine has to be started again, and why."""
+Command = PollVersion | Bring | Tell
 
-    rank: int
-    incarnation: int
-    why: str
+Decision = tuple[State, tuple[Command, ...]]
+"""The state after an event, and what is to be done."""
 
-
-Command = PollVersion | Bring | UpToDate | Broken
+Event = Callable[[State], Decision]
+"""One of the functions below, with its arguments."""
 
 
-def step(state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
-    """The state after `event`, and what is to be done."""
-    commands: list[Command] = []
-    if isinstance(event, Seen):
-        state = replace(state, engines={e.rank: _seen(state.engines.get(e.rank), e) for e in event.engines})
-    elif isinstance(event, Received):
-        state = replace(state, version=event.version)
-    elif isinstance(event, VersionPolled):
-        for rank, incarnation in event.engines:
-            known = _present(state, rank, incarnation)
-            if known is not None:
-                found = replace(known, answered=True, needs=event.version)
-                if event.version is None and state.version is None:
-                    commands.append(UpToDate(rank, incarnation, None))
-                state = _with(state, found)
-    else:
-        known = _present(state, event.rank, event.incarnation)
-        if known is not None and isinstance(event, Brought):
-            state = _with(state, replace(known, gets=None, has=event.version))
-        elif known is not None and isinstance(event, UpdateFailed):
-            state = _with(state, replace(known, gets=None, broken=True))
-            commands.append(Broken(event.rank, event.incarnation, event.why))
-    if isinstance(event, Brought | VersionPolled):
-        commands += _up_to_date(state, event)
-    return _due(state, commands)
+def seen(state: State, engines: Sequence[Engine]) -> Decision:
+    """The engines of this host are these now."""
+    return _due(replace(state, engines={e.rank: _seen(state.engines.get(e.rank), e) for e in engines}))
+
+
+def received(state: State, version: Version) -> Decision:
+    """This host has `version`."""
+    return _due(replace(state, version=version))
+
+
+def polled(state: State, version: Version | None, engines: Sequence[tuple[int, int]]) -> Decision:
+    """The latest version of the channel was `version` when this was asked for these ranks and incarnations; None: there
+    was none."""
+    told: list[Tell] = []
+    for rank, incarnation in engines:
+        known = _present(state, rank, incarnation)
+        if known is not None:
+            known = replace(known, answered=True, needs=version)
+            state = _with(state, known)
+            if version is None and state.version is None:
+                told.append(Tell(rank, incarnation, None))
+            told += _up_to_date(known)
+    return _due(state, told)
+
+
+def brought(state: State, rank: int, incarnation: int, version: Version) -> Decision:
+    """The engine of a rank has `version`."""
+    known = _present(state, rank, incarnation)
+    if known is None:
+        return _due(state)
+    known = replace(known, gets=None, has=version)
+    return _due(_with(state, known), _up_to_date(known))
+
+
+def failed(state: State, rank: int, incarnation: int, problem: str) -> Decision:
+    """A version could not be brought into the engine of a rank."""
+    known = _present(state, rank, incarnation)
+    if known is None:
+        return _due(state)
+    known = replace(known, gets=None, broken=True)
+    return _due(_with(state, known), [Tell(rank, incarnation, None, problem)])
 
 
 def _seen(known: Known | None, engine: Engine) -> Known:
@@ -160,24 +138,17 @@ def _with(state: State, known: Known) -> State:
     return replace(state, engines={**state.engines, known.engine.rank: known})
 
 
-def _up_to_date(state: State, event: Brought | VersionPolled) -> list[Command]:
-    """The engines of an event of which it is known now that they have enough."""
-    whose = event.engines if isinstance(event, VersionPolled) else ((event.rank, event.incarnation),)
-    found: list[Command] = []
-    for rank, incarnation in whose:
-        known = _present(state, rank, incarnation)
-        if (
-            known is not None
-            and known.answered
-            and known.has is not None
-            and (known.needs is None or known.has >= known.needs)
-        ):
-            found.append(UpToDate(rank, incarnation, known.has))
-    return found
+def _up_to_date(known: Known) -> list[Tell]:
+    """The news that an engine has enough, if that is known now."""
+    has = known.has
+    if not known.answered or has is None or (known.needs is not None and has < known.needs):
+        return []
+    return [Tell(known.engine.rank, known.engine.incarnation, has)]
 
 
-def _due(state: State, commands: list[Command]) -> tuple[State, tuple[Command, ...]]:
+def _due(state: State, told: Sequence[Tell] = ()) -> Decision:
     """Have engines get what they lack: the number of the latest version, or the version that is here."""
+    commands: list[Command] = [*told]
     asking: list[tuple[int, int]] = []
     for known in state.engines.values():
         engine = known.engine

@@ -5,114 +5,32 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
-
-import torch
+from functools import partial
 
 from unirun.errors import PeerLost, ServerError, WeightsError, WeightsTimeout
 from unirun.roles.peers import Peers
-from unirun.values import Engine
+from unirun.weights.channel import WeightsChannel
 from unirun.weights.companion.deciding import (
     Bring,
-    Broken,
-    Brought,
     Command,
+    Decision,
     Event,
     PollVersion,
-    Received,
-    Seen,
     State,
-    UpdateFailed,
-    UpToDate,
+    Tell,
     Version,
-    VersionPolled,
-    step,
+    brought,
+    failed,
+    polled,
+    received,
+    seen,
 )
 from unirun.weights.integrations.sending import Checkpoint, Param
 from unirun.weights.integrations.vllm import Client
-from unirun.weights.tensors import Weights
 from unirun.wire.reporting import report
 from unirun.wire.reports import EngineWeights
-
-# `HostEngines`: how a companion learns of the engines of its host, and tells which of them may serve.
-
-
-class HostEngines(Protocol):
-    """The engines of one host, as those who start them know them. Methods may be called in any thread."""
-
-    def here(self) -> tuple[Engine, ...]:
-        """All of them, as they are now."""
-
-    def when_changed(self, listener: Callable[[], None]) -> None:
-        """Call `listener`, in some thread, when there is another one, another process of one, or one has come alive."""
-
-    def up_to_date(self, rank: int, incarnation: int, version: int | None) -> None:
-        """This process has `version`. It may serve from the first time on; None: there is no version yet."""
-
-    def broken(self, rank: int, incarnation: int, reason: str) -> None:
-        """This process has to be started again: its weights are half new, or it does not answer."""
-
-
-class AgentEngines:
-    """The engines that the agent of this node runs. It tells them to the worker `peers` is of, and hears from it."""
-
-    def __init__(self, channel: str, peers: Peers) -> None:
-        """`channel` is the one whose versions they get."""
-        self._channel, self._peers = channel, peers
-
-    def here(self) -> tuple[Engine, ...]:
-        """All of them, as the agent has told."""
-        return self._peers.engines
-
-    def when_changed(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each update of the job."""
-        self._peers.when_changed(listener)
-
-    def up_to_date(self, rank: int, incarnation: int, version: int | None) -> None:
-        """Tell the agent, which tells all that the engine is ready."""
-        self._peers.tell(EngineWeights(self._channel, rank, incarnation, version, time.time()))
-
-    def broken(self, rank: int, incarnation: int, reason: str) -> None:
-        """Tell the agent, which kills the engine. The master has it started again."""
-        self._peers.tell(EngineWeights(self._channel, rank, incarnation, None, time.time(), reason))
-
-
-class EnginesInMemory:
-    """Engines that a program names."""
-
-    def __init__(self, engines: Sequence[Engine] = ()) -> None:
-        self._engines = tuple(engines)
-        self._listeners: list[Callable[[], None]] = []
-        self.versions: dict[tuple[int, int], int | None] = {}
-        """The versions of engines that may serve, by rank and incarnation."""
-        self.reasons: dict[tuple[int, int], str] = {}
-        """Of engines that have to be started again."""
-
-    def set(self, *engines: Engine) -> None:
-        """These are all engines now."""
-        self._engines = engines
-        for listener in self._listeners:
-            listener()
-
-    def here(self) -> tuple[Engine, ...]:
-        """Return them."""
-        return self._engines
-
-    def when_changed(self, listener: Callable[[], None]) -> None:
-        """Keep it."""
-        self._listeners.append(listener)
-
-    def up_to_date(self, rank: int, incarnation: int, version: int | None) -> None:
-        """Keep the version."""
-        self.versions[rank, incarnation] = version
-
-    def broken(self, rank: int, incarnation: int, reason: str) -> None:
-        """Keep the reason."""
-        self.versions.pop((rank, incarnation), None)
-        self.reasons[rank, incarnation] = reason
-
 
 PUBLISHER_RETRY_INTERVAL = 0.5
 """Seconds after which a publisher that cannot be reached is looked for again."""
@@ -123,21 +41,6 @@ before it is killed."""
 
 TIMEOUT = 300.0
 """Seconds for one request to an engine, and for receiving one version."""
-
-
-class ReceivingChannel(Protocol):
-    """The part of a `WeightsChannel` that a companion needs."""
-
-    name: str
-
-    def describe(self, timeout: float | None = None) -> dict[str, torch.Tensor]:
-        """The tensors that are published, on the meta device, as far as this process knows."""
-
-    def latest(self) -> tuple[int, int | None]:
-        """The number of restarts of the publisher and its latest version, without waiting. Raises `PeerLost`."""
-
-    def receive(self, into: Weights, *, min_version: int | None = None, timeout: float | None = None) -> int:
-        """Wait for a version, and copy it into tensors."""
 
 
 class VersionCache:
@@ -191,21 +94,20 @@ class VersionCache:
 class Companion:
     """Brings the versions of a channel into the vLLM engines of this host, as long as `run` runs.
 
-    ::
-
-        Companion(unirun.WeightsChannel("policy"), engines).run()
+    The agent of the node tells which engines there are, and hears which of them may serve, over the link of the worker
+    whose `peers` are given.
 
     The publisher waits for nothing of it, and engines do not wait for each other. Requests of an engine stand still
     while it loads, and go on with the new weights; none ends (`vllm.Client.paused` with ``keep``). The host has two
     versions in memory, and one more for each that a slow engine still loads.
     """
 
-    def __init__(self, channel: ReceivingChannel, engines: HostEngines, *, timeout: float = TIMEOUT) -> None:
+    def __init__(self, channel: WeightsChannel, peers: Peers, *, timeout: float = TIMEOUT) -> None:
         """`timeout` is that of one request to an engine, and of receiving a version, in seconds."""
-        self._channel, self._engines = channel, engines
+        self._channel, self._peers = channel, peers
         self._timeout = timeout
         self._shelf = VersionCache()
-        self._events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self._checked: set[tuple[int, int, str]] = set()
         """The files that each process of an engine has been able to read."""
         self._over = threading.Event()
@@ -216,14 +118,14 @@ class Companion:
         """Run until `stop`. Raises `WeightsError` for tensors that no engine can be given, `UnirunError` when there is
         no memory for them."""
         state = State()
-        self._engines.when_changed(lambda: self._events.put(None))
+        self._peers.when_changed(lambda: self._events.put(self._look))
         self._start(self._receive, "receives")
-        event: Event | BaseException | None = None
+        event: Event | BaseException = self._look
         try:
             while not self._over.is_set():
                 if isinstance(event, BaseException):
                     raise event
-                state, commands = step(state, Seen(self._engines.here()) if event is None else event)
+                state, commands = event(state)
                 for command in commands:
                     self._do(command)
                 event = self._events.get()
@@ -238,7 +140,10 @@ class Companion:
         """Let `run` return once engines have what is being brought into them, so that none is left half new. May be
         called in the handler of a signal."""
         self._over.set()
-        self._events.put(None)
+        self._events.put(self._look)
+
+    def _look(self, state: State) -> Decision:
+        return seen(state, self._peers.engines)
 
     def _do(self, command: Command) -> None:
         if isinstance(command, Bring):
@@ -246,12 +151,13 @@ class Companion:
             self._loading.append(self._start(self._bring, f"engine {command.engine.rank}", command))
         elif isinstance(command, PollVersion):
             self._start(self._ask, "asks", command)
-        elif isinstance(command, UpToDate):
-            number = command.version[1] if command.version is not None else None
-            self._engines.up_to_date(command.rank, command.incarnation, number)
-        elif isinstance(command, Broken):
-            report(f"unirun: channel {self._channel.name!r}: engine {command.rank}: {command.why}")
-            self._engines.broken(command.rank, command.incarnation, command.why)
+        elif isinstance(command, Tell):
+            name, rank, number = self._channel.name, command.rank, command.version and command.version[1]
+            if command.problem:
+                report(f"unirun: channel {name!r}: engine {rank}: {command.problem}")
+            self._peers.tell(
+                EngineWeights(name, rank, command.incarnation, number, time.time(), command.problem)
+            )
 
     def _start(self, target: object, name: str, *args: object) -> threading.Thread:
         def run() -> None:
@@ -278,12 +184,14 @@ class Companion:
                     continue
             else:
                 version = (epoch, number) if number is not None else self._have
-            self._events.put(VersionPolled(version, command.engines))
+            self._events.put(partial(polled, version=version, engines=command.engines))
             return
 
     def _bring(self, command: Bring) -> None:
         """Bring the latest version, which may be a later one than when that was decided."""
         engine = command.engine
+        done = partial(brought, rank=engine.rank, incarnation=engine.incarnation)
+        not_done = partial(failed, rank=engine.rank, incarnation=engine.incarnation)
         client = Client(engine.url, timeout=self._timeout)
         with self._shelf.latest() as (version, checkpoint):
             why = "cannot be given weights"
@@ -296,9 +204,9 @@ class Companion:
                 with client.paused("keep"):
                     client.load(checkpoint, str(version[1]))
             except ServerError as error:
-                self._events.put(UpdateFailed(engine.rank, engine.incarnation, f"{why}: {error}"))
+                self._events.put(partial(not_done, problem=f"{why}: {error}"))
                 return
-        self._events.put(Brought(engine.rank, engine.incarnation, version))
+        self._events.put(partial(done, version=version))
 
     def _receive(self) -> None:
         while not self._over.is_set():
@@ -314,7 +222,7 @@ class Companion:
                 continue
             self._have, checkpoint = found
             self._shelf.put(self._have, checkpoint)
-            self._events.put(Received(self._have))
+            self._events.put(partial(received, version=self._have))
 
     def _next(self, have: Version | None) -> tuple[Version, Checkpoint] | None:
         """Receive the next version into memory of its own. None: a publisher that was started again has none yet.

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,9 +15,12 @@ from tests.unit.weights.integrations import fake_servers
 from tests.unit.weights.test_moving import noise, same
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import PeerLost, WeightsError, WeightsTimeout
-from unirun.weights.companion import Companion, Engine, EnginesInMemory
-from unirun.weights.companion.running import VersionCache
+from unirun.roles.peers import Peers
+from unirun.values import Engine
+from unirun.weights.channel import WeightsChannel
+from unirun.weights.companion.running import Companion, VersionCache
 from unirun.weights.integrations.sending import Param
+from unirun.wire.reports import EngineWeights
 
 Tensors = dict[str, torch.Tensor]
 
@@ -73,21 +76,33 @@ class Channel:
         return version
 
 
-class RecordingEngines(EnginesInMemory):
-    """Engines in memory, and what wakes up at what is told of them."""
+class Agent:
+    """What a companion needs of `Peers`: the engines, and what hears of their versions."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.engines: tuple[Engine, ...] = ()
+        self.versions: dict[tuple[int, int], int | None] = {}
+        self.problems: dict[tuple[int, int], str] = {}
+        self._listeners: list[Callable[[], None]] = []
         self._told = threading.Condition()
 
-    def up_to_date(self, rank: int, incarnation: int, version: int | None) -> None:
-        with self._told:
-            super().up_to_date(rank, incarnation, version)
-            self._told.notify_all()
+    def set(self, *engines: Engine) -> None:
+        """These are all engines now."""
+        self.engines = engines
+        for listener in self._listeners:
+            listener()
 
-    def broken(self, rank: int, incarnation: int, reason: str) -> None:
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
+
+    def tell(self, told: EngineWeights) -> None:
+        whose = told.rank, told.incarnation
         with self._told:
-            super().broken(rank, incarnation, reason)
+            if told.problem:
+                self.versions.pop(whose, None)
+                self.problems[whose] = told.problem
+            else:
+                self.versions[whose] = told.version
             self._told.notify_all()
 
     def have(self, versions: dict[tuple[int, int], int | None]) -> None:
@@ -100,8 +115,9 @@ class Host:
     """Stand-ins for engines, and the companion beside them."""
 
     def __init__(self) -> None:
-        self.channel, self.engines = Channel(), RecordingEngines()
-        self.companion = Companion(self.channel, self.engines, timeout=WAIT_TIMEOUT)
+        self.channel, self.engines = Channel(), Agent()
+        channel, peers = cast(WeightsChannel, self.channel), cast(Peers, self.engines)
+        self.companion = Companion(channel, peers, timeout=WAIT_TIMEOUT)
         self.servers: list[fake_servers.FakeVllm] = []
         self._thread = threading.Thread(target=self.companion.run)
 
@@ -199,7 +215,7 @@ def test_an_engine_that_fails_in_an_update_is_told_and_the_others_go_on(host: Ho
     broken["now"] = True
     host.channel.publish(2, now)
     host.engines.have({(1, 0): 2})
-    assert "no memory" in host.engines.reasons[0, 0]
+    assert "no memory" in host.engines.problems[0, 0]
     assert bad.paused == "keep"
     host.channel.publish(3, now)
     host.engines.have({(1, 0): 3})
@@ -219,7 +235,7 @@ def test_an_engine_that_another_companion_has_left_in_an_update_is_started_again
     host.engines.have({(0, 0): None})
     host.channel.publish(1, now)
     host.engines.have({})
-    assert "already active" in host.engines.reasons[0, 0]
+    assert "already active" in host.engines.problems[0, 0]
 
 
 def test_a_slow_engine_keeps_its_version_while_others_get_later_ones(host: Host) -> None:
