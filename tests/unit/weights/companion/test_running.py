@@ -77,7 +77,7 @@ class Channel:
 
 
 class Agent:
-    """What a companion needs of `Peers`: the engines, and what hears of their versions."""
+    """The part of `Peers` that a companion needs: the engines, and what hears of their versions."""
 
     def __init__(self) -> None:
         self.engines: tuple[Engine, ...] = ()
