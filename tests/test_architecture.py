@@ -71,7 +71,6 @@ MAX_LINES = 800
 
 TWICE = {
     "Client": "of vLLM and of SGLang: users write `vllm.Client`",
-    "TrainerEngine": "the same",
     "Engine": "of experiments, as in ReaLHF, and of a job's services: users write both",
 }
 """Names of classes that two modules define."""

@@ -198,11 +198,16 @@ class Source:
         return whole
 
 
-class Sender(ABC):
-    """Gives the tensors of `source` to a server, through a `Checkpoint` that is written again in each round."""
+class TrainerEngine:
+    """Gives the tensors of `source` to a server, through a `Checkpoint` that is written again in each round.
 
-    def __init__(self, source: WeightSource) -> None:
+    One process makes it for each server. It has the form of vLLM's ``TrainerWeightTransferEngine``, but not its base
+    class, which would need vLLM in this process.
+    """
+
+    def __init__(self, client: ServerClient, source: WeightSource) -> None:
         self.source = source
+        self._client = client
         self._checkpoint: Checkpoint | None = None
 
     def send_weights(self, weight_version: str | None = None) -> None:
@@ -218,7 +223,7 @@ class Sender(ABC):
             self._checkpoint = Checkpoint(params)
         try:
             self._checkpoint.write(self.source)
-            self._deliver(self._checkpoint, weight_version)
+            self._client.deliver(self._checkpoint, weight_version)
         except BaseException:
             # The server may still read this memory, so it is not written again.
             self.shutdown()
@@ -230,12 +235,8 @@ class Sender(ABC):
             self._checkpoint.close()
             self._checkpoint = None
 
-    @abstractmethod
-    def _deliver(self, checkpoint: Checkpoint, weight_version: str | None) -> None:
-        """Have the server load `checkpoint`, and wait for it."""
 
-
-# `HttpEndpoint`: requests to an HTTP server that answers JSON, each with a deadline and typed errors.
+# `ServerClient`: requests to an HTTP server that answers JSON, each with a deadline and typed errors.
 
 MAX_ANSWER_BYTES = 1 << 20
 """Bytes of an answer that are read."""
@@ -246,11 +247,16 @@ LONGEST_WORDS = 4000
 ITS_LOG = "its log has the cause"
 
 
-class HttpEndpoint:
-    """A server at `url` (``http://127.0.0.1:8000``); every request has a connection of its own."""
+class ServerClient(ABC):
+    """A server at `url` (``http://127.0.0.1:8000``). Every request has a connection of its own.
 
-    def __init__(self, url: str, timeout: float, api_key: str) -> None:
-        """`timeout` is that of one request, in seconds. Raises `UsageError` for a URL that is not ``http://host[:port]``."""
+    Each call waits at most `timeout` seconds, and raises `ServerError`, with the words of the server when it refuses,
+    and `ServerTimeout`.
+    """
+
+    def __init__(self, url: str, *, timeout: float = 300.0, api_key: str = "") -> None:
+        """`api_key` is that of the server, if it has one. Raises `UsageError` for a URL that is not
+        ``http://host[:port]``."""
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query:
             raise UsageError(f"{url!r} is no server", "write http://host:port")
@@ -259,6 +265,10 @@ class HttpEndpoint:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+
+    @abstractmethod
+    def deliver(self, checkpoint: Checkpoint, weight_version: str | None) -> None:
+        """Have the server load `checkpoint`, and wait for it."""
 
     def post(
         self, path: str, body: Mapping[str, object] | None = None, remedy: str = ITS_LOG

@@ -27,21 +27,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from unirun.weights.integrations.sending import Checkpoint, HttpEndpoint, Sender, Source, WeightSource
+from unirun.weights.integrations.sending import Checkpoint, ServerClient, Source, TrainerEngine
 
 __all__ = ["Client", "Source", "TrainerEngine"]
 
 
-class Client:
-    """The HTTP routes of one SGLang server.
-
-    Each call waits at most `timeout` seconds, and raises `ServerError`, with the words of the server when it refuses,
-    and `ServerTimeout`.
-    """
-
-    def __init__(self, url: str, *, timeout: float = 300.0, api_key: str = "") -> None:
-        """`url` is ``http://host:port``; `api_key` is that of the server, if it has one. Raises `UsageError`."""
-        self._endpoint = HttpEndpoint(url, timeout, api_key)
+class Client(ServerClient):
+    """The HTTP routes of one SGLang server."""
 
     def update_weights_from_disk(self, model_path: str, weight_version: str | None = None) -> None:
         """Load the safetensors in the folder `model_path`; the cache is flushed.
@@ -51,7 +43,13 @@ class Client:
         body = {"model_path": model_path, "load_format": "safetensors", "flush_cache": True}
         if weight_version is not None:
             body["weight_version"] = weight_version
-        self._endpoint.post("/update_weights_from_disk", body)
+        self.post("/update_weights_from_disk", body)
+
+    def deliver(self, checkpoint: Checkpoint, weight_version: str | None) -> None:
+        """Have the server load `checkpoint`, which it finds in a folder."""
+        with tempfile.TemporaryDirectory(prefix="unirun-") as folder:
+            os.symlink(checkpoint.path, os.path.join(folder, "model.safetensors"))
+            self.update_weights_from_disk(folder, weight_version)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -59,19 +57,6 @@ class Client:
 
         SGLang's other modes keep requests, so that the cache cannot be flushed when weights change.
         """
-        self._endpoint.post("/pause_generation", {"mode": "abort"})
+        self.post("/pause_generation", {"mode": "abort"})
         yield
-        self._endpoint.post("/continue_generation")
-
-
-class TrainerEngine(Sender):
-    """Sends weights to one server. One process makes it for each server."""
-
-    def __init__(self, client: Client, source: WeightSource) -> None:
-        super().__init__(source)
-        self._client = client
-
-    def _deliver(self, checkpoint: Checkpoint, weight_version: str | None) -> None:
-        with tempfile.TemporaryDirectory(prefix="unirun-") as folder:
-            os.symlink(checkpoint.path, os.path.join(folder, "model.safetensors"))
-            self._client.update_weights_from_disk(folder, weight_version)
+        self.post("/continue_generation")

@@ -40,7 +40,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from unirun.weights.integrations.sending import Checkpoint, HttpEndpoint, Sender, Source, WeightSource
+from unirun.weights.integrations.sending import Checkpoint, ServerClient, Source, TrainerEngine
 
 __all__ = ["Client", "Source", "TrainerEngine", "register"]
 
@@ -49,33 +49,25 @@ BACKEND = "unirun"
 HALF_NEW = "its log has the cause; start it again, as some of its weights may be new and others old"
 
 
-class Client:
-    """The HTTP routes of one vLLM server; a ``VLLMWeightSyncClient``.
-
-    Each call waits at most `timeout` seconds, and raises `ServerError`, with the words of the server when it refuses,
-    and `ServerTimeout`.
-    """
-
-    def __init__(self, url: str, *, timeout: float = 300.0, api_key: str = "") -> None:
-        """`url` is ``http://host:port``; `api_key` is that of ``vllm serve --api-key``. Raises `UsageError`."""
-        self._endpoint = HttpEndpoint(url, timeout, api_key)
+class Client(ServerClient):
+    """The HTTP routes of one vLLM server; a ``VLLMWeightSyncClient``. Its key is that of ``vllm serve --api-key``."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Phase 1: what the server has to know of the trainer."""
-        self._endpoint.post("/init_weight_transfer_engine", {"init_info": init_info})
+        self.post("/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
         """Phase 2: the server prepares for new weights."""
-        self._endpoint.post("/start_weight_update", remedy=HALF_NEW)
+        self.post("/start_weight_update", remedy=HALF_NEW)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Phase 3: it takes them. When this returns, it has loaded them."""
-        self._endpoint.post("/update_weights", {"update_info": update_info}, HALF_NEW)
+        self.post("/update_weights", {"update_info": update_info}, HALF_NEW)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Phase 4: it does what comes after loading, and labels its outputs with `weight_version` from now on."""
         body = {} if weight_version is None else {"weight_version": weight_version}
-        self._endpoint.post("/finish_weight_update", body, HALF_NEW)
+        self.post("/finish_weight_update", body, HALF_NEW)
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Phase 1 with the engine ``unirun``, which looks whether all workers of the server can read `checkpoint`. When
@@ -88,6 +80,11 @@ class Client:
         self.update_weights(_place(checkpoint))
         self.finish_weight_update(weight_version)
 
+    def deliver(self, checkpoint: Checkpoint, weight_version: str | None) -> None:
+        """Go through all phases, with the first one, as the server may have been started again since the last round."""
+        self.check(checkpoint)
+        self.load(checkpoint, weight_version)
+
     @contextmanager
     def paused(self, mode: str = "abort", *, clear_cache: bool = True) -> Iterator[None]:
         """Generation stands still meanwhile. When the block raises, it stays so: the weights may be half new.
@@ -97,25 +94,9 @@ class Client:
         whose tokens so far are computed anew. Without it, these requests, and new ones with a prefix in the cache, mix
         them with those of the new weights, and give tokens that neither version would.
         """
-        self._endpoint.post(f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}")
+        self.post(f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}")
         yield
-        self._endpoint.post("/resume")
-
-
-class TrainerEngine(Sender):
-    """Sends weights to the server's engine ``unirun``; a ``TrainerWeightTransferEngine`` in all but its base class.
-
-    The base class would need vLLM in this process. One process makes it for each server.
-    """
-
-    def __init__(self, client: Client, source: WeightSource) -> None:
-        super().__init__(source)
-        self._client = client
-
-    def _deliver(self, checkpoint: Checkpoint, weight_version: str | None) -> None:
-        # Each time: the server may have been started again.
-        self._client.check(checkpoint)
-        self._client.load(checkpoint, weight_version)
+        self.post("/resume")
 
 
 def _place(checkpoint: Checkpoint) -> dict[str, str]:

@@ -6,7 +6,7 @@ CPU (``make engines``); see `unirun.weights.integrations.vllm` for what was not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -26,42 +26,19 @@ REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError
 NAMES = "publish the tensors under the names, and of the shapes, of the model's checkpoint"
 
 
-class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+class WeightsFile(WeightTransferInitInfo, WeightTransferUpdateInfo):  # type: ignore[misc]
     """A file of weights in the trainer's memory."""
 
     def __init__(self, path: str, token: str) -> None:
         self.path, self.token = path, token
 
 
-class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The file that is to be loaded."""
-
-    def __init__(self, path: str, token: str) -> None:
-        self.path, self.token = path, token
-
-
-class _Given:
-    """Tensors by name, one after another; `last` is the name of the one that was given last."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._items = iter(tensors.items())
-        self.last = ""
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self
-
-    def __next__(self) -> tuple[str, torch.Tensor]:
-        self.last, tensor = next(self._items)
-        return self.last, tensor
-
-
 class WorkerEngine(WeightTransferEngine):  # type: ignore[misc]
     """Loads whole tensors in checkpoint format from the memory of the trainer, which is on this host."""
 
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
+    init_info_cls = update_info_cls = WeightsFile
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
+    def init_transfer_engine(self, init_info: WeightsFile) -> None:
         """Look whether the trainer's memory can be read here. Raises `UsageError`."""
         read(init_info.path, init_info.token)
 
@@ -69,19 +46,25 @@ class WorkerEngine(WeightTransferEngine):  # type: ignore[misc]
         """Restore the layers to what a checkpoint has."""
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
+    def receive_weights(self, update_info: WeightsFile) -> None:
         """Load all tensors. Raises `UsageError`, and `WeightsError` with the first one that the model does not take, or
         with all parameters that it did not get."""
         tensors = read(update_info.path, update_info.token)
-        given = _Given(tensors)
+        last = ""
+
+        def given() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal last
+            for last in tensors:
+                yield last, tensors[last]
+
         try:
-            loaded = self.model.load_weights(given)
+            loaded = self.model.load_weights(given())
         except REFUSALS as error:
             # The first one only: another tensor cannot be tried now, as layers that were loaded before it take none.
             raise WeightsError(
                 "the model does not take this tensor",
                 NAMES,
-                faults=[Fault(given.last, f"{type(error).__name__}: {error}")],
+                faults=[Fault(last, f"{type(error).__name__}: {error}")],
             ) from error
         # As vLLM's own loader does: a quantized model has parameters that no checkpoint has.
         if loaded is not None and self.model_config.quantization is None:
