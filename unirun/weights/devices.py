@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -53,18 +54,6 @@ class DeviceInterface(Protocol):
 #
 # See "Interprocess Communication" in the CUDA C++ Programming Guide. A process opens memory of any device that its own
 # one has peer access to, also of one that ``CUDA_VISIBLE_DEVICES`` hides from it.
-
-
-class _Raw:
-    """Memory of a device, in the form that `torch.as_tensor` takes without a copy."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
 
 
 class CudaDevice:
@@ -124,7 +113,9 @@ class CudaDevice:
                 self._call(self._cuda.cudaIpcCloseMemHandle, address)
 
     def _tensor(self, address: int, size: int) -> torch.Tensor:
-        return torch.as_tensor(_Raw(address, size), device=self._device)
+        # The form that torch takes without a copy.
+        place = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+        return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=place), device=self._device)
 
     def _call(self, function: Any, *arguments: object) -> Any:
         error, *values = function(*arguments)

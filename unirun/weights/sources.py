@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -21,17 +20,6 @@ from unirun.weights.publishing import Packing
 from unirun.weights.tensors import Box, Layout, NamedBox, Part, Piece, dtype_of, part_of
 
 # The tensors that a receiver has of one version: mapped memory of a publisher, or parts that were sent to it.
-
-
-class Copy(Protocol):
-    """Pieces of tensors, all of one version."""
-
-    @property
-    def layout(self) -> Layout:
-        """The pieces."""
-
-    def view(self, name: str, box: Box) -> torch.Tensor:
-        """The elements of `box`. Raises KeyError or ValueError when they are not in one piece here."""
 
 
 class Mapped:
@@ -51,7 +39,7 @@ class Mapped:
         return self._packing.layout
 
     def view(self, name: str, box: Box) -> torch.Tensor:
-        """The elements of `box`."""
+        """The elements of `box`. Raises KeyError or ValueError when they are not in one piece here."""
         return self._packing.view(self._memory, name, box)
 
     def views(self, takes: Sequence[NamedBox]) -> list[torch.Tensor]:
@@ -86,12 +74,15 @@ class Sent:
         }
 
     def view(self, name: str, box: Box) -> torch.Tensor:
-        """The elements of `box`."""
+        """The elements of `box`. Raises KeyError or ValueError when they are not in one piece here."""
         about = self._wanted[name].tensor
         for whole, tensor in self._parts[name]:
             if whole.meet(box) == box:
                 return part_of(tensor, Part(about, (_piece(whole),)), box)
         raise ValueError(f"{box} of {name} is not in one part")
+
+
+Copy = Mapped | Sent
 
 
 def _piece(box: Box) -> Piece:

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy
@@ -424,22 +425,17 @@ def _joined(spans: Iterable[Span]) -> Iterator[Span]:
         yield last
 
 
-class _Array:
-    """A tensor's place in memory, in the form that numpy takes. It is never read."""
-
-    def __init__(self, address: int, size: int, shape: Sequence[int], strides: Sequence[int]) -> None:
-        self.__array_interface__ = {
-            "data": (address, False),
-            "typestr": f"|V{size}",
-            "shape": tuple(shape),
-            "strides": tuple(stride * size for stride in strides),
-            "version": 3,
-        }
-
-
 def _array(tensor: torch.Tensor) -> Any:
-    shape, strides = tuple(tensor.shape), tensor.stride()
-    return numpy.asarray(_Array(tensor.data_ptr(), tensor.element_size(), shape, strides))
+    """A tensor's place in memory as an array, which is never read."""
+    size = tensor.element_size()
+    place = {
+        "data": (tensor.data_ptr(), False),
+        "typestr": f"|V{size}",
+        "shape": tuple(tensor.shape),
+        "strides": tuple(stride * size for stride in tensor.stride()),
+        "version": 3,
+    }
+    return numpy.asarray(SimpleNamespace(__array_interface__=place))
 
 
 def _share(one: Any, other: Any) -> bool:
