@@ -78,6 +78,7 @@ TWICE = {
 SMALL = {
     "launcher.forked": "another kind of spawner",
     "weights.dtensors": "imports DTensor, which takes long",
+    "weights.integrations.vllm": "users import it",
 }
 """Modules of fewer than 110 lines that one other module imports."""
 

@@ -21,7 +21,7 @@ from unirun.weights.messages import Fetched, Peek, answer_of, encode
 from unirun.weights.pairing import BACKENDS, PairGroup
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver, Target
-from unirun.weights.sources import PeerConnection, RemoteSource
+from unirun.weights.sources import PeerConnection, RemoteSource, VersionFile
 from unirun.weights.tensors import Piecewise, Weights, assigner, targets_of, tensors_of, unsaved
 from unirun.wire.reporting import report
 from unirun.wire.reports import FROM, VERSION, Metrics
@@ -182,6 +182,29 @@ class WeightsChannel:
                 with suppress(PeerLost):
                     source.peek(None)
         return self._has(version)
+
+    def borrow(
+        self, *, min_version: int | None = None, timeout: float | None = None
+    ) -> tuple[int, VersionFile] | None:
+        """The version that `receive` would copy, and the file that the publisher's memory is: other programs of this
+        host load it from there, and nothing is copied. The publisher does not write to it as long as the file is there.
+
+        None where it has to be received: the publisher is on another host, has parts of tensors only, or has died.
+        Raises `WeightsTimeout`, `PeerLost`.
+        """
+        deadline = self._deadline(timeout)
+        while True:
+            updates = self._context.peers.updates
+            sources, missing = self._publishers()
+            if not self._may_wait(sources, missing, deadline):
+                return None
+            if missing is None:
+                break
+            self._wait(missing, updates, deadline)
+        found = self._receiver.borrow(sources, ANY if min_version is None else min_version, deadline)
+        if found is not None:
+            self._has(found[0])
+        return found
 
     def latest(self) -> tuple[int, int | None]:
         """The number of restarts of the publisher, and the latest version that all of its ranks have since then; None:

@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,11 +23,10 @@ import msgspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as serialized
 from safetensors.torch import save_file
 
 from unirun.errors import Fault, FrameError, WeightsError
-from unirun.weights.publishing import Packing, copy_all
+from unirun.weights.publishing import Packing, copy_all, unsaveable
 from unirun.weights.tensors import (
     Layout,
     NamedBox,
@@ -49,26 +47,6 @@ MAX_HEADER = 100_000_000
 """Bytes. The format's own limit."""
 
 _FILE = re.compile(r"(\d{5,})-of-(\d{5,})\.safetensors")
-
-
-@cache
-def format_code(dtype: torch.dtype) -> str | None:
-    """The name that safetensors has for a dtype; None: a file cannot have it, or has two elements of it in a byte."""
-    try:
-        head = serialized({"": torch.empty(1, dtype=dtype)})
-    except KeyError:
-        return None
-    entry = msgspec.json.decode(head[8 : 8 + int.from_bytes(head[:8], "little")])[""]
-    return str(entry["dtype"]) if entry["shape"] == [1] else None
-
-
-def unsaveable(dtypes: Mapping[str, torch.dtype]) -> list[Fault]:
-    """A fault for each tensor of a dtype that a file cannot have."""
-    return [
-        Fault(name, f"safetensors has no {dtype}", "cast it")
-        for name, dtype in dtypes.items()
-        if format_code(dtype) is None
-    ]
 
 
 def save(url: str, version: int, rank: int, ranks: int, packing: Packing, memory: torch.Tensor) -> str:

@@ -170,9 +170,12 @@ class Holder:
     def _valid(self) -> HeldVersion | None:
         """The version that is held, unless its connection has ended and a living publisher may have written to it."""
         held = self._held
-        if held is None or any(s.line.lost and not self._gone(s.who) for s, _ in held.leases):
-            return None
-        return held
+        return held if held is not None and all(self.is_intact(source) for source, _ in held.leases) else None
+
+    def is_intact(self, source: RemoteSource) -> bool:
+        """Return False if the connection of a living publisher has ended, so that it may have written to what it had
+        lent."""
+        return not source.line.lost or self._gone(source.who)
 
     def _used(self, held: HeldVersion) -> None:
         """Note that a piece that was asked for has been sent."""

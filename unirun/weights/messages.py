@@ -76,7 +76,8 @@ class Fetched(Value, tag=True):
     was asked for, there is nothing with it. Number 0: it is in no shared memory, and has to be asked for by parts.
 
     `elsewhere` are the readers that have got some parts already, and which ones: their places in the request.
-    `handle` is that of memory of a device, which is lent.
+    `handle` is that of memory of a device, which is lent. With a `path`, the block is a safetensors file there, as long
+    as it is lent; `token` is in it, and in no other.
     """
 
     version: int
@@ -84,6 +85,8 @@ class Fetched(Value, tag=True):
     block: int
     elsewhere: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
     handle: bytes = b""
+    path: str = ""
+    token: str = ""
 
 
 class Release(Value, tag=True):

@@ -10,19 +10,23 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import secrets
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache, cached_property
 from typing import Any
 
+import msgspec
 import numpy
 import torch
 from msgspec.structs import replace
+from safetensors.torch import save as serialized
 
-from unirun.errors import GroupError, UsageError
-from unirun.roles.transport.frames import offsets
+from unirun.errors import Fault, GroupError, UsageError
+from unirun.roles.transport.frames import ALIGN, offsets
 from unirun.roles.transport.protocol import Lent, Parcel, Reply
 from unirun.weights.devices import DeviceError, DeviceInterface, cuda_device
 from unirun.weights.messages import (
@@ -66,6 +70,9 @@ class Block:
     """A memfd of `size` bytes, mapped as the bytes `memory`. `readers` are those that may read it now.
 
     When there is no shared memory, it is ordinary memory, and `handle` is None; so it is for memory of a `device`.
+
+    With `is_file`, what is in it is a safetensors file, which other processes of this user open at `path`. `token` is
+    in it, and in no other file.
     """
 
     def __init__(self, number: int, size: int, device: DeviceInterface | None = None) -> None:
@@ -73,6 +80,7 @@ class Block:
         self.number, self.size, self.device = number, size, device
         self.readers: set[str] = set()
         self.handle: int | None = None
+        self.token, self.is_file = secrets.token_hex(16), False
         self.lent = b""
         """With which other processes open the memory of the device."""
         self.memory: torch.Tensor
@@ -87,6 +95,11 @@ class Block:
                 "they are sent over sockets, which takes longer"
             )
             self.handle, self.memory = None, torch.empty(size, dtype=torch.uint8)
+
+    @property
+    def path(self) -> str:
+        """The path of the memfd, which has no name of its own."""
+        return f"/proc/{os.getpid()}/fd/{self.handle}"
 
     def close(self) -> None:
         """Close the descriptor; the memory is freed with the last mapping. Memory of a device is freed now."""
@@ -111,7 +124,8 @@ def _shared(size: int) -> tuple[int, torch.Tensor]:
 
 
 class Blocks:
-    """The blocks of one process, of which `spare` are kept though nobody needs them. Not thread-safe."""
+    """The blocks of one process, of which `spare` are kept though nobody needs them; these are used for less than their
+    size, too. Not thread-safe."""
 
     def __init__(self, spare: int = 0) -> None:
         self._spare = spare
@@ -119,9 +133,11 @@ class Blocks:
         self._number = 0
 
     def take(self, size: int, reader: str, device: DeviceInterface | None = None) -> Block:
-        """A block of at least `size` bytes, of which `reader` is the only reader. Raises `DeviceError`."""
+        """A block of `size` bytes, of which `reader` is the only reader. Raises `DeviceError`."""
+        size = max(size, 1)
+        most = 2 * size + PAGE if self._spare else size
         free = [block for block in self._blocks if not block.readers and block.device is device]
-        fitting = (block for block in free if size <= block.size <= 2 * size + PAGE)
+        fitting = (block for block in free if size <= block.size <= most)
         chosen = min(fitting, key=lambda block: block.size, default=None)
         others = [block for block in free if block is not chosen]
         # Of another size, or needed for a while as a reader was slow. The newest ones are kept.
@@ -130,7 +146,7 @@ class Blocks:
             block.close()
         if chosen is None:
             self._number += 1
-            chosen = Block(self._number, max(size, 1), device)
+            chosen = Block(self._number, size, device)
             self._blocks.append(chosen)
         chosen.readers.add(reader)
         return chosen
@@ -148,6 +164,50 @@ class Blocks:
                 block.close()
 
 
+# The format of safetensors: eight bytes with the length of the header, the header as JSON, and the data without holes.
+#
+# The package writes files, but none into memory that is there.
+
+TOKEN = "unirun"
+"""The key of the header's metadata under which a file in shared memory says which one it is."""
+
+
+@cache
+def format_code(dtype: torch.dtype) -> str | None:
+    """The name that safetensors has for a dtype; None: a file cannot have it, or has two elements of it in a byte."""
+    try:
+        head = serialized({"": torch.empty(1, dtype=dtype)})
+    except KeyError:
+        return None
+    entry = msgspec.json.decode(head[8 : 8 + int.from_bytes(head[:8], "little")])[""]
+    return str(entry["dtype"]) if entry["shape"] == [1] else None
+
+
+def unsaveable(dtypes: Mapping[str, torch.dtype]) -> list[Fault]:
+    """A fault for each tensor of a dtype that a file cannot have."""
+    return [
+        Fault(name, f"safetensors has no {dtype}", "cast it")
+        for name, dtype in dtypes.items()
+        if format_code(dtype) is None
+    ]
+
+
+def _entries(layout: Layout) -> dict[str, Any]:
+    """The tensors in the header of a file. Empty when there can be none: a part of a tensor is elsewhere, or there is
+    no code for its dtype."""
+    found: dict[str, Any] = {}
+    end = 0
+    # The end of a file is aligned. Those of larger elements come last, so that all are.
+    for name, part in sorted(layout.items(), key=lambda each: dtype_of(each[1].tensor.dtype).itemsize):
+        dtype, count = dtype_of(part.tensor.dtype), part.tensor.whole.count
+        code = format_code(dtype)
+        if code is None or len(part.pieces) > 1 or sum(piece.box.count for piece in part.pieces) != count:
+            return {}
+        begin, end = end, end + count * dtype.itemsize
+        found[name] = {"dtype": code, "shape": part.tensor.shape, "data_offsets": (begin, end)}
+    return found
+
+
 # The places of the pieces of a layout in a block of memory, and copies to and from there.
 
 LARGE = 1 << 20
@@ -163,7 +223,8 @@ THREADS = 4
 class Packing:
     """The pieces of `layout`, one behind the other; `offsets` are where, in bytes, for each tensor and piece.
 
-    `number` is that which the publisher has given it.
+    `number` is that which the publisher has given it. Whole tensors are in the order and at the places of a safetensors
+    file, with its header before them.
     """
 
     def __init__(
@@ -174,7 +235,21 @@ class Packing:
         self.offsets = dict(offsets) if offsets is not None else self._placed()
         self._views: dict[int, list[torch.Tensor]] = {}
 
+    @cached_property
+    def _entries(self) -> dict[str, Any]:
+        return _entries(self.layout)
+
+    @property
+    def is_file(self) -> bool:
+        """True if the tensors can be in a safetensors file."""
+        return bool(self._entries)
+
     def _placed(self) -> dict[str, tuple[int, ...]]:
+        if self.is_file:
+            start = len(self._head("0" * 32))
+            self.size = start + self._data_size
+            begins_in = {name: start + entry["data_offsets"][0] for name, entry in self._entries.items()}
+            return {name: tuple(begins_in[name] for _ in part.pieces) for name, part in self.layout.items()}
         begins, self.size = offsets(
             [
                 piece.box.count * dtype_of(part.tensor.dtype).itemsize
@@ -185,8 +260,25 @@ class Packing:
         left = iter(begins)
         return {name: tuple(next(left) for _ in part.pieces) for name, part in self.layout.items()}
 
+    @property
+    def _data_size(self) -> int:
+        return max(int(entry["data_offsets"][1]) for entry in self._entries.values())
+
+    def _head(self, token: str) -> bytes:
+        text = msgspec.json.encode({"__metadata__": {"format": "pt", TOKEN: token}} | self._entries)
+        text += b" " * (-(8 + len(text) + self._data_size) % ALIGN)
+        return len(text).to_bytes(8, "little") + text
+
+    def begin(self, block: Block) -> None:
+        """Write the header of a file, if these tensors in this block can be one."""
+        block.is_file = self.is_file and block.handle is not None
+        if block.is_file:
+            head = self._head(block.token)
+            block.memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+
     def pack(self, tensors: Mapping[str, Piecewise], block: Block) -> None:
         """Copy this rank's pieces of `tensors` into `block`."""
+        self.begin(block)
         if block.number not in self._views:
             # A publisher has two or three blocks. Views keep the memory of the others.
             self._views = {n: views for n, views in self._views.items() if len(self._views) < 3}
@@ -205,6 +297,10 @@ class Packing:
         else:
             block.device.copy(self._views[block.number], pieces)
             block.device.finish()
+
+    def tensors(self, block: Block) -> dict[str, torch.Tensor]:
+        """The tensors of a file, over its memory."""
+        return {name: self.view(block.memory, name, part.tensor.whole) for name, part in self.layout.items()}
 
     def view(self, memory: torch.Tensor, name: str, box: Box) -> torch.Tensor:
         """The elements of `box`, which are in one piece, in the memory of a block."""
@@ -418,6 +514,7 @@ class Publisher:
             assert device is not None
             device.copy([host.memory[:size]], [current.block.memory[:size]])
             device.finish()
+            current.packing.begin(host)
             with self._lock:
                 if self._current is current:
                     current.host = host
@@ -505,6 +602,8 @@ class Publisher:
 
         lendable = block.handle is not None or block.device is not None
         fetched = Fetched(current.version, packing.number, block.number if lendable else 0)
+        if block.is_file:
+            fetched = replace(fetched, path=block.path, token=block.token)
         if request.parts is None:
             if not lendable or block.number in request.mapped:
                 if not lendable:

@@ -19,7 +19,7 @@ from unirun.weights.devices import DeviceError, DeviceInterface
 from unirun.weights.hub import Holder
 from unirun.weights.messages import Describe, Described, Fetched, Released, answer_of
 from unirun.weights.publishing import Finder, Packing, blend, copy_all, device_of
-from unirun.weights.sources import Copy, Mapped, RemoteSource, Sent
+from unirun.weights.sources import Copy, Mapped, RemoteSource, Sent, VersionFile, opened
 from unirun.weights.tensors import (
     Layout,
     NamedBox,
@@ -167,6 +167,39 @@ class Receiver:
             at_least, done = self._take(sources, takes, at_least, target)
             if done:
                 return at_least
+
+    def borrow(
+        self, sources: Sequence[RemoteSource], at_least: int, deadline: float
+    ) -> tuple[int, VersionFile] | None:
+        """The latest version that all publishers `sources` have, and which is not before `at_least`, in the memory of
+        one of them. That does not write to it as long as the file is there.
+
+        None when it has to be received: none on this host has all tensors whole. Raises `PeerLost`, `WeightsTimeout`.
+        """
+        self._describe(sources, deadline)
+        near = (source for source in sources if source.here and source.packing and source.packing.is_file)
+        lender = next(near, None)
+        if lender is None or lender.packing is None:
+            return None
+        lender.use(None)
+        takes = self._planned([lender], lender.packing.layout)[0]
+        asked = lender.fetch(at_least, takes, self._left(deadline), keep=True)
+        said, parcel = self._said(lender, asked, Fetched, deadline)
+        if said.layout != lender.packing.number:
+            lender.describe(None)
+            return None
+        for other in (source for source in sources if source is not lender):
+            asked = other.fetch_parts(said.version, (), self._left(deadline))
+            self._said(other, asked, Fetched, deadline)
+        if not said.path:
+            return None
+        mapped = lender.mapped(said, parcel, keep=True)
+        file = opened(said.path, said.token, mapped, partial(self._holder.is_intact, lender))
+        if file is None:
+            return None
+        self.last = [FetchResult(lender, lender, takes, said, mapped, mapped.views(takes))]
+        self._hold(said.version, self.last, deadline, keeps=True)
+        return said.version, file
 
     def receive_held(self, holders: Sequence[RemoteSource], target: Target, at_least: int) -> int | None:
         """As `receive`, with the latest version of which some of `holders` have all parts. None: there is none."""
@@ -417,7 +450,7 @@ class Receiver:
             for name, _, view in assigned:
                 target.assign(name, view)
         self.last = found
-        self._hold(version, found, target)
+        self._hold(version, found, target.deadline, keeps=target.keeps)
         return version, True
 
     def _unchanged(self, found: Sequence[FetchResult], deadline: float) -> bool:
@@ -430,15 +463,16 @@ class Receiver:
         ]
         return all(said.held for said in answers)
 
-    def _hold(self, version: int, found: Sequence[FetchResult], target: Target) -> None:
-        """Hold what can be held for others, in place of the version before; give back all else."""
+    def _hold(self, version: int, found: Sequence[FetchResult], deadline: float, *, keeps: bool) -> None:
+        """Hold what can be held for others, in place of the version before; give back all else. `keeps`: memory that is
+        lent is kept until it is freed."""
         lasting = [got for got in found if got.lasts]
-        lent = [(source, None if target.keeps else block) for source, block in leases(lasting)]
+        lent = [(source, None if keeps else block) for source, block in leases(lasting)]
         answers = self._holder.hold(version, [got.copy for got in lasting], lent)
         answers += self._holder.give_back(leases([got for got in found if not got.lasts]))
         for source, released in answers:
             with suppress(PeerLost):
-                self._said(source, released, Released, target.deadline)
+                self._said(source, released, Released, deadline)
 
     def _said(
         self, source: RemoteSource, future: Future[Parcel], wanted: type[AnswerT], deadline: float

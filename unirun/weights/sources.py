@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from unirun.errors import FrameError, GroupError, PeerLost
 from unirun.roles.transport.protocol import Connection, LendingTransport, Parcel, writable
@@ -16,7 +19,7 @@ from unirun.values import WorkerId
 from unirun.weights.devices import DeviceError, DeviceInterface
 from unirun.weights.messages import WEIGHTS, Fetch, Fetched, Peek, Release, Request, encode
 from unirun.weights.pairing import PairGroup
-from unirun.weights.publishing import Packing
+from unirun.weights.publishing import TOKEN, Packing
 from unirun.weights.tensors import Box, Layout, NamedBox, Part, Piece, dtype_of, part_of
 
 # The tensors that a receiver has of one version: mapped memory of a publisher, or parts that were sent to it.
@@ -83,6 +86,41 @@ class Sent:
 
 
 Copy = Mapped | Sent
+
+
+class VersionFile:
+    """A version as a safetensors file in shared memory, at `path` as long as this object is there. `token` is in the
+    file, and in no other."""
+
+    def __init__(
+        self,
+        path: str,
+        token: str,
+        end: Callable[[], object],
+        memory: object = None,
+        is_intact: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`end` is called when it is not needed any more; then `memory` is given back. `is_intact` returns False when
+        another process may have written to it."""
+        self.path, self.token, self.is_intact = path, token, is_intact
+        self._memory = memory
+        weakref.finalize(self, end).atexit = False
+
+
+def opened(path: str, token: str, memory: object, is_intact: Callable[[], bool]) -> VersionFile | None:
+    """The file at `path`, which is that of another process, with a descriptor of this one: it stays when the other one
+    ends. None when the file with this `token` cannot be reached so."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    mine = f"/proc/{os.getpid()}/fd/{handle}"
+    file = VersionFile(mine, token, partial(os.close, handle), memory, is_intact)
+    try:
+        with safe_open(mine, framework="pt") as found:
+            return file if (found.metadata() or {}).get(TOKEN) == token else None
+    except (OSError, SafetensorError):
+        return None
 
 
 def _piece(box: Box) -> Piece:

@@ -17,7 +17,7 @@ from unirun.weights.hub import Holder, request_of
 from unirun.weights.messages import WEIGHTS, Request
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver
-from unirun.weights.sources import PeerConnection, RemoteSource
+from unirun.weights.sources import PeerConnection, RemoteSource, VersionFile
 from unirun.weights.tensors import Weights, assigner, targets_of, tensors_of
 from unirun.wire.handshake import new_token
 
@@ -149,6 +149,12 @@ class ReceiverHarness:
         """As `Receiver.receive_held`."""
         target = self._receiver.target(tensors_of(into), time.monotonic() + WAIT_TIMEOUT)
         return self._receiver.receive_held(holders, target, at_least)
+
+    def borrow(self, at_least: int, within: float = WAIT_TIMEOUT) -> tuple[int, VersionFile]:
+        """As `Receiver.borrow`, of what is there as a file."""
+        found = self._receiver.borrow(self.sources, at_least, time.monotonic() + within)
+        assert found is not None
+        return found
 
     def latest(self) -> int:
         """As `Receiver.latest`."""

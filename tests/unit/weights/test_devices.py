@@ -12,6 +12,7 @@ import torch
 from tests.unit.weights.fake_device import FakeDevice, FakeMachine, MemoryMisuse
 from tests.unit.weights.harness import ReceiverHarness, WeightsHarness, weights_harness
 from unirun.weights.devices import DeviceError
+from unirun.weights.integrations.sending import read
 from unirun.weights.publishing import Publisher
 
 pytestmark = pytest.mark.starts_processes
@@ -85,6 +86,16 @@ class TestOnOneHost:
                 assert each.receive(got, version) == version
                 assert values(got) == {float(version)}
                 assert {one.path for one in each._receiver.last} == {"shared memory"}
+
+    def test_a_version_is_borrowed_as_a_file_from_the_host(self, harness: WeightsHarness) -> None:
+        machine = FakeMachine()
+        publisher, endpoint = on_device(harness, machine)
+        borrower = receiver(harness, endpoint, None)
+        for version in range(5):
+            publisher.publish(filled(float(version)), version)
+            number, file = borrower.borrow(version)
+            assert number == version
+            assert values(read(file.path, file.token)) == {float(version)}
 
     def test_a_device_that_cannot_be_reached_is_tried_once(
         self, harness: WeightsHarness, capfd: pytest.CaptureFixture[str]

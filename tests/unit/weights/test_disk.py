@@ -19,8 +19,8 @@ from tests.unit.weights.shardings import Sharding, shardings
 from tests.unit.weights.test_moving import noise, same
 from unirun.errors import FrameError, UsageError, WeightsError
 from unirun.weights import disk
-from unirun.weights.disk import LAYOUT, format_code
-from unirun.weights.publishing import Packing, Publisher
+from unirun.weights.disk import LAYOUT
+from unirun.weights.publishing import Packing, Publisher, format_code
 from unirun.weights.tensors import Layout, LocalShard, Weights, tensors_of, unreadable
 
 ANY = -(1 << 62)

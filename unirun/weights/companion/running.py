@@ -5,8 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 from unirun.errors import PeerLost, ServerError, WeightsError, WeightsTimeout
@@ -27,8 +25,10 @@ from unirun.weights.companion.deciding import (
     received,
     seen,
 )
-from unirun.weights.integrations.sending import Checkpoint, Param
+from unirun.weights.integrations.sending import SERVER, Param, file_for
 from unirun.weights.integrations.vllm import Client
+from unirun.weights.publishing import Blocks
+from unirun.weights.sources import VersionFile
 from unirun.wire.reporting import report
 from unirun.wire.reports import EngineWeights
 
@@ -43,54 +43,6 @@ TIMEOUT = 300.0
 """Seconds for one request to an engine, and for receiving one version."""
 
 
-class VersionCache:
-    """Versions in shared memory: the latest one, and those that engines still load. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users: dict[Checkpoint, int] = {}
-        self._latest: tuple[Version, Checkpoint] | None = None
-
-    def space(self, params: tuple[Param, ...]) -> Checkpoint:
-        """Memory for a version with these tensors that nobody reads. Raises `UnirunError`, `WeightsError`."""
-        with self._lock:
-            latest = self._latest[1] if self._latest is not None else None
-            idle = [c for c, users in self._users.items() if not users and c is not latest]
-            found = next((c for c in idle if c.params == params), None)
-            for checkpoint in idle:
-                if checkpoint is not found:
-                    del self._users[checkpoint]
-                    checkpoint.close()
-            if found is None:
-                found = Checkpoint(params)
-                self._users[found] = 0
-            return found
-
-    def put(self, version: Version, checkpoint: Checkpoint) -> None:
-        """The latest version is there now."""
-        with self._lock:
-            self._latest = version, checkpoint
-
-    @contextmanager
-    def latest(self) -> Iterator[tuple[Version, Checkpoint]]:
-        """The latest version, which is not written to meanwhile."""
-        with self._lock:
-            assert self._latest is not None
-            version, checkpoint = self._latest
-            self._users[checkpoint] += 1
-        try:
-            yield version, checkpoint
-        finally:
-            with self._lock:
-                self._users[checkpoint] -= 1
-
-    def close(self) -> None:
-        """Give all memory back."""
-        with self._lock:
-            while self._users:
-                self._users.popitem()[0].close()
-
-
 class Companion:
     """Brings the versions of a channel into the vLLM engines of this host, as long as `run` runs.
 
@@ -98,20 +50,24 @@ class Companion:
     whose `peers` are given.
 
     The publisher waits for nothing of it, and engines do not wait for each other. Requests of an engine stand still
-    while it loads, and go on with the new weights; none ends (`vllm.Client.paused` with ``keep``). The host has two
-    versions in memory, and one more for each that a slow engine still loads.
+    while it loads, and go on with the new weights; none ends (`vllm.Client.paused` with ``keep``).
+
+    Engines load a version from the memory of the publisher, where that is on this host and has whole tensors. Any other
+    version is received into memory of this process. The host has two versions in memory, and one more for each that a
+    slow engine still loads.
     """
 
     def __init__(self, channel: WeightsChannel, peers: Peers, *, timeout: float = TIMEOUT) -> None:
         """`timeout` is that of one request to an engine, and of receiving a version, in seconds."""
         self._channel, self._peers = channel, peers
         self._timeout = timeout
-        self._shelf = VersionCache()
+        # Memory for versions that are received.
+        self._blocks = Blocks()
+        self._latest: tuple[Version, VersionFile] | None = None
         self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self._checked: set[tuple[int, int, str]] = set()
         """The files that each process of an engine has been able to read."""
         self._over = threading.Event()
-        self._have: Version | None = None
         self._loading: list[threading.Thread] = []
 
     def run(self) -> None:
@@ -134,7 +90,8 @@ class Companion:
             deadline = time.monotonic() + FINAL_LOAD_TIMEOUT
             for thread in self._loading:
                 thread.join(max(deadline - time.monotonic(), 0.0))
-            self._shelf.close()
+            self._latest = None
+            self._blocks.close()
 
     def stop(self) -> None:
         """Let `run` return once engines have what is being brought into them, so that none is left half new. May be
@@ -177,13 +134,13 @@ class Companion:
             try:
                 epoch, number = self._channel.latest()
             except PeerLost:
-                version = self._have
+                version = self._have()
                 if version is None:
                     # There may be versions of which this process knows nothing.
                     self._over.wait(PUBLISHER_RETRY_INTERVAL)
                     continue
             else:
-                version = (epoch, number) if number is not None else self._have
+                version = (epoch, number) if number is not None else self._have()
             self._events.put(partial(polled, version=version, engines=command.engines))
             return
 
@@ -193,25 +150,28 @@ class Companion:
         done = partial(brought, rank=engine.rank, incarnation=engine.incarnation)
         not_done = partial(failed, rank=engine.rank, incarnation=engine.incarnation)
         client = Client(engine.url, timeout=self._timeout)
-        with self._shelf.latest() as (version, checkpoint):
-            why = "cannot be given weights"
-            try:
-                known = engine.rank, engine.incarnation, checkpoint.token
-                if known not in self._checked:
-                    client.check(checkpoint)
-                    self._checked.add(known)
-                why = "has weights that are half new"
-                with client.paused("keep"):
-                    client.load(checkpoint, str(version[1]))
-            except ServerError as error:
-                self._events.put(partial(not_done, problem=f"{why}: {error}"))
-                return
-        self._events.put(partial(done, version=version))
+        assert self._latest is not None
+        version, file = self._latest
+        problem = "cannot be given weights"
+        try:
+            known = engine.rank, engine.incarnation, file.token
+            if known not in self._checked:
+                client.check(file.path, file.token)
+                self._checked.add(known)
+            problem = "has weights that are half new"
+            with client.paused("keep"):
+                client.load(file.path, file.token, str(version[1]))
+                if not file.is_intact():
+                    raise ServerError("the publisher may have written to what was loaded", server=engine.url)
+        except ServerError as error:
+            self._events.put(partial(not_done, problem=f"{problem}: {error}"))
+        else:
+            self._events.put(partial(done, version=version))
 
     def _receive(self) -> None:
         while not self._over.is_set():
             try:
-                found = self._next(self._have)
+                found = self._next(self._have())
             except WeightsTimeout:
                 continue
             except PeerLost:
@@ -220,21 +180,25 @@ class Companion:
             if found is None:
                 self._over.wait(PUBLISHER_RETRY_INTERVAL)
                 continue
-            self._have, checkpoint = found
-            self._shelf.put(self._have, checkpoint)
-            self._events.put(partial(received, version=self._have))
+            self._latest = found
+            self._events.put(partial(received, version=found[0]))
+            # Memory of the publisher is given back when no engine loads it any more.
+            del found
 
-    def _next(self, have: Version | None) -> tuple[Version, Checkpoint] | None:
-        """Receive the next version into memory of its own. None: a publisher that was started again has none yet.
-        Raises `WeightsTimeout`, `PeerLost`."""
+    def _have(self) -> Version | None:
+        return self._latest[0] if self._latest is not None else None
+
+    def _next(self, have: Version | None) -> tuple[Version, VersionFile] | None:
+        """Wait for the next version. None: a publisher that was started again has none yet. Raises `WeightsTimeout`,
+        `PeerLost`."""
         if have is None:
-            number, checkpoint = self._received(None)
-            return self._labelled(number), checkpoint
+            number, file = self._file(None)
+            return self._labelled(number), file
         epoch, latest = self._channel.latest()
         if epoch != have[0] and latest is None:
             return None
-        number, checkpoint = self._received(have[1] + 1 if epoch == have[0] else None)
-        return (epoch, number), checkpoint
+        number, file = self._file(have[1] + 1 if epoch == have[0] else None)
+        return (epoch, number), file
 
     def _labelled(self, number: int) -> Version:
         """The first version of this process. It may be one that the publisher had before it was started again, and that
@@ -245,19 +209,27 @@ class Companion:
             return -1, number
         return (epoch, number) if latest is not None and number <= latest else (epoch - 1, number)
 
-    def _received(self, after: int | None) -> tuple[int, Checkpoint]:
-        """The number of a version from `after` on, and the memory that it is in."""
+    def _file(self, after: int | None) -> tuple[int, VersionFile]:
+        """The number of a version from `after` on, and the file that it is in."""
+        borrowed = self._channel.borrow(min_version=after, timeout=self._timeout)
+        return borrowed if borrowed is not None else self._received(after)
+
+    def _received(self, after: int | None) -> tuple[int, VersionFile]:
+        """As `_file`, in memory of this process."""
         while True:
             params = self._published()
-            space = self._shelf.space(params)
+            packing, block = file_for(params, self._blocks, SERVER)
+            file = VersionFile(block.path, block.token, block.readers.clear)
             try:
-                number = self._channel.receive(space.tensors, min_version=after, timeout=self._timeout)
+                number = self._channel.receive(
+                    packing.tensors(block), min_version=after, timeout=self._timeout
+                )
             except WeightsError:
                 if params == self._published():
                     raise
                 continue
             if params == self._published():
-                return number, space
+                return number, file
 
     def _published(self) -> tuple[Param, ...]:
         """The tensors as they were published last, as far as it is known here."""

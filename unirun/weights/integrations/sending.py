@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import socket
 import threading
 import time
@@ -20,18 +18,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from unirun.errors import Fault, ServerError, ServerTimeout, UnirunError, UsageError, WeightsError
-from unirun.roles.transport.frames import ALIGN
-from unirun.weights.disk import format_code, unsaveable
-from unirun.weights.publishing import copy_all
-from unirun.weights.tensors import Weights, is_dtensor, tensors_of, unreadable
-
-# A version of the weights as a safetensors file in shared memory, which other processes of this host open by its path.
-#
-# The file is a memfd: it has no name of its own, and the kernel frees it with the last process that has it, however
-# that ends. Others of the same user open it as ``/proc/<pid>/fd/<n>``.
-
-TOKEN = "unirun"
-"""The key of the header's metadata under which a file says which one it is."""
+from unirun.weights.publishing import TOKEN, Block, Blocks, Packing, copy_all, unsaveable
+from unirun.weights.tensors import (
+    Layout,
+    Part,
+    Piece,
+    Tensor,
+    Weights,
+    is_dtensor,
+    tensors_of,
+    unreadable,
+)
 
 
 class Param(NamedTuple):
@@ -41,86 +38,29 @@ class Param(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    @property
-    def size(self) -> int:
-        """In bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
     def __str__(self) -> str:
         return f"{self.name}: {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
-def header_of(params: Sequence[Param], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
-    """The beginning of a file, where each tensor begins in it, and the size of the file, in bytes. Raises
-    `WeightsError` for dtypes that a file cannot have.
+def file_for(params: Sequence[Param], blocks: Blocks, reader: str) -> tuple[Packing, Block]:
+    """A block that is a file for tensors as `params` say, and their places in it. `reader` is its only reader.
 
-    The safetensors package writes files, but none into memory that is there. They are eight bytes with the length of
-    the header, the header as JSON, and the data without holes.
+    Raises `WeightsError` for dtypes that a file cannot have, `UnirunError` when there is no memory.
     """
     if faults := unsaveable({param.name: param.dtype for param in params}):
         raise WeightsError("these tensors cannot be in a safetensors file", faults=faults)
-    offsets: dict[str, int] = {}
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
-    # Those of larger elements come first, so that all are aligned.
-    for param in sorted(params, key=lambda param: -param.dtype.itemsize):
-        offsets[param.name], end = end, end + param.size
-        place = {"shape": param.shape, "data_offsets": (offsets[param.name], end)}
-        header[param.name] = {"dtype": format_code(param.dtype), **place}
-    text = msgspec.json.encode(header)
-    text += b" " * (-(8 + len(text)) % ALIGN)
-    start = 8 + len(text)
-    begins = {name: start + offset for name, offset in offsets.items()}
-    return len(text).to_bytes(8, "little") + text, begins, start + end
-
-
-class Checkpoint:
-    """Memory for tensors as `params` say, in a file at `path`. `token` is in the file, and in no other."""
-
-    def __init__(self, params: Sequence[Param]) -> None:
-        """Raises `WeightsError` for dtypes that a file cannot have, `UnirunError` when there is no memory."""
-        self.params, self.token = tuple(params), secrets.token_hex(16)
-        head, begins, size = header_of(self.params, {"format": "pt", TOKEN: self.token})
-        try:
-            self._handle, memory = _memory(size)
-        except OSError as error:
-            raise UnirunError(
-                f"there is no shared memory for {size} bytes of weights ({error.strerror})",
-                "give this job more memory",
-            ) from error
-        self.path = f"/proc/{os.getpid()}/fd/{self._handle}"
-        memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        self._views = [
-            memory.narrow(0, begins[param.name], param.size).view(param.dtype).view(param.shape)
-            for param in self.params
-        ]
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by name, over the memory of the file."""
-        return {param.name: view for param, view in zip(self.params, self._views, strict=True)}
-
-    def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy the tensors, which come in the order of `params`. Raises `WeightsError` with all that are others."""
-        faults = []
-        for param, view, pair in zip_longest(self.params, self._views, tensors):
-            empty = unreadable(*pair) if pair is not None else None
-            found = Param(pair[0], pair[1].dtype, tuple(pair[1].shape)) if pair and not empty else None
-            if empty is not None:
-                faults.append(empty)
-            elif found is None or found != param:
-                faults.append(Fault(str(param or "nothing"), f"then came {found or 'nothing'}"))
-            else:
-                copy_all([view], [pair[1].detach().resolve_conj().resolve_neg()])
-        if faults:
-            raise WeightsError(
-                "these tensors cannot be sent, or metadata() has declared others", faults=faults
-            )
-
-    def close(self) -> None:
-        """Close the file. Its memory is freed when nobody reads it any more."""
-        self._views.clear()
-        os.close(self._handle)
+    layout: Layout = {}
+    for param in params:
+        about = Tensor(param.shape, str(param.dtype).removeprefix("torch."))
+        layout[param.name] = Part(about, (Piece(about.whole, (0,) * len(param.shape)),))
+    packing = Packing(layout, 0)
+    block = blocks.take(packing.size, reader)
+    if block.handle is None:
+        raise UnirunError(
+            f"there is no shared memory for {block.size} bytes of weights", "give this job more memory"
+        )
+    packing.begin(block)
+    return packing, block
 
 
 def read(path: str, token: str) -> dict[str, torch.Tensor]:
@@ -138,18 +78,6 @@ def read(path: str, token: str) -> dict[str, torch.Tensor]:
 
 
 SAME_HOST = "run the server on the host of the worker that sends, in the same container, as the same user"
-
-
-def _memory(size: int) -> tuple[int, torch.Tensor]:
-    """A memfd, and its memory. Raises OSError."""
-    handle = os.memfd_create("unirun-checkpoint", os.MFD_CLOEXEC)
-    try:
-        # Reserved now: a page that cannot be had later would be a SIGBUS.
-        os.posix_fallocate(handle, 0, size)
-        return handle, torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=size, dtype=torch.uint8)
-    except BaseException:
-        os.close(handle)
-        raise
 
 
 class WeightSource(Protocol):
@@ -198,8 +126,12 @@ class Source:
         return whole
 
 
+SERVER = "server"
+"""The reader of the memory that a server loads."""
+
+
 class TrainerEngine:
-    """Gives the tensors of `source` to a server, through a `Checkpoint` that is written again in each round.
+    """Gives the tensors of `source` to a server, through a file in shared memory that is written again in each round.
 
     One process makes it for each server. It has the form of vLLM's ``TrainerWeightTransferEngine``, but not its base
     class, which would need vLLM in this process.
@@ -208,7 +140,7 @@ class TrainerEngine:
     def __init__(self, client: ServerClient, source: WeightSource) -> None:
         self.source = source
         self._client = client
-        self._checkpoint: Checkpoint | None = None
+        self._blocks = Blocks()
 
     def send_weights(self, weight_version: str | None = None) -> None:
         """Send all tensors, and return when the server has loaded them; its label for them is then `weight_version`.
@@ -217,23 +149,38 @@ class TrainerEngine:
         `WeightsError` with all tensors that cannot be sent.
         """
         params = tuple(Param(p.name, p.dtype, tuple(p.shape)) for p in self.source.metadata())
-        if self._checkpoint is not None and self._checkpoint.params != params:
-            self.shutdown()
-        if self._checkpoint is None:
-            self._checkpoint = Checkpoint(params)
+        packing, block = file_for(params, self._blocks, SERVER)
         try:
-            self._checkpoint.write(self.source)
-            self._client.deliver(self._checkpoint, weight_version)
+            _write(self.source, params, [*packing.tensors(block).values()])
+            self._client.deliver(block.path, block.token, weight_version)
         except BaseException:
             # The server may still read this memory, so it is not written again.
             self.shutdown()
             raise
+        block.readers.clear()
 
     def shutdown(self) -> None:
         """Give the memory back. The next round takes new memory."""
-        if self._checkpoint is not None:
-            self._checkpoint.close()
-            self._checkpoint = None
+        self._blocks.close()
+
+
+def _write(
+    tensors: Iterable[tuple[str, torch.Tensor]], params: Sequence[Param], views: Sequence[torch.Tensor]
+) -> None:
+    """Copy `tensors` into `views`. They come in the order of `params`. Raises `WeightsError` with all that are
+    others."""
+    faults = []
+    for param, view, pair in zip_longest(params, views, tensors):
+        empty = unreadable(*pair) if pair is not None else None
+        found = Param(pair[0], pair[1].dtype, tuple(pair[1].shape)) if pair and not empty else None
+        if empty is not None:
+            faults.append(empty)
+        elif found is None or found != param:
+            faults.append(Fault(str(param or "nothing"), f"then came {found or 'nothing'}"))
+        else:
+            copy_all([view], [pair[1].detach().resolve_conj().resolve_neg()])
+    if faults:
+        raise WeightsError("these tensors cannot be sent, or metadata() has declared others", faults=faults)
 
 
 # `ServerClient`: requests to an HTTP server that answers JSON, each with a deadline and typed errors.
@@ -267,8 +214,8 @@ class ServerClient(ABC):
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     @abstractmethod
-    def deliver(self, checkpoint: Checkpoint, weight_version: str | None) -> None:
-        """Have the server load `checkpoint`, and wait for it."""
+    def deliver(self, path: str, token: str, weight_version: str | None) -> None:
+        """Have the server load the file at `path`, and wait for it."""
 
     def post(
         self, path: str, body: Mapping[str, object] | None = None, remedy: str = ITS_LOG

@@ -8,7 +8,7 @@
     with client.paused():
         engine.send_weights(str(version))
 
-The "disk" is a folder with a link to memory (`checkpoint`): nothing is written to a disk, nothing is pickled, and the
+The "disk" is a folder with a link to memory: nothing is written to a disk, nothing is pickled, and the
 server needs no plug-in, as its ranks load their parts as from any checkpoint.
 
 Written to "SGLang for RL Systems" of SGLang's documentation in 2026 (``advanced_features/sglang_for_rl``, at commits
@@ -27,7 +27,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from unirun.weights.integrations.sending import Checkpoint, ServerClient, Source, TrainerEngine
+from unirun.weights.integrations.sending import ServerClient, Source, TrainerEngine
 
 __all__ = ["Client", "Source", "TrainerEngine"]
 
@@ -45,10 +45,10 @@ class Client(ServerClient):
             body["weight_version"] = weight_version
         self.post("/update_weights_from_disk", body)
 
-    def deliver(self, checkpoint: Checkpoint, weight_version: str | None) -> None:
-        """Have the server load `checkpoint`, which it finds in a folder."""
+    def deliver(self, path: str, token: str, weight_version: str | None) -> None:
+        """Have the server load the file at `path`, which it finds in a folder."""
         with tempfile.TemporaryDirectory(prefix="unirun-") as folder:
-            os.symlink(checkpoint.path, os.path.join(folder, "model.safetensors"))
+            os.symlink(path, os.path.join(folder, "model.safetensors"))
             self.update_weights_from_disk(folder, weight_version)
 
     @contextmanager

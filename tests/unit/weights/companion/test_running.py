@@ -13,24 +13,27 @@ import torch
 
 from tests.unit.weights.integrations import fake_servers
 from tests.unit.weights.test_moving import noise, same
-from tests.waiting import WAIT_TIMEOUT
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.errors import PeerLost, WeightsError, WeightsTimeout
 from unirun.roles.peers import Peers
 from unirun.values import Engine
 from unirun.weights.channel import WeightsChannel
-from unirun.weights.companion.running import Companion, VersionCache
-from unirun.weights.integrations.sending import Param
+from unirun.weights.companion.running import Companion
+from unirun.weights.publishing import Blocks, Packing
+from unirun.weights.sources import VersionFile
+from unirun.weights.tensors import layout_of
 from unirun.wire.reports import EngineWeights
 
 Tensors = dict[str, torch.Tensor]
 
 
 class Channel:
-    """A `WeightsChannel` of which the publisher is the test."""
+    """A `WeightsChannel` of which the publisher is the test. It `lends` its memory, or has it received."""
 
     name = "policy"
 
-    def __init__(self) -> None:
+    def __init__(self, *, lends: bool) -> None:
+        self.lends, self.intact, self.lent = lends, True, Blocks()
         self._changed = threading.Condition()
         self._now: tuple[int, Tensors] | None = None
         self._restarts, self.away = 0, False
@@ -66,6 +69,21 @@ class Channel:
 
     def describe(self, timeout: float | None = None) -> Tensors:
         return {name: value.to("meta") for name, value in self._wait(0, timeout)[1].items()}
+
+    def borrow(
+        self, *, min_version: int | None = None, timeout: float | None = None
+    ) -> tuple[int, VersionFile] | None:
+        if not self.lends:
+            return None
+        version, tensors = self._wait(min_version or 0, timeout)
+        packing = Packing(layout_of(tensors), 0)
+        if not packing.is_file:
+            return None
+        block = self.lent.take(packing.size, "companion")
+        packing.pack(tensors, block)
+        return version, VersionFile(
+            block.path, block.token, block.readers.clear, is_intact=lambda: self.intact
+        )
 
     def receive(self, into: Any, *, min_version: int | None = None, timeout: float | None = None) -> int:
         version, tensors = self._wait(min_version or 0, timeout)
@@ -114,8 +132,8 @@ class Agent:
 class Host:
     """Stand-ins for engines, and the companion beside them."""
 
-    def __init__(self) -> None:
-        self.channel, self.engines = Channel(), Agent()
+    def __init__(self, *, lends: bool) -> None:
+        self.channel, self.engines = Channel(lends=lends), Agent()
         channel, peers = cast(WeightsChannel, self.channel), cast(Peers, self.engines)
         self.companion = Companion(channel, peers, timeout=WAIT_TIMEOUT)
         self.servers: list[fake_servers.FakeVllm] = []
@@ -137,14 +155,15 @@ class Host:
             self._thread.join(WAIT_TIMEOUT)
         for server in self.servers:
             server.close()
+        self.channel.lent.close()
 
 
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+@pytest.fixture(params=["lent", "received"])
+def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     for name, module in fake_servers.vllm_modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "unirun.weights.integrations.vllm_worker", raising=False)
-    made = Host()
+    made = Host(lends=request.param == "lent")
     yield made
     made.close()
 
@@ -284,25 +303,6 @@ def test_it_ends_at_once_when_it_is_told(host: Host) -> None:
     assert time.monotonic() - began < WAIT_TIMEOUT
 
 
-def test_memory_is_used_again_and_given_back() -> None:
-    shelf, params = VersionCache(), (Param("a", torch.float32, (3,)),)
-    first = shelf.space(params)
-    assert shelf.space(params) is first
-    shelf.put((0, 1), first)
-    second = shelf.space(params)
-    assert second is not first
-    with shelf.latest() as (version, lent):
-        assert (version, lent) == ((0, 1), first)
-        shelf.put((0, 2), second)
-        third = shelf.space(params)
-        assert third not in (first, second)
-    shelf.put((0, 3), third)
-    assert shelf.space(params) in (first, second)
-    other = shelf.space((Param("b", torch.float32, (3,)),))
-    assert other not in (first, second, third)
-    shelf.close()
-
-
 def test_a_publisher_that_begins_anew_with_lower_numbers_is_followed(host: Host) -> None:
     first, second, third = weights(), weights(), weights()
     server = host.server(first)
@@ -351,3 +351,29 @@ def test_a_companion_that_is_told_to_end_finishes_what_it_brings(host: Host) -> 
     host.close()
     assert server.seen[-1] == "/resume"
     assert has(server, first)
+
+
+def test_the_host_has_two_versions_however_many_there_were(host: Host) -> None:
+    now = weights()
+    server = host.server(now)
+    host.engines.set(engine(server))
+    host.start()
+    for version in range(5):
+        host.channel.publish(version, now)
+        host.engines.have({(0, 0): version})
+    blocks = host.channel.lent if host.channel.lends else host.companion._blocks
+    assert len(blocks._blocks) == 2
+
+
+def test_an_engine_has_to_start_again_if_the_publisher_may_have_written_to_what_it_loaded(host: Host) -> None:
+    if not host.channel.lends:
+        pytest.skip("what is received is this host's own")
+    now = weights()
+    server = host.server(now)
+    host.channel.intact = False
+    host.engines.set(engine(server))
+    host.channel.publish(1, now)
+    host.start()
+    eventually(lambda: (0, 0) in host.engines.problems, "the engine is told")
+    assert "half new: the publisher may have written" in host.engines.problems[0, 0]
+    assert server.paused == "keep"

@@ -20,7 +20,8 @@ from tests.unit.weights.test_moving import noise, same
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ServerError, ServerTimeout, UsageError, WeightsError
 from unirun.weights.integrations import sglang, vllm
-from unirun.weights.integrations.sending import Checkpoint, Param, read
+from unirun.weights.integrations.sending import SERVER, Param, file_for, read
+from unirun.weights.publishing import Blocks
 
 KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 
@@ -375,15 +376,15 @@ def test_parts_of_tensors_are_refused_with_all_names(servers: ServersHarness) ->
 
 def test_memory_of_another_process_than_the_trainer_is_not_taken_for_its_weights() -> None:
     param = Param("a", torch.float32, (3,))
-    one, other = Checkpoint([param]), Checkpoint([param])
+    blocks = Blocks()
+    (_, one), (_, other) = (file_for([param], blocks, SERVER) for _ in range(2))
     try:
         assert list(read(one.path, one.token)) == ["a"]
         for path in (other.path, "/proc/self/status", "/proc/self/fd/99999", "/dev/null"):
             with pytest.raises(UsageError, match="run the server on the host of the worker that sends"):
                 read(path, one.token)
     finally:
-        one.close()
-        other.close()
+        blocks.close()
 
 
 def test_a_module_can_be_sent_and_its_parameters_stay_leaves(servers: ServersHarness) -> None:
