@@ -278,8 +278,8 @@ class Packing:
 
     def pack(self, tensors: Mapping[str, Piecewise], block: Block) -> None:
         """Copy this rank's pieces of `tensors` into `block`."""
-        self.begin(block)
         if block.number not in self._views:
+            self.begin(block)
             # A publisher has two or three blocks. Views keep the memory of the others.
             self._views = {n: views for n, views in self._views.items() if len(self._views) < 3}
             self._views[block.number] = [

@@ -177,8 +177,7 @@ class Receiver:
         None when it has to be received: none on this host has all tensors whole. Raises `PeerLost`, `WeightsTimeout`.
         """
         self._describe(sources, deadline)
-        near = (source for source in sources if source.here and source.packing and source.packing.is_file)
-        lender = next(near, None)
+        lender = self._lender(sources)
         if lender is None or lender.packing is None:
             return None
         lender.use(None)
@@ -200,6 +199,15 @@ class Receiver:
         self.last = [FetchResult(lender, lender, takes, said, mapped, mapped.views(takes))]
         self._hold(said.version, self.last, deadline, keeps=True)
         return said.version, file
+
+    def _lender(self, sources: Sequence[RemoteSource]) -> RemoteSource | None:
+        """The first publisher on this host that has all tensors whole, in a file."""
+        names = {name for source in sources if source.packing is not None for name in source.packing.layout}
+        for source in sources:
+            packing = source.packing
+            if source.here and packing is not None and packing.is_file and packing.layout.keys() == names:
+                return source
+        return None
 
     def receive_held(self, holders: Sequence[RemoteSource], target: Target, at_least: int) -> int | None:
         """As `receive`, with the latest version of which some of `holders` have all parts. None: there is none."""

@@ -456,6 +456,17 @@ class TestBorrowing:
         other.publish(weights, 2)
         assert receiver.borrow(2)[0] == 2
 
+    def test_a_rank_that_lacks_tensors_lends_nothing(self, harness: WeightsHarness) -> None:
+        (one, first), (other, second) = harness.publisher(0), harness.publisher(1)
+        one.publish({"w": torch.ones(3)}, 1)
+        other.publish({"w": torch.ones(3), "v": torch.ones(2)}, 1)
+        _, file = harness.receiver(first, second).borrow(1)
+        assert read(file.path, file.token).keys() == {"w", "v"}
+        other.publish({"v": torch.ones(2)}, 2)
+        one.publish({"w": torch.ones(3)}, 2)
+        receiver = harness.receiver(first, second)
+        assert receiver._receiver.borrow(receiver.sources, 2, time.monotonic() + WAIT_TIMEOUT) is None
+
     @pytest.mark.parametrize("case", ["another host", "parts", "no code"])
     def test_what_is_no_file_has_to_be_received(self, case: str, harness: WeightsHarness) -> None:
         publisher, endpoint = harness.publisher(tcp=case == "another host")
