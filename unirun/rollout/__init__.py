@@ -1,6 +1,7 @@
 """Requests to the engines of a job: which one gets each, and what becomes of those that a dead one had not finished."""
 
-from unirun.rollout.choosing import Answer, Engine, Span
+from unirun.rollout.choosing import Answer, Span
 from unirun.rollout.client import AddressFile, EngineClient, EngineList, Engines
+from unirun.values import Engine
 
 __all__ = ["AddressFile", "Answer", "Engine", "EngineClient", "EngineList", "Engines", "Span"]

@@ -15,23 +15,6 @@ import msgspec
 
 from unirun.values import Engine, Value, WorkerId
 
-__all__ = [
-    "Answer",
-    "Engine",
-    "Load",
-    "RequestFailure",
-    "Span",
-    "answered",
-    "begun",
-    "choose",
-    "cut",
-    "ended",
-    "fault",
-    "has_failed",
-    "is_aborted",
-]
-
-
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 2.0
 """Seconds for which an engine is doubted after its first failure in a row, and at most."""
 

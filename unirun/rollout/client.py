@@ -49,8 +49,6 @@ from unirun.values import Engine, Value, WorkerId
 if TYPE_CHECKING:
     import httpx2
 
-__all__ = ["ADDRESSES", "AddressFile", "EngineClient", "EngineList", "Engines"]
-
 
 # `Connections`: the HTTP connections to one engine, over httpx, with the load that this client has put on it.
 

@@ -113,17 +113,17 @@ class Holder:
     def give_back(self, leases: Sequence[Lease]) -> list[tuple[RemoteSource, Future[Parcel]]]:
         """These blocks are not needed. What is held stays. Returns the answers of publishers to come."""
         with self._lock:
-            return self._give_back(HeldVersion(0, 0, (), leases))
+            return self._give_back(leases)
 
     def _replace(self, held: HeldVersion | None) -> list[tuple[RemoteSource, Future[Parcel]]]:
         before, self._held = self._held, held
-        return self._give_back(before) if before is not None and not before.users else []
+        return self._give_back(before.leases) if before is not None and not before.users else []
 
-    def _give_back(self, held: HeldVersion) -> list[tuple[RemoteSource, Future[Parcel]]]:
+    def _give_back(self, leases: Sequence[Lease]) -> list[tuple[RemoteSource, Future[Parcel]]]:
         """Release the blocks that nobody needs any more."""
         kept = self._held.leases if self._held is not None else ()
         found = []
-        for source, block in held.leases:
+        for source, block in leases:
             if block is not None and (source, block) not in kept and not source.line.lost:
                 try:
                     found.append((source, source.release(block)))
@@ -182,7 +182,7 @@ class Holder:
         with self._lock:
             held.users -= 1
             if held is not self._held and not held.users:
-                self._give_back(held)
+                self._give_back(held.leases)
 
     def close(self) -> None:
         """Hold nothing any more."""

@@ -122,6 +122,3 @@ def answer_of(head: bytes) -> Answer:
     except (msgspec.MsgspecError, RecursionError) as error:
         raise FrameError(f"this is no answer about weights: {error}") from error
     return found
-
-
-# `PeerConnection`: requests to one other process, and futures of their answers.

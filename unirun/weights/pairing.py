@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import zip_longest
@@ -23,7 +24,6 @@ from unirun.errors import GroupError
 from unirun.roles.gloo import GlooGroup
 from unirun.roles.process_groups import c10d, dist, process_groups
 from unirun.roles.transport.frames import ALIGN, SpareMemory, offsets
-from unirun.values import Value
 
 BUCKET = 32 << 20
 """Bytes that are sent at a time, at most."""
@@ -40,15 +40,6 @@ BACKENDS = ("gloo", "nccl")
 def checksum(bucket: torch.Tensor) -> torch.Tensor:
     """The sum of its 64-bit words, modulo 2**64; of bytes whose number is a multiple of eight."""
     return bucket.view(torch.int64).sum()
-
-
-class Slice(Value):
-    """Bytes `start` to `stop` of tensor `index`, which go to `at` in a bucket."""
-
-    index: int
-    start: int
-    stop: int
-    at: int
 
 
 def joined(flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -70,21 +61,23 @@ def joined(flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def buckets(sizes: list[int], most: int) -> Iterator[tuple[int, list[Slice]]]:
-    """The length of each bucket of the run, and what is in it."""
-    begins, total = offsets(sizes)
-    index = 0
+def buckets(flat: Sequence[torch.Tensor], most: int) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
+    """The length of each bucket of the run of these bytes, and what is in it: parts of the tensors, and where."""
+    begins, total = offsets([each.nbytes for each in flat])
+    left = deque(zip(begins, flat, strict=True))
     for low in range(0, total, most):
         high = min(low + most, total)
-        slices = []
-        while index < len(sizes) and begins[index] < high:
-            start, stop = max(low - begins[index], 0), min(high - begins[index], sizes[index])
-            if start < stop:
-                slices.append(Slice(index, start, stop, begins[index] + start - low))
-            if begins[index] + sizes[index] > high:
+        parts = []
+        while left and left[0][0] < high:
+            begin, tensor = left[0]
+            start = max(low - begin, 0)
+            part = tensor[start : high - begin]
+            if part.nbytes:
+                parts.append((begin + start - low, part))
+            if begin + tensor.nbytes > high:
                 break
-            index += 1
-        yield high - low, slices
+            left.popleft()
+        yield high - low, parts
 
 
 class PairGroup:
@@ -133,21 +126,18 @@ class PairGroup:
         spare: list[torch.Tensor] = []
         works: list[tuple[Any, torch.Tensor]] = []
         sums: list[torch.Tensor] = []
-        for number, (length, slices) in enumerate(buckets([each.nbytes for each in flat], BUCKET)):
+        for number, (length, parts) in enumerate(buckets(flat, BUCKET)):
             if len(works) == 2:
                 self._wait(works.pop(0)[0], deadline)
-            first = slices[0] if slices else None
-            at = flat[first.index].storage_offset() + first.start if first is not None else 0
-            if first is not None and first.stop - first.start == length and at % WORD == 0:
-                bucket = flat[first.index][first.start : first.stop]
+            first = parts[0][1] if parts else None
+            if first is not None and first.nbytes == length and first.storage_offset() % WORD == 0:
+                bucket = first
             else:
                 if len(spare) < 2:
                     spare.append(torch.empty(BUCKET, dtype=torch.uint8, device=flat[0].device))
                 bucket = spare[number % len(spare)][:length]
-                for each in slices:
-                    bucket[each.at : each.at + each.stop - each.start] = flat[each.index][
-                        each.start : each.stop
-                    ]
+                for at, part in parts:
+                    bucket[at : at + part.nbytes] = part
             works.append((self._begin(self._group.send, bucket), bucket))
             if checked:
                 sums.append(checksum(bucket))

@@ -20,8 +20,6 @@ from unirun.roles.transport.protocol import Lent, Parcel, Reply, writable
 from unirun.values import Value, WorkerId
 from unirun.weights.publishing import Block, Blocks
 
-# The decision about who may make one more item: the bound on the age of its weights when it is trained on.
-
 # The requests of consumers to producers and of producers to the gate, and the answers: JSON in the head of a parcel.
 #
 # The item itself is the only buffer of the parcel: its pickle, then the memory of its tensors.
@@ -103,6 +101,9 @@ def offered(head: bytes) -> Offered:
 
 ACK = Parcel(encode(Offered()))
 """The answer to what needs no other."""
+
+
+# The decision about who may make one more item: the bound on the age of its weights when it is trained on.
 
 
 class Bound(Value):

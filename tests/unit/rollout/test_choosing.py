@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from unirun.rollout.choosing import (
     MAX_PAUSE_SECONDS,
     MIN_PAUSE_SECONDS,
-    Engine,
     Kind,
     Load,
     RequestFailure,
@@ -22,6 +21,7 @@ from unirun.rollout.choosing import (
     ended,
     has_failed,
 )
+from unirun.values import Engine
 
 
 def engine(rank: int, *, ready: bool = True, incarnation: int = 0) -> Engine:

@@ -28,17 +28,18 @@ CPU = torch.device("cpu")
 @given(st.lists(st.integers(0, 500), max_size=30), st.integers(1, 8).map(lambda n: 64 * n))
 def test_buckets_have_every_byte_once_and_are_full_but_for_the_last(sizes: list[int], most: int) -> None:
     begins, total = offsets(sizes)
-    low, seen = 0, dict.fromkeys(range(len(sizes)), 0)
-    found = [*buckets(sizes, most)]
-    for length, slices in found:
-        for each in slices:
-            assert each.start == seen[each.index]
-            assert low + each.at == begins[each.index] + each.start
-            assert each.at + each.stop - each.start <= length
-            seen[each.index] = each.stop
+    flat = [torch.full((size,), number + 1, dtype=torch.uint8) for number, size in enumerate(sizes)]
+    wanted, run = torch.zeros(total, dtype=torch.uint8), torch.zeros(total, dtype=torch.uint8)
+    for begin, tensor in zip(begins, flat, strict=True):
+        wanted[begin : begin + tensor.nbytes] = tensor
+    found, low = [*buckets(flat, most)], 0
+    for length, parts in found:
+        for at, part in parts:
+            assert at + part.nbytes <= length
+            run[low + at : low + at + part.nbytes] += part
         low += length
     assert low == total
-    assert [*seen.values()] == sizes
+    assert torch.equal(run, wanted)
     assert all(length == most for length, _ in found[:-1])
 
 
