@@ -29,6 +29,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "collocation observe rendezvous",
         "wire",
         "spec",
+        "atomic",
         "errors",
         "values",
     )
@@ -393,6 +394,109 @@ def _defined(module: Module) -> set[str]:
         elif isinstance(node, ast.Assign):
             found |= {ast.unparse(target) for target in node.targets}
     return found
+
+
+APPENDED = "appended to, and read while it grows"
+LOCK = "a lock, which has no content"
+TEMPORARY = "in a temporary directory that no other process knows"
+MOVED = "moves what is whole already"
+REMOTE = "behind a URL, where a name is given at the end, or by moving"
+
+NOT_ATOMIC = {
+    "experiments.recovery.Records.write": APPENDED,
+    "launcher.hosts.copying._start": APPENDED,
+    "launcher.local._become": APPENDED,
+    "launcher.local.running_member": APPENDED,
+    "launcher.standby.Standby._popen": APPENDED,
+    "launcher.warm.borrowing.start": APPENDED,
+    "observe.events.LineLog.open": APPENDED,
+    "observe.jobdir.open_log": "appended to, with the rights of a directory that a group reads",
+    "train.callbacks.loggers.CsvLoggerCallback._add": APPENDED,
+    "train.callbacks.loggers._continued": APPENDED,
+    "experiments.starting.alone": LOCK,
+    "rendezvous.creation._make": LOCK,
+    "launcher.hosts.copying.pack": TEMPORARY,
+    "launcher.hosts.copying.send_tree": TEMPORARY,
+    "weights.disk._header": TEMPORARY,
+    "weights.integrations.sglang.TrainerEngine._deliver": TEMPORARY,
+    "experiments.recovery.Recovery.discard": MOVED,
+    "experiments.recovery.Records.set_aside": MOVED,
+    "launcher.local.AgentProcess.begin": MOVED,
+    "rendezvous.creation._make_room": MOVED,
+    "rendezvous.creation._keep_attempt": MOVED,
+    "train.checkpoints.state._writer": "torch writes the parts of a checkpoint, which counts when its manifest is there",
+    "train.checkpoints.folder.Folder.write": REMOTE,
+    "train.checkpoints.folder.Folder.publish": REMOTE,
+    "weights.disk.save": REMOTE,
+    "cli.output.write_file": "the user names it, perhaps /dev/stdout: written in place, as a shell does",
+    "launcher.foreground.terminal.prepare_streams": "the standard streams",
+    "rendezvous.creation._make_logs": "a link, which is there or not",
+}
+"""Functions that may open, link or move a file under its final name, and why `unirun.atomic` is not for it."""
+
+
+def test_one_module_opens_final_names_for_writing() -> None:
+    found = {
+        f"{module.name}.{where}".removeprefix("unirun."): node
+        for module in modules()
+        if module.name != "unirun.atomic"
+        for where, node in _calls(module.tree)
+        if _writes_a_name(node)
+    }
+    none(
+        f"{where}:{node.lineno}: {ast.unparse(node)}: write it with unirun.atomic"
+        for where, node in found.items()
+        if where not in NOT_ATOMIC
+    )
+    assert set(NOT_ATOMIC) - set(found) == set()
+
+
+def _calls(node: ast.AST, where: str = "") -> Iterator[tuple[str, ast.Call]]:
+    """Each call, and the function that it is in."""
+    for inner in ast.iter_child_nodes(node):
+        if isinstance(inner, ast.Call):
+            yield where, inner
+        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _calls(inner, f"{where}.{inner.name}".lstrip("."))
+        else:
+            yield from _calls(inner, where)
+
+
+WRITE = frozenset(
+    (
+        *(
+            "write_text",
+            "write_bytes",
+            "rename",
+            "renames",
+            "link",
+            "symlink",
+            "symlink_to",
+            "hardlink_to",
+            "mv",
+        ),
+        *("copyfile", "copy2", "copytree", "save_file", "put_file", "mkstemp", "NamedTemporaryFile"),
+        *("FileSystemWriter", "FsspecWriter"),
+    )
+)
+FLAGS = re.compile("O_CREAT|O_WRONLY|O_TRUNC|_APPEND")
+MODE = re.compile(r"(?=.*[wax+])[rwaxbt+]+(:gz)?")
+
+
+def _writes_a_name(node: ast.Call) -> bool:
+    """Return True if a call opens a file to be written, or gives one a name."""
+    owner, _, name = called(node).rpartition(".")
+    if name == "open" and owner == "os":
+        return bool(FLAGS.search(ast.unparse(node.args[1])))
+    if name == "open":
+        inside = (each for argument in (*node.args, *node.keywords) for each in ast.walk(argument))
+        return any(isinstance(each, ast.Constant) and MODE.fullmatch(str(each.value)) for each in inside)
+    if name == "replace" and owner != "atomic":
+        # Of a string it has two arguments, and of a value the changes.
+        return owner == "os" or (bool(owner) and len(node.args) == 1 and not node.keywords)
+    if name == "save" and owner == "torch":
+        return ast.unparse(node.args[1]) != "file"
+    return name in WRITE
 
 
 FOLDERS = ("unirun", "tests", "examples", "benchmarks")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from unirun import atomic
 from unirun.errors import (
     CheckpointDamaged,
     RemoteTraceback,
@@ -332,11 +332,9 @@ class MasterWorkerProcess(BaseTrainer):
             path = self._root / CHECKPOINTS / call.role / f"step{info.step:06}"
             if path.exists():
                 continue
-            part = path.with_name(f".{path.name}.partial")
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            self._group.save.call(self._attempt, call.name, str(part))
-            part.rename(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic.directory(path, private=False, lasting=True) as draft:
+                self._group.save.call(self._attempt, call.name, str(draft))
 
     def _evaluate(self, info: RecoverInfo) -> dict[str, float]:
         """The figures of all models that are trained, of their held-out data. A step is evaluated once."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from unirun import atomic
 from unirun.errors import CheckpointDamaged, TrainingFailed, UsageError, WorkerLost
 from unirun.experiments.config import INTERFACES, DatasetAbstraction, Since
 from unirun.experiments.experiment import ExperimentConfig
@@ -181,13 +181,7 @@ class Recovery:
 
     def commit(self, info: RecoverInfo) -> None:
         """Make the checkpoint valid, after all ranks have written their parts. Remove older checkpoints."""
-        path = self.path(info.step) / FILE
-        part = path.with_suffix(".partial")
-        with part.open("wb") as file:
-            file.write(msgspec.json.encode(info))
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(path)
+        atomic.replace(self.path(info.step) / FILE, msgspec.json.encode(info), lasting=True)
         kept = [step for step in self.steps() if step <= info.step][-KEPT:]
         # What was begun before and never finished goes, too.
         for step in self._numbers():
@@ -302,9 +296,7 @@ class Recovery:
         for name in (STEPS, EVALUATIONS, SAVES):
             if (self._top / name).exists():
                 lines = [line for line in self.records(name) if _step_of(line) <= step]
-                part = self._top / f"{name}.partial"
-                part.write_text("".join(map(_json, lines)))
-                part.rename(self._top / name)
+                atomic.replace(self._top / name, "".join(map(_json, lines)), lasting=True)
 
 
 def _may_be_accepted(setting: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from unirun import atomic
 from unirun.collocation.graph import Edge, Role
 from unirun.collocation.graph import RoleGraph as Picture
 from unirun.collocation.graph.svg import svg
@@ -271,10 +272,10 @@ def job_file(root: Path, config: ExperimentConfig, mapping: dict[str, Any], run_
     there is no job, the job file before is there again."""
     make_root(root)
     assert config.resolved is not None
-    _replace(root / GRAPH, picture(config.resolved).encode())
+    atomic.replace(root / GRAPH, picture(config.resolved))
     path = root / JOB
     before = path.read_bytes() if path.exists() else None
-    _replace(path, json.dumps({**mapping, "run_id": run_id}, indent=1).encode())
+    atomic.replace(path, json.dumps({**mapping, "run_id": run_id}, indent=1), lasting=True)
     try:
         yield path
     except BaseException:
@@ -282,14 +283,8 @@ def job_file(root: Path, config: ExperimentConfig, mapping: dict[str, Any], run_
             if before is None:
                 path.unlink()
             else:
-                _replace(path, before)
+                atomic.replace(path, before, lasting=True)
         raise
-
-
-def _replace(path: Path, data: bytes) -> None:
-    part = path.with_suffix(".partial")
-    part.write_bytes(data)
-    os.replace(part, path)
 
 
 def options_of_slurm(scheduling: ExperimentScheduling, partition: str, nodes: int, *, evaluator: bool) -> str:

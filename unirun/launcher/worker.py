@@ -25,6 +25,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+from unirun import atomic
 from unirun.errors import UnirunError, UsageError
 from unirun.launcher.process import set_command_line, set_title
 from unirun.wire.blocking import BlockingStream, open_link
@@ -278,13 +279,10 @@ def _report(link: BlockingStream, error: BaseException, *, permanent: bool) -> N
     if path:
         extra = {"py_callstack": trace, "timestamp": str(int(now))}
         text = json.dumps({"message": {"message": message, "extraInfo": extra}})
-        # An existing file is `@record`'s, or a link planted by another user.
-        with contextlib.suppress(OSError), open(path, "x", opener=_private) as file:
-            file.write(text)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+        # An existing file is `@record`'s.
+        with contextlib.suppress(OSError):
+            if not os.path.lexists(path):
+                atomic.replace(Path(path), text)
 
 
 def _without_bootstrap(trace: types.TracebackType | None) -> types.TracebackType | None:

@@ -41,10 +41,10 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from unirun import atomic
 from unirun.errors import FrameError, JobError, UsageError
 from unirun.observe.ownership import exposure, is_ours, make_private, owner, read_file
 from unirun.spec.read import RUN_ID_RULE, is_run_id
@@ -392,16 +392,8 @@ class JobDir(Value):
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Replace the file `name` atomically by `value`. Raises OSError."""
-        target = self.path / name
-        fresh = target.with_suffix(f".{os.getpid()}.new")
-        try:
-            fresh.write_text(json.dumps(value, separators=(",", ":")))
-            fresh.replace(target)
-        except OSError:
-            # On a full disk a partial file would take space that others need.
-            with suppress(OSError):
-                fresh.unlink()
-            raise
+        # A master that has lost its term may write beside the next one.
+        atomic.replace(self.path / name, json.dumps(value, separators=(",", ":")), contended=True)
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Read the JSON object in the file `name`. Raises `JobError`."""

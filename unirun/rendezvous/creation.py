@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 
+from unirun import atomic
 from unirun.errors import JobError, StoreError, UsageError
 from unirun.observe.jobdir import (
     ATTEMPT,
@@ -168,7 +169,7 @@ def _keep_attempt(job: JobDir, number: int) -> None:
     if not (job.path / "uid").exists() or kept.path.exists():
         return
     kept.path.mkdir(0o700)
-    shutil.copyfile(job.path / "uid", kept.path / "uid")
+    atomic.replace(kept.path / "uid", job.uid)
     written = (job.logs, job.events, job.metrics, job.state, job.master_log, *job.path.glob("agent.*.log"))
     for path in written:
         # With --log-dir, the logs are a link, whose target stays.
@@ -184,14 +185,12 @@ def _make(job: JobDir, token: bytes, uid: str, store: str, head: TcpAddress | No
     job.path.mkdir(0o700, exist_ok=True)
     # The umask may have removed permissions of the owner.
     job.path.chmod(0o700)
-    handle = os.open(job.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w") as file:
-        file.write(token.hex())
+    atomic.replace(job.token, token.hex())
     # A follower may open it before the master does.
     job.events.touch(mode=0o600)
-    (job.path / "uid").write_text(uid)
+    atomic.replace(job.path / "uid", uid)
     if head is None:
-        (job.path / "store").write_text(store)
+        atomic.replace(job.path / "store", store)
     else:
         job.write_json(HEAD, {"type": "tcp", "addr": head.addr, "port": head.port, "node": head.node})
     lock = os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import cloudpickle
 from omegaconf import DictConfig, OmegaConf
 
+from unirun import atomic
 from unirun.errors import UsageError
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import Context, init
@@ -172,10 +173,8 @@ def _expect_base(made: Any, base: type, attribute: str) -> None:
 
 def _keep(path: Path, result: Any) -> None:
     """Write the result for `JobHandle.result`. If it cannot be pickled, the job succeeds all the same."""
-    fresh = path.with_suffix(".new")
     try:
-        fresh.write_bytes(cloudpickle.dumps(result))
-        fresh.replace(path)
+        atomic.replace(path, cloudpickle.dumps(result))
     except Exception as error:  # noqa: BLE001 - pickling raises what it likes
         report(f"unirun: what fit() returned cannot be kept as the job's result: {error!r}")
 

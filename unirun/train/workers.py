@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from unirun import atomic
 from unirun.errors import (
     EXIT_PLACEMENT,
     EXIT_USAGE,
@@ -76,7 +77,7 @@ class Workers:
         `TrainingFailed`."""
         with tempfile.TemporaryDirectory(prefix="unirun-", dir=temporary_directory("the job file")) as folder:
             file = Path(folder, "job.json")
-            file.write_text(json.dumps(self._setup.job_file(self.name)))
+            atomic.replace(file, json.dumps(self._setup.job_file(self.name)))
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "unirun.launcher.tethered", str(os.getpid()), "unirun"),

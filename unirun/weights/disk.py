@@ -25,6 +25,7 @@ from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from unirun.atomic import writing
 from unirun.errors import Fault, FrameError, WeightsError
 from unirun.weights.publishing import Packing, copy_all, unsaveable
 from unirun.weights.tensors import (
@@ -61,23 +62,21 @@ def save(url: str, version: int, rank: int, ranks: int, packing: Packing, memory
     files, root = fsspec.url_to_fs(url)
     files.makedirs(f"{root}/{version}", exist_ok=True)
     path = f"{root}/{version}/{rank:05}-of-{ranks:05}.safetensors"
-    # A file that is there is whole.
-    partial = f"{path}.partial"
     about = {"format": "pt", LAYOUT: msgspec.json.encode(packing.layout).decode()}
     try:
         if isinstance(files, LocalFileSystem):
-            # The package makes a file that its owner alone can read.
-            Path(partial).touch()
-            mode = os.stat(partial).st_mode
-            save_file(views, partial, about)
-            os.chmod(partial, mode)
+            with writing(Path(path), private=False, lasting=True) as file:
+                mode = os.fstat(file.fileno()).st_mode
+                save_file(views, file.name, about)
+                # The package makes a file that its owner alone can read.
+                os.chmod(file.name, mode)
         else:
             with TemporaryDirectory() as folder:
                 save_file(views, f"{folder}/file", about)
-                files.put_file(f"{folder}/file", partial)
+                files.put_file(f"{folder}/file", f"{path}.partial")
+            files.mv(f"{path}.partial", path)
     except SafetensorError as error:
-        raise OSError(f"{partial}: {error}") from error
-    files.mv(partial, path)
+        raise OSError(f"{path}: {error}") from error
     return path
 
 

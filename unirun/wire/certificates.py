@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -16,6 +15,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from unirun import atomic
 from unirun.errors import JobError
 from unirun.wire.credentials import (
     AUTHORITY,
@@ -43,22 +43,14 @@ def make_tls(
 
     Raises `JobError` when the package cryptography is missing, OSError.
     """
-    tls = folder / TLS_FOLDER
-    tls.mkdir(mode=0o700)
-    # The umask may have removed permissions of the owner.
-    tls.chmod(0o700)
-    if insecure:
-        _write(tls / INSECURE, b"")
-    else:
-        authority, certificate = issue(token, node, addrs)
-        _write(tls / AUTHORITY, authority)
-        _write(tls / CERTIFICATE, certificate)
-    _write(tls / NODE, node.encode(errors="surrogateescape"))
-
-
-def _write(path: Path, content: bytes) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
+    with atomic.directory(folder / TLS_FOLDER) as tls:
+        if insecure:
+            atomic.replace(tls / INSECURE, b"")
+        else:
+            authority, certificate = issue(token, node, addrs)
+            atomic.replace(tls / AUTHORITY, authority)
+            atomic.replace(tls / CERTIFICATE, certificate)
+        atomic.replace(tls / NODE, node.encode(errors="surrogateescape"))
 
 
 _USAGES = (

@@ -80,37 +80,6 @@ class TestWhenOneCounts:
         recovery.commit(RecoverInfo(2))
         assert recovery.steps() == [1, 2]
 
-    def test_it_counts_by_one_rename_of_a_file_that_is_whole(
-        self, recovery: Recovery, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        recovery.prepare(12, MODELS)
-        rename, seen = Path.rename, []
-
-        def watched(source: Path, target: Path) -> Path:
-            seen.append((recovery.steps(), source.read_bytes(), target))
-            return rename(source, target)
-
-        monkeypatch.setattr(Path, "rename", watched)
-        recovery.commit(INFO)
-        ((before, whole, target),) = seen
-        assert before == []
-        assert target == recovery.path(12) / FILE
-        assert target.read_bytes() == whole
-        assert recovery.steps() == [12]
-
-    def test_one_whose_writer_was_killed_before_the_rename_does_not_count(
-        self, recovery: Recovery, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def killed(source: Path, target: Path) -> None:
-            raise KeyboardInterrupt
-
-        write(recovery, 1)
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "rename", killed)
-            with pytest.raises(KeyboardInterrupt):
-                write(recovery, 2)
-        assert recovery.latest() == RecoverInfo(1)
-
     def test_what_an_attempt_has_left_of_one_is_dropped_when_it_is_written_again(
         self, recovery: Recovery
     ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from unirun.atomic import writing
 from unirun.errors import CheckpointDamaged
 from unirun.experiments.graph import MicroBatchSpec, ModelName, ProcessTopology
 from unirun.experiments.sample import SequenceSample
@@ -201,10 +201,8 @@ class ModelBackend:
 
     def save(self, model: Model, path: Path) -> None:
         """Write what this rank needs to go on: one file for each rank, in the directory `path`."""
-        with (path / f"{model.place.rank:05}.pt").open("wb") as file:
+        with writing(path / f"{model.place.rank:05}.pt", lasting=True) as file:
             torch.save({"version": model.version, "state": model.running().state()}, file)
-            file.flush()
-            os.fsync(file.fileno())
 
     def load(self, model: Model, path: Path) -> None:
         """Go on from what `save` wrote. Raises `CheckpointDamaged`."""
@@ -287,6 +285,5 @@ def save_whole(model: Model, path: Path) -> None:
         dist.all_gather_object(stages, whole, group=group)
         whole = {name: tensor for stage in stages for name, tensor in stage.items()}
     if place.is_dp_head and place.data == 0:
-        part = path / f"{FILE}.partial"
-        torch.save(whole, part)
-        part.rename(path / FILE)
+        with writing(path / FILE, private=False, lasting=True) as file:
+            torch.save(whole, file)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from unirun import atomic
 from unirun.errors import (
     EXIT_FAILURE,
     EXIT_RENDEZVOUS,
@@ -175,7 +176,7 @@ def pass_on_error(ended: Ended, path: str | None) -> None:
     if isinstance(error.get("message"), dict):
         error["message"]["errorCode"] = ended.code
     try:
-        Path(path).write_text(json.dumps(error))
+        atomic.replace(Path(path), json.dumps(error), private=False)
     except OSError as failed:
         warn(f"the error file {path} cannot be written: {failed.strerror}")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from unirun import atomic
 from unirun.collocation import Inventory
 from unirun.errors import AuthError, JobError, RendezvousError, WireError
 from unirun.failover.offers import AgentTask
@@ -216,17 +217,8 @@ def _make(file: Path) -> None:
         return
     try:
         make_private(file.parent)
-        fresh = file.with_name(f"token.{os.getpid()}.new")
-        handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w") as out:
-            out.write(new_token().hex())
-        try:
-            os.link(fresh, file)
-        except FileExistsError:
-            # Another head was faster.
-            pass
-        finally:
-            fresh.unlink()
+        # Another head may be faster.
+        atomic.create(file, new_token().hex())
     except OSError as error:
         raise JobError(
             f"{file} cannot be written: {error.strerror}", "name a file with --token-file"

@@ -24,6 +24,7 @@ from typing import IO
 
 from msgspec import convert, to_builtins
 
+from unirun import atomic
 from unirun.errors import Fault, FrameError, JobError, RendezvousError, UsageError, WireError
 from unirun.failover.silence import SILENCE_TIMEOUT
 from unirun.launcher.environment import carried
@@ -177,10 +178,7 @@ def write(folder: Path, node: str, chunk: Chunk, offset: int) -> None:
     if not known or ".." in name.parts:
         raise FrameError(f"{node} sends a file called {chunk.path!a:.80}")
     if chunk.whole:
-        target = folder / name
-        fresh = target.with_suffix(".new")
-        fresh.write_bytes(chunk.data)
-        fresh.replace(target)
+        atomic.replace(folder / name, chunk.data)
         return
     if chunk.offset != offset:
         raise FrameError(f"{node} sends {chunk.path!a:.80} from {chunk.offset} on, not {offset}")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from unirun import atomic
 from unirun.errors import EXIT_RENDEZVOUS, JobError, RendezvousError, UnirunError
 from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.interfaces import is_own, reachable_address, resolve
@@ -148,15 +149,11 @@ def published(step: SlurmAllocation, head: TcpAddress, token: Token) -> Iterator
     """Let the other commands of the step find this one, the `head`, as long as the context lasts. Raises
     `JobError`."""
     file = _file(step)
-    fresh = file.with_suffix(f".{os.getpid()}.new")
     try:
         make_private(file.parent)
         if (found := exposure(file.parent)) is not None:
             raise JobError(f"a secret is not safe in {file.parent}: {found.problem}", found.remedy)
-        handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w") as out:
-            json.dump([head.addr, head.port, token.hex()], out)
-        fresh.replace(file)
+        atomic.replace(file, json.dumps([head.addr, head.port, token.hex()]))
     except OSError as error:
         raise JobError(
             f"{file} cannot be written: {error.strerror}",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
+from unirun import atomic
 from unirun.errors import EXIT_FAILURE, JobError, RendezvousError, UnirunError
 from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.logs import LogFollower
@@ -302,7 +303,7 @@ def _make_directory(job: JobDir, spec: JobSpec, script: str) -> None:
         if os.path.lexists(job.path):
             shutil.rmtree(job.path)
         make_private(job.batch)
-    (job.batch / SCRIPT).write_text(script)
+    atomic.replace(job.batch / SCRIPT, script)
     write_status(job, _pending(spec))
 
 

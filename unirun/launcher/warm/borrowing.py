@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from unirun import atomic
 from unirun.errors import JobError, UnirunError
 from unirun.failover.offers import AgentTask
 from unirun.launcher.environment import FRESH, for_workers
@@ -214,13 +215,12 @@ def start(env: Mapping[str, str], modules: Sequence[str], idle: float, until: in
     """
     root = run_root()
     folder = root / secrets.token_hex(4)
-    # Hidden until it is locked.
-    draft = folder.with_name(f".{folder.name}")
     try:
-        make_private(draft)
-        log = os.open(draft / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        fcntl.flock(log, fcntl.LOCK_EX)
-        draft.rename(folder)
+        make_private(root)
+        # Others see it when it is locked.
+        with atomic.directory(folder) as draft:
+            log = os.open(draft / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            fcntl.flock(log, fcntl.LOCK_EX)
     except OSError as error:
         raise JobError(f"{folder} cannot be made: {error.strerror}", "set UNIRUN_RUN_DIR") from error
     # Check again: another user may have created it in the meantime.

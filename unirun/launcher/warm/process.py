@@ -25,6 +25,7 @@ from typing import Any, ClassVar, NoReturn
 
 from msgspec import to_builtins
 
+from unirun import atomic
 from unirun.errors import UnirunError
 from unirun.launcher.environment import for_workers
 from unirun.launcher.preloaded import PreloadedModules, leave_files
@@ -319,9 +320,7 @@ def main(argv: list[str]) -> None:
     modules.freeze()
     leave_code()
     warm = WarmProcess(folder, idle, until, files)
-    draft = folder / "draft"
-    draft.write_text(json.dumps(to_builtins(description)))
-    draft.rename(folder / DESCRIPTION)
+    atomic.replace(folder / DESCRIPTION, json.dumps(to_builtins(description)))
     connection = warm.serve()
     del warm
     lend(connection, description, files, modules)

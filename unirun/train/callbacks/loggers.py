@@ -9,7 +9,6 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import re
 import sys
 import time
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
+from unirun import atomic
 from unirun.errors import UsageError
 from unirun.train.callbacks.base import (
     TrainingCallback,
@@ -307,16 +307,12 @@ class CsvLoggerCallback(TrainingCallback):
         """Write the file anew with more columns, empty in the rows so far."""
         assert self._file is not None
         columns = [*self._columns, *new]
-        partial = self._path.with_name(f"{self._path.name}.partial")
-        with self._path.open("rb") as old, partial.open("wb") as file:
+        # A loss of power would cost all rows so far.
+        with self._path.open("rb") as old, atomic.writing(self._path, private=False, lasting=True) as file:
             file.write(_row(columns))
             rows = _rows(old)
             next(rows, None)
             file.writelines(row.rstrip(b"\r\n") + b"," * len(new) + b"\n" for row in rows)
-            file.flush()
-            # Here a loss of power would cost all rows so far.
-            os.fsync(file.fileno())
-        partial.replace(self._path)
         self._file.close()
         self._file = self._path.open("ab")
         self._columns = columns

@@ -18,7 +18,6 @@ import stat
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +25,7 @@ import fsspec
 import msgspec
 from msgspec.structs import replace
 
+from unirun.atomic import writing
 from unirun.errors import CheckpointDamaged, UsageError
 from unirun.observe.ownership import exposure, make_private, owner, writers
 from unirun.train.checkpoints.strategy import Info
@@ -108,17 +108,17 @@ class Folder:
     def write(self, number: int, name: str, save: Callable[[Any], object]) -> tuple[int, int]:
         """Write a file by `save`, which gets it open, on this host for this user alone. Returns its size and CRC-32."""
         path = self.inside(number, name)
-        private = partial(os.open, mode=PRIVATE)
-        with open(path, "wb", opener=private) if self.local else self.files.open(path, "wb") as stream:
+        with writing(Path(path), lasting=True) if self.local else self.files.open(path, "wb") as stream:
             file = Summed(stream)
             save(file)
         return file.size, file.crc
 
     def publish(self, number: int, name: str, data: bytes) -> None:
         """Write a small file that others look for: they find all of it, or nothing."""
-        self.write(number, f"{name}.partial", lambda file: file.write(data))
-        path = self.inside(number, name)
-        self.files.mv(f"{path}.partial", path)
+        draft = name if self.local else f"{name}.partial"
+        self.write(number, draft, lambda file: file.write(data))
+        if draft != name:
+            self.files.mv(self.inside(number, draft), self.inside(number, name))
 
     def sizes(self, number: int) -> dict[str, int]:
         """The files that are there, and their sizes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import pytest
@@ -324,7 +323,8 @@ class TestAnotherHost:
 
 
 def test_a_status_that_cannot_be_written_is_written_with_the_next_change(harness: MasterHarness) -> None:
-    in_the_way = harness.job.state.with_suffix(f".{os.getpid()}.new")
+    in_the_way = harness.job.state
+    in_the_way.unlink(missing_ok=True)
     in_the_way.mkdir()
 
     async def others() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import threading
 import weakref
@@ -219,10 +221,14 @@ class TestSeveralRanks:
             committed(writer, 1)
 
 
-def test_a_full_disk_is_told_with_the_number_and_the_path_of_the_checkpoint(folder: Folder) -> None:
+def test_a_full_disk_is_told_with_the_number_and_the_path_of_the_checkpoint(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
     writer = rank(folder)
-    folder.make(1)
-    Path(folder.path(1), "state.pt").symlink_to("/dev/full")
     writer.save({"epoch": 1}, {})
     told = re.escape(f"checkpoint 1 is not written: No space left on device: '{folder.path(1)}'")
     with pytest.raises(OSError, match=told):

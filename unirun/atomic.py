@@ -1,0 +1,117 @@
+"""Files and directories that appear whole: the one writer of all that is found under a name.
+
+A file is written under a temporary name beside its own, ``.NAME.partial``, and renamed. A process that is killed leaves
+the old content or the new one. It may leave the temporary name too, which nobody reads; the next writer removes it.
+
+A file is for its owner alone, whatever the umask, unless it is written as not `private`, for what users pass on. A
+`lasting` file is on the disk before it has its name, and its name before the writer returns: that is for what a later
+job goes on from, such as checkpoints. All else describes a running job, which a loss of power ends, and is not synced.
+
+Logs are no such files: they are opened under their names and appended to, so that they can be read while they grow.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+PARTIAL = ".partial"
+"""The end of all temporary names. They begin with a dot."""
+
+
+@contextmanager
+def writing(
+    path: Path, *, private: bool = True, lasting: bool = False, contended: bool = False
+) -> Iterator[BinaryIO]:
+    """An open file that gets the name `path` when the block ends, in the place of any other. If the block raises,
+    `path` is as before. One process at a time writes a name that is not `contended`. Raises OSError."""
+    with _draft(path, os.replace, private=private, lasting=lasting, contended=contended) as file:
+        yield file
+
+
+def replace(
+    path: Path,
+    content: bytes | str,
+    *,
+    private: bool = True,
+    lasting: bool = False,
+    contended: bool = False,
+) -> None:
+    """Write the file `path` whole, as `writing` does. Raises OSError."""
+    with writing(path, private=private, lasting=lasting, contended=contended) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def create(path: Path, content: str) -> bool:
+    """Write a lasting file, which any number of processes may try at once. Returns False if it was there. Raises
+    OSError."""
+    with suppress(FileExistsError):
+        with _draft(path, _link, private=True, lasting=True, contended=True) as file:
+            file.write(content.encode())
+        return True
+    return False
+
+
+@contextmanager
+def directory(path: Path, *, private: bool = True, lasting: bool = False) -> Iterator[Path]:
+    """A new directory that gets the name `path` when the block ends; it is removed if the block raises. `lasting` is
+    for the name: the files in it are lasting or not by themselves. Raises OSError, also if `path` has contents."""
+    draft = path.with_name(f".{path.name}{PARTIAL}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(0o700 if private else 0o777)
+    try:
+        if private:
+            # The umask may have removed permissions of the owner.
+            draft.chmod(0o700)
+        yield draft
+        draft.rename(path)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    if lasting:
+        _sync(path.parent)
+
+
+@contextmanager
+def _draft(
+    path: Path, publish: Callable[[Path, Path], None], *, private: bool, lasting: bool, contended: bool
+) -> Iterator[BinaryIO]:
+    mark = f".{os.urandom(4).hex()}" if contended else ""
+    draft = path.with_name(f".{path.name}{mark}{PARTIAL}")
+    draft.unlink(missing_ok=True)
+    try:
+        with open(draft, "xb", opener=partial(os.open, mode=0o600 if private else 0o666)) as file:
+            if private:
+                # The umask may have removed permissions of the owner.
+                os.fchmod(file.fileno(), 0o600)
+            yield file
+            file.flush()
+            if lasting:
+                # A library may have put another file in its place.
+                _sync(draft)
+        publish(draft, path)
+    except BaseException:
+        # On a full disk it would take space that others need.
+        with suppress(OSError):
+            draft.unlink()
+        raise
+    if lasting:
+        _sync(path.parent)
+
+
+def _link(draft: Path, path: Path) -> None:
+    os.link(draft, path)
+    draft.unlink()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
