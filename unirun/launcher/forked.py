@@ -37,11 +37,14 @@ class ForkedSpawner:
 
     def kill(self) -> None:
         """SIGKILL."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        with self._collecting, contextlib.suppress(ProcessLookupError):
+            if self._code is None:
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the exit code, negative for a signal. Raises `subprocess.TimeoutExpired`."""
+        if self._code is not None:
+            return self._code
         # Not select(), which is limited to descriptors below 1024.
         poll = select.poll()
         poll.register(self._handle, select.POLLIN)
@@ -54,6 +57,7 @@ class ForkedSpawner:
                 except ChildProcessError:
                     # It was collected with adopted processes.
                     self._code = -signal.SIGKILL
+                os.close(self._handle)
         return self._code
 
 

@@ -54,6 +54,22 @@ def test_a_forked_spawner_starts_programs_and_ends_with_its_stream(tmp_path: Pat
     assert (tmp_path / "a/stdout.log").read_text() == "x\n"
 
 
+def test_nothing_is_left_of_a_forked_spawner_that_has_ended(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        before = set(os.listdir("/proc/self/fd"))
+        forked = fork_spawner([])
+        forked.kill()
+        code = forked.wait(60)
+        forked.kill()
+        forked.socket.close()
+        print(json.dumps([code, forked.wait(0), sorted(set(os.listdir("/proc/self/fd")) - before)]))
+        """,
+    )
+    assert found == [-9, -9, []]
+
+
 def test_a_forked_spawner_has_no_descriptors_but_its_stream_and_those_for_workers(tmp_path: Path) -> None:
     found = run(
         tmp_path,
