@@ -77,7 +77,6 @@ TWICE = {
 """Names of classes that two modules define."""
 
 SMALL = {
-    "launcher.forked": "another kind of spawner",
     "weights.dtensors": "imports DTensor, which takes long",
     "weights.integrations.vllm": "users import it",
 }

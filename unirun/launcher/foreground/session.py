@@ -31,6 +31,7 @@ from unirun.launcher.foreground.console import Console, Prefixer, shown
 from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.local import JOB_EXIT_TIMEOUT, RunningJob, last_line_of_masters, output_of_first_master
 from unirun.launcher.logs import LogFollower
+from unirun.observe.ownership import make_private
 from unirun.rendezvous.election import Leader
 from unirun.rendezvous.masters import Masters, Vacant
 from unirun.rendezvous.store.url import open_store
@@ -118,7 +119,7 @@ class Display:
         for stream, name in ((1, "stdout"), (2, "stderr")):
             if shown(self._spec.log, output.local_rank, stream):
                 if self._copied:
-                    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    make_private(logs)
                     (logs / f"{name}.log").touch(mode=0o600)
                 self._follower.follow(
                     logs / f"{name}.log",
