@@ -310,6 +310,7 @@ class RemoteProcesses:
         """Note that `node` has fallen silent, or is back."""
         with self._changed:
             (self._silent.add if lost else self._silent.discard)(node)
+            self._changed.notify_all()
 
     def refusal(self, led: bool) -> int | None:
         """A master that refuses to lead is told by its host."""

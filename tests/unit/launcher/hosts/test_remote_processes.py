@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,17 @@ def test_a_job_is_given_up_when_all_have_ended(processes: RemoteProcesses) -> No
     for node in ("h1", "h2", "h3"):
         processes.complete(node)
     assert processes.given_up(led=True)
+
+
+@pytest.mark.parametrize("says", ["complete", "silent"])
+def test_the_end_waits_for_a_host_until_it_is_there_or_silent(
+    processes: RemoteProcesses, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processes.complete("h1")
+    processes.complete("h2")
+    last = partial(processes.silent, "h3", True) if says == "silent" else partial(processes.complete, "h3")
+    timer = threading.Timer(0.05, last)
+    timer.start()
+    assert processes.end() is None
+    timer.join()
+    assert capsys.readouterr().err == ""
