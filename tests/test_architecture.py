@@ -402,7 +402,7 @@ MOVED = "moves what is whole already"
 REMOTE = "behind a URL, where a name is given at the end, or by moving"
 
 NOT_ATOMIC = {
-    "experiments.recovery.Records.write": APPENDED,
+    "experiments.recovery.Recovery.record": APPENDED,
     "launcher.hosts.copying._start": APPENDED,
     "launcher.local._become": APPENDED,
     "launcher.local.running_member": APPENDED,
@@ -417,9 +417,9 @@ NOT_ATOMIC = {
     "launcher.hosts.copying.pack": TEMPORARY,
     "launcher.hosts.copying.send_tree": TEMPORARY,
     "weights.disk._header": TEMPORARY,
-    "weights.integrations.sglang.TrainerEngine._deliver": TEMPORARY,
+    "weights.integrations.sglang.Client.deliver": TEMPORARY,
     "experiments.recovery.Recovery.discard": MOVED,
-    "experiments.recovery.Records.set_aside": MOVED,
+    "experiments.recovery.Recovery.set_aside": MOVED,
     "launcher.local.AgentProcess.begin": MOVED,
     "rendezvous.creation._make_room": MOVED,
     "rendezvous.creation._keep_attempt": MOVED,

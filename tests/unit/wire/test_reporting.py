@@ -38,7 +38,7 @@ def test_only_python_s_own_error_says_that_no_thread_can_be_started(monkeypatch:
 
 
 def refuse(*args: object) -> None:
-    """What the interpreter does when the kernel gives it no thread."""
+    """Fail as the interpreter does when the kernel gives it no thread."""
     raise RuntimeError("can't start new thread")
 
 
