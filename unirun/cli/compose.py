@@ -444,7 +444,7 @@ def unused_allocation(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _seconds(text: str) -> float:
-    """As torch reads it: a text that is no number counts as unset."""
+    """The number in `text`; 0 for any other text, which torch takes for a variable that is not set."""
     try:
         return float(text)
     except ValueError:

@@ -204,7 +204,7 @@ WORKER_MEMORY = 4 << 20
 Measured: 4.1 MiB; a new interpreter has more."""
 
 PROGRAM_MEMORY = 256 << 10
-"""The same for a program, which may be as small as a shell."""
+"""Private memory, in bytes, of a program, which may be as small as a shell."""
 
 AROUND = 4
 """Processes of a job besides those of its nodes and roles: the command, the master, and for a moment its successor."""

@@ -150,7 +150,7 @@ class Ledger:
         self._steps: deque[tuple[JobState, list[Command]]] = deque()
 
     def add(self, state: JobState, commands: list[Command]) -> list[Command]:
-        """After a step. Returns what may be done at once."""
+        """Add the commands of a step. Returns those that may be carried out at once."""
         if not self._steps and not urgent(self._latest, state):
             self._latest = state
             return commands
@@ -163,7 +163,7 @@ class Ledger:
         return self._steps[-1][0] if self._steps else None
 
     def written(self, state: JobState) -> list[Command]:
-        """`state` is in the store. Returns what may be done now."""
+        """Note that `state` is in the store. Returns the commands that may be carried out now."""
         self.kept = self._latest = state
         released: list[Command] = []
         if any(step[0] is state for step in self._steps):

@@ -134,7 +134,7 @@ def reason_of(crash: Crash) -> str:
 
 
 def report_of(crash: Crash, log: str) -> str:
-    """The same for a person to read, and to pass on to who can mend it; `log` is the masters' log."""
+    """The report of a fatal crash for people, with what is needed to mend the bug; `log` is the masters' log."""
     *before, last = crash.story or ("nothing",)
     lines = [f"job failed: {reason_of(crash)}", f"the event that could not be handled: {last}"]
     if before:

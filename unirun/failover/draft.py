@@ -416,7 +416,7 @@ class JobDraft:
         self.put(replace(state, view_due=False, told=told, uninformed=frozenset()))
 
     def tell_soon(self) -> None:
-        """As `tell_now`, after a delay in which more changes are gathered."""
+        """Send the changes as `tell_now` does, after a delay in which more of them are gathered."""
         if not self.state.view_due:
             self.put(replace(self.state, view_due=True))
             delay = max(VIEW_DELAY, VIEW_DELAY_PER_AGENT * len(self.state.agents))

@@ -50,8 +50,8 @@ def form_first(draft: JobDraft, names: Collection[str]) -> None:
 
 
 def form_if_all_are_there(draft: JobDraft) -> None:
-    """The job runs once every node with ranks has joined, and every node that had joined an earlier master; what starts
-    then follows from `unirun.failover.readiness`."""
+    """Start the job once every node with ranks has joined, and every node that had joined an earlier master. The roles
+    that start then follow from `unirun.failover.readiness`."""
     state = draft.state
     # Ranks that are given up keep their places on lost nodes.
     lost, wanted = state.placement.lost, state.placement.nodes

@@ -44,7 +44,7 @@ KILLED = 128 + signal.SIGKILL
 
 
 def agent_lost(draft: JobDraft, node: str, reason: str) -> None:
-    """The agent of `node` is gone. When a rack loses its power, many are: one decision is made for all of them."""
+    """Note that the agent of `node` is gone. A rack that loses its power has many: one decision is made for all."""
     if not draft.state.losses:
         draft.send(After(LOSS_DELAY, Due.LOSSES))
     draft.put(replace(draft.state, losses={**draft.state.losses, node: reason}))
@@ -337,7 +337,7 @@ def trouble(state: JobState, offer: Offer, ours: Mapping[str, str]) -> Dismissed
 
 
 def arrived(draft: JobDraft, event: Arrived) -> None:
-    """A node has bound its endpoints: it is a part of the job, unless another one was faster."""
+    """Let a node in that has bound its endpoints, unless another one was faster."""
     offer, state = event.offer, draft.state
     refusal = trouble(state, offer, offer.versions)
     if refusal is not None:

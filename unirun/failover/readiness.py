@@ -205,8 +205,8 @@ def reserve_again(draft: JobDraft, node: str) -> None:
 
 
 def placed(draft: JobDraft, event: Placed) -> None:
-    """Ranks have got their ports. Where there are none for them the job ends, or goes on without an optional service.
-    Ranks that have moved since they were asked for wait for those of another node."""
+    """Give ranks the ports that an agent has chosen. Without any the job ends, or goes on without an optional service.
+    Ranks that have moved since wait for those of another node."""
     role = draft.role(event.role)
     if role.phase in ROLE_ENDS:
         return
@@ -234,7 +234,7 @@ def placed(draft: JobDraft, event: Placed) -> None:
 
 
 def health_changed(draft: JobDraft, who: WorkerId, health: Health) -> None:
-    """A program has become ready, or is not any more."""
+    """Handle a program that has become ready, or is not ready any more."""
     worker, name = draft.find(who), who.role
     if worker is None or not draft.role(name).probed:
         return

@@ -114,20 +114,17 @@ CONSEQUENCE_SECONDS = 60.0
 
 
 class Diagnosis(Value):
-    """The `cause`, the `reason` for taking it, and the `others` in order of time.
-
-    `inferred`: the cause is a rank that has not failed; its `note` says how it caused the other failures.
-    """
+    """The `cause`, the `reason` for taking it, and the `others` in order of time. The `note` of a cause that is
+    inferred says how it caused the other failures."""
 
     cause: Failure
     reason: str
     others: tuple[Failure, ...]
-    inferred: bool = False
 
     @property
     def failure(self) -> Failure:
         """The first rank that has failed itself: the one with an error to show."""
-        return self.others[0] if self.inferred else self.cause
+        return self.others[0] if self.cause.inferred else self.cause
 
     @property
     def code(self) -> int:
@@ -135,7 +132,7 @@ class Diagnosis(Value):
         return EXIT_FAILURE if self.cause.exit.ok else self.failure.exit.status
 
     def __str__(self) -> str:
-        what = self.cause.note if self.inferred else f"{self.cause.exit} ({self.reason})"
+        what = self.cause.note if self.cause.inferred else f"{self.cause.exit} ({self.reason})"
         return f"{self.cause.worker} on {self.cause.node}: {what}"
 
 
@@ -179,7 +176,7 @@ def diagnose(failures: Sequence[Failure], others: Sequence[Failure] = ()) -> Dia
     firsts = [failure for failure in ordered if not is_consequence(failure)]
     inferred = None if firsts else _without_failure(ordered, others)
     if inferred is not None:
-        return Diagnosis(inferred, inferred.note, tuple(ordered), inferred=True)
+        return Diagnosis(inferred, inferred.note, tuple(ordered))
     cause = (firsts or ordered)[0]
     rest = tuple(failure for failure in ordered if failure is not cause)
     if not rest:
@@ -262,7 +259,7 @@ def failure_report(reason: str, diagnosis: Diagnosis) -> str:
         if len(diagnosis.others) > OTHERS_SHOWN:
             lines.append(f"  … and {len(diagnosis.others) - OTHERS_SHOWN} more")
     lines.append(f"root cause: {diagnosis}")
-    if cause.note and not diagnosis.inferred:
+    if cause.note and not cause.inferred:
         lines.append(f"  {cause.note}")
     words = cause.traceback or cause.message
     if not words and cause.tail:
@@ -321,7 +318,7 @@ def _tell_cause(draft: JobDraft, role: RoleState) -> None:
         return
     found = [each for each in failures if each.generation == role.generation]
     diagnosis = diagnose(found, bystanders(draft.state, found))
-    if diagnosis.inferred:
+    if diagnosis.cause.inferred:
         _keep_cause(draft, diagnosis)
         draft.send(ToWatchers(Notice(role.name, f"the cause of its restart: {diagnosis}")))
 
@@ -351,7 +348,7 @@ def form_anew(draft: JobDraft, name: str) -> None:
 
 
 def settle(draft: JobDraft, name: str) -> None:
-    """A role is running as soon as all of its ranks are."""
+    """Set a role that starts to running once all of its ranks run."""
     role = draft.role(name)
     if role.phase in (RolePhase.STARTING, RolePhase.REFORMING) and role.settled:
         draft.put(replace(role, phase=RolePhase.RUNNING), PhaseEvent.ALL_UP)
@@ -361,7 +358,7 @@ def settle(draft: JobDraft, name: str) -> None:
 
 
 def unsettle(draft: JobDraft, name: str) -> None:
-    """A role does not run as a whole any more if a rank of it is not up."""
+    """Set a running role to starting when one of its ranks is not up any more."""
     role = draft.role(name)
     if role.phase is RolePhase.RUNNING and not role.settled:
         draft.put(replace(role, phase=RolePhase.STARTING), PhaseEvent.NOT_ALL_UP)
@@ -438,7 +435,7 @@ def end_if_over(draft: JobDraft) -> None:
     if verdict.by_failure and (found := episode(state.failures)):
         diagnosis = diagnose(found, bystanders(state, found))
         report = failure_report(verdict.reason, diagnosis)
-        if diagnosis.inferred:
+        if diagnosis.cause.inferred:
             _keep_cause(draft, diagnosis)
             verdict = replace(verdict, reason=f"{diagnosis}; {verdict.reason}")
         code = verdict.code if verdict.code == EXIT_BUDGET else diagnosis.code
@@ -457,7 +454,7 @@ def _verdict(state: JobState) -> Verdict | None:
 
 
 def finish(draft: JobDraft, verdict: Verdict) -> None:
-    """The job is over, with this verdict."""
+    """End the job with this verdict."""
     ended = replace(draft.state, phase=verdict.phase, verdict=verdict, ended=draft.now)
     draft.put(ended, PhaseEvent.JOB_OVER)
     draft.cause = draft.state.cause

@@ -85,11 +85,11 @@ class Silence:
         self.stalled = 0.0
 
     def heard(self, node: str, now: float) -> None:
-        """A message of `node` has arrived. Its silence is watched from now on."""
+        """Note a message of `node`. Its silence is watched from now on."""
         self._heard[node] = now
 
     def forget(self, node: str) -> None:
-        """`node` is not expected to say anything any more."""
+        """Stop watching `node`."""
         self._heard.pop(node, None)
         self._silent.pop(node, None)
 

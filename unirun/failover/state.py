@@ -51,7 +51,7 @@ class Exit(Value, omit_defaults=True):
 
     @property
     def status(self) -> int:
-        """As a shell gives it: the code, or 128 + the signal's number; 1 for a failure with code 0."""
+        """The exit code that a shell shows: the code, or 128 + the signal's number; 1 for a failure with code 0."""
         return 128 + self.signal if self.signal is not None else int(self.code or self.early)
 
     @property
@@ -105,12 +105,12 @@ def brief(failure: Failure) -> Failure:
 
 
 def beginning(text: str, limit: int) -> str:
-    """As much of the beginning of `text` as has, with a mark, no more than `limit` bytes in JSON (at least 6)."""
+    """The beginning of `text` which, with a mark, has at most `limit` bytes (6 or more) in JSON."""
     return _cut(text, limit, lambda length: text[:length] + MARK)
 
 
 def ending(text: str, limit: int) -> str:
-    """As much of the end of `text` as has, with a mark, no more than `limit` bytes in JSON (at least 6)."""
+    """The end of `text` which, with a mark, has at most `limit` bytes (6 or more) in JSON."""
     return _cut(text, limit, lambda length: MARK + text[len(text) - length :])
 
 
@@ -148,7 +148,7 @@ class Ranks(Sequence["WorkerState"]):
         self.counts: Mapping[CountKey, int] = Counter(worker.count_key for worker in every)
 
     def with_one(self, rank: int, worker: WorkerState) -> Ranks:
-        """The same with another worker at `rank`."""
+        """A copy with another worker at `rank`."""
         at, within = divmod(rank, BLOCK)
         block = self._blocks[at]
         before, after = block[within].count_key, worker.count_key

@@ -131,8 +131,8 @@ class TestARankThatHasNotFailed:
 
     def test_its_end_may_be_seen_a_moment_later(self) -> None:
         found = [fail(rank=0, time=2.0, message=PEER)]
-        assert diagnose(found, [stood_by(1, left=2.5)]).inferred
-        assert not diagnose(found, [stood_by(1, left=3.5), *map(stood_by, (2, 3))]).inferred
+        assert diagnose(found, [stood_by(1, left=2.5)]).cause.inferred
+        assert not diagnose(found, [stood_by(1, left=3.5), *map(stood_by, (2, 3))]).cause.inferred
 
     def test_several_that_ended_with_0_are_all_named(self) -> None:
         diagnosis = diagnose([fail(rank=0, time=5.0, message=PEER)], [stood_by(n, left=4.0) for n in (1, 2)])
@@ -148,9 +148,9 @@ class TestARankThatHasNotFailed:
 
     def test_few_are_named_and_many_are_not(self) -> None:
         found = [fail(rank=rank, time=15.0, message=TIMED_OUT) for rank in (0, 2, 3)]
-        assert diagnose(found, [stood_by(1), stood_by(4)]).inferred
+        assert diagnose(found, [stood_by(1), stood_by(4)]).cause.inferred
         diagnosis = diagnose(found[:2], [stood_by(1), stood_by(4)])
-        assert not diagnosis.inferred
+        assert not diagnosis.cause.inferred
         assert diagnosis.reason == "the first of 2 failures, all about a lost peer or connection"
 
     def test_one_that_a_barrier_names_is_the_cause_among_many(self) -> None:
@@ -164,8 +164,8 @@ class TestARankThatHasNotFailed:
         found = [fail(rank=0, time=100.0, message=PEER), fail(rank=1, time=100.0, message=PEER)]
         near, long_ago = stood_by(0, role="rollout", left=99.0), stood_by(0, role="rollout", left=1.0)
         assert diagnose(found, [near]).cause.worker == WorkerId("rollout", 0, 0)
-        assert not diagnose(found, [long_ago]).inferred
-        assert not diagnose(found, [stood_by(0, role="rollout")]).inferred
+        assert not diagnose(found, [long_ago]).cause.inferred
+        assert not diagnose(found, [stood_by(0, role="rollout")]).cause.inferred
 
     def test_a_silent_one_of_the_role_comes_before_another_role_that_has_ended(self) -> None:
         found = [fail(rank=rank, time=100.0, message=TIMED_OUT) for rank in (0, 2)]
@@ -178,7 +178,7 @@ class TestARankThatHasNotFailed:
         diagnosis = diagnose(found, [stood_by(1, left=8.0), stood_by(2, left=8.5), stood_by(3)])
         assert str(diagnosis) == "actor:2 on n0: ended with exit code 0 while rollout:0-1 waited for it"
         assert diagnosis.code == 1
-        assert not diagnose(found, [stood_by(1, left=8.0), stood_by(2)]).inferred
+        assert not diagnose(found, [stood_by(1, left=8.0), stood_by(2)]).cause.inferred
 
     def test_other_roles_are_told_when_a_whole_role_has_waited_in_vain(self) -> None:
         """The one that is missed may be of another role, in a group across roles. But nothing says so."""
