@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from tests.unit.wire.endpoints import Endpoint, fail_on_refusal
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import Refused
 from unirun.failover.offers import AgentTask
@@ -21,9 +23,14 @@ from unirun.launcher.events import AgentState, Command, Event, Phase, Worker
 from unirun.launcher.orders import Orders
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.creation import create_job
+from unirun.rendezvous.election import campaign, job_prefix
+from unirun.rendezvous.store.url import open_store
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.values import WorkerId
+from unirun.wire.address import UnixAddress
+from unirun.wire.aio import Stream, StreamServer, connect
 from unirun.wire.handshake import new_token
+from unirun.wire.messages import StartRole, StartWorker
 from unirun.wire.reports import Spawn
 
 
@@ -88,6 +95,35 @@ def test_an_agent_whose_node_may_have_been_given_up_kills_its_workers_and_leaves
         assert agent._state.workers[1].sent == signal.SIGKILL
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+def test_an_agent_that_was_stopped_starts_nothing_for_a_master_that_was_replaced(
+    agent: Agent, tmp_path: Path, terms: int
+) -> None:
+    """The order has waited in its socket, and the end of the stream behind it."""
+    endpoint = Endpoint("unix", tmp_path)
+    agent._state = replace(agent._state, spawners=dict.fromkeys(agent._orders.spawners, True))
+    with contextlib.closing(open_store(agent._job.store_url)) as store:
+        for epoch in range(1, terms + 1):
+            address = UnixAddress.here(tmp_path / f"{epoch}.sock")
+            assert campaign(store, job_prefix("run-1"), address, epoch, ttl=60.0, deposing=epoch - 1)
+
+    async def master(stream: Stream) -> None:
+        member = StartWorker(0, 0, 0, None, None, 1.0)
+        stream.send(StartRole("actor", 0, 0, 1, 1, 0, 1, "127.0.0.1:1", (member,)))
+        await stream.close()
+
+    async def play() -> None:
+        server = StreamServer(endpoint.listen(), endpoint.credentials, master, fail_on_refusal)
+        stream = await connect(endpoint.address, endpoint.credentials)
+        agent._apply(events.Led(1))
+        await asyncio.wait_for(agent._handle_messages(1, stream), WAIT_TIMEOUT)
+        stream.abort()
+        server.close()
+
+    asyncio.run(play())
+    assert len(agent._state.workers) == (1 if terms == 1 else 0)
 
 
 def test_an_event_that_the_agent_refuses_changes_nothing(
