@@ -247,12 +247,13 @@ class Contact:
         """Return False if the master of term `epoch`, on this host, has been replaced.
 
         Orders wait in the socket of an agent that is stopped. Meanwhile their master may have died, and the next one
-        may have given the node up. While the store is away nobody is elected.
+        may have given the node up. While the store cannot be read nobody is elected.
         """
         began = clock()
         if began - self._led < TERM_CHECK_INTERVAL:
             return True
-        with contextlib.suppress(StoreError):
+        # Also a store that cannot be opened any more, as that of a directory which was deleted.
+        with contextlib.suppress(UnirunError):
             if await asyncio.to_thread(self._latest_epoch) != epoch:
                 return False
             self._led = began
