@@ -298,9 +298,8 @@ class Context:
 
         Its ranks are ordered by role as named, then by rank: with 2 actors and 3 rollouts, ``group("actor",
         "rollout")`` has actor:0, actor:1, rollout:0, rollout:1, rollout:2 as its ranks 0..4. In collectives of
-        ``torch.distributed`` with this group, `src` and `dst` are these ranks. Use `group_rank` or ``group.rank()``
-        to get one's own; ``torch.distributed.get_rank(group)`` is wrong here, as it translates the rank in the
-        default group.
+        ``torch.distributed`` with this group, `src` and `dst` are these ranks. `group_rank`, ``group.rank()`` and
+        ``torch.distributed.get_rank(group)`` tell one's own.
 
         Every member must call it, with the same names in the same order. As long as no role was restarted, later calls
         return the same group. When one of the roles is restarted, operations on the old group fail in every member;

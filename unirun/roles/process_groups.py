@@ -138,7 +138,7 @@ def process_groups() -> ProcessGroups:
 
     torch has no hook for this, so two functions are wrapped: the one with which `torch.distributed` makes any group,
     and the constructor of gloo groups. `Work.wait` is wrapped so that a wait in the user's code has a frame of this
-    file, by which `waits.in_group` knows it.
+    file, by which `gloo.in_group` knows it.
     """
     global _known
     if _known is None:

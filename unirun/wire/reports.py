@@ -1,4 +1,5 @@
-"""Messages of workers, spawners and agents upwards: to the agent of their node, and to the master."""
+"""The base class of messages; those of workers, spawners and agents upwards, to the agent of their node and to the
+master; and the orders for spawners."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unix and TCP sockets: how to listen, and what their errors mean."""
+"""Unix and TCP sockets: to listen, to end, to read the bytes of a handshake; and the meaning of their errors."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _MARK = "__unirun_invocation__"
 
 @dataclass(frozen=True, slots=True)
 class Invocation:
-    """The options of one method; see `trainer_invocation`. `ranks` of None stands for `target` ALL or ANY."""
+    """The options of one method; see `trainer_invocation`."""
 
     blocking: bool = True
     is_async: bool = False
