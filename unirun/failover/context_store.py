@@ -191,15 +191,15 @@ class ContextStore:
         """
         if ask.kind in ("commit_version", "version") and not 0 < len(ask.name) <= MAX_CHANNEL:
             return MasterReply(
-                ask.number, problem=f"{ask.name!r:.80} is no channel: 1 to {MAX_CHANNEL} characters"
+                worker, ask.number, problem=f"{ask.name!r:.80} is no channel: 1 to {MAX_CHANNEL} characters"
             )
         if ask.kind == "commit_version" and not (ask.data.isdecimal() and len(ask.data) <= MAX_DIGITS):
-            return MasterReply(ask.number, problem=f"{ask.data!r:.80} is no version")
+            return MasterReply(worker, ask.number, problem=f"{ask.data!r:.80} is no version")
         try:
-            return MasterReply(ask.number, self._carried_out(worker, ask))
+            return MasterReply(worker, ask.number, self._carried_out(worker, ask))
         except ValueError as error:
             # Nothing was sent to the store: the text is not UTF-8, or the key is not allowed.
-            return MasterReply(ask.number, problem=f"{ask.kind} cannot be done: {error}")
+            return MasterReply(worker, ask.number, problem=f"{ask.kind} cannot be done: {error}")
 
     def _carried_out(self, worker: WorkerId, ask: MasterRequest) -> str | None:
         match ask.kind:

@@ -64,6 +64,7 @@ from unirun.wire.reports import (
     FromWorker,
     Join,
     Knock,
+    MasterReply,
     Message,
     Metrics,
     Notice,
@@ -72,7 +73,6 @@ from unirun.wire.reports import (
     Reaped,
     Sample,
     SpawnFailed,
-    ToWorker,
     WorkerStarted,
 )
 from unirun.wire.sockets import listen
@@ -500,7 +500,7 @@ class Agent:
                     case OpenStore(role):
                         handle = self._endpoints[role].socket.fileno()
                         self._apply(events.Order(epoch, self._orders.store(message, handle)))
-                    case StopWorkers() | PassOn() | View() | ExitAck() | ToWorker() | Shutdown():
+                    case StopWorkers() | PassOn() | View() | ExitAck() | MasterReply() | Shutdown():
                         self._apply(events.Order(epoch, message))
         except WireError:
             return

@@ -66,6 +66,7 @@ from unirun.wire.reports import (
     Kill,
     Listening,
     LocalEngines,
+    MasterReply,
     MasterRequest,
     Metrics,
     Notice,
@@ -76,7 +77,6 @@ from unirun.wire.reports import (
     StoreEnded,
     StoreOpened,
     Stuck,
-    ToWorker,
     ViewWanted,
     WorkerError,
     WorkerExited,
@@ -289,13 +289,13 @@ def _end_stuck(state: AgentState, worker: Worker, told: Stuck) -> tuple[AgentSta
     ]
 
 
-def answered(state: AgentState, answer: ToWorker) -> tuple[AgentState, list[Command]]:
+def answered(state: AgentState, answer: MasterReply) -> tuple[AgentState, list[Command]]:
     """Forward a master's answer to its worker."""
     worker = state.find(answer.worker.role, answer.worker.rank)
     if worker is None or worker.who != answer.worker:
         return state, []
-    asks = {n: ask for n, ask in state.asks.items() if n != (worker.id, answer.message.number)}
-    return replace(state, asks=asks), [ToLink(worker.id, answer.message)]
+    asks = {n: ask for n, ask in state.asks.items() if n != (worker.id, answer.number)}
+    return replace(state, asks=asks), [ToLink(worker.id, answer)]
 
 
 def runs(state: AgentState, worker: Worker) -> tuple[AgentState, list[Command]]:
@@ -409,7 +409,7 @@ def _carry_out(state: AgentState, what: Instruction) -> tuple[AgentState, list[C
             return state, [Signal(pid, signum, handled=True) for pid in pids]
         case ExitAck(kept):
             return replace(state, ended={who: held for who, held in state.ended.items() if who != kept}), []
-        case ToWorker():
+        case MasterReply():
             return answered(state, what)
         case View():
             view = updated(state.view, what)

@@ -24,6 +24,7 @@ from unirun.wire.reports import (
     FromWorker,
     Health,
     HeldWorker,
+    MasterReply,
     Message,
     Notice,
     OpenStore,
@@ -32,7 +33,6 @@ from unirun.wire.reports import (
     StoreEnded,
     StoreOpened,
     Stuck,
-    ToWorker,
     WorkerError,
     WorkerExited,
 )
@@ -195,7 +195,7 @@ class Led(Value):
     epoch: int
 
 
-Instruction = Launch | RendezvousStore | StopWorkers | PassOn | ExitAck | View | ToWorker | Shutdown
+Instruction = Launch | RendezvousStore | StopWorkers | PassOn | ExitAck | View | MasterReply | Shutdown
 """Instructions of a master."""
 
 

@@ -4,7 +4,7 @@
 agent→master  Join Heartbeat SpawnerReady StoreOpened StoreEnded Notice Sample Knock ViewWanted Placed
               WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Metrics Calls
               MasterRequest Health)
-master→agent  Appointed Heartbeat OpenStore Reserve StartRole StopWorkers PassOn ExitAck View ToWorker Shutdown
+master→agent  Appointed Heartbeat OpenStore Reserve StartRole StopWorkers PassOn ExitAck View MasterReply Shutdown
 worker→agent  Hello Serving Listening GroupMeets GroupFormed Stuck Metrics Calls MasterRequest WorkerError ViewWanted
               EngineWeights
 agent→worker  Welcome View MasterReply LocalEngines

@@ -136,18 +136,13 @@ class MasterRequest(Message):
 
 
 class MasterReply(Message):
-    """The answer to an `MasterRequest` of this number: `data`, None when there is none, or the `problem`."""
+    """The answer to the `MasterRequest` of this number of `worker`, whose agent forwards it: `data`, None when there is
+    none, or the `problem`."""
 
+    worker: WorkerId
     number: int
     data: str | None = None
     problem: str = ""
-
-
-class ToWorker(Message):
-    """The master's answer to a worker, which its agent forwards."""
-
-    worker: WorkerId
-    message: MasterReply
 
 
 Cause = Literal["own", "order", "leaving", "lost_dependency", "stuck", "unready", "silent", "torn"]

@@ -20,7 +20,7 @@ from unirun.failover.state import JobState, Verdict
 from unirun.rendezvous.election import Term
 from unirun.values import WorkerId
 from unirun.wire.reporting import report, report_error
-from unirun.wire.reports import MasterRequest, ToWorker
+from unirun.wire.reports import MasterReply, MasterRequest
 
 T = TypeVar("T")
 
@@ -103,9 +103,9 @@ class StateWriter:
         if self.unwritten:
             self._carry_out(self._ledger.waive())
 
-    def ask(self, worker: WorkerId, ask: MasterRequest, reply: Callable[[ToWorker], None]) -> None:
+    def ask(self, worker: WorkerId, ask: MasterRequest, reply: Callable[[MasterReply], None]) -> None:
         """A worker wants something of the store; `reply` is called when it is done, however long that takes."""
-        self._do(partial(self._contexts.answer, worker, ask), lambda answer: reply(ToWorker(worker, answer)))
+        self._do(partial(self._contexts.answer, worker, ask), reply)
 
     def mark(self, nodes: Sequence[str], then: Callable[[], object]) -> None:
         """Write that these nodes are silent; `then` is called when it is done."""

@@ -23,6 +23,7 @@ def contexts(store: MemoryStore, run_id: str = "run1", deposing: int = 0) -> Con
     return ContextStore(store, run_id, term)
 
 
+WHO = WorkerId("actor", 0, 0)
 Asked = tuple[WorkerId, MasterRequest]
 
 
@@ -34,12 +35,12 @@ def ask(
 
 def test_a_state_is_found_by_the_next_incarnation_and_the_next_master(store: MemoryStore) -> None:
     first = contexts(store)
-    assert first.answer(*ask("load_state")) == MasterReply(7, None)
+    assert first.answer(*ask("load_state")) == MasterReply(WHO, 7, None)
     for text in ("one", "", "x" * 450_000, "two"):
-        assert first.answer(*ask("save_state", data=text)) == MasterReply(7)
+        assert first.answer(*ask("save_state", data=text)) == MasterReply(WHO, 7)
         assert first.answer(*ask("load_state", incarnation=1)).data == text
     second = contexts(store, deposing=1)
-    assert second.answer(*ask("load_state", incarnation=2)) == MasterReply(7, "two")
+    assert second.answer(*ask("load_state", incarnation=2)) == MasterReply(WorkerId("actor", 0, 2), 7, "two")
 
 
 def test_each_rank_and_each_job_has_its_own(store: MemoryStore) -> None:

@@ -47,7 +47,6 @@ from unirun.wire.reports import (
     Metrics,
     Notice,
     Sample,
-    ToWorker,
     WorkerRunning,
 )
 
@@ -87,10 +86,10 @@ class TestAnAgent:
             agent = await harness.agent()
             agent.send(FromWorker(WorkerId("actor", 0, 0), MasterRequest(1, "save_state", "", "aGk=")))
             agent.send(FromWorker(WorkerId("actor", 0, 0), MasterRequest(2, "load_state", "", "")))
-            answers = [(await receive_until(agent, ToWorker))[-1] for _ in range(2)]
+            answers = [(await receive_until(agent, MasterReply))[-1] for _ in range(2)]
             assert answers == [
-                ToWorker(WorkerId("actor", 0, 0), MasterReply(1)),
-                ToWorker(WorkerId("actor", 0, 0), MasterReply(2, "aGk=")),
+                MasterReply(WorkerId("actor", 0, 0), 1),
+                MasterReply(WorkerId("actor", 0, 0), 2, "aGk="),
             ]
             await end_well(agent)
 
