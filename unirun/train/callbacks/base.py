@@ -45,16 +45,10 @@ class TrainingCallback:
 
 
 class Callbacks:
-    """The callbacks of one run, called in the order of the list. Raises what `check` raises."""
+    """The callbacks of one run, called in the order of the list. Raises `UsageError` unless that is a list of objects
+    with the three methods of a callback."""
 
-    def __init__(self, callbacks: Sequence[TrainingCallback] = ()) -> None:
-        self.check(callbacks)
-        self._callbacks = tuple(callbacks)
-        self._started: list[TrainingCallback] = []
-
-    @staticmethod
-    def check(callbacks: object) -> None:
-        """Raise `UsageError` unless `callbacks` is a list of objects with the three methods of a callback."""
+    def __init__(self, callbacks: Any = ()) -> None:
         if not isinstance(callbacks, Sequence):
             raise UsageError(f"callbacks is a {type(callbacks).__name__}, no list", "write callbacks=[…]")
         for number, callback in enumerate(callbacks):
@@ -67,6 +61,8 @@ class Callbacks:
                     f"callbacks[{number}] is a {type(callback).__name__}, which has no {' and no '.join(missing)}",
                     "derive its class from TrainingCallback",
                 )
+        self._callbacks: tuple[TrainingCallback, ...] = tuple(callbacks)
+        self._started: list[TrainingCallback] = []
 
     def start(self, logdir: str, config: Mapping[str, Any]) -> None:
         """Start all. Raises what a callback raises; those after it are not started. `finish` is still to be called."""

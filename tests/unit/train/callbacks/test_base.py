@@ -153,9 +153,8 @@ class Half:
     ],
 )
 def test_what_is_no_callback_is_refused_by_its_place_and_type(callbacks: Any, message: str) -> None:
-    for check in (Callbacks.check, Callbacks):
-        with pytest.raises(UsageError, match=message):
-            check(callbacks)
+    with pytest.raises(UsageError, match=message):
+        Callbacks(callbacks)
 
 
 def test_an_object_with_the_methods_is_a_callback_of_any_class() -> None:
@@ -163,5 +162,5 @@ def test_an_object_with_the_methods_is_a_callback_of_any_class() -> None:
         def start_training(self, logdir: str, config: Mapping[str, Any]) -> None: ...
         def finish_training(self, error: BaseException | None) -> None: ...
 
-    Callbacks.check((Duck(),))
-    Callbacks.check([])
+    Callbacks((Duck(),))
+    Callbacks([])
