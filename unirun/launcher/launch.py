@@ -33,7 +33,6 @@ from unirun.wire.address import TcpAddress
 from unirun.wire.certificates import make_tls
 from unirun.wire.handshake import Token, new_token
 from unirun.wire.messages import EtcdMember
-from unirun.wire.sockets import listen
 
 MOST_NODES = 16
 """Each is an agent, and a process that has torch imported: 150 MB, and a second of a processor when it starts."""
@@ -120,10 +119,8 @@ def launch(
         if head is None
         else {head.node: head.agent}
     )
-    socket_path = job.master_socket(os.getpid())
     try:
         _write_first_state(job, planned, inventory, _keepers(head, url), owned=not detach)
-        listener = listen(socket_path)
     except OSError as error:
         for agent in agents.values():
             agent.end()
@@ -138,7 +135,7 @@ def launch(
 
         if head is not None and head.etcd:
             wait_until_up(job.store_url)
-        lead(job, socket_path, listener, agents=agents, tcp=head.listener if head is not None else None)
+        lead(job, agents=agents, tcp=head.listener if head is not None else None)
 
     if not detach:
         adopt_orphans()
@@ -148,13 +145,11 @@ def launch(
             agents,
             tasks,
             run_master,
-            listener=listener,
             lock=lock,
             owner=None if detach or (head is not None and head.folder) else os.getpid(),
             tcp=head.listener if head is not None else None,
         )
     except RendezvousError:
-        listener.close()
         discard_job(job, lock)
         raise
     return RunningJob(job, spec, processes)

@@ -218,7 +218,6 @@ def start_processes(
     tasks: Sequence[AgentTask],
     run_master: Callable[[Mapping[str, int]], None],
     *,
-    listener: socket.socket,
     lock: int,
     owner: int | None,
     tcp: socket.socket | None = None,
@@ -227,9 +226,8 @@ def start_processes(
     there is one.
 
     `run_master` is called in the master's process with the pids of the agents, whose end it must notice even before
-    they have joined. `listener` stays open there only: what listens ends with its owner. All hold the `lock`, as long
-    as one of them lives. `tcp` is where masters of a job on several hosts listen; master and agents hold it. Forking
-    shares what is imported already. Call it before any thread is started.
+    they have joined. All hold the `lock`, as long as one of them lives. `tcp` is where masters of a job on several
+    hosts listen; master and agents hold it. Forking shares what is imported already. Call it before any thread is started.
 
     Raises `RendezvousError`, and leaves no process, when an agent cannot bind its endpoints.
     """
@@ -247,7 +245,6 @@ def start_processes(
         agent.begin()
     pids = {node: agent.pid for node, agent in agents.items()}
     master = _fork("unirun-master", job.master_log, lambda _: run_master(pids))
-    listener.close()
     os.close(lock)
     return Processes(master, tuple(pids.values()))
 
