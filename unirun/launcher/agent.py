@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from unirun.errors import Refused, RendezvousError, WireError
 from unirun.failover.draft import addresses_of, welcome
-from unirun.failover.offers import AgentTask
 from unirun.failover.silence import FENCE_TIMEOUT
 from unirun.launcher import core, events
 from unirun.launcher.contact import Contact, Witness
@@ -48,6 +47,7 @@ from unirun.values import WorkerId
 from unirun.wire.aio import Stream, StreamServer, frame_of
 from unirun.wire.credentials import load_credentials
 from unirun.wire.messages import (
+    AgentTask,
     ExitAck,
     Heartbeat,
     Hello,

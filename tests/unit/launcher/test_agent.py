@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import Refused
-from unirun.failover.offers import AgentTask
 from unirun.launcher import core, events
 from unirun.launcher.agent import Agent, EarlySpawners, handles_of
 from unirun.launcher.environment import SpawnerKey, for_workers
@@ -24,6 +23,7 @@ from unirun.rendezvous.creation import create_job
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.handshake import new_token
+from unirun.wire.messages import AgentTask
 from unirun.wire.reports import Spawn
 
 

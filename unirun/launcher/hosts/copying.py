@@ -24,8 +24,7 @@ from typing import IO
 
 from msgspec import convert, to_builtins
 
-from unirun.errors import FrameError, JobError, RendezvousError, UsageError, WireError
-from unirun.failover.offers import NodeFault
+from unirun.errors import Fault, FrameError, JobError, RendezvousError, UsageError, WireError
 from unirun.failover.silence import SILENCE_TIMEOUT
 from unirun.launcher.environment import carried
 from unirun.launcher.hostlist import Host
@@ -44,7 +43,7 @@ from unirun.observe.jobdir import HOSTS, JobDir, job_at, open_log
 from unirun.observe.ownership import make_private
 from unirun.observe.status import ENDED, read_summary
 from unirun.wire.aio import Stream
-from unirun.wire.messages import Chunk, Complete, Current, Dismissed, Message, Resume
+from unirun.wire.messages import Chunk, Current, Dismissed, Message, Resume
 from unirun.wire.reporting import report
 
 # The command's copy of what nodes on other hosts write: the files of a job's directory, as `feed` sends them.
@@ -99,10 +98,10 @@ class Mirror:
                 match message := await self._next(stream):
                     case Chunk():
                         self._take(message)
-                    case Current():
+                    case Current(over):
                         self.current.set()
-                    case Complete():
-                        return True
+                        if over:
+                            return True
                     case Dismissed(problem):
                         self._note(f"{self.node}: {problem}")
                         return True
@@ -396,16 +395,16 @@ async def send_tree(hosts: Sequence[Host], folder: Path, needed: Iterable[str] =
         raise UsageError(f"--sync: {top} has no files", "call unirun in the directory of your code")
     names += directories_in(top, needed)
     mark = top / f".unirun-sync-{secrets.token_hex(8)}"
-    unfit: list[NodeFault] = []
+    unfit: list[Fault] = []
 
     async def one(host: Host, packed: Path) -> None:
         try:
             async with asyncio.timeout(TIMEOUT):
                 await _send(host, top, mark, packed)
         except TimeoutError:
-            unfit.append(NodeFault(host.name, f"the tree was not taken within {TIMEOUT:g} s"))
+            unfit.append(Fault(host.name, f"the tree was not taken within {TIMEOUT:g} s"))
         except RendezvousError as error:
-            unfit.append(NodeFault(host.name, error.problem, error.remedy))
+            unfit.append(Fault(host.name, error.problem, error.remedy))
 
     with tempfile.NamedTemporaryFile(prefix="unirun-sync-") as packed:
         await asyncio.to_thread(pack, top, names, packed.file)

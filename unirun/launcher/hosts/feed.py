@@ -17,7 +17,7 @@ from typing import cast
 from unirun.failover.silence import HEARTBEAT_INTERVAL
 from unirun.observe.jobdir import JobDir
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.messages import Chunk, Complete, Current, Heartbeat
+from unirun.wire.messages import Chunk, Current, Heartbeat
 
 FILE_POLL_INTERVAL = 0.05
 """Seconds between two looks at the files: it bounds how late a line is shown. One look at 100 files takes 0.3 ms."""
@@ -49,7 +49,7 @@ def feed(job: JobDir, stream: BlockingStream, offsets: dict[str, int]) -> None:
             if replaced is not None:
                 stream.send(replaced)
         if over:
-            stream.send(Complete())
+            stream.send(Current(over=True))
             return
         if not told:
             stream.send(Current())

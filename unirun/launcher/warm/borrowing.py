@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from unirun.errors import JobError, UnirunError
-from unirun.failover.offers import AgentTask
 from unirun.launcher.environment import FRESH, for_workers
 from unirun.launcher.orders import Orders
 from unirun.launcher.process import BOOT
@@ -29,6 +28,7 @@ from unirun.values import Value
 from unirun.wire.address import unix_address
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.frames import from_json
+from unirun.wire.messages import AgentTask
 from unirun.wire.reports import Borrow, Declined
 
 LOG = "log"

@@ -24,7 +24,7 @@ from unirun.launcher.hosts.feed import MAX_CHUNK_BYTES, feed
 from unirun.observe.jobdir import JobDir
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.frames import decode
-from unirun.wire.messages import Chunk, Complete, Current, Heartbeat
+from unirun.wire.messages import Chunk, Current, Heartbeat
 
 
 def sent(job: JobDir, offsets: dict[str, int]) -> list[Chunk]:
@@ -35,7 +35,7 @@ def sent(job: JobDir, offsets: dict[str, int]) -> list[Chunk]:
     with BlockingStream(here) as node, BlockingStream(there) as command:
         feed(job, node, dict(offsets))
         chunks = []
-        while not isinstance(message := command.receive(WAIT_TIMEOUT), Complete):
+        while not isinstance(message := command.receive(WAIT_TIMEOUT), Current):
             assert isinstance(message, Chunk)
             chunks.append(message)
     return chunks
@@ -95,7 +95,7 @@ def test_beats_follow_while_the_agent_lives(job: JobDir) -> None:
             feeding = pool.submit(feed, job, node, {})
             assert [command.receive(WAIT_TIMEOUT) for _ in range(3)] == [Current(), Heartbeat(), Heartbeat()]
         feeding.result(WAIT_TIMEOUT)
-        assert command.receive(WAIT_TIMEOUT) == Complete()
+        assert command.receive(WAIT_TIMEOUT) == Current(over=True)
 
 
 @pytest.mark.starts_processes
@@ -119,7 +119,7 @@ def test_a_host_that_sends_nothing_is_silent_until_it_sends_again(
             remote.stream.send(Heartbeat())
             assert await told.get() == ("h1", False)
             assert await told.get() == ("h1", True)
-            remote.stream.send(Complete())
+            remote.stream.send(Current(over=True))
             await copying
         assert not notes
 
