@@ -22,7 +22,7 @@ from unirun.failover.offers import misfits, versions
 from unirun.launcher.environment import carried
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts.connection import RemoteNode, reach
-from unirun.launcher.hosts.copying import JobMirror, copy_on, record_hosts, send_tree
+from unirun.launcher.hosts.copying import Mirror, copy_on, record_hosts, send_tree
 from unirun.launcher.hosts.lobby import Lobby, from_all, refusal
 from unirun.launcher.hosts.node import needs
 from unirun.launcher.local import RunningJob
@@ -244,7 +244,7 @@ async def _follow(job: JobDir, spec: JobSpec, remotes: Mapping[str, RemoteNode],
 
     console = Console(quiet=quiet)
     processes = RemoteProcesses(job, remotes)
-    copy = JobMirror(job, remotes, console.note, processes.came, processes.complete, processes.silent)
+    copy = Mirror(job, remotes, console.note, processes.came, processes.complete, processes.silent)
     copying = asyncio.create_task(copy.run())
     try:
         return await JobFollower(RunningJob(job, spec, processes, copied=True), console).run()

@@ -19,7 +19,7 @@ from unirun.errors import FrameError
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts import copying as mirror
 from unirun.launcher.hosts.connection import RemoteNode
-from unirun.launcher.hosts.copying import Mirror, write
+from unirun.launcher.hosts.copying import Mirror, record_hosts, write
 from unirun.launcher.hosts.feed import MAX_CHUNK_BYTES, feed
 from unirun.observe.jobdir import JobDir
 from unirun.wire.blocking import BlockingStream
@@ -111,8 +111,9 @@ def test_a_host_that_sends_nothing_is_silent_until_it_sends_again(
         remote = RemoteNode(Host("h1", "h1"), process)
         told: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
         notes: list[str] = []
+        record_hosts(job, [remote.host])
         copying = asyncio.create_task(
-            Mirror(job, remote.host, remote, notes.append, lambda *news: told.put_nowait(news)).run()
+            Mirror(job, {"h1": remote}, notes.append, silent=lambda *news: told.put_nowait(news)).run()
         )
         async with asyncio.timeout(WAIT_TIMEOUT):
             assert await told.get() == ("h1", True)
