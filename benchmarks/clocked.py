@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from unirun.launcher.master.lead import lead
 from unirun.observe.jobdir import JobDir
 from unirun.wire.credentials import load_credentials
-from unirun.wire.sockets import listen, listen_tcp
+from unirun.wire.sockets import listen_tcp
 
 
 class Clock:
@@ -49,13 +48,12 @@ class Clock:
 def main(folder: str) -> None:
     """Lead until the job ends or the process is killed."""
     job = JobDir(Path(folder))
-    path = job.master_socket(os.getpid())
     clock = Clock()
     clock.install()
     threading.Thread(target=clock.tell, daemon=True).start()
-    with listen(path) as listener, listen_tcp("127.0.0.1") as tcp:
+    with listen_tcp("127.0.0.1") as tcp:
         several = load_credentials(job.path).tls is not None
-        lead(job, path, listener, tcp=tcp if several else None)
+        lead(job, tcp=tcp if several else None)
 
 
 if __name__ == "__main__":

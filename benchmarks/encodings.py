@@ -8,14 +8,13 @@ import tempfile
 from pathlib import Path
 from typing import Any, cast
 
-from unirun.failover.offers import AgentTask
 from unirun.launcher import events
 from unirun.launcher.agent import Agent
 from unirun.observe.jobdir import JobDir
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire import aio, frames
 from unirun.wire.handshake import new_token
-from unirun.wire.messages import View
+from unirun.wire.messages import AgentTask, View
 
 
 class Sink:

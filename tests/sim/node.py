@@ -14,7 +14,6 @@ from tests.sim.protocols import SimulationOfNodes
 from tests.sim.scenario import JOB
 from tests.sim.spawner import SpawnerModel
 from unirun.errors import StoreError
-from unirun.failover.offers import AgentTask
 from unirun.launcher import core, events
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import AgentState, holdings
@@ -22,7 +21,16 @@ from unirun.launcher.orders import Orders
 from unirun.launcher.standby import BACKOFF_RESET_SECONDS, CANDIDACY_DELAY, CandidateAttempts, start_at, turns
 from unirun.rendezvous.election import job_prefix, leader_of
 from unirun.values import Engine, RankAddress
-from unirun.wire.messages import ExitAck, Heartbeat, Reserve, Shutdown, StartRole, StopWorkers, View
+from unirun.wire.messages import (
+    AgentTask,
+    ExitAck,
+    Heartbeat,
+    Reserve,
+    Shutdown,
+    StartRole,
+    StopWorkers,
+    View,
+)
 from unirun.wire.reports import (
     EngineWeights,
     Join,

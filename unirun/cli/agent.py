@@ -12,7 +12,7 @@ from unirun.errors import JobError, RendezvousError, StoreError, UsageError, Wir
 from unirun.failover.nodes import RETRY_REMEDY, has_left
 from unirun.launcher.foreground.terminal import say
 from unirun.launcher.hostlist import parse_hosts
-from unirun.launcher.hosts.byhand import Meeting, run_member
+from unirun.launcher.hosts.byhand import run_member
 from unirun.launcher.interfaces import resolve
 from unirun.observe.status import ENDED, read_summary
 from unirun.rendezvous.election import job_prefix, leader_of
@@ -22,7 +22,7 @@ from unirun.wire.address import TcpAddress
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import load_credentials
 from unirun.wire.handshake import Token, load_token
-from unirun.wire.messages import Attach, Drain, Drained
+from unirun.wire.messages import Attach, Drain, Drained, Invite
 
 AGENT_JOIN_TIMEOUT = 60.0
 """Seconds to reach the job's master."""
@@ -54,12 +54,15 @@ def join(options: Any) -> int:
             record_hosts(job, joined)
         say(f"{', '.join(host.name for host in joined)} joined")
         return 0
-    meeting = Meeting(
-        *(node_name(options.node_name), address.addr, address.port, token, AGENT_JOIN_TIMEOUT),
+    invite = Invite(
+        token.hex(),
+        node_name(options.node_name),
+        head=address,
         interface=options.interface or "",
         insecure=insecure,
+        detach=bool(options.detach),
     )
-    return run_member(meeting, None, quiet=options.quiet, detach=options.detach)
+    return run_member(invite, timeout=AGENT_JOIN_TIMEOUT, quiet=options.quiet)
 
 
 def _place(options: Any) -> tuple[TcpAddress, Token, bool]:

@@ -27,7 +27,7 @@ from unirun.collocation.host import told_topology
 from unirun.errors import RendezvousError, UsageError
 from unirun.launcher.foreground.terminal import may_read, say, warn
 from unirun.launcher.hostlist import Host, parse_hosts, read_hostfile
-from unirun.launcher.hosts.byhand import Meeting, is_here, run_head, run_member, shared_secret, token_of_job
+from unirun.launcher.hosts.byhand import is_here, run_head, run_member, shared_secret, token_of_job
 from unirun.launcher.launch import run
 from unirun.launcher.planned import PlannedJob, plan
 from unirun.launcher.slurm.allocation import SRUN, SlurmAllocation, read_allocation
@@ -37,7 +37,8 @@ from unirun.spec.job import JobSpec
 from unirun.spec.read import is_run_id
 from unirun.spec.roles import NodeCount
 from unirun.wire.address import TcpAddress
-from unirun.wire.handshake import new_token
+from unirun.wire.handshake import Token, new_token
+from unirun.wire.messages import Invite
 
 
 def main(argv: Sequence[str]) -> int:
@@ -152,18 +153,33 @@ def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
     if step is not None and step.index > 0:
         with outliving_the_script(spec.run_id, os.environ):
             # srun shows the output of all nodes together, so that the head's notes are enough.
-            return run_member(step_meeting(options, spec, step), spec, quiet=True)
-    meeting = meeting_of(options, spec, count) if step is None else step_meeting(options, spec, step)
-    if not meeting.head:
-        return run_member(meeting, spec, quiet=quiet, detach=detach)
-    if step is None:
-        code = run_head(meeting, spec, make_plan, store=store, quiet=quiet, detach=detach)
-        return _left(code, spec.run_id) if detach else code
+            return run_member(step_invite(options, spec, step), timeout=spec.join_timeout, quiet=True)
+    if step is not None:
+        invite = step_invite(options, spec, step)
+        token = Token(bytes.fromhex(invite.token))
 
-    def publish(address: TcpAddress) -> AbstractContextManager[None]:
-        return published(step, address, meeting.token)
+        def publish(address: TcpAddress) -> AbstractContextManager[None]:
+            return published(step, address, token)
 
-    return run_head(meeting, spec, make_plan, store=store, quiet=quiet, publish=publish)
+        return run_head(
+            *(invite, count, make_plan),
+            timeout=spec.join_timeout,
+            store=store,
+            quiet=quiet,
+            names=step.nodes,
+            publish=publish,
+        )
+    invite = invite_of(options, spec, count[1])
+    if not invite.leads:
+        return run_member(invite, timeout=spec.join_timeout, quiet=quiet)
+    code = run_head(
+        *(invite, count, make_plan),
+        timeout=spec.join_timeout,
+        store=store,
+        quiet=quiet,
+        last_call=last_call(options),
+    )
+    return _left(code, spec.run_id) if detach else code
 
 
 def _left(code: int, run_id: str) -> int:
@@ -219,28 +235,34 @@ def _checked(hosts: tuple[Host, ...], interface: str | None) -> tuple[Host, ...]
     return good
 
 
-def meeting_of(options: Mapping[str, Any], spec: JobSpec, count: NodeCount) -> Meeting:
-    """The meeting point of the commands of a job, by torchrun's options. Raises `UsageError`, `RendezvousError`."""
+def invite_of(options: Mapping[str, Any], spec: JobSpec, most: int) -> Invite:
+    """The part of this command in a job of `most` nodes that have one each, by torchrun's options. Raises `UsageError`,
+    `RendezvousError`."""
     host, port = _endpoint(options)
     backend = options.get("rdzv_backend", "static")
     if backend not in ("static", "c10d"):
         raise UsageError(f"--rdzv-backend {backend}: only static and c10d apply", "leave it out")
-    rank = _node_rank(options, count[1])
-    conf = dict(item.partition("=")[::2] for item in rendezvous_settings(options)[0])
+    rank = _node_rank(options, most)
     name = node_name(options.get("node_name"))
-    head = rank == 0 if rank >= 0 else is_here(host)
-    secret = shared_secret(options.get("token_file"), make=head, timeout=spec.join_timeout)
-    return Meeting(
-        *(name, host, port, token_of_job(secret, options.get("rdzv_id") or f"{host}:{port}")),
-        spec.join_timeout,
-        rank=rank,
-        head=head,
-        least=count[0],
-        most=count[1],
-        last_call=float(conf.get("last_call_timeout", LAST_CALL_TIMEOUT)),
+    leads = rank == 0 if rank >= 0 else is_here(host)
+    secret = shared_secret(options.get("token_file"), make=leads, timeout=spec.join_timeout)
+    return Invite(
+        token_of_job(secret, options.get("rdzv_id") or f"{host}:{port}").hex(),
+        name,
+        rank,
+        spec,
+        TcpAddress(host, port, ""),
+        leads,
         interface=options.get("interface") or _bare(options.get("local_addr", "")),
         insecure=bool(options.get("insecure")),
+        detach=bool(options.get("detach")),
     )
+
+
+def last_call(options: Mapping[str, Any]) -> float:
+    """Seconds to wait for more nodes when the least number is there."""
+    conf = dict(item.partition("=")[::2] for item in rendezvous_settings(options)[0])
+    return float(conf.get("last_call_timeout", LAST_CALL_TIMEOUT))
 
 
 def node_name(given: str | None) -> str:
@@ -253,17 +275,17 @@ def node_name(given: str | None) -> str:
     return name
 
 
-def step_meeting(options: Mapping[str, Any], spec: JobSpec, step: SlurmAllocation) -> Meeting:
-    """The meeting point of the commands of a job step. Raises `RendezvousError`."""
-    head = step.index == 0
-    place = (address_here(step), 0, new_token()) if head else find(step, spec.join_timeout)
-    return Meeting(
-        *(step.node, *place, spec.join_timeout),
-        rank=step.index,
-        head=head,
-        least=len(step.nodes),
-        most=len(step.nodes),
-        names=step.nodes,
+def step_invite(options: Mapping[str, Any], spec: JobSpec, step: SlurmAllocation) -> Invite:
+    """The part of this command in the job of a job step. Raises `RendezvousError`."""
+    leads = step.index == 0
+    host, port, token = (address_here(step), 0, new_token()) if leads else find(step, spec.join_timeout)
+    return Invite(
+        token.hex(),
+        step.node,
+        step.index,
+        spec,
+        TcpAddress(host, port, ""),
+        leads,
         interface=options.get("interface", ""),
         insecure=bool(options.get("insecure")),
     )

@@ -1,41 +1,17 @@
-"""The offers of nodes before they are a part of a job, reasons against one, and the task of one that is let in."""
+"""The offers of nodes before they are a part of a job, and reasons against one."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
 
-from msgspec import to_builtins
-from msgspec.json import encode as to_json
 from msgspec.structs import replace
 
 from unirun.collocation import Inventory
 from unirun.collocation.inventory import Node
 from unirun.errors import Fault
-from unirun.spec.job import JobSpec
-from unirun.values import Value
 from unirun.wire.frames import from_json
-from unirun.wire.messages import EtcdMember, Offer
-
-
-class AgentTask(Value):
-    """The input of the agent of `node`, one of `nodes`; it may be on another host than the command.
-
-    Workers start in the directory `cwd`. The roles' rendezvous stores listen at `addr`, an address of the agent's host;
-    that of the first role has `port` (0: any free one). `etcd` are the members of the job's own etcd, if it has one.
-    """
-
-    spec: JobSpec
-    node: str
-    nodes: tuple[str, ...]
-    cwd: str
-    addr: str
-    port: int = 0
-    etcd: tuple[EtcdMember, ...] = ()
-
-    def to_json(self) -> str:
-        """The task as text; `from_json` of `unirun.wire.frames` reads it."""
-        return to_json(to_builtins(self)).decode()
+from unirun.wire.messages import Offer
 
 
 def versions() -> dict[str, str]:

@@ -19,14 +19,13 @@ from msgspec.structs import replace
 
 from unirun.errors import Refused, RendezvousError, WireError
 from unirun.failover.draft import addresses_of, welcome
-from unirun.failover.offers import AgentTask
 from unirun.failover.silence import FENCE_TIMEOUT
 from unirun.launcher import core, events
 from unirun.launcher.contact import Contact, Witness
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers, mask_of
 from unirun.launcher.events import AgentState, end_of, holdings, masked
 from unirun.launcher.logs import LogFollower
-from unirun.launcher.notes import Notes, tail
+from unirun.launcher.notes import kill_note, kills_so_far, tail
 from unirun.launcher.orders import Orders, PortBook
 from unirun.launcher.probes import Probing
 from unirun.launcher.process import (
@@ -38,7 +37,7 @@ from unirun.launcher.process import (
     takes_signal,
 )
 from unirun.launcher.standby import following
-from unirun.launcher.timers import Expiry, TimerPipe, session_of
+from unirun.launcher.timers import TimerPipe, session_of
 from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
 from unirun.observe.jobdir import JobDir, ProcessWatch, open_log
 from unirun.rendezvous.endpoints import Endpoint
@@ -48,6 +47,7 @@ from unirun.values import WorkerId
 from unirun.wire.aio import Stream, StreamServer, frame_of
 from unirun.wire.credentials import load_credentials
 from unirun.wire.messages import (
+    AgentTask,
     ExitAck,
     Heartbeat,
     Hello,
@@ -277,7 +277,7 @@ class Agent:
         self._tasks: set[asyncio.Future[None]] = set()
         self._children: set[subprocess.Popen[bytes] | ForkedSpawner] = set()
         self._left = asyncio.Event()
-        self._notes = Notes()
+        self._kills = kills_so_far()
         self._filters = LineFilters(job, task.spec.log)
         self._addr = task.addr
         self._mask = mask_of(task.spec, for_workers(os.environ))
@@ -554,7 +554,8 @@ class Agent:
                 if isinstance(message, SpawnFailed) and message.id == 0:
                     why = message.reason
                     continue
-                note, last = self._notes.kill(self._state, message), tail(self._state, message)
+                note, self._kills = kill_note(self._state, message, self._kills)
+                last = tail(self._state, message)
                 taken = isinstance(message, Reaped) and self._has_lost_its_port(message.id)
                 self._apply(events.FromSpawner(key, message, self._mask(note), self._mask(last), taken))
         except WireError:
@@ -599,8 +600,8 @@ class Agent:
             # The disk is full, for example. The next view tries again.
             report(f"unirun-agent: the file of addresses cannot be written: {error.strerror}")
 
-    def _late(self, expiry: Expiry) -> None:
-        self._apply(events.TimerExpired(expiry.pid, session_of(expiry.pid), expiry.scopes, expiry.signal))
+    def _late(self, pid: int, scopes: tuple[str, ...], signum: int) -> None:
+        self._apply(events.TimerExpired(pid, session_of(pid), scopes, signum))
 
     def _refused(self, text: str, count: int) -> None:
         self._tell(Notice(self._state.node, f"at the agent {text} ({count} so far)", "refused"))

@@ -11,10 +11,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from unirun.launcher import worker
 from unirun.launcher.environment import INTERPRETER, counts_at_import
@@ -22,7 +22,6 @@ from unirun.launcher.preloaded import PreloadedModules
 from unirun.launcher.process import BOOT, set_title
 from unirun.observe.jobdir import open_log
 from unirun.rendezvous.endpoints import GENERATION_KEY
-from unirun.values import Value
 from unirun.wire.reporting import report
 from unirun.wire.reports import Spawn
 
@@ -108,90 +107,61 @@ HELD_SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.S
 """Blocked from the fork until the child has its own handlers: the spawner's would drop them."""
 
 
-class Logs(Value):
-    """Descriptors of a worker's two log files. Workers write to files, not pipes, so no reader can block them."""
-
-    stdout: int
-    stderr: int
-
-    def close(self) -> None:
-        """Close both."""
-        os.close(self.stdout)
-        os.close(self.stderr)
-
-
-def open_logs(request: Spawn) -> Logs:
-    """Create and open the log files of a worker, with their directories. Raises OSError."""
+def open_logs(request: Spawn) -> tuple[int, int]:
+    """Create and open the log files of a worker, with their directories. Returns their descriptors, for stdout and
+    stderr. Workers write to files, not pipes, so no reader can block them. Raises OSError."""
     base, folder = Path(request.logs), Path(request.folder)
     stdout = open_log(base, folder / "stdout.log")
     try:
-        return Logs(stdout, open_log(base, folder / "stderr.log"))
+        return stdout, open_log(base, folder / "stderr.log")
     except OSError:
         os.close(stdout)
         raise
 
 
-class Task(Protocol):
-    """The task of a forked child."""
-
-    def run(self) -> None:
-        """Run the task; returns or raises SystemExit when the process should end."""
+Task = Callable[[], None]
+"""The task of a forked child; it returns or raises SystemExit when the process should end."""
 
 
-class WorkerTask(Value):
-    """Run the user's code, in this process or in a fresh interpreter."""
-
-    request: Spawn
-    logs: Logs
-    descriptors: int
-    modules: PreloadedModules
-
-    def run(self) -> None:
-        """Set the process up, then run the code."""
-        request = self.request
-        try:
-            _set_up(request, self.logs, self.descriptors)
-        except OSError as error:
-            _give_up(request, error)
-        if request.kind == "program":
-            _execute([request.target, *request.args], request)
-        if request.fresh:
-            command = [request.env.get(INTERPRETER, sys.executable), "-u", BOOT, "worker"]
-            _execute([*command, request.kind, request.target, *request.args], request)
-        renew()
-        self.modules.in_fork(partial(renew_torch, request.env))
-        worker.run(request.kind, request.target, request.args)
+def run_worker(request: Spawn, logs: tuple[int, int], descriptors: int, modules: PreloadedModules) -> None:
+    """Set the process up with its `logs`, then run the user's code, in this process or in a fresh interpreter."""
+    try:
+        _set_up(request, logs, descriptors)
+    except OSError as error:
+        _give_up(request, error)
+    if request.kind == "program":
+        _execute([request.target, *request.args], request)
+    if request.fresh:
+        command = [request.env.get(INTERPRETER, sys.executable), "-u", BOOT, "worker"]
+        _execute([*command, request.kind, request.target, *request.args], request)
+    renew()
+    modules.in_fork(partial(renew_torch, request.env))
+    worker.run(request.kind, request.target, request.args)
 
 
-class StoreTask(Value):
-    """Serve a TCPStore on a listening socket until SIGKILL. It holds its `generation` and nothing else."""
+def run_store(role: str, generation: int, handle: int) -> None:
+    """Serve a TCPStore on the listening socket `handle`, with the `generation` in it, until the spawner kills this
+    process, as it opens the store of the next generation."""
+    set_title(f"store:{role}")
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    role: str
-    generation: int
-    handle: int
-
-    def run(self) -> None:
-        """Serve; the spawner kills this process when it opens the store of the next generation."""
-        set_title(f"store:{self.role}")
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        listener = socket.socket(fileno=self.handle)
-        address, port = listener.getsockname()[:2]
-        listener.detach()
-        # It also connects to itself. In a job of several hosts nobody listens on loopback.
-        store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=self.handle)
-        store.set(GENERATION_KEY, str(self.generation))
-        signal.pause()
-        del store
+    listener = socket.socket(fileno=handle)
+    address, port = listener.getsockname()[:2]
+    listener.detach()
+    # It also connects to itself. In a job of several hosts nobody listens on loopback.
+    store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=handle)
+    store.set(GENERATION_KEY, str(generation))
+    signal.pause()
+    del store
 
 
-def _set_up(request: Spawn, logs: Logs, descriptors: int) -> None:
+def _set_up(request: Spawn, logs: tuple[int, int], descriptors: int) -> None:
     set_title(request.title)
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stdin = os.open(os.devnull, os.O_RDONLY) if request.stdin is None else request.stdin
-    for source, target in ((stdin, 0), (logs.stdout, 1), (logs.stderr, 2)):
+    for source, target in ((stdin, 0), (logs[0], 1), (logs[1], 2)):
         os.dup2(source, target)
         os.close(source)
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

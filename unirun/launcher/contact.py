@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import time
 from collections import deque
@@ -96,15 +97,13 @@ class KillTimer:
     def __init__(self) -> None:
         self._libc = _library()
         self._timer = ctypes.c_void_p()
-        event = _Event(None, int(signal.SIGKILL), _BY_SIGNAL)
-        self._check(
-            self._libc.timer_create(time.CLOCK_BOOTTIME, ctypes.byref(event), ctypes.byref(self._timer))
-        )
+        event = _EVENT.pack(0, signal.SIGKILL, _BY_SIGNAL)
+        self._check(self._libc.timer_create(time.CLOCK_BOOTTIME, event, ctypes.byref(self._timer)))
 
     def set(self, at: float) -> None:
         """Kill at this time of `clock` instead of that which was set before; 0 for never."""
-        when = _Times(0, 0, int(at), int(at % 1 * 1e9))
-        self._check(self._libc.timer_settime(self._timer, _ABSOLUTE, ctypes.byref(when), None))
+        when = _TIMES.pack(0, 0, int(at), int(at % 1 * 1e9))
+        self._check(self._libc.timer_settime(self._timer, _ABSOLUTE, when, None))
 
     def close(self) -> None:
         """Remove the timer."""
@@ -119,22 +118,11 @@ class KillTimer:
 _BY_SIGNAL = 0
 _ABSOLUTE = 1
 
+_EVENT = struct.Struct("Pii48x")
+"""``struct sigevent``: the value, the signal, and how it is told."""
 
-class _Event(ctypes.Structure):
-    """``struct sigevent``."""
-
-    _fields_ = (
-        ("value", ctypes.c_void_p),
-        ("signo", ctypes.c_int),
-        ("notify", ctypes.c_int),
-        ("rest", ctypes.c_byte * 48),
-    )
-
-
-class _Times(ctypes.Structure):
-    """``struct itimerspec``: the interval, then the first time, in seconds and nanoseconds."""
-
-    _fields_ = tuple((name, ctypes.c_long) for name in ("every", "every_ns", "first", "first_ns"))
+_TIMES = struct.Struct("4l")
+"""``struct itimerspec``: the interval, then the first time, each in seconds and nanoseconds."""
 
 
 def _library() -> ctypes.CDLL:

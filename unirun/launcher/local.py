@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from msgspec import to_builtins
+
 from unirun.errors import RendezvousError, StoreError, UnirunError
-from unirun.failover.offers import AgentTask
 from unirun.launcher.agent import Agent, EarlySpawners
 from unirun.launcher.process import collect_orphans, die_with_parent, ignore_signals, kill_children, set_title
 from unirun.observe.jobdir import JobDir
@@ -28,7 +29,8 @@ from unirun.rendezvous.endpoints import BIND_TIMEOUT, hold_endpoints
 from unirun.rendezvous.store.url import open_store
 from unirun.spec.job import JobSpec
 from unirun.values import Value
-from unirun.wire.frames import from_json
+from unirun.wire.frames import typed
+from unirun.wire.messages import AgentTask
 from unirun.wire.reporting import NO_THREAD, flush, lacks_threads, report, report_error
 
 # The member of a job's own etcd on this node: a process that lives as long as the node's agent.
@@ -129,7 +131,7 @@ class AgentProcess:
         process then, and ends with the process `owner`; without one, with its job. Masters that it starts listen on
         `tcp`."""
         self._node, self._final_log = task.node, job.agent_log(task.node)
-        told = {"job": str(job.path), "task": task.to_json(), "owner": owner, "environ": dict(os.environ)}
+        told = {"job": str(job.path), "task": to_builtins(task), "owner": owner, "environ": dict(os.environ)}
         handles = [lock] if tcp is None else [lock, tcp.fileno()]
         try:
             socket.send_fds(self._stream, [b"!"], handles)
@@ -183,7 +185,7 @@ def _be_agent(stream: socket.socket, early: AgentTask | None, stdin: int | None)
         told = json.loads(line)
         os.environ.clear()
         os.environ.update(told["environ"])
-        job, task = JobDir(Path(told["job"])), from_json(AgentTask, told["task"])
+        job, task = JobDir(Path(told["job"])), typed(AgentTask, told["task"])
         try:
             enter(task.cwd)
             endpoints = hold_endpoints(task.spec, task.addr, task.port, spawners.sockets)
@@ -212,27 +214,16 @@ def enter(folder: str) -> None:
         ) from error
 
 
-def start_processes(
+def bind(
     job: JobDir,
     agents: Mapping[str, AgentProcess],
     tasks: Sequence[AgentTask],
-    run_master: Callable[[Mapping[str, int]], None],
-    *,
-    listener: socket.socket,
     lock: int,
     owner: int | None,
     tcp: socket.socket | None = None,
-) -> Processes:
-    """Give `agents`, by node, their `tasks`, and fork the first master of `job`; they end with the process `owner`, if
-    there is one.
-
-    `run_master` is called in the master's process with the pids of the agents, whose end it must notice even before
-    they have joined. `listener` stays open there only: what listens ends with its owner. All hold the `lock`, as long
-    as one of them lives. `tcp` is where masters of a job on several hosts listen; master and agents hold it. Forking
-    shares what is imported already. Call it before any thread is started.
-
-    Raises `RendezvousError`, and leaves no process, when an agent cannot bind its endpoints.
-    """
+) -> None:
+    """Give `agents`, by node, their `tasks`, as for `AgentProcess.assign`, and wait until they have bound their
+    endpoints. Raises `RendezvousError`, and leaves no agent, when one cannot."""
     try:
         deadline = time.monotonic() + BIND_TIMEOUT
         for task in tasks:
@@ -243,11 +234,24 @@ def start_processes(
         for agent in agents.values():
             agent.end()
         raise
+
+
+def begin(
+    job: JobDir,
+    agents: Mapping[str, AgentProcess],
+    lock: int,
+    run_master: Callable[[Mapping[str, int]], None] | None = None,
+) -> Processes:
+    """Let `agents`, by node, begin, and fork the first master of `job` unless another host has it.
+
+    `run_master` is called in the master's process with the pids of the agents, whose end it must notice even before
+    they have joined. All hold the `lock`, as long as one of them lives. Forking shares what is imported already. Call
+    it before any thread is started.
+    """
     for agent in agents.values():
         agent.begin()
     pids = {node: agent.pid for node, agent in agents.items()}
-    master = _fork("unirun-master", job.master_log, lambda _: run_master(pids))
-    listener.close()
+    master = run_master and _fork("unirun-master", job.master_log, lambda _: run_master(pids))
     os.close(lock)
     return Processes(master, tuple(pids.values()))
 

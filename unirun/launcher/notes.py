@@ -87,21 +87,16 @@ def _killed(log: Path) -> set[int]:
     return found
 
 
-class Notes:
-    """The notes on the ends of one agent's workers."""
-
-    def __init__(self) -> None:
-        self._kills = kills_so_far()
-
-    def kill(self, state: AgentState, message: Message) -> str:
-        """A note for the report on a SIGKILL that unirun has not sent; empty when nothing is known of it."""
-        if not isinstance(message, Reaped) or message.signal != signal.SIGKILL:
-            return ""
-        worker = state.workers.get(message.id)
-        if worker is None or worker.cause != "own":
-            return ""
-        before, self._kills = self._kills, kills_so_far()
-        return explain(worker.pid, before, self._kills)
+def kill_note(state: AgentState, message: Message, before: Kills) -> tuple[str, Kills]:
+    """A note for the report on a SIGKILL that unirun has not sent, empty when nothing is known of it; and the counts
+    now, for the next call. `before` are those of the last one."""
+    if not isinstance(message, Reaped) or message.signal != signal.SIGKILL:
+        return "", before
+    worker = state.workers.get(message.id)
+    if worker is None or worker.cause != "own":
+        return "", before
+    now = kills_so_far()
+    return explain(worker.pid, before, now), now
 
 
 def tail(state: AgentState, message: Message) -> str:

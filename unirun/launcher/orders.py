@@ -12,7 +12,6 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from unirun.errors import RendezvousError
-from unirun.failover.offers import AgentTask
 from unirun.launcher.environment import (
     FRESH,
     SpawnerKey,
@@ -30,7 +29,7 @@ from unirun.observe.jobdir import JobDir
 from unirun.spec.job import Probe
 from unirun.spec.programs import Own, fill, fill_roles
 from unirun.values import RankAddress, WorkerId
-from unirun.wire.messages import Reserve, StartRole, StartWorker
+from unirun.wire.messages import AgentTask, Reserve, StartRole, StartWorker
 from unirun.wire.reports import Borrow, OpenStore, Placed, Spawn
 
 # The ports of ranks: an agent chooses them, and no other agent of this host chooses the same ones.

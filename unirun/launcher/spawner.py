@@ -15,7 +15,8 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -168,14 +169,14 @@ class Spawner:
         try:
             pid = self._fork(keep=request.stdin)
         except OSError as error:
-            logs.close()
+            _close(logs)
             self._stream.send(
                 SpawnFailed(request.id, time.time(), f"no process can be forked: {error.strerror}")
             )
             return None
         if pid == 0:
-            return child.WorkerTask(request, logs, self._descriptors, self._modules)
-        logs.close()
+            return partial(child.run_worker, request, logs, self._descriptors, self._modules)
+        _close(logs)
         handle = os.pidfd_open(pid)
         owner = tuple(request.env.get(name, "") for name in _OWNER)
         known = _Child(request.id, pid, handle, request.title, owner)
@@ -232,7 +233,7 @@ class Spawner:
             self._stream.send(StoreEnded(role, generation, time.time(), reason))
             return None
         if pid == 0:
-            return child.StoreTask(role, generation, request.fd)
+            return partial(child.run_store, role, generation, request.fd)
         store = _Store(role, generation, pid, os.pidfd_open(pid))
         self._stores[role] = store
         self._selector.register(store.handle, selectors.EVENT_READ, store)
@@ -303,6 +304,11 @@ class Spawner:
         kill_children()
 
 
+def _close(handles: Iterable[int]) -> None:
+    for handle in handles:
+        os.close(handle)
+
+
 def main(argv: list[str]) -> None:
     """Import, serve, and in a child run its task."""
     began = time.monotonic()
@@ -360,4 +366,4 @@ def work(
         os._exit(0)
     # Drop the spawner's objects, so that the child ends as any Python process.
     del spawner, stream, modules
-    task.run()
+    task()

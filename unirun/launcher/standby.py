@@ -18,7 +18,6 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from unirun.errors import RendezvousError, WireError
-from unirun.failover.offers import AgentTask
 from unirun.launcher.process import process_has_ended
 from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import Leader
@@ -27,6 +26,7 @@ from unirun.values import Value
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Stream
 from unirun.wire.credentials import Credentials, load_credentials
+from unirun.wire.messages import AgentTask
 from unirun.wire.reporting import report
 
 # Decide when an agent starts a candidate for master: the agents of a job take turns, so that few of them do.

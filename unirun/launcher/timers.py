@@ -43,14 +43,6 @@ class TimerRequest(Value):
     signal: int
 
 
-class Expiry(Value):
-    """Timers of the process `pid` that were not released in time, in order of expiry; `signal` is to be sent to it."""
-
-    pid: int
-    scopes: tuple[str, ...]
-    signal: int
-
-
 class Timers:
     """The running timers. Time is an argument."""
 
@@ -64,8 +56,10 @@ class Timers:
         if request.expiration_time >= 0 and 0 < request.pid <= MAX_PID and len(self._running) < MANY:
             self._running[key] = request
 
-    def expired(self, now: float) -> list[Expiry]:
-        """Remove and return expired timers, by process. All timers of a process end with the first that expires.
+    def expired(self, now: float) -> list[tuple[int, tuple[str, ...], int]]:
+        """Remove expired timers. Returns for each process its pid, its timers that were not released in time, in the
+        order of expiry, and the signal that is to be sent to it. All timers of a process end with the first that
+        expires.
 
         A timer without a valid signal expires without consequences, as in torch.
         """
@@ -75,7 +69,7 @@ class Timers:
                 late.setdefault(request.pid, []).append(request)
         self._running = {key: each for key, each in self._running.items() if key[0] not in late}
         return [
-            Expiry(pid, tuple(each.scope_id for each in found), signum)
+            (pid, tuple(each.scope_id for each in found), signum)
             for pid, found in late.items()
             if (signum := next((each.signal for each in found if 0 < each.signal < signal.NSIG), 0))
         ]
@@ -87,9 +81,10 @@ class Timers:
 
 
 class TimerPipe:
-    """The pipe at `path`, read by the running loop, which calls `expired` for each process with an expired timer."""
+    """The pipe at `path`, read by the running loop, which calls `expired` for each process with an expired timer, with
+    what `Timers.expired` returns of it."""
 
-    def __init__(self, path: Path, expired: Callable[[Expiry], None]) -> None:
+    def __init__(self, path: Path, expired: Callable[[int, tuple[str, ...], int], None]) -> None:
         self._path, self._expired = path, expired
         self._timers = Timers()
         self._rest = b""
@@ -116,8 +111,8 @@ class TimerPipe:
         """Report expired timers, and schedule the next look."""
         if self._alarm is not None:
             self._alarm.cancel()
-        for expiry in self._timers.expired(time.time()):
-            self._expired(expiry)
+        for late in self._timers.expired(time.time()):
+            self._expired(*late)
         left = self._timers.until(time.time())
         self._alarm = (
             None if left is None else self._loop.call_later(min(left, CLOCK_POLL_INTERVAL), self._look)

@@ -14,7 +14,7 @@ visitor→master Visit ViewWanted Grow
 master→visitor Welcome View Ended
 agent→spawner Spawn OpenStore Kill (`unirun.wire.reports`)
 spawner→agent SpawnerReady Forked Reaped SpawnFailed StoreOpened StoreEnded Notice
-launcher→node Assigned Ready Dismissed, before there is a master; over ssh also Invite Resume
+launcher→node AgentTask Ready Dismissed, before there is a master; over ssh also Invite Resume
 node→launcher Offer Ready Dismissed; over ssh also Chunk Current
 ============  =======================================================================
 """
@@ -27,38 +27,38 @@ from msgspec import field
 from msgspec.structs import replace
 
 from unirun.errors import RendezvousError
+from unirun.spec.job import JobSpec
 from unirun.values import RankAddress, Value, WorkerId
 from unirun.wire.address import TcpAddress
 from unirun.wire.reports import Ending, Message
 
-# Messages between the process that launches a job and the nodes that take part in it, before there is a master: from
-# the launcher Assigned, Ready, Dismissed, and over ssh also Invite, Resume; from the node Offer, Ready, Dismissed, and
-# over ssh also Chunk, Current.
+# Messages between the process that launches a job and the nodes that take part in it, before there is a master.
 #
-# A node makes an `Offer`, gets its task (`Assigned`), binds its endpoints and says `Ready`. The launcher says
-# so when all are; then the agents begin.
+# A node makes an `Offer`, gets its `AgentTask`, binds its endpoints and says `Ready`. The launcher says so when all
+# are; then the agents begin. Over ssh, an `Invite` comes first, and the node's files follow.
 
 
 class Invite(Message):
-    """Asks the host on which the receiver was started to take part in a job as `node`.
+    """Asks this host to take part in a job as `node`, with the node rank `rank` (-1: any).
 
-    `token` is the job's, in hex; the stream must be one that nobody else reads, as that of ssh. `env` comes on top of
-    the receiver's environment. `spec` is the job's in JSON as far as it is known without the hosts, empty when they
-    join later. A node that is to be the `head` binds the address of the masters at once. `interface` is the user's
-    choice, empty for none. When the job has begun, its `masters` are asked instead of the sender. A job that is to
-    `detach` does not end with the command.
+    `token` is the job's, in hex; a stream on which it is sent must be one that nobody else reads, as that of ssh. The
+    node makes its offer at the address `head` or, without one, to the sender. A node that `leads` is the head: masters
+    listen on its host. `spec` is the job as far as it is known without the hosts, None when they join later.
+    `interface` is the user's choice, empty for none. A job that is to `detach` does not end with the command. Over ssh,
+    `cwd` and `env`, on top of what the host has, are the command's.
     """
 
     token: str
     node: str
-    cwd: str
-    env: dict[str, str]
-    spec: str = ""
-    head: bool = False
-    masters: TcpAddress | None = None
-    detach: bool = False
+    rank: int = -1
+    spec: JobSpec | None = None
+    head: TcpAddress | None = None
+    leads: bool = False
     interface: str = ""
     insecure: bool = False
+    detach: bool = False
+    cwd: str = ""
+    env: dict[str, str] = field(default_factory=dict)
 
 
 class EtcdMember(Value):
@@ -88,21 +88,28 @@ class Offer(Message):
     etcd: EtcdMember | None = None
 
 
-class Assigned(Message):
-    """The node's task: an `AgentTask` in JSON. An empty `cwd` or `addr` in it is for the node to fill in.
+class AgentTask(Message):
+    """The task of the agent of `node`, one of `nodes`; it may be on another host than the command.
 
-    Masters are found at `head`, or by the store of this URL; `etcd` are the members of the job's own etcd. A head that
-    the launcher has invited gets the `planned` job in JSON instead of a task, and starts the first master. A node that
+    Workers start in the directory `cwd`. The roles' rendezvous stores listen at `addr`, an address of the agent's host;
+    that of the first role has `port` (0: any free one). An empty `cwd` or `addr` is for the node to fill in.
+
+    The rest is for nodes on several hosts. Masters are found at `head`, or by the store of the URL `store`; `etcd` are
+    the members of the job's own etcd. The head gets the `planned` job in JSON, and starts the first master. A node that
     comes into a running job gets the environment of that (`env`).
     """
 
-    run_id: str
-    uid: str
-    head: TcpAddress
-    task: str = ""
+    spec: JobSpec
+    node: str
+    nodes: tuple[str, ...]
+    cwd: str = ""
+    addr: str = ""
+    port: int = 0
+    uid: str = ""
+    head: TcpAddress | None = None
     store: str = ""
-    planned: str = ""
     etcd: tuple[EtcdMember, ...] = ()
+    planned: str = ""
     env: dict[str, str] | None = None
 
 
@@ -126,9 +133,10 @@ class Resume(Message):
 
 
 class Current(Message):
-    """All that the files had when they were asked for was sent; `complete`: all of them, as the agent has ended."""
+    """All that the files had when they were asked for was sent; `over`: also all that they will ever have, as the
+    node's agent has ended."""
 
-    complete: bool = False
+    over: bool = False
 
 
 class Ready(Message):

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from unirun.cli import main
-from unirun.failover.offers import AgentTask
 from unirun.launcher import local
 from unirun.launcher.agent import Agent
 from unirun.observe.jobdir import JobDir
+from unirun.wire.messages import AgentTask
 
 HOSTS = Path(sys.argv[1])
 

@@ -7,11 +7,12 @@ import pytest
 
 from unirun.cli.commandline import parse
 from unirun.cli.compose import job_spec, node_count, several_nodes
-from unirun.cli.run import hosts_of, meeting_of, run_on_hosts
+from unirun.cli.run import hosts_of, invite_of, last_call, run_on_hosts
 from unirun.collocation import Inventory, Node
 from unirun.errors import JobError, UsageError
-from unirun.launcher.hosts.byhand import Meeting
 from unirun.spec.job import JobSpec
+from unirun.wire.address import TcpAddress
+from unirun.wire.messages import Invite
 
 HERE = Inventory((Node("n0", (0, 1)),))
 
@@ -29,9 +30,9 @@ def spec_of(*argv: str) -> JobSpec:
     return job_spec(line, HERE, {}, nodes=node_count(line.options))
 
 
-def meeting(*argv: str) -> Meeting:
+def invite(*argv: str) -> Invite:
     options = parse([*argv, "train.py"]).options
-    return meeting_of(options, spec_of(*argv), node_count(options))
+    return invite_of(options, spec_of(*argv), node_count(options)[1])
 
 
 @pytest.mark.parametrize(
@@ -83,24 +84,25 @@ class TestWhereNodesMeet:
         ],
     )
     def test_the_head_is_named_as_under_torchrun(self, argv: list[str], place: tuple[str, int]) -> None:
-        found = meeting("--nnodes", "2", *argv)
-        assert (found.host, found.port) == place
-        assert found.head
+        found = invite("--nnodes", "2", *argv)
+        assert found.head == TcpAddress(*place, "")
+        assert found.leads
 
     def test_node_rank_0_is_the_head_wherever_the_endpoint_is(self) -> None:
-        assert meeting("--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "198.51.100.1:1").head
+        assert invite("--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "198.51.100.1:1").leads
 
     def test_the_times_to_come_are_those_of_the_options(self) -> None:
         conf = ("--rdzv-conf", "join_timeout=7,last_call_timeout=3")
-        found = meeting("--nnodes", "1:2", "--rdzv-endpoint", "127.0.0.1", *conf)
-        assert (found.least, found.most, found.timeout, found.last_call) == (1, 2, 7.0, 3.0)
+        argv = ("--nnodes", "1:2", "--rdzv-endpoint", "127.0.0.1", *conf)
+        options = parse([*argv, "train.py"]).options
+        assert (node_count(options), spec_of(*argv).join_timeout, last_call(options)) == ((1, 2), 7.0, 3.0)
 
     def test_a_local_address_is_the_interface_of_this_node(self) -> None:
-        found = meeting("--nnodes", "2", "--rdzv-endpoint", "127.0.0.1", "--local-addr", "[::1]")
+        found = invite("--nnodes", "2", "--rdzv-endpoint", "127.0.0.1", "--local-addr", "[::1]")
         assert found.interface == "::1"
 
     def test_jobs_that_meet_elsewhere_have_other_tokens_of_one_secret(self, folder: Path) -> None:
-        ports = [meeting("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}").token for port in (1, 2, 1)]
+        ports = [invite("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}").token for port in (1, 2, 1)]
         assert ports[0] == ports[2] != ports[1]
         assert (folder / "home" / "token").stat().st_mode & 0o777 == 0o600
 
@@ -108,7 +110,7 @@ class TestWhereNodesMeet:
         (folder / "secret").write_text("ab" * 32)
         (folder / "secret").chmod(0o644)
         with pytest.raises(JobError, match="can be read by others"):
-            meeting("--nnodes", "2", "--rdzv-endpoint", "127.0.0.1", "--token-file", "secret")
+            invite("--nnodes", "2", "--rdzv-endpoint", "127.0.0.1", "--token-file", "secret")
 
     @pytest.mark.parametrize(
         ("argv", "says"),
@@ -126,7 +128,7 @@ class TestWhereNodesMeet:
     )
     def test_what_cannot_be_is_refused(self, argv: list[str], says: str) -> None:
         with pytest.raises(UsageError) as caught:
-            meeting("--nnodes", "2", *argv)
+            invite("--nnodes", "2", *argv)
         assert says in str(caught.value)
 
 

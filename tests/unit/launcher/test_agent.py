@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from tests.unit.wire.endpoints import Endpoint, fail_on_refusal
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import Refused
-from unirun.failover.offers import AgentTask
 from unirun.launcher import core, events
 from unirun.launcher.agent import Agent, EarlySpawners, handles_of
 from unirun.launcher.environment import SpawnerKey, for_workers
@@ -30,7 +29,7 @@ from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
 from unirun.wire.aio import Stream, StreamServer, connect
 from unirun.wire.handshake import new_token
-from unirun.wire.messages import StartRole, StartWorker
+from unirun.wire.messages import AgentTask, StartRole, StartWorker
 from unirun.wire.reports import Spawn
 
 

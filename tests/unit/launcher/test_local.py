@@ -179,7 +179,7 @@ def test_ending_the_processes_does_not_wait_for_a_stranger() -> None:
 AGENT = """
 from pathlib import Path
 from unirun.errors import RendezvousError
-from unirun.failover.offers import AgentTask
+from unirun.wire.messages import AgentTask
 from unirun.launcher.local import AgentProcess
 from unirun.observe.jobdir import JobDir
 from unirun.spec.job import Entry, JobSpec, RoleSpec

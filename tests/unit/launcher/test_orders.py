@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from unirun.failover.offers import AgentTask
 from unirun.launcher.environment import FRESH
 from unirun.launcher.orders import PRELOAD, Orders
 from unirun.observe.jobdir import JobDir
 from unirun.spec.job import Entry, JobSpec, RoleSpec
-from unirun.wire.messages import StartRole, StartWorker
+from unirun.wire.messages import AgentTask, StartRole, StartWorker
 from unirun.wire.reports import Spawn
 
 STDIN = 7

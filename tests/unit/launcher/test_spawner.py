@@ -445,3 +445,23 @@ def test_a_forked_worker_keeps_the_open_files_of_a_preloaded_module(
     store = spawner.children()[-1]
     kept = {port, next(n for n, link in files_of(spawner.process.pid).items() if link == str(entries))}
     assert eventually(lambda: files_of(store).keys() == kept), files_of(store)
+
+
+@pytest.mark.starts_processes
+def test_garbage_is_collected_while_a_user_s_module_is_imported_and_not_while_torch_is(
+    tmp_path: Path,
+) -> None:
+    for name in ("torch", "mine"):
+        (tmp_path / f"{name}.py").write_text(f"import gc; print({name!r}, gc.isenabled())")
+    code = """
+import gc
+from unirun.launcher.preloaded import PreloadedModules
+modules = PreloadedModules()
+for name in ("torch", "mine"):
+    modules.load(name)
+print(gc.isenabled())
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert said.stdout.split() == ["torch", "False", "mine", "True", "True"]

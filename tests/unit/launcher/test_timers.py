@@ -14,7 +14,7 @@ from torch.distributed.elastic.timer import FileTimerClient, FileTimerRequest  #
 from tests.unit.launcher.agent import KILL, TERM, Agent
 from tests.waiting import WAIT_TIMEOUT
 from unirun.launcher.events import Signal, TimerExpired
-from unirun.launcher.timers import MANY, Expiry, TimerPipe, TimerRequest, Timers
+from unirun.launcher.timers import MANY, TimerPipe, TimerRequest, Timers
 from unirun.wire.frames import from_json
 from unirun.wire.reports import Notice, Reaped, WorkerExited
 
@@ -35,12 +35,12 @@ class TestTimers:
         timers = running(request("a", 10.0), request("b", 20.0, pid=8))
         assert timers.until(4.0) == 6.0
         assert timers.expired(9.9) == []
-        assert timers.expired(10.0) == [Expiry(7, ("a",), KILL)]
+        assert timers.expired(10.0) == [(7, ("a",), KILL)]
         assert timers.until(10.0) == 10.0
 
     def test_released_timers_do_not_expire(self) -> None:
         timers = running(request("a", 10.0), request("b", 10.0), request("a", -1.0, signum=0))
-        assert timers.expired(11.0) == [Expiry(7, ("b",), KILL)]
+        assert timers.expired(11.0) == [(7, ("b",), KILL)]
         assert timers.until(11.0) is None
 
     def test_restarted_timers_have_their_new_time(self) -> None:
@@ -54,7 +54,7 @@ class TestTimers:
             request("first", 10.0, signum=KILL),
             request("never", 99.0),
         )
-        assert timers.expired(20.0) == [Expiry(7, ("none", "first", "late"), KILL)]
+        assert timers.expired(20.0) == [(7, ("none", "first", "late"), KILL)]
         assert timers.until(20.0) is None
 
     def test_timers_without_a_signal_have_no_consequence(self) -> None:
@@ -66,8 +66,8 @@ class TestTimers:
 
     def test_the_number_of_timers_is_bounded(self) -> None:
         timers = running(*(request(str(number), 1.0) for number in range(MANY + 10)))
-        (expiry,) = timers.expired(2.0)
-        assert len(expiry.scopes) == MANY
+        ((_, scopes, _),) = timers.expired(2.0)
+        assert len(scopes) == MANY
 
 
 def test_torchs_timer_requests_are_parsed() -> None:
@@ -80,8 +80,8 @@ def test_a_timer_pipe_takes_requests_of_torchs_client_and_ignores_other_lines(tm
     path.write_text("left by an agent before")
 
     async def main() -> None:
-        expired: asyncio.Queue[Expiry] = asyncio.Queue()
-        pipe = TimerPipe(path, expired.put_nowait)
+        expired: asyncio.Queue[object] = asyncio.Queue()
+        pipe = TimerPipe(path, lambda *late: expired.put_nowait(late))
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         client = FileTimerClient(str(path), signal=signal.SIGTERM)
         client.acquire("released", time.time() + 3600)
@@ -89,7 +89,7 @@ def test_a_timer_pipe_takes_requests_of_torchs_client_and_ignores_other_lines(tm
             stranger.write(b"\xff\n{}\n[1]\n" + b"x" * 5000 + b"\n" + b'{"pid": 1e999}\n')
         client.release("released")
         client.acquire("held", time.time() + 0.01)
-        assert await asyncio.wait_for(expired.get(), WAIT_TIMEOUT) == Expiry(os.getpid(), ("held",), TERM)
+        assert await asyncio.wait_for(expired.get(), WAIT_TIMEOUT) == (os.getpid(), ("held",), TERM)
         pipe.close()
         assert expired.empty()
 

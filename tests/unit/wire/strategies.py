@@ -1,8 +1,25 @@
-"""The values that have a form on the wire."""
+"""The values that have a form on the wire, and specs of jobs that messages have in them."""
 
 from __future__ import annotations
 
 import math
+
+from hypothesis import strategies as st
+
+from unirun.spec.job import Entry, JobSpec, RoleSpec
+
+st.register_type_strategy(
+    JobSpec,
+    st.builds(
+        JobSpec,
+        st.text(),
+        st.text(),
+        st.just((RoleSpec("actor", 2, Entry("script", "train.py")),)),
+        st.tuples(st.text()),
+        st.dictionaries(st.text(), st.text(), max_size=3),
+        st.dictionaries(st.text(), st.none() | st.booleans() | st.text(), max_size=3),
+    ),
+)
 
 
 def within(value: object) -> bool:

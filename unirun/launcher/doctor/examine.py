@@ -32,10 +32,10 @@ from unirun.launcher.doctor.probe import (
     Inspected,
     PortOpened,
     Request,
-    RequestFault,
 )
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts.connection import RemoteNode, on_host
+from unirun.wire.messages import Dismissed
 
 # Probes on other hosts, over ssh or srun, and what it means when one does not answer.
 
@@ -92,7 +92,7 @@ class ProbeClient(RemoteNode):
             raise await self.failure() from error
         if isinstance(answer, kind):
             return answer
-        if isinstance(answer, RequestFault):
+        if isinstance(answer, Dismissed):
             raise RendezvousError(answer.problem, answer.remedy)
         raise RendezvousError(f"it answers {answer!r:.200}", "is it of another version?")
 

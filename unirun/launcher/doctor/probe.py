@@ -25,6 +25,7 @@ from unirun.failover.offers import versions
 from unirun.launcher.doctor.judge import Facts, JobPlace, JobResult
 from unirun.launcher.interfaces import choose, interface_of, reachable_address, route_to
 from unirun.values import Value
+from unirun.wire.messages import Dismissed
 
 
 class Inspect(Value, tag=True):
@@ -57,15 +58,8 @@ class PortOpened(Value, tag=True):
     port: int
 
 
-class RequestFault(Value, tag=True):
-    """The error of a request that is not possible there, and the remedy."""
-
-    problem: str
-    remedy: str = ""
-
-
 Request = Inspect | ImportTorch | JobPlace
-Answer = Inspected | PortOpened | JobResult | RequestFault
+Answer = Inspected | PortOpened | JobResult | Dismissed
 
 
 # The facts that a host reports of itself, without torch and without a CUDA context.
@@ -159,10 +153,10 @@ def main() -> None:
         try:
             answer = probe.answer(json.decode(line, type=Request))
         except UnirunError as error:
-            answer = RequestFault(error.problem, error.remedy)
+            answer = Dismissed(error.problem, error.remedy)
         except (OSError, RuntimeError, ImportError, ValueError) as error:
             # torch adds a stack trace of C++.
-            answer = RequestFault(str(error).partition("\n")[0] or type(error).__name__)
+            answer = Dismissed(str(error).partition("\n")[0] or type(error).__name__)
         answers.write(json.encode(answer) + b"\n")
         answers.flush()
 

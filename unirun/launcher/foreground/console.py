@@ -94,27 +94,21 @@ def _bits(text: str, local_rank: int) -> int:
     return {int(a): int(b) for a, b in (item.split(":") for item in text.split(","))}.get(local_rank, 0)
 
 
-class Prefixer:
-    """Makes the prefix of a worker's lines: ``[actor:2]`` in the colour of its role."""
-
-    def __init__(self, spec: JobSpec, colour: bool, template: str | None) -> None:
-        self._roles = {role.name: n for n, role in enumerate(spec.roles)}
-        self._alone = sum(role.count for role in spec.roles) == 1 and template is None
-        self._colour = colour
-        self._template = template
-
-    def __call__(self, worker: WorkerId, local_rank: int, node: str) -> bytes:
-        """The prefix of a worker on `node`; empty when the job has only one worker and no template."""
-        if self._alone:
-            return b""
-        role, rank = worker.role, worker.rank
-        text = f"[{role}:{rank}] "
-        if self._template is not None:
-            values = {"role_name": role, "rank": rank, "local_rank": local_rank, "hostname": node}
-            text = Template(self._template).safe_substitute(values)
-        if self._colour:
-            text = f"\x1b[{COLOURS[self._roles[role] % len(COLOURS)]}m{text}\x1b[0m"
-        return text.encode()
+def prefix_of(
+    spec: JobSpec, template: str | None, colour: bool, worker: WorkerId, local_rank: int, node: str
+) -> bytes:
+    """The prefix of the lines of a worker on `node`: ``[actor:2]`` or after a `template` of
+    the user's, with `colour` in that of its role; empty when the job has only one worker and no template."""
+    if template is None and sum(role.count for role in spec.roles) == 1:
+        return b""
+    text = f"[{worker}] "
+    if template is not None:
+        values = {"role_name": worker.role, "rank": worker.rank, "local_rank": local_rank, "hostname": node}
+        text = Template(template).safe_substitute(values)
+    if colour:
+        number = [role.name for role in spec.roles].index(worker.role)
+        text = f"\x1b[{COLOURS[number % len(COLOURS)]}m{text}\x1b[0m"
+    return text.encode()
 
 
 class Console:

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -27,7 +28,7 @@ from unirun.errors import (
 from unirun.failover.context_store import load
 from unirun.failover.silence import SILENCE_TIMEOUT
 from unirun.failover.status_views import farewell
-from unirun.launcher.foreground.console import Console, Prefixer, shown
+from unirun.launcher.foreground.console import Console, prefix_of, shown
 from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.local import JOB_EXIT_TIMEOUT, RunningJob, last_line_of_masters, output_of_first_master
 from unirun.launcher.logs import LogFollower
@@ -52,7 +53,7 @@ class Display:
         self._node, self._member, self._copied = running.node, running.member, running.copied
         spec = running.spec
         template = spec.log.line_prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-        self._prefix = Prefixer(spec, console.colour, template)
+        self._prefix = partial(prefix_of, spec, template, console.colour)
         self._follower = LogFollower()
         self._followed: dict[WorkerId, bool] = {}
         self._spawner = "importing torch"

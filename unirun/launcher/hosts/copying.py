@@ -57,94 +57,6 @@ HOST_CONNECT_TIMEOUT = 15.0
 """Seconds that an attempt may take."""
 
 
-class Mirror:
-    """Copies the files of one node into the directory `job`, over one ssh connection after another.
-
-    `note` is told when the connection is lost and when it is back.
-    """
-
-    def __init__(
-        self,
-        job: JobDir,
-        host: Host,
-        remote: RemoteNode | None,
-        note: Callable[[str], None],
-        silent: Callable[[str, bool], None] = lambda *_: None,
-    ) -> None:
-        """`remote` sends all files already; without one, the node is asked for what is not here. `silent` is
-        called with the node, and True when the connection to it is lost, or has brought nothing for `SILENCE_TIMEOUT`
-        seconds; False when it is back."""
-        self._job, self._host, self.node, self._remote, self._note = job, host, host.name, remote, note
-        self._silent = silent
-        self._offsets = {} if remote is not None else offsets_here(job, host.name)
-        self.current = asyncio.Event()
-        """Set when all that the node had written when it was asked is here, or when it does not answer."""
-
-    async def run(self) -> None:
-        """Copy until the node's agent has ended and everything is here."""
-        remote = self._remote or await self._again()
-        while not await self._copied(remote.stream):
-            self._note(f"the connection to {self.node} is lost; no rank depends on it")
-            self._silent(self.node, True)
-            await remote.close()
-            remote = await self._again()
-            self._silent(self.node, False)
-            self._note(f"the connection to {self.node} is back")
-        self.current.set()
-        await remote.close()
-
-    async def _copied(self, stream: Stream) -> bool:
-        """Take what comes. False when the connection was lost first."""
-        try:
-            while True:
-                match message := await self._next(stream):
-                    case Chunk():
-                        self._take(message)
-                    case Current(complete):
-                        if complete:
-                            return True
-                        self.current.set()
-                    case Dismissed(problem):
-                        self._note(f"{self.node}: {problem}")
-                        return True
-        except (FrameError, OSError) as error:
-            self._note(f"{self.node}: {error}; its files are not copied any more, and stay there")
-            return True
-        except WireError:
-            return False
-
-    async def _next(self, stream: Stream) -> Message:
-        """Return the next message. After `SILENCE_TIMEOUT` seconds without one the node counts as silent until one
-        comes; ssh's keep-alive ends the wait for a host that is lost."""
-        try:
-            async with asyncio.timeout(SILENCE_TIMEOUT):
-                return await stream.receive()
-        except TimeoutError:
-            self._silent(self.node, True)
-        message = await stream.receive()
-        self._silent(self.node, False)
-        return message
-
-    def _take(self, chunk: Chunk) -> None:
-        offset = self._offsets.get(chunk.path, 0)
-        write(self._job.path, self.node, chunk, offset)
-        if not chunk.whole:
-            self._offsets[chunk.path] = offset + len(chunk.data)
-
-    async def _again(self) -> RemoteNode:
-        """Connect, and ask for the rest."""
-        while True:
-            try:
-                async with asyncio.timeout(HOST_CONNECT_TIMEOUT):
-                    remote = await reach(self._host)
-            except (RendezvousError, TimeoutError):
-                self.current.set()
-                await asyncio.sleep(HOST_RETRY_INTERVAL)
-                continue
-            remote.stream.send(Resume(self._job.run_id, self.node, self._offsets, carried(os.environ)))
-            return remote
-
-
 def offsets_here(job: JobDir, node: str) -> dict[str, int]:
     """The number of bytes of each file of `node` that are in `job`.
 
@@ -214,11 +126,14 @@ def recorded_hosts(job: JobDir) -> tuple[Host, ...]:
         return ()
 
 
-class JobMirror:
-    """Copies the files of all recorded hosts to `job`, also of those that are recorded meanwhile.
+class Mirror:
+    """Copies the files of all recorded hosts to `job`, also of those that are recorded meanwhile, each over one ssh
+    connection after another.
 
-    `remotes` are connections that exist already. `came` is told of each host that joins, `complete` of each whose agent
-    has ended and whose files are here, `silent` whether one is silent (`Mirror`).
+    `remotes` are connections that exist already, on which all files are sent; other hosts are asked for what is not
+    here. `note` is told when a connection is lost and when it is back. `came` is told of each host that joins,
+    `complete` of each whose agent has ended and whose files are here. `silent` is called with the node, and True when
+    the connection to it is lost, or has brought nothing for `SILENCE_TIMEOUT` seconds; False when it is back.
     """
 
     def __init__(
@@ -232,7 +147,8 @@ class JobMirror:
     ) -> None:
         self._job, self._remotes, self._note = job, remotes, note
         self._came, self._complete, self._silent = came, complete, silent
-        self._mirrors: dict[str, Mirror] = {}
+        # Set when all that a node had written when it was asked is here, or when it does not answer.
+        self._current: dict[str, asyncio.Event] = {}
 
     async def run(self) -> None:
         """Copy until all agents have ended and all files are here. Then no host is recorded any more."""
@@ -240,7 +156,7 @@ class JobMirror:
         try:
             while True:
                 for host in recorded_hosts(self._job):
-                    if host.name not in self._mirrors:
+                    if host.name not in self._current:
                         tasks.add(self._begin(host))
                 pending = [task for task in tasks if not task.done()]
                 if not pending:
@@ -254,18 +170,76 @@ class JobMirror:
 
     async def current(self) -> None:
         """Wait until what all hosts had written is here."""
-        await asyncio.gather(*(mirror.current.wait() for mirror in self._mirrors.values()))
+        await asyncio.gather(*(event.wait() for event in self._current.values()))
 
     def _begin(self, host: Host) -> asyncio.Task[None]:
         remote = self._remotes.get(host.name)
-        mirror = self._mirrors[host.name] = Mirror(self._job, host, remote, self._note, self._silent)
+        offsets = {} if remote is not None else offsets_here(self._job, host.name)
+        self._current[host.name] = asyncio.Event()
         self._came(host.name)
+        return asyncio.create_task(self._copy(host, remote, offsets))
 
-        async def copy() -> None:
-            await mirror.run()
-            self._complete(host.name)
+    async def _copy(self, host: Host, remote: RemoteNode | None, offsets: dict[str, int]) -> None:
+        """Copy what follows after `offsets` until the node's agent has ended and everything is here."""
+        node = host.name
+        remote = remote or await self._again(host, offsets)
+        while not await self._copied(node, remote.stream, offsets):
+            self._note(f"the connection to {node} is lost; no rank depends on it")
+            self._silent(node, True)
+            await remote.close()
+            remote = await self._again(host, offsets)
+            self._silent(node, False)
+            self._note(f"the connection to {node} is back")
+        self._current[node].set()
+        await remote.close()
+        self._complete(node)
 
-        return asyncio.create_task(copy())
+    async def _copied(self, node: str, stream: Stream, offsets: dict[str, int]) -> bool:
+        """Take what comes. False when the connection was lost first."""
+        try:
+            while True:
+                match message := await self._next(node, stream):
+                    case Chunk(path):
+                        write(self._job.path, node, message, offset := offsets.get(path, 0))
+                        if not message.whole:
+                            offsets[path] = offset + len(message.data)
+                    case Current(over):
+                        self._current[node].set()
+                        if over:
+                            return True
+                    case Dismissed(problem):
+                        self._note(f"{node}: {problem}")
+                        return True
+        except (FrameError, OSError) as error:
+            self._note(f"{node}: {error}; its files are not copied any more, and stay there")
+            return True
+        except WireError:
+            return False
+
+    async def _next(self, node: str, stream: Stream) -> Message:
+        """Return the next message. After `SILENCE_TIMEOUT` seconds without one the node counts as silent until one
+        comes; ssh's keep-alive ends the wait for a host that is lost."""
+        try:
+            async with asyncio.timeout(SILENCE_TIMEOUT):
+                return await stream.receive()
+        except TimeoutError:
+            self._silent(node, True)
+        message = await stream.receive()
+        self._silent(node, False)
+        return message
+
+    async def _again(self, host: Host, offsets: dict[str, int]) -> RemoteNode:
+        """Connect, and ask for the rest."""
+        while True:
+            try:
+                async with asyncio.timeout(HOST_CONNECT_TIMEOUT):
+                    remote = await reach(host)
+            except (RendezvousError, TimeoutError):
+                self._current[host.name].set()
+                await asyncio.sleep(HOST_RETRY_INTERVAL)
+                continue
+            remote.stream.send(Resume(self._job.run_id, host.name, offsets, carried(os.environ)))
+            return remote
 
 
 def copy_on(job: JobDir, lock: int) -> None:
@@ -318,7 +292,7 @@ def main(run_id: str, told: int, lock: int | None = None) -> int:
 
 
 async def _copy_all(job: JobDir, told: int) -> None:
-    copy = JobMirror(job, {}, report)
+    copy = Mirror(job, {}, report)
     copying = asyncio.create_task(copy.run())
     current = asyncio.create_task(copy.current())
     current.add_done_callback(lambda _: os.close(told))

@@ -49,7 +49,7 @@ def feed(job: JobDir, stream: BlockingStream, offsets: dict[str, int]) -> None:
             if replaced is not None:
                 stream.send(replaced)
         if over:
-            stream.send(Current(complete=True))
+            stream.send(Current(over=True))
             return
         if not told:
             stream.send(Current())

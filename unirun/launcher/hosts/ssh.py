@@ -11,10 +11,9 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from msgspec.json import encode as to_json
 from msgspec.structs import replace
 
 from unirun.collocation import Inventory
@@ -23,18 +22,19 @@ from unirun.failover.offers import misfits, versions
 from unirun.launcher.environment import carried
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts.connection import RemoteNode, reach
-from unirun.launcher.hosts.copying import JobMirror, copy_on, record_hosts, send_tree
-from unirun.launcher.hosts.lobby import Lobby, from_all, needs, refusal
+from unirun.launcher.hosts.copying import Mirror, copy_on, record_hosts, send_tree
+from unirun.launcher.hosts.lobby import Lobby, from_all, refusal
+from unirun.launcher.hosts.node import needs
 from unirun.launcher.local import RunningJob
 from unirun.launcher.planned import PlannedJob
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import read_status
-from unirun.rendezvous.creation import create_job, new_uid, store_for
+from unirun.rendezvous.creation import create_job, new_uid
 from unirun.spec.job import JobSpec
 from unirun.wire.address import TcpAddress
 from unirun.wire.certificates import make_tls
 from unirun.wire.handshake import Token, new_token
-from unirun.wire.messages import Assigned, Dismissed, Invite, Offer, Ready, W
+from unirun.wire.messages import AgentTask, Dismissed, Invite, Offer, Ready, W
 
 COMMAND = "command"
 """The name in the certificate of a command that is no node."""
@@ -100,13 +100,13 @@ def join_over_ssh(
 
     def invitation(host: Host) -> Invite:
         return Invite(
-            token=token.hex(),
-            node=host.name,
-            cwd=os.getcwd(),
-            env=carried(os.environ),
-            masters=masters,
+            token.hex(),
+            host.name,
+            head=masters,
             interface=interface,
             insecure=insecure,
+            cwd=os.getcwd(),
+            env=carried(os.environ),
         )
 
     async def join() -> list[Host]:
@@ -135,137 +135,123 @@ def run_over_ssh(
     Raises `RendezvousError` with all hosts that cannot take part, and what `make_plan` raises.
     """
 
+    invite = Invite(
+        new_token().hex(),
+        COMMAND,
+        spec=spec,
+        interface=interface,
+        insecure=insecure,
+        detach=detach,
+        cwd=os.getcwd(),
+        env=carried(os.environ),
+    )
+
     async def play() -> int:
         if sync:
             await send_tree(hosts, Path.cwd(), needs(spec, os.getcwd()))
-        return await _SshJob(hosts, spec, store, interface, insecure, detach).run(make_plan, quiet=quiet)
+        return await _play(hosts, invite, spec, make_plan, store=store, quiet=quiet)
 
     return asyncio.run(play())
 
 
-class _SshJob:
-    """One job over ssh, from the first connection to its end."""
+async def _play(
+    hosts: Sequence[Host],
+    invite: Invite,
+    spec: JobSpec,
+    make_plan: Callable[[Inventory], PlannedJob],
+    *,
+    store: str | None,
+    quiet: bool,
+) -> int:
+    """Launch and follow a job to which all `hosts` get the same `invite`, with their names in it."""
+    lobby, remotes, uid = Lobby(len(hosts)), dict[str, RemoteNode](), new_uid()
 
-    def __init__(
-        self,
-        hosts: Sequence[Host],
-        spec: JobSpec,
-        store: str | None,
-        interface: str,
-        insecure: bool,
-        detach: bool,
-    ) -> None:
-        self._hosts, self._spec, self._detach = hosts, spec, detach
-        self._store = store
-        self._interface, self._insecure = interface, insecure
-        self._token, self._uid = new_token(), new_uid()
-        self._remotes: dict[str, RemoteNode] = {}
+    def plan(inventory: Inventory) -> PlannedJob:
+        planned = make_plan(allowed(hosts, inventory))
+        # Each host logs in the node's own directory, and this one keeps a copy of all where the user wants it.
+        return replace(planned, spec=replace(planned.spec, log=replace(planned.spec.log, dir=None)))
 
-    async def run(self, make_plan: Callable[[Inventory], PlannedJob], *, quiet: bool) -> int:
-        """Launch and follow the job."""
-        lobby = Lobby(len(self._hosts))
-        try:
-            found = await invite_all(
-                self._hosts,
-                self._invitation,
-                Offer,
-                self._spec.join_timeout,
-                lambda found: misfits(found, versions()),
-            )
-            for remote, offer in found:
-                self._remotes[remote.host.name] = remote
-                lobby.enter(offer, remote.stream)
-            planned = await lobby.plan(lambda inventory: make_plan(self._allowed(inventory)))
-            # Each host logs in the node's own directory, and this one keeps a copy of all where the user wants it.
-            spec = replace(planned.spec, log=replace(planned.spec.log, dir=None))
-            for node in {*self._remotes} - {offer.node for offer in lobby.offers}:
-                await self._remotes.pop(node).close()
-            first = lobby.offers[0]
-            if first.masters is None:
-                raise RendezvousError(f"{first.node} has not told where masters listen")
-            self._store, members = store_for(self._store, lobby.offers, insecure=self._insecure)
-            common = Assigned(
-                spec.run_id, self._uid, head=first.masters, store=self._store or "", etcd=members
-            )
-            await lobby.assign(replace(planned, spec=spec), common, cwd=os.getcwd())
-            job, lock = self._own_directory(planned.spec, first.masters)
-            try:
-                lobby.tell(Ready())
-                record_hosts(job, [remote.host for remote in self._remotes.values()])
-                if self._detach:
-                    return await self._leave(job, lock, self._remotes[first.node])
-                return await self._follow(job, planned, quiet=quiet)
-            finally:
-                os.close(lock)
-        except BaseException as error:
-            await lobby.part(Dismissed(f"the job was not started: {error}"))
-            raise
-        finally:
-            await asyncio.gather(*(remote.close() for remote in self._remotes.values()))
-
-    def _invitation(self, host: Host) -> Invite:
-        return Invite(
-            token=self._token.hex(),
-            node=host.name,
-            cwd=os.getcwd(),
-            env=carried(os.environ),
-            spec=to_json(self._spec).decode(),
-            head=host is self._hosts[0],
-            detach=self._detach,
-            interface=self._interface,
-            insecure=self._insecure,
+    try:
+        found = await invite_all(
+            hosts,
+            lambda host: replace(invite, node=host.name, leads=host is hosts[0]),
+            Offer,
+            spec.join_timeout,
+            lambda offers: misfits(offers, versions()),
         )
-
-    def _allowed(self, inventory: Inventory) -> Inventory:
-        """The slots of the hosts, cut to those that the user allows."""
-        slots = {host.name: host.slots for host in self._hosts}
-        nodes = []
-        for node in inventory.nodes:
-            count = slots[node.name]
-            if count is not None and node.devices:
-                node = replace(node, devices=node.devices[:count])
-            elif count is not None:
-                node = replace(node, cpus=node.cpus[:count])
-            nodes.append(node)
-        return Inventory(tuple(nodes))
-
-    def _own_directory(self, spec: JobSpec, head: TcpAddress) -> tuple[JobDir, int]:
-        made = create_job(
-            spec.run_id,
-            self._token,
-            spec.log.dir,
-            self._store,
-            uid=self._uid,
-            head=None if self._store else head,
+        for remote, offer in found:
+            remotes[remote.host.name] = remote
+            lobby.enter(offer, remote.stream)
+        planned, tasks = await lobby.assign(
+            plan, uid=uid, store=store, insecure=invite.insecure, cwd=invite.cwd
         )
-        make_tls(made[0].path, self._token, COMMAND, insecure=self._insecure)
-        return made
+        for node in remotes.keys() - tasks.keys():
+            await remotes.pop(node).close()
+        head = next(iter(tasks.values()))
+        with _own_directory(invite, head, spec.log.dir) as (job, lock):
+            lobby.tell(Ready())
+            record_hosts(job, [remote.host for remote in remotes.values()])
+            if invite.detach:
+                return await _leave(job, lock, remotes[head.node])
+            return await _follow(job, planned.spec, remotes, quiet=quiet)
+    except BaseException as error:
+        await lobby.part(Dismissed(f"the job was not started: {error}"))
+        raise
+    finally:
+        await asyncio.gather(*(remote.close() for remote in remotes.values()))
 
-    async def _leave(self, job: JobDir, lock: int, head: RemoteNode) -> int:
-        """Leave the job to itself when its first master leads. Another process goes on copying its files."""
-        word = await head.stream.receive()
-        if isinstance(word, Dismissed):
-            raise RendezvousError(word.problem, word.remedy)
-        copy_on(job, lock)
-        return 0
 
-    async def _follow(self, job: JobDir, planned: PlannedJob, *, quiet: bool) -> int:
-        # Imported while the agents start.
-        from unirun.launcher.foreground.console import Console
-        from unirun.launcher.foreground.session import JobFollower
+def allowed(hosts: Sequence[Host], inventory: Inventory) -> Inventory:
+    """The slots of `hosts`, cut to those that the user allows."""
+    slots = {host.name: host.slots for host in hosts}
+    nodes = []
+    for node in inventory.nodes:
+        count = slots[node.name]
+        if count is not None and node.devices:
+            node = replace(node, devices=node.devices[:count])
+        elif count is not None:
+            node = replace(node, cpus=node.cpus[:count])
+        nodes.append(node)
+    return Inventory(tuple(nodes))
 
-        console = Console(quiet=quiet)
-        processes = RemoteProcesses(job, self._remotes)
-        copy = JobMirror(
-            job, self._remotes, console.note, processes.came, processes.complete, processes.silent
-        )
-        copying = asyncio.create_task(copy.run())
-        try:
-            return await JobFollower(RunningJob(job, planned.spec, processes, copied=True), console).run()
-        finally:
-            copying.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await copying
+
+@contextlib.contextmanager
+def _own_directory(invite: Invite, head: AgentTask, logs: str | None) -> Iterator[tuple[JobDir, int]]:
+    """The command's directory of the job, with its lock."""
+    token, store = Token(bytes.fromhex(invite.token)), head.store or None
+    address = None if store else head.head
+    job, lock = create_job(head.spec.run_id, token, logs, store, uid=head.uid, head=address)
+    try:
+        make_tls(job.path, token, COMMAND, insecure=invite.insecure)
+        yield job, lock
+    finally:
+        os.close(lock)
+
+
+async def _leave(job: JobDir, lock: int, head: RemoteNode) -> int:
+    """Leave the job to itself when its first master leads. Another process goes on copying its files."""
+    word = await head.stream.receive()
+    if isinstance(word, Dismissed):
+        raise RendezvousError(word.problem, word.remedy)
+    copy_on(job, lock)
+    return 0
+
+
+async def _follow(job: JobDir, spec: JobSpec, remotes: Mapping[str, RemoteNode], *, quiet: bool) -> int:
+    # Imported while the agents start.
+    from unirun.launcher.foreground.console import Console
+    from unirun.launcher.foreground.session import JobFollower
+
+    console = Console(quiet=quiet)
+    processes = RemoteProcesses(job, remotes)
+    copy = Mirror(job, remotes, console.note, processes.came, processes.complete, processes.silent)
+    copying = asyncio.create_task(copy.run())
+    try:
+        return await JobFollower(RunningJob(job, spec, processes, copied=True), console).run()
+    finally:
+        copying.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await copying
 
 
 class RemoteProcesses:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import signal
 import socket
 import sys
@@ -16,7 +15,6 @@ from unirun.errors import EXIT_FAILURE, UnirunError
 from unirun.launcher.master.lead import lead
 from unirun.observe.jobdir import JobDir
 from unirun.wire.reporting import NO_THREAD, lacks_threads, report
-from unirun.wire.sockets import listen
 
 TITLE = b"unirun-master"
 _PR_SET_NAME = 15
@@ -28,13 +26,9 @@ def main() -> int:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, TITLE, 0, 0, 0)
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
-    job = JobDir(Path(sys.argv[1]))
-    path = job.master_socket(os.getpid())
-    path.unlink(missing_ok=True)
     tcp = socket.socket(fileno=int(sys.argv[3])) if len(sys.argv) > 3 else None
     try:
-        with listen(path) as listener:
-            lead(job, path, listener, tcp=tcp, deposing=int(sys.argv[2]))
+        lead(JobDir(Path(sys.argv[1])), tcp=tcp, deposing=int(sys.argv[2]))
     except UnirunError as error:
         report(f"unirun-master: {error}")
         return error.exit_code
@@ -43,8 +37,6 @@ def main() -> int:
             raise
         report(f"unirun-master: {NO_THREAD}")
         return EXIT_FAILURE
-    finally:
-        path.unlink(missing_ok=True)
     return 0
 
 

@@ -6,10 +6,9 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 
 from unirun.errors import EXIT_FAILURE, JobError
 from unirun.failover.context import decode
@@ -33,9 +32,9 @@ from unirun.observe.jobdir import JobDir
 from unirun.rendezvous.election import campaign, job_prefix, leader_of
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
-from unirun.wire.address import UnixAddress
+from unirun.wire.address import Address, UnixAddress
 from unirun.wire.credentials import load_credentials
-from unirun.wire.sockets import tcp_address
+from unirun.wire.sockets import listen, tcp_address
 
 TERM_TTL = AUTHORITY_SECONDS
 """Seconds after which a master that hangs is not the leader any more; one that is dead is deposed at once."""
@@ -43,8 +42,6 @@ TERM_TTL = AUTHORITY_SECONDS
 
 def lead(
     job: JobDir,
-    path: Path,
-    listener: socket.socket,
     *,
     tcp: socket.socket | None = None,
     deposing: int = 0,
@@ -52,38 +49,55 @@ def lead(
 ) -> None:
     """Lead `job` to its end, from its beginning or from where another master has left it.
 
-    Returns at once when somebody leads already; `deposing` is the term of a leader that is known to be dead.
-    `listener` is the socket at `path`, where agents and commands find the master; `tcp` is another, whose address
-    is the master's for all hosts then. `agents` are the pids of the agents on this host that have not joined yet, by
-    node. Raises `JobError` when another job of the same id runs, `StoreError`.
+    Returns at once when somebody leads already; `deposing` is the term of a leader that is known to be dead. Agents and
+    commands find the master at a socket in the job's directory; `tcp` is another, whose address is the master's for all
+    hosts then. `agents` are the pids of the agents on this host that have not joined yet, by node. Raises `JobError`
+    when another job of the same id runs, `StoreError`.
     """
-    with closing(open_store(job.store_url)) as store:
-        first = job.first_context()
-        if first is not None:
-            _refuse_running(store, job)
-        address = UnixAddress.here(path) if tcp is None else tcp_address(tcp, load_credentials(job.path).node)
-        term = campaign(store, job_prefix(job.run_id), address, os.getpid(), ttl=TERM_TTL, deposing=deposing)
-        if term is None:
-            return
-        contexts = ContextStore(store, job.run_id, term)
-        state = load(store, job.run_id)
-        requeued = state is not None and state.uid == job.uid_before
-        if state is not None and state.uid != job.uid:
-            state = None
-        if state is None and first is not None:
-            state = decode(first)
-            contexts.create(state, keep_saved=requeued)
-        if state is None:
-            term.resign()
-            problem = f"the store has no context of this job {job.run_id}"
-            raise JobError(problem, "it was removed, or another job has taken its id")
-        job.forget_first_context()
-        core = _core(read_crashes(store, job.run_id), job)
-        listeners = [listener] if tcp is None else [listener, tcp]
-        master = Master(
-            job, state, term, contexts, listeners, core, partial(record_crash, store, job.run_id, term)
-        )
-        asyncio.run(master.run(agents or {}))
+    path = job.master_socket(os.getpid())
+    path.unlink(missing_ok=True)
+    try:
+        with listen(path) as listener, closing(open_store(job.store_url)) as store:
+            _lead(job, store, [listener] if tcp is None else [listener, tcp], deposing, agents or {})
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _lead(
+    job: JobDir,
+    store: Store,
+    listeners: Sequence[socket.socket],
+    deposing: int,
+    agents: Mapping[str, int],
+) -> None:
+    _, *tcp = listeners
+    address: Address = UnixAddress.here(job.master_socket(os.getpid()))
+    if tcp:
+        address = tcp_address(tcp[0], load_credentials(job.path).node)
+    first = job.first_context()
+    if first is not None:
+        _refuse_running(store, job)
+    term = campaign(store, job_prefix(job.run_id), address, os.getpid(), ttl=TERM_TTL, deposing=deposing)
+    if term is None:
+        return
+    contexts = ContextStore(store, job.run_id, term)
+    state = load(store, job.run_id)
+    requeued = state is not None and state.uid == job.uid_before
+    if state is not None and state.uid != job.uid:
+        state = None
+    if state is None and first is not None:
+        state = decode(first)
+        contexts.create(state, keep_saved=requeued)
+    if state is None:
+        term.resign()
+        problem = f"the store has no context of this job {job.run_id}"
+        raise JobError(problem, "it was removed, or another job has taken its id")
+    job.forget_first_context()
+    core = _core(read_crashes(store, job.run_id), job)
+    master = Master(
+        job, state, term, contexts, listeners, core, partial(record_crash, store, job.run_id, term)
+    )
+    asyncio.run(master.run(agents))
 
 
 def _core(crashes: tuple[Crash, ...], job: JobDir) -> Core:

@@ -38,7 +38,7 @@ from unirun.failover.draft import (
     whole_view,
 )
 from unirun.failover.nodes import next_life, trouble
-from unirun.failover.offers import AgentTask, versions
+from unirun.failover.offers import versions
 from unirun.failover.restart_or_end import shutdown_order
 from unirun.failover.state import JOB_ENDS, JobState, Verdict
 from unirun.failover.status_views import farewell, present, status_of
@@ -55,8 +55,8 @@ from unirun.wire.address import Address, TcpAddress
 from unirun.wire.aio import Stream, StreamServer, frame_of
 from unirun.wire.credentials import load_credentials
 from unirun.wire.messages import (
+    AgentTask,
     Appointed,
-    Assigned,
     Attach,
     Dismissed,
     Drain,
@@ -250,7 +250,7 @@ class NodeAdmission:
         try:
             # A node that goes away before it is ready has changed nothing.
             with suppress(WireError, TimeoutError):
-                stream.send(self._assigned(offer.node, self._address))
+                stream.send(self._task(offer.node, self._address))
                 async with asyncio.timeout(BIND_TIMEOUT):
                     word = await stream.receive()
                 if isinstance(word, Ready):
@@ -265,12 +265,20 @@ class NodeAdmission:
         if node in self._guests:
             self._guests[node].send(message)
 
-    def _assigned(self, node: str, head: TcpAddress) -> Assigned:
+    def _task(self, node: str, head: TcpAddress) -> AgentTask:
         state, job = self._state(), self._job
-        task = AgentTask(state.spec, node, (*state.nodes, node), os.getcwd(), "")
         # The environment of a master is that of the job, also when an agent has started it.
         env = carried(for_workers(os.environ))
-        return Assigned(job.run_id, job.uid, head, task.to_json(), job.shared_store, env=env)
+        return AgentTask(
+            state.spec,
+            node,
+            (*state.nodes, node),
+            os.getcwd(),
+            uid=job.uid,
+            head=head,
+            store=job.shared_store,
+            env=env,
+        )
 
 
 STREAM_CLOSE_TIMEOUT = 5.0

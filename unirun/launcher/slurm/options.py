@@ -14,21 +14,16 @@ DEFAULT_GRACE_SECONDS = 60
 """Seconds before the time limit at which the job is told to end, unless ``grace`` says otherwise."""
 
 
-class Form(Value):
-    """The form of a value: a regular expression, and the same in words."""
-
-    pattern: str
-    words: str
-
+# The forms of values: a regular expression, and the same in words.
 
 _CONTROL = r"\x00-\x1f\x7f\x85\u2028\u2029"
-_TEXT = Form(rf"[^{_CONTROL}\"'\\`$]+", "a text without quotes, backslashes, ` and $")
+_TEXT = (rf"[^{_CONTROL}\"'\\`$]+", "a text without quotes, backslashes, ` and $")
 """No line ends, and nothing that a shell or sbatch interprets within double quotes."""
-_WORD = Form(r"[A-Za-z0-9_.+:/@%,=\[\]|&*()~^-]+", "a word without blanks and quotes")
+_WORD = (r"[A-Za-z0-9_.+:/@%,=\[\]|&*()~^-]+", "a word without blanks and quotes")
 _NUMBER = r"[1-9][0-9]{0,5}"
-_COUNT = Form(_NUMBER, "a number from 1")
-_SIZE = Form(r"[0-9]{1,9}[KMGTkmgt]?", "a size: 4000 (MB) or 64G")
-_TIME = Form(
+_COUNT = (_NUMBER, "a number from 1")
+_SIZE = (r"[0-9]{1,9}[KMGTkmgt]?", "a size: 4000 (MB) or 64G")
+_TIME = (
     r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|infinite",
     "a time: 90 (minutes), 8:00:00 or 2-0 (days-hours)",
 )
@@ -41,19 +36,19 @@ _OF_JOB = {
     "dependency": _WORD,
     "mail_type": _WORD,
     "mail_user": _WORD,
-    "nice": Form(r"-?[0-9]{1,9}", "a whole number"),
+    "nice": (r"-?[0-9]{1,9}", "a whole number"),
     "qos": _WORD,
     "time": _TIME,
 }
 """Options of sbatch for the whole job, with the form of their values."""
 
 _OF_COMPONENT = {
-    "nodes": Form(rf"{_NUMBER}(-{_NUMBER})?", "a number of nodes, or MIN-MAX: nodes=4"),
+    "nodes": (rf"{_NUMBER}(-{_NUMBER})?", "a number of nodes, or MIN-MAX: nodes=4"),
     "constraint": _TEXT,
     "cpus_per_gpu": _COUNT,
     "cpus_per_task": _COUNT,
     "exclude": _WORD,
-    "exclusive": Form(r"yes|user|mcs", "yes, user or mcs"),
+    "exclusive": (r"yes|user|mcs", "yes, user or mcs"),
     "gpus_per_node": _WORD,
     "gres": _WORD,
     "licenses": _WORD,
@@ -75,13 +70,11 @@ WITHOUT = (
 _LEFT_OUT = "|".join(WITHOUT).replace("_", "[-_]")
 
 _OURS = {
-    "env_vars": Form(
-        rf"[A-Za-z_][A-Za-z0-9_]*=({_TEXT.pattern})?", "NAME=VALUE, and the value " + _TEXT.words
-    ),
-    "grace": Form(r"[0-9]{1,5}", "a number of seconds"),
+    "env_vars": (rf"[A-Za-z_][A-Za-z0-9_]*=({_TEXT[0]})?", "NAME=VALUE, and the value " + _TEXT[1]),
+    "grace": (r"[0-9]{1,5}", "a number of seconds"),
     "output": _TEXT,
-    "requeue": Form(r"yes|no", "yes or no"),
-    "without": Form(
+    "requeue": (r"yes|no", "yes or no"),
+    "without": (
         rf"({_LEFT_OUT})(\+({_LEFT_OUT}))*",
         f"some of {', '.join(WITHOUT)}, with + between them",
     ),
@@ -91,7 +84,7 @@ _OURS = {
 _OURS_OF_COMPONENT = {
     "container_image": _TEXT,
     "container_mounts": _TEXT,
-    "roles": Form(
+    "roles": (
         r"[A-Za-z][A-Za-z0-9_-]*(\+[A-Za-z][A-Za-z0-9_-]*)*",
         "names of roles, with + between them: actor+critic",
     ),
@@ -169,19 +162,17 @@ def parse_slurm(
     )
 
 
-_EXTRA = Form(
+_EXTRA = (
     rf"(-[A-Za-z]|--[A-Za-z][A-Za-z0-9-]*)([= ][^{_CONTROL}]*)?",
     "an option of sbatch in one line: --account=x",
 )
-_SETUP = Form(rf"[^{_CONTROL}]*[^{_CONTROL}\s][^{_CONTROL}]*", "a line of bash: module load cuda")
+_SETUP = (rf"[^{_CONTROL}]*[^{_CONTROL}\s][^{_CONTROL}]*", "a line of bash: module load cuda")
 
 
-def _faulty(option: str, values: Sequence[str], form: Form) -> Iterator[Fault]:
+def _faulty(option: str, values: Sequence[str], form: tuple[str, str]) -> Iterator[Fault]:
     for value in values:
-        if not re.fullmatch(form.pattern, value):
-            yield Fault(
-                f"--slurm-{option}", f"expected {form.words}, found {value!r:.80}", "see docs/slurm.md"
-            )
+        if not re.fullmatch(form[0], value):
+            yield Fault(f"--slurm-{option}", f"expected {form[1]}, found {value!r:.80}", "see docs/slurm.md")
 
 
 def _component(pairs: Pairs) -> Component:
@@ -218,8 +209,8 @@ def _pairs(text: str, faults: list[Fault]) -> dict[str, list[str]]:
             faults.append(Fault(where, "unknown key", nearest(name, [*_FORMS])))
         elif key in found and key not in _MANY:
             faults.append(Fault(where, f"it is there twice: {found[key][0]} and {value}", "leave one out"))
-        elif not re.fullmatch(_FORMS[key].pattern, value):
-            problem = f"expected {_FORMS[key].words}, found {value!r:.80}"
+        elif not re.fullmatch(_FORMS[key][0], value):
+            problem = f"expected {_FORMS[key][1]}, found {value!r:.80}"
             faults.append(Fault(where, problem, "see docs/slurm.md"))
         else:
             found.setdefault(key, []).append(value)

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from unirun import atomic
 from unirun.errors import JobError, UnirunError
-from unirun.failover.offers import AgentTask
 from unirun.launcher.environment import FRESH, for_workers
 from unirun.launcher.orders import Orders
 from unirun.launcher.process import BOOT
@@ -30,7 +29,7 @@ from unirun.values import Value
 from unirun.wire.address import unix_address
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.frames import from_json
-from unirun.wire.messages import Dismissed
+from unirun.wire.messages import AgentTask, Dismissed
 from unirun.wire.reports import Borrow
 
 LOG = "log"

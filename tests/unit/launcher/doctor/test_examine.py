@@ -12,8 +12,9 @@ from tests.unit.launcher.doctor.sample_reports import FACTS
 from unirun.errors import RendezvousError
 from unirun.launcher.doctor.examine import ProbeClient, examine, here
 from unirun.launcher.doctor.judge import Examination, JobResult, broken_links
-from unirun.launcher.doctor.probe import Inspect, Inspected, PortOpened, RequestFault
+from unirun.launcher.doctor.probe import Inspect, Inspected, PortOpened
 from unirun.launcher.hostlist import Host
+from unirun.wire.messages import Dismissed
 
 ANSWER = Inspected(FACTS, 5.0)
 
@@ -31,7 +32,7 @@ def asked(program: str) -> object:
     return asyncio.run(ask())
 
 
-def line(message: Inspected | RequestFault | PortOpened) -> str:
+def line(message: Inspected | Dismissed | PortOpened) -> str:
     return f"printf '%s\\n' '{json.encode(message).decode()}'"
 
 
@@ -43,7 +44,7 @@ def test_what_the_shell_prints_before_the_answer_is_no_answer() -> None:
 @pytest.mark.starts_processes
 def test_a_failure_there_is_an_error_here() -> None:
     with pytest.raises(RendezvousError, match="no such interface"):
-        asked(f"read it; {line(RequestFault('no such interface'))}; exec cat")
+        asked(f"read it; {line(Dismissed('no such interface'))}; exec cat")
     with pytest.raises(RendezvousError, match="PortOpened"):
         asked(f"read it; {line(PortOpened(5))}; exec cat")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from unirun.cli.output import age, megabytes, print_table
-from unirun.launcher.foreground.console import Console, Prefixer, shown
+from unirun.launcher.foreground.console import Console, prefix_of, shown
 from unirun.spec.job import Entry, JobSpec, LogSpec, RoleSpec
 from unirun.values import WorkerId
 
@@ -47,14 +48,14 @@ def spec(*counts: int) -> JobSpec:
 
 class TestAPrefix:
     def test_a_prefix_names_role_and_rank(self) -> None:
-        assert Prefixer(spec(2, 1), False, None)(WorkerId("actor", 1, 0), 0, "n1") == b"[actor:1] "
+        assert prefix_of(spec(2, 1), None, False, WorkerId("actor", 1, 0), 0, "n1") == b"[actor:1] "
 
     def test_a_prefix_is_omitted_for_a_single_worker(self) -> None:
-        assert Prefixer(spec(1), True, None)(WorkerId("actor", 0, 0), 0, "n1") == b""
-        assert Prefixer(spec(1, 1), False, None)(WorkerId("actor", 0, 0), 0, "n1") == b"[actor:0] "
+        assert prefix_of(spec(1), None, True, WorkerId("actor", 0, 0), 0, "n1") == b""
+        assert prefix_of(spec(1, 1), None, False, WorkerId("actor", 0, 0), 0, "n1") == b"[actor:0] "
 
     def test_a_prefix_has_the_colour_of_its_role(self) -> None:
-        prefix = Prefixer(spec(2, 2), True, None)
+        prefix = partial(prefix_of, spec(2, 2), None, True)
         one, two, other = (
             prefix(WorkerId(*who, 0), 0, "n1") for who in (("actor", 0), ("actor", 1), ("rollout", 0))
         )
@@ -62,7 +63,7 @@ class TestAPrefix:
         assert one.endswith(b"\x1b[0m")
 
     def test_a_prefix_follows_torchruns_template(self) -> None:
-        prefix = Prefixer(spec(1), False, "${hostname}/${role_name}/$rank/$local_rank/$other|")
+        prefix = partial(prefix_of, spec(1), "${hostname}/${role_name}/$rank/$local_rank/$other|", False)
         assert prefix(WorkerId("actor", 3, 0), 1, "n1") == b"n1/actor/3/1/$other|"
 
 

@@ -9,19 +9,21 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
+import psutil
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.wire.endpoints import Endpoint
 from tests.waiting import WAIT_TIMEOUT
 from unirun.collocation import Inventory
 from unirun.errors import RendezvousError, WireError
-from unirun.failover.offers import AgentTask
 from unirun.launcher.hosts import ssh
-from unirun.launcher.hosts.byhand import Meeting, run_head, run_member
-from unirun.launcher.hosts.lobby import early_agent, offer, take_part
+from unirun.launcher.hosts.byhand import run_head, run_member
+from unirun.launcher.hosts.node import take_part
 from unirun.launcher.planned import PlannedJob
 from unirun.observe.jobdir import job_at
 from unirun.rendezvous.creation import create_job
@@ -30,7 +32,7 @@ from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Stream, StreamServer
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import new_token
-from unirun.wire.messages import Assigned, Dismissed, Offer, Ready
+from unirun.wire.messages import AgentTask, Dismissed, Invite, Offer, Ready
 
 SPEC = JobSpec(
     "mine", "mine", (RoleSpec("actor", 1, Entry("program", "sleep"), contract="none"),), ("actor",)
@@ -57,13 +59,17 @@ def test_nodes_that_have_come_are_told_why_the_head_gives_up(home: Path) -> None
     def never(_: Inventory) -> PlannedJob:
         raise AssertionError
 
-    head = Meeting("n0", "127.0.0.1", 0, new_token(), WAIT_TIMEOUT, head=True, least=2, most=2)
+    place = TcpAddress("127.0.0.1", 0, "")
+    head = Invite(new_token().hex(), "n0", spec=SPEC, head=place, leads=True)
+    lead = partial(
+        run_head, head, (2, 2), never, timeout=WAIT_TIMEOUT, store=None, quiet=True, publish=withdrawn
+    )
     with ThreadPoolExecutor() as pool:
-        leading = pool.submit(run_head, head, SPEC, never, store=None, quiet=True, publish=withdrawn)
+        leading = pool.submit(lead)
         endpoint = told.get(timeout=WAIT_TIMEOUT)
-        node = Meeting("n1", endpoint.addr, endpoint.port, head.token, WAIT_TIMEOUT)
+        node = Invite(head.token, "n1", head=endpoint)
         with pytest.raises(RendezvousError, match="the job was not started: the note where the head is"):
-            run_member(node, None, quiet=True)
+            run_member(node, timeout=WAIT_TIMEOUT, quiet=True)
         with pytest.raises(RendezvousError, match="cannot be removed"):
             leading.result(WAIT_TIMEOUT)
     with pytest.raises(ConnectionRefusedError):
@@ -88,10 +94,10 @@ def test_a_node_with_another_secret_fails_at_once(tmp_path: Path, insecure: bool
     with ThreadPoolExecutor() as pool:
         leading = pool.submit(asyncio.run, head(told, over))
         there = told.get(timeout=WAIT_TIMEOUT)
-        node = Meeting("n1", there.addr, there.port, new_token(), 600.0, insecure=insecure)
+        node = Invite(new_token().hex(), "n1", head=there, insecure=insecure)
         try:
             with pytest.raises(WireError, match="is not node|is the token right"):
-                run_member(node, None, quiet=True)
+                run_member(node, timeout=WAIT_TIMEOUT, quiet=True)
         finally:
             over.set()
         leading.result(WAIT_TIMEOUT)
@@ -119,12 +125,11 @@ def test_a_node_that_is_ready_and_then_dismissed_keeps_no_directory_of_the_job(t
     roles = (RoleSpec("actor", 1, Entry("script", str(script))),)
     spec = JobSpec("mine", "mine", roles, ("actor",))
     task = AgentTask(spec, "n1", ("n0", "n1"), "", str(tmp_path))
-    with early_agent(None) as agent, ThreadPoolExecutor() as pool:
-        offered = offer("n1", addr="127.0.0.1")
-        joining = pool.submit(take_part, theirs, offered, agent, new_token(), insecure=True)
+    invite = Invite(new_token().hex(), "n1", insecure=True)
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(take_part, invite, theirs)
         assert isinstance(ours.receive(WAIT_TIMEOUT), Offer)
-        head = TcpAddress("127.0.0.1", 1, "n0")
-        ours.send(Assigned("mine", "u1", head, task.to_json()))
+        ours.send(replace(task, uid="u1", head=TcpAddress("127.0.0.1", 1, "n0")))
         assert ours.receive(WAIT_TIMEOUT) == Ready()
         folder = job_at("mine", "n1").path
         assert (folder / "token").exists()
@@ -132,7 +137,6 @@ def test_a_node_that_is_ready_and_then_dismissed_keeps_no_directory_of_the_job(t
         with pytest.raises(RendezvousError, match="another node cannot take part"):
             joining.result(WAIT_TIMEOUT)
     assert not folder.exists()
-    with pytest.raises(ProcessLookupError):
-        os.kill(agent.pid, 0)
+    assert psutil.Process().children() == []
     for stream in (ours, theirs):
         stream.close()

@@ -19,7 +19,7 @@ from unirun.errors import FrameError
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts import copying as mirror
 from unirun.launcher.hosts.connection import RemoteNode
-from unirun.launcher.hosts.copying import Mirror, write
+from unirun.launcher.hosts.copying import Mirror, record_hosts, write
 from unirun.launcher.hosts.feed import MAX_CHUNK_BYTES, feed
 from unirun.observe.jobdir import JobDir
 from unirun.wire.blocking import BlockingStream
@@ -35,7 +35,7 @@ def sent(job: JobDir, offsets: dict[str, int]) -> list[Chunk]:
     with BlockingStream(here) as node, BlockingStream(there) as command:
         feed(job, node, dict(offsets))
         chunks = []
-        while (message := command.receive(WAIT_TIMEOUT)) != Current(complete=True):
+        while not isinstance(message := command.receive(WAIT_TIMEOUT), Current):
             assert isinstance(message, Chunk)
             chunks.append(message)
     return chunks
@@ -95,7 +95,7 @@ def test_beats_follow_while_the_agent_lives(job: JobDir) -> None:
             feeding = pool.submit(feed, job, node, {})
             assert [command.receive(WAIT_TIMEOUT) for _ in range(3)] == [Current(), Heartbeat(), Heartbeat()]
         feeding.result(WAIT_TIMEOUT)
-        assert command.receive(WAIT_TIMEOUT) == Current(complete=True)
+        assert command.receive(WAIT_TIMEOUT) == Current(over=True)
 
 
 @pytest.mark.starts_processes
@@ -111,15 +111,16 @@ def test_a_host_that_sends_nothing_is_silent_until_it_sends_again(
         remote = RemoteNode(Host("h1", "h1"), process)
         told: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
         notes: list[str] = []
+        record_hosts(job, [remote.host])
         copying = asyncio.create_task(
-            Mirror(job, remote.host, remote, notes.append, lambda *news: told.put_nowait(news)).run()
+            Mirror(job, {"h1": remote}, notes.append, silent=lambda *news: told.put_nowait(news)).run()
         )
         async with asyncio.timeout(WAIT_TIMEOUT):
             assert await told.get() == ("h1", True)
             remote.stream.send(Heartbeat())
             assert await told.get() == ("h1", False)
             assert await told.get() == ("h1", True)
-            remote.stream.send(Current(complete=True))
+            remote.stream.send(Current(over=True))
             await copying
         assert not notes
 

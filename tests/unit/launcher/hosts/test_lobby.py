@@ -8,25 +8,23 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from msgspec.json import encode as to_json
-from msgspec.structs import replace
 
 from tests.waiting import WAIT_TIMEOUT
 from unirun.collocation import Inventory
 from unirun.collocation.host import told_topology
 from unirun.collocation.inventory import Node
 from unirun.errors import RendezvousError
-from unirun.failover.offers import AgentTask, versions
+from unirun.failover.offers import versions
 from unirun.launcher.hosts.lobby import Lobby
 from unirun.launcher.planned import PlannedJob, plan
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Stream
-from unirun.wire.frames import from_json
-from unirun.wire.messages import Assigned, Dismissed, Offer, Ready, Stop
+from unirun.wire.messages import AgentTask, Dismissed, Offer, Ready, Stop
 from unirun.wire.reports import Message
 
 OURS = versions()
-COMMON = Assigned("run", "uid", TcpAddress("10.0.0.1", 29400, "h0"))
+HEAD = TcpAddress("10.0.0.1", 29400, "h0")
 
 
 def offer(node: str, rank: int = -1, versions: dict[str, str] | None = None, **more: object) -> Offer:
@@ -55,7 +53,7 @@ def names(lobby: Lobby) -> list[str]:
 
 async def full(*nodes: str) -> tuple[Lobby, list[Stream]]:
     """A lobby with the head and `nodes`, and their ends of the streams."""
-    lobby, streams = Lobby(len(nodes) + 1, offer("h0")), []
+    lobby, streams = Lobby(len(nodes) + 1, offer("h0", masters=HEAD)), []
     for node in nodes:
         here, there = await pair()
         lobby.enter(offer(node), here)
@@ -140,17 +138,18 @@ class TestTheStart:
     def test_all_nodes_get_their_task_and_begin_when_all_are_ready(self) -> None:
         async def play() -> None:
             lobby, nodes = await full("h1", "h2")
-            planned = await lobby.plan(made)
-            assigning = asyncio.ensure_future(lobby.assign(planned, COMMON, cwd="/work"))
+            assigning = asyncio.ensure_future(lobby.assign(made, uid="u1", cwd="/work"))
+            told = []
             for number, node in enumerate(nodes, 1):
                 word = await node.receive()
-                assert isinstance(word, Assigned)
-                task = from_json(AgentTask, word.task)
-                assert (task.node, task.nodes, task.cwd) == (f"h{number}", ("h0", "h1", "h2"), "/work")
-                assert replace(word, task="") == COMMON
+                assert isinstance(word, AgentTask)
+                assert (word.node, word.cwd, word.uid, word.head) == (f"h{number}", "/work", "u1", HEAD)
                 assert not assigning.done()
+                told.append(word)
                 node.send(Ready())
-            await assigning
+            planned, tasks = await assigning
+            assert [*tasks.values()][1:] == told
+            assert PlannedJob.from_json(tasks["h0"].planned) == planned
             await lobby.part(Ready())
             assert [await node.receive() for node in nodes] == [Ready(), Ready()]
 
@@ -161,24 +160,46 @@ class TestTheStart:
             lobby, streams = Lobby(3), []
             for number in range(3):
                 here, there = await pair()
-                lobby.enter(offer(f"h{number}"), here)
+                lobby.enter(offer(f"h{number}", masters=None if number else HEAD), here)
                 streams.append(there)
-            planned = await lobby.plan(made)
-            assigning = asyncio.ensure_future(lobby.assign(planned, COMMON, cwd=""))
+            assigning = asyncio.ensure_future(lobby.assign(made, uid="u1"))
             first, *others = [await stream.receive() for stream in streams]
-            assert isinstance(first, Assigned)
-            assert (PlannedJob.from_json(first.planned), first.task) == (planned, "")
-            assert all(isinstance(each, Assigned) and each.task and not each.planned for each in others)
+            assert isinstance(first, AgentTask)
+            assert PlannedJob.from_json(first.planned).spec == first.spec
+            assert all(isinstance(each, AgentTask) and not each.planned for each in others)
             assigning.cancel()
+
+        run(play)
+
+    def test_agents_elsewhere_can_start_masters_where_they_reach_the_store(self) -> None:
+        async def play() -> None:
+            for store, masters in ((None, ("h0",)), ("etcd://h9:2379", ("h0", "h1"))):
+                lobby, (node,) = await full("h1")
+                assigning = asyncio.ensure_future(lobby.assign(made, uid="u1", store=store))
+                word = await node.receive()
+                assert isinstance(word, AgentTask)
+                assert (word.nodes, word.store) == (masters, store or "")
+                assigning.cancel()
 
         run(play)
 
     def test_a_node_that_the_job_excludes_is_let_go(self) -> None:
         async def play() -> None:
-            lobby, (_, out, _) = await full("h1", "out", "h2")
-            await lobby.plan(made)
+            lobby, (out, *nodes) = await full("out", "h1", "h2")
+            assigning = asyncio.ensure_future(lobby.assign(made, uid="u1"))
             assert await out.receive() == Dismissed("the job excludes this node", "see --exclude")
+            await nodes[0].receive()
             assert names(lobby) == ["h0", "h1", "h2"]
+            assigning.cancel()
+
+        run(play)
+
+    def test_a_head_that_the_job_excludes_is_an_error(self) -> None:
+        async def play() -> None:
+            lobby = Lobby(2, offer("out", masters=HEAD))
+            lobby.enter(offer("h1"), (await pair())[0])
+            with pytest.raises(RendezvousError, match="h1 has not told where masters listen"):
+                await lobby.assign(made, uid="u1")
 
         run(play)
 
@@ -188,9 +209,8 @@ class TestTheStart:
             nodes[0].send(Dismissed("it has no train.py", "put it there"))
             nodes[1].send(Ready())
             await nodes[2].close()
-            planned = await lobby.plan(made)
             with pytest.raises(RendezvousError) as caught:
-                await lobby.assign(planned, COMMON, cwd="")
+                await lobby.assign(made, uid="u1")
             lines = str(caught.value).splitlines()
             assert lines[0] == "2 nodes cannot take part"
             assert lines[1] == "  h1: it has no train.py; put it there"
@@ -203,6 +223,6 @@ class TestTheStart:
             lobby = Lobby(2, offer("h0"))
             lobby.enter(offer("h1", versions={"torch": "1.0"}), (await pair())[0])
             with pytest.raises(RendezvousError, match=r"h1: it has torch 1\.0"):
-                await lobby.plan(made)
+                await lobby.assign(made, uid="u1")
 
         run(play)

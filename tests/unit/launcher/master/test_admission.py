@@ -16,13 +16,12 @@ from tests.unit.failover.multi_node import scripts
 from tests.waiting import WAIT_TIMEOUT
 from unirun.collocation import Node
 from unirun.failover.draft import Arrived, Event
-from unirun.failover.offers import AgentTask, versions
+from unirun.failover.offers import versions
 from unirun.launcher.master.shell import NodeAdmission
 from unirun.observe.jobdir import JobDir
 from unirun.wire.address import Address, TcpAddress, UnixAddress
 from unirun.wire.aio import Stream
-from unirun.wire.frames import from_json
-from unirun.wire.messages import Assigned, Dismissed, Offer, Ready
+from unirun.wire.messages import AgentTask, Dismissed, Offer, Ready
 from unirun.wire.reports import Message
 
 HEAD = TcpAddress("10.0.0.1", 29400, "n0")
@@ -65,11 +64,10 @@ def test_a_node_gets_its_task_and_is_let_in_when_it_is_ready_and_that_is_written
         harness = AdmissionHarness(tmp_path)
         node, hearing = await harness.visit(offer("n9"))
         word = await answer(node)
-        assert isinstance(word, Assigned)
-        assert (word.run_id, word.uid, word.head, word.store) == ("mine", "u1", HEAD, "")
-        task = from_json(AgentTask, word.task)
-        assert (task.spec, task.node, task.nodes) == (harness.state.spec, "n9", ("n0", "n1", "n2", "n9"))
-        assert task.cwd == os.getcwd()
+        assert isinstance(word, AgentTask)
+        assert (word.uid, word.head, word.store) == ("u1", HEAD, "")
+        assert (word.spec, word.node, word.nodes) == (harness.state.spec, "n9", ("n0", "n1", "n2", "n9"))
+        assert word.cwd == os.getcwd()
         node.send(Ready())
         async with asyncio.timeout(WAIT_TIMEOUT):
             while not harness.applied:
@@ -92,7 +90,7 @@ def test_a_node_gets_the_environment_of_the_job_which_a_master_has(
 
     async def play() -> None:
         word = await answer((await AdmissionHarness(tmp_path).visit(offer("n9")))[0])
-        assert isinstance(word, Assigned)
+        assert isinstance(word, AgentTask)
         assert word.env is not None
         assert word.env["OF_THE_JOB"] == "1"
         assert not {"SSH_CONNECTION", "UNIRUN_STORE_PASSWORD"} & word.env.keys()
@@ -107,9 +105,8 @@ def test_a_host_that_was_lost_gets_the_number_of_its_next_life(tmp_path: Path) -
         harness.state = replace(harness.state, placement=placement)
         node, hearing = await harness.visit(offer("n2"))
         word = await answer(node)
-        assert isinstance(word, Assigned)
-        task = from_json(AgentTask, word.task)
-        assert (task.node, task.nodes) == ("n2.2", ("n0", "n1", "n2", "n2.2"))
+        assert isinstance(word, AgentTask)
+        assert (word.node, word.nodes) == ("n2.2", ("n0", "n1", "n2", "n2.2"))
         node.send(Ready())
         async with asyncio.timeout(WAIT_TIMEOUT):
             while not harness.applied:
@@ -127,7 +124,7 @@ def test_a_node_is_told_of_the_store_with_the_place_where_its_own_directory_is_p
         url = "etcd://10.0.0.1:2379?cacert={job}/tls/ca.pem"
         (tmp_path / "mine" / "store").write_text(url)
         word = await answer((await harness.visit(offer("n9")))[0])
-        assert isinstance(word, Assigned)
+        assert isinstance(word, AgentTask)
         assert word.store == url
 
     asyncio.run(play())
@@ -142,7 +139,7 @@ def test_a_node_that_goes_away_before_it_is_ready_has_changed_nothing(tmp_path: 
         await hearing
         assert harness.applied == []
         node, _ = await harness.visit(offer("n9"))
-        assert isinstance(await answer(node), Assigned)
+        assert isinstance(await answer(node), AgentTask)
 
     asyncio.run(play())
 

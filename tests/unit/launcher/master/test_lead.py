@@ -36,7 +36,7 @@ from unirun.wire.certificates import make_tls
 from unirun.wire.frames import from_json
 from unirun.wire.handshake import load_token, new_token
 from unirun.wire.messages import Stop
-from unirun.wire.sockets import listen, listen_tcp
+from unirun.wire.sockets import listen_tcp
 
 SEAT = "jobs/job-1/"
 UID = "0a1b"
@@ -69,9 +69,7 @@ class JobOnDisk:
     def lead(
         self, *, tcp: socket.socket | None = None, deposing: int = 0, agents: dict[str, int] | None = None
     ) -> None:
-        with listen(self.path) as listener:
-            lead(self.job, self.path, listener, tcp=tcp, deposing=deposing, agents=agents)
-        self.path.unlink()
+        lead(self.job, tcp=tcp, deposing=deposing, agents=agents)
 
     def first(self, state: JobState) -> None:
         self.job.write_first_context(encode(state))

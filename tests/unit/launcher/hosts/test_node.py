@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from unirun.launcher.hosts.lobby import missing, needs
+from unirun.launcher.hosts.node import missing, needs
 from unirun.spec.job import Entry, JobSpec, RoleSpec
 
 
