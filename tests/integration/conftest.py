@@ -18,6 +18,7 @@ from ..testbed.fixtures import hosts as hosts
 from ..testbed.fixtures import slurm as slurm
 from ..testbed.fixtures import slurm_of_hosts as slurm_of_hosts
 from .harness import EXEC, Running, Script, Unirun, home_of, swept
+from .invariants import no_thread_left
 from .serving import SERVE_SCRIPT
 from .warm import ONE_THREAD, Warm, WarmUnirun, warm_in
 
@@ -41,12 +42,21 @@ def warm_functions(warm: Warm) -> None:
     warm.start("--preload", ",".join(PRELOAD_OF_FUNCTIONS), env=ONE_THREAD)
 
 
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """No thread that a test has started may be left in its process."""
+    with no_thread_left():
+        yield
+
+
 @pytest.fixture
 def unirun(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Unirun]:
     """The command; at the end of the test no process of its jobs may be left. Jobs start warm, but for tests that are
-    marked ``cold``."""
+    marked ``cold``. A test that is marked ``breaks`` has the pattern of an invariant that does not hold after it."""
     cold = request.node.get_closest_marker("cold") is not None
     command = Unirun(tmp_path) if cold else WarmUnirun(tmp_path, request.getfixturevalue("warm"))
+    if (marker := request.node.get_closest_marker("breaks")) is not None:
+        command.breaks = marker.args[0]
     with swept(command) as swept_command:
         yield swept_command
 

@@ -24,6 +24,8 @@ import pytest
 from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun.cli.commands import call
 
+from .invariants import Invariants
+
 T = TypeVar("T")
 Command = TypeVar("Command", bound="Unirun")
 
@@ -189,6 +191,8 @@ class Unirun:
     def __init__(self, root: Path) -> None:
         self.root, self.home = root, root / "home"
         self.started: list[Running] = []
+        self.breaks = "(?!)"
+        """A pattern of invariants that the test breaks on purpose."""
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """The environment of the command: this process's, without what a launcher around it would set, and without
@@ -339,8 +343,10 @@ def home_of(command: Unirun) -> Iterator[Unirun]:
 
 @contextlib.contextmanager
 def swept(command: Command) -> Iterator[Command]:
-    """Fail when a job of `command` has left a process at the end of the context."""
+    """Fail when a job of `command` has broken an invariant at the end of the context, or has left a process."""
     failed = True
+    invariants = Invariants(lambda: [running.pid for running in command.started])
+    invariants.start()
     try:
         yield command
         failed = False
@@ -350,3 +356,12 @@ def swept(command: Command) -> Iterator[Command]:
                 command.assert_nothing_left()
         finally:
             command.clean_up()
+            invariants.close()
+        if not failed:
+            outputs = [running.text for running in command.started]
+            broken = [
+                each
+                for each in invariants.broken(command.home, outputs)
+                if not re.search(command.breaks, each)
+            ]
+            assert not broken, "\n".join(broken)

@@ -58,7 +58,7 @@ from unirun.wire.messages import (
     StopWorkers,
     View,
 )
-from unirun.wire.reporting import report, report_error
+from unirun.wire.reporting import gave_up, report, report_error
 from unirun.wire.reports import (
     Borrow,
     FromWorker,
@@ -653,5 +653,6 @@ class Agent:
             try:
                 await asyncio.to_thread(popen.wait, SPAWNER_EXIT_TIMEOUT)
             except subprocess.TimeoutExpired:
+                gave_up("the end of a spawner", SPAWNER_EXIT_TIMEOUT)
                 popen.kill()
                 popen.wait()

@@ -31,7 +31,7 @@ from unirun.spec.job import JobSpec
 from unirun.values import Value
 from unirun.wire.frames import typed
 from unirun.wire.messages import AgentTask
-from unirun.wire.reporting import NO_THREAD, flush, lacks_threads, report, report_error
+from unirun.wire.reporting import NO_THREAD, flush, gave_up, lacks_threads, report, report_error
 
 # The member of a job's own etcd on this node: a process that lives as long as the node's agent.
 
@@ -69,6 +69,7 @@ def running_member(job: JobDir, task: AgentTask) -> Iterator[frozenset[int]]:
         try:
             process.wait(ETCD_EXIT_TIMEOUT)
         except subprocess.TimeoutExpired:
+            gave_up("the end of etcd", ETCD_EXIT_TIMEOUT)
             process.kill()
             process.wait()
 
@@ -79,7 +80,10 @@ def _wait_for_the_master(job: JobDir) -> None:
     store = open_store(job.store_url, timeout=MASTER_LEAVE_TIMEOUT)
     try:
         end = time.monotonic() + MASTER_LEAVE_TIMEOUT
-        while leader_of(store, job_prefix(job.run_id)) is not None and time.monotonic() < end:
+        while leader_of(store, job_prefix(job.run_id)) is not None:
+            if time.monotonic() > end:
+                gave_up("the master to leave the store", MASTER_LEAVE_TIMEOUT)
+                break
             time.sleep(MASTER_LEAVE_POLL_INTERVAL)
     finally:
         store.close()
@@ -361,8 +365,9 @@ class Processes:
             self.stop_agents()
         for pids in (self._agents, (self._first, self.master)):
             deadline = time.monotonic() + farewell
-            for pid in filter(None, pids):
-                self._wait(pid, deadline - time.monotonic())
+            late = [pid for pid in filter(None, pids) if self._wait(pid, deadline - time.monotonic()) is None]
+            if late and farewell:
+                gave_up(f"the end of {'an agent' if pids is self._agents else 'a master'}", farewell)
         kill_children()
         return code
 

@@ -23,6 +23,7 @@ from unirun.values import WorkerId
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.credentials import load_credentials
 from unirun.wire.messages import Ended, Grow, View, Visit, Welcome
+from unirun.wire.reporting import gave_up
 from unirun.wire.reports import Message
 from unirun.wire.sockets import shut
 
@@ -82,6 +83,8 @@ class Visitor:
         shut(self._stream.socket)
         if threading.current_thread() is not self._thread:
             self._thread.join(VISIT_TIMEOUT)
+            if self._thread.is_alive():
+                gave_up("the end of what a trainer hears", VISIT_TIMEOUT)
 
     def _tell(self, message: Message) -> None:
         with contextlib.suppress(WireError):

@@ -41,6 +41,7 @@ from unirun.train.job import JobHandle, python_path
 from unirun.train.losses import LIMIT, LOSS_REPORT_TIMEOUT, loss_of
 from unirun.train.setup import ROLE, Setup
 from unirun.wire.messages import Stop
+from unirun.wire.reporting import gave_up
 
 WORKERS_START_TIMEOUT = 120.0
 """Seconds in which the workers must be up."""
@@ -263,6 +264,7 @@ class Workers:
         try:
             process.wait(JOB_END_TIMEOUT)
         except subprocess.TimeoutExpired:
+            gave_up("the end of the trainer's job", JOB_END_TIMEOUT)
             process.kill()
             process.wait()
         for reader in self._readers:

@@ -25,6 +25,11 @@ def report(text: object) -> None:
             print(text, file=sys.stderr, flush=True)
 
 
+def gave_up(wait: str, seconds: float) -> None:
+    """Report that a `wait` for what always comes soon has run into its time-out, and that the process goes on."""
+    report(f"unirun: gave up waiting for {wait} after {seconds:g} s")
+
+
 def report_error(error: BaseException) -> None:
     """Write the traceback of `error` to stderr."""
     report("".join(traceback.format_exception(error)).rstrip("\n"))

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.integration.invariants import stale_pidfds
 from tests.waiting import WAIT_TIMEOUT
 from unirun.errors import ConnectionLost
 from unirun.launcher import spawner as spawner_module
@@ -120,6 +121,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Spawner]]:
     yield make
     for spawner in started:
         if spawner.process.returncode is None:
+            pid = spawner.process.pid
+            assert eventually(lambda pid=pid: not stale_pidfds(pid)), "nothing is kept of what has ended"  # type: ignore[misc]
             spawner.process.kill()
             spawner.close()
 

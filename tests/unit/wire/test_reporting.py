@@ -10,7 +10,7 @@ from typing import TextIO
 
 import pytest
 
-from unirun.wire.reporting import flush, lacks_threads, report, report_error
+from unirun.wire.reporting import flush, gave_up, lacks_threads, report, report_error
 
 
 def test_report_flushes_stderr(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,3 +72,8 @@ def test_report_never_raises_when_stderr_cannot_be_written() -> None:
         report("lost")
         report_error(ValueError("lost"))
         flush()
+
+
+def test_a_wait_that_has_run_out_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    gave_up("the end of a spawner", 2.0)
+    assert capsys.readouterr().err == "unirun: gave up waiting for the end of a spawner after 2 s\n"

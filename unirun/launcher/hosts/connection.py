@@ -17,6 +17,7 @@ from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts.feed import MARK
 from unirun.wire.aio import Stream
 from unirun.wire.messages import W, expected
+from unirun.wire.reporting import gave_up
 
 OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
 """No terminal, no questions, and a connection that is lost is noticed within 15 s (three times ServerAliveInterval)."""
@@ -131,6 +132,7 @@ class RemoteNode:
                 async with asyncio.timeout(SSH_EXIT_TIMEOUT):
                     await self._process.wait()
                     return
+            gave_up("the end of ssh", SSH_EXIT_TIMEOUT)
 
 
 async def reach(host: Host) -> RemoteNode:

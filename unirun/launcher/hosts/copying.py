@@ -45,7 +45,7 @@ from unirun.observe.ownership import make_private
 from unirun.observe.status import ENDED, read_summary
 from unirun.wire.aio import Stream
 from unirun.wire.messages import Chunk, Current, Dismissed, Resume
-from unirun.wire.reporting import report
+from unirun.wire.reporting import gave_up, report
 from unirun.wire.reports import Message
 
 # The command's copy of what nodes on other hosts write: the files of a job's directory, as `feed` sends them.
@@ -253,7 +253,8 @@ def make_current(job: JobDir) -> None:
         return
     told = _start(job)
     try:
-        select.select([told], [], [], CATCH_UP_TIMEOUT)
+        if not select.select([told], [], [], CATCH_UP_TIMEOUT)[0]:
+            gave_up("the copy of what its hosts have written", CATCH_UP_TIMEOUT)
     finally:
         os.close(told)
 

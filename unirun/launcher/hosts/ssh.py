@@ -35,6 +35,7 @@ from unirun.wire.address import TcpAddress
 from unirun.wire.certificates import make_tls
 from unirun.wire.handshake import Token, new_token
 from unirun.wire.messages import AgentTask, Dismissed, Invite, Offer, Ready, W
+from unirun.wire.reporting import gave_up
 
 COMMAND = "command"
 """The name in the certificate of a command that is no node."""
@@ -335,11 +336,11 @@ class RemoteProcesses:
 
     def end(self, led: bool = True, farewell: float | None = None) -> int | None:
         """Wait for the rest of the nodes' files; those that are lost are not waited for."""
+        patience = OUTPUT_DRAIN_TIMEOUT if farewell is None else min(farewell, OUTPUT_DRAIN_TIMEOUT)
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._nodes <= self._lost() | self._silent,
-                OUTPUT_DRAIN_TIMEOUT if farewell is None else min(farewell, OUTPUT_DRAIN_TIMEOUT),
-            )
+            came = self._changed.wait_for(lambda: self._nodes <= self._lost() | self._silent, patience)
+        if not came and patience:
+            gave_up("the rest of the nodes' files", patience)
         return None
 
     def _lost(self) -> set[str]:

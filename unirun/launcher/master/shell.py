@@ -71,7 +71,7 @@ from unirun.wire.messages import (
     View,
     Visit,
 )
-from unirun.wire.reporting import report, report_error
+from unirun.wire.reporting import gave_up, report, report_error
 from unirun.wire.reports import FromWorker, Join, Knock, MasterRequest, Message, Notice, Sample, ViewWanted
 
 # The file with the status of a job: written at most every so often, and by a thread, so that no event waits for it.
@@ -648,3 +648,5 @@ class Master:
                 await asyncio.wait(set(self._tasks), timeout=left)
             else:
                 await asyncio.sleep(0.01)
+        if self._tasks or self._unaware:
+            gave_up("the ends of its streams", STREAM_CLOSE_TIMEOUT)

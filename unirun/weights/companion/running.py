@@ -29,7 +29,7 @@ from unirun.weights.integrations.sending import SERVER, Param, file_for
 from unirun.weights.integrations.vllm import Client
 from unirun.weights.publishing import Blocks
 from unirun.weights.sources import VersionFile
-from unirun.wire.reporting import report
+from unirun.wire.reporting import gave_up, report
 from unirun.wire.reports import EngineWeights
 
 PUBLISHER_RETRY_INTERVAL = 0.5
@@ -90,6 +90,8 @@ class Companion:
             deadline = time.monotonic() + FINAL_LOAD_TIMEOUT
             for thread in self._loading:
                 thread.join(max(deadline - time.monotonic(), 0.0))
+                if thread.is_alive():
+                    gave_up("an engine that is brought its weights", FINAL_LOAD_TIMEOUT)
             self._latest = None
             self._blocks.close()
 
