@@ -9,7 +9,7 @@ APT := procps util-linux etcd-server etcd-client openssl openssh-server iproute2
 # A run of the tests starts thousands of processes, which read compiled modules even where others are told to write none.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick properties soak chaos engines mutants check docs bench gpu clean
+.PHONY: demo test quick properties soak chaos engines mutants planted check docs bench gpu clean
 
 # torch first, from pip's own index; the build on PyPI is for CUDA and takes 5.6 GB with its dependencies. TORCH_INDEX names
 # another index for torch alone. Its dependencies come from pip's own index in the next step, as the other may lack them.
@@ -78,6 +78,11 @@ mutants: $(VENV)/.dev
 	failed=; for room in $(ROOM); do \
 	  $(BIN)/python tests/mutants/run.py $$room --jobs $(JOBS) $(if $(SAMPLE),--sample $(SAMPLE)) || failed="$$failed $$room"; \
 	done; test -z "$$failed" || { echo "tests detect too few faults in:$$failed"; exit 1; }
+
+# Bugs of the kinds that people make are planted one at a time, and their tests have to notice 95 of a hundred
+# (tests/mutants/planted). BUG=weights tries those with this in their names or kinds.
+planted: $(VENV)/.dev
+	$(BIN)/python tests/mutants/planted.py $(BUG) --jobs $(JOBS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
