@@ -41,7 +41,7 @@ def run(*, uid: str, log_dir: str | None = None, **options: object) -> JobDir:
 
 
 def names(job: JobDir) -> set[str]:
-    """What a new directory does not have."""
+    """The names in a job's directory that a new one does not have."""
     made = {"token", "uid", "store", "alive.lock", "logs", job.events.name}
     return {path.name for path in job.path.iterdir()} - made
 
