@@ -44,11 +44,11 @@ CIRCLES = Bar("circles of imports inside a room", "circles", 0)
 SMALL = Bar(f"modules with one importer and fewer than {source.SMALL} lines", "files")
 TIMES = Bar("constants of time without unit or purpose in their names", "names", 0)
 
-RESTART = Bar("SIGKILL of a worker → next generation: files of the cores of master and agent", "files", 30)
+RESTART = Bar("SIGKILL of a worker → next generation: files of the cores of master and agent", "files", 26)
 SHELLS = Bar("the same in a job, until all ranks are past an all_reduce: files of both processes", "files")
-CALL = Bar("group call of 2 ranks there and back: files of both sides", "files", 17)
-PUBLISH = Bar("publish → tensors of a receiver, not the first version: files of both sides", "files", 14)
-REPORT = Bar("Trainer(2).run → report → callback, on warm workers: files of the driver", "files", 25)
+CALL = Bar("group call of 2 ranks there and back: files of both sides", "files", 14)
+PUBLISH = Bar("publish → tensors of a receiver, not the first version: files of both sides", "files", 11)
+REPORT = Bar("Trainer(2).run → report → callback, on warm workers: files of the driver", "files", 21)
 WORKERS = Bar("the same: files of the workers", "files")
 
 MASTER_AND_AGENT = {"unirun-master": "master", "unirun-agent": "agent"}
