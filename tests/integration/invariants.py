@@ -177,15 +177,17 @@ def in_use(name: str) -> bool:
 
 
 def files_left(home: Path) -> Iterator[str]:
-    """Files below `home` that are temporary, sockets, or open to other users though they are secrets."""
-    secrets = {path.read_bytes() for path in home.rglob("token") if path.is_file()} | {b"PRIVATE KEY"}
+    """Files below `home` that are temporary, sockets, or open to other users though they are secrets or a job's."""
+    tokens = [path for path in home.rglob("token") if path.is_file()]
+    secrets = {path.read_bytes() for path in tokens} | {b"PRIVATE KEY"}
+    jobs = {path.parent for path in tokens}
     for path in (home, *sorted(home.rglob("*"))) if home.exists() else ():
         try:
             info = path.lstat()
         except FileNotFoundError:
             # SQLite removes files beside its own when the last process has closed it.
             continue
-        if stat.S_ISDIR(info.st_mode) and info.st_mode & 0o077:
+        if stat.S_ISDIR(info.st_mode) and info.st_mode & 0o077 and jobs & {path, *path.parents}:
             yield f"directory {path} has mode {stat.S_IMODE(info.st_mode):o}"
         if path.name.endswith((PARTIAL, ".new")):
             yield f"temporary name {path}"
@@ -208,4 +210,7 @@ def no_thread_left() -> Iterator[None]:
     """Fail when a thread of this process that began in the block does not end with it."""
     before = set(threading.enumerate())
     yield
-    eventually(lambda: not set(threading.enumerate()) - before, "the threads of the test have ended")
+    try:
+        eventually(lambda: not set(threading.enumerate()) - before)
+    except AssertionError:
+        raise AssertionError(f"threads are left: {set(threading.enumerate()) - before}") from None

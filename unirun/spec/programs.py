@@ -390,7 +390,7 @@ def _circles(known: Mapping[str, RoleSpec]) -> Iterator[Fault]:
 def _interpreter_faults(role: RoleSpec, env: Mapping[str, str]) -> Iterator[Fault]:
     """The fault of a role whose interpreter has to import unirun and cannot. One that is given ``PYTHONPATH``, or a
     file of variables, may be able to."""
-    told = role.env_file or any("PYTHONPATH" in each for each in (role.env, env, os.environ))
+    told = role.env_file or any(each.get("PYTHONPATH") for each in (role.env, env, os.environ))
     if role.entry.kind in ("script", "module"):
         use = f"a {role.entry.kind} needs it there"
         otherwise = ", or write program: python, which does not need it"
