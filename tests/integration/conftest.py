@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,9 +44,10 @@ def warm_functions(warm: Warm) -> None:
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """No thread that a test has started may be left in its process."""
-    with no_thread_left():
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No thread that a test has started may be left in its process. A trainer of a module starts some when it needs them,
+    and keeps them until the module's end."""
+    with contextlib.nullcontext() if "trainer" in request.fixturenames else no_thread_left():
         yield
 
 
@@ -118,6 +120,6 @@ def home(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[Uniru
 @pytest.fixture(scope="module")
 def trainer(home: Unirun) -> Iterator[Trainer]:
     """Three ranks, which the tests of a module share."""
-    with Trainer(num_workers=3, max_failures=20) as made:
+    with no_thread_left(), Trainer(num_workers=3, max_failures=20) as made:
         made.start()
         yield made
