@@ -97,7 +97,8 @@ class Connections:
         if api_key:
             self._headers.append((b"Authorization", f"Bearer {api_key}".encode()))
         self._urls: dict[str, httpx2.URL] = {}
-        self._scopes: set[asyncio.Timeout] = set()
+        # Those of the requests in flight, in their order.
+        self._scopes: dict[asyncio.Timeout, None] = {}
         self._abandoned = False
 
     async def post(
@@ -121,11 +122,11 @@ class Connections:
         scope = asyncio.timeout_at(deadline)
         try:
             async with scope:
-                self._scopes.add(scope)
+                self._scopes[scope] = None
                 try:
                     return await self._answer(path, body)
                 finally:
-                    self._scopes.discard(scope)
+                    del self._scopes[scope]
         except TimeoutError:
             if self._abandoned:
                 return self._failed("unready", "it is no longer ready")
@@ -361,10 +362,13 @@ class EngineClient:
                 line = await self._line(failures, deadline)
                 self._turn += 1
                 found = await line.post(path, encoded, turn=self._turn, deadline=deadline)
+                if not line.load.doubted:
+                    # Requests may wait for the end of a doubt that is over now.
+                    self._tell()
                 if not isinstance(found, RequestFailure):
                     return self._answer(found, line.load.engine)
                 failures = (*failures, found)
-                if has_failed(failures, self.attempts):
+                if has_failed(failures, self.attempts) and not self._closed:
                     raise self._given_up(found, len(failures), path)
         except TimeoutError as error:
             holder = None if line is None else line.load.engine
