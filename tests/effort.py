@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TypeVar
 
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 T = TypeVar("T")
 
@@ -18,6 +18,8 @@ def variants(*values: T) -> tuple[T, ...]:
     return values if CHAOS else values[:1]
 
 
-def examples(percent: int) -> settings:
-    """So many per cent of the profile's: 40 of the 50 in `make test` are 20, and 3 of the 8 in `make quick`."""
-    return settings(max_examples=max(1, settings().max_examples * percent // 100))
+def examples(percent: int, *, shrunk: bool = True) -> settings:
+    """So many per cent of the profile's: 40 of the 50 in `make test` are 20, and 3 of the 8 in `make quick`. One that
+    fails is `shrunk`, which takes minutes where each takes a tenth of a second."""
+    phases = [phase for phase in Phase if shrunk or phase not in (Phase.shrink, Phase.explain)]
+    return settings(max_examples=max(1, settings().max_examples * percent // 100), phases=phases)

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.effort import examples
 from unirun.errors import TrainingFailed, UsageError
 from unirun.experiments import MicroBatchSpec, Model, SequenceSample
 from unirun.experiments.models.api import Engine
@@ -110,3 +113,60 @@ def test_figures_of_micro_batches_are_means_or_what_their_reduction_says() -> No
         UsageError, match="the reduction of 'sum' is 'total'; it is one of mean, sum, max, min"
     ):
         train(reductions={"sum": "total"})
+
+
+class Plain:
+    """The same network, trained by torch alone: a step for all sequences, with the rate of its number."""
+
+    def __init__(self, total: int, warmup: float, clip: float) -> None:
+        self.stage = causal_lm(place(), config=CONFIG)
+        self._optimizer = torch.optim.SGD(self.stage.parameters(), lr=1.0, momentum=0.9)
+        self._total, self._rising, self._clip = total, int(warmup * total), clip
+
+    def step(self, number: int) -> float:
+        """One step. Returns its rate."""
+        self.stage.train()
+        rising, falling = (number + 1) / max(self._rising, 1), self._total - self._rising
+        fallen = 1.0 - min((number - self._rising) / falling, 1.0) if falling else 1.0
+        found = 0.1 * (rising if number < self._rising else fallen)
+        self._optimizer.param_groups[0]["lr"] = found
+        self._optimizer.zero_grad()
+        rows = tokens().sequences("tokens")
+        outputs = [self.stage(row[None]).float()[0] for row in rows]
+        loss = torch.stack([each.square().mean(-1).sum() for each in outputs]).sum()
+        (loss / len(rows)).backward()
+        torch.nn.utils.clip_grad_norm_(self.stage.parameters(), self._clip or math.inf)
+        self._optimizer.step()
+        return found
+
+
+@examples(30)
+@given(
+    steps=st.integers(1, 6),
+    cuts=st.sets(st.integers(1, 5)),
+    warmup=st.sampled_from([0.0, 0.4, 1.0]),
+    clip=st.sampled_from([0.0, 0.05]),
+    parts=st.integers(1, 2),
+)
+def test_steps_are_those_of_torch_alone_however_often_an_engine_goes_on_from_a_checkpoint(
+    steps: int, cuts: set[int], warmup: float, clip: float, parts: int
+) -> None:
+    def made() -> Engine:
+        backend = TrainBackend(0.1, "sgd", {"momentum": 0.9}, "linear", warmup, 0.0, clip, updates=5)
+        return backend.initialize(Model(place(), causal_lm(place(), config=CONFIG), None), SPEC).running()
+
+    def loss(outputs: torch.Tensor, part: SequenceSample) -> tuple[torch.Tensor, dict[str, float]]:
+        return outputs.float().square().mean(-1).sum(), {}
+
+    trained, plain = made(), Plain(5, warmup, clip)
+    for number in range(steps):
+        if number in cuts:
+            state = copied(trained.state())
+            trained = made()
+            trained.load_state(state)
+        figures = trained.train_batch(
+            tokens(), "tokens", MicroBatchSpec(parts), loss, lambda part: float(len(part))
+        )
+        assert figures["lr"] == pytest.approx(plain.step(number))
+        for name, tensor in plain.stage.named(plain.stage.state_dict()).items():
+            torch.testing.assert_close(trained.tensors()[name], tensor, rtol=1e-4, atol=1e-5)
