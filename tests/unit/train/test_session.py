@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.waiting import WAIT_TIMEOUT
+from tests.waiting import WAIT_TIMEOUT, eventually
 from unirun import train
 from unirun.errors import EncodingError, UsageError
 from unirun.train import session as sessions
@@ -294,6 +295,52 @@ class TestInterrupts:
 
     def test_no_except_exception_catches_them(self) -> None:
         assert not issubclass(Interrupted, Exception)
+
+
+def two_ahead(session: Session) -> None:
+    """Report until that waits for the driver."""
+    for _ in range(3):
+        session.report({})
+
+
+def second_of_one(session: Session) -> None:
+    """Take two reports, of which one was made."""
+    session.report({})
+    session.take(1)
+    session.take(2)
+
+
+WAITS: dict[str, Callable[[Session], object]] = {
+    "a driver": lambda session: session.take(1),
+    "a driver with a report": second_of_one,
+    "a function that is ahead": two_ahead,
+}
+WAKES: dict[str, Callable[[Session], object]] = {
+    "a report": lambda session: session.report({}),
+    "the end": lambda session: session.finish(),
+    "an interrupt": lambda session: session.interrupt("lost"),
+    "a driver that has a report": lambda session: session.take(2),
+}
+WOKEN = [
+    *[(who, by) for who in [*WAITS][:2] for by in [*WAKES][:3]],
+    *[("a function that is ahead", by) for by in [*WAKES][2:]],
+]
+
+
+@pytest.mark.parametrize(("who", "by"), WOKEN)
+def test_who_waits_is_woken_by_whatever_ends_the_wait(who: str, by: str) -> None:
+    session, over = Session(), threading.Event()
+
+    def wait() -> None:
+        with contextlib.suppress(Interrupted):
+            WAITS[who](session)
+        over.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    waiters: Any = session._changed
+    eventually(lambda: waiters._waiters, "it waits")
+    WAKES[by](session)
+    assert over.wait(WAIT_TIMEOUT / 4)
 
 
 class TestRandomNumbers:

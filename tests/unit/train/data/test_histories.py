@@ -71,11 +71,19 @@ class Histories(RuleBasedStateMachine):
         self.ended = [False] * world
 
     def loop(self, shard: Shard) -> Iterator[Any]:
-        if not self.batch:
-            return iter(shard)
-        if self.workers:
+        if self.workers and self.batch:
             return as_processes(shard, self.workers, self.batch)
-        return iter(shard.to_torch(self.batch))
+        of = shard.to_torch(self.batch) if self.batch else shard
+        return self.promised(of) if self.kind == "indexed" else iter(of)
+
+    def promised(self, of: Any) -> Iterator[Any]:
+        """A loop that has as many items or batches as its length says, at its beginning and while it goes on."""
+        length, found = len(of), 0
+        for got in of:
+            assert len(of) == length
+            found += 1
+            yield got
+        assert found == length
 
     @rule(steps=st.integers(1, 3))
     def go_on_in_step(self, steps: int) -> None:
@@ -108,6 +116,7 @@ class Histories(RuleBasedStateMachine):
         rank %= len(self.shards)
         if not self.ended[rank]:
             self.loops[rank] = self.loop(self.shards[rank])
+            self.take(rank)
 
     @rule()
     def checkpoint(self) -> None:

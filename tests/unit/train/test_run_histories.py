@@ -1,0 +1,526 @@
+"""Runs of a `Trainer` whose ranks are lost, against a run in which none is.
+
+The driver's iterator, the sessions, the writers of checkpoints and the data are real, in this process; a rank computes
+when the driver takes its next report. Whatever is lost and whatever the number of ranks is then: each round with a
+checkpoint arrives once, each sample of an epoch counts once, the same random numbers are drawn between the same
+checkpoints, and after each operation on files every checkpoint that counts is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import itertools
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from tests.effort import examples
+from tests.waiting import WAIT_TIMEOUT
+from unirun import train
+from unirun.errors import WorkerLost
+from unirun.train import session as sessions
+from unirun.train.callbacks import Callbacks, CsvLoggerCallback, JsonLoggerCallback, TrainingCallback
+from unirun.train.checkpoints import CheckpointStrategy, CheckpointWriter, Folder, Info, load
+from unirun.train.checkpoints import writer as writers
+from unirun.train.running import Attempts, TrainingIterator
+from unirun.train.session import Session
+from unirun.train.worker import Attempt, RunTask
+
+Sample = tuple[int, int]
+"""An epoch, and a sample of it."""
+
+numbered = itertools.count()
+
+
+@dataclass
+class Plan:
+    """A run. After each `save`-th step there is a checkpoint, with the report of that step or before it. `worlds` are
+    the numbers of ranks of the attempts; the last one is that of all that follow. `deaths`: events in which an attempt is
+    lost, each with how many of its kind there were before."""
+
+    size: int
+    batch: int
+    epochs: int
+    save: int
+    alone: bool
+    worlds: list[int]
+    keep: int | None
+    scored: bool
+    deaths: set[tuple[str, int]]
+
+    def world(self, attempt: int) -> int:
+        """The ranks of an attempt, from 0 on."""
+        return self.worlds[min(attempt, len(self.worlds) - 1)]
+
+
+class Files(MemoryFileSystem):  # type: ignore[misc]
+    """Files that are looked at each time when one of them has gone or has got its name."""
+
+    cachable = False
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._seen = Folder(url)
+
+    def rm_file(self, path: str) -> None:
+        super().rm_file(path)
+        self.check()
+
+    def check(self) -> None:
+        """Check that all checkpoints that count are whole."""
+        for number in self._seen.numbers():
+            with contextlib.suppress(FileNotFoundError):
+                self._seen._check_sizes(self._seen.manifest(number))
+
+
+class Ref:
+    """A call, which runs when somebody wants its result."""
+
+    def __init__(self, answer: Callable[[], Any]) -> None:
+        self._answer = answer
+
+    def done(self) -> bool:
+        return self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        try:
+            self.result()
+        except WorkerLost as error:
+            return error
+        return None
+
+    def result(self) -> Any:
+        return self._answer()
+
+    def wake_with(self, wake: Callable[[Any], None]) -> None:
+        wake(self)
+
+    def forget_wake(self, wake: Callable[[Any], None]) -> None: ...
+
+
+class Unfinished(Ref):
+    """The call of the function. It is over for the driver when a rank is lost, or when all have said that they end."""
+
+    def done(self) -> bool:
+        return self.exception() is not None
+
+    def wake_with(self, wake: Callable[[Any], None]) -> None: ...
+
+
+class Rank:
+    """One rank of an attempt: its session, its random numbers, and the function as far as it has come."""
+
+    def __init__(self, run: Run, order: RunTask, rank: int, world: int) -> None:
+        folder = run.folder()
+        writer = CheckpointWriter(folder, order.strategy, rank, world, order.number, order.kept)
+        number: Any = order.resume
+        self.rank, self.world, self.run = rank, world, run
+        self.session = Session(
+            rank,
+            world,
+            rank,
+            config=order.config,
+            datasets=order.datasets,
+            writer=writer,
+            resume=None if number is None else (folder, folder.manifest(number)),
+            saves=order.number - 1,
+        )
+        self.writer, self.samples = writer, list[Sample]()
+        self.reports, self.ended = 0, False
+        self._numbers = (torch.get_rng_state(), numpy.random.get_state(), random.getstate())
+        self._function = self._steps(order.number - 1)
+
+    def go_on(self) -> None:
+        """Run up to the next report or checkpoint, or to the end."""
+        self._with_own(self._numbers)
+        sessions.enter(self.session)
+        try:
+            next(self._function)
+        except StopIteration:
+            self.session.finish()
+            self.ended = True
+        finally:
+            sessions.enter(None)
+            self._numbers = (torch.get_rng_state(), numpy.random.get_state(), random.getstate())
+
+    def _with_own(self, numbers: Any) -> None:
+        torch.set_rng_state(numbers[0])
+        numpy.random.set_state(numbers[1])
+        random.setstate(numbers[2])
+
+    def _steps(self, saves: int) -> Iterator[None]:
+        """The training function."""
+        plan = self.run.plan
+        train.enable_reproducibility(7)
+        state = train.load_checkpoint()
+        done = state["step"] if state else 0
+        shard = train.get_dataset_shard(shuffle=True, seed=5, block=4)
+        loader = shard.to_torch(plan.batch)
+        for epoch in range(shard.progress.epoch, plan.epochs):
+            first = replace(shard.upcoming(plan.batch), rank=0)
+            promised, count = len(loader), 0
+            loop = iter(loader)
+            # A rank without a batch of a step reports, too.
+            for _ in range(first.total() or 0):
+                batch = next(loop, None)
+                if batch is not None:
+                    count += 1
+                    assert len(loader) == promised
+                    self.samples += [(epoch, int(each)) for each in batch]
+                self.run.drew(self.rank, saves, self._draw())
+                done += 1
+                if done % plan.save == 0:
+                    saves += 1
+                    train.save_checkpoint(step=done, score=score_of(done))
+                    self.run.saved(saves, self.rank, self.samples)
+                    if plan.alone:
+                        yield
+                more = {"late": done} if done > plan.save else {}
+                train.report(step=done, rank=self.rank, **more)
+                self.reports += 1
+                yield
+            assert next(loop, None) is None
+            assert count == promised
+
+    def _draw(self) -> tuple[float, ...]:
+        return float(torch.rand(1)), float(numpy.random.rand()), random.random()
+
+
+def score_of(step: int) -> float:
+    """The score of the checkpoint after a step, which goes up and down."""
+    return float(step * 7 % 5)
+
+
+class Workers:
+    """The workers of a trainer, and what their group answers. It is lost as a whole."""
+
+    name = "w"
+    lives = True
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.group = self
+        self._events = Counter[str]()
+        self._lost: WorkerLost | None = None
+        self._attempt = -1
+        self.ranks: list[Rank] = []
+        self.generation = 0
+        self.world_size = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lost, self._attempt = None, self._attempt + 1
+        self.world_size = self._run.plan.world(self._attempt)
+
+    # What a trainer knows of its workers.
+
+    @property
+    def incarnations(self) -> tuple[int, ...]:
+        return (self.generation,) * self.world_size
+
+    def wait_until_whole(self, timeout: float) -> None:
+        if self._lost is not None:
+            self.generation += 1
+            self._begin()
+
+    def loss(self, error: WorkerLost, called: Sequence[int]) -> str:
+        return f"{error.worker} was lost"
+
+    # The group, and each of its workers.
+
+    def __len__(self) -> int:
+        return self.world_size
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[rank] for rank in range(self.world_size))
+
+    def __getitem__(self, rank: int) -> Any:
+        return Worker(self, rank)
+
+    def happens(self, what: str) -> None:
+        """Something in which all of them may be lost. Raises `WorkerLost`."""
+        event = what, self._events[what]
+        self._events[what] += 1
+        if self._lost is None and event in self._run.plan.deaths:
+            self._lost = WorkerLost("it was lost", worker=f"w:{what}{event[1]}")
+            self.end()
+        if self._lost is not None:
+            raise self._lost
+
+    def end(self) -> None:
+        """The attempt is over, and nothing of it is written any more."""
+        for rank in self.ranks:
+            rank.session.interrupt("over")
+            rank.session.close()
+        for rank in self.ranks:
+            rank.writer._pool.shutdown()
+        self.ranks = []
+
+    @property
+    def idle(self) -> Any:
+        return self
+
+    def options(self, **how: Any) -> Any:
+        return self
+
+    def call(self) -> None:
+        self.end()
+
+    @property
+    def run(self) -> Any:
+        return self
+
+    def call_async(self, turn: Attempt, order: RunTask) -> Any:
+        """Begin the function."""
+        self.ranks = [Rank(self._run, order, rank, self.world_size) for rank in range(self.world_size)]
+        self._run.resumed(order.resume, order.number)
+        return Unfinished(self._values)
+
+    def _values(self) -> list[int]:
+        if self._lost is not None:
+            raise self._lost
+        return [rank.reports for rank in self.ranks]
+
+    def verify(self, url: str, number: int) -> None:
+        self.happens("verify")
+        folder = self._run.folder()
+        for rank in range(self.world_size):
+            folder.verify(folder.require(number), rank, self.world_size)
+
+    def take(self, rank: int, number: int) -> Any:
+        """The next report of a rank. All ranks come as far together."""
+        self.happens("take")
+        while self.ranks[rank].reports < number and not self.ranks[rank].ended:
+            for each in self.ranks:
+                self.happens("step")
+                each.go_on()
+        return self.ranks[rank].session.take(number)
+
+    def commit(self, number: int) -> list[Info]:
+        self.happens("commit")
+        found = self.ranks[0].session.commit(number).result(WAIT_TIMEOUT)
+        self.happens("committed")
+        return found
+
+
+class Worker:
+    """One of them."""
+
+    def __init__(self, workers: Workers, rank: int) -> None:
+        self._workers, self._rank = workers, rank
+        self.take = Method(lambda attempt, number: workers.take(rank, number))
+        self.commit = Method(lambda attempt, number: workers.commit(number))
+        self.interrupt = Method(lambda attempt, reason: None)
+
+    def clear(self, url: str) -> None:
+        self._workers.happens("clear")
+        self._workers._run.folder().clear()
+
+    def checkpoints(self, url: str, below: int | None) -> tuple[list[Info], int]:
+        self._workers.happens("look")
+        folder = self._workers._run.folder()
+        return folder.infos(below), max(folder.numbers(), default=0) + 1
+
+
+class Method:
+    """A method of a worker, whose call runs once."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def call_async(self, *args: Any) -> Ref:
+        found: list[Any] = []
+
+        def answer() -> Any:
+            if not found:
+                found.append(self._run(*args))
+            return found[0]
+
+        return Ref(answer)
+
+
+class Recorded(TrainingCallback):
+    """The rounds, and how often the run has begun and ended."""
+
+    def __init__(self) -> None:
+        self.rounds: list[list[dict[str, Any]]] = []
+        self.calls: list[str] = []
+
+    def start_training(self, logdir: str, config: Mapping[str, Any]) -> None:
+        self.calls.append("start")
+
+    def handle_result(self, results: list[dict[str, Any]]) -> None:
+        self.rounds.append(results)
+
+    def finish_training(self, error: BaseException | None) -> None:
+        self.calls.append(f"finish {error}")
+
+
+class Run:
+    """One run of a plan."""
+
+    def __init__(self, plan: Plan, logdir: Path) -> None:
+        self.plan, self.logdir = plan, logdir
+        self.url = f"memory://run-histories/{next(numbered)}"
+        self._drawn: dict[tuple[int, int, int], tuple[float, ...]] = {}
+        self._counts: dict[tuple[int, int], int] = {}
+        self._kept: dict[int, dict[int, list[Sample]]] = {}
+        self._before: list[Sample] = []
+        self.workers = Workers(self)
+        self.recorded = Recorded()
+        scored = {"checkpoint_score_attribute": "score"} if plan.scored else {}
+        self.strategy = CheckpointStrategy(plan.keep, **scored)
+        task = RunTask(print, [], False, {}, {None: range(plan.size)}, self.url, self.strategy)
+        workers: Any = self.workers
+        self.iterator = TrainingIterator(
+            Attempts(workers),
+            task,
+            Callbacks([self.recorded, JsonLoggerCallback(), CsvLoggerCallback()]),
+            lambda data: data,
+            checkpoint=None,
+            logdir=str(logdir),
+            max_failures=-1,
+            retry=(),
+            elastic=True,
+            grow_every=1e9,
+        )
+
+    def folder(self) -> Folder:
+        """The checkpoints, as a process sees them."""
+        found = Folder(self.url)
+        found.files = Files(self.url)
+        return found
+
+    # What ranks tell.
+
+    def resumed(self, number: Any, following: int) -> None:
+        """An attempt begins at this checkpoint."""
+        self._before = self._of(number)
+        self._kept = {each: some for each, some in self._kept.items() if each < following}
+        self._counts = {}
+
+    def _of(self, number: int | None) -> list[Sample]:
+        """All samples that were used until a checkpoint."""
+        return [each for some in self._kept[number].values() for each in some] if number else []
+
+    def saved(self, number: int, rank: int, samples: Sequence[Sample]) -> None:
+        """A rank has saved a checkpoint. Rank 0 has the samples of the attempts before, too."""
+        self._kept.setdefault(number, {})[rank] = [*samples, *([] if rank else self._before)]
+
+    def drew(self, rank: int, saves: int, numbers: tuple[float, ...]) -> None:
+        """A rank has drawn random numbers, as many times since this checkpoint as it has counted here."""
+        count = self._counts[rank, saves] = self._counts.get((rank, saves), 0) + 1
+        assert self._drawn.setdefault((rank, saves, count), numbers) == numbers
+
+    # What the driver does.
+
+    def to_its_end(self) -> None:
+        """Iterate, and look at all that is there after each round."""
+        for results in self.iterator:
+            self._check_round(results)
+        used = [*self._before, *(each for rank in self.workers.ranks for each in rank.samples)]
+        found = self.iterator.get_final_results()
+        assert found == [found[0]] * self.workers.world_size
+        assert self.recorded.calls == ["start", "finish None"]
+        assert sorted(used) == [
+            (epoch, each) for epoch in range(self.plan.epochs) for each in range(self.plan.size)
+        ]
+        self.workers.end()
+        self._check_steps()
+        self._check_checkpoints()
+        each_kind = [[numbers[kind] for numbers in self._drawn.values()] for kind in range(3)]
+        assert all(len({*some}) == len(some) for some in each_kind)
+
+    def _check_round(self, results: Sequence[Mapping[str, Any]]) -> None:
+        rounds = self.recorded.rounds
+        assert [each["_training_iteration"] for each in results] == [len(rounds)] * len(results)
+        assert [each["rank"] for each in results] == [*range(len(results))]
+        assert len({each["step"] for each in results}) == 1
+        assert all(0.0 <= each["_data_wait"] <= 1.0 for each in results)
+        lines = (self.logdir / "results.json").read_text().splitlines()
+        assert [json.loads(line)[0]["step"] for line in lines] == [some[0]["step"] for some in rounds]
+        with (self.logdir / "results.csv").open() as file:
+            rows = [(int(row["step"]), int(row["_rank"])) for row in csv.DictReader(file)]
+        assert rows == [(each["step"], each["rank"]) for some in rounds for each in some]
+
+    def _check_steps(self) -> None:
+        """Steps follow each other, some of them once more after a loss, but none up to a checkpoint."""
+        steps = [some[0]["step"] for some in self.recorded.rounds]
+        assert steps[0] == 1
+        for before, step in itertools.pairwise(steps):
+            assert step == before + 1 or (step <= before and (step - 1) % self.plan.save == 0)
+        ends = [step for step in steps if step % self.plan.save == 0]
+        assert ends == [*range(self.plan.save, steps[-1] + 1, self.plan.save)]
+
+    def _check_checkpoints(self) -> None:
+        folder = self.folder()
+        infos = folder.infos()
+        assert infos == self.iterator.checkpoints
+        last = self.recorded.rounds[-1][0]["step"] // self.plan.save
+        assert [info.number for info in infos][-1:] == [last][: min(last, 1)]
+        if self.plan.keep is not None:
+            assert len(infos) == min(self.plan.keep, last)
+        for info in infos:
+            step = info.number * self.plan.save
+            assert load(folder, folder.manifest(info.number), None)["step"] == step
+            assert info.score == (score_of(step) if self.plan.scored else None)
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The random numbers of this process are its own again. Checkpoints count when the driver says so."""
+    before = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
+    monkeypatch.setattr(writers, "REPORT_TIMEOUT", 1000.0)
+    monkeypatch.setattr(writers, "RANKS_SAVE_POLL_INTERVAL", 0.001)
+    # Ranks are lost here, and not the machine.
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_rng_state(before[0])
+    numpy.random.set_state(before[1])
+    random.setstate(before[2])
+
+
+KINDS = ("take", "step", "commit", "committed", "clear", "look", "verify")
+
+events = st.tuples(st.sampled_from(KINDS), st.integers(0, 12))
+plans = st.builds(
+    Plan,
+    size=st.integers(1, 14),
+    batch=st.integers(1, 3),
+    epochs=st.integers(1, 3),
+    save=st.integers(1, 4),
+    alone=st.booleans(),
+    worlds=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    keep=st.none() | st.integers(1, 2),
+    scored=st.booleans(),
+    deaths=st.sets(events, min_size=1, max_size=4),
+)
+
+
+@examples(100, shrunk=False)
+@given(plans)
+def test_whatever_is_lost_a_run_is_that_in_which_nothing_is(plan: Plan) -> None:
+    logdir = Path(tempfile.mkdtemp(prefix="run-"))
+    run = Run(plan, logdir)
+    try:
+        run.to_its_end()
+    finally:
+        run.workers.end()
+        shutil.rmtree(logdir)
