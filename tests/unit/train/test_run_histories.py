@@ -16,6 +16,7 @@ import os
 import random
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ numbered = itertools.count()
 class Plan:
     """A run. After each `save`-th step there is a checkpoint, with the report of that step or before it. `worlds` are
     the numbers of ranks of the attempts; the last one is that of all that follow. `deaths`: events in which an attempt is
-    lost, each with how many of its kind there were before."""
+    lost, each with how many of its kind there were before; with `again` the attempt after such a one is lost, too."""
 
     size: int
     batch: int
@@ -63,10 +64,15 @@ class Plan:
     keep: int | None
     scored: bool
     deaths: set[tuple[str, int]]
+    again: bool
 
     def world(self, attempt: int) -> int:
         """The ranks of an attempt, from 0 on."""
         return self.worlds[min(attempt, len(self.worlds) - 1)]
+
+
+class Flaky(Exception):
+    """An error after which a run is tried again, in the same processes."""
 
 
 class Files(MemoryFileSystem):  # type: ignore[misc]
@@ -127,7 +133,7 @@ class Rank:
     """One rank of an attempt: its session, its random numbers, and the function as far as it has come."""
 
     def __init__(self, run: Run, order: RunTask, rank: int, world: int) -> None:
-        folder = run.folder()
+        folder, began = run.folder(), time.monotonic()
         writer = CheckpointWriter(folder, order.strategy, rank, world, order.number, order.kept)
         number: Any = order.resume
         self.rank, self.world, self.run = rank, world, run
@@ -142,7 +148,8 @@ class Rank:
             saves=order.number - 1,
         )
         self.writer, self.samples = writer, list[Sample]()
-        self.reports, self.ended = 0, False
+        self.reports, self.ended, self.taken = 0, False, 0
+        self.began, self.seconds = began, 0.0
         self._numbers = (torch.get_rng_state(), numpy.random.get_state(), random.getstate())
         self._function = self._steps(order.number - 1)
 
@@ -168,6 +175,8 @@ class Rank:
         """The training function."""
         plan = self.run.plan
         train.enable_reproducibility(7)
+        # A model is made, of a run that goes on, too.
+        self._draw()
         state = train.load_checkpoint()
         done = state["step"] if state else 0
         shard = train.get_dataset_shard(shuffle=True, seed=5, block=4)
@@ -207,6 +216,10 @@ def score_of(step: int) -> float:
     return float(step * 7 % 5)
 
 
+WRITER_END_TIMEOUT = 20.0
+"""Seconds in which a writer ends with its attempt."""
+
+
 class Workers:
     """The workers of a trainer, and what their group answers. It is lost as a whole."""
 
@@ -225,7 +238,7 @@ class Workers:
         self._begin()
 
     def _begin(self) -> None:
-        self._lost, self._attempt = None, self._attempt + 1
+        self._lost, self._attempt, self._failed = None, self._attempt + 1, 0
         self.world_size = self._run.plan.world(self._attempt)
 
     # What a trainer knows of its workers.
@@ -257,20 +270,35 @@ class Workers:
         """Something in which all of them may be lost. Raises `WorkerLost`."""
         event = what, self._events[what]
         self._events[what] += 1
-        if self._lost is None and event in self._run.plan.deaths:
+        again = self._run.plan.again and self._attempt % 2 == 1 and what == "step"
+        if self._lost is None and (again or event in self._run.plan.deaths):
             self._lost = WorkerLost("it was lost", worker=f"w:{what}{event[1]}")
             self.end()
         if self._lost is not None:
             raise self._lost
+
+    def fails(self) -> None:
+        """An exception of the function, in processes that live."""
+        event = "fail", self._events["fail"]
+        self._events["fail"] += 1
+        if event in self._run.plan.deaths:
+            self._failed += 1
+            self.end()
+            raise Flaky(event)
 
     def end(self) -> None:
         """The attempt is over, and nothing of it is written any more."""
         for rank in self.ranks:
             rank.session.interrupt("over")
             rank.session.close()
-        for rank in self.ranks:
-            rank.writer._pool.shutdown()
-        self.ranks = []
+        ranks, self.ranks = self.ranks, []
+        for rank in ranks:
+            for thread in rank.writer._pool._threads:
+                thread.join(WRITER_END_TIMEOUT)
+                if thread.is_alive():
+                    with rank.writer._changed:
+                        rank.writer._changed.notify_all()
+                    raise AssertionError("the writer of a rank goes on after its attempt")
 
     @property
     def idle(self) -> Any:
@@ -287,7 +315,8 @@ class Workers:
         return self
 
     def call_async(self, turn: Attempt, order: RunTask) -> Any:
-        """Begin the function."""
+        """Begin the function. Ranks meet again if it has failed in these processes."""
+        assert (turn.generation, turn.failed_attempts) == (self.generation, self._failed)
         self.ranks = [Rank(self._run, order, rank, self.world_size) for rank in range(self.world_size)]
         self._run.resumed(order.resume, order.number)
         return Unfinished(self._values)
@@ -306,11 +335,17 @@ class Workers:
     def take(self, rank: int, number: int) -> Any:
         """The next report of a rank. All ranks come as far together."""
         self.happens("take")
+        self.fails()
         while self.ranks[rank].reports < number and not self.ranks[rank].ended:
             for each in self.ranks:
                 self.happens("step")
                 each.go_on()
-        return self.ranks[rank].session.take(number)
+        own = self.ranks[rank]
+        said = own.session.take(number)
+        if not said.ended and number > own.taken:
+            own.taken, own.seconds = number, own.seconds + said.metrics["_time_this_iter_s"]
+            assert own.seconds <= time.monotonic() - own.began
+        return said
 
     def commit(self, number: int) -> list[Info]:
         self.happens("commit")
@@ -396,7 +431,7 @@ class Run:
             checkpoint=None,
             logdir=str(logdir),
             max_failures=-1,
-            retry=(),
+            retry=(Flaky,),
             elastic=True,
             grow_every=1e9,
         )
@@ -497,7 +532,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     random.setstate(before[2])
 
 
-KINDS = ("take", "step", "commit", "committed", "clear", "look", "verify")
+KINDS = ("fail", "take", "step", "commit", "committed", "clear", "look", "verify")
 
 events = st.tuples(st.sampled_from(KINDS), st.integers(0, 12))
 plans = st.builds(
@@ -511,6 +546,7 @@ plans = st.builds(
     keep=st.none() | st.integers(1, 2),
     scored=st.booleans(),
     deaths=st.sets(events, min_size=1, max_size=4),
+    again=st.booleans(),
 )
 
 

@@ -190,7 +190,7 @@ class TestReports:
                 session.report({})
             done.set()
 
-        thread = threading.Thread(target=function)
+        thread = threading.Thread(target=function, daemon=True)
         thread.start()
         session.take(1)
         assert not done.is_set()
