@@ -58,18 +58,13 @@ HOST_CONNECT_TIMEOUT = 15.0
 
 
 def offsets_here(job: JobDir, node: str) -> dict[str, int]:
-    """The number of bytes of each file of `node` that are in `job`.
-
-    What masters of several nodes may have written begins anew.
-    """
+    """The number of bytes of each file of `node` that are in `job`; of files that masters of several nodes may have
+    written, it is not known."""
     logs = job.logs.resolve()
     files = {str(Path("logs", path.relative_to(logs))): path for path in logs.rglob("*") if is_regular(path)}
     files |= {path.name: path for path in job.path.glob("agent.*.log")}
     if job.head is not None and job.head.node == node:
         files |= {name: job.path / name for name in GROWING}
-    elif job.head is None:
-        for name in GROWING:
-            (job.path / name).unlink(missing_ok=True)
     return {name: path.stat().st_size for name, path in files.items() if path.exists()}
 
 
@@ -153,6 +148,10 @@ class Mirror:
     async def run(self) -> None:
         """Copy until all agents have ended and all files are here. Then no host is recorded any more."""
         tasks: set[asyncio.Task[None]] = set()
+        if not self._remotes and self._job.head is None:
+            # Another process has copied until now. What masters of several nodes may have written begins anew.
+            for name in GROWING:
+                (self._job.path / name).unlink(missing_ok=True)
         try:
             while True:
                 for host in recorded_hosts(self._job):
