@@ -23,3 +23,8 @@ def examples(percent: int, *, shrunk: bool = True) -> settings:
     fails is `shrunk`, which takes minutes where each takes a tenth of a second."""
     phases = [phase for phase in Phase if shrunk or phase not in (Phase.shrink, Phase.explain)]
     return settings(max_examples=max(1, settings().max_examples * percent // 100), phases=phases)
+
+
+def seeds(percent: int) -> range:
+    """The seeds of so many histories, as `examples`."""
+    return range(examples(percent).max_examples)

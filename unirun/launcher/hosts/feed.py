@@ -7,10 +7,11 @@ are here.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -18,6 +19,7 @@ from unirun.failover.silence import HEARTBEAT_INTERVAL
 from unirun.observe.jobdir import JobDir
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Chunk, Current, Heartbeat
+from unirun.wire.reports import Message
 
 FILE_POLL_INTERVAL = 0.05
 """Seconds between two looks at the files: it bounds how late a line is shown. One look at 100 files takes 0.3 ms."""
@@ -31,33 +33,44 @@ REPLACED = ("state.json", "summary.json")
 
 
 def feed(job: JobDir, stream: BlockingStream, offsets: dict[str, int]) -> None:
-    """Send what is in the files of `job` after `offsets` until its agent has ended. Raises `ConnectionLost`.
+    """Send what is in the files of `job` after `offsets` until its agent has ended. Raises `ConnectionLost`."""
+    for message in news(job, offsets):
+        if message is None:
+            time.sleep(FILE_POLL_INTERVAL)
+        else:
+            stream.send(message)
+
+
+def news(
+    job: JobDir, offsets: dict[str, int], clock: Callable[[], float] = time.monotonic
+) -> Iterator[Message | None]:
+    """The messages about the files of `job` after `offsets`, until its agent has ended; None before each pause.
 
     Beats between show the command that this host lives, as ssh needs 15 s to give one up.
     """
     seen: dict[str, tuple[int, int]] = {}
-    told, beaten = False, -HEARTBEAT_INTERVAL
+    told, beaten = False, -math.inf
     while True:
         # Looked at first: what the agent and its workers have written is there when they have ended.
         over = not job.alive()
         for name in _growing(job):
-            for chunk in _news(job, name, offsets.get(name, 0)):
-                stream.send(chunk)
+            for chunk in _growth(job, name, offsets.get(name, 0)):
+                yield chunk
                 offsets[name] = chunk.offset + len(chunk.data)
         for name in REPLACED:
             replaced = _whole(job, name, seen)
             if replaced is not None:
-                stream.send(replaced)
+                yield replaced
         if over:
-            stream.send(Current(over=True))
+            yield Current(over=True)
             return
         if not told:
-            stream.send(Current())
+            yield Current()
             told = True
-        if time.monotonic() >= beaten + HEARTBEAT_INTERVAL:
-            stream.send(Heartbeat())
-            beaten = time.monotonic()
-        time.sleep(FILE_POLL_INTERVAL)
+        if clock() >= beaten + HEARTBEAT_INTERVAL:
+            yield Heartbeat()
+            beaten = clock()
+        yield None
 
 
 def _growing(job: JobDir) -> Iterator[str]:
@@ -70,7 +83,7 @@ def _growing(job: JobDir) -> Iterator[str]:
             yield str(Path("logs", Path(folder, name).relative_to(logs)))
 
 
-def _news(job: JobDir, name: str, offset: int) -> Iterator[Chunk]:
+def _growth(job: JobDir, name: str, offset: int) -> Iterator[Chunk]:
     try:
         with open(job.path / name, "rb") as file:
             file.seek(offset)

@@ -105,11 +105,10 @@ class Lobby:
         Raises `RendezvousError` when fewer than `least` have come after `timeout` seconds.
         """
         loop = asyncio.get_running_loop()
-        end, began_last = loop.time() + timeout, 0.0
+        end = loop.time() + timeout
         while len(self._offers) < self._most:
-            if len(self._offers) >= least and not began_last:
-                began_last = loop.time()
-                end = min(end, began_last + last_call)
+            if len(self._offers) >= least:
+                end = min(end, loop.time() + last_call)
             self._news.clear()
             try:
                 async with asyncio.timeout_at(end):

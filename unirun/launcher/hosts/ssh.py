@@ -258,8 +258,10 @@ async def _follow(job: JobDir, spec: JobSpec, remotes: Mapping[str, RemoteNode],
 class RemoteProcesses:
     """The processes of a job on other hosts, as far as the command can know of them (`local.Processes`)."""
 
-    def __init__(self, job: JobDir, nodes: Iterable[str]) -> None:
-        self._job = job
+    def __init__(
+        self, job: JobDir, nodes: Iterable[str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._job, self._clock = job, clock
         # The nodes whose agents live, as far as is known, or whose files are not here yet.
         self._nodes = set(nodes)
         self._silent: set[str] = set()
@@ -308,10 +310,10 @@ class RemoteProcesses:
 
         Stop also when only hosts answer whose agents have ended without a master: then too many are lost.
         """
-        self._alone_since = self._alone_since or time.monotonic()
+        self._alone_since = self._alone_since or self._clock()
         if self._ended_alone and self._nodes <= self._silent:
             return True
-        now = time.monotonic()
+        now = self._clock()
         if busy is not None:
             # A head without a master may break off connections, too.
             self._taken = now if busy else 0.0

@@ -7,29 +7,15 @@ import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
-from msgspec.json import encode as to_json
 
+from tests.unit.launcher.hosts.offers import HEAD, made, offer
 from tests.waiting import WAIT_TIMEOUT
-from unirun.collocation import Inventory
-from unirun.collocation.host import told_topology
-from unirun.collocation.inventory import Node
 from unirun.errors import RendezvousError
-from unirun.failover.offers import versions
 from unirun.launcher.hosts.lobby import Lobby
-from unirun.launcher.planned import PlannedJob, plan
-from unirun.spec.job import Entry, JobSpec, RoleSpec
-from unirun.wire.address import TcpAddress
+from unirun.launcher.planned import PlannedJob
 from unirun.wire.aio import Stream
-from unirun.wire.messages import AgentTask, Dismissed, Offer, Ready, Stop
+from unirun.wire.messages import AgentTask, Dismissed, Ready, Stop
 from unirun.wire.reports import Message
-
-OURS = versions()
-HEAD = TcpAddress("10.0.0.1", 29400, "h0")
-
-
-def offer(node: str, rank: int = -1, versions: dict[str, str] | None = None, **more: object) -> Offer:
-    inventory = to_json(Node(node, (0, 1))).decode()
-    return Offer(node, node, rank, inventory, OURS | (versions or {}), **more)  # type: ignore[arg-type]
 
 
 def run(play: Callable[[], Awaitable[None]]) -> None:
@@ -59,14 +45,6 @@ async def full(*nodes: str) -> tuple[Lobby, list[Stream]]:
         lobby.enter(offer(node), here)
         streams.append(there)
     return lobby, streams
-
-
-def made(inventory: Inventory) -> PlannedJob:
-    """A job with a rank on each node but one called `out`."""
-    count = len({*inventory.names} - {"out"})
-    roles = (RoleSpec("actor", count, Entry("script", "a.py"), per_node=1),)
-    spec = JobSpec("job", "run", roles, ("actor",), exclude_nodes=("out",))
-    return plan(spec, inventory, told_topology)
 
 
 async def visit(lobby: Lobby, first: Message) -> Stream:
