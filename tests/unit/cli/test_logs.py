@@ -7,18 +7,21 @@ import json
 import os
 import resource
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.unit.cli.in_process import run_cli
 from tests.unit.failover.job import Job
+from tests.unit.observe.ending_job import ending
 from unirun.cli import logs
 from unirun.cli.logs import start_of_last
 from unirun.failover.status_views import status_of
 from unirun.observe.jobdir import JobDir
-from unirun.observe.status import write_status
+from unirun.observe.status import read_status, write_status
 from unirun.rendezvous.creation import create_job
 from unirun.values import WorkerId
 from unirun.wire.handshake import new_token
@@ -120,3 +123,24 @@ def test_a_command_that_can_start_no_thread_says_so(
     assert (
         "no thread can be started: the limit of this user's processes is reached" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("moment", range(5))
+def test_all_is_shown_of_a_job_that_ends_while_its_logs_are_looked_for(
+    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """A rank that has written just before the end is not missed."""
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    job, lock = create_job("run-1", new_token())
+    write_status(job, status_of(Job({"actor": 2}).state, {}, {}, epoch=1, trouble=""))
+    running = read_status(job)
+
+    def end() -> None:
+        folder = job.worker_logs(WorkerId("actor", 1, 0))
+        folder.mkdir(parents=True)
+        (folder / "stdout.log").write_text("last\n")
+        write_status(job, replace(running, phase="succeeded", ended=2.0, code=0))
+        os.close(lock)
+
+    logs._follow(ending(job, moment, end), None, ["stdout.log"], None)
+    assert capfdbinary.readouterr().out == b"[actor:1] last\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from tests.effort import examples
+from tests.unit.observe.ending_job import ending
 from unirun.errors import JobError
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import (
@@ -121,3 +123,22 @@ class TestASummary:
         with pytest.raises(JobError, match="summary.json"):
             read_summary(here)
         os.close(lock)
+
+
+@pytest.mark.parametrize("moment", range(6))
+@pytest.mark.parametrize("read", [read_status, read_summary])
+def test_a_job_that_ends_at_any_moment_is_never_lost(
+    job: tuple[JobDir, int], moment: int, read: Callable[[JobDir], JobStatus | Summary]
+) -> None:
+    """It writes its end before its processes end."""
+    found, lock = job
+    write(found)
+
+    def end() -> None:
+        write(found, "succeeded")
+        os.close(lock)
+
+    phases = [read(ending(found, moment, end)).phase, read(found).phase]
+    assert phases in (["running", "running"], ["running", "succeeded"], ["succeeded", "succeeded"])
+    if phases[1] == "running":
+        end()

@@ -110,6 +110,8 @@ class TestWeights:
         assert (companion.name, companion.beside, companion.slots) == ("engine-weights", "engine", 0)
         assert companion.entry.args == ("policy",)
         assert companion.service
+        two = parse({**VLLM, "count": 2}, channels=CHANNELS).roles[-1]
+        assert two.max_restarts == 2 * companion.max_restarts > 0
         assert spec.primary == ("train",)
 
     def test_weights_need_the_routes_of_developers_and_a_guard_of_these(self) -> None:

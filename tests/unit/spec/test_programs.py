@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.effort import examples
 from unirun.errors import SpecError
-from unirun.spec.job import PORT_RANGE, READY_TIMEOUT, JobSpec, Probe, RoleSpec
+from unirun.spec.job import PORT_RANGE, READY_TIMEOUT, Entry, JobSpec, Probe, RoleSpec
 from unirun.spec.parse import parse_job
 from unirun.spec.programs import interpreter, lacks_unirun, variables_of
 from unirun.spec.yaml import load_job_file, write_yaml
@@ -360,3 +360,13 @@ def test_a_spec_of_services_survives_json_and_a_job_file(
     file = tmp_path_factory.mktemp("job") / "job.yaml"
     file.write_text(write_yaml({"roles": roles, "port_range": "5000-5999"}))
     assert parse_job(load_job_file(str(file)), count_slots=lambda _: 1, run_id="x") == spec
+
+
+@given(st.none() | st.integers(1, 5), st.integers(0, 30))
+def test_groups_of_ranks_follow_each_other(size: int | None, rank: int) -> None:
+    role = RoleSpec("engine", 40, Entry("program", "serve"), contract="none", group=size)
+    members = [*role.members(rank)]
+    assert len(members) == (size or 1)
+    assert rank in members
+    assert members[0] == role.head(rank)
+    assert all([*role.members(each)] == members for each in members)

@@ -14,7 +14,7 @@ from typing import Literal
 import pytest
 
 from tests.effort import seeds
-from tests.unit.launcher.hosts.instant_loop import InstantLoop
+from tests.unit.launcher.instant_loop import InstantLoop
 from unirun import atomic
 from unirun.errors import ConnectionLost, RendezvousError
 from unirun.failover.silence import SILENCE_TIMEOUT
@@ -281,12 +281,12 @@ class FollowingHosts:
         self.loop.wait(0.0)
         for host in self.hosts.values():
             for remote in host.connected:
-                self.loop.play(remote.close())
+                self.loop.run_until_complete(remote.close())
         self.follow({})
 
     def ask_for_what_there_is(self) -> None:
         """Hosts that do not answer are not waited for."""
-        self.loop.play(asyncio.wait_for(self.mirror.current(), MOST))
+        self.loop.run_until_complete(asyncio.wait_for(self.mirror.current(), MOST))
 
     def end(self) -> None:
         host = self.some

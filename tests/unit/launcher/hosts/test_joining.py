@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.effort import seeds
-from tests.unit.launcher.hosts.instant_loop import InstantLoop
 from tests.unit.launcher.hosts.offers import HEAD, made, offer
+from tests.unit.launcher.instant_loop import InstantLoop
 from unirun.errors import ConnectionLost, RendezvousError, UnirunError
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts import node, ssh
@@ -94,12 +94,12 @@ class Joining:
     def play(self) -> None:
         visits = [self.loop.create_task(self.visit()) for _ in range(self.rng.randint(0, 7))]
         try:
-            self.loop.play(self.gather(visits))
+            self.loop.run_until_complete(self.gather(visits))
         except RendezvousError as error:
             assert f"{len(self.came)} of {self.least} nodes have come" in str(error)
             assert len(self.came) < self.least
             assert self.passed == pytest.approx(self.timeout)
-            self.loop.play(self.lobby.part(Dismissed("too few")))
+            self.loop.run_until_complete(self.lobby.part(Dismissed("too few")))
         else:
             assert self.passed == pytest.approx(self.end())
             self.assign()
@@ -145,7 +145,7 @@ class Joining:
         unfit = [each for each in self.nodes if not each.answer.fits]
         began, longest = self.loop.time(), max((each.answer.after for each in self.nodes), default=0.0)
         try:
-            self.loop.play(self.lobby.assign(made, uid="u1"))
+            self.loop.run_until_complete(self.lobby.assign(made, uid="u1"))
         except RendezvousError as error:
             assert unfit
             for each in self.nodes:
@@ -156,7 +156,7 @@ class Joining:
             assert not unfit
             last = Ready()
         assert self.loop.time() - began == pytest.approx(min(longest, BIND_TIMEOUT))
-        self.loop.play(self.lobby.part(last))
+        self.loop.run_until_complete(self.lobby.part(last))
         for each in self.nodes:
             assert [type(word) for word in each.told] == [AgentTask, type(last)]
 
@@ -212,7 +212,7 @@ def test_hosts_are_invited_all_or_none(seed: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ssh, "reach", reach)
     invite = Invite(new_token().hex(), "h0")
     try:
-        found = loop.play(invite_all(hosts, lambda _: invite, Ready, BIND_TIMEOUT))
+        found = loop.run_until_complete(invite_all(hosts, lambda _: invite, Ready, BIND_TIMEOUT))
     except RendezvousError as error:
         assert [f"{name}: " in str(error) for name in answers] == [not fits(name) for name in answers]
         assert all(remote.closed for remote in remotes)

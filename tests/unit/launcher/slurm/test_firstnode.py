@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from unirun.launcher.slurm.firstnode import outliving_the_script, script_is_gone
+from unirun.errors import RendezvousError
+from unirun.launcher.slurm import firstnode
+from unirun.launcher.slurm.allocation import SlurmAllocation
+from unirun.launcher.slurm.firstnode import find, outliving_the_script, published, script_is_gone
 from unirun.observe.jobdir import JobDir
 from unirun.observe.status import JobStatus, read_summary, write_status
 from unirun.rendezvous.creation import create_job
+from unirun.wire.address import TcpAddress
 from unirun.wire.handshake import new_token
 
 RUNNING = JobStatus("run-1", "run", "running", "", 1.0, None, None, ())
@@ -150,3 +159,37 @@ class TestWithoutTheScript:
             with outliving_the_script("run-1", environ, AT_ONCE):
                 pass
         assert calls() == []
+
+
+@given(st.lists(st.sampled_from(["7\n", "8\n", "", None]), max_size=8))
+def test_a_script_lives_when_something_else_is_read(beats: list[str | None]) -> None:
+    """A file that cannot be read now, as on a busy server, says nothing."""
+    left = iter(beats)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        job = JobDir(Path(folder))
+        job.batch.mkdir()
+        beat = job.batch / "beat"
+        beat.write_text("7\n")
+
+        def change(_: float) -> None:
+            text = next(left, beats[-1] if beats else "7\n")
+            beat.unlink(missing_ok=True) if text is None else beat.write_text(text)
+
+        patch.setattr(firstnode, "time", SimpleNamespace(sleep=change))
+        assert script_is_gone(job) == all(text in (None, "7\n") for text in beats)
+
+
+STEP = SlurmAllocation("7", "0", ("n1", "n2"), "n2", (0, 0))
+
+
+@pytest.mark.parametrize("other", [{"job": "8"}, {"step": "1"}, {"restarts": 1}])
+def test_nodes_meet_in_their_own_step_and_their_own_run(
+    other: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    token = new_token()
+    with published(STEP, TcpAddress("10.0.0.1", 29400, "n1"), token):
+        assert find(STEP, 1.0) == ("10.0.0.1", 29400, token)
+        with pytest.raises(RendezvousError, match="has not said within 0.1 s where it is"):
+            find(replace(STEP, **other), 0.1)
+    assert not [*(tmp_path / "slurm").iterdir()]

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
-from typing import Any, TypeVar
-
-T = TypeVar("T")
 
 
 class InstantLoop(asyncio.SelectorEventLoop):
@@ -22,10 +18,6 @@ class InstantLoop(asyncio.SelectorEventLoop):
 
     def skip(self, seconds: float) -> None:
         self._now += seconds
-
-    def play(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`."""
-        return self.run_until_complete(work)
 
     def wait(self, seconds: float) -> None:
         """Let the tasks go on for so long."""
