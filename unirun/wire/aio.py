@@ -259,7 +259,7 @@ class StreamServer:
         self._listener, self._token = listener, credentials.token
         self._handler, self._timeout, self._proved = handler, timeout, proved
         self._tls = credentials.server_context() if listener.family != socket.AF_UNIX else None
-        self._strangers: Strangers[socket.socket] = Strangers(known, refused)
+        self._strangers: Strangers[socket.socket] = Strangers(known, refused, asyncio.get_running_loop().time)
         self._entering: dict[socket.socket, asyncio.Task[Stream]] = {}
         self._look: asyncio.TimerHandle | None = None
         self._known: set[asyncio.Future[None]] = set()
