@@ -159,6 +159,8 @@ class SimulatedChannel(Connection):
                 self._worker.dispatcher.handle(parcel, reply)
 
         def reply(answer: Parcel) -> None:
+            if self._role.loses_an_answer():
+                self.cut()
             self._deliver(1, lambda: done(answer) if self._open else None)
 
         self._deliver(0, arrive)
@@ -211,6 +213,8 @@ class SimulatedRole:
         self.losses: list[tuple[int, float]] = []
         """The times at which ranks died that had been called: the next call reports the death."""
         self.listeners: list[Callable[[], None]] = []
+        self.to_lose = 0
+        """The number of answers whose connection breaks before they arrive."""
         self._views: deque[dict[int, Peer]] = deque()
         self._reforming = False
         self.workers = [SimulatedWorker(self, WorkerId(ROLE, rank, 0)) for rank in range(size)]
@@ -220,6 +224,12 @@ class SimulatedRole:
     def delay(self) -> float:
         """Of a message."""
         return self.rng.choice((0.0, 0.001, 0.01, 0.1)) * self.rng.random()
+
+    def loses_an_answer(self) -> bool:
+        """Return True if the next answer is lost, with its connection; one that is repeated may be lost again."""
+        lost = self.to_lose > 0 and self.rng.random() < 0.5
+        self.to_lose -= lost
+        return lost
 
     def wake_all(self) -> None:
         """Something has changed that workers wait for."""

@@ -58,6 +58,7 @@ class History:
         self.clock.after(self.last_death - self.clock.now + 0.01, self.trainer.wake)
         for _ in range(self.rng.choice((0, 0, 1, 4))):
             self.clock.after(self.rng.uniform(0.0, 1.0), self._cut)
+        self.role.to_lose = self.rng.choice((0, 0, 3, 20))
 
     def _kill(self, rank: int) -> None:
         self.log.append(f"{self.clock.now:.4f} {ROLE}:{rank} is killed")
