@@ -293,9 +293,16 @@ def test_a_spawners_new_store_replaces_the_old_one_and_its_end_is_reported(
     second = spawner.children()
     assert len(first) == len(second) == 1
     assert first != second
+    # A store that ends while the order for the next one waits is not reported: nobody needs it any more.
+    spawner.process.send_signal(signal.SIGSTOP)
+    spawner.send(OpenStore("actor", 5, port))
     os.kill(second[0], signal.SIGKILL)
+    spawner.process.send_signal(signal.SIGCONT)
+    assert spawner.next(StoreOpened) == StoreOpened("actor", 5)
+    third = spawner.children()
+    os.kill(third[0], signal.SIGKILL)
     end = spawner.next(StoreEnded)
-    assert (end.role, end.generation, end.reason) == ("actor", 4, "its process was killed")
+    assert (end.role, end.generation, end.reason) == ("actor", 5, "its process was killed")
 
 
 def files_of(pid: int) -> dict[int, str]:

@@ -1,16 +1,20 @@
-"""A worker at exit, before its interpreter ends."""
+"""A worker's log on a full disk, and a worker at exit, before its interpreter ends."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
+import tempfile
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.waiting import WAIT_TIMEOUT
-from unirun.launcher.worker import wait_for_threads
+from unirun.launcher.worker import LogFile, wait_for_threads
 
 WORK = 50_000
 """Rounds of a key derivation, without the GIL: some tens of milliseconds."""
@@ -49,8 +53,30 @@ class TestTheEnd:
     @pytest.mark.starts_processes
     def test_a_worker_without_torch_does_not_wait_at_exit(self) -> None:
         code = (
-            "import threading; from unirun.launcher.worker import wait_for_threads\n"
+            "import threading; from unirun.launcher.worker import LogFile, wait_for_threads\n"
             "threading.Thread(target=lambda: [_ for _ in iter(int, 1)], daemon=True).start()\n"
             "wait_for_threads(limit=600)"
         )
         subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.binary(max_size=20)), max_size=12))
+def test_a_log_on_a_disk_that_is_full_at_times_has_all_other_bytes_and_one_note_for_each_gap(
+    writes: list[tuple[bool, bytes]],
+) -> None:
+    expected, lost = b"", 0
+    with tempfile.TemporaryFile(buffering=0) as file, open("/dev/full", "wb", buffering=0) as full:
+        log = LogFile(os.dup(file.fileno()), "wb")
+        for is_full, data in writes:
+            os.dup2((full if is_full else file).fileno(), log.fileno())
+            assert log.write(data) == len(data)
+            if is_full and data:
+                lost += len(data)
+            elif not is_full:
+                expected += (
+                    f"\n[unirun: the disk was full, {lost} bytes are lost]\n".encode() if lost else b""
+                )
+                expected, lost = expected + data, 0
+        log.close()
+        file.seek(0)
+        assert file.read() == expected

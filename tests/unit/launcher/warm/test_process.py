@@ -1,4 +1,4 @@
-"""Memory of a warm process before it waits for jobs, and the variables that it notes while it imports."""
+"""Memory of a warm process before it waits for jobs, the variables that it notes while it imports, and its end."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import ctypes
 import importlib
 import mmap
 import os
+import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from unirun.launcher.warm.process import _Noting, leave_code
+from unirun.launcher.warm import process
+from unirun.launcher.warm.process import LOADED_FILES_POLL_INTERVAL, WarmProcess, _Noting, leave_code
 
 
 def of_files() -> int:
@@ -69,3 +75,78 @@ def test_libraries_that_look_for_variables_with_their_prefix_note_nothing(noting
     importlib.reload(importlib.import_module("fsspec.config"))
     importlib.reload(importlib.import_module("tqdm.std"))
     assert (noting.names - {"FSSPEC_CONFIG_DIR", "HOME"}, noting.every) == (set(), False)
+
+
+class Over(BaseException):
+    """The end of a warm process."""
+
+
+class SameFiles:
+    """Loaded files that nobody replaces."""
+
+    def replaced(self) -> str:
+        """None."""
+        return ""
+
+
+class Lending(WarmProcess):
+    """A warm process in simulated time. Its jobs are pairs of when they come and when they end."""
+
+    def __init__(self, folder: Path, idle: float, jobs: list[tuple[float, float]]) -> None:
+        super().__init__(folder, idle, 0, SameFiles())  # type: ignore[arg-type]
+        self._selector.close()
+        self._selector = self  # type: ignore[assignment]
+        self.now = 0.0
+        self._events = sorted(
+            event
+            for number, (comes, ends) in enumerate(jobs, 1)
+            for event in ((comes, 0, number), (ends, number, 0))
+        )
+
+    def monotonic(self) -> float:
+        """The time."""
+        return self.now
+
+    def select(self, timeout: float) -> list[tuple[Any, int]]:
+        """The next event, if it comes in time."""
+        if not self._events or self._events[0][0] > self.now + timeout:
+            self.now += timeout
+            return []
+        self.now, ends, self._comes = self._events.pop(0)
+        return [(SimpleNamespace(data=ends or None), 1)]
+
+    def _accept(self) -> None:
+        self._guards.add(self._comes)
+
+    def _reap(self, handle: int) -> None:
+        self._guards.remove(handle)
+
+    def _end(self) -> NoReturn:
+        self._listener.close()
+        raise Over
+
+
+JOBS = st.lists(st.tuples(st.floats(0.0, 2000.0), st.floats(0.0, 9000.0)), max_size=6)
+
+
+@given(JOBS, st.sampled_from((10.0, 500.0)))
+def test_a_warm_process_ends_when_it_was_idle_for_long_and_not_while_it_lends(
+    pauses: list[tuple[float, float]], idle: float
+) -> None:
+    jobs, comes = [], 0.0
+    for pause, lasts in pauses:
+        comes += pause
+        jobs.append((comes, comes + lasts))
+    over = idle
+    for comes, ends in jobs:
+        if comes <= over:
+            over = max(over, ends + idle)
+    handler = signal.getsignal(signal.SIGTERM)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        warm = Lending(Path(folder), idle, jobs)
+        signal.signal(signal.SIGTERM, handler)
+        patch.setattr(process, "time", warm)
+        with pytest.raises(Over):
+            warm.serve()
+    # The end of a job is noticed at once; the files are looked at in between.
+    assert over - 1e-6 <= warm.now <= over + LOADED_FILES_POLL_INTERVAL
