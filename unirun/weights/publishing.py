@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import msgspec
@@ -613,7 +613,8 @@ class Publisher:
                 reply(Parcel(encode(replace(fetched, handle=block.lent))))
             else:
                 assert block.handle is not None
-                reply(Parcel(encode(fetched), lent=Lent(block.handle, block.size, release)))
+                unmapped = partial(self._unmapped, block.number, reader)
+                reply(Parcel(encode(fetched), lent=Lent(block.handle, block.size, unmapped)))
             return
         with self._lock:
             parts, elsewhere = self._divided(request)
@@ -659,6 +660,22 @@ class Publisher:
             else:
                 others.setdefault(first, []).append(place)
         return here, {reader: tuple(places) for reader, places in others.items()}
+
+    def _unmapped(self, number: int, reader: str) -> None:
+        """The reader has not mapped the block any more, as its connection may have ended while it waited. What it waits
+        for is lent to it anew: so it comes back when nobody takes it."""
+        with self._lock:
+            self._waiting = [
+                (
+                    replace(request, mapped=tuple(each for each in request.mapped if each != number))
+                    if isinstance(request, Fetch) and request.reader == reader
+                    else request,
+                    reply,
+                    end,
+                )
+                for request, reply, end in self._waiting
+            ]
+        self._release(number, reader)
 
     def _release(self, number: int, reader: str, *, keep: bool = False) -> bool:
         """The reader does not need the block any more, unless it is to `keep`. Returns whether it was the reader's

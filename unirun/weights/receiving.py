@@ -291,6 +291,9 @@ class Receiver:
             return at_least, False
         try:
             return self._copied(found, at_least, target)
+        except BaseException:
+            self._holder.give_back(leases(found))
+            raise
         finally:
             give_up(found)
 
@@ -446,12 +449,12 @@ class Receiver:
                 give_up(found)
         # Tensors that the receiver keeps are lent until they are freed: the publisher does not write to them.
         unchanged = target.keeps or self._unchanged(found, target.deadline)
-        if tied or not unchanged:
+        if not unchanged:
             # Of several publishers, some may have lent theirs.
             self._holder.give_back(leases(found))
-            if unchanged:
-                raise WeightsError("the weights do not fit the receiver", faults=tied)
             return at_least, False
+        if tied:
+            raise WeightsError("the weights do not fit the receiver", faults=tied)
         if target.eta < 1.0:
             blend(into, from_, target.eta)
         if target.assign is not None:
