@@ -158,6 +158,7 @@ class Consumer:
             there = feeds() if len(self._ready) < count else ()
             for feed in there:
                 self._collect(feed)
+            self._drop_old(there)
             if len(self._ready) >= count:
                 given, self._ready = self._ready[:count], self._ready[count:]
                 for who, number, _ in given:
@@ -182,13 +183,23 @@ class Consumer:
     def _collect(self, feed: RemoteProducer) -> None:
         who = feed.line.who
         for said, value in feed.came():
-            made_with, bound = said.version, self._bound
-            if bound is not None and made_with is not None and bound.is_stale(made_with, self.version):
-                self.dropped += 1
-                feed.used([said.number], dropped=True)
-                continue
             name = f"{who}/{who.incarnation}/{said.number}"
             self._ready.append((who, said.number, Item(name, value, said.version)))
+
+    def _is_old(self, item: Item) -> bool:
+        bound = self._bound
+        return bound is not None and item.version is not None and bound.is_stale(item.version, self.version)
+
+    def _drop_old(self, feeds: Sequence[RemoteProducer]) -> None:
+        """Drop the items that are too old by now. A producer that cannot be told gives them out again."""
+        old = [(who, number) for who, number, item in self._ready if self._is_old(item)]
+        if not old:
+            return
+        self._ready = [each for each in self._ready if not self._is_old(each[2])]
+        self.dropped += len(old)
+        for feed in feeds:
+            if numbers := [number for who, number in old if who == feed.line.who]:
+                feed.used(numbers, dropped=True)
 
     def done(self, feeds: Sequence[RemoteProducer]) -> None:
         """All items that were given out were used."""
@@ -196,6 +207,7 @@ class Consumer:
         for feed in feeds:
             if numbers := out.get(feed.line.who):
                 feed.used(numbers)
+        self._drop_old(feeds)
 
 
 # Admissions of a producer: permissions to make one item each, used by `put` or given back.
