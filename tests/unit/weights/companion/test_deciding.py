@@ -168,6 +168,7 @@ def test_in_any_order_no_engine_serves_old_weights_and_in_the_end_all_have_the_l
             elif not command.problem:
                 whose = command.rank, command.incarnation
                 needed = born[whose]
+                assert command.version is not None or state.version is None
                 assert needed is None or (command.version is not None and command.version >= needed)
                 serves[whose] = command.version
 
