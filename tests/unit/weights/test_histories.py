@@ -216,6 +216,15 @@ class Channel(RuleBasedStateMachine):
         self.receive(rank, how, None, None, ())
         self.job.stalled.clear()
 
+    @precondition(lambda self: not self.away)
+    @rule(rank=READER)
+    def assigns_twice(self, rank: int) -> None:
+        """The tensors of the first time are freed by the second, and then the publishers go on."""
+        for _ in range(2):
+            self.receive(rank, "assign", None, None, ())
+        for _ in range(2):
+            self.all_publish(False, 0)
+
     @rule(
         rank=READER,
         back=st.sampled_from([None, None, None, -1, -1]),
