@@ -14,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.effort import examples
 from tests.unit.weights.job import Job, Worker
 from unirun.errors import PeerLost, WeightsError, WeightsTimeout
 from unirun.weights.channel import WeightsChannel
@@ -359,3 +360,4 @@ class Channel(RuleBasedStateMachine):
 
 
 TestChannel = Channel.TestCase
+TestChannel.settings = examples(200)
