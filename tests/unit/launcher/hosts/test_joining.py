@@ -8,6 +8,7 @@ import random
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from tests.effort import seeds
 from tests.unit.launcher.hosts.offers import HEAD, made, offer
 from tests.unit.launcher.instant_loop import InstantLoop
-from unirun.errors import ConnectionLost, RendezvousError, UnirunError
+from unirun.errors import AuthError, ConnectionLost, RendezvousError, UnirunError, WireError
 from unirun.launcher.hostlist import Host
 from unirun.launcher.hosts import node, ssh
 from unirun.launcher.hosts.connection import RemoteNode
@@ -29,6 +30,8 @@ from unirun.spec.job import Entry, JobSpec, RoleSpec
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Stream
 from unirun.wire.blocking import BlockingStream
+from unirun.wire.certificates import temporary
+from unirun.wire.credentials import Credentials
 from unirun.wire.handshake import new_token
 from unirun.wire.messages import AgentTask, Dismissed, Invite, Offer, Ready, W
 from unirun.wire.reports import Message
@@ -59,6 +62,7 @@ class FakeNode(Stream):
 
     def __init__(self, first: Message, answer: Answer) -> None:
         self.first, self.answer = first, answer
+        self.node = first.node if isinstance(first, Offer) else ""
         self.told: list[Message] = []
         self.closed = False
 
@@ -126,7 +130,8 @@ class Joining:
     async def visit(self) -> None:
         """A node comes; its name or its rank may be another's."""
         await asyncio.sleep(self.rng.choice((0.5, 1.5, 2.5, 9.0, 20.0)) + self.rng.random() / 10)
-        rank, name = self.rng.choice((-1, -1, -1, 1, 2, 9)), f"h{self.rng.randint(0, 9)}"
+        rank = self.rng.choice((-1, -1, -1, 1, 2, 9))
+        name = self.rng.choice(("out", *(f"h{number}" for number in range(8))))
         known = self.lobby.offers
         fits = len(known) < self.most and all(
             name != each.node and (rank < 0 or rank != each.rank) for each in known
@@ -141,16 +146,17 @@ class Joining:
             assert stream.closed
 
     def assign(self) -> None:
-        """All get their task, and begin when all are ready; or nobody does, and all that cannot are named."""
-        unfit = [each for each in self.nodes if not each.answer.fits]
-        began, longest = self.loop.time(), max((each.answer.after for each in self.nodes), default=0.0)
+        """All get their task, and begin when all are ready; or nobody does, and all that cannot are named. One that
+        the job excludes is let go."""
+        used = [each for each in self.nodes if each.node != "out"]
+        unfit = [each for each in used if not each.answer.fits]
+        began, longest = self.loop.time(), max((each.answer.after for each in used), default=0.0)
         try:
             self.loop.run_until_complete(self.lobby.assign(made, uid="u1"))
         except RendezvousError as error:
             assert unfit
             for each in self.nodes:
-                assert isinstance(each.first, Offer)
-                assert (f"{each.first.node}: " in str(error)) == (each in unfit)
+                assert (f"{each.node}: " in str(error)) == (each in unfit)
             last: Message = Dismissed(str(error))
         else:
             assert not unfit
@@ -158,7 +164,9 @@ class Joining:
         assert self.loop.time() - began == pytest.approx(min(longest, BIND_TIMEOUT))
         self.loop.run_until_complete(self.lobby.part(last))
         for each in self.nodes:
-            assert [type(word) for word in each.told] == [AgentTask, type(last)]
+            assert [type(word) for word in each.told] == (
+                [AgentTask, type(last)] if each in used else [Dismissed]
+            )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -297,3 +305,49 @@ def test_a_node_that_does_not_begin_leaves_nothing(
     assert len(os.listdir("/proc/self/fd")) == len(before)
     if first is word:
         assert [type(each) for each in launcher.told] == [Offer, Ready if fits else Dismissed]
+
+
+class FakeHead:
+    """A head that begins to listen at some time, and breaks off connections before and after that."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.now = self.tried = 1000.0
+        self.timeout = rng.choice((0.0, 5.0, 60.0))
+        self.listens = self.now + rng.choice((0.0, 1.0, 4.0, 30.0, 100.0))
+        self.knows = rng.random() < 0.8
+        self._rng = rng
+
+    def connect(self, address: TcpAddress, credentials: Credentials) -> BlockingStream:
+        assert self.now - self.tried <= 1.0
+        self.tried = self.now
+        self.now += 0.1
+        if self.now < self.listens or self._rng.random() < 0.3:
+            if self._rng.random() < 0.5:
+                raise RendezvousError("nobody listens")
+            raise WireError("the handshake has failed") from ConnectionResetError()
+        if not self.knows:
+            raise AuthError("is the token right?")
+        return FakeLauncher([])
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_node_waits_for_a_head_that_comes_later(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong secret stays wrong."""
+    head = FakeHead(random.Random(seed))
+    end = head.now + head.timeout
+    monkeypatch.setattr(node, "time", SimpleNamespace(monotonic=lambda: head.now, sleep=head.sleep))
+    monkeypatch.setattr(node, "BlockingStream", SimpleNamespace(connect=head.connect))
+    with temporary(new_token(), "h1", insecure=True) as credentials:
+        try:
+            node._reach(TcpAddress("127.0.0.1", 1, "h0"), credentials, head.timeout)
+        except AuthError:
+            assert not head.knows
+        except RendezvousError as error:
+            assert f"has not answered within {head.timeout:g} s" in str(error)
+            assert end <= head.now <= end + 1.0
+        else:
+            assert head.knows
+            assert head.listens <= head.now <= end + 1.0
