@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.conftest import descriptors
 from unirun.launcher.warm import process
 from unirun.launcher.warm.process import LOADED_FILES_POLL_INTERVAL, WarmProcess, _Noting, leave_code
 
@@ -150,3 +151,13 @@ def test_a_warm_process_ends_when_it_was_idle_for_long_and_not_while_it_lends(
             warm.serve()
     # The end of a job is noticed at once; the files are looked at in between.
     assert over - 1e-6 <= warm.now <= over + LOADED_FILES_POLL_INTERVAL
+
+
+def test_a_fork_has_no_descriptor_of_the_warm_process(tmp_path: Path) -> None:
+    before, handler = descriptors(), signal.getsignal(signal.SIGTERM)
+    warm = WarmProcess(tmp_path, 1.0, os.getpid(), SameFiles())  # type: ignore[arg-type]
+    # Two jobs that run.
+    warm._guards |= {os.pidfd_open(os.getpid()) for _ in range(2)}
+    warm._forget()
+    signal.signal(signal.SIGTERM, handler)
+    assert descriptors() == before
