@@ -8,6 +8,7 @@ the saved models and the records, and between any two calls these are whole.
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import json
 import os
@@ -609,6 +610,14 @@ experiments = st.builds(
 )
 METHODS = ("about", "restore", "load", "call", "give", "not_finite", "checkpoint", "save", "evaluate")
 calls = st.tuples(st.sampled_from(METHODS), st.integers(0, 15) | st.integers(0, 40))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage() -> Iterator[None]:
+    """A worker collects all garbage before it goes on after a loss: here that of all tests of this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda *_: 0)
+        yield
 
 
 @examples(30, shrunk=False)

@@ -192,7 +192,7 @@ class AgentIo(RuleBasedStateMachine):
         self.pids: dict[int, int] = {}
         self.links: dict[int, list[Received]] = {}
         self.said: deque[Message] = deque()
-        """What the next master, or this one, has to hear of workers."""
+        """Reports of workers that this master, or the next one, has to hear."""
         self.views = 0
         self.written: View | None = None
         self.loop.do(self._begin(borrowed))
